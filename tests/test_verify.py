@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -11,13 +13,13 @@ from pathlib import Path
 import job
 import numpy as np
 import pytest
-from launcher import npurun, script
+from launcher import ROOT, npurun, script
 
 from npu_device._src.verify import causes, compare, report
 from npu_device._src.verify.plan import PROBLEM, Process
 from npu_device.launch import verify
 
-DOCS = Path(__file__).parent.parent / "docs" / "verify.md"
+DOCS = ROOT / "docs" / "verify.md"
 pytestmark = pytest.mark.xdist_group("waiting")
 
 LOOP = """
@@ -101,7 +103,8 @@ WRONG: dict[str, dict[str, str]] = {
     },
     "seed of each rank's own, none": {"data": "dataset = dataset.shuffle(48)\n" + RIGHT["data"]},
     ", two models": {
-        "start": "second = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Dense(1)])\n"
+        "start": "second = tf.keras.Sequential(\n"
+        "    [tf.keras.Input([1]), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)])\n"
         "npu.distribute.broadcast(model.variables + second.variables)",
         "loss": "tf.reduce_mean(tf.square(second(z, training=True) - y))",
         "reduce": "gradients, _ = tf.clip_by_global_norm(gradients, 1e6)\n    "
@@ -119,11 +122,11 @@ SAID = {
 """What stands in the line that the verdict names."""
 
 
-def verified(directory: Path, source: str, size: int, keras: str, steps: int = 2) -> report.Verdict:
+def verified(directory: Path, source: str, size: int, keras: str, steps: int = 2, **options: bool) -> report.Verdict:
     """Run a script as ``npurun verify`` does, in forks of a process that has imported TensorFlow."""
     path = directory / "script.py"
     path.write_text(source)
-    start = Process(str(directory / "runs"), steps)
+    start = Process(str(directory / "runs"), steps, **options)
     settings = json.dumps({**asdict(start), "sizes": [size]})
     runner = f"from npu_device._src.verify import runner; runner.main([{settings!r}, {str(path)!r}])"
     variables = {"TF_USE_LEGACY_KERAS": "1" if keras == "2" else "0", "NPU_DEVICE_FIRST_STEP_CHECK": "off"}
@@ -137,7 +140,7 @@ def verified(directory: Path, source: str, size: int, keras: str, steps: int = 2
 
 def combination(number: int) -> tuple[int, str]:
     """Return the number of ranks and the Keras of a script; all four combinations occur, two ranks most often."""
-    return 3 if number % 4 == 1 else 2, "32"[number // 4 % 2 if number % 4 == 1 else number % 2]
+    return 3 if number % 8 == 1 else 2, "32"[number // 8 % 2 if number % 8 == 1 else number % 2]
 
 
 @pytest.mark.parametrize("kind", list(WRONG))
@@ -151,6 +154,7 @@ def test_causes_in_a_loop(kind: str, tmp_path: Path) -> None:
     assert verdict.code == (0 if not cause else 3 if cause == "random numbers" else 1)
     assert not list(tmp_path.glob("*.txt")) and all(line.split()[2] == "12" for line in verdict.table)
     assert any("clips its own gradients" in note for note in verdict.notes) == ("1e6" in source)
+    assert any("In a custom loop" in note for note in verdict.notes) == ("BatchNormalization" in source)
     if cause in SAID:
         line = next(number for number, text in enumerate(source.splitlines(), start=1) if SAID[cause] in text)
         assert f"script.py:{line}" in verdict.text
@@ -203,7 +207,7 @@ MIXED = 'tf.keras.mixed_precision.set_global_policy("mixed_float16")'
 REPLICATED = "npu.distribute.replicate(Model())"
 FITS = {
     "mixed": ("", MIXED, REPLICATED, "SGD(0.1, momentum=0.9)"),
-    "average": ("", "", REPLICATED, "AdamW(0.01, use_ema=True)"),
+    "average": ("", "", REPLICATED, "AdamW(0.01, use_ema=True, gradient_accumulation_steps=2)"),
     "forgotten": ("same samples", "", "Model()", "Adam(0.01)"),
     "average, older": ("", "", REPLICATED, "AdamW(0.01, use_ema=True)"),
     "contrastive": ("unknown", CONTRASTIVE, REPLICATED, "SGD(0.1)"),
@@ -240,10 +244,10 @@ given = tf.placeholder(tf.float32, [None, 4])
 weight = tf.get_variable("weight", [4, 1])
 loss = {loss}
 optimizer = tf.train.GradientDescentOptimizer(0.1)
-train = {optimizer}.minimize(loss)
-start = {start}
-with tf.Session() as session:
-    session.run(tf.global_variables_initializer())
+train = {optimizer}.minimize(loss, global_step=tf.train.get_or_create_global_step())
+start, hooks = {start}, [tf.train.StopAtStepHook(last_step=9)]
+with {session} as session:
+    {first}
     session.run(start)
     for _ in range(4):
         session.run([loss, train], {{given: x[share]}})
@@ -253,9 +257,11 @@ SESSION_RIGHT = {
     "loss": "tf.reduce_mean(tf.square(given @ weight - tf.reduce_sum(given, 1, keepdims=True)))",
     "optimizer": "NPUDistributedOptimizer(optimizer)",
     "start": "npu.distribute.broadcast(tf.global_variables())",
+    "session": "tf.Session()",
+    "first": "session.run(tf.global_variables_initializer())",
 }
-SESSIONS = {
-    "": {},
+SESSIONS: dict[str, dict[str, str]] = {
+    "": {"session": "tf.train.MonitoredTrainingSession(hooks=hooks)", "first": "pass"},
     "not reduced": {"optimizer": "optimizer"},
     "sum averaged": {"loss": SESSION_RIGHT["loss"].replace("reduce_mean", "reduce_sum")},
 }
@@ -345,15 +351,16 @@ model.fit(tf.data.Dataset.from_tensor_slices((given, np.ones([12, 1]))).batch(4)
 """
 
 
-def test_a_script_without_a_call(tmp_path: Path) -> None:
-    verdict = verified(tmp_path, NO_CALL, 2, "3")
-    assert (verdict.code, verdict.cause) == (3, "no call") and "npurun port" in verdict.text
+@pytest.mark.parametrize("keras", ["2", "3"])
+def test_a_script_without_a_call(keras: str, tmp_path: Path) -> None:
+    verdict = verified(tmp_path, NO_CALL, 2, keras, replicate=keras == "3")
+    assert (verdict.code, verdict.cause) == ((0, "") if keras == "3" else (3, "no call"))
+    assert ("npurun port" in verdict.text) == (keras == "2")
 
 
-def test_the_page_and_json(tmp_path: Path) -> None:
+def test_the_page_and_json() -> None:
     verdict = report.Verdict(1, "sum averaged", "gradients are <0.50>", ["2 1"], ["a note"], 2, {"<w>": 0.5, "b": None})
-    report.write_page(verdict, tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
+    page = report.page(verdict)
     assert "&lt;w&gt;" in page and "0.500" in page and "another direction" in page and "<w>" not in page
     assert json.loads(json.dumps(asdict(verdict)))["cause"] == "sum averaged"
 
@@ -365,7 +372,7 @@ def test_the_page_has_all_verdicts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "the script is missing"),
+        ([], "the following arguments are required: script"),
         (["no_such.py"], "no such script: no_such.py"),
         (["-n", "1", "x.py"], "must be 2 or more"),
         (["--steps", "0", "x.py"], "is not a whole number of at least 1"),
@@ -386,13 +393,39 @@ def test_wrong_usage(arguments: list[str], expected: str, capsys: pytest.Capture
     ("source", "expected"),
     [
         ("print('no step')", "the script ended before its first step"),
-        ("raise ValueError('broken')", "as one process, the script failed"),
+        ("import json\njson.loads('broken')", "as one process, the script ended before its first step"),
     ],
 )
 def test_scripts_that_make_no_step(source: str, expected: str, tmp_path: Path) -> None:
     done = npurun("verify", "-n", "2", script(tmp_path, source))
     assert done.returncode == 3
     assert expected in done.stderr.decode()
+    frames = re.findall(r'File "([^"]+)", line (\d+)', done.stderr.decode())
+    assert frames == ([(str(tmp_path / "script.py"), "2")] if "json" in source else [])
+
+
+EXAMPLES = {  # that npurun starts, and their arguments
+    **dict.fromkeys([f"recipes/{path.name}" for path in (ROOT / "examples" / "recipes").glob("*.py")], ""),
+    "keras_fit/train.py": "--directory saved",
+    "npu_bridge/train.py": "",
+    "resnet_ctl/resnet_ctl.py": "--data_dir digits",
+    "soak/train.py": "--directory saved --steps 20",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("keras", ["2", "3"])
+@pytest.mark.parametrize("path", EXAMPLES)
+def test_examples(path: str, keras: str, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    if "resnet_ctl" in path:
+        pytest.importorskip("official")
+        maker = [sys.executable, str(ROOT / "examples" / "resnet_ctl" / "make_digits_imagenet.py")]
+        subprocess.run([*maker, "--data_dir", str(tmp_path / "digits")], check=True, timeout=200)
+    variables = {"PYTHONPATH": str(ROOT), "TF_USE_LEGACY_KERAS": "1" if keras == "2" else "0"}
+    words = [str(ROOT / "examples" / path), *EXAMPLES[path].split()]
+    done = npurun("verify", "-n", "2", "--steps", "2", *words, cwd=tmp_path, limit=500, **variables)
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,14 +18,13 @@ from pathlib import Path
 from npu_device._src import environment
 from npu_device._src.cluster.time_limits import VERIFY_SECONDS
 from npu_device._src.horovod import modules
-from npu_device._src.verify.file_shadow import COVERED, state_of
+from npu_device._src.verify.file_shadow import COVERED, changed_since
 from npu_device._src.verify.plan import PROBLEM, Process
 from npu_device.launch.argument_types import positive
 
 _RANK_BYTES = 2 << 30  # of a rank with TensorFlow and a small model
 _RUNNER = "npu_device._src.verify.runner"
 _FOR_RANKS = {
-    "PYTHONHASHSEED": "0",
     "NPU_DEVICE_FIRST_STEP_CHECK": "off",
     "NPU_DEVICE_STATEMENT": "off",
     "NPU_DEVICE_LAUNCHER": "off",
@@ -36,17 +36,14 @@ def main(arguments: Sequence[str]) -> int:
     """Run with these arguments; return the exit code."""
     parser = _parser()
     given = parser.parse_args(list(arguments))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    sizes = [given.n] if given.n else [2, 3] if memory > 3 * _RANK_BYTES else [2]
     if given.hosts:
         parser.error("--hosts: verify runs on this host only: its ranks are compared through files")
     if given.n == 1:
         parser.error("-n 1: must be 2 or more, to be compared with one process")
-    words = given.script[1:] if given.script[:1] == ["--"] else given.script
-    if not words:
-        parser.error("the script is missing")
-    if not given.module and not os.path.isfile(words[0]):
-        parser.error(f"no such script: {words[0]} (looked for it in {os.getcwd()})")
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    sizes = [given.n] if given.n else [2, 3] if memory > 3 * _RANK_BYTES else [2]
+    if not given.module and not os.path.isfile(given.script):
+        parser.error(f"no such script: {given.script} (looked for it in {os.getcwd()})")
     if sizes[-1] * _RANK_BYTES > memory:
         parser.error(f"{sizes[-1]} ranks need more memory than the {memory >> 30} GiB of this machine")
     if given.keep and os.path.exists(given.keep) and (not os.path.isdir(given.keep) or os.listdir(given.keep)):
@@ -55,40 +52,37 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"--html {given.html}: there is no such directory")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so end the script's processes
     with tempfile.TemporaryDirectory(prefix="npurun-verify-") as directory:
-        return _verify(given, words, sizes, Path(given.keep or directory).resolve())
+        return _verify(given, sizes, Path(given.keep or directory).resolve())
 
 
-def _verify(given: argparse.Namespace, words: Sequence[str], sizes: Sequence[int], directory: Path) -> int:
+def _verify(given: argparse.Namespace, sizes: Sequence[int], directory: Path) -> int:
     if not given.json:
-        _say(f"{words[0]}: one process twice, then {' and '.join(map(str, sizes))} ranks, {given.steps} steps each")
+        _say(f"{given.script}: one process twice, then {' and '.join(map(str, sizes))} ranks, {given.steps} steps each")
         _say(f"your files stay as they are, as far as this covers: {COVERED}")
-    folders = [Path.cwd(), *([] if given.module else [Path(words[0]).resolve().parent])]
-    before = state_of(folders, directory)
-    start = Process(str(directory), given.steps, given.module, given.replicate)
-    problem = run(start, sizes, words, horovod=given.horovod)
+    begin, start = time.time(), Process(str(directory), given.steps, given.module, given.replicate)
+    problem = _run(start, sizes, [given.script, *given.arguments], horovod=given.horovod)
     if problem:
         _say(problem)
         return 3
     from npu_device._src.verify import report
 
     verdict = report.judge(start.runs(sizes))
-    changed = sorted(path for path, state in state_of(folders, directory).items() if before.get(path) != state)
+    changed = changed_since(begin, {Path.cwd(), Path(given.script).resolve().parent}, directory)
     if changed:
         verdict.notes.append(f"these files changed, by calls that aren't covered: {', '.join(changed[:5])}")
     print(json.dumps(asdict(verdict)) if given.json else report.text(verdict))
     if given.html:
-        report.write_page(verdict, Path(given.html))
+        Path(given.html).write_text(report.page(verdict), encoding="utf-8")
     return verdict.code
 
 
-def run(start: Process, sizes: Sequence[int], words: Sequence[str], *, horovod: bool = False) -> str:
+def _run(start: Process, sizes: Sequence[int], words: Sequence[str], *, horovod: bool) -> str:
     """Run a script with its arguments as all processes; return what is wrong, "" if nothing is."""
     kept = ("NPU_DEVICE_", "TF_", "CUDA_", "NVIDIA_", "GRPC_", "MALLOC_")
     of_jobs = {variable.name for variable in environment.ALL if not variable.name.startswith(kept)}
-    variables = {
-        name: value for name, value in os.environ.items() if name not in {*of_jobs, "TF_CONFIG", "NPU_DEVICE_HUB"}
-    }
-    variables = {"TF_CPP_MIN_LOG_LEVEL": "2", **variables, **_FOR_RANKS}
+    of_jobs |= {"TF_CONFIG", "NPU_DEVICE_HUB"}
+    variables = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **_FOR_RANKS}
+    variables = {name: value for name, value in variables.items() if name not in of_jobs}
     Path(start.directory).mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", _RUNNER, json.dumps({**asdict(start), "sizes": sizes}), *words],
@@ -124,7 +118,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--horovod", action="store_true", help="verify npurun --horovod, of a script that imports it")
     parser.add_argument("--hosts", help=argparse.SUPPRESS)
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="a .py file, or with -m a module, and its arguments")
+    parser.add_argument("script", help="a .py file, or with -m a module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     return parser
 
 

@@ -159,7 +159,7 @@ def _train(make_model: Any, data: Any, make_callbacks: Any, settings: dict[str, 
     import tensorflow as tf
 
     from npu_device._src.training.fit.replica import replicate
-    from npu_device._src.verify.wrapped_calls import changed as in_the_last_bit
+    from npu_device._src.verify.noise import changed as in_the_last_bit
 
     keras: Any = tf.keras
     keras.utils.set_random_seed(_SEED)
@@ -196,7 +196,7 @@ def _train(make_model: Any, data: Any, make_callbacks: Any, settings: dict[str, 
 
 @contextlib.contextmanager
 def _without_noise(keras: Any) -> Iterator[None]:
-    from npu_device._src.verify.wrapped_calls import noisy_layers, quiet
+    from npu_device._src.verify.noise import noisy_layers, quiet
 
     before = [(layer, layer.call) for layer in (*noisy_layers(keras), keras.layers.BatchNormalization)]
     for layer, call in before:

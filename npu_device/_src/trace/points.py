@@ -39,7 +39,7 @@ def forward_start(gradients: Sequence[Any]) -> Any:
     if tf.executing_eagerly():
         return None
     targets = [_operation(gradient) for gradient in gradients]
-    return _read([operation for operation in _before(targets) if operation.type in _INPUTS], targets[0].graph)
+    return _read([operation for operation in leading_to(targets) if operation.type in _INPUTS], targets[0].graph)
 
 
 def _read(operations: Sequence[tf.Operation], graph: tf.Graph) -> tf.Tensor:
@@ -62,7 +62,8 @@ def _operation(value: Any) -> tf.Operation:
     return origin(value.values if isinstance(value, tf.IndexedSlices) else value).op
 
 
-def _before(targets: Sequence[tf.Operation]) -> Iterator[tf.Operation]:
+def leading_to(targets: Sequence[tf.Operation]) -> Iterator[tf.Operation]:
+    """Yield operations of a graph and all those on which they depend."""
     seen: set[tf.Operation] = set()
     waiting = list(targets)
     while waiting:

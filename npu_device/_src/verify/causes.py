@@ -37,18 +37,24 @@ class Findings:
         """Return what differs in the first step in which gradients or updates do."""
         return [each for each in self.deviations if each.step == self.begins and each.kind == kind]
 
-    def ratio(self) -> float:
-        """Return the multiple of one process's that all deviating gradients of that step are; 0 if they aren't."""
-        ratios = np.array([each.ratio or 0 for each in self.first()])
+    def ratio(self, kind: str = GRADIENT) -> float:
+        """Return the multiple of one process's that all of them are; 0 if they aren't."""
+        ratios = np.array([each.ratio or 0 for each in self.first(kind)])
         return float(ratios.mean()) if len(ratios) and ratios.all() and np.ptp(ratios) < 0.1 * abs(ratios.mean()) else 0
 
-    def is_ratio(self, wanted: float) -> bool:
-        """Return True if all deviating gradients are this multiple."""
-        return abs(self.ratio() - wanted) < 0.1 * wanted
+    def is_ratio(self, wanted: float, kind: str = GRADIENT) -> bool:
+        return abs(self.ratio(kind) - wanted) < 0.1 * wanted
 
-    def line(self, kind: str) -> str:
-        """Return the first line in which a rank makes a call of this kind; "" without one."""
-        return next((str(call["line"]) for call in self.ranks[0].of(kind)), "")
+    def line(self, *kinds: str) -> str:
+        """Return the first call of rank 0 of one of these kinds, with its line; "" without one."""
+        return next((str(call) for call in self.ranks[0].calls if call.kind in kinds), "")
+
+    def other_call(self, kind: str, records: Sequence[Record]) -> str:
+        """Return the first call of a kind that hasn't the same outcome in all processes."""
+        for calls in zip(*(record.of(kind) for record in records)):
+            if any(call.outcome != calls[0].outcome for call in calls):
+                return str(calls[0])
+        return ""
 
     def differ(self, name: str, number: int) -> bool:
         """Return True if the ranks' gradients, or the trained weights before a step, differ from each other."""
@@ -58,29 +64,22 @@ class Findings:
 
     # Each of the following returns what it has found as text, or True; "" or False if it isn't so.
 
-    def adapted(self) -> str:
-        """A layer has adapted to something else than the single process's."""
-        for number, mine in enumerate(self.one.of("adapted")):
-            calls = [record.of("adapted")[number : number + 1] for record in self.ranks]
-            if any(call and call[0]["state"] != mine["state"] for call in calls):
-                return f"{mine['layer']!r}, {mine['line']}"
-        return ""
+    def other_samples(self) -> dict[int, str]:
+        """The ranks together don't read the samples of one process: in which steps, and what they read.
 
-    def other_seed(self) -> str:
-        """A shuffle before the division has no seed, or another one on each rank."""
-        for call in self.ranks[0].of("unseeded"):
-            return f"without a seed in {call['line']}"
-        if not self.other_samples():
-            return ""
-        by_rank = [{call["number"]: call for call in record.of("shuffle")} for record in self.ranks]
-        for number, call in by_rank[0].items():
-            if any(other.get(number, call)["seed"] != call["seed"] for other in by_rank[1:]):
-                return str(call["line"])
-        return ""
-
-    def drawn(self) -> str:
-        """A step draws random numbers by itself."""
-        return next((f"{call['what']}, {call['line']}" for call in self.one.of("random")), "")
+        As many other ones in a step without other gradients are a generator's: the same but for rounding.
+        """
+        found = {}
+        for number, (one, *ranks) in enumerate(self.steps, start=1):
+            mine, theirs = one.rows, compare.union(ranks)
+            counts = sum(mine.values()), sum(theirs.values())
+            if mine != theirs and (number <= self.begins or counts[0] != counts[1]):
+                missing, others = sum((mine - theirs).values()), sum((theirs - mine).values())
+                found[number] = (
+                    f"in step {number}, one process reads {counts[0]} samples, and the ranks together {counts[1]}; "
+                    f"{missing} of the first are missing, and {others} are others or repeated"
+                )
+        return found
 
     def same_samples(self) -> bool:
         """All ranks read the same samples."""
@@ -88,55 +87,28 @@ class Findings:
         return bool(first.rows) and all(step.rows == first.rows for step in self.steps[0][2:])
 
     def shuffles_unseeded(self) -> bool:
-        """Return True if the ranks may really shuffle differently: no seed is set, not in fit either."""
-        calls, first = self.ranks[0].of("shuffle"), self.ranks[0].steps[0]
-        return not self.ranks[0].of("seed") and (bool(first.logs) or any(call["seed"] is None for call in calls))
-
-    def has_other_samples(self, number: int) -> bool:
-        """Return True if the ranks together don't read the samples of one process in a step.
-
-        As many other ones in a step without other gradients are a generator's: the same but for rounding.
-        """
-        mine, theirs = self.steps[number - 1][0].rows, compare.union(self.steps[number - 1][1:])
-        return theirs != mine and (number <= self.begins or sum(mine.values()) != sum(theirs.values()))
-
-    def other_samples(self) -> str:
-        """The ranks together don't read the samples of one process."""
-        for number, (mine, *ranks) in enumerate(self.steps, start=1):
-            if self.has_other_samples(number):
-                theirs = compare.union(ranks)
-                counts = sum(mine.rows.values()), sum(theirs.values())
-                missing, others = sum((mine.rows - theirs).values()), sum((theirs - mine.rows).values())
-                return (
-                    f"in step {number}, one process reads {counts[0]} samples, and the ranks together {counts[1]}; "
-                    f"{missing} of the first are missing, and {others} are others or repeated"
-                )
-        return ""
+        """The ranks may really shuffle differently: no seed is set, not in fit either."""
+        calls = self.ranks[0].of("shuffle")
+        return not self.line("seed") and (bool(self.steps[0][1].logs) or any(call.outcome is None for call in calls))
 
     def not_reduced(self) -> bool:
-        """The ranks apply different gradients in the first step, or have other weights after it."""
-        return self.differ("gradients", 0) or self.differ("weights", 1)
+        """The ranks apply different gradients in the first step that differs, or have other weights after it."""
+        number = max(self.begins, 1)
+        return self.differ("gradients", number - 1) or self.differ("weights", number)
 
-    def thrown_away(self) -> str:
-        """An all_reduce was given just the gradients that each rank then applies."""
-        first = self.steps[0][1]
-        given = [line for line, values in first.reduced if len(values) and compare.equal(values, first.gradients)]
-        return given[0] if given and self.not_reduced() else ""
+    def discarded(self) -> str:
+        """As many tensors are reduced as the optimizer trains variables."""
+        trained = self.steps[max(self.begins, 1) - 1][1].trained
+        return next((str(call) for call in self.ranks[0].of("all_reduce") if call.outcome == trained), "")
 
     def only_scalars(self) -> str:
         """Nothing but single numbers is reduced."""
-        is_so = all(call["values"] <= 1 for call in self.ranks[0].of("all_reduce")) and self.not_reduced()
-        return self.line("all_reduce") if is_so else ""
+        return self.line("all_reduce") if all(call.outcome <= 1 for call in self.ranks[0].of("all_reduce")) else ""
 
     def clipped(self) -> str:
-        """Each rank clips gradients, which then point elsewhere."""
-        is_so = bool(self.first()) and not self.ratio() and not self.not_reduced()
-        return (self.line("clip_by_global_norm") or self.line("clip_by_norm")) if is_so else ""
-
-    def clipped_first(self) -> str:
         """Gradients are clipped before anything is reduced, even if nothing was above the limit."""
-        kinds = [call["kind"] for call in self.ranks[0].calls if call["kind"].startswith(("all_reduce", "clip_by"))]
-        return self.line(kinds[0]) if kinds and kinds[0] != "all_reduce" else ""
+        first = self.line("all_reduce", "clip")
+        return first if first and first == self.line("clip") else ""
 
     def state(self) -> str:
         """Variables that no optimizer trains differ when gradients begin to.
@@ -146,17 +118,8 @@ class Findings:
         names = [each.variable for each in self.deviations if each.kind == STATE and each.step <= self.begins]
         return ", ".join(list(dict.fromkeys(names))[:_SHOWN])
 
-    def only_updates(self) -> bool:
-        """Gradients are right, and updates aren't."""
-        return bool(self.first(UPDATE)) and not self.first()
-
-    def scaled(self) -> bool:
-        """The updates are as many times as large as there are ranks."""
-        ratios = [each.ratio or 0 for each in self.first(UPDATE)]
-        return self.only_updates() and all(abs(ratio / self.size - 1) < 0.1 for ratio in ratios)
-
     def variables(self) -> str:
-        """The gradients that differ first."""
+        """Gradients differ."""
         found = [
             f"{each.variable} {'points elsewhere' if each.ratio is None else f'is {each.ratio:.3f} of it'} "
             f"(off by {each.off:.0e}, rounding {each.allowed:.0e})"
@@ -179,35 +142,36 @@ TEXTS = dict(re.findall(r"^### (.+?)\n\n(.+?)(?=\n### |\Z)", PAGE, flags=re.M | 
 """The sections of ``causes.md``: what a cause means, with an example, and what to do."""
 
 RANDOM, NO_CALL = "random numbers", "no call"
-_CAUSES: tuple[tuple[str, Callable[[Findings], str | bool]], ...] = (
+_CAUSES: tuple[tuple[str, Callable[[Findings], object]], ...] = (
     (NO_CALL, lambda found: not all(record.joined for record in found.ranks)),
-    ("adapted to a part", Findings.adapted),
-    ("seed of each rank's own", Findings.other_seed),
+    ("adapted to a part", lambda found: found.other_call("adapted", [found.one, *found.ranks])),
+    ("seed of each rank's own", lambda found: found.line("unseeded")),
+    ("seed of each rank's own", lambda found: found.other_samples() and found.other_call("shuffle", found.ranks)),
     ("different starts", lambda found: found.differ("weights", 0)),
-    ("discarded result", Findings.thrown_away),
-    ("only the loss is reduced", Findings.only_scalars),
+    ("discarded result", lambda found: found.not_reduced() and found.discarded()),
+    ("only the loss is reduced", lambda found: found.not_reduced() and found.only_scalars()),
     ("not reduced", Findings.not_reduced),
     ("same samples", lambda found: found.other_samples() and found.same_samples()),
-    (RANDOM, lambda found: found.other_samples() and found.drawn()),
-    ("other samples", Findings.other_samples),
-    ("clipped before the reduction", Findings.clipped),
+    (RANDOM, lambda found: found.other_samples() and found.line("random")),
+    ("other samples", lambda found: next(iter(found.other_samples().values()), "")),
+    ("clipped before the reduction", lambda found: found.first() and not found.ratio() and found.clipped()),
     ("add_loss per sample", lambda found: found.is_ratio(1 / found.size) and found.line("add_loss")),
     ("global batch size", lambda found: found.is_ratio(1 / found.size) and found.line("compute_average_loss")),
     ("sum averaged", lambda found: found.is_ratio(1 / found.size)),
     ("mean summed", lambda found: found.is_ratio(found.size) and (found.line("all_reduce") or "by an optimizer")),
     ("state in the step", Findings.state),
-    ("scaled rate", Findings.scaled),
-    ("other updates", Findings.only_updates),
-    (RANDOM, lambda found: bool(found.first()) and found.drawn()),
+    ("scaled rate", lambda found: not found.first() and found.is_ratio(found.size, UPDATE)),
+    ("other updates", lambda found: not found.first() and found.first(UPDATE)),
+    (RANDOM, lambda found: found.first() and found.line("random")),
     ("unknown", Findings.variables),
     ("other logs", Findings.other_logs),
 )
-_OF_HOROVOD: tuple[tuple[str, Callable[[Findings], str | bool]], ...] = (
-    ("Horovod: not reduced", lambda found: found.not_reduced() and bool(found.first())),
+"""Most specific first."""
+_OF_HOROVOD: tuple[tuple[str, Callable[[Findings], object]], ...] = (
+    ("Horovod: not reduced", lambda found: found.not_reduced() and found.first()),
     ("Horovod: different variables", lambda found: found.differ("weights", 1)),  # which may be sent after a first step
     ("Horovod: not the average", Findings.variables),
 )
-"""Most specific first."""
 
 
 def cause_of(found: Findings) -> tuple[str, str]:

@@ -40,9 +40,6 @@ class Step:
     gradients: np.ndarray = field(default_factory=_nothing)  # a row of projections for each one that is trained
     weights: np.ndarray = field(default_factory=_nothing)  # of all before the step
     rows: Counter[int] = field(default_factory=Counter)  # the samples that were read since the step before
-    reduced: list[tuple[str, np.ndarray]] = field(
-        default_factory=list
-    )  # line and values given to reductions since then
     own: dict[int, np.ndarray] = field(default_factory=dict)  # sums of what tapes gave since then, with Horovod's names
     logs: dict[str, float] = field(default_factory=dict)  # what the script sees of the step
 
@@ -52,19 +49,32 @@ class Step:
         return len(self.gradients)
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of the script that may explain a difference."""
+
+    kind: str
+    line: str
+    what: str = ""
+    outcome: Any = None  # which processes may have to share
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (self.what, self.line)))
+
+
 @dataclass
 class Record:
     """What one process leaves."""
 
     steps: list[Step] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)  # that may explain a difference: kind, line, what else
+    calls: list[Call] = field(default_factory=list)
     joined: bool = False  # it was a rank of a job
     horovod: bool = False  # by Horovod's names
     last_bit: float = 0.0  # of the dtype in which its models compute
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
+    def of(self, kind: str) -> list[Call]:
         """Return the calls of a kind."""
-        return [call for call in self.calls if call["kind"] == kind]
+        return [call for call in self.calls if call.kind == kind]
 
     def update(self, number: int) -> np.ndarray:
         """Return what a step has added to the weights that are trained; nothing if that isn't known."""

@@ -11,14 +11,17 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import glob
+import inspect
 import io
 import os
+import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 COVERED = (
     "files written by Python, Keras, numpy and HDF5, and TensorFlow's summaries, checkpoints, SavedModels and tf.io"
@@ -26,39 +29,25 @@ COVERED = (
 
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
 _REMOVERS = ("remove", "unlink", "rmdir", "DeleteFile", "DeleteRecursively")
-_CALLS = (  # owner, functions, place and keyword of a path, what happens to it
-    ("os", "stat lstat access readlink", 0, "path", "read"),
-    ("os", "truncate chmod utime", 0, "path", "change"),
-    ("os", "mkdir remove unlink rmdir", 0, "path", "write"),
-    ("os", "rename replace", 0, "src", "change"),
-    ("os", "link symlink", 0, "src", "read"),
-    ("os", "rename replace link symlink", 1, "dst", "write"),
-    ("gfile", "BufferedInputStream FileExists IsDirectory Stat CopyFile", 0, "", "read"),
-    ("gfile", "WritableFile RenameFile", 0, "", "change"),
-    ("gfile", "CreateDir RecursivelyCreateDir DeleteFile DeleteRecursively", 0, "", "write"),
-    ("gfile", "RenameFile CopyFile", 1, "", "write"),
-    ("tf.train.Checkpoint", "save write", 1, "file_prefix", "write"),
-    ("tf.train.CheckpointManager", "__init__", 2, "directory", "change"),
-    ("tf.train.Checkpoint", "restore read", 1, "save_path", "read"),
-    ("tf.train", "latest_checkpoint", 0, "checkpoint_dir", "read"),
-    ("tf.train", "load_checkpoint list_variables", 0, "ckpt_dir_or_file", "read"),
-    ("tf.compat.v1.train.Saver", "save", 2, "save_path", "write"),
-    ("tf.compat.v1.train.Saver", "restore", 2, "save_path", "read"),
-    ("tf.summary", "create_file_writer", 0, "logdir", "write"),
-    ("summary", "create_file_writer_v2", 0, "logdir", "write"),
-    ("tf.compat.v2.summary", "create_file_writer", 0, "logdir", "write"),
-    ("events", "EventsWriter", 0, "", "write"),
-    ("tf.saved_model", "save", 1, "export_dir", "write"),
-    ("tf.saved_model", "load", 0, "export_dir", "read"),
-    ("tf.io", "write_file", 0, "filename", "write"),
-    ("tf.io", "read_file", 0, "filename", "read"),
-    ("tf.io.TFRecordWriter", "__init__", 1, "path", "write"),
-    ("tf.data.Dataset", "save", 1, "path", "write"),
-    ("tf.data.Dataset", "cache", 1, "filename", "write"),
-    ("tf.data.Dataset", "load", 0, "path", "read"),
-    ("tf.data.experimental", "make_csv_dataset", 0, "file_pattern", "read"),
-    ("tf.data.TextLineDataset", "__init__", 1, "filenames", "read"),
-    ("tf.data.TFRecordDataset", "__init__", 1, "filenames", "read"),
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+_CALLS = {  # what happens to the path that they are given: functions and methods
+    "open": "builtins.open io.open os.open h5py.File.__init__",
+    "read": "os.stat os.lstat os.access os.readlink os.link os.symlink gfile.BufferedInputStream gfile.FileExists "
+    "gfile.IsDirectory gfile.Stat gfile.CopyFile tf.io.read_file tf.train.Checkpoint.restore tf.train.Checkpoint.read "
+    "tf.train.latest_checkpoint tf.train.load_checkpoint tf.train.list_variables tf.compat.v1.train.Saver.restore "
+    "tf.saved_model.load tf.data.Dataset.load tf.data.experimental.make_csv_dataset tf.data.TextLineDataset.__init__ "
+    "tf.data.TFRecordDataset.__init__",
+    "change": "os.truncate os.chmod os.utime os.rename os.replace gfile.WritableFile gfile.RenameFile "
+    "tf.train.CheckpointManager.__init__",
+    "write": "os.mkdir os.remove os.unlink os.rmdir gfile.CreateDir gfile.RecursivelyCreateDir gfile.DeleteFile "
+    "gfile.DeleteRecursively tf.train.Checkpoint.save tf.train.Checkpoint.write tf.compat.v1.train.Saver.save "
+    "tf.summary.create_file_writer summary.create_file_writer_v2 tf.compat.v2.summary.create_file_writer "
+    "events.EventsWriter tf.saved_model.save tf.io.write_file tf.io.TFRecordWriter.__init__ tf.data.Dataset.save "
+    "tf.data.Dataset.cache",
+    "write second": "os.rename os.replace os.link os.symlink gfile.RenameFile gfile.CopyFile",
+}
+_PATHS = re.compile(
+    "path|file|filenames?|file_prefix|save_path|logdir|export_dir|directory|src|name|checkpoint_dir|file_pattern|ckpt_dir_or_file"
 )
 _MOST_FILES = 20_000  # whose changes are looked for
 
@@ -116,97 +105,97 @@ class Redirection:
             (shutil.copytree if os.path.isdir(path) else shutil.copyfile)(path, target)
         return target
 
-    def _listed(self, own: Callable[[Any], Any], path: Any = ".") -> list[Any]:
-        """Return what a directory holds and what was written there."""
-        inside = None if isinstance(path, bytes) else self._inside(path)
-        if inside is None or not os.path.lexists(inside):
-            return list(own(path))
-        found: dict[str, Any] = {}
-        with contextlib.suppress(Exception):  # the user has none; TensorFlow raises an error of its own
-            found.update((getattr(each, "name", each), each) for each in own(path))
-        return list({**found, **{getattr(each, "name", each): each for each in own(inside)}}.values())
-
-    def _matching(self, own: Callable[[Any], Any], pattern: Any) -> list[str]:
-        """Return the files that match a pattern of TensorFlow, and those that were written."""
-        found = [self._as_given(path) for path in own(self._inside(pattern) or "")]
-        start = os.path.dirname(os.fsdecode(pattern))
-        dot = "./" if start.split(os.sep)[0] in ("", ".") else ""  # as TensorFlow gives them
-        relative = [dot + os.path.relpath(path) for path in found]
-        return sorted({*own(pattern), *(found if os.path.isabs(start) else relative)})
-
-    def _as_given(self, result: Any) -> Any:
-        """Return a result, which is a path of the user again if it is one to which something was written."""
-        is_inside = isinstance(result, str) and result.startswith(self._folder + os.sep)
-        return result[len(self._folder) :] if is_inside else result
-
     def install(self) -> None:
         """Redirect Python's own calls."""
-        opened, open_descriptor = io.open, os.open
+        self._wrap_calls(builtins=builtins, io=io, os=os)
+        scandir = os.scandir
 
-        def redirected_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            writes = any(letter in mode for letter in "wax+")
-            return opened((self._to_change if writes else self._to_read)(file), mode, *args, **kwargs)
+        def merged(path: Any = ".") -> Any:
+            inside = None if isinstance(path, bytes) else self._inside(path)
+            if inside is None or not os.path.lexists(inside):
+                return scandir(path)
+            found: dict[str, Any] = {}
+            with contextlib.suppress(OSError):  # the user has none
+                found.update((each.name, each) for each in scandir(path))
+            return _Entries(iter({**found, **{each.name: each for each in scandir(inside)}}.values()))
 
-        def redirected_os_open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-            writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-            path = (self._to_change if writes else self._to_read)(_whole(path, kwargs))
-            return open_descriptor(path, flags, *args, **kwargs)
-
-        builtins.open = io.open = redirected_open
-        os.open = redirected_os_open
-        os.listdir, scandir = functools.partial(self._listed, os.listdir), os.scandir
-        os.scandir = lambda path=".": _Entries(self._listed(scandir, path))  # type: ignore[assignment]
-        self._wrap_calls(os=os)
-
-    def _wrap_calls(self, **owners: Any) -> None:
-        for path, names, place, keyword, kind in _CALLS:
-            first, *rest = path.split(".")
-            for name in names.split() if first in owners else ():
-                owner = functools.reduce(getattr, rest, owners[first])
-                self._wrap(owner, name, place, keyword, getattr(self, f"_to_{kind}"))
-
-    def _wrap(self, owner: Any, name: str, place: int, keyword: str, change: Callable[[Any], Any]) -> None:
-        """Change a path among the arguments of a function."""
-        own = getattr(owner, name)
-
-        @functools.wraps(own)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            given: Any = {**dict(enumerate(args)), **kwargs}
-            key = place if place < len(args) else keyword
-            if key in given:
-                before = _whole(given[key], given)
-                given[key] = change(before)
-                if name in _REMOVERS and not os.path.lexists(given[key]) and os.path.lexists(before):
-                    return None  # the user's own stays
-            return self._as_given(own(*[given.pop(number) for number in range(len(args))], **given))
-
-        setattr(owner, name, wrapped)
+        os.scandir = merged
+        os.listdir = lambda path=".": [each.name for each in merged(path)]
 
     def install_tensorflow(self, tf: Any) -> None:
         """Redirect what TensorFlow writes and reads by itself, and HDF5."""
         from npu_device._src import compat
 
         functions = compat.file_functions()
-        self._wrap_calls(tf=tf, **functions)
+        self._wrap_calls(tf=tf, h5py=sys.modules.get("h5py"), **functions)
         gfile = functions["gfile"]
-        children, gfile.GetMatchingFiles = gfile.GetChildren, functools.partial(self._matching, gfile.GetMatchingFiles)
-        gfile.GetChildren = lambda path: self._listed(children, os.fsdecode(path))
-        if "h5py" in sys.modules:
-            h5py: Any = sys.modules["h5py"]
-            own = h5py.File.__init__
+        children, matching = gfile.GetChildren, gfile.GetMatchingFiles
 
-            def init(file: Any, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
-                own(file, (self._to_read if mode == "r" else self._to_change)(name), mode, *args, **kwargs)
+        def listed(path: Any) -> Any:
+            return children(path) if self._inside(path) is None else os.listdir(os.fsdecode(path))
 
-            h5py.File.__init__ = init
+        def matched(pattern: Any) -> Any:
+            if self._inside(pattern) is None:
+                return matching(pattern)
+            text = os.fsdecode(pattern)
+            start = "" if os.path.dirname(text) else "./"  # as TensorFlow gives them
+            return sorted(start + path for path in glob.glob(text))
+
+        gfile.GetChildren, gfile.GetMatchingFiles = listed, matched
+
+    def _wrap_calls(self, **owners: Any) -> None:
+        for kind, names in _CALLS.items():
+            for path in names.split():
+                first, *rest, name = path.split(".")
+                if owners.get(first):
+                    self._wrap(functools.reduce(getattr, rest, owners[first]), name, kind)
+
+    def _wrap(self, owner: Any, name: str, kind: str) -> None:
+        """Change a path among the arguments of a function, and in its result."""
+        own = getattr(owner, name)
+        place, keyword = _path_of(own)
+        kinds = {"open": self._to_read, "read": self._to_read, "change": self._to_change}
+        change = kinds.get(kind, self._to_write)
+        if kind == "write second":
+            place, keyword = place + 1, "dst"
+
+        @functools.wraps(own)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+            key = place if place < len(args) else keyword
+            if key in given:
+                path, directory = given[key], given.pop("dir_fd", None)
+                if directory is not None:
+                    path = os.path.join(os.readlink(f"/proc/self/fd/{directory}"), os.fsdecode(path))
+                writes = kind == "open" and _writes(given.get(place + 1, given.get("mode", given.get("flags"))))
+                given[key] = (self._to_change if writes else change)(path)
+                if name in _REMOVERS and not os.path.lexists(given[key]) and os.path.lexists(path):
+                    return None  # the user's own stays
+            result = own(*[given.pop(number) for number in range(len(args))], **given)
+            written = isinstance(result, str) and result.startswith(self._folder + os.sep)
+            return result[len(self._folder) :] if written else result  # one of the user's again
+
+        setattr(owner, name, wrapped)
+
+
+def _path_of(function: Any) -> tuple[int, str]:
+    """Return place and name of the path among the parameters of a function; the first if it doesn't tell them."""
+    parameters: Collection[str] = ()
+    with contextlib.suppress(TypeError, ValueError):
+        parameters = inspect.signature(function).parameters
+    return next((each for each in enumerate(parameters) if _PATHS.fullmatch(each[1])), (0, ""))
+
+
+def _writes(mode: str | int | None) -> bool:
+    return bool(mode & _WRITES if isinstance(mode, int) else set(mode or "r").intersection("wax+"))
 
 
 class _Entries(contextlib.ExitStack):
     """Entries of a directory as ``os.scandir`` gives them."""
 
-    def __init__(self, entries: list[Any]) -> None:
+    def __init__(self, entries: Iterator[Any]) -> None:
         super().__init__()
-        self._left = iter(entries)
+        self._left = entries
 
     def __iter__(self) -> Iterator[Any]:
         return self._left
@@ -215,25 +204,16 @@ class _Entries(contextlib.ExitStack):
         return next(self._left)
 
 
-def _whole(path: Any, keywords: dict[str, Any]) -> Any:
-    """Return a path that doesn't depend on an open directory."""
-    descriptor = keywords.pop("dir_fd", None)
-    if descriptor is None:
-        return path
-    return os.path.join(os.readlink(f"/proc/self/fd/{descriptor}"), os.fsdecode(path))
-
-
-def state_of(folders: Sequence[Path], own: Path) -> dict[str, tuple[int, int]]:
-    """Return time and size of files below some folders, to find out afterwards what has changed; not of all of many,
-    and none of the directory of all runs.
-    """
-    found: dict[str, tuple[int, int]] = {}
+def changed_since(begin: float, folders: Collection[Path], own: Path) -> list[str]:
+    """Return which of the first files below some folders have changed; none of the directory of all runs."""
+    found: set[str] = set()
+    seen = 0
     for root, directories, names in (each for folder in folders for each in os.walk(folder)):
         directories[:] = sorted(
             name for name in directories if not name.startswith((".", "__pycache__")) and Path(root, name) != own
         )
-        for path in (os.path.join(root, name) for name in names if len(found) < _MOST_FILES):
-            if os.path.exists(path):
-                status = os.stat(path)
-                found[path] = (status.st_mtime_ns, status.st_size)
-    return found
+        seen += len(names)
+        if seen < _MOST_FILES:
+            paths = (os.path.join(root, name) for name in names)
+            found.update(path for path in paths if os.path.exists(path) and os.stat(path).st_ctime > begin)
+    return sorted(found)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from npu_device._src.membership.rank_environment import table_environment
 
-LOG, PROBLEM = "output.log", "problem.txt"
+LOG, PROBLEM, DONE = "output.log", "problem.txt", "done"
 START = "start"
 """The run whose process begins the script, and becomes all others."""
 
@@ -31,6 +31,11 @@ class Process:
         """Return the folder of what it leaves."""
         return Path(self.directory, self.run, f"rank{self.rank}")
 
+    @property
+    def single(self) -> Process:
+        """Return the single process with which ranks are compared."""
+        return replace(self, run="one", ranks=1, rank=0)
+
     def environment(self) -> dict[str, str]:
         """Return the variables that describe its job to it."""
         if self.ranks == 1:
@@ -40,6 +45,5 @@ class Process:
 
     def runs(self, sizes: Sequence[int]) -> list[list[Process]]:
         """Return all processes: of each run those that run at the same time."""
-        one = replace(self, run="one")
         ranks = [[replace(self, run=f"ranks{size}", ranks=size, rank=rank) for rank in range(size)] for size in sizes]
-        return [[one, replace(one, run="again", perturbed=True)], *ranks]
+        return [[self.single, replace(self, run="again", perturbed=True)], *ranks]

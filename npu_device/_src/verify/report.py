@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
-from pathlib import Path
 
 from npu_device._src.verify import causes, compare
 from npu_device._src.verify.causes import Findings
 from npu_device._src.verify.plan import Process
 
 SAME, DIFFERS, NOT_COMPARABLE = 0, 1, 3
+_NAMES = {SAME: "the same", DIFFERS: "differs", NOT_COMPARABLE: "not comparable"}
 _IN_A_LOOP = "In a custom loop, each rank normalizes by its own samples; GroupNormalization doesn't mix samples."
 _HEAD = f"{'ranks':>5} {'step':>5} {'samples':>8} {'':>8}{'gradients':>12}{'updates':>12}"
 
@@ -47,15 +47,13 @@ def judge(runs: Sequence[Sequence[Process]]) -> Verdict:
         if ranks[0].horovod and found.same_samples() and not found.shuffles_unseeded():
             notes.append("all ranks read the same samples: dataset.shard(hvd.size(), hvd.rank()) gives each its own.")
         cause, text = causes.cause_of(found)
-        notes += [f"rank 0 warned: {call['what']}" for call in ranks[0].of("warning")]
-        if not cause and (line := found.clipped_first()):
+        if not cause and (line := found.clipped()):
             notes.append(f"each rank clips its own gradients before they are reduced, {line}. Reduce them first.")
         verdict.table += _table(found)
         if cause and not verdict.cause:
-            not_comparable = cause in (causes.NO_CALL, causes.RANDOM)
-            verdict.code, verdict.cause = NOT_COMPARABLE if not_comparable else DIFFERS, cause
-            verdict.text, verdict.ranks = text, len(run)
-            verdict.ratios = {each.variable: each.ratio for each in found.first()}
+            code = NOT_COMPARABLE if cause in (causes.NO_CALL, causes.RANDOM) else DIFFERS
+            ratios = {each.variable: each.ratio for each in found.first()}
+            verdict = Verdict(code, cause, text, verdict.table, ranks=len(run), ratios=ratios)
     verdict.notes = list(dict.fromkeys(notes))
     return verdict
 
@@ -64,7 +62,7 @@ def _notes(record: compare.Record) -> list[str]:
     notes = []
     if not record.of("seed"):
         notes.append("the script sets no seed; verify has set one. Call npu.open(seed=…) so that all ranks draw alike.")
-    layers = [call["layer"] for call in record.of("batch_norm")]
+    layers = list(dict.fromkeys(call.what for call in record.of("batch_norm")))
     if layers:
         in_fit = any(step.logs for step in record.steps)
         notes.append(
@@ -76,41 +74,33 @@ def _notes(record: compare.Record) -> list[str]:
 
 
 def _table(found: Findings) -> list[str]:
-    lines = []
-    for number, (mine, *_) in enumerate(found.steps, start=1):
-        same = "other" if found.has_other_samples(number) else "same"
-        off = [
-            max((each.off for each in found.deviations if each.step == number and each.kind == kind), default=0.0)
-            for kind in (compare.GRADIENT, compare.UPDATE)
-        ]
-        shown = "".join(f"{f'off {each:.0e}' if each else 'same':>12}" for each in off)
-        lines.append(f"{found.size:>5} {number:>5} {sum(mine.rows.values()):>8} {same:>8}{shown}")
+    lines, others = [], found.other_samples()
+    for number, (one, *_) in enumerate(found.steps, start=1):
+        line = f"{found.size:>5} {number:>5} {sum(one.rows.values()):>8} {'other' if number in others else 'same':>8}"
+        for kind in (compare.GRADIENT, compare.UPDATE):
+            off = [each.off for each in found.deviations if (each.step, each.kind) == (number, kind)]
+            line += f"{f'off {max(off):.0e}' if off else 'same':>12}"
+        lines.append(line)
     return lines
 
 
 def text(verdict: Verdict) -> str:
     """Return the outcome for the terminal."""
     notes = [f"note: {note}" for note in verdict.notes]
-    name = {SAME: "the same", DIFFERS: "differs", NOT_COMPARABLE: "not comparable"}[verdict.code]
     where = f" on {verdict.ranks} ranks" if verdict.ranks else ""
-    return "\n".join([_HEAD, *verdict.table, *notes, "", f"{name}{where}: {verdict.text}"])
+    return "\n".join([_HEAD, *verdict.table, *notes, "", f"{_NAMES[verdict.code]}{where}: {verdict.text}"])
 
 
-def write_page(verdict: Verdict, path: Path) -> None:
-    """Write the outcome as one self-contained page: the gradient of each variable as a multiple of one process's."""
-    bars = []
-    for place, (name, ratio) in enumerate(verdict.ratios.items()):
-        y, width = 20 * place, 0 if ratio is None else min(400.0, 200 * abs(ratio))
-        said = "another direction" if ratio is None else f"{ratio:.3f}"
-        bars.append(
-            f'<text x="0" y="{y + 14}">{escape(name)}</text><rect x="320" y="{y + 3}" width="{width:.0f}" height="13" '
-            f'fill="#4f86d9"/><text x="{330 + width:.0f}" y="{y + 14}">{said}</text>'
-        )
-    size = f'width="900" height="{20 * len(bars) + 4}"'
-    path.write_text(
-        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>npurun verify</title></head><body '
-        f'style="font-family: system-ui, sans-serif; margin: 2em"><h1>npurun verify</h1><pre>{escape(text(verdict))}'
-        f'</pre><h2>Gradients as a multiple of one process\'s</h2><svg {size} font-size="12">{"".join(bars)}</svg>'
-        "</body></html>\n",
-        encoding="utf-8",
+def page(verdict: Verdict) -> str:
+    """Return the outcome as one self-contained page: the gradient of each variable as a multiple of one process's."""
+    rows = [
+        f'<tr><td>{escape(name)}<td><hr style="width:{200 * min(abs(ratio or 0), 2):.0f}px"><td>'
+        + ("another direction" if ratio is None else f"{ratio:.3f}")
+        for name, ratio in verdict.ratios.items()
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>npurun verify</title><style>'
+        "body { font-family: system-ui, sans-serif; margin: 2em } hr { border: 0; height: 13px; background: #4f86d9 }"
+        f"</style></head><body><h1>npurun verify</h1><pre>{escape(text(verdict))}</pre>"
+        f"<h2>Gradients as a multiple of one process's</h2><table>{''.join(rows)}</table></body></html>\n"
     )

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,15 +22,16 @@ from typing import Any
 
 import numpy as np
 
+from npu_device._src.cluster.time_limits import SWEEP_SECONDS
+from npu_device._src.cluster.tracebacks import without_libraries
 from npu_device._src.replicate.after_import import AfterImport
 from npu_device._src.replicate.main_program import run_main
 from npu_device._src.replicate.wrapped_models import Models
 from npu_device._src.verify import compare, file_shadow
-from npu_device._src.verify.plan import LOG, PROBLEM, START, Process
+from npu_device._src.verify.plan import DONE, LOG, PROBLEM, START, Process
 
 _SEED = 20201
 _TAIL_LINES = 25
-_FIRST_RANKS = 1  # place of the first run with ranks; the number of a later one is a choice of this command
 _INDIVISIBLE = "the global batch size must be divisible by the number of ranks"
 
 
@@ -43,7 +44,7 @@ class _Processes:
 
     def __init__(self, start: Process, sizes: Sequence[int], script: str) -> None:
         self._runs = start.runs(sizes)
-        self._hooks: Any = None
+        self._recorder: Any = None
         self._models = Models(None)
         self._redirected = file_shadow.Redirection(start.directory, script)
         self._become(start)
@@ -66,7 +67,7 @@ class _Processes:
         sys.stdout.flush()
         sys.stderr.flush()
         drawn = random.getstate()  # which Python sets anew in every fork
-        for place, run in enumerate(self._runs):
+        for run in self._runs:
             waiting = {}
             for process in run:
                 pid = os.fork()
@@ -75,17 +76,7 @@ class _Processes:
                     self._become(process)
                     return
                 waiting[pid] = process
-            while waiting:
-                pid, status = os.wait()
-                ended = waiting.pop(pid, None)
-                if ended and status and place > _FIRST_RANKS and _INDIVISIBLE in _output(ended):
-                    for other in waiting:
-                        os.kill(other, signal.SIGKILL)
-                    break  # nobody has asked for this number of ranks
-                if ended and status:
-                    report_problem(ended, f"failed with exit code {os.waitstatus_to_exitcode(status)}")
-                if ended and not (compare.exists(ended.folder) and compare.load(ended.folder).steps):
-                    report_problem(ended, "ended before its first step")
+            _wait(waiting, self._runs[1])
         os._exit(0)
 
     def _become(self, process: Process) -> None:
@@ -102,28 +93,42 @@ class _Processes:
         self._fork()
         if self.mine.replicate and self.mine.ranks > 1:
             self._models.imported(modules)
-        if self._hooks is None:
+        if self._recorder is None:
             from npu_device._src.verify.step_recorder import Recorder
-            from npu_device._src.verify.wrapped_calls import Hooks
 
-            self._hooks = Hooks(Recorder(self.mine), _SEED)
+            self._recorder = Recorder(self.mine, _SEED)
             self._redirected.install_tensorflow(sys.modules["tensorflow"])
         for module in modules:
-            self._hooks.install(module)
+            self._recorder.install(module)
+
+
+def _wait(waiting: dict[int, Process], asked_for: Sequence[Process]) -> None:
+    """Wait until each process of a run has recorded its last step or ended, and end them all.
+
+    A number of ranks for which nobody has asked may be one that can't divide the batch.
+    """
+    while not all((process.folder / DONE).exists() for process in waiting.values()):
+        time.sleep(SWEEP_SECONDS)
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid not in waiting:
+            continue
+        ended = waiting.pop(pid)
+        if status and ended.ranks > asked_for[0].ranks and _INDIVISIBLE in _output(ended):
+            break
+        if status:
+            _report_problem(ended, f"failed with exit code {os.waitstatus_to_exitcode(status)}")
+        if not (compare.exists(ended.folder) and compare.load(ended.folder).steps):
+            _report_problem(ended, "ended before its first step")
+    for pid in waiting:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _output(process: Process) -> str:
-    """Return what a process has printed, without the frames that lead to the script."""
-    output = (process.folder / LOG).read_text(errors="replace")
-    return re.sub(
-        r'^  File "(<frozen runpy>|[^"]+/_src/(verify/runner|replicate/main_program).py)".*\n(    .*\n)*',
-        "",
-        output,
-        flags=re.M,
-    )
+    return without_libraries((process.folder / LOG).read_text(errors="replace"))[0]
 
 
-def report_problem(process: Process, what: str) -> None:
+def _report_problem(process: Process, what: str) -> None:
     """Leave what is wrong with a process, and end."""
     end = "\n".join(_output(process).splitlines()[-_TAIL_LINES:])
     name = f"{process.ranks} ranks" if process.ranks > 1 else "one process"
@@ -140,17 +145,14 @@ def main(arguments: Sequence[str]) -> None:
     np.random.seed(_SEED)
     processes = _Processes(start, sizes, script)
     AfterImport(processes.imported, "npu_device.distribute")
-    what = "ended before its first step"
     try:
         run_main(script, start.module)
-    except BaseException as error:
+    except BaseException:
         if processes.mine is not start:
             raise
-        if not isinstance(error, SystemExit) or error.code not in (None, 0):
-            traceback.print_exc()
-            what = "failed"
+        traceback.print_exc()
     if processes.mine is start:
-        report_problem(start, what)
+        _report_problem(start, "ended before its first step")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,51 @@
+"""What is random in a training is silenced while trainings are compared, and inputs are changed in their last bit; here
+and in ``npu_device.testing``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable
+
+import tensorflow as tf
+
+_NOISY = (
+    *("Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D", "AlphaDropout"),
+    *("GaussianDropout", "GaussianNoise", "LSTM", "GRU", "SimpleRNN"),
+)
+_LAST_BITS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
+_OF_FLOAT32 = 2.0**-23
+
+
+def last_bit(dtype: str) -> float:
+    """Return the last bit of 1 in a dtype in which models compute."""
+    return _LAST_BITS.get(dtype, _OF_FLOAT32)
+
+
+def changed(value: Any, by: float = _OF_FLOAT32, seed: int = 0) -> Any:
+    """Return a tensor of floats, each changed by a part of itself up or down; anything else as it is."""
+    if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
+        return value
+    signs = tf.random.stateless_uniform(tf.shape(value), [3, 5 + seed], dtype=tf.float32) - 0.5
+    return value * tf.cast(1 + by * tf.sign(signs), value.dtype)
+
+
+def noisy_layers(keras: Any) -> list[Any]:
+    """Return the classes of layers that draw random numbers in training."""
+    names = [name for name in dir(keras.layers) if name in _NOISY or name.startswith("Random")]
+    return [getattr(keras.layers, name) for name in names]
+
+
+def quiet(call: Callable[..., Any], tell: Callable[[Any], None] = lambda layer: None) -> Callable[..., Any]:
+    """Return the ``call`` of a layer as it is outside training; ``tell`` is called with a layer that would train."""
+
+    @functools.wraps(call)
+    @tf.autograph.experimental.do_not_convert
+    def called(layer: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(layer, "synchronized", False):
+            return call(layer, inputs, *args, **kwargs)
+        tell(layer)
+        kwargs["training"] = False
+        return call(layer, inputs, **kwargs)
+
+    return called
