@@ -221,12 +221,17 @@ def body_callbacks(graph: bool) -> Any:
         return found, weights
 
 
-@pytest.mark.parametrize("graph", [False, pytest.param(True, marks=pytest.mark.only_keras("2"))])
-@pytest.mark.every_combination
-def test_callbacks(keras_ranks: Pool, graph: bool) -> None:
+def test_callbacks(keras_ranks: Pool, graph: bool = False) -> None:
     ends, size = keras_ranks.run(body_callbacks, graph), keras_ranks.size
     assert all(end == ends[0] for end in ends)
     assert ends[0][0]["lr"] == pytest.approx([0.1 * (1 + (size - 1) / 2), 0.1 * size, 0.01 * size])
+
+
+@pytest.mark.parametrize("size", [2], indirect=True)
+@pytest.mark.parametrize("keras", ["2"], indirect=True)
+@pytest.mark.every_combination
+def test_callbacks_in_a_graph(keras_ranks: Pool) -> None:
+    test_callbacks(keras_ranks, graph=True)
 
 
 TRAIN = """

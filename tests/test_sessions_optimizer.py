@@ -256,6 +256,7 @@ def keras_in_a_session() -> list[list[float]]:
 
 @pytest.mark.parametrize("size", [2], indirect=True)
 @pytest.mark.parametrize("keras", ["2"], indirect=True)
+@pytest.mark.every_combination
 def test_keras_in_a_session(keras_ranks: Pool) -> None:
     (before_0, after_0), (before_1, after_1) = keras_ranks.run(keras_in_a_session)
     assert before_0 != before_1
