@@ -124,7 +124,7 @@ def equal_to_one_process(
 
 
 def _deviations(one: _Training, again: _Training, other: _Training) -> list[str]:
-    from npu_device._src.verify.compare import deviation
+    from npu_device._src.comparison.compare import deviation
 
     found = []
     for kind in ("logs", "weights"):
@@ -158,8 +158,8 @@ def _train(make_model: Any, data: Any, make_callbacks: Any, settings: dict[str, 
     """Train on this rank, with weights and inputs changed in their last bit or not."""
     import tensorflow as tf
 
+    from npu_device._src.comparison.noise import changed as in_the_last_bit
     from npu_device._src.training.fit.replica import replicate
-    from npu_device._src.verify.noise import changed as in_the_last_bit
 
     keras: Any = tf.keras
     keras.utils.set_random_seed(_SEED)
@@ -196,7 +196,7 @@ def _train(make_model: Any, data: Any, make_callbacks: Any, settings: dict[str, 
 
 @contextlib.contextmanager
 def _without_noise(keras: Any) -> Iterator[None]:
-    from npu_device._src.verify.noise import noisy_layers, quiet
+    from npu_device._src.comparison.noise import noisy_layers, quiet
 
     before = [(layer, layer.call) for layer in (*noisy_layers(keras), keras.layers.BatchNormalization)]
     for layer, call in before:

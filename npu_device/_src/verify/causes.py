@@ -9,8 +9,8 @@ from typing import Callable
 
 import numpy as np
 
-from npu_device._src.verify import compare
-from npu_device._src.verify.compare import GRADIENT, STATE, UPDATE, Deviation, Record, Step
+from npu_device._src.comparison import compare
+from npu_device._src.comparison.compare import GRADIENT, STATE, UPDATE, Deviation, Record, Step
 
 PAGE = Path(__file__).with_name("causes.md").read_text(encoding="utf-8")
 _SHOWN = 5

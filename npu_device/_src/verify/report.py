@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from npu_device._src.verify import causes, compare
+from npu_device._src.comparison import compare
+from npu_device._src.verify import causes
 from npu_device._src.verify.causes import Findings
 from npu_device._src.verify.plan import Process
 

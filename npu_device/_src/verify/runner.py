@@ -24,10 +24,11 @@ import numpy as np
 
 from npu_device._src.cluster.time_limits import SWEEP_SECONDS
 from npu_device._src.cluster.tracebacks import without_libraries
+from npu_device._src.comparison import compare
 from npu_device._src.replicate.after_import import AfterImport
 from npu_device._src.replicate.main_program import run_main
 from npu_device._src.replicate.wrapped_models import Models
-from npu_device._src.verify import compare, file_shadow
+from npu_device._src.verify import file_shadow
 from npu_device._src.verify.plan import DONE, LOG, PROBLEM, START, Process
 
 _SEED = 20201

@@ -30,14 +30,14 @@ from npu_device._src import compat
 from npu_device._src.cluster.time_limits import RECORDS_SECONDS
 from npu_device._src.collectives import job
 from npu_device._src.collectives.call import user_line
+from npu_device._src.comparison import noise
+from npu_device._src.comparison.compare import PROJECTIONS, Call, Record, Step, load
 from npu_device._src.gradients.reduction import WIRE_DTYPES
 from npu_device._src.trace.points import leading_to
 from npu_device._src.training import training_state
 from npu_device._src.training.digests import checksum, variable_name
 from npu_device._src.training.fit.current import current_step
 from npu_device._src.training.fit.whereabouts import where
-from npu_device._src.verify import noise
-from npu_device._src.verify.compare import PROJECTIONS, Call, Record, Step, load
 from npu_device._src.verify.plan import DONE, Process
 
 _SCOPE = "npu_verify"  # the name scope of the operations that record

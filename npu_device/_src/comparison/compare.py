@@ -1,4 +1,4 @@
-"""What a process of ``npurun verify`` keeps of its steps, and what of it isn't as in one process: gradients, updates,
+"""What a process that is compared keeps of its steps, and what of it isn't as in one process: gradients, updates,
 other variables. Numpy only.
 
 The tolerance isn't a constant: what moves when the inputs of the single process change in their last bit is rounding.
