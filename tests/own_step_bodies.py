@@ -332,7 +332,7 @@ def body_first_axes(kind: str) -> str:
 
 def body_statement(kind: str) -> list[str]:
     """Return the lines of the statement about learning rates and normalisation."""
-    from npu_device._src.training.fit import statement
+    from npu_device._src.training.fit import start
     from npu_device._src.training.world import world
 
     keras = tf.keras
@@ -342,4 +342,4 @@ def body_statement(kind: str) -> list[str]:
     optimizers = keras.optimizers.legacy if kind == "legacy" else keras.optimizers
     model.compile(optimizers.SGD(schedule), "mse")
     npu.distribute.replicate(model)
-    return statement.lines(world(), model, 8, None, "checked")
+    return start.statement(world(), model, 8, None, "checked")

@@ -178,6 +178,7 @@ def body_outside() -> Any:
     ones = tf.data.Dataset.from_tensors(tf.ones((BATCH, WIDTH))).repeat(2)
     noisy = ones.map(lambda x: (x + tf.random.normal(tf.shape(x)), x[:, :1]))
     model.fit(noisy, verbose=0, callbacks=[Between()])
+    found.extend(float(tf.reduce_sum(x)) for x, _ in noisy)
     return [*found, *numbers(), float(traced())]
 
 

@@ -12,7 +12,7 @@ ROWS = 6
 
 def _marked(value: Any) -> Any:
     """A generator's state into which a rank is mixed."""
-    from npu_device._src.training.fit.draws import MARK
+    from npu_device._src.training.fit.randomness import MARK
 
     return tf.add(value, 1, name=MARK)
 
@@ -98,7 +98,7 @@ def _normal_like(x: Any) -> Any:
 @pytest.mark.parametrize("batch", [ROWS, None])
 @pytest.mark.parametrize("kind", STEPS)
 def test_what_is_shared(kind: str, batch: int | None) -> None:
-    from npu_device._src.training.fit.draws import draws_of
+    from npu_device._src.training.fit.randomness import draws_of
 
     global _kept
     _kept = tf.Variable(tf.zeros([4]))

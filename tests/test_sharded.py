@@ -75,7 +75,7 @@ def test_optimizers_that_need_all_gradients_are_refused(keras_ranks: Pool) -> No
 
 
 def test_shares_are_balanced_and_none_is_empty() -> None:
-    from npu_device._src.training.sharded import shares
+    from npu_device._src.training.variables import shares
 
     class Variable:
         def __init__(self, *shape: int) -> None:

@@ -28,11 +28,11 @@ from npu_device._src.training.reduce_values import (
     all_gather as all_gather,
     all_reduce as all_reduce,
 )
-from npu_device._src.training.sharded import (
+from npu_device._src.training.variables import (
+    broadcast as broadcast,
     grouping_broadcast as grouping_broadcast,
     grouping_gradients_apply as grouping_gradients_apply,
 )
-from npu_device._src.training.variables import broadcast as broadcast
 from npu_device.distribute import hccl_ops as hccl_ops
 
 

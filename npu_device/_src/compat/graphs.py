@@ -6,7 +6,7 @@ Each function says when it can go; one that doesn't stays as long as TensorFlow 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -172,6 +172,17 @@ def random_generator_of_process() -> Any:
     return _stateful_random_ops.global_generator
 
 
+def tensors_behind(tensors: Iterable[Any], until: Callable[[Any], bool] = lambda tensor: False) -> Iterator[Any]:
+    """Yield tensors of a graph and those that they are computed from, each once, up to some that are left out."""
+    waiting, seen = list(tensors), set()
+    while waiting:
+        tensor = waiting.pop()
+        if tensor.name not in seen and not until(tensor):
+            seen.add(tensor.name)
+            yield tensor
+            waiting += tensor.op.inputs
+
+
 def record_operation(name: str, outputs: Any, inputs: Any, backward: Any) -> None:
     _record.record_operation(name, outputs, inputs, backward)
 
@@ -180,6 +191,15 @@ def compiled_by_xla() -> bool:
     if tf.executing_eagerly():
         return False
     return bool(_control_flow_util.GraphOrParentsInXlaContext(_ops.get_default_graph()))
+
+
+def graph_around_xla() -> Any:
+    """Return the function's graph that calls what XLA compiles of the graph being built; None if Python calls it."""
+    graph, caller = _ops.get_default_graph(), None
+    while graph is not None:
+        caller = graph if _control_flow_util.InXlaContext(graph) else caller  # while it calls
+        graph = getattr(graph, "outer_graph", None)
+    return caller if isinstance(caller, FuncGraph) else None
 
 
 def place_without_order() -> str | None:

@@ -14,7 +14,7 @@ from npu_device._src.training import device, hccl_ops
 from npu_device._src.training.groups import get_rank_size
 from npu_device._src.training.optimizer_wrapper import npu_distributed_keras_optimizer_wrapper
 from npu_device._src.training.reduce_values import all_reduce
-from npu_device._src.training.sharded import grouping_gradients_apply
+from npu_device._src.training.variables import grouping_gradients_apply
 
 _WRAPPED = "_npu_reduces_gradients"
 

@@ -15,8 +15,7 @@ from npu_device._src.collectives.sessions import call_python
 from npu_device._src.gradients.reduction import ReducedTensors
 from npu_device._src.training import device
 from npu_device._src.training.digests import named
-from npu_device._src.training.sharded import VARIABLES_OF_ONE_RANK
-from npu_device._src.training.variables import broadcast
+from npu_device._src.training.variables import VARIABLES_OF_ONE_RANK, broadcast
 
 _log = logging.getLogger("npu_device")
 _UNREDUCED = (

@@ -3,7 +3,8 @@
 In a function, the graph tells. In eager mode a gradient may be the very result of a reduction. Where clipping or
 scaling hides that, or a function got the gradients as arguments, the ranks post a few sums of their gradients in the
 steps of the schedule, and whoever finds them all looks: gradients that are equal on two ranks were reduced, or
-computed from the same data. No rank waits for another, and what is found is a warning, which never ends a training.
+computed from the same data. If XLA compiles the step of a ``fit``, the graph around it posts how the variables have
+changed. No rank waits for another, and what is found is a warning, which never ends a training.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Callable
 
 import numpy as np
@@ -28,7 +29,6 @@ from npu_device._src.training.digests import BROADCAST, checksum, different_star
 from npu_device._src.training.last_word import LastWord
 from npu_device._src.training.same_samples import Pair, SameSamples
 from npu_device._src.training.schedule import FIRST_LOOKS, NEVER, Schedule, can_compare, next_look
-from npu_device._src.training.wrapped import reduction_inside, reduction_of
 
 _log = logging.getLogger("npu_device")
 
@@ -44,7 +44,7 @@ _NOT_REDUCED = (
     "trained, such as one loaded or cloned later; or only the loss is reduced, for printing.\nWhat to do: call model = "
     "npu.distribute.replicate(model) before fit, for each model; or in the training loop gradients = "
     "npu.distribute.all_reduce(gradients) before they are applied. If the variables are averaged at longer intervals "
-    "(local SGD), average or broadcast them before the first step, too: then this isn't said."
+    "(local SGD), average them once before the first step, too: then this isn't said."
 )
 
 _Sums = list[list[float]]  # for each gradient its sum, and that of its absolute values
@@ -63,6 +63,7 @@ class _Watched:
         self.samples = SameSamples(job)
         self.is_reduced: bool | None = None  # what it applies; None as long as that isn't known
         self.posted: list[Any] | None = None  # a step, and sums of its gradients
+        self.before: list[np.ndarray] = []  # what XLA trains, before its first step
         self.start: tuple[str, list[int]] | None = None  # an eager loop's checksums, until they have been compared
 
 
@@ -138,8 +139,12 @@ class AppliedGradients:
             return
         is_new, is_wrapped = watched is None, reduction_of(optimizer) is not None
         variables = [variable for _, variable in pairs]
-        if compat.compiled_by_xla():  # and so can't call what compares gradients
-            return self._last_word.add_if_equal(variables)
+        graph = None
+        if compat.compiled_by_xla():  # which can't call what compares: the graph around it does, by the variables
+            self._last_word.add_if_equal(variables)
+            graph = compat.graph_around_xla()
+            if graph is None:
+                return
         if watched is None:
             watched = self._watched[optimizer] = _Watched(self._job, type(optimizer).__name__, variables)
         applied = [one for one, _ in present]
@@ -149,6 +154,9 @@ class AppliedGradients:
             self._last_word.add_optimizer(optimizer, variables)
         if is_wrapped or not (missing or eager):
             return
+        if graph is not None and is_new:
+            with tf.init_scope():
+                watched.before = list(map(compat.to_array, _smallest(map(tf.convert_to_tensor, variables))))
         pair, self._pair = self._pair if eager else None, None
         are_all, self._reduced_now = self._reduced_now >= len(present), 0
         some = set(map(id, missing if len(missing) < len(present) else ()))
@@ -157,7 +165,8 @@ class AppliedGradients:
         def look_now(count: Any) -> Any:
             if pair is not None and any(dense_of(one).shape == pair.mine.shape for one in applied):
                 watched.samples.compare(count, compat.to_array(pair.mine), compat.to_array(pair.reduced), pair.scale)
-            return call_now(post, [count, *_smallest(missing)], [tf.TensorSpec([], tf.int64)])[0]
+            looked_at = missing if graph is None else map(tf.convert_to_tensor, variables)
+            return call_now(post, [count, *_smallest(looked_at)], [tf.TensorSpec([], tf.int64)])[0]
 
         def checksums(variables: Sequence[Any]) -> list[int]:
             return [checksum(tf.convert_to_tensor(variable)) for variable in variables]
@@ -165,7 +174,8 @@ class AppliedGradients:
         def post(count: Any, *arrays: np.ndarray) -> list[Any]:
             due = NEVER
             with contextlib.suppress(Exception):  # whoever watches never ends a training; another rank may have told
-                values = [array.astype(np.float64) for array in arrays]
+                before = watched.before or map(np.zeros_like, arrays)
+                values = [array.astype(np.float64) - one for array, one in zip(arrays, before)]
                 sums = [[float(each.sum()), float(np.abs(each).sum())] for each in values]
                 due = self._post(watched, int(count), sums, only)
             return [np.int64(min(due, next_look(int(count), NEVER)) if eager else due)]
@@ -175,7 +185,11 @@ class AppliedGradients:
             self._starts[watched.signature] += 1
             name = f"start {self._starts[watched.signature]} of {watched.signature}"
             watched.start = (name, checksums(variables)) if sum(self._starts.values()) <= _KEPT else None
-        watched.schedule.step(look_now)
+        with contextlib.ExitStack() as around:
+            if graph is not None:
+                around.enter_context(graph.as_default())
+                around.enter_context(tf.control_dependencies(None))  # and out of the call that XLA compiles
+            watched.schedule.step(look_now)
         if watched.start is not None and watched.is_reduced and are_all and not is_new:
             (name, start), watched.start = watched.start, None
             # What is equal by now was broadcast after the first step, as Horovod's scripts do.
@@ -245,8 +259,8 @@ def _are_alike(one: np.ndarray, other: np.ndarray) -> bool:
     return bool(np.all(np.abs(one - other) <= _ROUNDING * np.maximum(one, other)[:, 1:]))
 
 
-def _smallest(gradients: Sequence[Any]) -> list[Any]:
-    """Return the tensors of the smallest gradients with floating-point numbers."""
+def _smallest(gradients: Iterable[Any]) -> list[Any]:
+    """Return the tensors of the smallest gradients, or variables, with floating-point numbers."""
     known = [tensor for tensor in map(dense_of, gradients) if tensor.dtype.is_floating]
     return sorted(known, key=lambda tensor: tensor.shape.num_elements() or sys.maxsize)[:_SUMMED]
 
@@ -285,3 +299,30 @@ def _hook(original: Callable[..., Any], parameter: str) -> Callable[..., Any]:
         return original(self, given, *rest, **kwargs)
 
     return apply
+
+
+REDUCTION = "_npu_gradient_reduction"
+"""The attribute of a wrapped optimizer that holds its ``GradientReduction``."""
+
+
+def reduction_of(optimizer: Any) -> Any:
+    """Return the ``GradientReduction`` of a wrapped optimizer; None for another one."""
+    return vars(optimizer).get(REDUCTION)
+
+
+def is_wrapped(optimizer: Any) -> bool:
+    """Return True when the optimizer, or the one inside a loss-scale optimizer, already reduces its gradients."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return reduction_of(optimizer) is not None or (inner is not None and reduction_of(inner) is not None)
+
+
+def reduction_inside(optimizer: Any) -> Any:
+    """Return the reduction of the optimizer inside a loss-scale optimizer of Keras 3 that isn't wrapped itself; else
+    None.
+
+    It calls the one inside only if the gradients are finite, on which all ranks must agree, or some wait forever. Keras
+    makes it itself (compile under mixed_float16) without telling the inner one. So its gradients are reduced before it
+    looks at them.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return None if inner is None or reduction_of(optimizer) is not None else reduction_of(inner)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +12,8 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.training import device, training_state, xla
 from npu_device._src.training.fit.replica import replica_of
-from npu_device._src.training.reduce_values import all_reduce
 from npu_device._src.training.variables import broadcast
+from npu_device._src.training.world import world
 
 _logger = logging.getLogger("npu_device")
 
@@ -51,7 +50,7 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         super().__init__()
         self._root_rank = root_rank
         self._began = False
-        self._sent: int | None = None  # fingerprint of the optimizer state that was sent; None before the first step
+        self._sent: list[Any] | None = None  # shapes of the optimizer state that was sent; None before the first step
 
     def set_model(self, model: Any) -> None:
         """Take the model, before Keras traces its step."""
@@ -105,15 +104,15 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         model.train_function = first
 
     def _send(self) -> None:
-        mine = _fingerprint(training_state.optimizer_state(self.model))
+        mine = _shapes(training_state.optimizer_state(self.model))
         alike, _ = _compare(mine)
         variables = training_state.training_variables if alike else training_state.weights
         broadcast(variables(self.model), self._root_rank)
-        self._sent = mine if alike else 0
+        self._sent = mine if alike else []
 
-    def _send_the_rest(self, before: int) -> None:
+    def _send_the_rest(self, before: list[Any]) -> None:
         state = training_state.optimizer_state(self.model)
-        mine = _fingerprint(state)
+        mine = _shapes(state)
         alike, changed = _compare(mine, mine != before)
         if not changed:
             return
@@ -169,13 +168,12 @@ def broadcast_helper(variables: Sequence[Any], root_rank: int = 0) -> None:
     broadcast(list(variables), root_rank)
 
 
-def _fingerprint(variables: Sequence[Any]) -> int:
-    # Above 0, for the shapes and dtypes.
-    text = repr([(tuple(variable.shape), tf.as_dtype(variable.dtype).name) for variable in variables])
-    return zlib.crc32(text.encode()) % (2**31 - 1) + 1
+def _shapes(variables: Sequence[Any]) -> list[Any]:
+    return [(tuple(variable.shape), tf.as_dtype(variable.dtype).name) for variable in variables]
 
 
-def _compare(number: int, flag: bool = False) -> tuple[bool, bool]:
-    """Return whether all ranks have the same number, and whether the flag is set on any; every rank has to ask."""
-    most, least, any_flag = all_reduce(tf.constant([number, -number, int(flag)], tf.int32), "max").numpy()
-    return most == -least, bool(any_flag)
+def _compare(shapes: list[Any], flag: bool = False) -> tuple[bool, bool]:
+    """Return whether all ranks have the same shapes, and whether the flag is set on any; every rank has to ask."""
+    ranks = world()
+    found = [(shapes, flag)] if ranks is None else ranks.objects((shapes, flag), "state of the optimizers")
+    return all(each == found[0][0] for each, _ in found), any(is_set for _, is_set in found)

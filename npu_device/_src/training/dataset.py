@@ -10,10 +10,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from npu_device._src import compat
+from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.collectives.job import Job
 from npu_device._src.training import device
-from npu_device._src.training.same_samples import DividedData
+from npu_device._src.training.digests import SHOWN_RANKS
 
 _log = logging.getLogger("npu_device")
+_SEEDS_COMPARED = 100  # datasets
 
 
 def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
@@ -88,3 +92,36 @@ def _warn_if_uneven(dataset: tf.data.Dataset, batch_size: int, world_size: int) 
             batch,
             least * world_size,
         )
+
+
+class DividedData:
+    """Compares how the ranks shuffle the datasets that they are about to divide; a part of the job."""
+
+    _divided = 0
+
+    def compare(self, job: Job, dataset: Any) -> None:
+        """Warn if a dataset is shuffled in another order on each rank, so that some samples are read twice and others
+        never. No rank waits: the last one compares.
+        """
+        seeds = compat.shuffle_seeds(dataset)
+        self._divided += 1
+        if any(set(pair) == {0} for pair in seeds):
+            if job.cluster.rank == 0:
+                _log.warning(_TEXT, "without a seed", "")
+            return
+        if self._divided > _SEEDS_COMPARED or any(None in pair for pair in seeds):
+            return
+        try:
+            everybody = job.store.post(f"shuffled before division {self._divided}", [list(pair) for pair in seeds])
+        except ClusterError:
+            return  # the next collective tells
+        if len(everybody) == job.cluster.world_size and any(other != everybody[0] for other in everybody.values()):
+            rows = {rank: f"seed {', '.join(str(pair[1]) for pair in everybody[rank])}" for rank in sorted(everybody)}
+            _log.warning(_TEXT, "with another seed on each rank:\n", "\n".join(job.cluster.lines(rows, SHOWN_RANKS)))
+
+
+_TEXT = (
+    "shard_and_rebatch_dataset was given a dataset that is shuffled in another order on each rank, %s%s\nSome samples "
+    "are read by several ranks, others by none.\nWhat to do: call shuffle after shard_and_rebatch_dataset, or give it "
+    "a seed, the same on every rank."
+)

@@ -247,12 +247,7 @@ def handle() -> NpuDeviceHandle | None:
 
 
 def running_job() -> Job | None:
-    """Return the job, opened now if the script hasn't done so; None on a single device.
-
-    Raises:
-        RuntimeError: the environment names several workers, but the cluster can't be joined any more.
-        ValueError: a malformed environment variable.
-    """
+    """Return the job, opened now if the script hasn't done so; None on a single device."""
     parent = parent_of_this_process()
     if parent is not None:
         raise ClusterError(

@@ -27,7 +27,6 @@ Digest = tuple[tuple[int, ...], str, int]  # shape, dtype and checksum of a valu
 
 
 def digest_of(value: Any) -> Digest:
-    """Return the digest of an array, a tensor or a variable."""
     if not isinstance(value, np.ndarray):
         value = compat.to_array(tf.convert_to_tensor(value))
     return tuple(value.shape), value.dtype.name, checksum(value)
@@ -46,7 +45,6 @@ def variable_name(variable: Any) -> str:
 
 
 def named(names: Sequence[str]) -> str:
-    """Return the first of some names."""
     return ", ".join(names[:SHOWN_VARIABLES]) + (", …" if len(names) > SHOWN_VARIABLES else "")
 
 

@@ -13,7 +13,8 @@ Source: Ascend TF Adapter 2.x and 1.15, HCCL operators.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -293,6 +294,39 @@ def all_to_all_v_c(
 
 alltoallv = all_to_all_v
 alltoallvc = all_to_all_v_c
+
+
+def _generated(name: str, function: Callable[..., Any], **names: str) -> Callable[..., Any]:
+    """Return an operator under the names of Ascend's generated one (``gen_npu_ops``), given by the names here."""
+    own = inspect.signature(function)
+    signature = own.replace(
+        parameters=[each.replace(name=names.get(each.name, each.name)) for each in own.parameters.values()]
+    )
+
+    @tf.autograph.experimental.do_not_convert
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return function(*bound.args)
+
+    call.__name__ = call.__qualname__ = name
+    call.__signature__ = signature
+    call.__doc__ = (
+        f"Call ``hccl_ops.{function.__name__}``.\n\nArgs:\n    {', '.join(signature.parameters)}: in the order of its "
+        "arguments.\n\nReturns:\n    Its result.\n\nRaises:\n    ValueError: an argument that it refuses.\n    "
+        "RuntimeError: another rank has failed or left.\n"
+    )
+    return call
+
+
+hcom_all_reduce = _generated("hcom_all_reduce", allreduce, tensor="input")
+hcom_all_gather = _generated("hcom_all_gather", allgather, tensor="input")
+hcom_broadcast = _generated("hcom_broadcast", broadcast, tensor="input")
+hcom_reduce = _generated("hcom_reduce", reduce, tensor="input")
+hcom_reduce_scatter = _generated("hcom_reduce_scatter", reduce_scatter, tensor="input")
+hcom_send = _generated("hcom_send", send, tensor="input")
+hcom_receive = _generated("hcom_receive", receive, data_type="T")
+hcom_all_to_all_v, hcom_all_to_all_vc = all_to_all_v, all_to_all_v_c
 
 
 def _others(operation: str, group: str) -> World:

@@ -14,6 +14,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,14 +50,23 @@ ENDED_APART = (
 _Present = tuple[str, Any, str, bool]  # what the ranks call a variable, itself, its name, whether it must be equal
 
 
+@dataclass
+class _Noted:
+    """A variable that is equal on all ranks."""
+
+    key: str  # what the ranks call it
+    reference: weakref.ref[Any]
+    name: str
+    calls: int | None = None  # of reductions before it was made equal; None if it only may be
+
+
 class LastWord:
     """The variables that all ranks of a job have made equal; a part of the job."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._noted: dict[int, tuple[str, weakref.ref[Any], str]] = {}  # by id: what the ranks call it, itself, name
+        self._noted: dict[int, _Noted] = {}  # by id
         self._optimizers: dict[str, list[weakref.ref[Any]]] = {}  # each with what it trains, by the key of the first
-        self._calls_before: dict[int, int] = {}  # by id
         self._calls = 0
 
     def add(self, variables: Sequence[Any], label: str = "") -> None:
@@ -66,11 +76,12 @@ class LastWord:
         self._calls, noted = self._calls + (not label), self._noted
         for place, variable in enumerate(variables):
             inner = compat.inner_variable(variable)  # by which a function knows one of Keras
-            self._calls_before[id(inner)] = self._job.made(ReducedTensors).calls
             if id(inner) not in noted:
                 forget = functools.partial(noted.pop, id(inner))
                 reference = weakref.ref(inner, lambda _, forget=forget: forget(None))  # type: ignore[misc]
-                noted[id(inner)] = f"{label or self._calls}/{place}", reference, variable_name(variable)
+                noted[id(inner)] = _Noted(f"{label or self._calls}/{place}", reference, variable_name(variable))
+            if not label:
+                noted[id(inner)].calls = self._job.made(ReducedTensors).calls
 
     def add_if_equal(self, variables: Sequence[Any]) -> None:
         """Note variables that may be equal on all ranks now, while a function is traced."""
@@ -80,13 +91,13 @@ class LastWord:
 
     def calls_before(self, number: int) -> int | None:
         """Return how many reductions came before the variable of an id was made equal; None if it never was."""
-        return self._calls_before[number] if number in self._noted else None
+        return self._noted[number].calls if number in self._noted else None
 
     def add_optimizer(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Note that an optimizer trains variables with reduced gradients: its state is equal on all ranks, too."""
         first = self._noted.get(id(compat.inner_variable(variables[0]))) if variables else None
         if first is not None:
-            self._optimizers.setdefault(first[0], [weakref.ref(one) for one in (optimizer, *variables)])
+            self._optimizers.setdefault(first.key, [weakref.ref(one) for one in (optimizer, *variables)])
 
     def close(self) -> None:
         """Compare; after a failure nothing is compared."""
@@ -103,7 +114,7 @@ class LastWord:
     def _present(self) -> list[_Present]:
         """Return the variables that exist, those that must be equal first."""
         noted = list(self._noted.values())
-        found = {key: (variable, name) for key, reference, name in noted if (variable := reference()) is not None}
+        found = {one.key: (variable, one.name) for one in noted if (variable := one.reference()) is not None}
         of_optimizers: set[int] = set()
         for key, references in self._optimizers.items():
             optimizer, *trained = [reference() for reference in references]

@@ -27,9 +27,6 @@ def require_same(world: World, layers: Sequence[Any], constants: bool = True) ->
     """Compare what layers hold outside variables; every rank makes this call, with the same layers in the same order.
 
     ``constants``: compare tensors and arrays of all layers, not only of those that adapt to data.
-
-    Raises:
-        ValueError: a layer holds something else on another rank.
     """
     mine = [(layer.name, state_of(layer, constants)) for layer in layers]
     everybody = world.objects(mine, "what layers hold outside variables")
@@ -40,11 +37,10 @@ def require_same(world: World, layers: Sequence[Any], constants: bool = True) ->
         for attribute in state:
             found = [each.get(attribute, ("nothing", 0)) for each in states]
             if any(each != found[0] for each in found):
-                texts = {rank: f"{text}, checksum {value:08x}" for rank, (text, value) in zip(world.group.ranks, found)}
+                lines = world.lines(f"{text}, checksum {value:08x}" for text, value in found)
                 raise ValueError(
-                    f"the layer {name!r} holds different values of {attribute!r} on the ranks:\n"
-                    + "\n".join(world.job.cluster.lines(texts))
-                    + "\nLikely cause: the layer adapted to data that were already divided among the ranks, or its "
+                    f"the layer {name!r} holds different values of {attribute!r} on the ranks:\n{lines}\n"
+                    "Likely cause: the layer adapted to data that were already divided among the ranks, or its "
                     "values are computed at random without a seed.\nWhat to do: call adapt on the same data on every "
                     "rank, before they are divided; for random values, call npu.open(seed=1) right after the imports."
                 )

@@ -14,20 +14,24 @@ from dataclasses import replace
 from types import MethodType
 from typing import Any, Callable
 
+import numpy as np
 import tensorflow as tf
 
-from npu_device._src import compat
+from npu_device._src import compat, environment
+from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.group import WORLD_GROUP
+from npu_device._src.collectives.moves import all_gather
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, dense_of, origin_of, reduce_list
 from npu_device._src.trace.steps import iteration
-from npu_device._src.training.finite_gradients import checked, is_wanted
+from npu_device._src.training.applied_gradients import REDUCTION, is_wrapped
+from npu_device._src.training.digests import SHOWN_RANKS, SHOWN_VARIABLES, variable_name
+from npu_device._src.training.loss_scale_optimizer import all_finite
 from npu_device._src.training.replica_audit import Audit
 from npu_device._src.training.same_samples import Pair, pair_of
 from npu_device._src.training.same_variables import make_equal
 from npu_device._src.training.schedule import can_compare
 from npu_device._src.training.training_state import unique
 from npu_device._src.training.world import World, world_unless_child
-from npu_device._src.training.wrapped import REDUCTION, is_wrapped
 
 # Otherwise AutoGraph would rewrite the methods below when an optimizer is called in a tf.function.
 _as_it_is = tf.autograph.experimental.do_not_convert
@@ -165,7 +169,6 @@ class GradientReduction:
         return self.reduce(gradients)
 
     def apply(self, optimizer: Any, apply: Callable[..., Any], gradients: list[Any], variables: list[Any]) -> Any:
-        """Apply gradients after their reduction."""
         self.begin(optimizer, variables)
         with iteration():
             reduced = self._reduce_to_apply(optimizer, gradients, variables)
@@ -262,3 +265,61 @@ def _aggregate_gradients(self: Any, grads_and_vars: Any) -> Any:
 def _lists(pairs: Any) -> tuple[list[Any], list[Any]]:
     pairs = list(pairs)
     return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+
+
+def is_wanted(optimizer: Any) -> bool:
+    """Return True if the gradients that an optimizer applies are to be checked."""
+    return environment.NPU_DEVICE_CHECK_GRADIENTS.get() == "on" and not hasattr(optimizer, "inner_optimizer")
+
+
+def checked(
+    world: World, steps: Any, mine: Sequence[Gradient], reduced: Sequence[Gradient], variables: Sequence[Any]
+) -> list[Gradient]:
+    """Return the reduced gradients, or raise RuntimeError on every rank if they aren't finite: it says whose gradients,
+    and of which variables, were the cause. ``mine`` are those of this rank.
+    """
+    present = [place for place, gradient in enumerate(mine) if gradient is not None]
+    names = [variable_name(variables[place]) for place in present]
+
+    def report() -> tf.Tensor:
+        kinds = tf.stack([_kind(mine[place]) for place in present])
+        everybody = all_gather(world.job, kinds, world.group)
+
+        def tell(everybody: Any, steps: Any) -> list[Any]:
+            raise RuntimeError(_text(world, int(steps), names, everybody.reshape(world.size, -1)))
+
+        return call_now(tell, [everybody, steps], [tf.TensorSpec([], tf.int64)])[0]
+
+    good = tf.cond(all_finite(reduced), lambda: tf.constant(0, tf.int64), report)
+    with tf.control_dependencies([good]):  # or variables would be updated before the error
+        return [
+            None if one is None else tf.nest.map_structure(tf.identity, one, expand_composites=True) for one in reduced
+        ]
+
+
+def _kind(gradient: Any) -> tf.Tensor:
+    """Return 0 if a gradient is finite, 1 if it is infinite, 2 if it has NaN: int32, shape []."""
+    values = dense_of(gradient)
+    nan = tf.reduce_any(tf.math.is_nan(values))
+    return tf.where(nan, 2, tf.where(tf.reduce_all(tf.math.is_finite(values)), 0, 1))
+
+
+def _text(world: World, steps: int, names: Sequence[str], kinds: np.ndarray) -> str:
+    ranks, cluster = world.group.ranks, world.job.cluster
+    bad = [place for place in range(world.size) if kinds[place].any()]
+    lines = cluster.lines({ranks[place]: _row(names, kinds[place]) for place in bad}, SHOWN_RANKS)
+    found = "\n".join(lines) if bad else "  those of each rank are; their sum is not"
+    return (
+        f"rank {cluster.rank}: the gradients of step {steps + 1} are not finite, and no variable was changed by them.\n"
+        f"{found}\n"
+        "Likely cause: a bad sample in the data of that rank, a division by zero or log of zero in the loss, or a "
+        "learning rate that is too high.\n"
+        "What to do: look at the batch of that rank in this step; clip the gradients. With 16-bit floats use a "
+        "loss-scale optimizer, which skips such steps."
+    )
+
+
+def _row(names: Sequence[str], kinds: np.ndarray) -> str:
+    parts = [f"{name} ({'NaN' if kind == 2 else 'infinite'})" for name, kind in zip(names, kinds) if kind]
+    more = f" and {len(parts) - SHOWN_VARIABLES} more variables" if len(parts) > SHOWN_VARIABLES else ""
+    return ", ".join(parts[:SHOWN_VARIABLES]) + more

@@ -1,5 +1,5 @@
-"""Ranks of a custom loop that train on the same samples: their gradients are the same, or their datasets are shuffled
-differently before they are divided. (``fit`` of a replicated model compares the data themselves: ``fit/sources``.)
+"""Ranks of a custom loop that train on the same samples: their gradients are the same. (``fit`` of a replicated model
+compares the data themselves: ``fit/sources``.)
 
 For gradients nothing is sent: after a mean over the ranks, gradients that were the same everywhere are still what they
 were, and a sum is as many times as large as there are ranks.
@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src import compat
-from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.collectives.job import Job
 from npu_device._src.gradients.reduction import Gradient
-from npu_device._src.training.digests import SHOWN_RANKS
 
 _log = logging.getLogger("npu_device")
 
@@ -26,7 +23,6 @@ _LOOKS = 3  # in a row with the same gradients before the warning
 _FEWEST_NUMBERS = 8  # of a gradient; fewer could be the same by chance
 _MOST_NUMBERS = 1 << 16
 _ROUNDING = 1e-5  # of a gradient's largest number: the sum of more than two ranks is rounded
-_SEEDS_COMPARED = 100  # datasets
 
 
 class Pair(NamedTuple):
@@ -80,36 +76,3 @@ class SameSamples:
             step,
             much,
         )
-
-
-class DividedData:
-    """Compares how the ranks shuffle the datasets that they are about to divide; a part of the job."""
-
-    _divided = 0
-
-    def compare(self, job: Job, dataset: Any) -> None:
-        """Warn if a dataset is shuffled in another order on each rank, so that some samples are read twice and others
-        never. No rank waits: the last one compares.
-        """
-        seeds = compat.shuffle_seeds(dataset)
-        self._divided += 1
-        if any(set(pair) == {0} for pair in seeds):
-            if job.cluster.rank == 0:
-                _log.warning(_TEXT, "without a seed", "")
-            return
-        if self._divided > _SEEDS_COMPARED or any(None in pair for pair in seeds):
-            return
-        try:
-            everybody = job.store.post(f"shuffled before division {self._divided}", [list(pair) for pair in seeds])
-        except ClusterError:
-            return  # the next collective tells
-        if len(everybody) == job.cluster.world_size and any(other != everybody[0] for other in everybody.values()):
-            rows = {rank: f"seed {', '.join(str(pair[1]) for pair in everybody[rank])}" for rank in sorted(everybody)}
-            _log.warning(_TEXT, "with another seed on each rank:\n", "\n".join(job.cluster.lines(rows, SHOWN_RANKS)))
-
-
-_TEXT = (
-    "shard_and_rebatch_dataset was given a dataset that is shuffled in another order on each rank, %s%s\nSome samples "
-    "are read by several ranks, others by none.\nWhat to do: call shuffle after shard_and_rebatch_dataset, or give it "
-    "a seed, the same on every rank."
-)

@@ -47,9 +47,6 @@ def make_equal(world: World, variables: Sequence[Any], ordered: bool = True, lev
 
     Return False while they have no values: they were made in the trace that goes on. Usually TensorFlow then gives them
     values and traces again, when the caller can compare them. Unless ``ordered``, those of one name belong together.
-
-    Raises:
-        RuntimeError: they differ, and ``NPU_DEVICE_UNEQUAL_START`` is ``error``; or only some ranks have values.
     """
     mode = environment.NPU_DEVICE_UNEQUAL_START.get()
     if mode == "ignore" or not can_compare():
@@ -95,7 +92,8 @@ def make_equal_behind(world: World, gradients: Sequence[Any], level: int = loggi
     graph knows which trainable variables it has read. Those of one shape and dtype are compared, once, if there are as
     many of them as gradients; otherwise some may belong to this rank alone.
     """
-    if not any(operation.name.startswith(_TAPE) for operation in _operations_of(gradients)):
+    symbolic = [tensor for tensor in map(dense_of, gradients) if tf.is_symbolic_tensor(tensor)]
+    if not any(tensor.op.name.startswith(_TAPE) for tensor in symbolic):
         return None
     behind = _variables_of([gradient for gradient in gradients if gradient is not None])
     new = not_compared(behind)
@@ -136,20 +134,11 @@ def _in_common_order(world: World, variables: Sequence[Any]) -> Sequence[Any]:
     return sorted(variables, key=variable_name)
 
 
-def _operations_of(values: Sequence[Any]) -> list[tf.Operation]:
-    """Return the operations of the graph that make values; eager values have none."""
-    return [tensor.op for tensor in map(dense_of, values) if tf.is_symbolic_tensor(tensor)]
-
-
 def _needed(values: Sequence[Any]) -> set[str]:
     """Return the names of the operations from which values are computed, and of those that they are gradients of."""
-    waiting = _operations_of(values)
-    seen = {operation.name for operation in waiting}
-    while waiting:
-        for tensor in waiting.pop().inputs:
-            if tensor.dtype != tf.resource and tensor.op.name not in seen:
-                seen.add(tensor.op.name)
-                waiting.append(tensor.op)
+    symbolic = [tensor for tensor in map(dense_of, values) if tf.is_symbolic_tensor(tensor)]
+    behind = compat.tensors_behind(symbolic, lambda tensor: tensor.dtype == tf.resource)
+    seen = {tensor.op.name for tensor in behind}
     of_tape = [name[len(_TAPE) :] for name in seen if name.startswith(_TAPE)]
     return seen | {name.rpartition("/")[0] for name in of_tape}
 

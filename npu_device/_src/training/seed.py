@@ -18,11 +18,7 @@ _LIMIT = 1 << 32  # numpy takes no larger seed
 
 
 def checked(seed: Any) -> int:
-    """Return a seed as Python's integer.
-
-    Raises:
-        ValueError: not an integer from 0 to 4294967295.
-    """
+    """Return a seed as Python's integer."""
     try:
         number = -1 if isinstance(seed, bool) else operator.index(seed)
     except TypeError:
@@ -36,11 +32,7 @@ def checked(seed: Any) -> int:
 
 
 def require_same(running: Job, seed: int | None) -> None:
-    """Compare the seeds that the ranks have passed; every rank of the job makes this call.
-
-    Raises:
-        ValueError: they differ.
-    """
+    """Compare the seeds that the ranks have passed; every rank of the job makes this call."""
     seeds = running.store.gather("seed", seed, environment.HCCL_CONNECT_TIMEOUT.get())
     if any(each != seeds[0] for each in seeds):
         lines = "\n".join(
@@ -67,12 +59,10 @@ def set_everywhere(seed: int) -> None:
 
 
 def random_states() -> tuple[Any, Any, Any]:
-    """Return the random states of Python, numpy and TensorFlow."""
     return random.getstate(), np.random.get_state(), compat.random_state()
 
 
 def set_random_states(states: tuple[Any, Any, Any]) -> None:
-    """Set what ``random_states`` has returned, perhaps on another rank."""
     python, numpy, tensorflow = states
     random.setstate(python)
     np.random.set_state(numpy)

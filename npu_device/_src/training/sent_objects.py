@@ -49,11 +49,7 @@ def packed(value: Any, trusted: bool) -> bytes:
 
 
 def unpacked(data: bytes, ranks: Sequence[str], trusted: bool) -> list[Any]:
-    """Return the objects in bytes that ``packed`` has made, one after the other, given the names of the ranks.
-
-    Raises:
-        ClusterError: an object couldn't be sent; what has arrived can't be read.
-    """
+    """Return the objects in bytes that ``packed`` has made, one after the other, given the names of the ranks."""
     values, place = [], 0
     for rank in ranks:
         if len(data) < place + _HEADER.size:
@@ -95,7 +91,6 @@ def to_json(value: Any) -> str:
 
 
 def from_json(text: str | bytes) -> Any:
-    """Return the object of which ``to_json`` has made a text."""
     return _value(json.loads(text))
 
 

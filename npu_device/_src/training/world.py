@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,6 @@ class World:
         self.is_main = group.rank == 0  # rank 0, if it is the whole job
 
     def add_up(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return the sum of all ranks' tensors, of the same shape and dtype."""
         return all_reduce(self.job, tensor, "sum", self.group)
 
     def reduce(self, tensors: Sequence[Any], options: ReductionOptions) -> list[Any]:
@@ -42,15 +41,10 @@ class World:
         return all_gather_v(self.job, tensor, self.group, purpose)
 
     def from_root(self, tensors: Sequence[tf.Tensor], root_rank: int = 0) -> list[tf.Tensor]:
-        """Return the tensors of the root, of the same shapes and dtypes."""
         return broadcast(self.job, list(tensors), root_rank, self.group)
 
     def object_from_root(self, value: Any, root_rank: int = 0) -> Any:
-        """Return the Python object of the root; those of the other ranks are ignored.
-
-        Raises:
-            ClusterError: it can't be sent in this job, see ``sent_objects``; on all ranks.
-        """
+        """Return the Python object of the root; those of the other ranks are ignored."""
         mine, cluster = self.rank == root_rank, self.job.cluster
         data = np.frombuffer(packed(value, cluster.trusted), np.uint8) if mine else np.zeros([0], np.uint8)
         [length] = self.from_root([tf.constant(np.int64(len(data)))], root_rank)
@@ -64,14 +58,15 @@ class World:
     def objects(self, value: Any, purpose: str) -> list[Any]:
         """Return the Python objects of all ranks; ``purpose`` is for the error if the ranks exchange unrelated
         ones.
-
-        Raises:
-            ClusterError: one can't be sent in this job, see ``sent_objects``; on all ranks.
         """
         trusted = self.job.cluster.trusted
         data = np.frombuffer(packed(value, trusted), np.uint8)
         everything = self.gather(tf.constant(data), purpose).numpy().tobytes()
         return unpacked(everything, [f"rank {rank}" for rank in self.group.ranks], trusted)
+
+    def lines(self, texts: Iterable[str]) -> str:
+        """Return a line of a message for each rank, given its text."""
+        return "\n".join(self.job.cluster.lines(dict(zip(self.group.ranks, texts))))
 
     def assign_from_root(self, variables: Sequence[Any], root_rank: int = 0) -> Any:
         """Set variables to the values of the root; return the operation in a graph for a session, else None."""
@@ -86,7 +81,6 @@ class World:
             last_word.add(variables)
 
     def wait(self) -> None:
-        """Wait until all ranks have made this call."""
         barrier(self.job, self.group)
 
 
@@ -97,13 +91,7 @@ def value_of(variable: Any) -> tf.Tensor:
 
 
 def world(group: str = WORLD_GROUP) -> World | None:
-    """Return the job that this process is a rank of, or one of its groups; None on a single device.
-
-    Raises:
-        RuntimeError: the environment names several ranks, but the job can't be joined any more; this process is a
-            child of a rank.
-        ValueError: this rank knows no group of that name.
-    """
+    """Return the job that this process is a rank of, or one of its groups; None on a single device."""
     job = device.running_job()
     return None if job is None else World(job, group_of(job, group))
 

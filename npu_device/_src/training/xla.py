@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from npu_device._src.training.fit.step import Replaced
 
 _log = logging.getLogger("npu_device")
-_LAYERS_OF_SCRIPTS = ("Lambda", "TFOpLambda", "SlicingOpLambda", "ClassMethod", "InstanceMethod", "InstanceProperty")
+LAYERS_OF_SCRIPTS = ("Lambda", "TFOpLambda", "SlicingOpLambda", "ClassMethod", "InstanceMethod", "InstanceProperty")
 
 
 class _CallOnly(int):
@@ -64,7 +64,7 @@ def _why_not(model: Any) -> str:
     # It might wait for other ranks, or hand out more than its result.
     for layer in compat.all_layers(model):
         kind = type(layer)
-        if not compat.belongs_to_keras(kind) or kind.__name__ in _LAYERS_OF_SCRIPTS:
+        if not compat.belongs_to_keras(kind) or kind.__name__ in LAYERS_OF_SCRIPTS:
             return f"{kind.__name__} {layer.name!r} can hold any code of the script"
         if getattr(layer, "synchronized", False):
             return f"{layer.name!r} normalises over all ranks"

@@ -37,7 +37,7 @@ from npu_device._src.trace.points import leading_to
 from npu_device._src.training import training_state
 from npu_device._src.training.digests import checksum, variable_name
 from npu_device._src.training.fit.current import current_step
-from npu_device._src.training.fit.whereabouts import where
+from npu_device._src.training.fit.findings import where
 from npu_device._src.verify.plan import DONE, Process
 
 _SCOPE = "npu_verify"  # the name scope of the operations that record

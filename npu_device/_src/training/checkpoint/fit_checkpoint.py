@@ -14,10 +14,10 @@ from npu_device._src import compat
 from npu_device._src.training import training_state
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.job_checkpoint import JobCheckpoint
-from npu_device._src.training.checkpoint.places import everybody
+from npu_device._src.training.checkpoint.selection import everybody
 from npu_device._src.training.fit import start
-from npu_device._src.training.fit.batches import again, pull
 from npu_device._src.training.fit.replica import replica_of
+from npu_device._src.training.fit.sources import again, pull
 from npu_device._src.training.ranks import is_main
 from npu_device._src.training.world import World, world
 
@@ -238,7 +238,6 @@ class _DataPlace:
         self._first: list[int] = []  # by rank
 
     def notes(self) -> dict[str, Any]:
-        """Return the place of the beginning of the epoch, for JSON."""
         return {"number": self._number, "passed": self._passed, "first": self._first}
 
     def used(self, given: Any) -> Any:

@@ -41,7 +41,6 @@ class CheckpointError(NpuDeviceError, OSError):
 
 
 def name_of(step: int) -> str:
-    """Return the name of the folder of a step."""
     return f"step-{step:08d}"
 
 
@@ -51,7 +50,6 @@ def partial_name(step: int, token: str) -> str:
 
 
 def own_prefix(rank: int) -> str:
-    """Return the beginning of the names of the files of a rank."""
     return f"rank-{rank:05d}"
 
 
@@ -88,7 +86,6 @@ def latest(directory: Path) -> int | None:
 
 
 def name_latest(directory: Path, step: int) -> None:
-    """Write that the checkpoint of a step is the newest."""
     beside = directory / f".{_LATEST}.part"
     try:
         _write_json(beside, {"step": step})

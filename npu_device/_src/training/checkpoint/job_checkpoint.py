@@ -17,12 +17,11 @@ import tensorflow as tf
 from npu_device._src import environment
 from npu_device._src.cluster.errors import RESUMABLE
 from npu_device._src.training import device
-from npu_device._src.training.checkpoint import folder, places, selection
+from npu_device._src.training.checkpoint import folder, selection
 from npu_device._src.training.checkpoint.folder import CheckpointError
-from npu_device._src.training.checkpoint.places import Place, everybody, on_all_ranks
+from npu_device._src.training.checkpoint.parts import Digests, Own, Shared, with_hidden_random_state
 from npu_device._src.training.checkpoint.preemption import Preemption
-from npu_device._src.training.checkpoint.rank_part import Own
-from npu_device._src.training.checkpoint.shared import Digests, Shared, with_hidden_random_state
+from npu_device._src.training.checkpoint.selection import Place, everybody, on_all_ranks
 from npu_device._src.training.world import World, world
 from npu_device._src.version import __version__
 
@@ -218,7 +217,7 @@ class JobCheckpoint:
         try:
             if chosen.sends and ranks is not None:
                 source = borrowed if takes else here
-                places.send_files(ranks, source, chosen.shared, chosen.holder, takes and place.is_keeper)
+                selection.send_files(ranks, source, chosen.shared, chosen.holder, takes and place.is_keeper)
                 ranks.wait()
             on_all_ranks(ranks, lambda: lost.extend(self._read(borrowed if takes else here, here, chosen)), what)
         finally:
@@ -248,7 +247,7 @@ class JobCheckpoint:
             )
         if self._place is None:
             self._ranks = world()
-            self._place = places.find_place(self._ranks, self._directory)
+            self._place = selection.find_place(self._ranks, self._directory)
             self._named = _latest(self._directory)
             names, self._warned = self._warned, []
             if names and self._place.rank == 0:

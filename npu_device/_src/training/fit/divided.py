@@ -55,11 +55,7 @@ def divided(dataset: Any) -> Any:
 
 
 def with_equal_length(world: World, data: Divided) -> tf.data.Dataset:
-    """Return a dataset with the same number of batches on every rank; samples of the added batches don't count.
-
-    Raises:
-        ValueError: a rank has no batch at all.
-    """
+    """Return a dataset with the same number of batches on every rank; samples of the added batches don't count."""
     dataset = data.dataset
     length = int(dataset.cardinality())
     if length == tf.data.UNKNOWN_CARDINALITY:
@@ -107,9 +103,6 @@ def rows_of_rank(world: World, model: Any, data: Any) -> Any:
 
     ``data.rows`` returns what ``data[index]`` would return, but only the samples from ``start`` to before ``stop``, as
     a slice does: fewer, or none, at the end of the batch. No batch is larger than the first one.
-
-    Raises:
-        ValueError: ``rows`` doesn't give the samples of the first batch.
     """
     whole = data[0]
     batch = int(rows_of(whole))

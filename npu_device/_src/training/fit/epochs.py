@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable
@@ -74,16 +73,6 @@ def silent(world: World, model: Any, callbacks: Any) -> Iterator[None]:
             callback.verbose = verbose
 
 
-def counters_from_root(world: World, own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return tf-keras's method for the epoch and step with which ``fit`` begins, which are rank 0's."""
-
-    @functools.wraps(own)
-    def counters(*args: Any, **kwargs: Any) -> Any:
-        return world.object_from_root(own(*args, **kwargs))
-
-    return counters
-
-
 def _is_one_of(names: Sequence[str], callback: Any, keras: Any) -> bool:
     kinds = [getattr(keras.callbacks, name) for name in names if hasattr(keras.callbacks, name)]
     return isinstance(callback, tuple(kinds))
@@ -108,13 +97,9 @@ def _learning_rates(model: Any) -> list[float]:
 def _require_equal_rates(world: World, rates: Sequence[list[float]]) -> None:
     if all(repr(each) == repr(rates[0]) for each in rates):  # NaN equals NaN
         return
-    lines = [
-        f"  {world.job.cluster.name_of(rank)}: {', '.join(f'{rate:g}' for rate in each)}"
-        for rank, each in zip(world.group.ranks, rates)
-    ]
+    lines = world.lines(", ".join(f"{rate:g}" for rate in each) for each in rates)
     raise RuntimeError(
         f"rank {world.job.cluster.rank}: the ranks have different learning rates at the end of an epoch:\n"
-        + "\n".join(lines)
-        + "\nLikely cause: a callback that changes the learning rate is passed on some ranks only.\n"
+        f"{lines}\nLikely cause: a callback that changes the learning rate is passed on some ranks only.\n"
         "What to do: pass it on every rank; the logs are the same everywhere, so that it decides alike."
     )

@@ -100,12 +100,7 @@ class Saves:
                 self._job.store.set(f"{_OVER} {self._rank}", json.dumps(wrote))
 
     def save(self, path: str, write: Callable[[], Any]) -> Any:
-        """Let rank 0 write a path; on the other ranks wait for it (return None), or write where its file can't be seen.
-
-        Raises:
-            Exception: the rank that writes has failed to; of the same type, if that is one of Python's own.
-            TimeoutError: that rank has neither written it nor gone on within ``NPU_DEVICE_STALL_TIMEOUT``.
-        """
+        """Let rank 0 write a path. Others wait for it and return None, or write where they can't see its file."""
         with self._lock:
             save = self._begin(path)
         try:

@@ -1,16 +1,25 @@
-"""What the first-step check finds when it compares a step on some samples with the same step on parts of them."""
+"""What the first-step check finds when it compares a step on some samples with the same step on parts of them: what
+differs, the user's lines behind it, and what is said.
+"""
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import tensorflow as tf
 
-from npu_device._src.training.fit.rehearsal import Outcome, Rehearsal
-from npu_device._src.training.fit.whereabouts import where
-from npu_device._src.training.same_variables import variable_name
+from npu_device._src import compat
+from npu_device._src.cluster.tracebacks import is_users
+from npu_device._src.training.digests import variable_name
+from npu_device._src.training.fit.share import shapes_of
+from npu_device._src.training.world import World
+
+if TYPE_CHECKING:
+    from npu_device._src.training.fit.rehearsal import Outcome, Part, Rehearsal
 
 _SHOWN = 3
 _SAFETY = 20  # times what rounding has been seen to change
@@ -151,3 +160,165 @@ def _wide(value: Any) -> np.ndarray:
 
 def _norm(array: Any) -> float:
     return float(np.linalg.norm(np.ravel(array)))
+
+
+_TAPE = "gradient_tape/"  # before the name of an operation that a tape has made
+_NOT_LINEAR = {
+    "ClipByValue", "L2Loss", "Maximum", "Minimum", "Pow", "Rsqrt", "Sign", "Sqrt", "Square", "SquaredDifference",
+    "Tanh",
+}  # fmt: skip
+_MOST = 3000
+
+
+def clipping(gradients: Sequence[Any], reduced: Sequence[Any]) -> str | None:
+    """Return the line at which gradients are clipped, or changed in another way that isn't linear, after the tape has
+    computed them and before an optimizer gets them; None if nowhere, or after the step has reduced them itself.
+    """
+    done = {id(part) for value in reduced for part in tf.nest.flatten(value, expand_composites=True)}
+    parts = [part for gradient in gradients for part in tf.nest.flatten(gradient, expand_composites=True)]
+
+    def is_left_out(tensor: Any) -> bool:
+        return id(tensor) in done or tensor.op.name.startswith(_TAPE)
+
+    def is_of_gradients(operation: Any) -> bool:
+        behind = compat.tensors_behind(operation.inputs, lambda tensor: id(tensor) in done)
+        return any(tensor.op.name.startswith(_TAPE) for tensor in behind)
+
+    behind = {tensor.op.name: tensor.op for tensor in compat.tensors_behind(parts, is_left_out)}
+    suspects = [operation for operation in behind.values() if operation.type in _NOT_LINEAR]
+    for suspect in sorted(suspects, key=lambda operation: len(operation.name)):
+        if is_of_gradients(suspect):
+            return where(suspect) or suspect.name
+    return None
+
+
+def values_per_sample(graph: Any) -> list[Any]:
+    """Return the tensors of a graph that may hold a value for each sample, in the order in which they were made."""
+    return [
+        output
+        for operation in graph.get_operations()
+        if not operation.name.startswith(_TAPE) and operation.type != "AddN"  # by which a tape adds up gradients
+        for output in operation.outputs
+        if output.dtype.is_floating and output.shape.rank and output.shape[0] is None
+    ][:_MOST]
+
+
+def where_samples_meet(
+    tensors: Sequence[Any], whole: Sequence[np.ndarray], parts: Sequence[Sequence[np.ndarray]], rows: Sequence[int]
+) -> str | None:
+    """Return the operation, and its line, at which the values of a sample first depend on the other samples, given the
+    values of ``values_per_sample`` for all samples and for each part.
+    """
+    for place, tensor in enumerate(tensors):
+        if not _are_the_same(whole[place], [part[place] for part in parts], rows):
+            line = where(tensor.op)
+            return f"{tensor.op.name}{', ' + line if line else ''}"
+    return None
+
+
+def _are_the_same(whole: np.ndarray, parts: Sequence[np.ndarray], rows: Sequence[int]) -> bool:
+    if any(part.shape[1:] != whole.shape[1:] for part in parts):
+        return False
+    if len(whole) != sum(map(len, parts)):
+        return True  # its first axis isn't samples
+    ways = [np.concatenate(parts)]
+    views = len(whole) // sum(rows)
+    if views > 1 and [len(each) for each in (whole, *parts)] == [views * count for count in (sum(rows), *rows)]:
+        # of each sample, one after the other
+        each = [part.reshape(views, count, *whole.shape[1:]) for part, count in zip(parts, rows)]
+        ways.append(np.concatenate(each, axis=1).reshape(whole.shape))
+    wide = whole.astype(np.float64)
+    size = 1e-3 * float(np.max(np.abs(wide), initial=0.0)) + 1e-9
+    return any(bool(np.all(np.abs(wide - way.astype(np.float64)) <= size)) for way in ways)
+
+
+def where(operation: tf.Operation) -> str:
+    """Return the user's line that made an operation, in words; "" if there is none."""
+    frames = [frame for frame in operation.traceback if is_users(frame.filename)]
+    if not frames:
+        return ""
+    name, number = frames[-1].filename, frames[-1].lineno
+    return f"{name}, line {number}: {linecache.getline(name, number).strip()}"
+
+
+# What is said.
+
+
+def names(different: Sequence[Difference]) -> str:
+    shown = ", ".join(difference.name for difference in different[:_SHOWN])
+    return shown + (f" and {len(different) - _SHOWN} more" if len(different) > _SHOWN else "")
+
+
+def summed(title: str, what: str, world: World) -> str:
+    return (
+        f"{title} adds up what its samples give where a replicated model expects their mean: {what}.\nEach of the "
+        f"{world.size} ranks has its share of the batch, so that the result would be {world.size} times too small.\n"
+        "Likely cause: a loss with one value per sample, or their sum, is differentiated; a loss is divided by the "
+        "size of the whole batch; or a regularizer multiplies samples with each other (tf.tensordot).\nWhat to do: "
+        "take the mean over the samples, tf.reduce_mean(loss); for a sum, pass a loss object with reduction='sum' to "
+        "compile, or keep it as an attribute of the model."
+    )
+
+
+def kept(title: str, change: Change, world: World) -> str:
+    line = f"\nSet by: {change.line}" if change.line else ""
+    if change.is_trained:
+        how = "changes by the gradients of its samples, without an optimizer"
+        remedy = "reduce the gradients first: gradients = npu.distribute.all_reduce(gradients)"
+    elif change.is_sum:
+        how = "adds up values of the samples"
+        remedy = "add up over the ranks first: value = npu.distribute.all_reduce(value, 'sum')"
+    else:
+        how = "takes values of the samples, as a queue or a memory bank does"
+        remedy = "give it those of all ranks: value = npu.distribute.all_gather(value) before it is set"
+    kept = "the mean over the ranks" if change.is_averaged else "another value on each rank"
+    return (
+        f"{title} sets {change.name!r}: it {how}. On {world.size} ranks it would hold {kept}, not what one process "
+        f"has.{line}\nWhat to do: {remedy}."
+    )
+
+
+def counted(title: str, change: Change, world: World) -> str:
+    how = "averaged over the ranks" if change.is_averaged else "each rank's own"
+    line = f" ({change.line})" if change.line else ""
+    return (
+        f"{title} changes {change.name!r} by its samples{line}. On {world.size} ranks this is {how}, not what one "
+        "process has.\nWhat to do: count steps, not samples; or reduce what is added first, with "
+        "npu.distribute.all_reduce."
+    )
+
+
+def clipped(title: str, line: str, world: World) -> str:
+    return (
+        f"{title} clips or changes gradients before they are reduced over the {world.size} ranks: {line}\nEach rank "
+        "does that with the gradients of its own samples, which gives another result than on one process.\nWhat to do: "
+        "reduce them first, gradients = npu.distribute.all_reduce(gradients); or set clipnorm, global_clipnorm or "
+        "clipvalue on the optimizer."
+    )
+
+
+def meeting(title: str, different: Sequence[Difference], place: str | None, parts: Sequence[Part], world: World) -> str:
+    head, tail = parts[1].units, parts[2].units
+    seen = (
+        f"Samples first meet in {place}"
+        if place is not None
+        else "No operation before the loss mixes samples: the loss isn't a mean over them, such as a mean over their "
+        "valid steps, or a root or a quotient of sums"
+    )
+    return (
+        f"{title} doesn't treat samples one by one: the gradient of {head + tail} samples isn't the mean of those of "
+        f"{head} and {tail} of them. The largest difference is that of {different[0].name}, "
+        f"{100 * different[0].size:.2g} %.\n{seen}.\nEach of the {world.size} ranks sees its share of the batch only, "
+        "so that the result is another one than on one process.\nWhat to do: to compare or mix the samples of all "
+        "ranks, gather them first: values = npu.distribute.all_gather(values). To leave out steps, use a mask, "
+        "ignore_class or sample_weight instead of a loss function that divides by their number."
+    )
+
+
+def not_samples(batch: Any, error: str, world: World) -> str:
+    return (
+        f"a replicated model divides a batch among the {world.size} ranks along the first axis of each tensor, but the "
+        f"train step fails with a part of these:\n{shapes_of(batch)}\n  {error}\nLikely cause: the first axis isn't "
+        "samples, as in pairs or graphs; or the model has a fixed batch size.\nWhat to do: put the samples first in "
+        "each tensor; or let each rank read its own batches, and pass them as npu.distribute.divided(dataset)."
+    )

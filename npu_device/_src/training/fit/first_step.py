@@ -1,14 +1,15 @@
 """The first-step check: before a replicated model trains, each rank compares the gradient of a few samples with the
 mean of the gradients of two uneven parts of them, weighted by their samples.
 
-They are equal if the step is one that can be divided. ``rehearsal`` runs the step, ``findings`` compares what comes of
-it, and ``whereabouts`` finds the lines. This file says which models are checked, with what, and what follows.
+They are equal if the step is one that can be divided. ``rehearsal`` runs the step, and ``findings`` compares what comes
+of it. This file says which models are checked, and with what: Keras's own layers, loss and step need no check.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,12 +17,10 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.training import training_state
-from npu_device._src.training.fit import findings, start, whereabouts
-from npu_device._src.training.fit.rehearsal import NotChecked, Part, Rehearsal, random_state_kept
-from npu_device._src.training.fit.share import run_of, shapes_of, units_of
-from npu_device._src.training.fit.well_known import needs_no_check
-from npu_device._src.training.world import World
+from npu_device._src.training import training_state, xla
+from npu_device._src.training.fit import findings, start
+from npu_device._src.training.fit.rehearsal import NotChecked, Outcome, Part, Rehearsal, random_state_kept
+from npu_device._src.training.fit.share import lengths_of, run_of, units_of
 
 if TYPE_CHECKING:
     from npu_device._src.training.fit.function import Function
@@ -40,14 +39,8 @@ class _Verdict(NamedTuple):
 
 
 def check(function: Function, batch: Any) -> str:
-    """Check a model's train step before the first step, on all ranks; return what has been checked, for the statement.
-
-    Args:
-        function: the train function of the model; the model is built, and has the same variables on all ranks.
-        batch: the first batch, of this rank if each has its own; without what ``divided`` adds to it.
-
-    Raises:
-        ValueError: on all ranks: the step gives another result on several ranks than on one process.
+    """Check the step of a built model before the first step, on all ranks, with the first batch; return what has been
+    checked, for the statement, or raise ValueError on all ranks if its result isn't that of one process.
     """
     if environment.NPU_DEVICE_FIRST_STEP_CHECK.get() == "off":
         return "not checked: NPU_DEVICE_FIRST_STEP_CHECK=off"
@@ -76,7 +69,7 @@ def require_divisible(function: Function, spec: Any, share: Any, batch: Any, err
     if _can_be_traced(function, spec, share) or not _can_be_traced(function, spec, lambda data: data):
         return
     rank = function.world.job.cluster.rank
-    raise ValueError(f"rank {rank}: {_not_samples(batch, _last_line(error), function.world)}") from error
+    raise ValueError(f"rank {rank}: {findings.not_samples(batch, _last_line(error), function.world)}") from error
 
 
 def _can_be_traced(function: Function, spec: Any, divide: Any) -> bool:
@@ -148,7 +141,7 @@ def _examine(function: Function, batch: Any) -> _Verdict:
     except tf.errors.OpError as error:
         if count < total:
             raise
-        return _Verdict("", _not_samples(batch, _last_line(error), function.world))
+        return _Verdict("", findings.not_samples(batch, _last_line(error), function.world))
     precision = _precision(function.model)
     with _moved(rehearsal.variables, precision):
         [moved] = rehearsal.run([whole])
@@ -174,7 +167,7 @@ def _examine_shares(function: Function, batch: Any, verdict: _Verdict) -> _Verdi
     if not findings.repeats(first, again):
         return verdict
 
-    def kept(one: findings.Outcome, handles: set[int]) -> list[findings.Change]:
+    def kept(one: Outcome, handles: set[int]) -> list[findings.Change]:
         runs = findings.Runs(first, [again], [one], [1.0], 100 * _precision(function.model))
         some = {handle: variable for handle, variable in named.items() if handle in handles}
         return [change for change in findings.changes(rehearsal, runs, before, some, set()) if not change.is_number]
@@ -182,7 +175,7 @@ def _examine_shares(function: Function, batch: Any, verdict: _Verdict) -> _Verdi
     named, averaged = _variables(function)
     found = kept(second, set(named) - averaged)
     found += [replace(one, is_averaged=True) for one in kept(second, averaged) if one in kept(other, averaged)]
-    return _Verdict("", _kept(_title(function), found[0], function.world)) if found else verdict
+    return _Verdict("", findings.kept(_title(function), found[0], function.world)) if found else verdict
 
 
 def _turned(leaf: Any) -> Any:
@@ -204,36 +197,36 @@ def _judge(
     world, title = function.world, _title(function)
     sums, mixing = findings.added_losses(rehearsal, runs)
     if sums:
-        return _Verdict("", _summed(title, f"a loss that a layer adds: {sums[0]}", world))
+        return _Verdict("", findings.summed(title, f"a loss that a layer adds: {sums[0]}", world))
     different = findings.differences(rehearsal, runs)
-    line = whereabouts.clipping(rehearsal.gradients, rehearsal.step.reduced)
+    line = findings.clipping(rehearsal.gradients, rehearsal.step.reduced)
     summed = [difference for difference in different if difference.is_sum]
     if summed and line is None:
-        return _Verdict("", _summed(title, f"the gradient of {_names(summed)}", world))
+        return _Verdict("", findings.summed(title, f"the gradient of {findings.names(summed)}", world))
     changed = findings.changes(rehearsal, runs, before, *_variables(function))
     kept = [change for change in changed if not change.is_number]
     if kept:
-        return _Verdict("", _kept(title, kept[0], world))
-    warnings = [_counted(title, change, world) for change in changed]
+        return _Verdict("", findings.kept(title, kept[0], world))
+    warnings = [findings.counted(title, change, world) for change in changed]
     if line is not None:
-        warnings.append(_clipped(title, line, world))
+        warnings.append(findings.clipped(title, line, world))
     elif different:
         place = _place(function, spec, parts)
         if place is None and mixing:
             place = f"a loss that a layer adds, {mixing[0]}"
-        warnings.append(_meeting(title, different, place, parts, world))
+        warnings.append(findings.meeting(title, different, place, parts, world))
     return _Verdict("checked, with a warning" if warnings else "checked", warning="\n".join(warnings))
 
 
 def _place(function: Function, spec: Any, parts: Sequence[Part]) -> str | None:
     """Return where samples meet; None if it can't be found."""
     try:
-        rehearsal = Rehearsal(function, spec, whereabouts.values_per_sample)
+        rehearsal = Rehearsal(function, spec, findings.values_per_sample)
         [whole], divided = rehearsal.run(parts[:1]), rehearsal.run(parts[1:])
     except Exception:  # the check itself has been made
         return None
     rows = [part.units for part in parts[1:]]
-    return whereabouts.where_samples_meet(rehearsal.chosen, whole.chosen, [part.chosen for part in divided], rows)
+    return findings.where_samples_meet(rehearsal.chosen, whole.chosen, [part.chosen for part in divided], rows)
 
 
 # What is compared.
@@ -279,105 +272,62 @@ def _precision(model: Any) -> float:
     return 1e-6
 
 
-class _moved:
-    """A context in which variables have values that differ by rounding from their own."""
-
-    def __init__(self, variables: Sequence[Any], precision: float) -> None:
-        self._variables = training_state.unique(variables)
-        self._precision = precision
-
-    def __enter__(self) -> None:
-        self._values = [tf.convert_to_tensor(variable) for variable in self._variables]
-        for variable, value in zip(self._variables, self._values):
-            array = value.numpy()
-            signs = np.where(np.arange(array.size).reshape(array.shape) % 2, 1.0, -1.0)
-            variable.assign((array.astype(np.float64) * (1 + self._precision * signs)).astype(array.dtype))
-
-    def __exit__(self, *_: Any) -> None:
-        for variable, value in zip(self._variables, self._values):
+@contextlib.contextmanager
+def _moved(variables: Sequence[Any], precision: float) -> Iterator[None]:
+    """Give variables values that differ by rounding from their own in the block."""
+    before = [(variable, tf.convert_to_tensor(variable)) for variable in training_state.unique(variables)]
+    for variable, value in before:
+        array = value.numpy()
+        signs = np.where(np.arange(array.size).reshape(array.shape) % 2, 1.0, -1.0)
+        variable.assign((array.astype(np.float64) * (1 + precision * signs)).astype(array.dtype))
+    try:
+        yield
+    finally:
+        for variable, value in before:
             variable.assign(value)
 
 
-# What is said.
+_LOSSES = {
+    "binarycrossentropy", "binaryfocalcrossentropy", "categoricalcrossentropy", "categoricalfocalcrossentropy",
+    "categoricalhinge", "cosinesimilarity", "hinge", "huber", "kldivergence", "logcosh", "meanabsoluteerror",
+    "meanabsolutepercentageerror", "meansquarederror", "meansquaredlogarithmicerror", "poisson",
+    "sparsecategoricalcrossentropy", "squaredhinge",
+}  # fmt: skip
+"""Those that have one value for each sample. Dice, Tversky and CircleLoss, for instance, compare the samples."""
+
+_ANYTHING = (*xla.LAYERS_OF_SCRIPTS, "AddLoss")  # Keras's layers that hold anything that the user has written
 
 
-def _names(different: Sequence[findings.Difference]) -> str:
-    shown = ", ".join(difference.name for difference in different[:_SHOWN])
-    return shown + (f" and {len(different) - _SHOWN} more" if len(different) > _SHOWN else "")
-
-
-def _summed(title: str, what: str, world: World) -> str:
+def needs_no_check(function: Function, batch: Any) -> bool:
+    """Return True for a functional model of Keras's own layers with a built-in loss and dense inputs of one length."""
+    losses = function.parts.losses
     return (
-        f"{title} adds up what its samples give where a replicated model expects their mean: {what}.\nEach of the "
-        f"{world.size} ranks has its share of the batch, so that the result would be {world.size} times too small.\n"
-        "Likely cause: a loss with one value per sample, or their sum, is differentiated; a loss is divided by the "
-        "size of the whole batch; or a regularizer multiplies samples with each other (tf.tensordot).\nWhat to do: "
-        "take the mean over the samples, tf.reduce_mean(loss); for a sum, pass a loss object with reduction='sum' to "
-        "compile, or keep it as an attribute of the model."
+        not function.is_scripts
+        and compat.belongs_to_keras(type(function.model))
+        and bool(losses)
+        and all(map(_is_well_known_loss, losses))
+        and all(map(_treats_samples_apart, compat.operations_of(function.model)))
+        and len({int(length) for length in lengths_of(batch)}) == 1
+        and not any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(batch))
     )
 
 
-def _kept(title: str, change: findings.Change, world: World) -> str:
-    line = f"\nSet by: {change.line}" if change.line else ""
-    if change.is_trained:
-        how = "changes by the gradients of its samples, without an optimizer"
-        remedy = "reduce the gradients first: gradients = npu.distribute.all_reduce(gradients)"
-    elif change.is_sum:
-        how = "adds up values of the samples"
-        remedy = "add up over the ranks first: value = npu.distribute.all_reduce(value, 'sum')"
-    else:
-        how = "takes values of the samples, as a queue or a memory bank does"
-        remedy = "give it those of all ranks: value = npu.distribute.all_gather(value) before it is set"
-    kept = "the mean over the ranks" if change.is_averaged else "another value on each rank"
+def _is_well_known_loss(loss: Any) -> bool:
+    function = getattr(loss, "fn", None)
+    thing = type(loss) if function is None else function
+    name = getattr(thing, "__name__", "").lower().replace("_", "")
+    return compat.belongs_to_keras(type(loss)) and compat.belongs_to_keras(thing) and name in _LOSSES
+
+
+def _treats_samples_apart(layer: Any) -> bool:
+    axis = getattr(layer, "axis", None)
+    axes = axis if isinstance(axis, (list, tuple)) else [axis]
+    activation = getattr(layer, "activation", None)
     return (
-        f"{title} sets {change.name!r}: it {how}. On {world.size} ranks it would hold {kept}, not what one process "
-        f"has.{line}\nWhat to do: {remedy}."
-    )
-
-
-def _counted(title: str, change: findings.Change, world: World) -> str:
-    how = "averaged over the ranks" if change.is_averaged else "each rank's own"
-    line = f" ({change.line})" if change.line else ""
-    return (
-        f"{title} changes {change.name!r} by its samples{line}. On {world.size} ranks this is {how}, not what one "
-        "process has.\nWhat to do: count steps, not samples; or reduce what is added first, with "
-        "npu.distribute.all_reduce."
-    )
-
-
-def _clipped(title: str, line: str, world: World) -> str:
-    return (
-        f"{title} clips or changes gradients before they are reduced over the {world.size} ranks: {line}\nEach rank "
-        "does that with the gradients of its own samples, which gives another result than on one process.\nWhat to do: "
-        "reduce them first, gradients = npu.distribute.all_reduce(gradients); or set clipnorm, global_clipnorm or "
-        "clipvalue on the optimizer."
-    )
-
-
-def _meeting(
-    title: str, different: Sequence[findings.Difference], place: str | None, parts: Sequence[Part], world: World
-) -> str:
-    head, tail = parts[1].units, parts[2].units
-    seen = (
-        f"Samples first meet in {place}"
-        if place is not None
-        else "No operation before the loss mixes samples: the loss isn't a mean over them, such as a mean over their "
-        "valid steps, or a root or a quotient of sums"
-    )
-    return (
-        f"{title} doesn't treat samples one by one: the gradient of {head + tail} samples isn't the mean of those of "
-        f"{head} and {tail} of them. The largest difference is that of {different[0].name}, "
-        f"{100 * different[0].size:.2g} %.\n{seen}.\nEach of the {world.size} ranks sees its share of the batch only, "
-        "so that the result is another one than on one process.\nWhat to do: to compare or mix the samples of all "
-        "ranks, gather them first: values = npu.distribute.all_gather(values). To leave out steps, use a mask, "
-        "ignore_class or sample_weight instead of a loss function that divides by their number."
-    )
-
-
-def _not_samples(batch: Any, error: str, world: World) -> str:
-    return (
-        f"a replicated model divides a batch among the {world.size} ranks along the first axis of each tensor, but the "
-        f"train step fails with a part of these:\n{shapes_of(batch)}\n  {error}\nLikely cause: the first axis isn't "
-        "samples, as in pairs or graphs; or the model has a fixed batch size.\nWhat to do: put the samples first in "
-        "each tensor; or let each rank read its own batches, and pass them as npu.distribute.divided(dataset)."
+        compat.is_layer(layer)
+        and compat.belongs_to_keras(type(layer))
+        and type(layer).__name__ not in _ANYTHING
+        and 0 not in axes
+        and (activation is None or compat.belongs_to_keras(activation))
+        and getattr(layer, "activity_regularizer", None) is None
     )

@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING, Any, Callable
 from npu_device._src import compat, environment
 from npu_device._src.training import training_state
 from npu_device._src.training.fit import first_step, randomness, start
-from npu_device._src.training.fit.batches import InputWait, again, pull
 from npu_device._src.training.fit.divided import Divided
 from npu_device._src.training.fit.randomness import NumbersOfRank
 from npu_device._src.training.fit.share import Share, content, is_divided, require_units, rows_of, tag_of
-from npu_device._src.training.fit.sources import require_same_mark, same_everywhere, warn_if_all_the_same
+from npu_device._src.training.fit.sources import (
+    InputWait,
+    again,
+    pull,
+    require_same_mark,
+    same_everywhere,
+    warn_if_all_the_same,
+)
 from npu_device._src.training.fit.step import Replaced, RunningChecksum, divide
 
 if TYPE_CHECKING:
@@ -36,9 +42,7 @@ class Function:
         self.kind, self.world, self.model = kind, replica.world, replica.model
         self.source: Any = None  # the data that the user passed
         self.from_root = False  # rank 0's batches are sent to all ranks
-        self.has_own_data = (
-            False  # each rank reads its own rows: of ``divided``, a pipeline or a Sequence with ``rows``
-        )
+        self.has_own_data = False  # each rank reads its own rows: ``divided``, a pipeline, a Sequence with ``rows``
         self.checksum = RunningChecksum()  # of the batches since the ranks last compared them
         self._parts: start.Parts | None = None
         self._replica = replica
@@ -122,7 +126,7 @@ class Function:
         if draws and not self._has_drawn:
             self._has_drawn = True
             if self.world.is_main:
-                randomness.report(self.model, draws)
+                start.say(randomness.lines(self.model, draws))
 
     def _start(self, batches: Any) -> Any:
         """Make the ranks ready: all variables made, equal on all ranks, and the first batch compared."""

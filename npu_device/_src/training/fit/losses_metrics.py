@@ -1,4 +1,4 @@
-"""Losses and metrics while one step of a replicated model runs.
+"""Losses, metrics and synchronised batch normalisation while one step of a replicated model runs.
 
 The loss of each rank is reduced so that the losses of the ranks, weighted by their samples, are that of the whole
 batch. A mean over samples needs no change. Sums, values per sample, means over the valid steps of masked sequences, and
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Callable
 
@@ -130,8 +131,6 @@ def _as_losses_cast(output: Any) -> Any:
 
 
 class Metrics:
-    """Stands in for the metrics' ``update_state`` and ``result``."""
-
     def __init__(self, parts: Parts, step: CurrentStep, world: World, replaced: Replaced) -> None:
         self._step = step
         self._world = world
@@ -165,7 +164,7 @@ class Metrics:
         given = {id(value) for value, *_ in self._results}
         named = logs.items() if isinstance(logs, dict) else ()
         own = [(name, value) for name, value in named if tf.is_symbolic_tensor(value) and not self.result_behind(value)]
-        return [str(name) for name, value in own if _leads_to(value, given)]
+        return [str(name) for name, value in own if any(id(each) in given for each in compat.tensors_behind([value]))]
 
     def _record(self, result: Callable[[], Any]) -> Any:
         given = result()
@@ -206,18 +205,6 @@ class Metrics:
         return gathered
 
 
-def _leads_to(tensor: tf.Tensor, targets: set[int]) -> bool:
-    waiting, seen = [tensor], set()
-    while waiting:
-        tensor = waiting.pop()
-        if id(tensor) in targets:
-            return True
-        if tensor.op.name not in seen:
-            seen.add(tensor.op.name)
-            waiting += tensor.op.inputs
-    return False
-
-
 def _refuse_reset(name: str, reset: Callable[[], None]) -> None:
     del reset
     raise RuntimeError(
@@ -255,3 +242,43 @@ def _is_plain_mean(metric: Any) -> bool:
     keras = compat.keras_of(metric)
     own = type(metric).update_state
     return any(own is kind.update_state for kind in (keras.metrics.Mean, keras.metrics.Sum))
+
+
+def synchronise_normalisation(layers: Sequence[Any], step: CurrentStep, world: World, replaced: Replaced) -> None:
+    """Replace the part of synchronised layers that computes mean and variance, while one step of a model runs."""
+    for layer in layers:
+        name = compat.moments_method(layer)
+        if hasattr(layer, name):
+            replaced.replace(layer, name, partial(moments, step, world, layer))
+
+
+def moments(
+    step: Any, world: World, layer: Any, own: Callable[..., Any], inputs: Any, *rest: Any, mask: Any = None
+) -> Any:
+    """Return mean and variance over all ranks, in place of the layer's ``own`` method; ``rest`` is as Keras passes it.
+
+    ``step``: a ``CurrentStep``, or what has its ``weight``, ``counts``, ``to_exchange`` and ``exchanged``.
+    """
+    del own
+    # Keras 3 passes the mask; tf-keras passes the axes and whether to keep their dimensions.
+    axes, keep = rest if len(rest) == 2 else (compat.reduction_axes(layer), False)
+    mask = rest[0] if len(rest) == 1 else mask
+    wide = tf.cast(inputs, tf.float32) if inputs.dtype.size < 4 else inputs
+    if mask is None:
+        part = tf.cast(step.weight, wide.dtype)
+        mean, variance = tf.nn.moments(wide, list(axes), keepdims=keep)
+    else:
+        valid = tf.cast(mask, wide.dtype)
+        count = tf.reduce_sum(valid) * tf.cast(step.counts, wide.dtype)
+        part = tf.math.divide_no_nan(count, world.add_up(count))
+        # Without a valid step, the moments of all steps, with part 0: else they would be NaN.
+        steps = tf.where(tf.reduce_any(valid > 0), valid, tf.ones_like(valid))[..., tf.newaxis]
+        mean, variance = tf.nn.weighted_moments(wide, list(axes), steps, keepdims=keep)
+
+    def of_all_ranks(value: tf.Tensor) -> tf.Tensor:
+        return step.exchanged(world.add_up(step.to_exchange(value * part)))
+
+    common = of_all_ranks(mean)
+    # Around the common mean: the difference of mean squares would lose digits.
+    spread = of_all_ranks(variance + tf.square(mean - common))
+    return tf.cast(common, inputs.dtype), tf.cast(spread, inputs.dtype)

@@ -12,11 +12,11 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, reduce_list
 from npu_device._src.gradients.sparse import weighted
+from npu_device._src.training.applied_gradients import REDUCTION, reduction_of
 from npu_device._src.training.fit.current import CurrentStep, current_step, reduced_by_step
 from npu_device._src.training.optimizer_wrapper import GradientReduction, install, with_rows_for
 from npu_device._src.training.schedule import is_only_building
 from npu_device._src.training.world import World
-from npu_device._src.training.wrapped import REDUCTION, reduction_of
 
 
 class WeightedReduction(GradientReduction):
@@ -58,11 +58,7 @@ class WeightedReduction(GradientReduction):
 
 
 def replicate_optimizer(optimizer: Any, world: World) -> None:
-    """Make an optimizer weight its gradients by their samples when it reduces them; it may be wrapped already.
-
-    Raises:
-        ValueError: it is a ``DistributedOptimizer`` of Horovod, with which each rank has a batch of its own.
-    """
+    """Make an optimizer weight its gradients by their samples when it reduces them; it may be wrapped already."""
     carrier = _carrier(optimizer)
     before = reduction_of(carrier)
     if before is not None and before.own_batches:

@@ -226,10 +226,7 @@ def _require_same(world: World, source: tf.data.Dataset) -> None:
         )
     found = world.objects([[list(pair) for pair in seeds], int(source.cardinality())], "source of a pipeline")
     if any(other != found[0] for other in found):
-        rows = "\n".join(
-            f"  {world.job.cluster.name_of(rank)}: length {length}, seeds of shuffle {pairs}"
-            for rank, (pairs, length) in enumerate(found)
-        )
+        rows = world.lines(f"length {length}, seeds of shuffle {pairs}" for pairs, length in found)
         raise ValueError(
             f"the ranks have different sources for a pipeline (length -1: endless, -2: unknown):\n{rows}\n"
             "What to do: give every rank the whole source, and shuffle the same seed on every rank; pipeline divides "

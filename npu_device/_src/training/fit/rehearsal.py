@@ -15,12 +15,12 @@ from npu_device._src import compat
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions
 from npu_device._src.training import seed, training_state
+from npu_device._src.training.applied_gradients import reduction_of
 from npu_device._src.training.fit.current import CurrentStep, current_step
+from npu_device._src.training.fit.findings import where
 from npu_device._src.training.fit.optimizer import WeightedReduction
 from npu_device._src.training.fit.share import Share
 from npu_device._src.training.fit.step import Replaced, Step
-from npu_device._src.training.fit.whereabouts import where
-from npu_device._src.training.wrapped import reduction_of
 
 if TYPE_CHECKING:
     from npu_device._src.training.fit.function import Function
@@ -70,9 +70,6 @@ class Rehearsal:
     def __init__(self, function: Function, spec: Any, choose: Callable[[Any], list[Any]] | None = None) -> None:
         """Trace the step of a built model, with ``spec``; ``choose`` returns tensors of the graph whose values are
         wanted, too.
-
-        Raises:
-            NotChecked: it can't be run without training.
         """
         self._of, self._choose = function, choose
         self.variables: list[Any] = []  # whose gradients the optimizers got

@@ -18,7 +18,7 @@ While a step runs (``step.Replaced`` gives everything back):
 - ``add_loss`` of the script's layers, ``activity_regularizer`` of layers whose Keras adds it up: sums over samples
 - ``update_state`` of metrics: a number counts by the samples of the rank; a metric of the script gets all samples
 - ``result`` and ``reset_state`` of metrics: the logs show the results of all ranks; a reset in a step is refused
-- ``_moments``, ``_sync_calculate_mean_and_var`` of synchronized batch normalisation: of all ranks (``batch_norm``)
+- ``_moments``, ``_sync_calculate_mean_and_var`` of synchronized batch normalisation: of all ranks (``losses_metrics``)
 - ``next`` and ``skip`` of random generators: each rank draws its own numbers (``randomness``)
 - ``call`` of a model with ``jit_compile``: XLA compiles it instead of the step (``xla``)
 - in the first-step check ``call`` of Keras's layers that are noisy, and what applies gradients (``rehearsal``)
@@ -26,15 +26,15 @@ While a step runs (``step.Replaced`` gives everything back):
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any, Callable
 
 from npu_device._src import compat
 from npu_device._src.training import training_state, xla
-from npu_device._src.training.fit import files, start, statement
-from npu_device._src.training.fit.arguments import Arguments
+from npu_device._src.training.fit import files, start
 from npu_device._src.training.fit.divided import Divided, has_rows, rows_of_rank, with_equal_length
-from npu_device._src.training.fit.epochs import callbacks_of_rank, counters_from_root, silent
+from npu_device._src.training.fit.epochs import callbacks_of_rank, silent
 from npu_device._src.training.fit.function import Function
 from npu_device._src.training.fit.optimizer import replicate_optimizer
 from npu_device._src.training.fit.pipeline import Pipeline
@@ -89,9 +89,9 @@ class Replica:
         for name in files.METHODS:
             if hasattr(model, name):  # a file is written once
                 methods[name] = files.saving(self.world, getattr(model, name))
-        if hasattr(model, compat.COUNTERS_METHOD):  # tf-keras: the epoch of rank 0's backup
-            own = getattr(model, compat.COUNTERS_METHOD)
-            methods[compat.COUNTERS_METHOD] = counters_from_root(self.world, own)
+        own = getattr(model, compat.COUNTERS_METHOD, None)
+        if own is not None:  # tf-keras: fit begins with the epoch of rank 0's backup
+            methods[compat.COUNTERS_METHOD] = lambda *args: self.world.object_from_root(own(*args))
         return methods
 
     @property
@@ -123,7 +123,8 @@ class Replica:
         """Print the statement at the start, once; ``rows`` are those of the first batch, None of divided data."""
         if not self._is_reported:
             self._is_reported = True
-            statement.report(self.world, self.model, rows, self._steps_per_epoch(), checked)
+            if self.world.is_main:
+                start.say(start.statement(self.world, self.model, rows, self._steps_per_epoch(), checked))
 
     def _fit(self, own: Callable[..., Any]) -> Callable[..., Any]:
         def fit(*args: Any, **kwargs: Any) -> Any:
@@ -231,3 +232,58 @@ def replicate(model: Any) -> Any:
         require_no_strategy(model)
         Replica(ranks, model)
     return model
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_REST, _KEYWORDS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
+
+class Arguments:
+    """What a call passes to a method of a model.
+
+    A class's own method may pass on what it doesn't name itself: ``def fit(self, *args, **kwargs)``. Such arguments are
+    recognised by the signature of Keras's method.
+    """
+
+    def __init__(self, model: Any, own: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._own = own
+        self._bound = inspect.signature(own).bind(*args, **kwargs)
+        parameters = self._bound.signature.parameters.values()
+        self._named = {each.name for each in parameters if each.kind not in (_REST, _KEYWORDS)}
+        self._rest = next((each.name for each in parameters if each.kind is _REST), "")
+        self._keywords = next((each.name for each in parameters if each.kind is _KEYWORDS), "")
+        # What comes after the named ones is passed on in Keras's order.
+        before = sum(each.kind in _POSITIONAL for each in parameters)
+        self._in_order = _keras_names(model, own.__name__)[before:]
+
+    def get(self, name: str) -> Any:
+        arguments = self._bound.arguments
+        if name in self._named:
+            return arguments.get(name)
+        rest = arguments.get(self._rest, ())
+        if name in self._in_order[: len(rest)]:
+            return rest[self._in_order.index(name)]
+        return arguments.get(self._keywords, {}).get(name)
+
+    def set(self, name: str, value: Any) -> None:
+        """Replace or add an argument; nothing happens if the method takes none of that name."""
+        arguments = self._bound.arguments
+        rest = arguments.get(self._rest, ())
+        if name in self._named:
+            arguments[name] = value
+        elif name in self._in_order[: len(rest)]:
+            place = self._in_order.index(name)
+            arguments[self._rest] = (*rest[:place], value, *rest[place + 1 :])
+        elif self._keywords:
+            arguments[self._keywords] = {**arguments.get(self._keywords, {}), name: value}
+
+    def call(self) -> Any:
+        return self._own(*self._bound.args, **self._bound.kwargs)
+
+
+def _keras_names(model: Any, method: str) -> list[str]:
+    """Return the names of the parameters of Keras's own method, without ``self``."""
+    kerass = next(
+        vars(kind)[method] for kind in type(model).__mro__ if method in vars(kind) and compat.belongs_to_keras(kind)
+    )
+    return list(inspect.signature(kerass).parameters)[1:]

@@ -59,10 +59,7 @@ class Share:
 def share_of_batch(data: Any, rank: int, size: int, division: str = "alike") -> Share:
     """Cut this rank's run of neighbouring units out of a batch that all ranks have; runs differ by one unit at most.
 
-    Args:
-        data: nested tensors, dense, sparse or ragged, with the samples along their first dimension, and ``None``. Sizes
-            that are known stay known.
-        division: ``"alike"``; or ``"first"`` to cut all tensors by the length of the first one, as 0.1 did.
+    Sizes that are known stay known. The division ``"first"`` cuts all tensors by the length of the first one, as 0.1.
     """
     lengths = lengths_of(data)
     if not lengths:

@@ -1,16 +1,22 @@
-"""Checks that all ranks read the same data, and handles the case when they don't."""
+"""Checks that all ranks read the same data, takes batches out of the iterator of a ``fit`` and puts them back, and
+times how long rank 0 waits for them.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
+import statistics
+import time
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Callable
 
 import tensorflow as tf
 
 from npu_device._src.cluster.frames import counted
+from npu_device._src.cluster.time_limits import LEAST_INPUT_WAIT_SECONDS
 from npu_device._src.training.world import World
 
 _log = logging.getLogger("npu_device")
@@ -19,25 +25,14 @@ _USES = {"train": "training", "test": "validation", "predict": "prediction"}
 
 
 def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
-    """Compare the first batches of the ranks; return True when the ranks read the same data.
+    """Compare checksums of the first batches; return True when the ranks read the same data, or raise ValueError.
 
     False: only the random order differs, so that rank 0's batches are to be sent to all, which a warning says.
-
-    Args:
-        source: the data that the user passed to fit, evaluate or predict.
-        digest: a checksum of the first batch.
-        rows: its number of samples.
-
-    Raises:
-        ValueError: the ranks read different data.
     """
     found = world.objects((digest, rows), "first batch")
     if len({value for value, _ in found}) == 1:
         return True
-    lines = "\n".join(
-        f"  {world.job.cluster.name_of(rank)}: first batch of {counted(size, 'sample')}, checksum {value:08x}"
-        for rank, (value, size) in enumerate(found)
-    )
+    lines = world.lines(f"first batch of {counted(size, 'sample')}, checksum {value:08x}" for value, size in found)
     pipelines = world.objects(_pipeline(source), "data pipeline")
     if pipelines[0] is not None and len(set(pipelines)) == 1:
         if world.is_main:
@@ -60,28 +55,19 @@ def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
 
 
 def kinds_that_differ(world: World, checksums: dict[str, int], in_fit: bool, own_data: Sequence[str]) -> list[str]:
-    """Compare all batches since the last comparison, after the first batches were the same.
-
-    Return the kinds whose batches rank 0 is to send to all ranks from now on, which a warning says.
-
-    Args:
-        checksums: those of the batches of this rank, for ``"train"``, ``"test"`` and ``"predict"``.
-        in_fit: an epoch of ``fit`` has ended. Else it was a call of ``evaluate`` or ``predict``.
-        own_data: the kinds of which each rank reads its own rows.
-
-    Raises:
-        ValueError: the ranks were given different data, and what came of them is wrong.
+    """Compare checksums of all batches since the last comparison, by kind. Return the kinds whose batches rank 0 is to
+    send to all ranks from now on, which a warning says; or raise ValueError if what came of them is wrong: after a call
+    of ``evaluate`` or ``predict``, and for the kinds of which each rank reads its own rows.
     """
     found = world.objects(checksums, "checksums of all batches")
     kinds = [kind for kind in checksums if len({each[kind] for each in found}) > 1]
     can_go_on = in_fit and not any(kind in own_data for kind in kinds)
     if kinds and (world.is_main or not can_go_on):
         data = " and ".join(map(_USES.__getitem__, kinds))
-        text = f"the {data} data were not the same on all ranks; only the first batches were:\n" + "\n".join(
-            f"  {world.job.cluster.name_of(rank)}: checksum "
-            + " and ".join(f"{each[kind] & 0xFFFFFFFF:08x}" for kind in kinds)
-            for rank, each in enumerate(found)
+        lines = world.lines(
+            "checksum " + " and ".join(f"{each[kind] & 0xFFFFFFFF:08x}" for kind in kinds) for each in found
         )
+        text = f"the {data} data were not the same on all ranks; only the first batches were:\n{lines}"
         advice = (
             "Likely cause: each rank shuffles or changes the data at random by itself, for instance a Sequence in "
             "on_epoch_end.\nWhat to do: use the same seed on every rank (npu.open(seed=1)); or pass this rank's part "
@@ -102,7 +88,7 @@ def require_same_mark(world: World, mark: int) -> None:
     """Raise ValueError if the ranks take their rows from different first batches; see ``divided.with_rows``."""
     marks = world.objects(mark, "mark of the first batch")
     if len(set(marks)) > 1:
-        rows = "\n".join(f"  {world.job.cluster.name_of(rank)}: checksum {each}" for rank, each in enumerate(marks))
+        rows = world.lines(f"checksum {each}" for each in marks)
         raise ValueError(
             f"the ranks take their rows from different batches; the first samples of the first batch differ:\n{rows}\n"
             "Likely cause: the source of the pipeline is read or shuffled in another order on each rank, or a Sequence "
@@ -175,3 +161,87 @@ def _checksum_of(graph: Any) -> int:
     functions = sorted(function.SerializeToString(deterministic=True) for function in graph.library.function)
     graph.library.Clear()
     return zlib.crc32(b"".join([graph.SerializeToString(deterministic=True), *functions]))
+
+
+_LOOKS = (20, 200, 2000)  # calls of the train function before the waits are timed
+_CALLS = 5  # that are timed in a row: one that fills a buffer doesn't count
+_SHARE = 0.25  # of a step
+
+_WHOLE = (
+    "Each rank prepares the whole batch and keeps its share.\nWhat to do: let each rank prepare its own samples only, "
+    "by npu.distribute.pipeline(source, map, batch), by rows(index, start, stop) of a Sequence, or "
+    "from files of its own by npu.distribute.divided."
+)
+_OWN = (
+    "Each rank prepares its own samples only.\nWhat to do: cache what is prepared, raise num_parallel_calls, start "
+    "fewer ranks on each host, or use more hosts."
+)
+
+
+def pull(batches: Any, count: int) -> list[Any]:
+    pulled = []
+    for _ in range(count):
+        try:
+            pulled.append(next(batches))
+        except (StopIteration, tf.errors.OutOfRangeError):
+            break
+    return pulled
+
+
+def again(batches: Any, pulled: list[Any]) -> Any:
+    """Return an iterator of the same kind that begins with what was pulled, so that a function isn't traced again."""
+    if not pulled:
+        return batches  # whose end Keras handles
+    if not isinstance(batches, tf.data.Iterator):
+        return iter(pulled)
+    # Not a generator: its Python calls can wait for ever on a rank with one thread, and each one stays in memory.
+    parts = map(tf.data.Dataset.from_tensors, pulled)
+    variant = tf.data.experimental.to_variant(functools.reduce(tf.data.Dataset.concatenate, parts))
+    return iter(tf.data.experimental.from_variant(variant, batches.element_spec))  # which may have unknown dimensions
+
+
+class InputWait:
+    """Times some calls of a train function, in which the batches are taken here instead of in the function."""
+
+    def __init__(self) -> None:
+        self.is_over = False  # the warning is given, or no look is left
+        self._calls = 0
+        self._looks = list(_LOOKS)
+        self._found: list[tuple[float, float]] = []
+
+    def call(self, function: Callable[[Any], Any], batches: Any, steps: int, own_data: bool) -> Any:
+        """Call Keras's train function, which makes so many steps; ``own_data`` if each rank prepares its own samples
+        only.
+        """
+        self._calls += 1
+        if self._calls <= self._looks[0]:
+            return function(batches)
+        began = time.perf_counter()
+        pulled = pull(batches, steps)
+        taken = time.perf_counter()
+        if not pulled:  # the function says so in Keras's way
+            return function(batches)
+        logs = function(again(batches, pulled))
+        for leaf in tf.nest.flatten(logs):
+            if tf.is_tensor(leaf):
+                leaf.numpy()  # a GPU may still work on it
+        self._found.append((taken - began, time.perf_counter() - began))
+        if len(self._found) == _CALLS:
+            self._judge(steps, own_data)
+        return logs
+
+    def _judge(self, steps: int, own_data: bool) -> None:
+        waited, whole = (statistics.median(each) / steps for each in zip(*self._found))
+        share = statistics.median(wait / both for wait, both in self._found)
+        self._looks.pop(0)
+        self._found.clear()
+        self.is_over = not self._looks
+        if waited >= LEAST_INPUT_WAIT_SECONDS and share > _SHARE:
+            self.is_over = True
+            _log.warning(
+                "input takes %.0f ms of a step of %.0f ms (%.0f %%): rank 0 waits that long for each batch. %s",
+                1e3 * waited,
+                1e3 * whole,
+                100 * share,
+                _OWN if own_data else _WHOLE,
+            )

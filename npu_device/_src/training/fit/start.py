@@ -1,16 +1,22 @@
-"""Before a replicated model's first step of a call: make its variables, and make them equal to those of rank 0."""
+"""Before the first step of a call on a replicated model: make its variables, make them equal to those of rank 0, and
+let rank 0 say what is trained: the job, the batch, and the settings left as they are.
+"""
 
 from __future__ import annotations
 
 import random
+import sys
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Callable
 
 import tensorflow as tf
 
-from npu_device._src import compat
-from npu_device._src.training import layer_state, seed, training_state
+from npu_device._src import compat, environment
+from npu_device._src.cluster.frames import counted
+from npu_device._src.collectives.operation import explained, open_ports
+from npu_device._src.training import layer_state, seed, training_state, xla
 from npu_device._src.training.digests import checksum
 from npu_device._src.training.world import World
 
@@ -63,11 +69,7 @@ def _trace(model: Any, step: Callable[[Any], Any], spec: Any, divide: Callable[[
 
 
 def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) -> None:
-    """Send the model variables of the root to every rank, and those of its optimizers if it trains.
-
-    Raises:
-        ValueError: what layers hold outside variables isn't the same on all ranks.
-    """
+    """Send the model variables of the root to every rank, and those of its optimizers if it trains."""
     # An eager model's layers may keep tensors of their last call, which are of the rank's share.
     constants = not getattr(model, "run_eagerly", False)
     layer_state.require_same(world, [model, *compat.layers_of(model)], constants)
@@ -93,8 +95,8 @@ class Parts:
 
 
 def generators_of(model: Any) -> list[Any]:
-    """Return the generators that a model's step draws from, as far as they can be found: of its layers, among its and
-    their attributes, and those of the process.
+    """Return the generators that a model's step draws from: of its layers, among its and their attributes, and those of
+    the process.
     """
     found = [compat.random_generator_of_process(), compat.seed_generator_of_keras_3()]
     for layer in compat.all_layers(model):
@@ -125,3 +127,65 @@ def digest(batch: Any) -> int:
         if leaf is not None and getattr(leaf, "dtype", None) not in (tf.variant, tf.resource):
             found = checksum(leaf, found)
     return found
+
+
+_SHOWN = 3
+
+
+def say(lines: list[str]) -> None:
+    """Write lines to stderr, unless ``NPU_DEVICE_STATEMENT`` is ``off``."""
+    if lines and environment.NPU_DEVICE_STATEMENT.get() == "on":
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def statement(world: World, model: Any, rows: int | None, steps: int | None, checked: str) -> list[str]:
+    """Return the message: ``rows`` are the samples in the first batch over all ranks, None if each rank reads its own;
+    ``steps`` are those of an epoch, None if not known yet; ``checked`` is what the first-step check has found.
+    """
+    hosts = Counter(world.job.cluster.hosts)
+    where = ", ".join(f"{count} on {host}" for host, count in hosts.items())
+    if rows is None:
+        batch = "each rank reads its own samples"
+    else:
+        least, most = rows // world.size, -(-rows // world.size)
+        batch = f"{rows} samples, {most if least == most else f'{least} or {most}'} per rank"
+    rates = ", ".join(_rate(optimizer) for optimizer in training_state.optimizers(model)) or "none"
+    number = tf.config.threading.get_intra_op_parallelism_threads()
+    threads = counted(number, "thread") if number else "TensorFlow's default number of threads"
+    backend, ports = explained(world.job, world.group), open_ports(world.job)
+    return [
+        f"npu_device: {type(model).__name__} {model.name!r} trains on {world.size} ranks ({where})",
+        f"  global batch   {batch}; {'unknown' if steps is None else steps} steps per epoch",
+        f"  learning rate  {rates}, as given, not scaled by the number of ranks",
+        f"  backend        {backend}; {threads} per rank",
+        *(["  XLA            compiles the model's forward and backward pass"] if xla.compiles_call(model) else []),
+        *_normalisation(model),
+        *([f"  open ports     {ports}"] if ports else []),
+        f"  first step     {checked}",
+        "  files          callbacks write on rank 0; the others wait after each epoch",
+        "  (NPU_DEVICE_STATEMENT=off leaves this out)",
+    ]
+
+
+def _rate(optimizer: Any) -> str:
+    rate = compat.learning_rate_of(getattr(optimizer, "inner_optimizer", optimizer))
+    text = type(rate).__name__ if _is_schedule(rate) else f"{float(tf.convert_to_tensor(rate)):g}"
+    return f"{text} ({type(optimizer).__name__})"
+
+
+def _is_schedule(rate: Any) -> bool:
+    return hasattr(rate, "get_config") and not hasattr(rate, "assign")
+
+
+def _normalisation(model: Any) -> list[str]:
+    """Return a line about layers that normalise the share of each rank by itself; none without such layers."""
+    kind = compat.keras_of(model).layers.BatchNormalization
+    layers = [layer for layer in compat.all_layers(model) if isinstance(layer, kind) and layer.trainable]
+    names = [layer.name for layer in layers if not getattr(layer, "synchronized", False)]
+    if not names:
+        return []
+    shown = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+    return [
+        f"  batch norm     {counted(len(names), 'layer')} ({shown}): by each rank's share, unlike one process; with "
+        "synchronized=True by all samples"
+    ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Callable
 
 import numpy as np
@@ -18,9 +17,8 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.training import xla
-from npu_device._src.training.fit import batch_norm
 from npu_device._src.training.fit.current import CurrentStep, current_step, running
-from npu_device._src.training.fit.losses_metrics import Losses, Metrics
+from npu_device._src.training.fit.losses_metrics import Losses, Metrics, synchronise_normalisation
 from npu_device._src.training.fit.randomness import NumbersOfRank
 from npu_device._src.training.fit.share import Share, is_divided, share_of_batch, share_of_divided, tag_of
 from npu_device._src.training.world import World
@@ -120,7 +118,6 @@ class RunningChecksum:
         self._value.assign(checksum_of(batch, self._value.read_value()))
 
     def take(self) -> int:
-        """Return the checksum, and begin anew."""
         value = int(self._value)
         self._value.assign(0)
         return value
@@ -181,7 +178,7 @@ class Step:
             xla.compile_call(function.model, self._replaced)
         synchronised = [layer for layer in parts.layers if getattr(layer, "synchronized", False)]
         if training and synchronised:
-            batch_norm.synchronise(synchronised, current, world, self._replaced)
+            synchronise_normalisation(synchronised, current, world, self._replaced)
         self._numbers = NumbersOfRank(world, parts.generators, self._replaced) if training else None
         counted = [(variable, current.counts) for variable in self._metrics.added_up()]
         moved = [(variable, current.weight) for variable in parts.statistics] if training else []
@@ -194,9 +191,7 @@ class Step:
             self._numbers.begin()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self._seen.__exit__(kind, error, traceback)
         self._replaced.restore()
         if self._numbers is not None:
