@@ -194,7 +194,7 @@ def test_who_is_a_child(
 
 
 _STARTS_CHILDREN = """
-import json, os, subprocess, sys, time
+import glob, json, os, subprocess, sys, time
 from npu_device._src.cluster.rendezvous import meet
 from npu_device._src.membership.schemes import membership_from_environment
 
@@ -202,8 +202,8 @@ def child(**environment):
     return subprocess.Popen([sys.executable, sys.argv[1]], stdout=subprocess.PIPE, env={**os.environ, **environment})
 
 def is_at_the_hub(process):
-    sockets = [os.readlink(f"/proc/{process.pid}/fd/{each}") for each in os.listdir(f"/proc/{process.pid}/fd")]
-    return any(each.startswith("socket:") for each in sockets)
+    files = map(os.path.realpath, glob.glob(f"/proc/{process.pid}/fd/*"))  # some of which may be closed by now
+    return any("/socket:" in each for each in files)
 
 children = [child()]
 while not is_at_the_hub(children[0]):
