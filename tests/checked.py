@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import time
@@ -26,7 +27,20 @@ def call(body: Callable[..., Any], arguments: tuple[Any, ...]) -> Checked:
     before, began = leaks.held(), time.process_time()
     with allowed_warnings.collected() as warnings:
         value = body(*arguments)
+    _forget_graphs()
     return Checked(value, warnings, leaks.held().beyond(before, _idle_connections()), time.process_time() - began)
+
+
+def _forget_graphs() -> None:
+    """Let go of the graphs of custom gradients, such as those of the optimizers of Keras 3, which TensorFlow keeps for
+    good with all of their functions: each new function would take the longer to start the more of them there are.
+    """
+    from tensorflow.python.framework import ops
+
+    registered = ops.gradient_registry._registry
+    for name in [name for name in registered if name.startswith("CustomGradient-")]:
+        del registered[name]
+    gc.collect()
 
 
 def _idle_connections() -> set[int]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from heard import warnings_of_package
+from heard import error_of, settings, warnings_of_package
 
 import npu_device as npu
 from npu_device._src import compat
@@ -37,6 +37,17 @@ def random_generators() -> Iterator[None]:
     finally:
         if experimental is not None:
             experimental.disable_tf_random_generator()
+
+
+@contextlib.contextmanager
+def file_sizes(most: int | None) -> Iterator[None]:
+    """Limit the size of a file, as a full disk does, while the block runs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft if most is None else most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class Training:
@@ -98,9 +109,11 @@ class Training:
         return {"start": start, "losses": losses, "weights": [*map(np.asarray, self.model.get_weights()), *state]}
 
 
-def body_loop(directory: str, end: int, options: dict[str, Any]) -> dict[str, Any]:
+def body_loop(directory: str, end: int, disks: bool = False) -> dict[str, Any]:
+    """Train up to a step, with a checkpoint every second one; on ``disks``, each rank has a directory of its own."""
+    place = f"{directory}/{npu.distribute.rank()}" if disks else directory
     with warnings_of_package() as texts:
-        training = Training(directory, **options)
+        training = Training(place, every=2)
         result = training.run(end)
     return {**result, "warnings": texts, "not_kept": training.checkpoint.not_kept}
 
@@ -115,17 +128,8 @@ def body_restore(directory: str) -> dict[str, Any]:
     return {**training.outcome(start, []), "warnings": texts, "not_kept": training.checkpoint.not_kept}
 
 
-def body_own_disks(directory: str, end: int) -> dict[str, Any]:
-    return body_loop(f"{directory}/{npu.distribute.rank()}", end, {"every": 2})
-
-
 def body_forgotten(directory: str) -> str:
-    training = Training(directory, preemption=False)
-    try:
-        training.checkpoint.save(1)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return error_of(Training(directory, preemption=False).checkpoint.save, 1)
 
 
 def body_full_disk(directory: str) -> dict[str, Any]:
@@ -134,24 +138,15 @@ def body_full_disk(directory: str) -> dict[str, Any]:
     large = tf.Variable(tf.zeros([500_000]))
     count = tf.Variable(0)
     checkpoint = npu.train.JobCheckpoint(directory, every=1, preemption=False, per_rank={"large": large}, count=count)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    errors = []
     with warnings_of_package() as texts:
         checkpoint.step_done(1)
-        try:
-            if rank == last:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+        with file_sizes(1_000_000 if rank == last else None):
             checkpoint.step_done(2)
-            try:
-                checkpoint.save(2)
-            except npu.train.CheckpointError as error:
-                errors.append(str(error))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            error = error_of(checkpoint.save, 2)
         there = sorted(os.listdir(directory))
         latest = npu.train.JobCheckpoint(directory, preemption=False, per_rank={"large": large}, count=count).restore()
         checkpoint.step_done(3)
-    return {"warnings": texts, "errors": errors, "there": there, "latest": latest, "end": sorted(os.listdir(directory))}
+    return {"warnings": texts, "error": error, "there": there, "latest": latest, "end": sorted(os.listdir(directory))}
 
 
 def body_two_jobs(directory: str) -> list[Any]:
@@ -163,11 +158,7 @@ def body_two_jobs(directory: str) -> list[Any]:
     first.save(3)
     with warnings_of_package() as texts:
         second.step_done(1)
-    try:
-        second.save(3)
-    except npu.train.CheckpointError as error:
-        return [texts, str(error), sorted(os.listdir(directory))]
-    return [texts, "", sorted(os.listdir(directory))]
+    return [texts, error_of(second.save, 3), sorted(os.listdir(directory))]
 
 
 def body_steps_and_notes(directory: str) -> list[Any]:
@@ -175,26 +166,12 @@ def body_steps_and_notes(directory: str) -> list[Any]:
     count = tf.Variable(0)
     checkpoint = npu.train.JobCheckpoint(directory, every=1, preemption=False, count=count)
     checkpoint.step_done(np.int64(1), {"score": 0.5})
-    errors = []
-    try:
-        checkpoint.save(2, {"score": np.float32(0.5)})
-    except TypeError as error:
-        errors.append(str(error))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
-    try:
-        checkpoint.save(2, {"long": "x" * 2_000_000})  # fails when everything else is written
-    except npu.train.CheckpointError as error:
-        errors.append(str(error))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    errors = [error_of(checkpoint.save, 2, {"score": np.float32(0.5)})]
+    with file_sizes(1_000_000):
+        errors.append(error_of(checkpoint.save, 2, {"long": "x" * 2_000_000}))  # fails when all else is written
     there = sorted(os.listdir(directory))
-    os.environ["NPU_DEVICE_PROGRESS_FILE"] = f"{directory}/not/there"
-    try:
-        with warnings_of_package() as texts:
-            checkpoint.save(3)
-    finally:
-        del os.environ["NPU_DEVICE_PROGRESS_FILE"]
+    with warnings_of_package() as texts, settings(NPU_DEVICE_PROGRESS_FILE=f"{directory}/not/there"):
+        checkpoint.save(3)
     return [errors, there, texts, sorted(os.listdir(directory))]
 
 

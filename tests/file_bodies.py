@@ -180,6 +180,7 @@ def body_in_fit(keras_version: str, directory: str) -> Any:
         kinds.EarlyStopping(monitor="loss", min_delta=100.0, patience=5, verbose=1),
         kinds.LearningRateScheduler(lambda epoch, rate: rate, verbose=1),
         kinds.CSVLogger(f"{directory}/log.csv", append=True),
+        kinds.TensorBoard(f"{directory}/board"),
         Look(),
     ]
     if keras_version == "2":
@@ -190,13 +191,14 @@ def body_in_fit(keras_version: str, directory: str) -> Any:
         given.insert(0, kinds.SwapEMAWeights(swap_on_epoch=True))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        model.fit(x, x[:, :2], batch_size=4, epochs=2, verbose=0, callbacks=given)
+        model.fit(x, x[:, :2], batch_size=4, epochs=2, verbose=2, callbacks=given)
     assert all(callback.verbose == 1 for callback in given if hasattr(callback, "verbose") and callback.verbose)
     speaking = sum(bool(getattr(callback, "verbose", 0)) for callback in given)
     rows = len(Path(f"{directory}/log.csv").read_text().splitlines())
     files = sorted(path.name for path in Path(directory, "new").iterdir())
     npu.distribute.barrier()
-    return bool(printed.getvalue()), written, read, speaking, rows, files
+    boards = len(list(Path(directory, "board", "train").glob("events*")))
+    return bool(printed.getvalue()), written, read, speaking, rows, boards, files
 
 
 def body_own_list(directory: str) -> Any:

@@ -4,9 +4,6 @@ and on each of several ranks.
 
 from __future__ import annotations
 
-import contextlib
-import io
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,15 +15,35 @@ import npu_device as npu
 
 
 def body_arrays(kind: str, directory: str) -> Any:
+    """Train, evaluate and predict; with callbacks that decide by the logs, for two kinds of models."""
     model = make_model(kind, directory)
     if kind != "loaded":
         compile_model(model, "adam")
     model = npu.distribute.replicate(model)
     x, y = samples()
-    history = model.fit(x, y, batch_size=16, epochs=3, validation_split=0.2, verbose=0)
+    given: dict[str, Any] = {"epochs": 3}
+    rates: list[float] = []
+    best = f"{directory}/{npu.distribute.size()}.weights.h5"
+    decides = kind in ("functional", "subclassed")
+    if decides:
+        callbacks = tf.keras.callbacks
+        rate = lambda *_: rates.append(float(np.asarray(model.optimizer.learning_rate)))  # noqa: E731
+        decisions = [
+            callbacks.ReduceLROnPlateau(monitor="val_loss", factor=0.5, patience=1, min_delta=0.01),
+            callbacks.EarlyStopping(monitor="val_accuracy", patience=3, restore_best_weights=True),
+            callbacks.ModelCheckpoint(best, monitor="val_loss", save_best_only=True, save_weights_only=True),
+            callbacks.LambdaCallback(on_epoch_end=rate),
+        ]
+        given = {"epochs": 12, "callbacks": decisions}
+    history = model.fit(x, y, batch_size=16, validation_split=0.2, verbose=0, **given)
     scores = model.evaluate(x, y, batch_size=20, verbose=0, return_dict=True)
     predicted = model.predict(x, batch_size=10, verbose=0)
-    return outcome(model, history, scores={key: float(value) for key, value in scores.items()}, predicted=predicted)
+    numbers = {key: float(value) for key, value in scores.items()}
+    found = outcome(model, history, scores=numbers, predicted=predicted, rates=rates)
+    if decides:
+        model.load_weights(best)
+        found["best"] = model.get_weights()
+    return found
 
 
 def body_data(*kinds: str) -> Any:
@@ -43,49 +60,34 @@ def _fit_on(model: Any, kind: str) -> Any:
     keras.utils.set_random_seed(7 + npu.open().worker_id)
     x, y = samples()
     weights = np.linspace(0.1, 2.0, SAMPLES).astype(np.float32)
-    fit: dict[str, Any] = {"epochs": 2, "verbose": 0}
     dataset = tf.data.Dataset.from_tensor_slices((x, y))
 
-    if kind == "dataset":
-        fit.update(x=dataset.shuffle(SAMPLES, seed=3).batch(16), validation_data=dataset.batch(10))
-    elif kind == "empty validation":
-        fit.update(x=dataset.batch(16), validation_data=dataset.take(0).batch(10))
-    elif kind == "endless dataset":
-        fit.update(
-            x=dataset.shuffle(SAMPLES, seed=3).repeat().batch(16),
-            steps_per_epoch=4,
-            class_weight={0: 2.0, 1: 1.0, 2: 0.5},
-        )
-    elif kind == "weighted dataset":
-        fit.update(x=tf.data.Dataset.from_tensor_slices((x, y, weights)).batch(16))
-    elif kind == "tensors":
-        fit.update(x=tf.constant(x), y=tf.constant(y), batch_size=32, shuffle=False)
-    elif kind == "sample weights":
-        fit.update(x=x, y=y, sample_weight=weights, batch_size=16, validation_data=(x[:31], y[:31], weights[:31]))
-    elif kind == "class weights":
-        fit.update(x=x, y=y, class_weight=CLASS_WEIGHT, batch_size=64)
-    elif kind == "generator":
+    def generate() -> Any:
+        while True:
+            for begin in range(0, SAMPLES, 16):
+                yield x[begin : begin + 16], y[begin : begin + 16]
 
-        def generate() -> Any:
-            while True:
-                for begin in range(0, SAMPLES, 16):
-                    yield x[begin : begin + 16], y[begin : begin + 16]
+    class Batches(getattr(keras.utils, "PyDataset", keras.utils.Sequence)):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return 7
 
-        fit.update(x=generate(), steps_per_epoch=7)
-    else:
-        assert kind == "sequence"
-        base = getattr(keras.utils, "PyDataset", keras.utils.Sequence)
+        def __getitem__(self, index: int) -> Any:
+            return x[index * 16 : index * 16 + 16], y[index * 16 : index * 16 + 16]
 
-        class Batches(base):  # type: ignore[misc, valid-type]
-            def __len__(self) -> int:
-                return 7
-
-            def __getitem__(self, index: int) -> Any:
-                return x[index * 16 : index * 16 + 16], y[index * 16 : index * 16 + 16]
-
-        fit.update(x=Batches(), shuffle=True)
-    history = model.fit(**fit)
-    if kind not in ("sample weights", "class weights"):
+    endless = dataset.shuffle(SAMPLES, seed=3).repeat().batch(16)
+    checked = x[:31], y[:31], weights[:31]
+    kinds: dict[str, dict[str, Any]] = {
+        "dataset": {"x": dataset.shuffle(SAMPLES, seed=3).batch(16), "validation_data": dataset.batch(10)},
+        "empty validation": {"x": dataset.batch(16), "validation_data": dataset.take(0).batch(10)},
+        "endless dataset": {"x": endless, "steps_per_epoch": 4, "class_weight": CLASS_WEIGHT},
+        "weighted dataset": {"x": tf.data.Dataset.from_tensor_slices((x, y, weights)).batch(16)},
+        "tensors": {"x": tf.constant(x), "y": tf.constant(y), "batch_size": 32, "shuffle": False},
+        "sample weights": {"x": x, "y": y, "sample_weight": weights, "batch_size": 16, "validation_data": checked},
+        "generator": {"x": generate(), "steps_per_epoch": 7},
+        "sequence": {"x": Batches(), "shuffle": True},
+    }
+    history = model.fit(**kinds[kind], epochs=2, verbose=0)
+    if kind != "sample weights":
         return outcome(model, history)
     scores = model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
     return outcome(model, history, scores={key: float(value) for key, value in scores.items()})
@@ -99,29 +101,19 @@ def body_compiled(kind: str) -> Any:
     fit: dict[str, Any] = {"batch_size": 16, "epochs": 2, "verbose": 0}
     compiled: dict[str, Any] = {"optimizer": make_optimizer("sgd"), "metrics": ["accuracy"]}
     compiled["loss"] = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    if kind == "steps per execution":
-        compiled["steps_per_execution"] = 3
-    elif kind == "clipping":
-        compiled["optimizer"] = make_optimizer("clipped")
-    elif kind == "eagerly":
-        compiled["run_eagerly"] = True
-    elif kind == "schedule":
-        schedule = keras.optimizers.schedules.CosineDecay(0.3, 10)
-        compiled["optimizer"] = keras.optimizers.SGD(schedule)
-    elif kind == "average":
-        compiled["optimizer"] = keras.optimizers.Adam(0.02, use_ema=True, ema_momentum=0.5, weight_decay=0.01)
-    elif kind == "accumulation":
-        compiled["optimizer"] = keras.optimizers.SGD(0.2, gradient_accumulation_steps=2)
-    elif kind == "loss scale":
-        compiled["optimizer"] = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.2))
-    elif kind == "sum":
-        compiled["loss"] = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
-        compiled["optimizer"] = keras.optimizers.SGD(0.01)
-    elif kind == "synchronised":
-        layers = keras.layers
-        inputs = keras.Input([6])
-        wide = layers.BatchNormalization(synchronized=True, momentum=0.8)(layers.Dense(8)(inputs))
-        model = keras.Model(inputs, layers.Dense(3)(layers.Activation("relu")(wide)))
+    optimizers = keras.optimizers
+    with_sum = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+    changed: dict[str, Any] = {
+        "steps per execution": lambda: {"steps_per_execution": 3},
+        "clipping": lambda: {"optimizer": make_optimizer("clipped")},
+        "eagerly": lambda: {"run_eagerly": True},
+        "average": lambda: {"optimizer": optimizers.Adam(0.02, use_ema=True, ema_momentum=0.5, weight_decay=0.01)},
+        "accumulation": lambda: {"optimizer": optimizers.SGD(0.2, gradient_accumulation_steps=2)},
+        "loss scale": lambda: {"optimizer": keras.mixed_precision.LossScaleOptimizer(optimizers.SGD(0.2))},
+        "sum": lambda: {"loss": with_sum, "optimizer": optimizers.SGD(0.01)},
+    }
+    if kind in changed:
+        compiled.update(changed[kind]())
     elif kind == "words":  # the same word several times in a batch, whose rows Keras 3's Adam squares one by one
         compiled["optimizer"] = make_optimizer("adam")
         x = np.random.default_rng(2).integers(0, 9, x.shape)
@@ -206,79 +198,6 @@ def body_metrics(kind: str) -> Any:
     return outcome(model, history, scores={key: np.asarray(value) for key, value in scores.items()})
 
 
-def body_decisions(directory: str) -> Any:
-    """Callbacks that decide by the logs."""
-    keras = tf.keras
-    model = make_model("functional")
-    compile_model(model)
-    model = npu.distribute.replicate(model)
-    x, y = samples()
-    path = f"{directory}/{npu.open().workers_num}.keras"
-    rates: list[float] = []
-    callbacks = [
-        keras.callbacks.ReduceLROnPlateau(monitor="val_loss", factor=0.5, patience=1, min_delta=0.01),
-        keras.callbacks.EarlyStopping(monitor="val_accuracy", patience=3, restore_best_weights=True),
-        keras.callbacks.ModelCheckpoint(path, monitor="val_loss", save_best_only=True),
-        keras.callbacks.LambdaCallback(
-            on_epoch_end=lambda epoch, logs: rates.append(float(np.asarray(model.optimizer.learning_rate)))
-        ),
-    ]
-    history = model.fit(
-        x, y, batch_size=16, epochs=12, verbose=0, validation_split=0.3, callbacks=callbacks, shuffle=True
-    )
-    best = keras.models.load_model(path)
-    return outcome(model, history, rates=rates, best=best.get_weights(), epochs=len(rates))
-
-
-def body_files(directory: str) -> Any:
-    """Callbacks that write, ``save`` on every rank to one path, and going on from a backup."""
-    keras = tf.keras
-    place = Path(directory) / str(npu.open().workers_num)
-    callbacks = keras.callbacks
-    x, y = samples()
-
-    def train(epochs: int, keep: bool) -> Any:
-        model = make_model("functional")
-        compile_model(model, "adam")
-        model = npu.distribute.replicate(model)
-        given = [
-            callbacks.CSVLogger(str(place / "log.csv"), append=True),
-            callbacks.TensorBoard(str(place / "board")),
-            callbacks.ModelCheckpoint(str(place / "weights.{epoch}.weights.h5"), save_weights_only=True),
-            callbacks.ModelCheckpoint(str(place / "last.keras")),
-            callbacks.BackupAndRestore(str(place / "backup"), **({"delete_checkpoint": False} if keep else {})),
-        ]
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            history = model.fit(x, y, batch_size=16, epochs=epochs, verbose=2, callbacks=given, shuffle=False)
-        assert len(given) == 5
-        return model, history, printed.getvalue()
-
-    if npu.distribute.is_main():
-        place.mkdir()
-    npu.distribute.barrier()
-    train(2, keep=True)
-    model, history, printed = train(4, keep=False)
-    assert bool(printed) == npu.distribute.is_main()
-    model.save(str(place / "saved.keras"))
-    model.save_weights(str(place / "saved.weights.h5"))
-    loaded = keras.models.load_model(str(place / "saved.keras"))
-    model.load_weights(str(place / "saved.weights.h5"))
-    last = keras.models.load_model(str(place / "last.keras"))
-    npu.distribute.barrier()
-    rows = (place / "log.csv").read_text().splitlines()
-    return outcome(
-        model,
-        history,
-        epochs=history.epoch,
-        loaded=loaded.get_weights(),
-        last=last.get_weights(),
-        rows=len(rows),
-        boards=len(list((place / "board" / "train").glob("events*"))),
-        files=sorted(path.name for path in place.iterdir()),
-    )
-
-
 def body_unshuffled(kind: str) -> Any:
     """Data that aren't the same on all ranks; returns the error or the logs."""
     rank = npu.open().worker_id
@@ -287,35 +206,30 @@ def body_unshuffled(kind: str) -> Any:
     model = npu.distribute.replicate(model)
     x, y = samples()
     dataset = tf.data.Dataset.from_tensor_slices((x, y))
-    try:
-        with warnings_of_package() as said:
-            if kind == "shuffle":
-                tf.keras.utils.set_random_seed(rank)
-                for _ in range(10 * rank):  # the functions in the dataset are numbered otherwise on each rank
-                    tf.function(lambda: 1)()
-                noise = tf.keras.layers.GaussianNoise(0.1)  # in Keras 3 with a generator of its own
-                table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([0, 1, 2], [0, 1, 2]), -1)
+    part = slice(rank, None, npu.distribute.size())
+    noise = tf.keras.layers.GaussianNoise(0.1)  # in Keras 3 with a generator of its own
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([0, 1, 2], [0, 1, 2]), -1)
 
-                def augment(x: Any, y: Any) -> Any:
-                    pair = noise(x, training=True), table.lookup(y)
-                    return tf.switch_case(tf.constant(0), [lambda: pair, lambda: pair])
+    def augment(x: Any, y: Any) -> Any:
+        pair = noise(x, training=True), table.lookup(y)
+        return tf.switch_case(tf.constant(0), [lambda: pair, lambda: pair])
 
-                data: Any = dataset.map(augment).shuffle(SAMPLES).batch(16)
-            elif kind == "shard":
-                data = dataset.shard(npu.distribute.size(), rank).batch(16)
-            elif kind == "batch":
-                data = dataset.batch(16 >> rank)
-            elif kind == "parts":
-                part = slice(rank, None, npu.distribute.size())
-                model.fit(x[part], y[part], batch_size=16, verbose=0)
-                return "", said
-            else:
-                assert kind == "not divided"
-                data = npu.distribute.divided(dataset.batch(16))
-            history = model.fit(data, epochs=2, verbose=0)
-            return outcome(model, history), said
-    except ValueError as error:
-        return str(error), said
+    if kind == "shuffle":
+        tf.keras.utils.set_random_seed(rank)
+        for _ in range(10 * rank):  # the functions in the dataset are numbered otherwise on each rank
+            tf.function(lambda: 1)()
+    make = {
+        "shuffle": lambda: {"x": dataset.map(augment).shuffle(SAMPLES).batch(16)},
+        "shard": lambda: {"x": dataset.shard(npu.distribute.size(), rank).batch(16)},
+        "batch": lambda: {"x": dataset.batch(16 >> rank)},
+        "parts": lambda: {"x": x[part], "y": y[part], "batch_size": 16},
+        "not divided": lambda: {"x": npu.distribute.divided(dataset.batch(16))},
+    }
+    with warnings_of_package() as said:
+        try:
+            return outcome(model, model.fit(**make[kind](), epochs=2, verbose=0)), said
+        except ValueError as error:
+            return str(error), said
 
 
 def body_later_batches(wanted: str, steps: int) -> tuple[str, list[str], Any]:
@@ -417,19 +331,3 @@ def body_divided() -> Any:
         scores = model.evaluate(dataset, verbose=0, return_dict=True)
     assert said == []
     return outcome(model, history, scores={key: float(value) for key, value in scores.items()})
-
-
-def body_random_layers() -> Any:
-    """Dropout and batch normalisation: not what one process does, but the same on all ranks."""
-    keras = tf.keras
-    rank = npu.distribute.rank()
-    keras.utils.set_random_seed(rank)
-    layers = keras.layers
-    model = keras.Sequential([keras.Input([6]), layers.BatchNormalization(), layers.Dropout(0.3), layers.Dense(3)])
-    compile_model(model, "adam")
-    model = npu.distribute.replicate(model)
-    x, y = samples()
-    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0, validation_split=0.2)
-    compile_model(model, "sgd")
-    one_more = model.train_on_batch(x[:5], y[:5], return_dict=True)
-    return outcome(model, history, one_more={key: float(value) for key, value in one_more.items()})

@@ -148,12 +148,13 @@ def fresh(directory: str) -> str:
 
 
 def body_same_bits(directory: str, kind: str) -> dict[str, Any]:
-    """Train without a break; with one within an epoch, and for a dataset another after one; and when all is done.
+    """Train without a break; with one within an epoch, for a dataset after one; and when all is done.
 
     After the break the arrays' fit goes on from what an error has left, the others from what the whole one had written
     by then, as if all ranks had been killed.
     """
-    place, after = Path(fresh(directory)), 8  # steps; the newest checkpoint is of step 6, in the second epoch
+    place = Path(fresh(directory))
+    after = 11 if kind == "dataset" else 8  # steps; the newest checkpoint is of step 10, the second epoch's end, or 6
 
     def keep() -> None:
         if npu.distribute.is_main():
@@ -163,8 +164,6 @@ def body_same_bits(directory: str, kind: str) -> dict[str, Any]:
     whole = fit(f"{directory}/whole", kind, watch=watch, every=3, preemption=False)
     if kind == "arrays":
         stopped(f"{directory}/parts", kind, after, every=3)
-    if kind == "dataset":
-        stopped(f"{directory}/parts", kind, 6, every=100)  # … of step 10, after it
     parts = fit(f"{directory}/parts", kind, every=3)
     ended = fit(f"{directory}/parts", kind, preemption=False) if kind == "arrays" else None
     return {"whole": whole, "parts": parts, "ended": ended}

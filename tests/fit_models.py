@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,15 @@ def compile_model(model: Any, optimizer: str = "sgd", **more: Any) -> None:
     more.setdefault("metrics", ["accuracy"])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=make_optimizer(optimizer), loss=loss, **more)
+
+
+def descend(model: Any, loss_of: Callable[[], Any], optimizer: Any = None, reduced: Callable[[Any], Any] = list) -> Any:
+    """Make a step as custom loops do: apply the gradients of a loss, after they are ``reduced``; return the loss."""
+    with tf.GradientTape() as tape:
+        loss = loss_of()
+    gradients = reduced(tape.gradient(loss, model.trainable_variables))
+    (model.optimizer if optimizer is None else optimizer).apply_gradients(zip(gradients, model.trainable_variables))
+    return loss
 
 
 def outcome(model: Any, history: Any, **more: Any) -> dict[str, Any]:

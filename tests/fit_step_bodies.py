@@ -1,5 +1,6 @@
 """Trainings for the tests of ``npu.distribute.replicate`` whose steps don't treat all samples alike: masks, losses and
-layers that count the valid steps of sequences; two models with one optimizer; and batches that can't be sent.
+layers that count the valid steps of sequences; two models with one optimizer; batches that can't be sent; and other
+calls than ``fit`` alone: Ascend's callback and wrapper, and ``train_on_batch``.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from fit_models import SAMPLES, make_model, make_optimizer, outcome, samples
+from fit_models import SAMPLES, compile_model, make_model, make_optimizer, outcome, samples
 from heard import warnings_of_package
 
 import npu_device as npu
+from npu_device.distribute.hccl import npu_callbacks_append
+from npu_device.distribute.npu_callbacks import NPUBroadcastGlobalVariablesCallback
 
 STEPS = 5
 
@@ -152,36 +155,37 @@ def _ragged(x: Any) -> Any:
     return tf.RaggedTensor.from_row_lengths(x.ravel(), [3, 9] * (len(x) // 2) + [6] * (len(x) % 2))
 
 
-def body_replaced() -> tuple[list[str], str]:
-    """Return the methods that are replaced on a model and its parts while a step is traced, and ``replica``'s list."""
-    from npu_device._src import compat
-    from npu_device._src.training.fit import replica
-
+def body_with_the_callback(kind: str, directory: str) -> Any:
+    """Ascend's callback in the ``fit`` of a replicated model, and its wrapped optimizer: as on one process."""
     keras = tf.keras
-    found: set[str] = set()
+    model = make_model(kind, directory)
+    optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(keras.optimizers.Adam(0.02))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"], run_eagerly=kind == "subclassed")
+    model = npu.distribute.replicate(model)
+    x, y = samples()
+    return outcome(model, model.fit(x, y, batch_size=16, epochs=2, verbose=0, callbacks=npu_callbacks_append([])))
 
-    class Noise(keras.layers.Layer):  # type: ignore[misc]
-        def call(self, values: Any) -> Any:
-            self.add_loss(tf.reduce_mean(values**2))
-            return values
 
-    def replaced(model: Any) -> set[str]:
-        losses = [model.loss_object, *compat.compiled_losses(model)]
-        parts = [*compat.all_layers(model), *model.metrics, *losses, model.optimizer, model.generator, *seeds]
-        held = [(part, name) for part in parts for name, value in vars(part).items() if callable(value)]
-        return {name for part, name in held if callable(getattr(type(part), name, None))}
+def body_from_another_rank() -> Any:
+    """The last rank's initial weights, as a callback asks for them: returned as they were and after two trainings."""
+    model = make_model("functional")
+    initial = [np.asarray(value) for value in model.get_weights()]
+    model.compile(optimizer=tf.keras.optimizers.SGD(0.0), loss="mse")
+    model = npu.distribute.replicate(model)
+    callbacks = [NPUBroadcastGlobalVariablesCallback(npu.distribute.size() - 1)]
+    for _ in range(2):
+        model.fit(np.ones([6, 6], np.float32), np.ones([6, 3], np.float32), verbose=0, callbacks=callbacks)
+    return initial, [np.asarray(value) for value in model.get_weights()]
 
-    class Model(keras.Model):  # type: ignore[misc]
-        def train_step(self, data: Any) -> Any:
-            found.update(replaced(self))
-            return super().train_step(data)
 
-    inputs = keras.Input([6])
-    normalised = keras.layers.BatchNormalization(synchronized=True)(keras.layers.Dropout(0.1)(Noise()(inputs)))
-    model = Model(inputs, keras.layers.Dense(1, activity_regularizer="l2")(normalised))
-    seeds = [layer.seed_generator for layer in model.layers if hasattr(layer, "seed_generator")]
-    model.loss_object, model.generator = keras.losses.MeanSquaredError(), tf.random.Generator.from_seed(1)
-    model.compile("sgd", "mse", metrics=["mae", keras.metrics.AUC()])
-    x, before = np.ones([6, 6], np.float32), replaced(model)
-    npu.distribute.replicate(model).fit(x, x[:, :1], verbose=0)
-    return sorted(found - before), str(replica.__doc__)
+def body_batch_by_batch(directory: str) -> Any:
+    """``train_on_batch`` and the like, without ``fit``, on numpy's arrays."""
+    model = make_model("functional", directory)
+    compile_model(model)
+    model = npu.distribute.replicate(model)
+    x, y = samples()
+    batches = [(x[begin : begin + 16], y[begin : begin + 16]) for begin in range(0, SAMPLES, 16)]
+    logs = [np.asarray(model.train_on_batch(*batch)) for batch in batches]
+    tested = np.asarray(model.test_on_batch(x, y))
+    return {"weights": model.get_weights(), "logs": logs, "tested": tested, "predicted": model.predict_on_batch(x)}

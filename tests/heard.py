@@ -1,12 +1,14 @@
-"""What the package warns of while a body runs."""
+"""What a body hears from the package: warnings and errors; and the settings under which it runs."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any, Callable
+from unittest.mock import patch
 
 
 @contextlib.contextmanager
@@ -31,3 +33,16 @@ def hears(body: Callable[..., Any]) -> Callable[..., Any]:
             return body(said, *arguments)
 
     return call
+
+
+def error_of(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
+    """Return the text of the error that a call raises, after its kind; "" if it succeeds."""
+    try:
+        call(*arguments, **keywords)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+settings = functools.partial(patch.dict, os.environ)
+"""Sets variables of the environment while a block runs."""

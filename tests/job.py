@@ -67,9 +67,10 @@ def run(directory: Path, size: int, script: str, timeout: float = 60, **environm
 
 
 def outputs(
-    directory: Path, size: int, script: str, code: int = 0, timeout: float = 60, **environment: str
+    directory: Path, size: int, script: str, code: int = 0, timeout: float = 60, keras: str = "3", **environment: str
 ) -> list[str]:
     """Run a script to its end, which is to be the same on all ranks; return what each has printed."""
+    environment = {"TF_USE_LEGACY_KERAS": "1" if keras == "2" else "0", **environment}
     results = run(directory, size, script, timeout, **environment)
     assert [result.code for result in results] == [code] * size, "\n".join(result.output for result in results)
     return [result.output for result in results]

@@ -64,6 +64,7 @@ def test_a_tiny_run(tmp_path: Path) -> None:
         assert not missing or timing["rival"] in (GLOO, MPICH)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(not hosts.can_be_made(), reason="needs root, ip and tc")
 def test_a_tiny_run_between_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

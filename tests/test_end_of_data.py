@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import tensorflow as tf
 from pool import Pool
+
+import npu_device as npu
 
 EPOCHS = 80
 
 
 def body(kind: str, epochs: int) -> tuple[int, list[float]]:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     npu.open()
     variable = tf.Variable(tf.zeros([1000]))
 

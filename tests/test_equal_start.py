@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,9 @@ import job
 import numpy as np
 import pytest
 import tensorflow as tf
-from heard import hears
+from compared import same_bits
+from fit_models import descend
+from heard import error_of, hears, settings
 from pool import Pool
 
 import npu_device as npu
@@ -23,7 +24,6 @@ def body_first_step(
     """Return the values before and after two steps, and the warnings. Ranks that aren't ``built`` leave that to the
     first step.
     """
-    os.environ["NPU_DEVICE_UNEQUAL_START"] = mode
     keras = tf.keras
     keras.utils.set_random_seed(npu.distribute.rank())
     model = keras.Sequential([keras.layers.Dense(600, name="wide"), keras.layers.Dense(1)])
@@ -31,25 +31,18 @@ def body_first_step(
         model.build([None, 600])
     initial = [np.asarray(value) for value in model.get_weights()] if model.built else []
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    reduced = npu.distribute.all_reduce if by_hand else list
     if not by_hand:
         optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(optimizer)
 
     def step() -> None:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model(tf.ones([2, 600])))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        gradients = npu.distribute.all_reduce(gradients) if by_hand else gradients
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        descend(model, lambda: tf.reduce_sum(model(tf.ones([2, 600]))), optimizer, reduced)
 
     call = tf.function(step) if graph else step
-    try:
-        call()
-        call()
-        return initial, model.get_weights(), said
-    except RuntimeError as error:
-        return str(error), [], said
-    finally:
-        del os.environ["NPU_DEVICE_UNEQUAL_START"]
+    with settings(NPU_DEVICE_UNEQUAL_START=mode):
+        if error := error_of(lambda: [call(), call()]):
+            return error, [], said
+    return initial, model.get_weights(), said
 
 
 @pytest.mark.parametrize("built", [(0, 1, 2), ()], ids=["built", "built in the step"])
@@ -60,9 +53,7 @@ def test_they_become_rank_0s_with_a_warning(
     keras_ranks: Pool, size: int, graph: bool, by_hand: bool, built: tuple[int, ...]
 ) -> None:
     results = keras_ranks.run(body_first_step, "repair", graph, by_hand, built)
-    for _, weights, _ in results:
-        for mine, roots in zip(weights, results[0][1]):
-            np.testing.assert_array_equal(mine, roots)
+    same_bits(*(weights for _, weights, _ in results))
     said = results[0][2]
     assert len(said) == (1 if size > 1 else 0)
     if size > 1:
@@ -88,8 +79,7 @@ def test_a_model_that_is_built_on_some_ranks_only(keras_two_ranks: Pool, by_hand
             assert f"rank {rank}: at the first step the variables of the model or the optimizer have no values" in text
             assert "on rank(s) 1, but" in text
     else:  # tf-keras, which gives them values at once
-        for mine, others_ in zip(weights, others):
-            np.testing.assert_array_equal(mine, others_)
+        same_bits(weights, others)
 
 
 def body_of_this_rank() -> tuple[list[float], list[float], list[float]]:
@@ -136,27 +126,23 @@ def main():
     model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
     model.compile(optimizer="sgd", loss="mse")
     {line}
-    model.fit(np.ones([8, 2]), np.ones([8, 1]), verbose=0, initial_epoch={epoch})
+    model.fit(np.ones([8, 2]), np.ones([8, 1]), verbose=0)
 
 main()
 """
 
 
 def test_ranks_that_train_alone_are_told(tmp_path: Path) -> None:
-    alone = job.run(tmp_path, 2, FORGOTTEN.format(line="", epoch=0), TF_USE_LEGACY_KERAS="0")
-    assert [ended.code for ended in alone] == [0, 0], alone[0].output
-    together = "".join(ended.output for ended in alone)
+    together = "".join(job.outputs(tmp_path, 2, FORGOTTEN.format(line="")))
     assert together.count("in this job of 2 ranks: each of them ran by itself") == 1
     assert "npu.distribute.replicate(model)" in together
     line = "model = npu.distribute.replicate(model)"
-    first, second = job.run(tmp_path, 2, FORGOTTEN.format(line=line, epoch=0), TF_USE_LEGACY_KERAS="1")
-    for ended in (first, second):
-        assert ended.code == 0, ended.output
-        assert "by itself" not in ended.output
-    assert "npu_device: Sequential" in first.output
-    assert "global batch   8 samples, 4 per rank; 1 steps per epoch" in first.output
-    assert "learning rate  0.01 (SGD), as given" in first.output
-    assert "global batch" not in second.output
+    first, second = job.outputs(tmp_path, 2, FORGOTTEN.format(line=line), keras="2")
+    assert "by itself" not in first + second
+    assert "npu_device: Sequential" in first
+    assert "global batch   8 samples, 4 per rank; 1 steps per epoch" in first
+    assert "learning rate  0.01 (SGD), as given" in first
+    assert "global batch" not in second
 
 
 @hears
@@ -177,12 +163,9 @@ def body_another_order_of_reads(said: list[str]) -> tuple[list[float], list[floa
         for gradient, variable in zip(gradients, (first, second)):
             variable.assign_sub(0.25 * gradient)
 
-    os.environ["NPU_DEVICE_AUDIT"] = "2"
-    try:
+    with settings(NPU_DEVICE_AUDIT="2"):
         for _ in range(5):
             step()
-    finally:
-        del os.environ["NPU_DEVICE_AUDIT"]
     return first.numpy().tolist(), second.numpy().tolist(), said
 
 
@@ -219,12 +202,9 @@ def body_another_order_of_creation(said: list[str], teacher: bool) -> tuple[list
         for weight, gradient in zip(weights, npu.distribute.all_reduce(tape.gradient(loss, weights), "mean")):
             weight.assign_sub(0.01 * gradient)
 
-    os.environ["NPU_DEVICE_AUDIT"] = "2"
-    try:
+    with settings(NPU_DEVICE_AUDIT="2"):
         for _ in range(5):
             step(x)
-    finally:
-        del os.environ["NPU_DEVICE_AUDIT"]
     return [tf.reshape(weight, [-1]).numpy().tolist() for weight in weights], said
 
 
@@ -250,20 +230,14 @@ def body_other_numbers_in_names(fits: bool) -> float:
     keras.utils.set_random_seed(1)
     mine, optimizer = model(), keras.optimizers.Adam(0.01)
     x = np.random.RandomState(0).rand(32, 4).astype("f")
-    os.environ["NPU_DEVICE_AUDIT"] = "2"
-    try:
+    with settings(NPU_DEVICE_AUDIT="2"):
         if fits:
             mine.compile(optimizer, "mse")
             npu.distribute.replicate(mine).fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0)
         else:
             npu.distribute.npu_distributed_keras_optimizer_wrapper(optimizer)
             for _ in range(5):
-                with tf.GradientTape() as tape:
-                    loss = tf.reduce_mean(tf.square(mine(x)))
-                weights = mine.trainable_variables
-                optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
-    finally:
-        del os.environ["NPU_DEVICE_AUDIT"]
+                descend(mine, lambda: tf.reduce_mean(tf.square(mine(x))), optimizer)
     return float(sum(tf.reduce_sum(weight) for weight in mine.trainable_variables))
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from compared import compare
 from fit_models import make_optimizer, outcome, samples
 from pool import Pool
-from test_replicate import compare
 
 import npu_device as npu
 
@@ -65,6 +65,8 @@ def body_fit(kind: str) -> Any:
             elif kind == "penalty":
                 gradients = reduce(gradients)
                 gradients = [one + 0.01 * tf.sign(one) * tf.norm(one) for one in gradients]
+            elif kind == "mixture":  # has to be reduced once more
+                gradients = [one + 0.5 * own for one, own in zip(reduce(gradients), gradients)]
             if accumulates:
                 for total, one in zip(self.sums, reduce(gradients)):
                     total.assign(total + one)
@@ -86,47 +88,12 @@ def body_fit(kind: str) -> Any:
     return outcome(model, model.fit(x, y, batch_size=9, epochs=2, verbose=0, shuffle=False))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "of own samples",
-        "compiled",
-        "clipping",
-        *("of all samples", "statistic", "eagerly", "penalty", "accumulation"),
-    ],
-)
+KINDS = ("of own samples", "of all samples", "statistic", "compiled", "clipping", "eagerly", "penalty", "mixture")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "accumulation"])
 def test_in_a_step(several_keras_ranks: Pool, keras_single: Pool, kind: str) -> None:
     compare(several_keras_ranks, keras_single, body_fit, kind)
-
-
-def body_reductions() -> Any:
-    """Return which gradients of a step count as reduced by itself: clipped ones, its own ones, and a mixture."""
-    from npu_device._src.training.fit.current import reduced_by_step
-
-    keras = tf.keras
-    found: list[bool] = []
-
-    class Model(keras.Model):  # type: ignore[misc]
-        def train_step(self, data: Any) -> Any:
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
-            own = tape.gradient(loss, self.trainable_variables)
-            gradients, _ = tf.clip_by_global_norm(npu.distribute.all_reduce(own), 1.0)
-            found.extend(map(reduced_by_step, (gradients, own, [gradients[0] + own[0]])))
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
-            return {"value": loss}
-
-    inputs = keras.Input([6])
-    model = Model(inputs, keras.layers.Dense(1)(inputs))
-    model.compile("sgd")
-    x, _ = samples(12)
-    npu.distribute.replicate(model).fit(x, x[:, :1], batch_size=6, verbose=0)
-    return found[-3:]
-
-
-def test_nothing_is_reduced_twice(keras_two_ranks: Pool) -> None:
-    assert keras_two_ranks.run(body_reductions) == [[True, False, False]] * 2
 
 
 def body_outside() -> Any:

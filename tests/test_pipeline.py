@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from compared import compare, same
 from fit_models import compile_model, make_model, outcome, samples
 from heard import warnings_of_package
 from pool import Pool
-from test_replicate import compare, same
 
 import npu_device as npu
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,16 @@ import job
 import numpy as np
 import pytest
 import tensorflow as tf
-from heard import hears
+from fit_models import descend
+from heard import error_of, hears, settings
 from pool import Pool
 
 import npu_device as npu
 
 
 @hears
-def body_drift(said: list[str], how: str, settings: dict[str, str], drifts_at: int, steps: int = 8) -> Any:
+def body_drift(said: list[str], how: str, variables: dict[str, str], drifts_at: int, steps: int = 8) -> Any:
     """Train; after some steps the last rank changes a weight. Return the error and the warnings."""
-    os.environ.update(settings)
     keras = tf.keras
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input([600]), keras.layers.Dense(600, name="wide"), keras.layers.Dense(1)])
@@ -36,10 +35,7 @@ def body_drift(said: list[str], how: str, settings: dict[str, str], drifts_at: i
     made = tf.Variable(0)
 
     def step() -> None:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(model(tf.fill([2, 600], 1e-3))) * (rank + 1)
-        gradients = reduced(tape.gradient(loss, model.trainable_variables))
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        descend(model, lambda: tf.reduce_mean(model(tf.fill([2, 600], 1e-3))) * (rank + 1), optimizer, reduced)
         made.assign_add(1)
         if last:  # in the function too, where the audit must not read it half done
             far = tf.cast(made == drifts_at, tf.float32) * 0.5
@@ -49,19 +45,10 @@ def body_drift(said: list[str], how: str, settings: dict[str, str], drifts_at: i
         for _ in tf.range(steps):
             step()
 
-    try:
-        if how == "loop":
-            tf.function(loop)()
-        else:
-            call = step if how == "eager" else tf.function(step)
-            for _ in range(steps):
-                call()
-        return "", said, int(made)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", said, int(np.asarray(made))
-    finally:
-        for name in settings:
-            del os.environ[name]
+    call = {"loop": tf.function(loop), "eager": step}.get(how, tf.function(step))
+    with settings(**variables):
+        error = error_of(lambda: [call() for _ in range(1 if how == "loop" else steps)])
+    return error, said, int(np.asarray(made))
 
 
 @pytest.mark.parametrize("how", ["eager", "function", "loop", "by hand"])
@@ -93,8 +80,9 @@ def test_a_warning_on_request(keras_two_ranks: Pool) -> None:
 
 
 def test_without_drift_or_switched_off_nothing_is_said(keras_ranks: Pool, size: int) -> None:
-    for settings, drifts_at in (({"NPU_DEVICE_AUDIT": "1"}, 100), ({"NPU_DEVICE_AUDIT": "0"}, 1)):
-        assert keras_ranks.run(body_drift, "function", settings, drifts_at) == [("", [], 8)] * size
+    for every, drifts_at in (("1", 100), ("0", 1)):
+        found = keras_ranks.run(body_drift, "function", {"NPU_DEVICE_AUDIT": every}, drifts_at)
+        assert found == [("", [], 8)] * size
 
 
 def test_by_default_a_drift_is_found(two_ranks: Pool) -> None:
@@ -109,7 +97,6 @@ def body_functions_made_again() -> str:
     """Train with a new function for each step; the last rank changes its weight after the fourth. Rank 0 forgets old
     functions at once, the others never do. Return the error.
     """
-    os.environ["NPU_DEVICE_AUDIT"] = "3"
     weight = tf.Variable([1.0, 2.0])
 
     def train() -> None:
@@ -118,20 +105,19 @@ def body_functions_made_again() -> str:
         [gradient] = npu.distribute.all_reduce(tape.gradient(loss, [weight]), "mean")
         weight.assign_sub(0.01 * gradient)
 
-    gc.disable()
-    try:
+    def loop() -> None:
         for number in range(8):
             tf.function(train)()
             if npu.distribute.rank() == 0:
                 gc.collect()
             if number == 3 and npu.distribute.rank() == npu.distribute.size() - 1:
                 weight.assign_add([0.0, 1.0])
-        return ""
-    except tf.errors.OpError as error:
-        return str(error)
-    finally:
-        gc.enable()
-        del os.environ["NPU_DEVICE_AUDIT"]
+
+    gc.disable()
+    with settings(NPU_DEVICE_AUDIT="3"):
+        error = error_of(loop)
+    gc.enable()
+    return error
 
 
 def test_audits_do_not_depend_on_when_a_rank_forgets_old_functions(two_ranks: Pool) -> None:
@@ -141,7 +127,6 @@ def test_audits_do_not_depend_on_when_a_rank_forgets_old_functions(two_ranks: Po
 
 def body_not_finite(how: str, value: float, scaled: bool = False) -> Any:
     """Train; the last rank's loss is NaN or infinite at the third step. Return the error and the weights."""
-    os.environ["NPU_DEVICE_CHECK_GRADIENTS"] = "on"
     keras = tf.keras
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3, name="hidden"), keras.layers.Dense(1)])
@@ -151,26 +136,21 @@ def body_not_finite(how: str, value: float, scaled: bool = False) -> Any:
     x = np.full([12, 2, 4], 1.0 + npu.distribute.rank(), np.float32)
     if npu.distribute.rank() == npu.distribute.size() - 1:
         x[2, 1, 3] = value  # the third batch
-    try:
+
+    def step(batch: Any) -> None:
+        descend(model, lambda: tf.reduce_mean(model(batch)), optimizer)
+
+    def train() -> Any:
         if how == "fit":
             model.compile(optimizer, "mse", run_eagerly=False)
-            model.fit(x.reshape([24, 4]), np.ones([24, 1]), batch_size=2, shuffle=False, verbose=0)
-        else:
+            return model.fit(x.reshape([24, 4]), np.ones([24, 1]), batch_size=2, shuffle=False, verbose=0)
+        call = tf.function(step) if how == "function" else step
+        for batch in x[:5]:
+            call(tf.constant(batch))
+        return None
 
-            def step(batch: Any) -> None:
-                with tf.GradientTape() as tape:
-                    loss = tf.reduce_mean(model(batch))
-                gradients = tape.gradient(loss, model.trainable_variables)
-                optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-
-            call = tf.function(step) if how == "function" else step
-            for batch in x[:5]:
-                call(tf.constant(batch))
-        return "", model.get_weights()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", model.get_weights()
-    finally:
-        del os.environ["NPU_DEVICE_CHECK_GRADIENTS"]
+    with settings(NPU_DEVICE_CHECK_GRADIENTS="on"):
+        return error_of(train), model.get_weights()
 
 
 @pytest.mark.parametrize(("how", "value"), [("eager", "nan"), ("function", "inf"), ("fit", "nan")])
@@ -213,15 +193,12 @@ if rank < 2:
 weight, other = tf.Variable([1.0, 2.0], name="weight"), tf.Variable(1.0, name="other")
 optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(tf.keras.optimizers.SGD(0.5))
 optimizer.apply_gradients([(tf.ones([2]), weight), (tf.ones([]), other)])
-if {apart} and rank == 1:
+if rank == 1:
     weight.assign([0.0, 0.0])
 """
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_ranks_that_end_apart_are_told(tmp_path: Path, apart: bool) -> None:
-    ended = job.run(tmp_path, 3, ENDED_APART.format(apart=apart))
-    assert [one.code for one in ended] == [0] * 3, ended[0].output
-    together = "".join(one.output for one in ended)
-    assert together.count("the ranks ended with different values for ") == apart
-    assert bool(re.search(r"different values for 1 of [0-9]+ variables \(weight", together)) is apart, together
+def test_ranks_that_end_apart_are_told(tmp_path: Path) -> None:
+    together = "".join(job.outputs(tmp_path, 3, ENDED_APART))
+    assert together.count("the ranks ended with different values for ") == 1
+    assert re.search(r"different values for 1 of [0-9]+ variables \(weight", together), together

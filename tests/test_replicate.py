@@ -6,52 +6,12 @@ Each body runs on one process and on each of several ranks, which begin with oth
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import fit_bodies
-import fit_call_bodies
 import fit_step_bodies
-import numpy as np
 import pytest
+from compared import compare, same, same_bits
 from pool import Pool
-
-TOLERANCE = 3e-5
-"""Largest difference of weights and metrics of order one after some twenty steps, float32."""
-
-
-def same(first: Any, second: Any, tolerance: float = TOLERANCE, path: str = "") -> None:
-    """Compare nested outcomes to float32 rounding."""
-    if isinstance(first, dict):
-        assert set(first) == set(second), path
-        for key in first:
-            same(first[key], second[key], tolerance, f"{path}/{key}")
-    elif isinstance(first, (list, tuple)):
-        assert len(first) == len(second), path
-        for place, (one, other) in enumerate(zip(first, second)):
-            same(one, other, tolerance, f"{path}/{place}")
-    elif isinstance(first, str):
-        assert first == second, path
-    else:
-        np.testing.assert_allclose(first, second, rtol=tolerance, atol=tolerance, err_msg=path)
-
-
-_alone: dict[Any, Any] = {}
-
-
-def compare(
-    several: Pool, single: Pool, body: Any, *arguments: Any, directory: Path | None = None, tolerance: float = TOLERANCE
-) -> list[Any]:
-    """Run a body alone (once) and on several ranks, whose weights are the same to the last bit."""
-    key = (body, single.keras, repr(arguments))
-    given = arguments if directory is None else (*arguments, str(directory))
-    if key not in _alone:
-        [_alone[key]] = single.run(body, *given)
-    ranks = several.run(body, *given)
-    for rank in ranks:
-        same(rank, _alone[key], tolerance)
-        for mine, roots in zip(rank["weights"], ranks[0]["weights"]):
-            np.testing.assert_array_equal(mine, roots)
-    return ranks
 
 
 @pytest.mark.parametrize("kind", ["functional", "own step", "subclassed", "unbuilt", "loaded"])
@@ -62,7 +22,7 @@ def test_arrays(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_pa
 @pytest.mark.parametrize(
     "kinds",
     [
-        ("dataset", "endless dataset", "tensors", "class weights", "generator"),
+        ("dataset", "endless dataset", "tensors", "generator"),
         ("sample weights", "weighted dataset", "sequence"),
         # Keras 2 refuses it on one process, too.
         pytest.param(("empty validation",), marks=pytest.mark.only_keras("3")),
@@ -77,14 +37,12 @@ def test_kinds_of_data(several_keras_ranks: Pool, keras_single: Pool, kinds: tup
     "kind",
     [
         "steps per execution",
-        "synchronised",
         pytest.param("accumulation", marks=pytest.mark.only_keras("3")),
         pytest.param("weighted mean", marks=pytest.mark.only_keras("3")),
         pytest.param("loss scale", marks=pytest.mark.only_keras("2")),
         pytest.param("decides in Python", marks=pytest.mark.only_keras("2")),
         "clipping",
         "eagerly",
-        "schedule",
         "average",
         "sum",
         "words",
@@ -109,27 +67,18 @@ def test_metrics(several_keras_ranks: Pool, keras_single: Pool, kind: str) -> No
     compare(several_keras_ranks, keras_single, fit_bodies.body_metrics, kind)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("body", [fit_bodies.body_files, fit_bodies.body_decisions], ids=["that write", "that decide"])
-def test_callbacks(several_keras_ranks: Pool, keras_single: Pool, tmp_path: Path, body: Any) -> None:
-    """Which decide alike, and write files once. ``test_recipe`` and ``test_files.py`` have them, too."""
-    compare(several_keras_ranks, keras_single, body, directory=tmp_path)
-
-
 @pytest.mark.parametrize("kind", ["functional", "unbuilt", "subclassed"])
 def test_ascends_callback_and_wrapper(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
-    compare(several_keras_ranks, keras_single, fit_call_bodies.body_with_the_callback, kind, directory=tmp_path)
+    compare(several_keras_ranks, keras_single, fit_step_bodies.body_with_the_callback, kind, directory=tmp_path)
 
 
 def test_batch_by_batch(several_keras_ranks: Pool, keras_single: Pool, tmp_path: Path) -> None:
-    compare(several_keras_ranks, keras_single, fit_call_bodies.body_batch_by_batch, directory=tmp_path)
+    compare(several_keras_ranks, keras_single, fit_step_bodies.body_batch_by_batch, directory=tmp_path)
 
 
 def test_the_callback_chooses_the_rank_that_sends(keras_ranks: Pool) -> None:
-    results = keras_ranks.run(fit_call_bodies.body_from_another_rank)
-    for _, weights in results:
-        for mine, sent in zip(weights, results[-1][0]):
-            np.testing.assert_array_equal(mine, sent)
+    results = keras_ranks.run(fit_step_bodies.body_from_another_rank)
+    same_bits(results[-1][0], *(weights for _, weights in results))
 
 
 def test_divided_data(several_keras_ranks: Pool, keras_single: Pool) -> None:
@@ -219,19 +168,3 @@ def test_what_one_rank_may_do_alone(keras_two_ranks: Pool, keras: str, kind: str
 def test_divided_data_that_are_the_same_are_named(keras_two_ranks: Pool) -> None:
     (_, said), _ = keras_two_ranks.run(fit_bodies.body_unshuffled, "not divided")
     assert ["ranks 0, 1 began with the very same batch" in text for text in said] == [True]
-
-
-def test_random_layers_and_statistics_are_equal_on_all_ranks(several_keras_ranks: Pool) -> None:
-    first, *others = several_keras_ranks.run(fit_bodies.body_random_layers)
-    for rank in others:
-        for mine, roots in zip(rank["weights"], first["weights"]):
-            np.testing.assert_array_equal(mine, roots)
-        assert rank["history"] == first["history"]
-        assert rank["one_more"] == first["one_more"]
-
-
-def test_what_is_replaced_is_listed(keras_two_ranks: Pool) -> None:
-    names, text = keras_two_ranks.run(fit_step_bodies.body_replaced)[0]
-    expected = {"train_step", "make_test_function", "fit", "save", "apply_gradients", "call", "add_loss"}
-    assert {*expected, "update_state", "result", "reset_state", "skip"} <= set(names)
-    assert [name for name in names if f"``{name}``" not in text] == []

@@ -46,13 +46,12 @@ print("weights", ["%.5f" % value for value in model.get_weights()[0].ravel()], f
 """
 
 
-@pytest.mark.parametrize(("legacy", "several"), [("0", 2), ("1", 3)])
-def test_all_states_are_set(legacy: str, several: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("keras", "several"), [("3", 2), ("2", 3)])
+def test_all_states_are_set(keras: str, several: int, tmp_path: Path) -> None:
     weights = set()
     for size in (1, several):
-        for result in job.run(tmp_path, size, FIT, 120, TF_USE_LEGACY_KERAS=legacy):
-            assert result.code == 0, result.output
-            weights.add(next(line for line in result.output.splitlines() if line.startswith("weights")))
+        for output in job.outputs(tmp_path, size, FIT, timeout=120, keras=keras):
+            weights.add(next(line for line in output.splitlines() if line.startswith("weights")))
     assert len(weights) == 1, weights
 
 

@@ -78,7 +78,7 @@ def test_a_job_that_resumes_has_the_same_result(tmp_path: Path) -> None:
         "proxies",
         pytest.param(
             "namespaces",
-            marks=[pytest.mark.slow, pytest.mark.skipif(not can_be_made(), reason="needs root, ip and tc")],
+            marks=[pytest.mark.full, pytest.mark.skipif(not can_be_made(), reason="needs root, ip and tc")],
         ),
     ],
 )

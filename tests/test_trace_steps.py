@@ -10,9 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tensorflow as tf
 from launcher import npurun, script
 from pool import Pool
 
+import npu_device as npu
+from hccl.split.api import set_split_strategy_by_idx
+from npu_device._src.collectives.job import current
+from npu_device._src.gradients import split_strategy
+from npu_device._src.trace import trace as tracing
+from npu_device._src.trace.recorder import Settings
 from npu_device._src.trace.records import read
 
 STEPS = 6
@@ -22,17 +29,13 @@ TOLERANCE_US = 20_000  # between a point and what it stands for, on a machine wi
 
 
 def _start(directory: str) -> Any:
-    from npu_device._src.collectives.job import current
-    from npu_device._src.trace import trace
-    from npu_device._src.trace.recorder import Settings
-
     running = current()
     if running is not None:
-        trace.start(running, Settings(Path(directory)))
+        tracing.start(running, Settings(Path(directory)))
     return running
 
 
-def _slow(tf: Any) -> Any:
+def _slow() -> Any:
     """A layer's function whose backward takes a while."""
 
     @tf.custom_gradient
@@ -48,17 +51,10 @@ def _train(directory: str) -> list[str]:
     """Wrapped optimizer in a tf.function; rank 1 comes late to each step. Returns the types of the graph's
     operations that a Timestamp waits for.
     """
-    import tensorflow as tf
-
-    import npu_device as npu
-    from hccl.split.api import set_split_strategy_by_idx
-    from npu_device._src.gradients import split_strategy
-    from npu_device._src.trace import trace
-
     running = _start(directory)
     set_split_strategy_by_idx([0, 1])
     try:
-        slow = _slow(tf)
+        slow = _slow()
         first, second = tf.Variable(tf.ones([8, 8])), tf.Variable(tf.ones([8, 8]))
         optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(tf.keras.optimizers.Adam(0.1))
 
@@ -79,7 +75,7 @@ def _train(directory: str) -> list[str]:
         return [f"{op.type} {before.type}" for op in stamps for before in op.control_inputs]
     finally:
         split_strategy._strategies.clear()
-        trace.stop()
+        tracing.stop()
 
 
 def test_the_points_of_a_step(keras_ranks: Pool, tmp_path: Path) -> None:
@@ -107,11 +103,6 @@ def test_the_points_of_a_step(keras_ranks: Pool, tmp_path: Path) -> None:
 
 def _by_hand(directory: str, kind: str) -> None:
     """Gradients reduced with all_reduce, and a metric beside them."""
-    import tensorflow as tf
-
-    import npu_device as npu
-    from npu_device._src.trace import trace
-
     _start(directory)
     table, weights = tf.Variable(tf.ones([20, 3])), tf.Variable(tf.ones([3, 3]))
 
@@ -133,7 +124,7 @@ def _by_hand(directory: str, kind: str) -> None:
         for _ in range(STEPS if kind == "eager" else 0):
             step()
     finally:
-        trace.stop()
+        tracing.stop()
 
 
 @pytest.mark.parametrize("kind", ["eager", "loop"])
@@ -154,10 +145,6 @@ def _nap(value: Any) -> Any:
 
 
 def _without() -> int:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     @tf.function
     def step(x: Any) -> Any:
         return npu.distribute.all_reduce([x, x])
@@ -171,13 +158,10 @@ def test_without_a_trace_nothing_is_added(two_ranks: Pool) -> None:
 
 
 def _clock() -> tuple[float, float | None]:
-    from npu_device._src.collectives.job import current
-    from npu_device._src.trace.trace import measure_clock
-
     running = current()
     assert running is not None
     apart = replace(running.cluster, hosts=("here", "there"))
-    found = measure_clock(SimpleNamespace(cluster=apart, store=running.store, health=running.health))  # type: ignore[arg-type]
+    found = tracing.measure_clock(SimpleNamespace(cluster=apart, store=running.store, health=running.health))  # type: ignore[arg-type]
     return found.offset_us, found.error_us
 
 

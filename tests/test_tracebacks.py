@@ -14,99 +14,70 @@ HEAD = "Traceback (most recent call last):\n"
 CHAIN = "\nThe above exception was the direct cause of the following exception:\n\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "shown", "left_out"),
-    [
-        (HEAD + USER + LIBRARY * 3 + "OSError: a\n  b\n", HEAD + USER + "OSError: a\n  b\n", 3),
-        (HEAD + LIBRARY + "OSError: no file\n", HEAD + LIBRARY + "OSError: no file\n", 0),
-        (
-            HEAD
-            + LIBRARY
-            + "OSError: no file\n"
-            + CHAIN
-            + HEAD
-            + USER
-            + LIBRARY
-            + "RuntimeError: can't load: no file\n",
-            HEAD + USER + "RuntimeError: can't load: no file\n",
-            2,
-        ),
-        (
-            HEAD + LIBRARY + "OSError: no file\n" + CHAIN + HEAD + USER + "RuntimeError: can't load\n",
-            "OSError: no file\n" + CHAIN + HEAD + USER + "RuntimeError: can't load\n",
-            1,
-        ),
-        (
-            HEAD + USER + LIBRARY + "  [Previous line repeated 970 more times]\nRecursionError: deep\n",
-            HEAD + USER + "RecursionError: deep\n",
-            1,
-        ),
-    ],
-    ids=["one", "libraries only", "a cause that is said again", "a cause that adds something", "recursion"],
-)
+AGAIN = HEAD + LIBRARY + "OSError: no file\n" + CHAIN + HEAD + USER + LIBRARY + "RuntimeError: can't load: no file\n"
+MORE = CHAIN + HEAD + USER + "RuntimeError: can't load\n"
+DEEP = HEAD + USER + LIBRARY + "  [Previous line repeated 970 more times]\nRecursionError: deep\n"
+TEXTS = {
+    "one": (HEAD + USER + LIBRARY * 3 + "OSError: a\n  b\n", HEAD + USER + "OSError: a\n  b\n", 3),
+    "libraries only": (HEAD + LIBRARY + "OSError: no file\n", HEAD + LIBRARY + "OSError: no file\n", 0),
+    "a cause that is said again": (AGAIN, HEAD + USER + "RuntimeError: can't load: no file\n", 2),
+    "a cause that adds something": (HEAD + LIBRARY + "OSError: no file\n" + MORE, "OSError: no file\n" + MORE, 1),
+    "recursion": (DEEP, HEAD + USER + "RecursionError: deep\n", 1),
+}
+
+
+@pytest.mark.parametrize(("text", "shown", "left_out"), TEXTS.values(), ids=TEXTS)
 def test_frames_of_libraries_are_left_out(text: str, shown: str, left_out: int) -> None:
     assert without_libraries(text) == (shown, left_out)
 
 
-@pytest.mark.parametrize(
-    ("error", "root"),
-    [
-        ("ValueError: a\nb", "ValueError: a\nb"),
-        ("KeyError", "KeyError"),
-        ("npu_device._src.cluster.errors.PeerError: rank 1", "PeerError: rank 1"),
-        (
-            "a.b.UnknownError: Graph execution error:\n\nDetected at node N defined at (most recent call last):\n"
-            '<stack traces unavailable>\nDetected at node N defined at (most recent call last):\n  File "x", line 1\n'
-            "2 root error(s) found.\n  (0) UNKNOWN:  PeerError: rank 1\n  more\nWhat to do: x\n" + HEAD + "\nOSError",
-            "PeerError: rank 1\n  more\nWhat to do: x",
-        ),
-        ("a.UnknownError: {{function_node f_1}} PeerError: rank 1\nmore\n" + HEAD, "PeerError: rank 1\nmore"),
-        (
-            "a.InvalidArgumentError: Graph execution error:\n\nDetected at node N defined at (most recent call last):\n"
-            '  File "x", line 1, in f\n\nIncompatible shapes: [2] vs. [3]\n\t [[{{node N}}]] [Op:__inference_f_1]',
-            "a.InvalidArgumentError: Incompatible shapes: [2] vs. [3]",
-        ),
-        (
-            "a.UnknownError: Graph execution error:\n\nDetected at node 'D' defined at (most recent call last):\n"
-            "    File \"x\", line 1\nNode: 'D'\nError in user-defined function passed to MapDataset:1 "
-            "transformation with iterator: One::Map: /dev/null/PeerError: rank 1\nmore\n; Not a directory\n\nOriginal",
-            "PeerError: rank 1\nmore",
-        ),
-        ("a.UnknownError: Graph execution error:\n\n", "a.UnknownError: Graph execution error:\n\n"),
-        (
-            'ValueError: in user code:\n\n    File "x", line 1, in f  *\n        g()\n\n'
-            "    TypeError: bad\n      more\n",
-            "TypeError: bad\n  more",
-        ),
-        (
-            'ValueError: in user code:\n\n    File "x", line 1, in f  *\n        g()\n\n'
-            "    ValueError: Exception encountered when calling layer 'a b' (type A).\n    \n    in user code:\n    \n"
-            '        File "y", line 2, in call  *\n            h()\n    \n        TypeError: bad\n          more\n'
-            "    \n    \n    Call arguments received by layer 'a b' (type A):\n      • x=1\n",
-            "TypeError: bad\n  more",
-        ),
-        (
-            "a.InvalidArgumentError: Exception encountered when calling A.call().\n\n\x1b[1mbad\nmore\x1b[0m\n\n"
-            "Arguments received by A.call():\n  • x=1",
-            "a.InvalidArgumentError: bad\nmore",
-        ),
-        ("E: Exception encountered when calling f.\n", "E: Exception encountered when calling f.\n"),
-    ],
-    ids=[
-        "plain",
-        "no text",
-        "of the package",
-        "in a graph",
-        "in a function",
-        "a kernel",
-        "a session",
-        "nothing",
-        "tracing",
-        "tracing a layer of tf-keras",
-        "a layer of Keras 3",
-        "no text of a layer",
-    ],
-)
+ERRORS = {
+    "plain": ("ValueError: a\nb", "ValueError: a\nb"),
+    "no text": ("KeyError", "KeyError"),
+    "of the package": ("npu_device._src.cluster.errors.PeerError: rank 1", "PeerError: rank 1"),
+    "in a graph": (
+        "a.b.UnknownError: Graph execution error:\n\nDetected at node N defined at (most recent call last):\n"
+        '<stack traces unavailable>\nDetected at node N defined at (most recent call last):\n  File "x", line 1\n'
+        "2 root error(s) found.\n  (0) UNKNOWN:  PeerError: rank 1\n  more\nWhat to do: x\n" + HEAD + "\nOSError",
+        "PeerError: rank 1\n  more\nWhat to do: x",
+    ),
+    "in a function": (
+        "a.UnknownError: {{function_node f_1}} PeerError: rank 1\nmore\n" + HEAD,
+        "PeerError: rank 1\nmore",
+    ),
+    "a kernel": (
+        "a.InvalidArgumentError: Graph execution error:\n\nDetected at node N defined at (most recent call last):\n"
+        '  File "x", line 1, in f\n\nIncompatible shapes: [2] vs. [3]\n\t [[{{node N}}]] [Op:__inference_f_1]',
+        "a.InvalidArgumentError: Incompatible shapes: [2] vs. [3]",
+    ),
+    "a session": (
+        "a.UnknownError: Graph execution error:\n\nDetected at node 'D' defined at (most recent call last):\n"
+        "    File \"x\", line 1\nNode: 'D'\nError in user-defined function passed to MapDataset:1 "
+        "transformation with iterator: One::Map: /dev/null/PeerError: rank 1\nmore\n; Not a directory\n\nOriginal",
+        "PeerError: rank 1\nmore",
+    ),
+    "nothing": ("a.UnknownError: Graph execution error:\n\n", "a.UnknownError: Graph execution error:\n\n"),
+    "tracing": (
+        'ValueError: in user code:\n\n    File "x", line 1, in f  *\n        g()\n\n    TypeError: bad\n      more\n',
+        "TypeError: bad\n  more",
+    ),
+    "tracing a layer of tf-keras": (
+        'ValueError: in user code:\n\n    File "x", line 1, in f  *\n        g()\n\n'
+        "    ValueError: Exception encountered when calling layer 'a b' (type A).\n    \n    in user code:\n    \n"
+        '        File "y", line 2, in call  *\n            h()\n    \n        TypeError: bad\n          more\n'
+        "    \n    \n    Call arguments received by layer 'a b' (type A):\n      • x=1\n",
+        "TypeError: bad\n  more",
+    ),
+    "a layer of Keras 3": (
+        "a.InvalidArgumentError: Exception encountered when calling A.call().\n\n\x1b[1mbad\nmore\x1b[0m\n\n"
+        "Arguments received by A.call():\n  • x=1",
+        "a.InvalidArgumentError: bad\nmore",
+    ),
+    "no text of a layer": ("E: Exception encountered when calling f.\n", "E: Exception encountered when calling f.\n"),
+}
+
+
+@pytest.mark.parametrize(("error", "root"), ERRORS.values(), ids=ERRORS)
 def test_the_error_inside_an_error_of_tensorflow_or_keras(error: str, root: str) -> None:
     assert root_error(error) == root
 

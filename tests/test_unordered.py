@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tensorflow as tf
 from pool import Pool
+
+import npu_device as npu
 
 
 def body_unordered(graph: bool) -> dict[str, str]:
-    import tensorflow as tf
-
-    import npu_device as npu
-
     value = tf.constant([1.0, 2.0]) * (npu.distribute.rank() + 1)
 
     def add(each: Any) -> Any:

@@ -9,8 +9,7 @@ import job
 import numpy as np
 import pytest
 import tensorflow as tf
-import watched_trainings
-from heard import hears
+from heard import hears, settings
 from pool import Pool
 
 import npu_device as npu
@@ -18,15 +17,33 @@ import npu_device as npu
 APART = "the ranks apply gradients that were not reduced: the optimizer "
 
 
+def optimizer_of(kind: str) -> Any:
+    """Return an optimizer, such as ``garden``, the model garden's AdamWeightDecay, for tf-keras."""
+    optimizers = tf.keras.optimizers
+    if kind == "garden":
+        from official.modeling.optimization.legacy_adamw import AdamWeightDecay
+
+        return AdamWeightDecay(1e-3, weight_decay_rate=0.01)
+    if kind == "lamb" and not hasattr(optimizers, "Lamb"):
+        from official.modeling.optimization.lamb import LAMB
+
+        return LAMB(1e-3)
+    if kind == "lamb":
+        return optimizers.Lamb(1e-3)
+    if kind == "ema":
+        return optimizers.SGD(1e-2, momentum=0.9, use_ema=True, ema_overwrite_frequency=5)
+    return optimizers.AdamW(1e-3, weight_decay=0.01) if kind == "adamw" else optimizers.SGD(1e-2)
+
+
 @hears
-def body_trains(said: list[str], how: str, graph: bool, steps: int = 10) -> list[str]:
-    """Train in one of several ways, and return what this rank said."""
+def body_trains(said: list[str], how: str, graph: bool, steps: int = 10, kind: str = "sgd") -> list[str]:
+    """Train in one of several ways, with an optimizer of ``optimizer_of``, and return what this rank said."""
     keras, rank = tf.keras, npu.distribute.rank()
     keras.utils.set_random_seed(1 + rank)
     model = keras.Sequential([keras.Input([6]), keras.layers.Dense(5, "tanh"), keras.layers.Dense(3)])
     if not how.startswith("no broadcast") and how != "broadcast later":
         npu.distribute.broadcast(model.variables)
-    optimizer = keras.optimizers.SGD(0.01)
+    optimizer = optimizer_of(kind)
     if how in ("wrapped", "loss scale"):
         optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(optimizer)
     if how == "loss scale":
@@ -43,7 +60,7 @@ def body_trains(said: list[str], how: str, graph: bool, steps: int = 10) -> list
 
     def step(x: Any) -> None:
         loss, gradients = gradients_of(x)
-        if how in ("by hand", "sum", "no broadcast", "broadcast later"):
+        if how in ("by hand", "sum", "no broadcast", "broadcast later", "clipped weights"):
             gradients = npu.distribute.all_reduce(gradients, "sum" if how == "sum" else "mean")
         elif how == "one by one":
             gradients = [npu.distribute.all_reduce(gradient) for gradient in gradients]
@@ -67,6 +84,9 @@ def body_trains(said: list[str], how: str, graph: bool, steps: int = 10) -> list
             read = variables if how == "weights" else [tf.convert_to_tensor(variable) for variable in variables]
             for variable, mean in zip(variables, npu.distribute.all_reduce(read)):
                 variable.assign(mean)
+        elif how == "clipped weights":
+            for variable in variables:
+                variable.assign(tf.clip_by_value(variable, -0.2, 0.2))
 
     def step_on_rank_0(x: Any) -> None:
         _, gradients = gradients_of(x)
@@ -88,8 +108,14 @@ REDUCED = ["wrapped", "loss scale", "by hand", "sum", "one by one", "clipped", "
 REDUCED += ["weights", "values of weights", "weights, later"]
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
-@pytest.mark.parametrize("how", REDUCED)
+@pytest.mark.parametrize(
+    ("how", "graph"),
+    [
+        pytest.param(how, graph, marks=[pytest.mark.full] * (place % 2 == graph))
+        for graph in (False, True)
+        for place, how in enumerate(REDUCED)
+    ],
+)
 def test_there_is_no_false_alarm(several_keras_ranks: Pool, how: str, graph: bool) -> None:
     assert not any(several_keras_ranks.run(body_trains, how, graph))
 
@@ -157,11 +183,7 @@ third.fit(x[rank::size], x[rank::size, :1], batch_size=4, epochs=5, verbose=0)
 
 def test_a_second_model_that_nobody_replicates(tmp_path: Path, keras: str) -> None:
     size = 2 if keras == "3" else 3
-    ended = job.run(
-        tmp_path, size, LOADED.format(path=tmp_path / "half.keras"), TF_USE_LEGACY_KERAS="1" if keras == "2" else "0"
-    )
-    assert [one.code for one in ended] == [0] * size, ended[0].output
-    together = "".join(one.output for one in ended)
+    together = "".join(job.outputs(tmp_path, size, LOADED.format(path=tmp_path / "half.keras"), keras=keras))
     for name in ("Adam", "SGD"):  # of the loaded model, and of the cloned one, which XLA compiles
         assert together.count(f"{APART}{name} has made ") == 1, together
     assert together.count(APART) == 2 and "such as one loaded or cloned later" in together
@@ -203,9 +225,9 @@ ALONE = "nothing was reduced, broadcast or gathered in this job of 2 ranks: each
 
 
 def test_variables_of_sessions_that_begin_differently(tmp_path: Path) -> None:
-    ended = job.run(tmp_path, 2, SESSION.format(kinds=("unequal", "broadcast", "averaged", "loss only", "discarded")))
-    assert [one.code for one in ended] == [0, 0], ended[0].output
-    unequal, broadcast, *others = map("".join, zip(*(one.output.split("=== ")[1:] for one in ended)))
+    kinds = ("unequal", "broadcast", "averaged", "loss only", "discarded")
+    outputs = job.outputs(tmp_path, 2, SESSION.format(kinds=kinds))
+    unequal, broadcast, *others = map("".join, zip(*(output.split("=== ")[1:] for output in outputs)))
     unreduced = "the graph of this session applies gradients of hidden, out that were not reduced"
     assert [text.count(unreduced) for text in (broadcast, *others)] == [0, 0, 1, 1], others
     assert unequal.count("the ranks begin training with different values of 2 of 2 variables (hidden") == 1
@@ -223,9 +245,8 @@ with tf.Graph().as_default():
 
 def test_sessions_of_ranks_that_share_nothing(tmp_path: Path) -> None:
     """Keras in a session is left alone."""
-    ended = job.run(tmp_path, 2, SESSION.format(kinds=("alone",)) + KERAS, TF_USE_LEGACY_KERAS="1")
-    assert [one.code for one in ended] == [0, 0], ended[0].output
-    assert "".join(one.output for one in ended).count(ALONE) == 1
+    outputs = job.outputs(tmp_path, 2, SESSION.format(kinds=("alone",)) + KERAS, keras="2")
+    assert "".join(outputs).count(ALONE) == 1
 
 
 STATISTICS = """
@@ -256,21 +277,29 @@ assert getattr(kind, method) is not watching and "keras" in getattr(kind, method
 @pytest.mark.parametrize("apart", [False, True])
 def test_the_last_word(tmp_path: Path, keras: str, apart: bool) -> None:
     size = 2 if keras == "3" else 3
-    legacy = "1" if keras == "2" else "0"
-    ended = job.run(tmp_path, size, STATISTICS.format(apart=apart), TF_USE_LEGACY_KERAS=legacy)
-    assert [one.code for one in ended] == [0] * size, ended[0].output
-    together = "".join(one.output for one in ended)
+    together = "".join(job.outputs(tmp_path, size, STATISTICS.format(apart=apart), keras=keras))
     assert together.count("INFO the ranks ended with different values for 2 of 2 variables") == 1, together
     assert "moving_mean" in together
     assert together.count("WARNING the ranks ended with different values for 1 of ") == apart
     assert ("learning_rate" in together) is apart
 
 
-@pytest.mark.parametrize("how", ["function", "eager"])
-@pytest.mark.parametrize("case", watched_trainings.CASES)
-def test_audits_of_every_step_raise_no_false_alarm(several_keras_ranks: Pool, keras: str, case: str, how: str) -> None:
-    """Trainings that are right, with and without a function."""
-    if case == "garden" and keras == "3":
-        pytest.skip("the model garden has tf-keras's optimizers")
-    how = "wrapped" if how == "eager" and case in ("lamb", "garden", "ema") else how
-    assert not any(several_keras_ranks.run(watched_trainings.train, case, 12, 12, how))
+def body_audited(how: str, graph: bool, kind: str) -> list[str]:
+    with settings(NPU_DEVICE_AUDIT="1"):
+        return body_trains(how, graph, 12, kind)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("how", "graph", "kind"),
+    [
+        ("by hand", False, "sgd"),
+        ("by hand", True, "adamw"),
+        ("by hand", True, "lamb"),
+        ("wrapped", True, "lamb"),
+        ("wrapped", True, "ema"),
+        ("clipped weights", False, "sgd"),
+        pytest.param("wrapped", True, "garden", marks=pytest.mark.only_keras("2")),
+    ],
+)
+def test_audits_of_every_step_raise_no_false_alarm(several_keras_ranks: Pool, how: str, graph: bool, kind: str) -> None:
+    assert not any(several_keras_ranks.run(body_audited, how, graph, kind))
