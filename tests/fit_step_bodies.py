@@ -189,3 +189,38 @@ def body_batch_by_batch(directory: str) -> Any:
     logs = [np.asarray(model.train_on_batch(*batch)) for batch in batches]
     tested = np.asarray(model.test_on_batch(x, y))
     return {"weights": model.get_weights(), "logs": logs, "tested": tested, "predicted": model.predict_on_batch(x)}
+
+
+def body_replaced() -> tuple[list[str], str]:
+    """Return the methods that are replaced on a model and its parts while a step is traced, and ``replica``'s list."""
+    from npu_device._src import compat
+    from npu_device._src.training.fit import replica
+
+    keras = tf.keras
+    found: set[str] = set()
+
+    class Noise(keras.layers.Layer):  # type: ignore[misc]
+        def call(self, values: Any) -> Any:
+            self.add_loss(tf.reduce_mean(values**2))
+            return values
+
+    def replaced(model: Any) -> set[str]:
+        losses = [model.loss_object, *compat.compiled_losses(model)]
+        parts = [*compat.all_layers(model), *model.metrics, *losses, model.optimizer, model.generator, *seeds]
+        held = [(part, name) for part in parts for name, value in vars(part).items() if callable(value)]
+        return {name for part, name in held if callable(getattr(type(part), name, None))}
+
+    class Model(keras.Model):  # type: ignore[misc]
+        def train_step(self, data: Any) -> Any:
+            found.update(replaced(self))
+            return super().train_step(data)
+
+    inputs = keras.Input([6])
+    normalised = keras.layers.BatchNormalization(synchronized=True)(keras.layers.Dropout(0.1)(Noise()(inputs)))
+    model = Model(inputs, keras.layers.Dense(1, activity_regularizer="l2")(normalised))
+    seeds = [layer.seed_generator for layer in model.layers if hasattr(layer, "seed_generator")]
+    model.loss_object, model.generator = keras.losses.MeanSquaredError(), tf.random.Generator.from_seed(1)
+    model.compile("sgd", "mse", metrics=["mae", keras.metrics.AUC()])
+    x, before = np.ones([6, 6], np.float32), replaced(model)
+    npu.distribute.replicate(model).fit(x, x[:, :1], verbose=0)
+    return sorted(found - before), str(replica.__doc__)

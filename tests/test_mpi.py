@@ -13,8 +13,8 @@ import job
 import pytest
 import tensorflow as tf
 import test_agreement
+import test_all_reduce
 import test_collectives
-import test_segments
 import test_send_receive
 from mpi_ranks import MpiPool
 from pool import Pool
@@ -42,7 +42,7 @@ def test_open_mpi(other_ranks: Pool) -> None:
     test_collectives.test_reductions(other_ranks, "mpi", "world", "eager", test_collectives.FEW_DTYPES)
     test_collectives.test_in_a_loop(other_ranks)
     test_send_receive.test_tags_are_not_mixed_up(other_ranks)
-    test_segments.test_compression_of_the_wire(other_ranks, "bf16")
+    test_all_reduce.test_compression_of_indexed_slices(other_ranks, 1000)
     test_agreement.test_calls_that_do_not_match(other_ranks, "dtype")
 
 

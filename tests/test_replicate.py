@@ -168,3 +168,10 @@ def test_what_one_rank_may_do_alone(keras_two_ranks: Pool, keras: str, kind: str
 def test_divided_data_that_are_the_same_are_named(keras_two_ranks: Pool) -> None:
     (_, said), _ = keras_two_ranks.run(fit_bodies.body_unshuffled, "not divided")
     assert ["ranks 0, 1 began with the very same batch" in text for text in said] == [True]
+
+
+def test_what_is_replaced_is_listed(keras_two_ranks: Pool) -> None:
+    names, text = keras_two_ranks.run(fit_step_bodies.body_replaced)[0]
+    expected = {"train_step", "make_test_function", "fit", "save", "apply_gradients", "call", "add_loss"}
+    assert {*expected, "update_state", "result", "reset_state", "skip"} <= set(names)
+    assert [name for name in names if f"``{name}``" not in text] == []

@@ -1,7 +1,7 @@
 """``npu.distribute``: what a training script adds to run on many workers."""
 
-import importlib
-from typing import Any
+import importlib as _importlib
+from typing import Any as _Any
 
 from npu_device._src.training.dataset import shard_and_rebatch_dataset as shard_and_rebatch_dataset
 from npu_device._src.training.fit.divided import divided as divided
@@ -36,7 +36,7 @@ from npu_device._src.training.variables import (
 from npu_device.distribute import hccl_ops as hccl_ops
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _Any:
     if name not in ("hccl", "npu_callbacks"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{__name__}.{name}")
+    return _importlib.import_module(f"{__name__}.{name}")
