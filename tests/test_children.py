@@ -11,7 +11,7 @@ from pathlib import Path
 
 import job
 import pytest
-from launcher import environment, npurun, script
+from launcher import environment
 from ranks import table_environment
 from rendezvous_ranks import WORKER, without_table
 
@@ -29,7 +29,6 @@ import tensorflow as tf
 import npu_device as npu
 from hccl.manage import api as hccl
 
-without_mark = dict(os.environ)
 handle = npu.open().as_default()
 npu.distribute.barrier()
 with npu.distribute.rank_zero_first() as is_main:
@@ -76,38 +75,10 @@ def _expected(rank: int) -> str:
     return rf"{re.escape(place)} this process \(\d+\) is a child of rank {rank} of 2 \(process \d+\), and no rank"
 
 
-_STARTED = (
+_STARTS = (
     _CHILD
     + """
-if __name__ == "__main__" and "again" in sys.argv:
-    is_child()
-elif __name__ == "__main__":
-    import concurrent.futures, multiprocessing, subprocess
-    again = [sys.executable, __file__, "again"]
-    if os.environ["HOW"] == "subprocess":
-        subprocess.run(again, check=True, env=without_mark)  # so that only the hub can tell
-    else:
-        context = multiprocessing.get_context(os.environ["HOW"])
-        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-            pool.submit(is_child).result()
-    print("sum", float(npu.distribute.all_reduce(np.float32(npu.distribute.rank() + 1), "sum")))
-"""
-)
-
-
-@pytest.mark.parametrize("how", ["forkserver", pytest.param("subprocess", marks=pytest.mark.full)])
-def test_a_started_process_stays_outside_the_job(tmp_path: Path, how: str) -> None:
-    for rank, output in enumerate(job.outputs(tmp_path, 2, _STARTED, FOLDER=str(tmp_path / "saved"), HOW=how)):
-        assert len(re.findall(_expected(rank), output)) == 1, output
-        said = rf"npu.open\(\) does nothing in this process \(\d+\): it is a child of rank {rank} of 2 \(process \d+\)"
-        assert len(re.findall(said, output)) == 1, output
-        assert "sum 3.0" in output, output
-
-
-_FORKED = (
-    _CHILD
-    + """
-import multiprocessing, signal
+import concurrent.futures, multiprocessing, signal
 
 def total():
     return float(npu.distribute.all_reduce(np.float32(npu.distribute.rank() + 1), "sum"))
@@ -123,42 +94,49 @@ def fork(act):
         os._exit(3)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-assert total() == 3
-optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(tf.keras.optimizers.SGD())
-weight = tf.Variable(1.0)
-
 def updates():
     try:
         optimizer.apply_gradients([(tf.constant(1.0), weight)])
     except RuntimeError as error:
         print("update:", error, flush=True)
 
-worker = multiprocessing.get_context("fork").Process(target=opens_again)
-worker.start()
-worker.join()
-print("codes", worker.exitcode, fork(updates), fork(sys.exit), fork(npu.close), fork(lambda: 1 / 0), flush=True)
-assert total() == 3  # the job goes on, whatever its children did
 def trains_alone():
     alone = tf.keras.Sequential([tf.keras.Input([1]), tf.keras.layers.Dense(1)])
     alone.compile("sgd", "mse", run_eagerly=True)
     alone.fit(np.ones([4, 1]), np.ones([4, 1]), verbose=0)
 
-print("training ends with", fork(trains_alone), total())
-endless = multiprocessing.get_context("fork").Process(target=signal.pause)
-endless.start()
-endless.terminate()
-endless.join()
-print("terminated", endless.exitcode, total())
+if __name__ == "__main__":
+    assert total() == 3
+    optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(tf.keras.optimizers.SGD())
+    weight = tf.Variable(1.0)
+    worker = multiprocessing.get_context("fork").Process(target=opens_again)
+    worker.start()
+    worker.join()
+    print("codes", worker.exitcode, fork(updates), fork(sys.exit), fork(npu.close), fork(lambda: 1 / 0), flush=True)
+    assert total() == 3  # the job goes on, whatever its children did
+    print("training ends with", fork(trains_alone), total())
+    endless = multiprocessing.get_context("fork").Process(target=signal.pause)
+    endless.start()
+    endless.terminate()
+    endless.join()
+    print("terminated", endless.exitcode, total())
+    if npu.distribute.rank() == 1:
+        context = multiprocessing.get_context("forkserver")
+        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+            pool.submit(is_child).result()
+    print("at the end", total())
 """
 )
 
 
-def test_a_forked_process_leaves_the_job_alone(tmp_path: Path) -> None:
-    for rank, output in enumerate(job.outputs(tmp_path, 2, _FORKED, FOLDER=str(tmp_path / "saved"))):
-        assert len(re.findall(_expected(rank), output)) == 1, output
-        assert output.count("npu.open() does nothing in this process") == 1, output
+def test_processes_that_a_rank_starts_leave_the_job_alone(tmp_path: Path) -> None:
+    """Both ranks fork, and rank 1 has a process in which everything is imported anew."""
+    for rank, output in enumerate(job.outputs(tmp_path, 2, _STARTS, FOLDER=str(tmp_path / "saved"))):
+        assert len(re.findall(_expected(rank), output)) == 1 + rank, output
+        said = rf"npu.open\(\) does nothing in this process \(\d+\): it is a child of rank {rank} of 2 \(process \d+\)"
+        assert len(re.findall(said, output)) == 1 + rank, output
         assert re.search(rf"update: this process \(\d+\) is a forked child of rank {rank} on host", output)
-        for end in ("codes 0 3 0 3 1", "training ends with 3 3.0", "terminated -15 3.0"):
+        for end in ("codes 0 3 0 3 1", "training ends with 3 3.0", "terminated -15 3.0", "at the end 3.0"):
             assert end in output, output
 
 
@@ -168,14 +146,11 @@ _WHOSE_CHILD = "from npu_device._src.membership import parent_rank; print(parent
 @pytest.mark.parametrize(
     "scheme, changes, is_child",
     [
-        ({"RANK_ID": "1", "RANK_SIZE": "2"}, {}, True),
         ({"RANK_ID": "1", "RANK_SIZE": "2"}, {"ASCEND_DEVICE_ID": "3"}, True),  # the rank's number is given
         ({"RANK_ID": "1", "RANK_SIZE": "2"}, {"RANK_ID": "0"}, False),
         ({"RANK_ID": "1", "RANK_SIZE": "2"}, {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, False),
         ({"CM_WORKER_SIZE": "2", "ASCEND_DEVICE_ID": "1"}, {"ASCEND_DEVICE_ID": "0"}, False),  # the device is the rank
         ({"PMIX_NAMESPACE": "a", "OMPI_COMM_WORLD_RANK": "0"}, {"PMIX_NAMESPACE": "b"}, False),  # mpirun within mpirun
-        ({"TF_CONFIG": "{}"}, {"TF_CONFIG": '{"task": 1}'}, False),
-        ({"RANK": "0"}, {"NPU_DEVICE_RANK_PROCESS": ""}, False),
         ({"RANK": "0"}, {"NPU_DEVICE_RANK_PROCESS": "something else"}, False),
     ],
 )
@@ -281,15 +256,6 @@ def test_a_parent_whose_child_has_become_the_rank(tmp_path: Path) -> None:
     assert f"rank 1: a process that this one (machine {socket.gethostname()}, pid {parent.pid}) has started" in said
     assert "call npu.open() before starting processes that import the same script" in said
     assert rank.communicate(timeout=15)[0] == "met\n"
-
-
-def test_npurun_makes_ranks_of_a_ranks_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NPU_DEVICE_RANK_PROCESS", "")
-    parent_rank.mark(Cluster(1, 1, ("here", "here"), ("127.0.0.1",) * 2, "job"))
-    marked = os.environ["NPU_DEVICE_RANK_PROCESS"]
-    text = "import os; assert 'NPU_DEVICE_RANK_PROCESS' not in os.environ"
-    ended = npurun("-n", "2", script(tmp_path, text), NPU_DEVICE_RANK_PROCESS=marked)
-    assert ended.returncode == 0, ended.stderr
 
 
 _KILLED = """

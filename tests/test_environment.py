@@ -27,15 +27,11 @@ def test_unset_and_empty_give_the_default(variable: Variable, monkeypatch: pytes
         (environment.RANK_SIZE, "8", 8),
         (environment.RANK_ID, " 3 ", 3),
         (environment.ASCEND_DEVICE_ID, "07", 7),
-        (environment.HCCL_CONNECT_TIMEOUT, "600", 600.0),
         (environment.HCCL_CONNECT_TIMEOUT, "0.5", 0.5),
-        (environment.CM_CHIEF_IP, "10.0.0.1", "10.0.0.1"),
         (environment.CM_WORKER_IP, "FD00:0:0::1", "fd00::1"),
-        (environment.JOB_ID, "10087", "10087"),
         (environment.RANK_TABLE_FILE, "/a b/8p.json", "/a b/8p.json"),
         (environment.NPU_DEVICE_LOG_LEVEL, "info", "INFO"),
         (environment.NPU_DEVICE_PREEMPT_SIGNAL, "USR1", "SIGUSR1"),
-        (environment.NPU_DEVICE_PREEMPT_SIGNAL, "SIGUSR2", "SIGUSR2"),
         (environment.PET_NNODES, "2:4", 4),
         (environment.JAX_COORDINATOR_ADDRESS, "[::1]:77", ("::1", 77)),
     ],
@@ -50,21 +46,12 @@ def test_values(variable: Variable, text: str, value: object, monkeypatch: pytes
     ("variable", "text", "expected"),
     [
         (environment.RANK_SIZE, "four", "a whole number of at least 1"),
-        (environment.RANK_SIZE, "0", "a whole number of at least 1"),
         (environment.RANK_ID, "-1", "a whole number of at least 0"),
-        (environment.RANK_ID, "1.0", "a whole number of at least 0"),
-        (environment.ASCEND_DEVICE_ID, "npu:0", "a whole number of at least 0"),
         (environment.DEVICE_ID, "1_0", "a whole number of at least 0"),
-        (environment.CM_CHIEF_PORT, "0", "a whole number from 1 to 65520"),
         (environment.CM_CHIEF_PORT, "65521", "a whole number from 1 to 65520"),
-        (environment.CM_WORKER_SIZE, "32769", "a whole number from 1 to 32768"),
         (environment.CM_CHIEF_IP, "chief.example", "an IPv4 or IPv6 address"),
-        (environment.CM_WORKER_IP, "10.0.0.256", "an IPv4 or IPv6 address"),
         (environment.HCCL_CONNECT_TIMEOUT, "0", "a number above 0, at most 7200"),
-        (environment.HCCL_CONNECT_TIMEOUT, "7201", "a number above 0, at most 7200"),
         (environment.HCCL_CONNECT_TIMEOUT, "nan", "a number above 0, at most 7200"),
-        (environment.HCCL_CONNECT_TIMEOUT, "2 min", "a number above 0, at most 7200"),
-        (environment.NPU_LOOP_SIZE, "0", "a whole number of at least 1"),
         (environment.NPU_DEVICE_LOG_LEVEL, "loud", "one of DEBUG, INFO, WARNING, ERROR, CRITICAL"),
         (environment.NPU_DEVICE_PREEMPT_SIGNAL, "KILL", "one of SIGTERM, SIGUSR1, SIGUSR2, with or without SIG"),
         (environment.PET_NNODES, "2:", "a number of nodes, or MIN:MAX"),
@@ -78,17 +65,8 @@ def test_malformed_values_name_variable_found_and_expected(
     with pytest.raises(ValueError) as raised:
         variable.get()
     message = str(raised.value)
-    assert "EI0001" in message
+    assert "EI0001" in message and "What to do:" in message
     assert f"{variable.name} is {text!r}; expected {expected}" in message
-    assert "What to do:" in message
-
-
-def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TF_NUM_INTRAOP_THREADS", raising=False)
-    monkeypatch.delenv("TF_NUM_INTEROP_THREADS", raising=False)
-    assert not environment.user_sets_threads()
-    monkeypatch.setenv("TF_NUM_INTEROP_THREADS", "2")
-    assert environment.user_sets_threads()
 
 
 def test_the_pages_of_variables_and_options_are_up_to_date() -> None:

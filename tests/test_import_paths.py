@@ -148,7 +148,7 @@ PROGRAMS = {
     "names": ["\n".join(["import npu_device", *(name for name in REACHED if name.startswith("npu_device."))])],
     "statements": _statements(),
     "star imports": [_star_import(module) for module in MODULES],
-    "scripts": [SCRIPT.format(before=before, module=module) for before in OWN_IMPORTS for module in MODULES],
+    "scripts": [SCRIPT.format(before=before, module=module) for before, module in zip(OWN_IMPORTS, MODULES * 2)],
 }
 
 # Importing TensorFlow takes seconds: one process does, and forks for each program.

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 from pathlib import Path
 
-import pytest
 from launcher import npurun, script, start, without_hint
+from ranks import free_port
 
 # Each rank leaves its environment and the table's bytes in a file of its own.
 REPORT = """
@@ -26,29 +25,34 @@ def reports(directory: Path) -> list[dict]:
     return [json.loads(path.read_text()) for path in sorted(directory.glob("rank*.json"))]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_variables_and_table(tmp_path: Path, ranks: int) -> None:
-    done = npurun("-n", str(ranks), script(tmp_path, REPORT), str(tmp_path))
-    assert (done.returncode, without_hint(done.stderr)) == (0, b"")
+def test_variables_and_table(tmp_path: Path) -> None:
+    others = {"CM_CHIEF_IP": "10.0.0.1", "CM_WORKER_SIZE": "8", "TF_CONFIG": "{}", "RANK_TABLE_FILE": "/no/such"}
+    kept = {"CM_X": "1", "JOB_ID": "10087", "NPU_DEVICE_PREEMPT_TIMEOUT": "7.5"}
+    ports = {"NPU_DEVICE_PORT_RANGE": "61100-61103"}
+    done = npurun(
+        *("-n", "3", script(tmp_path, REPORT), str(tmp_path)), **others, **kept, **ports, NPU_DEVICE_RANK_PROCESS="{}"
+    )
+    assert done.returncode == 0
+    warning, _ = without_hint(done.stderr).decode().split(".", 1)
+    assert warning.startswith("npurun: removed from the environment") and all(name in warning for name in others)
     found = reports(tmp_path)
-    assert len(found) == ranks
     for rank, report in enumerate(found):
         variables = report["variables"]
         assert variables["RANK_ID"] == variables["ASCEND_DEVICE_ID"] == variables["DEVICE_ID"] == str(rank)
-        assert variables["RANK_SIZE"] == str(ranks)
+        assert variables["RANK_SIZE"] == "3"
         assert variables["PYTHONUNBUFFERED"] == "1"
-        assert re.fullmatch(r"[A-Za-z0-9_-]+", variables["JOB_ID"])
+        assert kept.items() <= variables.items()
+        assert 61100 <= int(variables["NPU_DEVICE_HUB"]) <= 61103
+        assert not {"CM_CHIEF_IP", "CM_WORKER_SIZE", "TF_CONFIG", "NPU_DEVICE_RANK_PROCESS"} & variables.keys()
         assert report["modes"] == ["0o700"]
-        assert not os.path.exists(variables["RANK_TABLE_FILE"]), "the launcher leaves nothing behind"
-        assert not os.path.exists(os.path.dirname(variables["RANK_TABLE_FILE"]))
+        assert not os.path.exists(os.path.dirname(variables["RANK_TABLE_FILE"])), "the launcher leaves nothing behind"
     assert len({report["table"] for report in found}) == 1
-    assert len({report["variables"]["JOB_ID"] for report in found}) == 1
     table = json.loads(found[0]["table"])
     (server,) = table["server_list"]
     assert (table["version"], table["status"], table["server_count"]) == ("1.0", "completed", "1")
     assert (server["server_id"], server["host_ip"]) == ("node0", "127.0.0.1")
-    assert [device["rank_id"] for device in server["device"]] == [str(rank) for rank in range(ranks)]
-    assert [device["device_id"] for device in server["device"]] == [str(rank) for rank in range(ranks)]
+    assert [device["rank_id"] for device in server["device"]] == ["0", "1", "2"]
+    assert [device["device_id"] for device in server["device"]] == ["0", "1", "2"]
     assert 1 <= int(server["device"][0]["host_port"]) <= 65535
 
 
@@ -72,11 +76,11 @@ def test_the_secret_is_made_for_each_launch_and_shown_nowhere(tmp_path: Path) ->
     assert found[0][0] == found[0][1] != found[1][0] == found[1][1]
 
 
-def test_the_users_secret_wins(tmp_path: Path) -> None:
+def test_a_secret_from_a_file(tmp_path: Path) -> None:
     source = script(tmp_path, "import os; print(os.environ.get('NPU_DEVICE_SECRET'))")
-    assert npurun(source, NPU_DEVICE_SECRET="mine").stdout == b"[0] mine\n"
     (tmp_path / "secret").write_text("from a file")
-    assert npurun(source, NPU_DEVICE_SECRET_FILE=str(tmp_path / "secret")).stdout == b"[0] None\n"
+    done = npurun(source, NPU_DEVICE_SECRET_FILE=str(tmp_path / "secret"))
+    assert (done.stdout, done.stderr) == (b"[0] None\n", b"")
     done = npurun(source, NPU_DEVICE_SECRET_FILE=str(tmp_path / "nothing"))
     assert done.returncode == 2
     assert b"NPU_DEVICE_SECRET_FILE" in done.stderr
@@ -89,28 +93,20 @@ def test_several_nodes_without_a_secret_are_warned(tmp_path: Path) -> None:
     assert b"NPU_DEVICE_SECRET_FILE" in done.stderr
 
 
-def test_the_port_range_is_kept(tmp_path: Path) -> None:
-    source = script(tmp_path, "import os; print(os.environ['NPU_DEVICE_HUB'])")
-    ports = {npurun(source, NPU_DEVICE_PORT_RANGE="61100-61103").stdout.split()[1] for _ in range(3)}
-    assert ports <= {b"61100", b"61101", b"61102", b"61103"}
-
-
-def test_two_nodes(tmp_path: Path) -> None:
-    source = script(tmp_path, REPORT)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = ["-n", "2", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master_port", port]
-    secret = {"NPU_DEVICE_SECRET": "the same on both"}
-    launches = [start(*common, "--node-rank", str(node), source, str(tmp_path), **secret) for node in (0, 1)]
-    assert [launch.wait(30) for launch in launches] == [0, 0]
-    for launch in launches:
-        stdout, stderr = launch.communicate()
-        assert (stdout, without_hint(stderr)) == (b"", b"")
+def test_two_nodes_of_a_platform(tmp_path: Path) -> None:
+    source, port = script(tmp_path, REPORT), str(free_port())
+    platform = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
+    variables = {**platform, "NPU_DEVICE_SECRET": "the same on both"}
+    launches = [start("-n", "2", source, str(tmp_path), **variables, PET_NODE_RANK=str(node)) for node in (0, 1)]
+    for node, launch in enumerate(launches):
+        stdout, stderr = launch.communicate(timeout=30)
+        assert (launch.returncode, stdout) == (0, b""), stderr
+        assert b" and others of the platform say that this is node %d of 2" % node in stderr
     found = reports(tmp_path)
     assert [report["variables"]["RANK_ID"] for report in found] == ["0", "1", "2", "3"]
     assert [report["variables"]["ASCEND_DEVICE_ID"] for report in found] == ["0", "1", "0", "1"]
     assert {report["variables"]["RANK_SIZE"] for report in found} == {"4"}
+    assert {report["variables"]["NPU_DEVICE_SECRET"] for report in found} == {"the same on both"}
     assert len({report["variables"]["JOB_ID"] for report in found}) == 1
     assert len({report["table"] for report in found}) == 1
     servers = json.loads(found[0]["table"])["server_list"]
@@ -120,19 +116,7 @@ def test_two_nodes(tmp_path: Path) -> None:
     assert [device["rank_id"] for device in servers[1]["device"]] == ["2", "3"]
 
 
-def test_the_job_id_of_the_user_wins(tmp_path: Path) -> None:
+def test_the_name_of_the_job(tmp_path: Path) -> None:
     source = script(tmp_path, "import os; print(os.environ['JOB_ID'])")
-    assert npurun(source, JOB_ID="10087").stdout == b"[0] 10087\n"
+    assert re.fullmatch(rb"\[0\] npurun-[0-9a-f]{12}\n", npurun(source).stdout)
     assert npurun("--job-id", "mine", source, JOB_ID="10087").stdout == b"[0] mine\n"
-
-
-def test_other_descriptions_of_a_job_are_taken_away_with_a_warning(tmp_path: Path) -> None:
-    source = script(tmp_path, "import os; print(sorted(n for n in os.environ if n.startswith(('CM_', 'TF_CONFIG'))))")
-    done = npurun(
-        source, CM_CHIEF_IP="10.0.0.1", CM_WORKER_SIZE="8", TF_CONFIG="{}", RANK_TABLE_FILE="/no/such", CM_X="1"
-    )
-    assert done.stdout == b"[0] ['CM_X']\n"
-    warning = done.stderr.decode()
-    assert warning.startswith("npurun: ")
-    assert all(name in warning for name in ("CM_CHIEF_IP", "CM_WORKER_SIZE", "TF_CONFIG", "RANK_TABLE_FILE"))
-    assert without_hint(npurun(source).stderr) == b""

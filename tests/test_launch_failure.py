@@ -55,22 +55,65 @@ def test_the_first_failure_is_told_last_with_its_traceback(tmp_path: Path) -> No
     assert "npurun: 3 of 3 ranks ended with an error" in done.stderr.decode()
 
 
-def test_the_time_of_the_failure_counts_not_that_of_the_end(tmp_path: Path) -> None:
-    source = script(
-        tmp_path,
-        RECORD
-        + """
+@pytest.mark.parametrize(
+    ("text", "code", "first"),
+    [
+        pytest.param(
+            """
     if rank == 0:
         sys.exit(9)  # dies of the consequence, but is faster
     record("ValueError: the cause", seconds_ago=1.0)
     time.sleep(1)
     sys.exit(5)
-    """,
-    )
-    done = npurun("-n", "2", source)
-    assert done.returncode == 5
-    assert "rank 1: exit code 5, " in last_lines(done.stderr)
-    assert last_lines(done.stderr).endswith("  whole traceback of rank 1\nValueError: the cause\n")
+            """,
+            5,
+            "rank 1: exit code 5, ",
+            id="its record is older",
+        ),
+        pytest.param(
+            """
+    if rank == 0:
+        record("PeerError: rank 1 failed", secondary=True, seconds_ago=5.0)
+        sys.exit(1)
+    time.sleep(0.3)
+    record("ValueError: the cause")
+    sys.exit(3)
+            """,
+            3,
+            "rank 1: exit code 3, ",
+            id="the other's is a consequence",
+        ),
+        pytest.param(
+            """
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    time.sleep(0.5)
+    record("UnavailableError: connection reset")
+    sys.exit(1)
+            """,
+            128 + 9,
+            "rank 1: killed by SIGKILL",
+            id="killed without a record",
+        ),
+        pytest.param(
+            """
+    if rank == 0:
+        sys.exit(7)
+    record("ValueError: the cause", seconds_ago=1.0)
+    time.sleep(60)
+            """,
+            1,
+            "rank 1: stopped by npurun, killed by SIGTERM, ",
+            id="hangs at its exit",
+        ),
+    ],
+)
+def test_the_rank_that_failed_first_is_named(tmp_path: Path, text: str, code: int, first: str) -> None:
+    done = npurun("-n", "2", script(tmp_path, RECORD + text))
+    assert done.returncode == code
+    assert first in last_lines(done.stderr)
+    if code != 128 + 9:
+        assert last_lines(done.stderr).endswith("  whole traceback of rank 1\nValueError: the cause\n")
 
 
 def test_the_line_about_an_error_says_what_it_is(tmp_path: Path) -> None:
@@ -96,86 +139,23 @@ def test_the_line_about_an_error_says_what_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keras", ["2", "3"])
-def test_the_first_failure_is_that_of_the_script_when_keras_adds_lines(tmp_path: Path, keras: str) -> None:
+def test_the_first_failure_is_that_of_the_script_when_keras_adds_lines(tmp_path: Path) -> None:
     source = script(
         tmp_path,
         """
-        import sys
         import tensorflow as tf
+        import npu_device as npu
         class Broken(tf.keras.layers.Layer):
             def call(self, x):
                 raise ValueError(f"no {x.shape[0]} rows")
-        if sys.argv[1:]:
-            import npu_device as npu
-            npu.open()
+        npu.open()
         layer = Broken()
         tf.function(lambda: layer(tf.zeros([3, 1])))()
         """,
     )
-    legacy, arguments = ("1", []) if keras == "2" else ("0", ["opens"])  # the end of its stderr is read, or its record
-    done = npurun("-n", "1", source, *arguments, TF_USE_LEGACY_KERAS=legacy)
+    done = npurun("-n", "1", source)
     [line] = [line for line in done.stderr.decode().splitlines() if line.startswith("npurun: the first failure")]
     assert line.endswith(" s after the start: ValueError: no 3 rows")
-
-
-def test_a_consequence_is_never_the_first(tmp_path: Path) -> None:
-    source = script(
-        tmp_path,
-        RECORD
-        + """
-    if rank == 0:
-        record("PeerError: rank 1 failed", secondary=True, seconds_ago=5.0)
-        sys.exit(1)
-    if rank == 1:
-        time.sleep(0.3)
-        record("ValueError: the cause")
-        sys.exit(3)
-    time.sleep(60)
-    """,
-    )
-    done = npurun("-n", "3", source)
-    assert done.returncode == 3
-    assert "rank 1: exit code 3, " in last_lines(done.stderr)
-    assert "rank 2: stopped by npurun, killed by SIGTERM" in done.stderr.decode()
-    assert (
-        f"2 of 3 ranks ended with an error on host {socket.gethostname()}; npurun stopped 1 rank:"
-        in done.stderr.decode()
-    )
-
-
-def test_a_killed_rank_leaves_no_record_and_is_still_the_first(tmp_path: Path) -> None:
-    source = script(
-        tmp_path,
-        RECORD
-        + """
-    import signal
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.5)
-    record("UnavailableError: connection reset")
-    sys.exit(1)
-    """,
-    )
-    done = npurun("-n", "2", source)
-    assert done.returncode == 128 + 9
-    assert "rank 1: killed by SIGKILL" in last_lines(done.stderr)
-
-
-def test_a_rank_that_raised_and_hangs_at_its_exit_is_the_first(tmp_path: Path) -> None:
-    source = script(
-        tmp_path,
-        RECORD
-        + """
-    if rank == 0:
-        record("ValueError: the cause", seconds_ago=1.0)
-        time.sleep(60)
-    sys.exit(7)
-    """,
-    )
-    done = npurun("-n", "2", source)
-    assert done.returncode == 1
-    assert last_lines(done.stderr).endswith("ValueError: the cause\n")
 
 
 def test_only_consequences_on_this_node(tmp_path: Path) -> None:
@@ -185,41 +165,33 @@ def test_only_consequences_on_this_node(tmp_path: Path) -> None:
     assert "other nodes" in done.stderr.decode()
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"time": "never"}', '{"time": 1.0}'])
-def test_a_broken_record_is_no_record(tmp_path: Path, text: str) -> None:
+def test_a_broken_record_is_no_record(tmp_path: Path) -> None:
     source = script(
-        tmp_path, f"import os; open(os.environ['NPU_DEVICE_ERROR_FILE'], 'w').write({text!r}); raise ValueError('seen')"
+        tmp_path,
+        """
+        import os
+        text = ["", "[]", '{"time": "never"}', '{"time": 1.0}'][int(os.environ["RANK_ID"])]
+        open(os.environ["NPU_DEVICE_ERROR_FILE"], "w").write(text)
+        raise ValueError("seen")
+        """,
     )
-    done = npurun(source)
+    done = npurun("-n", "4", source)
     assert done.returncode == 1
+    assert done.stderr.count(b" s after the start: ValueError: seen\n") == 4
     assert last_lines(done.stderr).endswith("ValueError: seen\n")
 
 
-@pytest.mark.parametrize(
-    ("status", "code"), [("os._exit(42)", 42), ("os.abort()", 134), ("os.kill(os.getpid(), 11)", 139)]
-)
-def test_exit_code(tmp_path: Path, status: str, code: int) -> None:
-    source = script(tmp_path, f"import os, sys; print('dying', file=sys.stderr); {status}")
-    done = npurun("-n", "2", source)
+@pytest.mark.parametrize(("status", "code"), [("os._exit(42)", 42), ("os.abort()", 134)])
+def test_without_a_traceback_the_last_lines_are_told(tmp_path: Path, status: str, code: int) -> None:
+    source = script(tmp_path, f"import os, sys; [print('noise', n, file=sys.stderr) for n in range(1000)]; {status}")
+    done = npurun(source)
     assert done.returncode == code
-    assert last_lines(done.stderr).endswith("dying\n"), "without a traceback its last lines are told"
-
-
-def test_the_end_of_a_long_stderr_is_told(tmp_path: Path) -> None:
-    source = script(tmp_path, "import sys; [print('noise', n, file=sys.stderr) for n in range(1000)]; sys.exit(1)")
-    told = last_lines(npurun(source).stderr).splitlines()[1:]
-    assert told == [f"noise {number}" for number in range(980, 1000)]
-
-
-def test_where_the_log_of_the_failure_is(tmp_path: Path) -> None:
-    done = npurun("-n", "1", "--log-dir", str(tmp_path / "logs"), script(tmp_path, "raise ValueError('x')"))
-    assert str(tmp_path / "logs" / "rank0.log") in done.stderr.decode()
-    assert done.stderr.endswith(b"ValueError: x\n")
+    assert last_lines(done.stderr).splitlines()[1:] == [f"noise {number}" for number in range(980, 1000)]
 
 
 @pytest.mark.slow
 def test_nothing_is_left_running(tmp_path: Path) -> None:
-    """Ranks and their children that don't hear SIGTERM, or are stopped, are killed after the grace period."""
+    """Ranks hear SIGTERM; those that are stopped, and deaf children, are killed after the grace period."""
     source = script(
         tmp_path,
         f"""
@@ -227,6 +199,8 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
         rank = int(os.environ["RANK_ID"])
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the child inherits it
         child = subprocess.Popen(["sleep", "100"])
+        if rank == 1:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("saved")))
         for name, pid in (("rank", os.getpid()), ("child", child.pid)):
             path = os.path.join({str(tmp_path)!r}, f"{{name}}{{rank}}.pid")
             open(path + ".part", "w").write(str(pid))
@@ -244,28 +218,12 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
     done = npurun("-n", "3", "--grace", "1", source)
     assert 2 < time.monotonic() - began < 12
     assert done.returncode == 3
+    assert done.stdout == b"[1] saved\n"
+    stderr = done.stderr.decode()
+    assert f"1 of 3 ranks ended with an error on host {socket.gethostname()}; npurun stopped 1 rank:\n" in stderr
+    assert "rank 0: stopped by npurun, killed by SIGKILL" in stderr
     pids = wait_for_files(tmp_path, "*.pid", 6)
     assert [pid for pid in pids if is_running(pid)] == []
-
-
-def test_ranks_that_hear_sigterm_are_not_killed(tmp_path: Path) -> None:
-    source = script(
-        tmp_path,
-        """
-        import os, signal, sys, time
-        def save(*_):
-            print("saved")
-            sys.exit(0)
-        if os.environ["RANK_ID"] == "0":
-            signal.signal(signal.SIGTERM, save)
-            time.sleep(60)
-        time.sleep(0.5)
-        sys.exit(4)
-        """,
-    )
-    done = npurun("-n", "2", source, limit=10)
-    assert done.returncode == 4
-    assert b"[0] saved\n" in done.stdout
 
 
 def test_children_of_ranks_that_ended_well_are_ended_too(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Ctrl-C and other ends of npurun itself: everybody stops, once, and nothing is left running."""
+"""Signals to npurun and its ranks: everybody stops, once, and nothing is left running. A request to stop is passed on,
+and exit code 75 means "resumable", never a failure.
+"""
 
 from __future__ import annotations
 
@@ -9,35 +11,47 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import is_running, script, start, wait_for_files, wait_until
+from launcher import is_running, npurun, script, start, wait_for_files, wait_until
+
+from npu_device._src.testing import leaks
 
 pytestmark = pytest.mark.xdist_group("waiting")
 
-WAITING = """
-    import os, signal, subprocess, sys, time
-    here, mode = sys.argv[1:]
-    if mode == "deaf":
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    def note(pid, name):
-        path = os.path.join(here, name + os.environ["RANK_ID"] + ".pid")
-        open(path + ".part", "w").write(str(pid))
-        os.rename(path + ".part", path)
-    note(subprocess.Popen(["sleep", "100"]).pid, "child")
+# Each rank starts a child. It is deaf to signals; or plain, as Python is by default; or saves, and ends. In the modes
+# of preemption it stands for a script with JobCheckpoint: ends its step when asked, writes a checkpoint, ends with 75.
+SCRIPT = """
+    import os, pathlib, signal, subprocess, sys, time
+    here, mode, rank = pathlib.Path(sys.argv[1]), sys.argv[2], os.environ["RANK_ID"]
+    numbers = signal.SIGINT, signal.Signals[os.environ["NPU_DEVICE_PREEMPT_SIGNAL"]]
     got = []
-    if mode == "polite":
-        signal.signal(signal.SIGINT, lambda *_: got.append("SIGINT"))
-        signal.signal(signal.SIGTERM, lambda *_: got.append("SIGTERM"))
+    def note(pid, name):
+        path = here / f"{name}{rank}.pid"
+        path.with_suffix(".part").write_text(str(pid))
+        path.with_suffix(".part").rename(path)
+    if mode == "deaf":
+        [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    child = subprocess.Popen(["sleep", "100"])
+    note(child.pid, "child")
+    if mode not in ("deaf", "plain"):
+        [signal.signal(number, lambda number, _: got.append(signal.Signals(number).name)) for number in numbers]
     note(os.getpid(), "rank")
     while not got:
         time.sleep(0.01)
-    time.sleep(0.5)
+    time.sleep(1.0)
+    if mode in ("step", "every"):
+        assert len(got) == 1 or mode == "every"
+        assert child.poll() is None, "the step still needs it"
+        if rank == "0":
+            pathlib.Path(os.environ["NPU_DEVICE_PROGRESS_FILE"]).write_text("12")
+    elif mode == "bug" and rank == "1":
+        raise ValueError("while stopping")
     print("saved after", got)
+    sys.exit(0 if mode == "polite" else 75)
 """
 
 
-def waiting(tmp_path: Path, mode: str, *options: str) -> tuple[subprocess.Popen[bytes], list[int]]:
-    launch = start("-n", "2", *options, script(tmp_path, WAITING), str(tmp_path), mode)
+def running(tmp_path: Path, mode: str, *options: str, **variables: str) -> tuple[subprocess.Popen[bytes], list[int]]:
+    launch = start("-n", "2", *options, script(tmp_path, SCRIPT), str(tmp_path), mode, **variables)
     return launch, wait_for_files(tmp_path, "*.pid", 4)
 
 
@@ -45,28 +59,23 @@ def left(pids: list[int]) -> list[int]:
     return [pid for pid in pids if is_running(pid)]
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "to_group"),
-    [(signal.SIGINT, 130, True), (signal.SIGTERM, 143, False), (signal.SIGHUP, 129, True)],
-)
-def test_one_signal_stops_everybody(tmp_path: Path, number: int, code: int, to_group: bool) -> None:
-    launch, pids = waiting(tmp_path, "polite")
-    if to_group:  # as a terminal does
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_one_signal_of_a_terminal_stops_everybody(tmp_path: Path, number: int, code: int) -> None:
+    launch, pids = running(tmp_path, "polite", "--max-restarts", "3")
+    for _ in range(3 if number == signal.SIGINT else 1):  # more at once are one
         os.killpg(launch.pid, number)
-    else:
-        os.kill(launch.pid, number)
+        time.sleep(0.03)
     out, err = launch.communicate(timeout=10)
-    name = signal.Signals(number).name
     assert launch.returncode == code
-    if number != signal.SIGHUP:
-        assert sorted(out.splitlines()) == [b"[%d] saved after ['%s']" % (rank, name.encode()) for rank in (0, 1)]
-    assert name.encode() in err
+    if number == signal.SIGINT:
+        assert sorted(out.splitlines()) == [b"[%d] saved after ['SIGINT']" % rank for rank in (0, 1)]
+    assert signal.Signals(number).name.encode() in err and b"restart" not in err
     assert all(line.startswith(b"npurun: ") for line in err.splitlines())
     assert left(pids) == []
 
 
 def test_ctrl_c_of_a_plain_script(tmp_path: Path) -> None:
-    launch, pids = waiting(tmp_path, "plain", "--grace", "60")
+    launch, pids = running(tmp_path, "plain", "--grace", "60")
     os.killpg(launch.pid, signal.SIGINT)
     _, err = launch.communicate(timeout=30)  # nobody had to be killed
     assert launch.returncode == 130
@@ -75,41 +84,34 @@ def test_ctrl_c_of_a_plain_script(tmp_path: Path) -> None:
     assert left(pids) == []
 
 
-def test_who_does_not_stop_is_killed_after_the_grace(tmp_path: Path) -> None:
-    launch, pids = waiting(tmp_path, "deaf", "--grace", "1")
+@pytest.mark.parametrize(
+    ("number", "code", "limits"),
+    [
+        (signal.SIGINT, 130, ("--grace", "1")),
+        (signal.SIGTERM, 143, ("--preempt-timeout", "1", "--grace", "60")),
+        (signal.SIGTERM, 143, ("--preempt-timeout", "60")),
+    ],
+    ids=["grace", "preempt-timeout", "second signal"],
+)
+def test_who_does_not_stop_is_killed(tmp_path: Path, number: int, code: int, limits: tuple[str, ...]) -> None:
+    """After the limit, or at once by a second signal."""
+    launch, pids = running(tmp_path, "deaf", *limits)
     began = time.monotonic()
-    os.kill(launch.pid, signal.SIGINT)
+    launch.send_signal(number)
+    if "60" in limits[:2]:
+        time.sleep(1.0)
+        assert launch.poll() is None
+        launch.send_signal(number)
     launch.communicate(timeout=20)
     assert time.monotonic() - began >= 1
-    assert launch.returncode == 130
+    assert launch.returncode == code
     assert left(pids) == []
-
-
-def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
-    launch, pids = waiting(tmp_path, "deaf", "--grace", "60")
-    os.killpg(launch.pid, signal.SIGINT)
-    time.sleep(1.0)
-    assert launch.poll() is None
-    os.killpg(launch.pid, signal.SIGINT)
-    launch.communicate(timeout=30)
-    assert launch.returncode == 130
-    assert left(pids) == []
-
-
-def test_a_ctrl_c_that_arrives_twice_at_once_is_one(tmp_path: Path) -> None:
-    launch, _ = waiting(tmp_path, "polite")
-    for _ in range(3):
-        os.kill(launch.pid, signal.SIGINT)
-        time.sleep(0.03)
-    out, _ = launch.communicate(timeout=10)
-    assert len(out.splitlines()) == 2, "the ranks had the time to save"
 
 
 def test_when_the_launcher_is_killed_nothing_stays(tmp_path: Path) -> None:
     directory = tmp_path / "temporary"
     directory.mkdir()
-    launch = start("-n", "2", script(tmp_path, WAITING), str(tmp_path), "deaf", TMPDIR=str(directory))
-    pids = wait_for_files(tmp_path, "*.pid", 4)
+    launch, pids = running(tmp_path, "deaf", TMPDIR=str(directory))
     assert list(directory.iterdir()) != []
     os.killpg(launch.pid, signal.SIGKILL)
     launch.communicate(timeout=10)
@@ -121,13 +123,80 @@ def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     """nohup npurun ... survives the end of the terminal."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        launch, pids = waiting(tmp_path, "polite")
+        launch, pids = running(tmp_path, "polite")
     finally:
         signal.signal(signal.SIGHUP, previous)
     os.killpg(launch.pid, signal.SIGHUP)
     time.sleep(1.0)
     assert launch.poll() is None
-    os.kill(launch.pid, signal.SIGTERM)
+    launch.terminate()
     launch.communicate(timeout=10)
     assert launch.returncode == 143
     assert left(pids) == []
+
+
+# A request to stop
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_ranks_end_their_step_and_npurun_ends_with_75(tmp_path: Path, name: str) -> None:
+    options = [] if name == "SIGTERM" else ["--preempt-signal", name[3:]]
+    launch, pids = running(tmp_path, "step", "--max-restarts", "3", *options)
+    launch.send_signal(signal.Signals[name])
+    out, err = launch.communicate(timeout=60)
+    assert launch.returncode == 75, err.decode()
+    assert sorted(out.splitlines()) == [f"[{rank}] saved after ['{name}']".encode() for rank in (0, 1)]
+    assert f"npurun: {name}: asking 2 ranks to stop within 25 s".encode() in err
+    assert err.endswith(b"npurun: stopped on request at step 12, resumable\n")
+    assert b"failed" not in err and b"restart" not in err
+    wait_until(lambda: left(pids) == [])
+
+
+def test_a_request_to_the_ranks_themselves(tmp_path: Path) -> None:
+    launch, pids = running(tmp_path, "step", "--max-restarts", "3")
+    for pid in pids:
+        if Path(f"/proc/{pid}/comm").read_text().strip() != "sleep":
+            os.kill(pid, signal.SIGTERM)
+    _, err = launch.communicate(timeout=60)
+    assert launch.returncode == 75, err.decode()
+    assert err == b"npurun: stopped on request at step 12, resumable\n"
+
+
+def test_a_scheduler_that_signals_every_process(tmp_path: Path) -> None:
+    """As Slurm does. The hub and the guard stay."""
+
+    def ignores_sigterm(pid: int) -> bool:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        (mask,) = [line.split()[1] for line in lines if line.startswith("SigIgn:")]
+        return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
+
+    launch, pids = running(tmp_path, "every")
+    children = list(leaks.children_of(launch.pid))
+    hub_and_guard = [pid for pid in children if pid not in pids]
+    assert len(hub_and_guard) == 2
+    wait_until(lambda: all(map(ignores_sigterm, hub_and_guard)))
+    for pid in (*children, launch.pid):
+        os.kill(pid, signal.SIGTERM)
+    time.sleep(0.2)
+    assert left(hub_and_guard) == hub_and_guard
+    out, err = launch.communicate(timeout=60)
+    assert launch.returncode == 75, err.decode()
+    assert len(out.splitlines()) == 2
+
+
+def test_ranks_that_do_not_follow_the_others_are_stopped(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = npurun("-n", "2", "--preempt-timeout", "1", "sh", "-c", "[ $RANK_ID = 1 ] && exit 75; exec sleep 100")
+    assert done.returncode == 143
+    assert time.monotonic() - began >= 1
+    assert b"rank 0: stopped by npurun, killed by SIGTERM" in done.stderr
+    assert b"rank 1" not in done.stderr, "75 is no failure"
+
+
+def test_a_rank_that_fails_while_stopping_is_not_resumable(tmp_path: Path) -> None:
+    launch, _ = running(tmp_path, "bug", "--max-restarts", "3")
+    launch.send_signal(signal.SIGTERM)
+    _, err = launch.communicate(timeout=60)
+    assert launch.returncode == 143
+    assert b"ValueError: while stopping" in err
+    assert b"resumable" not in err and b"restart" not in err

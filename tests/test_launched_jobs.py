@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import job
 import launcher
 import pytest
 from mpi_ranks import AS_ROOT, mpiexec
@@ -66,17 +67,12 @@ def clusters(command: Sequence[str], **variables: str) -> list[dict[str, Any]]:
     return sorted(reports, key=lambda report: int(report["rank"]))
 
 
-def test_a_step_on_one_node() -> None:
-    found = clusters([*SRUN, "1", "3", *WORKER])
-    assert [(one["rank"], one["world_size"], one["local_rank"]) for one in found] == [(0, 3, 0), (1, 3, 1), (2, 3, 2)]
-    assert found[0]["addresses"] == ["127.0.0.1"] * 3
-
-
 def test_a_step_on_two_nodes() -> None:
     found = clusters([*SRUN, "2", "2", *WORKER])
     assert [one["rank"] for one in found] == [0, 1, 2, 3]
     assert [one["local_rank"] for one in found] == [0, 1, 0, 1]
     assert found[0]["hosts"] == ["localhost", "localhost", "node1", "node1"]
+    assert clusters([*SRUN, "1", "2", *WORKER])[0]["addresses"] == ["127.0.0.1"] * 2
 
 
 def test_srun_starts_a_torchrun_on_each_node() -> None:
@@ -87,22 +83,21 @@ def test_srun_starts_a_torchrun_on_each_node() -> None:
 
 
 def test_jax_variables() -> None:
-    loop = "for i in 0 1 2; do JAX_PROCESS_ID=$i " + " ".join(WORKER) + " & done; wait"
+    loop = "for i in 0 1; do JAX_PROCESS_ID=$i " + " ".join(WORKER) + " & done; wait"
     place = f"127.0.0.1:{free_port()}"
-    found = clusters(["sh", "-c", loop], JAX_NUM_PROCESSES="3", JAX_COORDINATOR_ADDRESS=place)
-    assert [one["rank"] for one in found] == [0, 1, 2]
+    found = clusters(["sh", "-c", loop], JAX_NUM_PROCESSES="2", JAX_COORDINATOR_ADDRESS=place)
+    assert [one["rank"] for one in found] == [0, 1]
 
 
-def test_a_process_without_a_rank_does_not_train_alone() -> None:
+def test_a_process_without_a_rank_does_not_train_alone(tmp_path: Path) -> None:
     calls = ("npu.open()", "npu.distribute.rank()", "npu.distribute.replicate(model)")
     script = "import tensorflow as tf, npu_device as npu; model = tf.keras.Sequential([tf.keras.layers.Dense(1)])\n"
     for call in calls:
         script += f"try:\n    {call}\n    print('went on')\nexcept RuntimeError as error:\n    print(error)\n"
-    variables = {"PET_NNODES": "2", "PET_NODE_RANK": "0"}
-    refused = run([sys.executable, "-c", script], **variables).stdout
+    [refused] = job.outputs(tmp_path, 1, script, PET_NNODES="2", PET_NODE_RANK="0")
     assert refused.count("PET_NNODES is 2: Kubeflow's torch runtime") == len(calls) and "went on" not in refused
-    allowed = run([sys.executable, "-c", script], NPU_DEVICE_LAUNCHER="off", **variables).stdout
-    assert allowed == "went on\n" * len(calls)
+    [allowed] = job.outputs(tmp_path, 1, script, PET_NNODES="2", NPU_DEVICE_LAUNCHER="off")
+    assert allowed.count("went on\n") == len(calls)
 
 
 def test_npurun_in_a_step_starts_a_job_of_its_own(tmp_path: Path) -> None:
@@ -114,17 +109,17 @@ def test_npurun_in_a_step_starts_a_job_of_its_own(tmp_path: Path) -> None:
         print(membership_from_environment().scheme, "of", os.environ["JOB_ID"])
         """,
     )
-    result = run([*SRUN, "1", "3", *launcher.NPURUN, "-n", "2", script])
+    result = run([*SRUN, "1", "2", *launcher.NPURUN, "-n", "2", script])
     assert result.returncode == 0, result.stderr
     jobs = re.findall(r"rank table of (\S+)", result.stdout)
-    assert len(jobs) == 6 and len(set(jobs)) == 3
+    assert len(jobs) == 4 and len(set(jobs)) == 2
 
 
 @pytest.mark.parametrize("kind", mpiexecs.KINDS)
 def test_mpiexec(kind: str) -> None:
-    found = clusters([*mpiexec(kind), "-n", "4", *WORKER])
-    assert [(one["rank"], one["local_rank"], one["device_id"]) for one in found] == [(i, i, i) for i in range(4)]
-    assert found[0]["addresses"] == ["127.0.0.1"] * 4
+    found = clusters([*mpiexec(kind), "-n", "3", *WORKER])
+    assert [(one["rank"], one["local_rank"], one["device_id"]) for one in found] == [(i, i, i) for i in range(3)]
+    assert found[0]["addresses"] == ["127.0.0.1"] * 3
 
 
 @pytest.mark.parametrize("kind", mpiexecs.KINDS)
@@ -142,12 +137,11 @@ def test_mpi4py_tells_the_ranks_of_several_hosts_where_they_meet(kind: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", mpiexecs.KINDS)
-def test_a_rank_that_is_killed_under_mpiexec_ends_the_job(kind: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_under_mpiexec_ends_the_job(tmp_path: Path) -> None:
+    """mpiexec of MPICH kills rank 0 before it can say so; the hub says it."""
     script = launcher.script(tmp_path, KILLED)
-    result = run([*mpiexec(kind), "-n", "2", sys.executable, script])
+    result = run([*mpiexec("MPICH"), "-n", "2", sys.executable, script])
     assert result.returncode != 0
     assert result.stdout.count("sum 2.0") == 2, result.stderr
-    # MPICH's kills rank 0 before it can say so.
     assert re.search(r"npu_device: rank 1 on host .* is gone", result.stderr), result.stderr
     assert not re.search(r"rank 0 on host .* is gone", result.stderr)

@@ -90,28 +90,6 @@ def ends(launch: subprocess.Popen[bytes]) -> tuple[int, str]:
     return launch.returncode, stderr.decode()
 
 
-def test_a_failed_rank_of_one_node_restarts_all_nodes(tmp_path: Path) -> None:
-    text = """
-    if count == 0:
-        if rank == 1:
-            raise ValueError("bad label")
-        time.sleep(100)
-    """
-    with Nodes(tmp_path, text, "--max-restarts", "2") as nodes:
-        both = [nodes.start(node) for node in (0, 1)]
-        for launch in both:
-            code, stderr = ends(launch)
-            assert code == 0, stderr
-            assert "npurun: restart 1 of 2 in 0.1 s: rank 1 on host" in stderr
-            assert "nodes 0-1: rank 1 on host" in stderr and "ValueError: bad label" in stderr
-            assert "2 ranks, nodes 0-1: succeeded" in stderr
-    assert nodes.names("ready.*") == ["ready.0.0", "ready.0.1", "ready.1.0", "ready.1.1"]
-    told = [{(tmp_path / f"ready.{count}.{rank}").read_text() for rank in (0, 1)} for count in (0, 1)]
-    assert len(told[0]) == len(told[1]) == 1, "all ranks have the same job and hub"
-    (first,), (second,) = told
-    assert first.split()[0] != second.split()[0] and first.split()[1] != second.split()[1]
-
-
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_launcher_that_is_started_again_joins_again(tmp_path: Path, killed: int) -> None:
     with Nodes(tmp_path, FIRST_WAITS, "--max-restarts", "2") as nodes:
@@ -123,7 +101,10 @@ def test_a_killed_launcher_that_is_started_again_joins_again(tmp_path: Path, kil
             code, stderr = ends(launch)
             assert code == 0, stderr
             assert f"node {killed}" in stderr or launch is again, stderr
-    assert nodes.names("ready.1.*") == ["ready.1.0", "ready.1.1"]
+    told = [{(tmp_path / f"ready.{count}.{rank}").read_text() for rank in (0, 1)} for count in (0, 1)]
+    assert len(told[0]) == len(told[1]) == 1, "all ranks have the same job and hub"
+    (first,), (second,) = told
+    assert first.split()[0] != second.split()[0] and first.split()[1] != second.split()[1]
 
 
 def test_a_launcher_ends_when_another_one_is_started_as_its_node(tmp_path: Path) -> None:
@@ -185,7 +166,7 @@ def test_the_job_goes_on_with_fewer_nodes_and_takes_one_back(tmp_path: Path) -> 
     """
     with Nodes(tmp_path, text, "--max-restarts", "3", nnodes="2:3") as nodes:
         # Node 0's limit counts. It comes last, so that the others come within it.
-        three = {node: nodes.start(node, "--rejoin-timeout", "5" if node == 0 else "100") for node in (1, 2, 0)}
+        three = {node: nodes.start(node, "--rejoin-timeout", "4" if node == 0 else "100") for node in (1, 2, 0)}
         nodes.wait_for("ready.0.0", "ready.0.1", "ready.0.2")
         os.killpg(three[1].pid, signal.SIGKILL)
         nodes.wait_for("here.0.of.2", "here.1.of.2")
@@ -216,21 +197,18 @@ def test_a_node_that_waits_for_a_stopped_node_0_gives_up(tmp_path: Path) -> None
 
 
 def test_too_few_nodes(tmp_path: Path) -> None:
-    with Nodes(tmp_path, "", "--max-restarts", "1", "--rejoin-timeout", "1") as nodes:
-        code, stderr = ends(nodes.start(0))
-        assert code == 1
-        assert "node(s) 1 did not come within 1 s (--rejoin-timeout)" in stderr
-        code, stderr = ends(nodes.start(1))
-        assert code == 1
-        assert "node 0 could not be reached at 127.0.0.1" in stderr
-
-
-def test_launchers_with_other_arguments_are_refused(tmp_path: Path) -> None:
-    with Nodes(tmp_path, "", "--max-restarts", "1", "--rejoin-timeout", "20") as nodes:
-        nodes.start(0)
+    """Nobody comes; one has other arguments; nobody is there any more."""
+    with Nodes(tmp_path, "", "--max-restarts", "1", "--rejoin-timeout", "4") as nodes:
+        leader = nodes.start(0)
         code, stderr = ends(nodes.start(1, "-n", "2"))
         assert code == 2
         assert "node 1 doesn't match node 0: nproc 2 (node 0: 1)" in stderr
+        code, stderr = ends(leader)
+        assert code == 1
+        assert "node(s) 1 did not come within 4 s (--rejoin-timeout)" in stderr
+        code, stderr = ends(nodes.start(1, "--rejoin-timeout", "1"))
+        assert code == 1
+        assert "node 0 could not be reached at 127.0.0.1" in stderr
 
 
 def test_a_signal_to_one_node_ends_the_job_on_all(tmp_path: Path) -> None:
@@ -278,9 +256,9 @@ def test_a_node_that_is_taken_away_costs_no_restart(tmp_path: Path, taken: int, 
     job if it may happen once only.
     """
     text = f"""
-    if count == 1:
-        sys.exit(3 * rank)
-    if count == 3:
+    if count == 1 and rank == 1:
+        raise ValueError("bad label")
+    if count in (1, 3):
         sys.exit(0)
     {UNTIL_STOPPED}
     time.sleep(0.3)
@@ -306,13 +284,13 @@ def test_a_node_that_is_taken_away_costs_no_restart(tmp_path: Path, taken: int, 
         assert code == 0, stderr
         assert ("preemption 2," in stderr) == (taken == 1), "a new node 0 doesn't know what was before it"
         assert "which costs no restart: node 1 taken away: stopped on request, resumable" in stderr
-        assert "restart 1 of 1 in 0.1 s: rank 1 on host" in stderr
+        assert "restart 1 of 1 in 0.1 s: rank 1 on host" in stderr and "exit code 1: ValueError: bad label" in stderr
         assert "2 ranks, nodes 0-1: succeeded" in stderr
         assert ends(launches[1])[0] == 0
 
 
-@pytest.mark.parametrize(("lost", "most"), [pytest.param(1, 0, marks=pytest.mark.full), (1, 1), (0, 1)])
-def test_a_node_that_is_lost_after_the_signal_was_taken_away(tmp_path: Path, lost: int, most: int) -> None:
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_that_is_lost_after_the_signal_was_taken_away(tmp_path: Path, lost: int) -> None:
     """The others go on, though the job has no restarts: without node 1, or when node 0 comes back."""
     text = """
     signal.signal(signal.SIGTERM, lambda *_: mark(f"deaf.{count}.{rank}"))
@@ -321,7 +299,7 @@ def test_a_node_that_is_lost_after_the_signal_was_taken_away(tmp_path: Path, los
         time.sleep(100)
     """
     options = ("--rejoin-timeout", "4" if lost else "60", "--preempt-timeout", "60", "--grace", "1")
-    with Nodes(tmp_path, text, *options, "--max-preemptions", str(most), nnodes="1:2") as nodes:
+    with Nodes(tmp_path, text, *options, "--max-preemptions", "1", nnodes="1:2") as nodes:
         both = [nodes.start(node) for node in (0, 1)]
         nodes.wait_for("armed.0.0", "armed.0.1")
         both[lost].send_signal(signal.SIGTERM)
@@ -330,9 +308,6 @@ def test_a_node_that_is_lost_after_the_signal_was_taken_away(tmp_path: Path, los
         if lost == 0:
             both[0] = nodes.start(0)
         code, stderr = ends(both[0])
-        if not most:
-            assert code == 1 and "preemption" not in stderr, stderr
-            return
         assert code == 0, stderr
         if lost:
             assert "node 1 taken away: node 1 is gone: its npurun ended or was killed" in stderr
@@ -359,9 +334,9 @@ def test_a_host_that_is_cut_off_joins_again(tmp_path: Path) -> None:
         launches = {
             node: nodes.start(
                 node,
-                *("--rejoin-timeout", "100" if node else "5"),
+                *("--rejoin-timeout", "100" if node else "4"),
                 on=lambda command, node=node: hosts.on_host(
-                    node, hurried(command, KEEPALIVE_AFTER_SECONDS=1, UNACKNOWLEDGED_MILLISECONDS=3000)
+                    node, hurried(command, KEEPALIVE_AFTER_SECONDS=1, UNACKNOWLEDGED_MILLISECONDS=2000)
                 ),
             )
             for node in (1, 0)

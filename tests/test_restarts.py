@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 from pathlib import Path
 
 import pytest
-from launcher import is_running, npurun, script, start, wait_for_files, wait_until
+from launcher import npurun, script, start
 from ranks import free_port
 
 from npu_device.launch.failures import examine
@@ -27,12 +28,11 @@ def attempts(stderr: bytes) -> list[str]:
 @pytest.mark.parametrize(
     ("failing", "end", "waits", "told"),
     [
-        ("1", "sys.exit(3)", False, "rank 1 on host {}: exit code 3"),
         ("1", "os.kill(os.getpid(), 9)", True, "rank 1 on host {}: killed by SIGKILL"),
         ("01", "os.kill(os.getpid(), 9)", False, " on host {}: killed by SIGKILL"),
         ("1", "raise ValueError('bad label')", False, "rank 1 on host {}: exit code 1: ValueError: bad label"),
     ],
-    ids=["exit", "SIGKILL", "SIGKILL to all ranks", "exception"],
+    ids=["SIGKILL", "SIGKILL to all ranks", "exception"],
 )
 def test_a_failed_rank_is_started_again_with_all_others(
     tmp_path: Path, failing: str, end: str, waits: bool, told: str
@@ -62,31 +62,29 @@ def test_a_failed_rank_is_started_again_with_all_others(
     assert b"npurun: restart 1 of 1 in 0.1 s: rank " in done.stderr
 
 
-def test_without_the_option_nothing_is_started_again(tmp_path: Path) -> None:
-    done = npurun("-n", "2", script(tmp_path, "import sys; print('once'); sys.exit(3)"))
-    assert done.returncode == 3
-    assert done.stdout.count(b"once") == 2
-    assert b"attempts" not in done.stderr and b"no restart" not in done.stderr
-
-
-def test_the_restarts_are_counted(tmp_path: Path) -> None:
+def test_restarts_are_counted_and_the_logs_of_all_attempts_kept(tmp_path: Path) -> None:
     """Each attempt fails at another place, and the last one's exit code is the job's."""
     source = script(
-        tmp_path, "import os, sys; sys.exit(10 + int(os.environ['NPU_DEVICE_RESTART_COUNT']))", "another.py"
+        tmp_path,
+        """
+        import os, sys
+        count = int(os.environ["NPU_DEVICE_RESTART_COUNT"])
+        print("attempt", count)
+        sys.exit(10 + count)
+        """,
     )
-    done = npurun("-n", "1", *AGAIN, "2", source)
+    logs = tmp_path / "logs"
+    done = npurun("-n", "2", "--log-dir", str(logs), "--master-port", str(free_port()), *AGAIN, "2", source)
     assert done.returncode == 12
     assert b"no restart: all 2 restart(s) have been used" in done.stderr
     assert [line.rpartition(" ")[2] for line in attempts(done.stderr)] == ["10", "11", "12"]
     assert b"in 0.1 s" in done.stderr and b"in 0.2 s" in done.stderr, "the wait doubles"
-
-
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(137)"], ids=["a kill", "a shell reports one"])
-def test_a_rank_that_is_killed_again_and_again_is_no_bug(tmp_path: Path, end: str) -> None:
-    done = npurun("-n", "1", *AGAIN, "2", script(tmp_path, f"import os; {end}"))
-    assert done.returncode == 137
-    assert len(attempts(done.stderr)) == 3
-    assert b"no restart: all 2 restart(s) have been used" in done.stderr
+    names = [f"rank{rank}{part}.log" for rank in (0, 1) for part in ("", ".restart1", ".restart2")]
+    assert sorted(path.name for path in logs.iterdir()) == sorted(names)
+    assert (logs / "rank0.log").read_text() == "attempt 0\n"
+    assert (logs / "rank1.restart2.log").read_text() == "attempt 2\n"
+    assert done.stderr.count(b"the output goes to") == 1
+    assert re.search(rb"its output is in .*rank[01].restart1.log", done.stderr)
 
 
 CRASHING = """
@@ -95,44 +93,43 @@ CRASHING = """
     def train():
         if sys.argv[1] == "progress" and count < 2:
             open(path, "w").write(str(100 * (count + 1)))
+        if sys.argv[1] == "killed":
+            os.kill(os.getpid(), 9)
         raise ValueError(f"wrong at the {count}th time")
     print("began")
     train()
 """
 
 
-def test_two_failures_at_the_same_place_are_a_bug(tmp_path: Path) -> None:
-    source = script(tmp_path, CRASHING)
-    done = npurun("-n", "2", *AGAIN, "5", source, "none")
-    assert done.returncode == 1
-    assert done.stdout.count(b"began") == 4, "two attempts of two ranks"
-    told = " ".join(done.stderr.decode().replace("npurun: ", "").split())
-    assert f"failed at the same place, {source}:7 (ValueError), and wrote no checkpoint" in told
-    assert "This is a bug in the script" in told
-    assert len(attempts(done.stderr)) == 2
-
-
-def test_a_new_checkpoint_between_two_failures_lets_the_job_go_on(tmp_path: Path) -> None:
-    done = npurun("-n", "1", *AGAIN, "5", script(tmp_path, CRASHING), "progress")
-    assert done.returncode == 1
-    assert done.stdout.count(b"began") == 3, "the third attempt brought no new checkpoint"
-    steps = ["(newest checkpoint: step 100)", "(newest checkpoint: step 200)", "(newest checkpoint: step 200)"]
-    assert [line[line.rindex("(") :] for line in attempts(done.stderr)] == steps
-
-
 @pytest.mark.parametrize(
-    ("text", "place"),
+    ("text", "mode", "tries", "told"),
     [
-        ("import no_such_module", ":1 (ModuleNotFoundError)"),
-        ("def broken(:", ":1 (SyntaxError)"),
-        ("import argparse; argparse.ArgumentParser().parse_args(['--x'])", "rank 0, exit code 2"),
+        (CRASHING, "none", 2, "{}:9 (ValueError)"),
+        (CRASHING, "progress", 3, "{}:9 (ValueError)"),
+        (CRASHING, "killed", 4, None),
+        ("import no_such_module", "", 2, "{}:1 (ModuleNotFoundError)"),
+        ("import argparse; argparse.ArgumentParser().parse_args(['--x'])", "", 2, "rank 0, exit code 2"),
     ],
+    ids=["a bug", "a new checkpoint", "kills are no bug", "can't be imported", "wrong usage"],
 )
-def test_what_can_never_run_is_tried_twice(tmp_path: Path, text: str, place: str) -> None:
-    done = npurun("-n", "1", *AGAIN, "3", script(tmp_path, text))
+def test_two_failures_at_the_same_place_are_a_bug(
+    tmp_path: Path, text: str, mode: str, tries: int, told: str | None
+) -> None:
+    source = script(tmp_path, text)
+    done = npurun("-n", "1", *AGAIN, "3", source, mode)
+    lines = attempts(done.stderr)
+    assert len(lines) == tries, done.stderr.decode()
+    assert done.stdout.count(b"began") == (tries if text == CRASHING else 0)
+    stderr = " ".join(done.stderr.decode().replace("npurun: ", "").split())
+    if told is None:
+        assert done.returncode == 137 and "no restart: all 3 restart(s) have been used" in stderr
+        return
     assert done.returncode in (1, 2)
-    assert f"{place}, and wrote no checkpoint" in " ".join(done.stderr.decode().replace("npurun: ", "").split())
-    assert len(attempts(done.stderr)) == 2
+    assert f"failed at the same place, {told.format(source)}, and wrote no checkpoint" in stderr
+    assert "This is a bug in the script" in stderr
+    if mode == "progress":
+        steps = ["(newest checkpoint: step 100)", "(newest checkpoint: step 200)", "(newest checkpoint: step 200)"]
+        assert [line[line.rindex("(") :] for line in lines] == steps
 
 
 def test_a_program_that_cannot_be_executed_is_not_started_again(tmp_path: Path) -> None:
@@ -145,35 +142,6 @@ def test_a_program_that_cannot_be_executed_is_not_started_again(tmp_path: Path) 
     assert b"Traceback" not in done.stderr
 
 
-def test_the_logs_of_all_attempts_are_kept(tmp_path: Path) -> None:
-    source = script(
-        tmp_path,
-        """
-        import os, sys
-        count = int(os.environ["NPU_DEVICE_RESTART_COUNT"])
-        print("attempt", count)
-        sys.exit(5 + count if count < 2 else 0)
-        """,
-    )
-    logs = tmp_path / "logs"
-    done = npurun("-n", "2", "--log-dir", str(logs), *AGAIN, "2", source)
-    assert done.returncode == 0
-    names = [f"rank{rank}{part}.log" for rank in (0, 1) for part in ("", ".restart1", ".restart2")]
-    assert sorted(path.name for path in logs.iterdir()) == sorted(names)
-    assert (logs / "rank0.log").read_text() == "attempt 0\n"
-    assert (logs / "rank1.restart2.log").read_text() == "attempt 2\n"
-    assert done.stderr.count(b"the output goes to") == 1
-    assert str(logs / "rank0.restart1.log").encode() in done.stderr or b"rank1.restart1.log" in done.stderr
-
-
-def test_a_fixed_port_is_free_again_for_the_next_attempt(tmp_path: Path) -> None:
-    source = script(
-        tmp_path, "import os, sys; c = int(os.environ['NPU_DEVICE_RESTART_COUNT']); sys.exit(c < 2 and c + 3)"
-    )
-    done = npurun("-n", "1", "--master-port", str(free_port()), *AGAIN, "2", source)
-    assert done.returncode == 0, done.stderr.decode()
-
-
 def test_a_signal_between_two_attempts_ends_the_job(tmp_path: Path) -> None:
     launch = start("-n", "1", "--restart-backoff", "60", "--max-restarts", "3", script(tmp_path, "raise ValueError"))
     for line in launch.stderr:
@@ -182,24 +150,6 @@ def test_a_signal_between_two_attempts_ends_the_job(tmp_path: Path) -> None:
     launch.terminate()
     launch.communicate(timeout=30)
     assert launch.returncode == 143
-
-
-def test_ctrl_c_is_no_failure(tmp_path: Path) -> None:
-    source = script(
-        tmp_path,
-        f"""
-        import os, time
-        open(os.path.join({str(tmp_path)!r}, "rank.pid"), "w").write(str(os.getpid()))
-        time.sleep(60)
-        """,
-    )
-    launch = start("-n", "1", *AGAIN, "3", source)
-    (pid,) = wait_for_files(tmp_path, "rank.pid", 1)
-    launch.send_signal(signal.SIGINT)
-    _, stderr = launch.communicate(timeout=30)
-    assert launch.returncode == 130
-    assert b"restart 1" not in stderr
-    wait_until(lambda: not is_running(pid))
 
 
 LIBRARY = f"""\
@@ -220,6 +170,11 @@ Traceback (most recent call last):
     raise RuntimeError("no labels") from error
 RuntimeError: no labels"""
 )
+SYNTAX = """\
+  File "/work/train.py", line 1
+    def broken(:
+               ^
+SyntaxError: invalid syntax"""
 AUTOGRAPH = """\
 Traceback (most recent call last):
   File "/work/train.py", line 3, in <module>
@@ -236,10 +191,12 @@ ValueError: in user code:"""
     [
         (1, LIBRARY, "/work/train.py:9 (JSONDecodeError)"),
         (1, CHAINED, "/work/train.py:12 (RuntimeError)"),
+        (1, SYNTAX, "/work/train.py:1 (SyntaxError)"),
         (1, AUTOGRAPH, "/work/train.py:3 (ValueError)"),
         (1, "it failed", "rank 2, exit code 1"),
         (-signal.SIGSEGV, "", "rank 2, killed by SIGSEGV"),
         (-signal.SIGKILL, LIBRARY, None),
+        (137, "", None),  # a shell reports a kill
         (1, LIBRARY.replace("json.decoder.JSONDecodeError", "npu_device._src.cluster.errors.PeerError"), None),
     ],
 )
