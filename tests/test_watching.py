@@ -58,7 +58,7 @@ def body_trains(said: list[str], how: str, graph: bool, steps: int = 10, kind: s
             loss = tf.reduce_mean((model(x) - 1) ** 2)
         return loss, tape.gradient(loss, variables)
 
-    def step(x: Any) -> None:
+    def step(x: Any) -> Any:
         loss, gradients = gradients_of(x)
         if how in ("by hand", "sum", "no broadcast", "broadcast later", "clipped weights"):
             gradients = npu.distribute.all_reduce(gradients, "sum" if how == "sum" else "mean")
@@ -87,6 +87,7 @@ def body_trains(said: list[str], how: str, graph: bool, steps: int = 10, kind: s
         elif how == "clipped weights":
             for variable in variables:
                 variable.assign(tf.clip_by_value(variable, -0.2, 0.2))
+        return loss
 
     def step_on_rank_0(x: Any) -> None:
         _, gradients = gradients_of(x)
@@ -94,10 +95,12 @@ def body_trains(said: list[str], how: str, graph: bool, steps: int = 10, kind: s
             optimizer.apply_gradients(zip(gradients, variables))
 
     call: Any = step_on_rank_0 if how == "on rank 0" else step
-    call = tf.function(call) if graph else call
+    call = tf.function(call, jit_compile=how == "loss beside XLA" or None) if graph else call
     rng = np.random.default_rng(rank)
     for number in range(steps):
-        call(tf.constant(rng.normal(size=(4, 6)), tf.float32))
+        loss = call(tf.constant(rng.normal(size=(4, 6)), tf.float32))
+        if how == "loss beside XLA":
+            npu.distribute.all_reduce(loss)
         if how == "broadcast later" and number == 0:  # as in Horovod's examples
             npu.distribute.broadcast(model.variables)
     npu.distribute.barrier()
@@ -121,7 +124,7 @@ def test_there_is_no_false_alarm(several_keras_ranks: Pool, how: str, graph: boo
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
-@pytest.mark.parametrize("how", ["discarded", "loss only", "half", "half, clipped"])
+@pytest.mark.parametrize("how", ["discarded", "loss only", "half", "half, clipped", "loss beside XLA"])
 def test_gradients_that_are_not_reduced_are_named_within_ten_steps(keras_ranks: Pool, how: str, graph: bool) -> None:
     said = [text for texts in keras_ranks.run(body_trains, how, graph) for text in texts]
     if keras_ranks.size == 1:

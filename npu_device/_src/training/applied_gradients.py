@@ -2,9 +2,10 @@
 
 In a function, the graph tells. In eager mode a gradient may be the very result of a reduction. Where clipping or
 scaling hides that, or a function got the gradients as arguments, the ranks post a few sums of their gradients in the
-steps of the schedule, and whoever finds them all looks: gradients that are equal on two ranks were reduced, or
-computed from the same data. If XLA compiles the step of a ``fit``, the graph around it posts how the variables have
-changed. No rank waits for another, and what is found is a warning, which never ends a training.
+steps of the schedule, and whoever finds them all looks: gradients that are equal on two ranks were reduced, or computed
+from the same data. If XLA compiles the step, how its variables have changed is posted instead: of a ``fit`` by the
+graph around it, of the script's own loop when something is reduced, such as its loss. No rank waits for another, and
+what is found is a warning, which never ends a training.
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ class _Watched:
         self.before: list[np.ndarray] = []  # what XLA trains, before its first step
         self.start: tuple[str, list[int]] | None = None  # an eager loop's checksums, until they have been compared
 
+    def living(self) -> list[Any]:
+        """Return the variables that still exist."""
+        return [variable for reference in self.variables if (variable := reference()) is not None]
+
 
 class AppliedGradients:
     """The optimizers that apply gradients in a job, and the wrapper on their classes; a part of the job."""
@@ -75,6 +80,7 @@ class AppliedGradients:
         self._last_word = last_word
         self._posts: dict[str, deque[list[Any]]] = {}  # steps and sums, by signature
         self._watched: weakref.WeakKeyDictionary[Any, _Watched] = weakref.WeakKeyDictionary()
+        self._compiled: weakref.WeakKeyDictionary[Any, _Watched] = weakref.WeakKeyDictionary()  # by XLA, in own loops
         self._replaced: list[tuple[type, str, Any, Any]] = []
         self._pair: Pair | None = None
         self._reduced_now = 0  # tensors since the last eager step
@@ -108,12 +114,14 @@ class AppliedGradients:
             self._reduced_now += len(values)
             if any(watched.schedule.is_due() for watched in self._watched.values()):
                 self._pair = pair() or self._pair
+            for watched in self._compiled.values():
+                self._look_at_compiled(watched)
         self._averaged.update(id(compat.inner_variable(value)) for value in values if hasattr(value, "assign"))
         for watched in self._watched.values():
             if watched.is_reduced is None and (watched.posted or not tf.executing_eagerly()):
-                known = [variable for reference in watched.variables if (variable := reference()) is not None]
                 with contextlib.suppress(Exception):  # whoever watches never ends a training
-                    self._averaged |= {id(compat.inner_variable(one)) for one in known if _is_value_of(one, values)}
+                    known = [one for one in watched.living() if _is_value_of(one, values)]
+                    self._averaged |= {id(compat.inner_variable(one)) for one in known}
 
     def leaves_unreduced(self, variable: Any) -> bool:
         """Return whether an optimizer has applied gradients to a variable that aren't known to be reduced."""
@@ -144,6 +152,9 @@ class AppliedGradients:
             self._last_word.add_if_equal(variables)
             graph = compat.graph_around_xla()
             if graph is None:
+                if not (is_wrapped or optimizer in self._compiled):
+                    watched = self._compiled[optimizer] = _Watched(self._job, type(optimizer).__name__, variables)
+                    watched.schedule = Schedule(self._job.device("CPU"), 1)
                 return
         if watched is None:
             watched = self._watched[optimizer] = _Watched(self._job, type(optimizer).__name__, variables)
@@ -156,7 +167,7 @@ class AppliedGradients:
             return
         if graph is not None and is_new:
             with tf.init_scope():
-                watched.before = list(map(compat.to_array, _smallest(map(tf.convert_to_tensor, variables))))
+                watched.before = _arrays(variables)
         pair, self._pair = self._pair if eager else None, None
         are_all, self._reduced_now = self._reduced_now >= len(present), 0
         some = set(map(id, missing if len(missing) < len(present) else ()))
@@ -172,12 +183,7 @@ class AppliedGradients:
             return [checksum(tf.convert_to_tensor(variable)) for variable in variables]
 
         def post(count: Any, *arrays: np.ndarray) -> list[Any]:
-            due = NEVER
-            with contextlib.suppress(Exception):  # whoever watches never ends a training; another rank may have told
-                before = watched.before or map(np.zeros_like, arrays)
-                values = [array.astype(np.float64) - one for array, one in zip(arrays, before)]
-                sums = [[float(each.sum()), float(np.abs(each).sum())] for each in values]
-                due = self._post(watched, int(count), sums, only)
+            due = self._post(watched, int(count), arrays, only)
             return [np.int64(min(due, next_look(int(count), NEVER)) if eager else due)]
 
         # In functions ``same_variables`` compares the start, while they are traced.
@@ -198,7 +204,28 @@ class AppliedGradients:
             if text is not None:
                 _log.warning("%s", text)
 
-    def _post(self, watched: _Watched, count: int, sums: _Sums, only: list[tuple[int, str]]) -> int:
+    def _look_at_compiled(self, watched: _Watched) -> None:
+        """Count what is reduced beside a step that XLA compiles, and look at its variables if it is time."""
+
+        def look(count: int) -> int:
+            if watched.before:
+                return self._post(watched, int(count), _arrays(watched.living()), [])
+            watched.before = _arrays(watched.living())  # after the first step, behind which a script may broadcast
+            return next_look(int(count), NEVER)
+
+        with contextlib.suppress(Exception):  # whoever watches never ends a training
+            watched.schedule.step(look)
+
+    def _post(self, watched: _Watched, count: int, arrays: Sequence[np.ndarray], only: list[tuple[int, str]]) -> int:
+        due = NEVER
+        with contextlib.suppress(Exception):  # whoever watches never ends a training; another rank may have told
+            before = watched.before or map(np.zeros_like, arrays)
+            values = [array.astype(np.float64) - one for array, one in zip(arrays, before)]
+            sums = [[float(each.sum()), float(np.abs(each).sum())] for each in values]
+            due = self._post_sums(watched, count, sums, only)
+        return due
+
+    def _post_sums(self, watched: _Watched, count: int, sums: _Sums, only: list[tuple[int, str]]) -> int:
         """Post sums of the gradients that aren't known to be reduced, with those of earlier optimizers like this one:
         another rank may be behind by one. Look at what all ranks posted in an earlier step; return the step of the next
         look. ``only`` has ids and names of their variables if other gradients were reduced.
@@ -263,6 +290,10 @@ def _smallest(gradients: Iterable[Any]) -> list[Any]:
     """Return the tensors of the smallest gradients, or variables, with floating-point numbers."""
     known = [tensor for tensor in map(dense_of, gradients) if tensor.dtype.is_floating]
     return sorted(known, key=lambda tensor: tensor.shape.num_elements() or sys.maxsize)[:_SUMMED]
+
+
+def _arrays(variables: Iterable[Any]) -> list[np.ndarray]:
+    return list(map(compat.to_array, _smallest(map(tf.convert_to_tensor, variables))))
 
 
 def _is_value_of(variable: Any, values: Sequence[Any]) -> bool:
