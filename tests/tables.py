@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from npu_device._src.environment import ALL, ascend, launcher_variables, own, tensorflow_variables
-from npu_device._src.environment.variable import Variable
+from npu_device._src.environment.forms import Variable
 from npu_device._src.options.table import GLOBAL_OPTIONS, Rule
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

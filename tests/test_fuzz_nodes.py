@@ -15,8 +15,7 @@ from launcher import NPURUN, environment, script, wait_until
 from npu_device._src.cluster import handshake
 from npu_device._src.membership.rank_environment import free_port
 from npu_device._src.version import __version__
-from npu_device.launch import node_links
-from npu_device.launch.node_links import Link
+from npu_device.launch.member import Link, serve
 
 pytestmark = pytest.mark.xdist_group("waiting")
 
@@ -87,7 +86,7 @@ def test_any_messages_to_node_0(tmp_path: Path) -> None:
 def test_any_messages_of_node_0(tmp_path: Path) -> None:
     links: queue.Queue[Link] = queue.Queue()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        node_links.serve(listener, _SECRET.encode(), links.put)
+        serve(listener, _SECRET.encode(), links.put)
         member = _npurun(tmp_path, listener.getsockname()[1], 1)
         try:
 

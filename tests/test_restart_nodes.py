@@ -18,7 +18,7 @@ from ranks import free_port
 
 from npu_device._src.cluster import frames
 from npu_device._src.testing import hosts
-from npu_device.launch.node_links import Link, serve
+from npu_device.launch.member import Link, serve
 
 pytestmark = pytest.mark.xdist_group("waiting")
 

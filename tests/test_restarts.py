@@ -13,7 +13,7 @@ from launcher import npurun, script, start
 from ranks import free_port
 
 from npu_device.launch.failures import examine
-from npu_device.launch.processes import Exit
+from npu_device.launch.supervisor import Exit
 
 AGAIN = ("--restart-backoff", "0.1", "--max-restarts")
 

@@ -28,26 +28,18 @@ def main() -> None:
         from npu_device.launch import docs
 
         sys.exit(docs.main(rest))
-    if command == ["check"]:
-        _run(arguments.parse(["--check", *rest]))
-    options = arguments.parse(sys.argv[1:])
-    if options.check:
+    options = arguments.parse(["--check", *rest] if command == ["check"] else sys.argv[1:])
+    if options.check and command != ["check"]:
         print("npurun: --check is now npurun check, and will go in 0.3.0", file=sys.stderr)
-    _run(options)
+    if options.hosts:
+        sys.exit(hosts.run(options))
+    sys.exit(checking.run(options) if options.check else job.run(options))
 
 
 def tune_is_gone() -> None:  # until 0.3.0; also what npu-tune runs
     """Exit with a message."""
     print(f"npurun tune and npu-tune are gone. {arguments.INSTEAD_OF_TUNING}", file=sys.stderr)
     sys.exit(2)
-
-
-def _run(options: arguments.Options) -> None:
-    if options.hosts:
-        sys.exit(hosts.run(options))
-    if options.check:
-        sys.exit(checking.run(options))
-    sys.exit(job.run(options))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the values of the options of npurun may be, and what they are by default, as platforms give them."""
+"""What the values of the options of npurun may be."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import argparse
 import re
 import signal
 from pathlib import Path
-from typing import Any, Callable, TypeVar
+from typing import Callable, TypeVar
 
 from npu_device._src import environment
 from npu_device._src.collectives.gpu_choice import visible_names
 from npu_device._src.environment import forms
-from npu_device._src.environment.variable import Form
+from npu_device._src.environment.forms import Form
 
 AUTO = "auto"  # the default of --nproc-per-node
 _Value = TypeVar("_Value")
@@ -55,30 +55,6 @@ preempt_signal = _of(
         environment.NPU_DEVICE_PREEMPT_SIGNAL.form.expected,
     )
 )
-
-
-def of_platform() -> tuple[str, dict[str, Any]]:
-    """Return the options of several nodes as Kubeflow's torch runtime (``PET_*``) or else SkyPilot gives them, and the
-    variable that holds the number of nodes, for messages; "" without a platform.
-
-    The number of ranks per node is not taken from ``PET_NPROC_PER_NODE``, which is the number of CPUs there.
-
-    Raises:
-        ValueError: a variable is malformed.
-    """
-    most, nodes = environment.PET_NNODES.get(), environment.SKYPILOT_NUM_NODES.get()
-    if most is not None:
-        return environment.PET_NNODES.name, {
-            "nnodes": _nodes(environment.PET_NNODES.raw() or ""),
-            "node_rank": environment.PET_NODE_RANK.get(),
-            "master_addr": environment.PET_MASTER_ADDR.get(),
-            "master_port": environment.PET_MASTER_PORT.get(),
-        }
-    if nodes is None:
-        return "", {}
-    first = (environment.SKYPILOT_NODE_IPS.get() or "").split()[:1]
-    place = {"node_rank": environment.SKYPILOT_NODE_RANK.get(), "master_addr": first[0] if first else None}
-    return environment.SKYPILOT_NUM_NODES.name, {"nnodes": (nodes, nodes), **place}
 
 
 def ranks_per_node() -> int:
@@ -144,7 +120,3 @@ def filled_hosts(hosts: list[tuple[str, int | None]], total: int) -> list[tuple[
             f"npurun -np {each * count} -H {alike}"
         )
     return [(host, number) for (host, _), number in zip(hosts, used) if number]
-
-
-def without_user(host: str) -> str:
-    return host.rpartition("@")[2]

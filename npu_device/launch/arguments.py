@@ -12,24 +12,8 @@ from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster.frames import counted
-from npu_device.launch.argument_types import (
-    AUTO,
-    count,
-    filled_hosts,
-    job_id,
-    nodes,
-    of_platform,
-    parse_hosts,
-    port,
-    positive,
-    preempt_seconds,
-    preempt_signal,
-    ranks,
-    ranks_per_node,
-    read_hosts,
-    seconds,
-    without_user,
-)
+from npu_device.launch import argument_types as types
+from npu_device.launch.argument_types import AUTO
 
 DEFAULT_PORT = 29688  # the port that Ascend's own launch scripts use for the chief
 LOOPBACK = frozenset(("localhost", "127.0.0.1"))
@@ -88,15 +72,6 @@ class Options:
     seed: int  # of all ranks, with ``replicate``
 
     @property
-    def world_size(self) -> int:
-        return self.nnodes * self.nproc_per_node
-
-    @property
-    def is_python(self) -> bool:
-        """Return True if each rank is a Python process, not a program that starts one."""
-        return self.command[0] == sys.executable
-
-    @property
     def nodes_meet(self) -> bool:
         """Return True if the launchers of several nodes act together, because they may start the job again."""
         may_go_on = self.max_restarts > 0 or bool(self.max_preemptions) or self.fewest_nodes < self.nnodes
@@ -131,7 +106,7 @@ def parse(argv: Sequence[str]) -> Options:
     if given.check and (given.script or given.trace or again):
         parser.error("check runs its own script once: omit the script, --trace, --max-restarts and MIN:MAX nodes")
     if given.nproc_per_node == AUTO:  # each of --hosts counts its own GPUs
-        given.nproc_per_node = 0 if slots else ranks_per_node()
+        given.nproc_per_node = 0 if slots else types.ranks_per_node()
     if given.nproc_per_node == 1 == nnodes:
         _hint_at_options_after_script(given.module, given.script)
     given.node_rank = given.node_rank or 0
@@ -141,7 +116,11 @@ def parse(argv: Sequence[str]) -> Options:
     if given.replicate and given.horovod:
         parser.error("--replicate is for scripts without calls of Horovod: give either --replicate or --horovod")
     if given.replicate:
-        given.command = _replicating(parser, given)
+        python, *words = given.command
+        if python != sys.executable:
+            parser.error("--replicate takes a .py file, or a module with -m")
+        program = "npu_device._src.replicate.main_program"
+        given.command = (python, "-u", "-m", program, str(given.seed), *words[1:])
     given.hosts = tuple(host for host, _ in slots)
     given.fewest_nodes, given.nnodes = fewest, nnodes
     given.master_addr = given.master_addr or "127.0.0.1"
@@ -149,18 +128,36 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def _take_from_platform(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """Complete the arguments from the variables of a platform; the command line takes precedence."""
+    """Complete the arguments as Kubeflow's torch runtime (``PET_*``) or else SkyPilot says; the command line wins.
+
+    Not the number of ranks per node: ``PET_NPROC_PER_NODE`` is the number of CPUs there.
+    """
+    found: dict[str, Any] = {"nnodes": (1, 1)}
     try:
-        variable, found = of_platform()
+        if environment.PET_NNODES.get() is not None:
+            found = {
+                "nnodes": types.nodes(environment.PET_NNODES.raw() or ""),
+                "node_rank": environment.PET_NODE_RANK.get(),
+                "master_addr": environment.PET_MASTER_ADDR.get(),
+                "master_port": environment.PET_MASTER_PORT.get(),
+            }
+        elif (nodes := environment.SKYPILOT_NUM_NODES.get()) is not None:
+            addresses = (environment.SKYPILOT_NODE_IPS.get() or "").split()
+            found = {
+                "nnodes": (nodes, nodes),
+                "node_rank": environment.SKYPILOT_NODE_RANK.get(),
+                "master_addr": addresses[0] if addresses else None,
+            }
     except ValueError as error:
         parser.error(str(error))
-    given.nnodes = given.nnodes or found.get("nnodes", (1, 1))
-    if not variable or given.nnodes[1] == 1:
+    given.nnodes = given.nnodes or found["nnodes"]
+    if len(found) == 1 or given.nnodes[1] == 1:
         return
     for name, value in found.items():
         if getattr(given, name) is None:
             setattr(given, name, value)
     if given.node_rank is not None and given.master_addr is not None:
+        variable = "PET_NNODES" if environment.PET_NNODES.is_set() else "SKYPILOT_NUM_NODES"
         place = f"node {given.node_rank} of {given.nnodes[1]}, and node 0 is {given.master_addr}"
         print(f"npurun: {variable} and others of the platform say that this is {place}", file=sys.stderr)
 
@@ -183,8 +180,8 @@ def _hosts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[t
     if given.node_rank is not None:
         parser.error("--node-rank belongs to an npurun that is started on each node: leave --hosts out")
     try:
-        found = parse_hosts(given.hosts) if given.hostfile is None else read_hosts(given.hostfile)
-        found = found if total is None else filled_hosts(found, total)
+        found = types.parse_hosts(given.hosts) if given.hostfile is None else types.read_hosts(given.hostfile)
+        found = found if total is None else types.filled_hosts(found, total)
     except (OSError, ValueError) as error:
         parser.error(f"{'--hosts' if given.hostfile is None else '--hostfile'}: {error}")
     numbers = {number for _, number in found if number is not None}
@@ -196,7 +193,7 @@ def _hosts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[t
     fewest, most = given.nnodes or (1, 1)
     if most not in (1, len(found)):
         parser.error(f"--nnodes {most}: the list has {counted(len(found), 'host')}")
-    first, *others = (without_user(host) for host, _ in found)
+    first, *others = (host.rpartition("@")[2] for host, _ in found)
     remote = [host for host in others if host not in LOOPBACK]
     if given.master_addr is None and first in LOOPBACK and remote:
         parser.error(
@@ -229,47 +226,47 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,  # an abbreviation that works today breaks when a second option begins with it
     )
     each = "ranks per node, or auto: one per visible GPU, or one rank without GPUs (default auto)"
-    _add(parser, "-n", "--nproc-per-node", type=ranks, default=AUTO, metavar="N", help=each)
+    _add(parser, "-n", "--nproc-per-node", type=types.ranks, default=AUTO, metavar="N", help=each)
     _add(parser, "-m", "--module", action="store_true", help="the script is the name of a module, as with python -m")
     _add(parser, "--log-dir", metavar="DIR", help="write to DIR/rank<N>.log, not to the console")
     _add(parser, "--tee", action="store_true", help="with --log-dir: write to the console as well")
-    _add(parser, "--job-id", type=job_id, metavar="ID", help="name of the job (default $JOB_ID, else a new one)")
+    _add(parser, "--job-id", type=types.job_id, metavar="ID", help="name of the job (default $JOB_ID, else a new one)")
     grace = "seconds until running ranks are killed (default 5)"
-    _add(parser, "--grace", type=seconds, default=5.0, metavar="S", help=grace)
+    _add(parser, "--grace", type=types.seconds, default=5.0, metavar="S", help=grace)
     _add(parser, "--trace", metavar="DIR", help="write a trace of the iterations and a report to DIR")
     parser.add_argument("--tune", action="store_true", help=argparse.SUPPRESS)  # until 0.3.0: gone since 0.2.0
     horovod = "let import horovod find npu_device.horovod"
     _add(parser, "--horovod", action="store_true", help=horovod)
     unchanged = "train an unchanged Keras script (--seed N: the seed)"
     _add(parser, "--replicate", action="store_true", help=unchanged)
-    parser.add_argument("--seed", type=count, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=types.count, default=1, help=argparse.SUPPRESS)
     _add(parser, "--check", action="store_true", help=argparse.SUPPRESS)  # until 0.3.0; since 0.2.0: npurun check
     several = parser.add_argument_group("several nodes (run npurun once on each, or give --hosts)")
     _add(several, "--hosts", metavar="A:N,B:N", help="start all nodes from here, over ssh (also -H)")
     several.add_argument("-H", dest="hosts", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
     _add(several, "--hostfile", metavar="FILE", help="the same, from lines such as: A slots=N")
     total = "number of ranks on all hosts together"
-    several.add_argument("-np", dest="num_proc", type=positive, metavar="N", help=total)
+    several.add_argument("-np", dest="num_proc", type=types.positive, metavar="N", help=total)
     several_nodes = "number of nodes (default 1); MIN:MAX: start with MAX nodes, continue with MIN or more"
-    _add(several, "--nnodes", type=nodes, metavar="N", help=several_nodes)
+    _add(several, "--nnodes", type=types.nodes, metavar="N", help=several_nodes)
     _add(several, "--node-rank", type=int, metavar="R", help="number of this node, from 0")
     _add(several, "--master-addr", metavar="ADDR", help="address or name of node 0 (one node: 127.0.0.1)")
     where = f"port of node 0 where the ranks meet (default {DEFAULT_PORT}; one node: a free one)"
-    _add(several, "--master-port", type=port, metavar="PORT", help=where)
+    _add(several, "--master-port", type=types.port, metavar="PORT", help=where)
     rejoin = "seconds that nodes wait for each other before a start (default 300)"
-    _add(several, "--rejoin-timeout", type=seconds, default=300.0, metavar="S", help=rejoin)
+    _add(several, "--rejoin-timeout", type=types.seconds, default=300.0, metavar="S", help=rejoin)
     again = parser.add_argument_group("failures and preemption (npurun docs reliability)")
-    _add(again, "--max-restarts", type=count, default=0, metavar="N", help="start a failed job again (default 0)")
+    _add(again, "--max-restarts", type=types.count, default=0, metavar="N", help="start a failed job again (default 0)")
     taken = "continue N times when a node is taken away (default: any number; 0: end the job)"
-    _add(again, "--max-preemptions", type=count, metavar="N", help=taken)
+    _add(again, "--max-preemptions", type=types.count, metavar="N", help=taken)
     backoff = "seconds before a restart, doubled each time up to 60 (default 1)"
-    _add(again, "--restart-backoff", type=seconds, default=1.0, metavar="S", help=backoff)
+    _add(again, "--restart-backoff", type=types.seconds, default=1.0, metavar="S", help=backoff)
     preempt = "signal that asks the ranks to write a checkpoint and stop (default TERM)"
     default = environment.NPU_DEVICE_PREEMPT_SIGNAL.raw() or "TERM"
-    _add(again, "--preempt-signal", type=preempt_signal, default=default, metavar="SIG", help=preempt)
+    _add(again, "--preempt-signal", type=types.preempt_signal, default=default, metavar="SIG", help=preempt)
     limit = environment.NPU_DEVICE_PREEMPT_TIMEOUT.raw() or "25"
     within = "seconds that the ranks have to do that (default 25)"
-    _add(again, "--preempt-timeout", type=preempt_seconds, default=limit, metavar="S", help=within)
+    _add(again, "--preempt-timeout", type=types.preempt_seconds, default=limit, metavar="S", help=within)
     # One positional for both: argparse would swallow a "--" between a script and its arguments.
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, help="a .py file, a program, or with -m a module, and its arguments"
@@ -310,10 +307,3 @@ def _command(parser: argparse.ArgumentParser, module: bool, words: list[str]) ->
     if program is None:
         parser.error(f"no such script or program: {script} (looked in {os.getcwd()} and on PATH; for a module: -m)")
     return (program, *arguments)
-
-
-def _replicating(parser: argparse.ArgumentParser, given: argparse.Namespace) -> tuple[str, ...]:
-    python, *words = given.command
-    if python != sys.executable:
-        parser.error("--replicate takes a .py file, or a module with -m")
-    return (python, "-u", "-m", "npu_device._src.replicate.main_program", str(given.seed), *words[1:])

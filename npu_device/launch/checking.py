@@ -45,7 +45,7 @@ def run(options: Options) -> int:
     with tempfile.TemporaryDirectory(prefix="npurun-check-") as directory:
         file = Path(directory, "outcome.json")
         command = (sys.executable, "-u", "-m", "npu_device.launch.checking", str(file))
-        ranks, nodes = counted(options.world_size, "rank"), counted(options.nnodes, "node")
+        ranks, nodes = counted(options.nnodes * options.nproc_per_node, "rank"), counted(options.nnodes, "node")
         console.say(f"checking {ranks} on {nodes}: about half a minute")
         code = job.run(replace(options, command=command))
         if code != 0 or not file.exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import pydoc
+import re
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -23,7 +24,9 @@ def main(argv: Sequence[str]) -> int:
         return 1
     if name is None:
         width = max(map(len, found))
-        print("\n".join(f"{page:{width}}  {_title(path)}" for page, path in sorted(found.items())))
+        for page, path in sorted(found.items()):
+            titles = re.findall("^# (.*)", path.read_text(encoding="utf-8"), re.MULTILINE)
+            print(f"{page:{width}}  {titles[0] if titles else ''}")
         return 0
     name = name.rpartition("/")[2].removesuffix(".md")
     if name not in found:
@@ -41,8 +44,3 @@ def _pages() -> dict[str, Path]:
     else:
         paths = [Path(str(file.locate())) for file in metadata.files("npu_device") or () if file.match(_INSTALLED)]
     return {path.stem: path for path in paths if path.stem != "index"}
-
-
-def _title(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return next((line[2:] for line in lines if line.startswith("# ")), "")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from npu_device._src.cluster.frames import counted
 from npu_device._src.cluster.tracebacks import CHAIN, FRAME, HEADER, is_users, root_error
-from npu_device.launch.processes import Exit
+from npu_device.launch.supervisor import Exit
 
 _LAST_LINES = 20
 # Sent from outside, by a person, the system or a scheduler: where the script was then means nothing.
@@ -54,7 +54,8 @@ def examine(
     except (OSError, ValueError, KeyError, TypeError):  # it left none, or an unusable one
         time, error, traceback, is_consequence, recorded = ended.time, "", "", stopped, False
     lines = traceback.rstrip().splitlines() if traceback else _excerpt(list(stderr))
-    begin = _last_header(lines)
+    headers = [number for number, line in enumerate(lines) if line.startswith("Traceback ")]
+    begin = (headers or [number for number, line in enumerate(lines) if FRAME.match(line)] or [0])[-1]
     if not error.strip() and any(map(FRAME.match, lines)):
         # The traceback is indented.
         end = next((number for number in range(begin + 1, len(lines)) if lines[number][:1].strip()), len(lines))
@@ -75,11 +76,7 @@ def examine(
 
 def in_order(failures: Iterable[Failure]) -> list[Failure]:
     """Return first causes, then the errors that follow from them, then ranks that were stopped."""
-
-    def key(failure: Failure) -> tuple[bool, bool, float]:
-        return failure.is_consequence, failure.is_consequence and not failure.recorded, failure.time
-
-    return sorted(failures, key=key)
+    return sorted(failures, key=lambda one: (one.is_consequence, one.is_consequence and not one.recorded, one.time))
 
 
 def summary(failures: Sequence[Failure], world_size: int, nnodes: int, started: float) -> str:
@@ -110,12 +107,6 @@ def _line(failure: Failure, started: float) -> str:
     how = f"stopped by npurun, {failure.end}" if failure.stopped else failure.end
     line = f"rank {failure.rank}: {how}, {failure.time - started:.1f} s after the start"
     return f"{line}: {failure.error}" if failure.error else line
-
-
-def _last_header(lines: list[str]) -> int:
-    headers = [number for number, line in enumerate(lines) if line.startswith("Traceback ")]
-    frames = [number for number, line in enumerate(lines) if FRAME.match(line)]
-    return (headers or frames or [0])[-1]
 
 
 def _excerpt(lines: list[str]) -> list[str]:

@@ -28,24 +28,18 @@ class Guard:
             start_new_session=True,  # a kill of the launcher's group must not include the guard
         )
 
-    def watch(self, group: int) -> None:
-        self._tell(str(group))
-
-    def forget(self, group: int) -> None:
-        """Unregister a process group whose processes have ended: its number may be reused."""
-        self._tell(str(-group))
-
     def __enter__(self) -> Guard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._tell(_DONE)
+        self.tell(_DONE)
         self._process.communicate()
 
-    def _tell(self, word: str) -> None:
+    def tell(self, word: object) -> None:
+        """Register a process group, or minus the number of one that has ended: its number may be reused."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the guard was killed; the launch itself doesn't depend on it
-            self._process.stdin.write(word.encode() + b"\n")
+            self._process.stdin.write(f"{word}\n".encode())
             self._process.stdin.flush()
 
 

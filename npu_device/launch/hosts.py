@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from npu_device._src import environment
@@ -33,7 +33,6 @@ from npu_device.launch.output import Console, Pump
 
 _SSH_FAILED = 255
 _PREFIXES = ("TF_", "KERAS_", "PYTHON")
-_KEPT_HERE = ("HCCL_IF_IP",)  # differs from host to host
 
 
 def run(options: Options) -> int:
@@ -43,10 +42,13 @@ def run(options: Options) -> int:
     nodes = []
     try:
         given = secret().decode() or secrets.token_hex(32)
-        variables = {**_passed_on(), "NPU_DEVICE_SECRET": given, "NPU_DEVICE_SECRET_FILE": ""}
+        names = {variable.name for variable in environment.ALL} - {"HCCL_IF_IP"}  # which differs from host to host
+        kept = {name: value for name, value in os.environ.items() if name in names or name.startswith(_PREFIXES)}
+        variables = {**kept, "NPU_DEVICE_SECRET": given, "NPU_DEVICE_SECRET_FILE": ""}
         for rank, host in enumerate(options.hosts):
             ours = dataclasses.replace(options, hosts=(), node_rank=rank)
-            nodes.append(_Node(host, _order(ours, variables), console, events))
+            order = json.dumps({"options": dataclasses.asdict(ours), "variables": variables})
+            nodes.append(_Node(host, order, console, events))
     except UnicodeDecodeError:
         console.say(
             "the secret is not UTF-8 text, and can't be passed on to the hosts.\n"
@@ -68,9 +70,9 @@ def _wait(options: Options, nodes: list[_Node], console: Console, events: queue.
         except queue.Empty:
             for node in running:
                 if asked:
-                    node.disconnect()
+                    node.process.kill()
                 else:
-                    node.send(signal.SIGINT)
+                    node.tell(f"{signal.SIGINT:d}")
             asked, deadline = True, time.monotonic() + options.grace + HOSTS_END_SECONDS
             continue
         if isinstance(event, int):
@@ -78,7 +80,7 @@ def _wait(options: Options, nodes: list[_Node], console: Console, events: queue.
                 seconds = options.preempt_timeout if event == options.preempt_signal else options.grace
                 asked, deadline = True, time.monotonic() + seconds + HOSTS_END_SECONDS
             for node in running:
-                node.send(event)
+                node.tell(str(event))
             continue
         running.remove(event)
         code = event.code
@@ -96,11 +98,6 @@ def _wait(options: Options, nodes: list[_Node], console: Console, events: queue.
     return next(iter(failed), max(codes))
 
 
-def _passed_on() -> dict[str, str]:
-    names = {variable.name for variable in environment.ALL}.difference(_KEPT_HERE)
-    return {name: value for name, value in os.environ.items() if name in names or name.startswith(_PREFIXES)}
-
-
 class _Node:
     """The npurun of a host; ``is_here`` if no connection is needed."""
 
@@ -114,42 +111,31 @@ class _Node:
         self.is_here = host in {*LOOPBACK, socket.gethostname()}
         connect = ["sh", "-c"] if self.is_here else [*shlex.split(environment.NPU_DEVICE_SSH.get()), host]
         self.command = connect[0]
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [*connect, remote],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # a Ctrl-C goes to the hosts once, as a signal's number
         )
-        self._tell(order)
+        self.tell(order)
         self._events = events
-        assert self._process.stdout is not None and self._process.stderr is not None
-        pumps = [Pump(self._process.stdout, console, 1), Pump(self._process.stderr, console, 2)]
+        assert self.process.stdout is not None and self.process.stderr is not None
+        pumps = [Pump(self.process.stdout, console, 1), Pump(self.process.stderr, console, 2)]
         threading.Thread(target=self._report_end, args=(pumps,), daemon=True).start()
 
-    def send(self, number: int) -> None:
-        self._tell(str(int(number)))
-
-    def disconnect(self) -> None:
-        self._process.kill()
-
-    def _tell(self, line: str) -> None:
-        assert self._process.stdin is not None
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended
-            self._process.stdin.write(line.encode() + b"\n")
-            self._process.stdin.flush()
+            self.process.stdin.write(line.encode() + b"\n")
+            self.process.stdin.flush()
 
     def _report_end(self, pumps: list[Pump]) -> None:
-        code = self._process.wait()
+        code = self.process.wait()
         for pump in pumps:
             pump.finish()
         self.code = code if code >= 0 else 128 - code
         self._events.put(self)
-
-
-def _order(options: Options, variables: Mapping[str, str]) -> str:
-    """Return the first line of the standard input: the command line, and variables for the environment."""
-    return json.dumps({"options": dataclasses.asdict(options), "variables": dict(variables)})
 
 
 def main() -> None:

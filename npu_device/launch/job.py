@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
 import tempfile
@@ -11,9 +12,8 @@ from typing import Any
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.handshake import NO_SECRET
 from npu_device._src.membership.schemes import secret
-from npu_device.launch import meeting
 from npu_device.launch.arguments import Options
-from npu_device.launch.attempt import USAGE, Attempt, Launch
+from npu_device.launch.attempt import USAGE, Attempt, Launch, prepare_meeting
 from npu_device.launch.guard import Guard
 from npu_device.launch.leader import Leader
 from npu_device.launch.ledger import Decision, Ledger
@@ -27,7 +27,15 @@ def run(options: Options) -> int:
     with tempfile.TemporaryDirectory(prefix="npurun-") as directory, Guard(directory) as guard:
         launch = Launch(options, console, guard, directory, events)
         try:
-            return _together(launch) if options.nodes_meet else _alone(launch)
+            given = secret()
+            if options.nnodes > 1 and options.node_rank == 0 and not given:
+                console.say(NO_SECRET)
+            if not options.nodes_meet:
+                return _alone(launch)
+            if options.node_rank > 0:
+                return Member(launch, given, options.master_addr).run()
+            with Leader(launch, given) as leader:
+                return Member(launch, given, leader.address).run()
         except (OSError, ClusterError, ValueError) as error:
             console.say(str(error))
             return USAGE
@@ -47,21 +55,11 @@ def signals(options: Options, console: Console) -> queue.SimpleQueue[Any]:
     return events
 
 
-def _together(launch: Launch) -> int:
-    options, given = launch.options, secret()
-    if options.node_rank > 0:
-        return Member(launch, given, options.master_addr).run()
-    if not given:
-        launch.console.say(NO_SECRET)
-    with Leader(launch, given) as leader:
-        return Member(launch, given, leader.address).run()
-
-
 def _alone(launch: Launch) -> int:
     options, say = launch.options, launch.console.say
     attempts = Ledger(options)
     while True:
-        place = meeting.prepare(options, say, attempts.count)
+        place = prepare_meeting(options, attempts.count)
         began = time.time()
         with place:
             outcome = Attempt(launch, place, lambda *_: None).run()
@@ -81,10 +79,8 @@ def _pause(launch: Launch, seconds: float) -> int | None:
     """Wait before a restart. Return the number of a signal that the launcher receives meanwhile, or None."""
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
-        try:
+        with contextlib.suppress(queue.Empty):
             event = launch.events.get(timeout=left)
-        except queue.Empty:
-            return None
-        if isinstance(event, int):
-            return event
+            if isinstance(event, int):
+                return event
     return None

@@ -11,17 +11,16 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable
-from typing import Any, Callable
+from typing import Any
 
 from npu_device._src.cluster import ports, time_limits as limits
 from npu_device._src.cluster.errors import RESUMABLE, ClusterError
 from npu_device._src.cluster.frames import ranges
 from npu_device._src.version import __version__
-from npu_device.launch import meeting, node_links
-from npu_device.launch.attempt import FAILED, USAGE, Launch, Outcome
+from npu_device.launch.attempt import FAILED, USAGE, Launch, Meeting, Outcome, master_port, prepare_meeting
 from npu_device.launch.failures import Failure
 from npu_device.launch.ledger import Decision, Ledger
-from npu_device.launch.node_links import Link
+from npu_device.launch.member import Link, serve
 
 _MOST_EVENTS = 1000  # messages that wait; who sends more waits, too
 _NOT_OVER = Decision(RESUMABLE, 0.0, "")  # node 0 leaves a job that goes on when its npurun is started again
@@ -35,7 +34,7 @@ class Leader:
         self._options = launch.options
         self._secret = secret
         self._ledger = Ledger(launch.options)
-        port = meeting.master_port(launch.options)
+        port = master_port(launch.options)
         self._listener = ports.listen((launch.options.master_addr,), (port, port))
         self._events: queue.Queue[tuple[Link, dict[str, Any] | None]] = queue.Queue(_MOST_EVENTS)
         self._nodes: dict[int, Link] = {}
@@ -49,12 +48,6 @@ class Leader:
         self._deadline: float | None = None
         self._is_leaving = False  # this node has been taken away
         self._signal: int | None = None
-        self._actions: dict[str, Callable[[int, dict[str, Any]], None]] = {
-            "failed": self._fail,
-            "interrupted": self._interrupt,
-            "outcome": self._end,
-            "preempted": self._preempt,
-        }
         self._thread = threading.Thread(target=self._run, name="npurun-leader", daemon=True)
 
     @property
@@ -63,15 +56,13 @@ class Leader:
         return "127.0.0.1" if host in ("::", "0.0.0.0") else host
 
     def __enter__(self) -> Leader:
-        node_links.serve(self._listener, self._secret, self._serve)
+        serve(self._listener, self._secret, self._serve)
         self._thread.start()
         threading.Thread(target=self._say_alive, name="npurun-alive", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._thread.join(2 * limits.NODE_LAST_MESSAGE_SECONDS)
-
-    # The connections
 
     def _serve(self, link: Link) -> None:
         for message in link.messages():
@@ -86,8 +77,6 @@ class Leader:
     def _send(self, to: Iterable[int], do: str, **fields: Any) -> None:
         for link in filter(None, map(self._nodes.get, list(to))):
             link.send(do, **fields)
-
-    # The job
 
     def _run(self) -> None:
         try:
@@ -116,9 +105,16 @@ class Leader:
                 return _NOT_OVER
             if nodes is None:
                 last = self._ledger.attempts[-1:]
-                return Decision(last[0].code if last and last[0].preempted else FAILED, None, self._complaint())
+                fewest, rejoin, most = self._options.fewest_nodes, self._options.rejoin_timeout, self._options.nnodes
+                text = (
+                    f"node(s) {ranges(self._all - self._idle)} did not come within {rejoin:g} s (--rejoin-timeout); "
+                    f"there are only {ranges(self._idle)}, and the job needs {fewest}.\n"
+                    "What to do: look at the output of npurun on these nodes; let the cluster start npurun there "
+                    f"again; or allow fewer nodes (--nnodes MIN:{most})."
+                )
+                return Decision(last[0].code if last and last[0].preempted else FAILED, None, text)
             try:
-                place = meeting.prepare(self._options, lambda _: None, self._ledger.count, nodes)
+                place = prepare_meeting(self._options, self._ledger.count, nodes)
             except (OSError, ClusterError, ValueError) as error:
                 return Decision(USAGE, None, str(error))
             with place:
@@ -134,9 +130,9 @@ class Leader:
         """Wait a while, and for the expected nodes; return those that are there, or None if they are too few."""
         began = now = time.monotonic()
         deadline = began + max(wait, self._options.rejoin_timeout)
-        is_told = False
+        is_told, fewest = False, self._options.fewest_nodes
         while self._signal is None and not self._is_leaving and now < deadline:
-            missing = (self._expected if self._are_enough() else self._all) - self._idle
+            missing = (self._expected if len(self._idle) >= fewest else self._all) - self._idle
             if not missing and now >= began + wait:
                 break
             if missing and not is_told and now >= began + limits.NODE_NOTICE_SECONDS:
@@ -145,22 +141,9 @@ class Leader:
                 self._send(self._idle, "say", text=text)
             self._handle(min(deadline, now + limits.NODE_PAUSE_SECONDS if missing else began + wait))
             now = time.monotonic()
-        return tuple(sorted(self._idle)) if self._are_enough() else None
+        return tuple(sorted(self._idle)) if len(self._idle) >= fewest else None
 
-    def _are_enough(self) -> bool:
-        return len(self._idle) >= self._options.fewest_nodes
-
-    def _complaint(self) -> str:
-        here, fewest = ranges(self._idle), self._options.fewest_nodes
-        missing = ranges(self._all - self._idle)
-        return (
-            f"node(s) {missing} did not come within {self._options.rejoin_timeout:g} s (--rejoin-timeout); there are "
-            f"only {here}, and the job needs {fewest}.\n"
-            "What to do: look at the output of npurun on these nodes; let the cluster start npurun there again; or "
-            f"allow fewer nodes (--nnodes MIN:{self._options.nnodes})."
-        )
-
-    def _attempt(self, place: meeting.Meeting) -> Decision:
+    def _attempt(self, place: Meeting) -> Decision:
         began = time.time()
         self._running, self._outcomes, self._lost = set(place.nodes), {}, None
         self._preempted, self._is_stopping, self._deadline = set(), False, None
@@ -188,8 +171,6 @@ class Leader:
             self._nodes[node].close()  # a frozen npurun sees it when it continues
             self._lose(node, "does not answer")
 
-    # Messages of the nodes
-
     def _next_event(self, until: float | None) -> tuple[Link, dict[str, Any] | None] | None:
         try:
             return self._events.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
@@ -208,8 +189,20 @@ class Leader:
         elif node is not None and message is None:
             self._lose(node, "is gone: its npurun ended or was killed, or its host can't be reached")
         elif node is not None and message is not None:
-            self._actions[message["do"]](node, message)
+            self._act(node, message)
         return True
+
+    def _act(self, node: int, message: dict[str, Any]) -> None:
+        if message["do"] == "interrupted":
+            self._signal = message["signal"]
+        elif node not in self._running:
+            return
+        elif message["do"] == "failed":
+            self._stop(f"node {node}: {message['what']}")
+        elif message["do"] == "preempted" and self._options.outlives_preemption:
+            self._preempted.add(node)  # its ranks end the attempt, resumable or not
+        elif message["do"] == "outcome":
+            self._end(node, message)
 
     def _register(self, link: Link, hello: dict[str, Any]) -> None:
         node = hello["node"]
@@ -233,18 +226,6 @@ class Leader:
         elif hello["count"] > self._ledger.count:  # this launcher has been started again
             self._ledger.count, self._expected = hello["count"], self._all.intersection(hello["nodes"])
 
-    def _interrupt(self, node: int, message: dict[str, Any]) -> None:
-        self._signal = message["signal"]
-
-    def _fail(self, node: int, message: dict[str, Any]) -> None:
-        if node in self._running:
-            self._stop(f"node {node}: {message['what']}")
-
-    def _preempt(self, node: int, message: dict[str, Any]) -> None:
-        """Note that a node is taken away. Its ranks end the attempt, resumable or not."""
-        if self._options.outlives_preemption and node in self._running:
-            self._preempted.add(node)
-
     def _lose(self, node: int, how: str) -> None:
         del self._nodes[node]
         self._idle.discard(node)
@@ -255,8 +236,6 @@ class Leader:
             self._stop(f"node {node} {how}")
 
     def _end(self, node: int, message: dict[str, Any]) -> None:
-        if node not in self._running:
-            return
         failure = Failure(**message["failure"]) if message["failure"] else None
         outcome = Outcome(message["code"], message["interrupted"], message["preempted"], failure)
         self._outcomes[node] = outcome

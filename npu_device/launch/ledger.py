@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from npu_device._src.cluster.errors import RESUMABLE
@@ -12,8 +13,6 @@ from npu_device._src.cluster.time_limits import LONGEST_BACKOFF_SECONDS
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import CANNOT_START, FAILED, Outcome
 from npu_device.launch.failures import in_order
-
-_KEPT = 100  # attempts; of a job with more, the first ones are left out at the end
 
 
 @dataclass(frozen=True)
@@ -99,91 +98,52 @@ class Ledger:
 
     def last_words(self, decision: Decision) -> str:
         """Return what the user is told at the end: why the job isn't started again, and its attempts, if several."""
-        several = summary(self.attempts) if len(self.attempts) > 1 else ""
-        return "\n".join(filter(None, (decision.text, several)))
-
-    def _spent(self) -> str | None:
-        most, failures = self._options.max_restarts, len(self._failures())
-        if failures > most:
-            return f"no restart: all {most} restart(s) have been used"
-        preemptions = len(self.attempts) - failures
-        limit = self._options.max_preemptions
-        if limit is not None and preemptions > limit:
-            return f"no restart: nodes were taken away more than {limit} time(s) (--max-preemptions)"
-        return None
+        lines = [decision.text] if decision.text else []
+        if len(self.attempts) > 1:
+            with_nodes = any(attempt.nodes != (0,) for attempt in self.attempts)
+            lines += ["the attempts of this job:", *(f"  {attempt.line(with_nodes)}" for attempt in self.attempts)]
+        return "\n".join(lines)
 
     def _decide(self) -> Decision:
-        last, failures = self.attempts[-1], self._failures()
-        if last.code == 0 or last.interrupted or set(last.nodes) <= set(last.preempted):
-            return Decision(last.code, None, "")
-        if last.preempted:
-            spent, wait, number = self._spent(), self._options.restart_backoff, len(self.attempts) - len(failures)
-            if spent is not None:
-                return Decision(last.code, None, spent)
-            return Decision(last.code, wait, f"preemption {number}, which costs no restart: {last.why}")
-        most = self._options.max_restarts
-        if last.code == RESUMABLE or most == 0:
+        last = self.attempts[-1]
+        failures = [attempt for attempt in self.attempts if not attempt.preempted]  # these count as restarts
+        before = failures[-2] if len(failures) > 1 else None
+        is_stuck = before and last.place is not None and (before.place, before.step) == (last.place, last.step)
+        most, limit = self._options.max_restarts, self._options.max_preemptions
+        preemptions = len(self.attempts) - len(failures)
+        is_over = last.code == 0 or last.interrupted or set(last.nodes) <= set(last.preempted)
+        if is_over or (not last.preempted and (last.code == RESUMABLE or most == 0)):
             return Decision(last.code, None, "")
         if last.code == CANNOT_START:
-            return Decision(last.code, None, "no restart: the ranks can't be started")
-        if _are_stuck(failures):
-            return Decision(
-                last.code,
-                None,
+            text = "no restart: the ranks can't be started"
+        elif is_stuck and not last.preempted:
+            text = (
                 f"no restart: two attempts in a row failed at the same place, {last.place}, and wrote no checkpoint in "
                 "between. This is a bug in the script, which a restart doesn't fix.\n"
                 "What to do: fix it; or, if the script got further each time, write checkpoints more often, with "
-                "npu.train.JobCheckpoint or to the file NPU_DEVICE_PROGRESS_FILE.",
+                "npu.train.JobCheckpoint or to the file NPU_DEVICE_PROGRESS_FILE."
             )
-        spent = self._spent()
-        if spent is not None:
-            return Decision(last.code, None, spent)
-        wait = min(self._options.restart_backoff * 2 ** _fruitless(failures), LONGEST_BACKOFF_SECONDS)
-        return Decision(last.code, wait, f"restart {len(failures)} of {most} in {wait:g} s: {last.why}")
-
-    def _failures(self) -> list[Ended]:
-        """Return the attempts that count against ``--max-restarts``."""
-        return [attempt for attempt in self.attempts if not attempt.preempted]
-
-
-def _are_stuck(failures: Sequence[Ended]) -> bool:
-    if len(failures) < 2 or failures[-1].place is None:
-        return False
-    before, last = failures[-2:]
-    return before.place == last.place and before.step == last.step
-
-
-def _fruitless(failures: Sequence[Ended]) -> int:
-    """Return how many restarts in a row have not come to another checkpoint."""
-    steps = [attempt.step for attempt in failures]
-    found = 0
-    for before, after in zip(reversed(steps[:-1]), reversed(steps)):
-        if before != after:
-            break
-        found += 1
-    return min(found, 10)
-
-
-def summary(attempts: Sequence[Ended]) -> str:
-    left_out = len(attempts) - _KEPT
-    lines = [f"  … {left_out} more"] if left_out > 0 else []
-    with_nodes = any(attempt.nodes != (0,) for attempt in attempts)
-    lines += [f"  {attempt.line(with_nodes)}" for attempt in attempts[-_KEPT:]]
-    return "\n".join(["the attempts of this job:", *lines])
+        elif len(failures) > most:
+            text = f"no restart: all {most} restart(s) have been used"
+        elif limit is not None and preemptions > limit:
+            text = f"no restart: nodes were taken away more than {limit} time(s) (--max-preemptions)"
+        elif last.preempted:
+            wait = self._options.restart_backoff
+            return Decision(last.code, wait, f"preemption {preemptions}, which costs no restart: {last.why}")
+        else:
+            # How many restarts in a row have not come to another checkpoint.
+            fruitless = len(list(itertools.takewhile(lambda one: one.step == last.step, reversed(failures)))) - 1
+            wait = min(self._options.restart_backoff * 2 ** min(fruitless, 10), LONGEST_BACKOFF_SECONDS)
+            return Decision(last.code, wait, f"restart {len(failures)} of {most} in {wait:g} s: {last.why}")
+        return Decision(last.code, None, text)
 
 
 def change(before: Sequence[int], after: Sequence[int], nproc_per_node: int) -> str:
     """Return what is different for an attempt with other nodes than the one before; "" if nothing is."""
     if tuple(before) == tuple(after):
         return ""
-    parts = [
-        f"{word} {_nodes(nodes)}"
-        for word, nodes in (
-            ("without", sorted(set(before) - set(after))),
-            ("again with", sorted(set(after) - set(before))),
-        )
-        if nodes
-    ]
+    changes = {"without": set(before).difference(after), "again with": set(after).difference(before)}
+    parts = [f"{word} {_nodes(nodes)}" for word, nodes in changes.items() if nodes]
     return (
         f"the job goes on {' and '.join(parts)}: {counted(len(after) * nproc_per_node, 'rank')} instead of "
         f"{len(before) * nproc_per_node}, renumbered in the order of the nodes ({_nodes(after)}). "
@@ -191,5 +151,5 @@ def change(before: Sequence[int], after: Sequence[int], nproc_per_node: int) -> 
     )
 
 
-def _nodes(nodes: Sequence[int]) -> str:
+def _nodes(nodes: Collection[int]) -> str:
     return f"node{'s' if len(nodes) > 1 else ''} {ranges(nodes)}"

@@ -81,7 +81,9 @@ class Pump:
     ) -> None:
         self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
         self._pipe, self._console, self._fd, self._log = pipe, console, fd, log
-        self._prefix = b"" if rank is None else _prefix(rank, os.isatty(fd))
+        self._prefix = b"" if rank is None else b"[%d] " % rank
+        if rank is not None and os.isatty(fd):
+            self._prefix = b"\x1b[%dm[%d]\x1b[0m " % (_COLOURS[rank % len(_COLOURS)], rank)
         self._rest = b""  # a line that hasn't ended
         self._bar = b""  # the newest refresh, if it hasn't been written
         self._bar_is_written = False  # and the line that it refreshes hasn't ended
@@ -107,7 +109,9 @@ class Pump:
                         break
                 self._write(self._lines(data))
             else:  # a process that escaped with the pipe may go on writing to it
-                self._write(self._lines(os.read(self._pipe.fileno(), _bytes_in(self._pipe))))
+                count = array.array("i", [0])
+                fcntl.ioctl(self._pipe, termios.FIONREAD, count)
+                self._write(self._lines(os.read(self._pipe.fileno(), count[0])))
         if self._rest or self._bar:
             self._write(self._lines(b"\n"))
 
@@ -144,14 +148,3 @@ class Pump:
                 self._log = None
         if self._console is not None:
             self._console.write(self._fd, b"".join(self._prefix + line + b"\n" for line in lines))
-
-
-def _prefix(rank: int, coloured: bool) -> bytes:
-    colour = _COLOURS[rank % len(_COLOURS)]
-    return (f"\x1b[{colour}m[{rank}]\x1b[0m " if coloured else f"[{rank}] ").encode()
-
-
-def _bytes_in(pipe: IO[bytes]) -> int:
-    count = array.array("i", [0])
-    fcntl.ioctl(pipe, termios.FIONREAD, count)
-    return count[0]

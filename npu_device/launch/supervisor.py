@@ -1,12 +1,17 @@
-"""Wait for the ranks, and stop all of them if one fails or the launcher is told to stop: ask, wait, kill."""
+"""Start the ranks. Stop them, with their children, if one fails or the launcher is told to stop: ask, wait, kill."""
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import os
 import queue
 import signal
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Callable
 
@@ -14,7 +19,77 @@ from npu_device._src.cluster.errors import RESUMABLE
 from npu_device._src.cluster.frames import counted
 from npu_device._src.cluster.time_limits import KILL_SECONDS, RANKS_NOTICE_SECONDS, SAME_SIGNAL_SECONDS, SWEEP_SECONDS
 from npu_device.launch.arguments import Options
-from npu_device.launch.processes import Process
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The end of a process: exit code, or minus the number of the signal that killed it; seconds since the epoch."""
+
+    status: int
+    time: float
+
+    @property
+    def code(self) -> int:
+        return self.status if self.status >= 0 else 128 - self.status
+
+    def __str__(self) -> str:
+        if self.status >= 0:
+            return f"exit code {self.status}"
+        names = {int(each): each.name for each in signal.Signals}
+        return f"killed by {names.get(-self.status, f'signal {-self.status}')}"
+
+
+class Process:
+    """A running rank.
+
+    The ended process stays a zombie until ``reap``: its number, which is also its group's, can't be reused
+    while signals may still be sent to it.
+    """
+
+    def __init__(
+        self, rank: int, command: Sequence[str], environment: Mapping[str, str], on_exit: Callable[[], None]
+    ) -> None:
+        self.rank = rank
+        self.exit: Exit | None = None
+        self._gone = False
+        self._on_exit = on_exit
+        self._popen = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,  # one terminal can't serve several readers
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C of the terminal goes to the launcher alone, which passes it on once
+        )
+        assert self._popen.stdout is not None and self._popen.stderr is not None
+        self.stdout, self.stderr = self._popen.stdout, self._popen.stderr
+        self.pid = self._popen.pid
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def send(self, number: int, spares_children: bool = False) -> None:
+        """Send a signal to the process and, unless ``spares_children``, to its children in the same process group."""
+        if self._gone:  # another process may have the number by now
+            return
+        # PermissionError: the rest of the group runs as another user (sudo in the script).
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            (os.kill if spares_children else os.killpg)(self.pid, number)
+
+    def reap(self) -> bool:
+        """Release the ended process. Return True while children of it are left in its group."""
+        self._watcher.join()  # which looks at the zombie
+        self._popen.wait()
+        try:
+            os.killpg(self.pid, 0)
+        except (ProcessLookupError, PermissionError):
+            self._gone = True
+        return not self._gone
+
+    def _watch(self) -> None:
+        result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        assert result is not None
+        self.exit = Exit(result.si_status if result.si_code == os.CLD_EXITED else -result.si_status, time.time())
+        self._on_exit()
 
 
 class _Stage(enum.IntEnum):
@@ -26,9 +101,6 @@ class _Stage(enum.IntEnum):
     GIVEN_UP = 5
 
 
-Report = Callable[[str, str], None]
-
-
 @dataclass(frozen=True)
 class Stop:
     """An event: the attempt has failed elsewhere."""
@@ -37,38 +109,23 @@ class Stop:
     count: int | None  # number of that attempt
 
 
+@dataclass
 class Supervisor:
-    """Supervises an attempt on this node until its end.
+    """Supervises an attempt on this node until its end."""
 
-    Attributes:
-        signal: the signal that ended the attempt, or None.
-        interrupted: the launcher received a signal, perhaps after a failure.
-        preempted: it received no other signal than the one that asks for a resumable end.
-        asked_at: when the ranks were asked to stop, in seconds since the epoch; None if they weren't.
-    """
-
-    def __init__(
-        self,
-        processes: Sequence[Process],
-        events: queue.SimpleQueue[Any],
-        options: Options,
-        say: Callable[[str], object],
-        count: int,
-        report: Report,
-    ) -> None:
-        self.signal: int | None = None
-        self.interrupted = False
-        self.preempted = False
-        self.asked_at: float | None = None
-        self._processes = processes
-        self._events = events
-        self._options = options
-        self._say = say
-        self._count = count
-        self._report = report
-        self._stage = _Stage.RUNNING
-        self._deadline: float | None = None
-        self._spared_children = False
+    _processes: Sequence[Process]
+    _events: queue.SimpleQueue[Any]
+    _options: Options
+    _say: Callable[[str], object]
+    _count: int
+    _report: Callable[[str, str], None]
+    signal: int | None = None  # the signal that ended the attempt
+    interrupted: bool = False  # the launcher received a signal, perhaps after a failure
+    preempted: bool = False  # it received no other signal than the one that asks for a resumable end
+    asked_at: float | None = None  # when the ranks were asked to stop, in seconds since the epoch
+    _stage: _Stage = _Stage.RUNNING
+    _deadline: float | None = None
+    _spared_children: bool = False
 
     def run(self) -> None:
         """Return when no rank is running, and no process that a rank started is left in its process group."""
@@ -129,7 +186,7 @@ class Supervisor:
             )
             # A rank that still has to finish its step needs its children, such as those that read data. A program that
             # isn't Python is the wrapper of one, and may not pass the signal on.
-            self._spared_children = is_request and self._options.is_python
+            self._spared_children = is_request and self._options.command[0] == sys.executable
             self._ask(number, self._processes, seconds)
         elif self.asked_at is not None and time.time() - self.asked_at > SAME_SIGNAL_SECONDS:
             self._kill()

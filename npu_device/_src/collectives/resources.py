@@ -61,7 +61,7 @@ def divide_cores(running: Job) -> None:
     TensorFlow starts a thread pool as wide as the machine in every process; several of them on a host compete for the
     cores. If TensorFlow has already been used, it has already started them.
     """
-    if environment.user_sets_threads():
+    if environment.TF_NUM_INTRAOP_THREADS.is_set() or environment.TF_NUM_INTEROP_THREADS.is_set():
         return
     if compat.context_is_initialized():
         _log.info(

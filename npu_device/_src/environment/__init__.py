@@ -7,7 +7,7 @@ from npu_device._src.environment.checks import (
     horovod_variables_without_effect as horovod_variables_without_effect,
     settings_everywhere as settings_everywhere,
 )
+from npu_device._src.environment.forms import Variable as Variable
 from npu_device._src.environment.launcher_variables import *  # noqa: F403
 from npu_device._src.environment.own import *  # noqa: F403
 from npu_device._src.environment.tensorflow_variables import *  # noqa: F403
-from npu_device._src.environment.variable import Variable as Variable

@@ -6,7 +6,7 @@ import difflib
 import logging
 
 from npu_device._src.environment import ascend, launcher_variables, own, tensorflow_variables
-from npu_device._src.environment.variable import Variable, names_in_environment
+from npu_device._src.environment.forms import Variable, names_in_environment
 
 ALL: tuple[Variable, ...] = tuple(
     value

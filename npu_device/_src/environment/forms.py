@@ -1,14 +1,92 @@
-"""The forms that values of environment variables have: numbers, addresses, ranges."""
+"""Environment variables as constants: name, form, default, unit and meaning. Forms: numbers, addresses, ranges, words.
+
+Only this module reads the environment. The other files declare the variables, one file for each owner.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import os
 import re
 import shlex
-from collections.abc import Sequence
-from typing import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Callable, Generic, TypeVar
 
-from npu_device._src.environment.variable import Form
+Value = TypeVar("Value")
+Value_co = TypeVar("Value_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Form(Generic[Value_co]):
+    """The form of a value: ``parse`` makes the value or raises ValueError; ``expected`` is for readers."""
+
+    parse: Callable[[str], Value_co]
+    expected: str
+
+
+@dataclass(frozen=True)
+class Variable(Generic[Value_co]):
+    name: str
+    form: Form[Value_co]  # how its value is written
+    default: Value_co  # the value of ``get`` if the variable is unset or empty
+    meaning: str  # one sentence for the documentation
+    unit: str = ""  # unit of the value, or ""
+    everywhere: bool = False  # the ranks refuse to begin with different values
+
+    def raw(self) -> str | None:
+        """Return the text in the environment; None if unset or empty."""
+        return os.environ.get(self.name) or None
+
+    def text(self) -> str | None:
+        """Return the text in the environment, also if it is empty; None if the variable is unset."""
+        return os.environ.get(self.name)
+
+    def set(self, text: str) -> None:
+        os.environ[self.name] = text
+
+    def is_set(self) -> bool:
+        return self.raw() is not None
+
+    def get(self) -> Value_co:
+        """Return the value, or the default if the variable is unset or empty; ValueError (EI0001) if malformed."""
+        text = self.raw()
+        if text is None:
+            return self.default
+        try:
+            return self.form.parse(text.strip())
+        except ValueError:
+            raise ValueError(
+                f"EI0001: the environment variable {self.name} is {text!r}; expected {self.form.expected}.\n"
+                f"What to do: correct or unset {self.name}. It means: {self.meaning}"
+            ) from None
+
+    def pass_on(self) -> None:
+        """Give the default to TensorFlow, which reads the variable itself, unless the user has set it."""
+        if not self.is_set():
+            self.set(str(self.default))
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Hide the variable from this process, including TensorFlow, while the block runs."""
+        text = os.environ.pop(self.name, None)
+        try:
+            yield
+        finally:
+            if text is not None:
+                os.environ[self.name] = text
+
+
+def names_in_environment(prefix: str) -> set[str]:
+    """Return the names of the variables in the environment that begin with a prefix, and aren't empty."""
+    return {name for name, text in os.environ.items() if name.startswith(prefix) and text}
+
+
+def optional(
+    name: str, form: Form[Value], meaning: str, unit: str = "", everywhere: bool = False
+) -> Variable[Value | None]:
+    return Variable(name, form, None, meaning, unit, everywhere)
 
 
 def integer(low: int, high: int | None = None) -> Form[int]:
@@ -23,13 +101,16 @@ def integer(low: int, high: int | None = None) -> Form[int]:
     return Form(parse, f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}")
 
 
-def one_of(*texts: str) -> Form[str]:
-    def parse(text: str) -> str:
-        if text not in texts:
-            raise ValueError(text)
-        return text
+def one_of(*texts: str, spelled: Callable[[str], str] = str, note: str = "") -> Form[str]:
+    """Return the form of a word, which ``spelled`` may give the spelling of the list."""
 
-    return Form(parse, f"one of {', '.join(texts)}")
+    def parse(text: str) -> str:
+        word = spelled(text)
+        if word not in texts:
+            raise ValueError(text)
+        return word
+
+    return Form(parse, f"one of {', '.join(texts)}{note}")
 
 
 def split(text: str) -> str | tuple[int, ...] | tuple[float, ...]:
@@ -55,17 +136,12 @@ def _span(text: str, most: float) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def windows(text: str) -> tuple[tuple[int, int], ...]:
-    return tuple(_span(part, float("inf")) for part in text.split(","))
-
-
 def most_nodes(text: str) -> int:
     """Parse ``4``, or ``2:4`` for the fewest and the most nodes; return the most."""
-    fewest, colon, most = text.partition(":")
-    numbers = [fewest, most] if colon else [fewest]
-    if not all(number.isdecimal() and int(number) > 0 for number in numbers) or int(numbers[0]) > int(numbers[-1]):
+    match = re.fullmatch(r"(?:([0-9]+):)?([0-9]+)", text)
+    if match is None or not 1 <= int(match[1] or 1) <= int(match[2]):
         raise ValueError(text)
-    return int(numbers[-1])
+    return int(match[2])
 
 
 def address_and_port(text: str) -> tuple[str, int]:
@@ -79,10 +155,6 @@ def address_and_port(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def ports(text: str) -> tuple[int, int]:
-    return _span(text, 65535)
-
-
 def audit(text: str) -> int | str:
     """Parse ``auto``, ``off`` or a number of steps; 0 is ``off``."""
     if text in ("auto", "off"):
@@ -90,29 +162,6 @@ def audit(text: str) -> int | str:
     if not text.isdecimal():
         raise ValueError(text)
     return int(text) or "off"
-
-
-def command(text: str) -> str:
-    shlex.split(text)
-    return text
-
-
-def log_level(text: str) -> str:
-    if text.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"):
-        raise ValueError(text)
-    return text.upper()
-
-
-def signal_of(names: Sequence[str]) -> Callable[[str], str]:
-    """Return the parser of the name of a signal, which may lack ``SIG``."""
-
-    def parse(text: str) -> str:
-        name = "SIG" + text.upper().removeprefix("SIG")
-        if name not in names:
-            raise ValueError(text)
-        return name
-
-    return parse
 
 
 def seconds(high: float) -> Form[float]:
@@ -128,7 +177,12 @@ def seconds(high: float) -> Form[float]:
 INDEX = integer(0)
 COUNT = integer(1)
 PORT = integer(1, 65535)
+PORTS = Form(lambda text: _span(text, 65535), "first and last port, such as 61000-61031")
+WINDOWS = Form(
+    lambda text: tuple(_span(part, float("inf")) for part in text.split(",")),
+    "first and last iteration, such as 1-25 or 100-120,500-520",
+)
 ADDRESS = Form(lambda text: str(ipaddress.ip_address(text)), "an IPv4 or IPv6 address")
 PATH = Form(str, "a path")
 TEXT = Form(str, "text")
-COMMAND = Form(command, "a command line")
+COMMAND = Form(lambda text: shlex.join(shlex.split(text)), "a command line")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from npu_device._src.environment import forms
-from npu_device._src.environment.variable import Form, Variable, optional
+from npu_device._src.environment.forms import Form, Variable, optional
 
 # Slurm's job steps
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from npu_device._src.environment import forms
-from npu_device._src.environment.variable import Form, Variable, optional
+from npu_device._src.environment.forms import Form, Variable, optional
 
 
 def _choice(name: str, words: tuple[str, ...], meaning: str, everywhere: bool = False) -> Variable[str]:
@@ -29,7 +29,7 @@ NPU_DEVICE_LAUNCHER = _choice(
 )
 NPU_DEVICE_PORT_RANGE = optional(
     "NPU_DEVICE_PORT_RANGE",
-    Form(forms.ports, "first and last port, such as 61000-61031"),
+    forms.PORTS,
     "for firewalls: the ports that the package may choose to listen on; default: any. Ports that you set yourself "
     "(`--master-port`, a rank table, CM_CHIEF_PORT, TF_CONFIG, MASTER_PORT) are used as given.",
 )
@@ -76,7 +76,7 @@ NPU_DEVICE_ERROR_FILE = optional(
 )
 NPU_DEVICE_TRACE_ITERATIONS = Variable(
     "NPU_DEVICE_TRACE_ITERATIONS",
-    Form(forms.windows, "first and last iteration, such as 1-25 or 100-120,500-520"),
+    forms.WINDOWS,
     (),
     "which iterations a trace records; default: the first 100, then every 2nd up to 200, every 4th up to 400, and so "
     "on.",
@@ -134,7 +134,7 @@ NPU_DEVICE_STATEMENT = _choice(
 )
 NPU_DEVICE_LOG_LEVEL = optional(
     "NPU_DEVICE_LOG_LEVEL",
-    Form(forms.log_level, "one of DEBUG, INFO, WARNING, ERROR, CRITICAL"),
+    forms.one_of("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", spelled=str.upper),
     "the level of the logger `npu_device`, from `npu.open()` on; default: Python's, which shows warnings and errors.",
 )
 NPU_DEVICE_STEP_RANDOM = _choice(
@@ -176,10 +176,13 @@ NPU_DEVICE_PROGRESS_FILE = optional(
     "file in which rank 0 writes the step of each complete checkpoint, so that `npurun` can tell progress from a "
     "script that fails at the same place again and again. `npurun` sets this on node 0.",
 )
-PREEMPT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 NPU_DEVICE_PREEMPT_SIGNAL = Variable(
     "NPU_DEVICE_PREEMPT_SIGNAL",
-    Form(forms.signal_of(PREEMPT_SIGNALS), f"one of {', '.join(PREEMPT_SIGNALS)}, with or without SIG"),
+    forms.one_of(
+        *("SIGTERM", "SIGUSR1", "SIGUSR2"),
+        spelled=lambda text: "SIG" + text.upper().removeprefix("SIG"),
+        note=", with or without SIG",
+    ),
     "SIGTERM",
     "the signal that asks the ranks to finish the step, write a checkpoint, and end so that the job can be resumed. "
     "`npurun` forwards it to its ranks, and sets this to `--preempt-signal`.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from npu_device._src.environment import forms
-from npu_device._src.environment.variable import Form, Variable, optional
+from npu_device._src.environment.forms import Form, Variable, optional
 
 _THREADS = "setting of TensorFlow. If it is set, the cores of a host aren't divided among its ranks."
 
@@ -87,7 +87,3 @@ def reach_without_proxy(hosts: Iterable[str]) -> None:
     """Let gRPC reach hosts directly, besides those that the user has named."""
     named = NO_GRPC_PROXY.raw() or NO_PROXY.raw()
     NO_GRPC_PROXY.set(",".join(dict.fromkeys([*(named.split(",") if named else ()), *hosts])))
-
-
-def user_sets_threads() -> bool:
-    return TF_NUM_INTRAOP_THREADS.is_set() or TF_NUM_INTEROP_THREADS.is_set()

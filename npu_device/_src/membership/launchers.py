@@ -12,7 +12,7 @@ import secrets
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster.ancestors import ancestors
@@ -30,8 +30,8 @@ class Launched:
     variable: str  # name of the variable that holds the rank, for messages
     size: int  # number of ranks, 1 or more
     rank: int
-    local_rank: int | None  # its number among the ranks of its host; None if unknown
-    on_one_host: bool  # True if all ranks are known to be on this host
+    local_rank: int | None = None  # its number among the ranks of its host; None if unknown
+    on_one_host: bool = False  # True if all ranks are known to be on this host
     node: str = ""  # name that the launcher gives this host; "" if it has none
     job: str = ""  # text that only the ranks of this job share; "" if there is none
     address: str = ""  # address or name of the host of rank 0; "" if unknown
@@ -39,14 +39,6 @@ class Launched:
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size} ({self.launcher}: {self.variable}={self.rank})"
-
-
-class RendezvousAddress(NamedTuple):
-    """The address at which the ranks meet."""
-
-    hosts: tuple[str, ...]  # addresses and names of the host of rank 0, in the order in which they are tried
-    port: Optional[int]  # a port there; None if the ranks compute it
-    secret: bytes = b""  # a secret for a job that has none
 
 
 _REMEDY = (
@@ -86,11 +78,18 @@ def require_agreement(who: str, size: int, rank: int | None, launched: Launched)
         raise ClusterError(f"this process is {mine} {who}, but {launched}.\n{_REMEDY}")
 
 
-def rendezvous_address(launched: Launched) -> RendezvousAddress:
-    """Return where the ranks meet. Waits for all ranks where only MPI can tell."""
+def rendezvous_address(launched: Launched) -> tuple[tuple[str, ...], int | None, bytes]:
+    """Return where the ranks meet: hosts to try, a port unless the ranks compute it, a secret for a job without one.
+
+    Waits for all ranks where only MPI can tell.
+    """
     if launched.port is not None:
-        return RendezvousAddress((launched.address,), launched.port)
-    address, port = _torchruns_address() or (launched.address, None)
+        return (launched.address,), launched.port, b""
+    address, port = environment.MASTER_ADDR.get(), environment.MASTER_PORT.get()
+    if address is None or port is None:
+        address, port = launched.address, None
+    elif environment.TORCHELASTIC_USE_AGENT_STORE.get() == "True":
+        port = None  # the store of torchrun listens there
     if launched.on_one_host:
         if port is None and not launched.job:
             raise ClusterError(
@@ -98,8 +97,8 @@ def rendezvous_address(launched: Launched) -> RendezvousAddress:
                 "port they meet: from here, the process that started them can't be seen.\n"
                 "What to do: set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port, the same for every rank."
             )
-        return RendezvousAddress(("127.0.0.1",), port)
-    return RendezvousAddress((address,), port) if address else _ask_mpi(launched)
+        return ("127.0.0.1",), port, b""
+    return ((address,), port, b"") if address else _ask_mpi(launched)
 
 
 def _slurm() -> Launched | None:
@@ -108,7 +107,8 @@ def _slurm() -> Launched | None:
     size, rank = environment.SLURM_STEP_NUM_TASKS.get(), environment.SLURM_PROCID.get()
     if size is None or rank is None or nodes is None:
         return None
-    first = first_node(nodes)
+    # The first name in the list: rack2n007-ib of rack[2-3]n[007,9-11]-ib,login1.
+    first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.findall(r"(?:\[[^\]]*\]|[^,\[])*", nodes)[0])
     return Launched(
         launcher="Slurm",
         variable=environment.SLURM_PROCID.name,
@@ -120,17 +120,6 @@ def _slurm() -> Launched | None:
         job=f"{environment.SLURM_JOB_ID.get()}.{environment.SLURM_STEP_ID.get()}",
         address=first,  # where Slurm puts task 0, unless a host file orders the tasks
     )
-
-
-def first_node(nodes: str) -> str:
-    """Return the first name of a list of nodes.
-
-    >>> first_node("rack[2-3]n[007,9-11]-ib,login1")
-    'rack2n007-ib'
-    """
-    first = re.match(r"(\[[^\]]*\]|[^,\[])*", nodes)
-    assert first is not None
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
 
 
 def _torchrun() -> Launched | None:
@@ -155,14 +144,6 @@ def _torchrun() -> Launched | None:
     )
 
 
-def _torchruns_address() -> tuple[str, int | None] | None:
-    """Return MASTER_ADDR and MASTER_PORT, None where torchrun's own store listens; None unless both are set."""
-    address, port = environment.MASTER_ADDR.get(), environment.MASTER_PORT.get()
-    if address is None or port is None:
-        return None
-    return address, None if environment.TORCHELASTIC_USE_AGENT_STORE.get() == "True" else port
-
-
 def _jax() -> Launched | None:
     size, rank = environment.JAX_NUM_PROCESSES.get(), environment.JAX_PROCESS_ID.get()
     if size is None or rank is None:
@@ -180,8 +161,6 @@ def _jax() -> Launched | None:
         variable=environment.JAX_PROCESS_ID.name,
         size=size,
         rank=rank,
-        local_rank=None,
-        on_one_host=False,
         job=f"{address}:{port}",
         address=address,
         port=port,
@@ -189,20 +168,13 @@ def _jax() -> Launched | None:
 
 
 _STARTED_BY_NPURUN = "start the script with npurun on every node, without options: npurun train.py"
+_OR_NPURUN = "or let npurun start the ranks: npurun -n N train.py"
+_SEVERAL = "the job has several processes"
 _SAYS: tuple[tuple[Variable[int | None], str, str], ...] = (
     (environment.PET_NNODES, "Kubeflow's torch runtime has started one process per node", _STARTED_BY_NPURUN),
     (environment.SKYPILOT_NUM_NODES, "SkyPilot has started one process per node", _STARTED_BY_NPURUN),
-    (
-        environment.WORLD_SIZE,
-        "the job has several processes",
-        "set RANK, MASTER_ADDR and MASTER_PORT, too, as torchrun does, or let npurun start the ranks: npurun -n N "
-        "train.py",
-    ),
-    (
-        environment.JAX_NUM_PROCESSES,
-        "the job has several processes",
-        "set JAX_PROCESS_ID and JAX_COORDINATOR_ADDRESS, too, or let npurun start the ranks: npurun -n N train.py",
-    ),
+    (environment.WORLD_SIZE, _SEVERAL, f"set RANK, MASTER_ADDR and MASTER_PORT, too, as torchrun does, {_OR_NPURUN}"),
+    (environment.JAX_NUM_PROCESSES, _SEVERAL, f"set JAX_PROCESS_ID and JAX_COORDINATOR_ADDRESS, too, {_OR_NPURUN}"),
     (environment.HOROVOD_SIZE, "horovodrun has started several processes", "use npurun instead: npurun -n N train.py"),
     (
         environment.FLUX_JOB_SIZE,
@@ -225,20 +197,8 @@ def require_single() -> None:
             )
 
 
-# MPI
-
-
-class _Kind(NamedTuple):
-    launcher: str
-    rank: Variable[Optional[int]]
-    size: Variable[Optional[int]]
-    local_rank: Variable[Optional[int]]
-    local_size: Variable[Optional[int]]
-    job: Variable[Optional[str]] | None
-
-
-_KINDS = (
-    _Kind(
+_KINDS = (  # the variables of rank, size, local rank, local size, and name of the job
+    (
         "Open MPI",
         environment.OMPI_COMM_WORLD_RANK,
         environment.OMPI_COMM_WORLD_SIZE,
@@ -247,7 +207,7 @@ _KINDS = (
         environment.PMIX_NAMESPACE,
     ),
     # PALS sets PMI_RANK too, and so comes first.
-    _Kind(
+    (
         "PALS",
         environment.PALS_RANKID,
         environment.PMI_SIZE,
@@ -255,7 +215,7 @@ _KINDS = (
         environment.PMI_LOCAL_SIZE,
         environment.PALS_APID,
     ),
-    _Kind(
+    (
         "MPICH",
         environment.PMI_RANK,
         environment.PMI_SIZE,
@@ -265,24 +225,24 @@ _KINDS = (
     ),
 )
 
-MPI_LAUNCHERS = tuple(kind.launcher for kind in _KINDS)
+MPI_LAUNCHERS = tuple(launcher for launcher, *_ in _KINDS)
 
 _reserved: list[ReservedPort] = []
 
 
 def read_mpi() -> Launched | None:
-    for kind in _KINDS:
-        if kind.rank.is_set() and kind.size.is_set():
-            rank, size, local_size = kind.rank.get(), kind.size.get(), kind.local_size.get()
-            assert rank is not None and size is not None
+    for launcher, its_rank, its_size, its_local_rank, its_local_size, its_job in _KINDS:
+        rank, size = its_rank.get(), its_size.get()
+        if rank is not None and size is not None:
+            on_one_host = its_local_size.get() == size
             return Launched(
-                launcher=kind.launcher,
-                variable=kind.rank.name,
+                launcher=launcher,
+                variable=its_rank.name,
                 size=size,
                 rank=rank,
-                local_rank=kind.local_rank.get(),
-                on_one_host=local_size == size,
-                job=(kind.job and kind.job.get()) or (_starter(kind.local_rank) if local_size == size > 1 else ""),
+                local_rank=its_local_rank.get(),
+                on_one_host=on_one_host,
+                job=(its_job and its_job.get()) or (_starter(its_local_rank) if on_one_host and size > 1 else ""),
             )
     return None
 
@@ -300,7 +260,7 @@ def _starter(variable: Variable[int | None]) -> str:
     return ""
 
 
-def _ask_mpi(launched: Launched) -> RendezvousAddress:
+def _ask_mpi(launched: Launched) -> tuple[tuple[str, ...], int, bytes]:
     """Return the choice of rank 0. Every rank waits here for all the others."""
     remedy = (
         "What to do: install mpi4py for this MPI on every host (pip install mpi4py), or set MASTER_ADDR to the address "
@@ -317,13 +277,13 @@ def _ask_mpi(launched: Launched) -> RendezvousAddress:
             f"{what}. mpi4py and the launcher use different MPI libraries: in mpi4py, {launched} is rank "
             f"{world.Get_rank()} of {world.Get_size()}.\n{remedy}"
         )
-    return RendezvousAddress(*world.bcast(tuple(_offer()) if launched.rank == 0 else None))
-
-
-def _offer() -> RendezvousAddress:
-    port = ReservedPort(environment.NPU_DEVICE_PORT_RANGE.get())
-    port.leave_to_server()
-    _reserved.append(port)  # until the hub, which this rank starts, has it, and longer
-    given = announced_address()
-    hosts = [given] if given else [socket.gethostname(), *addresses_of_this_host()]
-    return RendezvousAddress(tuple(hosts), port.number, secrets.token_hex(32).encode())
+    chosen: Any = None
+    if launched.rank == 0:
+        port = ReservedPort(environment.NPU_DEVICE_PORT_RANGE.get())
+        port.leave_to_server()
+        _reserved.append(port)  # until the hub, which this rank starts, has it, and longer
+        given = announced_address()
+        hosts = [given] if given else [socket.gethostname(), *addresses_of_this_host()]
+        chosen = tuple(hosts), port.number, secrets.token_hex(32).encode()
+    hosts, number, secret = world.bcast(chosen)
+    return hosts, number, secret

@@ -82,10 +82,6 @@ def _mark(pid: int, **fields: Any) -> None:
     environment.NPU_DEVICE_RANK_PROCESS.set(json.dumps(fields, separators=(",", ":")))
 
 
-def unmark() -> None:
-    environment.NPU_DEVICE_RANK_PROCESS.set("")
-
-
 def inherited() -> ParentRank | None:
     """Return the rank whose child this process is, by its environment; None if it isn't a child."""
     found = _of_another_process()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import time
 import zlib
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from npu_device._src.cluster.time_limits import TABLE_POLL_SECONDS
 
 @dataclass(frozen=True)
 class Entry:
-    """One device of the table, which is one rank; ``place`` is its location in the file, for messages."""
+    """One device of the table, which is one rank."""
 
     rank: int
     server: str  # server_id of its server
@@ -72,9 +73,9 @@ def load(path: str, timeout: float) -> RankTable:
 def _read(table: Fields) -> RankTable:
     if table.content["status"] != "completed":
         raise table.wrong("status", '"completed" or "initializing"')
-    if "server_list" in table:
+    if "server_list" in table.content:
         entries = _read_servers(table)
-    elif "group_list" in table:
+    elif "group_list" in table.content:
         entries = _read_groups(table)
     else:
         raise table.wrong("server_list", "a list of servers (or group_list, in the older forms)")
@@ -82,13 +83,10 @@ def _read(table: Fields) -> RankTable:
     _check_ranks(table.path, entries)
     _check_devices(table.path, entries)
     normalised = json.dumps(table.content, sort_keys=True, separators=(",", ":"))
-    return RankTable(table.path, tuple(entries), "server_list" not in table, zlib.crc32(normalised.encode()))
+    return RankTable(table.path, tuple(entries), "server_list" not in table.content, zlib.crc32(normalised.encode()))
 
 
-# Version 1.0 and 1.2
-
-
-def _read_servers(table: Fields) -> list[Entry]:
+def _read_servers(table: Fields) -> list[Entry]:  # versions 1.0 and 1.2
     version = table.text("version", '"1.0" or "1.2"')
     if version not in ("1.0", "1.2"):
         raise table.wrong("version", '"1.0" or "1.2"')
@@ -102,14 +100,11 @@ def _read_servers(table: Fields) -> list[Entry]:
             raise server.wrong("server_id", f"another one: server_list[{names.index(name)}] has the same")
         names.append(name)
         for device in server.objects("device"):
-            entries.append(_entry(device, _rank(device), name, server.optional_text("host_ip"), None))
+            entries.append(_entry(device, device.number("rank_id"), name, server.optional_text("host_ip"), None))
     return entries
 
 
-# The older cloud form (pods) and lab form
-
-
-def _read_groups(table: Fields) -> list[Entry]:
+def _read_groups(table: Fields) -> list[Entry]:  # the older cloud form (pods), and the lab form
     groups = table.objects("group_list")
     table.counts("group_count", len(groups), "entries of group_list")
     # All groups together make up the world, in file order.
@@ -121,31 +116,24 @@ def _read_groups(table: Fields) -> list[Entry]:
         for instance in instances:
             devices += [(instance, device) for device in instance.objects("devices")]
         group.counts("device_count", len(devices) - before, "devices of the group")
-    lab = any("rank_id" in instance for instance, _ in devices)
+    lab = any("rank_id" in instance.content for instance, _ in devices)
     entries = []
     for position, (instance, device) in enumerate(devices):
-        rank = _rank(instance) if lab else position
+        rank = instance.number("rank_id") if lab else position
         server = instance.text("server_id", "text of 1 to 64 characters", limit=64)
         pod = instance.optional_text("pod_name") if lab else instance.text("pod_name", "the pod's name")
         entries.append(_entry(device, rank, server, instance.optional_text("host_ip"), pod))
     return entries
 
 
-# Common to all forms
-
-
-def _rank(holder: Fields) -> int:
-    return holder.number("rank_id", "a whole number from 0")
-
-
 def _entry(device: Fields, rank: int, server: str, host_ip: str | None, pod: str | None) -> Entry:
     return Entry(
         rank=rank,
         server=server,
-        device_id=device.number("device_id", "a whole number from 0"),
+        device_id=device.number("device_id"),
         host_ip=host_ip,
         device_ip=device.optional_address("device_ip"),
-        host_port=device.optional_port("host_port"),
+        host_port=device.number("host_port", "a port from 1 to 65535", 1, 65535) if device.has("host_port") else None,
         pod=pod,
         place=device.place("")[:-1],
     )
@@ -186,8 +174,6 @@ def _check_devices(path: str, entries: Sequence[Entry]) -> None:
             raise fault(path, f"{what}; expected addresses of one family, IPv4 or IPv6")
 
 
-# One JSON object of a table and its location in the file, so that each error can name the field
-
 _CORRECT = "correct the table (or have the tool that made it write it again); every rank reads the same one."
 
 
@@ -212,13 +198,12 @@ def load_object(path: str) -> Fields:
 
 
 class Fields:
+    """One JSON object of a table and its location in the file, so that each error can name the field."""
+
     def __init__(self, path: str, where: str, content: dict[str, Any]) -> None:
         self.path = path
         self.content = content
         self._where = where
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.content
 
     def place(self, name: str) -> str:
         """Return the location of a field of this object: ``server_list[0].device[1].rank_id``."""
@@ -237,19 +222,17 @@ class Fields:
             raise self.wrong(name, expected)
         return value.strip()
 
-    def number(self, name: str, expected: str, low: int = 0, high: int | None = None) -> int:
+    def number(self, name: str, expected: str = "a whole number from 0", low: int = 0, high: float = math.inf) -> int:
         text = self.text(name, expected)
-        if not (text.isascii() and text.isdigit()) or int(text) < low or (high is not None and int(text) > high):
+        if not (text.isascii() and text.isdigit()) or not low <= int(text) <= high:
             raise self.wrong(name, expected)
         return int(text)
 
-    def optional_text(self, name: str) -> str | None:
-        return self.text(name, "text") if self.content.get(name) not in (None, "") else None
+    def has(self, name: str) -> bool:
+        return self.content.get(name) not in (None, "")
 
-    def optional_port(self, name: str) -> int | None:
-        return (
-            self.number(name, "a port from 1 to 65535", 1, 65535) if self.content.get(name) not in (None, "") else None
-        )
+    def optional_text(self, name: str) -> str | None:
+        return self.text(name, "text") if self.has(name) else None
 
     def optional_address(self, name: str) -> str | None:
         text = self.optional_text(name)

@@ -27,12 +27,7 @@ _log = logging.getLogger("npu_device")
 
 
 def world_size_from_environment() -> int:
-    """Return the number of ranks in the environment; 1 if it describes no job. Contacts no other rank.
-
-    Raises:
-        ClusterError: the variables contradict each other, or one is missing.
-        ValueError: a variable is malformed, or both RANK_SIZE and CM_WORKER_SIZE are set.
-    """
+    """Return the number of ranks in the environment; 1 if it describes no job. Contacts no other rank."""
     return _size_and_launcher()[0]
 
 
@@ -134,9 +129,6 @@ def secret() -> bytes:
     return found
 
 
-# Rank table
-
-
 def _load_table() -> RankTable:
     return rank_table.load(environment.RANK_TABLE_FILE.raw() or "", environment.HCCL_CONNECT_TIMEOUT.get())
 
@@ -154,11 +146,7 @@ def _from_rank_table(size: int, device_id: int | None) -> Membership:
     mine = _find(table, device_id)
     chief = table.entries[0]
     servers = tuple(entry.server for entry in table.entries)
-    if len(set(servers)) == 1:
-        chief_hosts: tuple[str, ...] = ("127.0.0.1",)
-    else:
-        given = (chief.host_ip, chief.server, chief.device_ip)
-        chief_hosts = tuple(dict.fromkeys(host for host in given if host))
+    given = (chief.host_ip, chief.server, chief.device_ip) if len(set(servers)) > 1 else ("127.0.0.1",)
     job_id = environment.JOB_ID.get()
     if device_id is None:
         device_id = mine.rank - servers.index(mine.server)
@@ -170,7 +158,7 @@ def _from_rank_table(size: int, device_id: int | None) -> Membership:
         host_key=mine.server,
         device_id=device_id,
         is_chief=mine.rank == 0,
-        chief_hosts=chief_hosts,
+        chief_hosts=tuple(dict.fromkeys(host for host in given if host)),
         chief_port=chief.host_port or _computed_port(zlib.crc32(job_id.encode(), table.checksum)),
         job_id=job_id,
         expected_hosts=servers,
@@ -183,51 +171,38 @@ def _computed_port(checksum: int) -> int:
 
 
 def _find(table: RankTable, device_id: int | None) -> Entry:
-    text = environment.RANK_ID.raw()
-    if table.of_pods:
-        if environment.POD_NAME.is_set():
-            return _find_in_pod(table, "POD_NAME", environment.POD_NAME.get() or "", device_id)
-        if text is not None and not text.strip().isdecimal():
-            return _find_in_pod(table, "RANK_ID", text.strip(), device_id)
-    rank = environment.RANK_ID.get()
+    named = environment.POD_NAME if environment.POD_NAME.is_set() else environment.RANK_ID
+    pod = (named.raw() or "").strip()
+    if table.of_pods and pod and (named is environment.POD_NAME or not pod.isdecimal()):
+        entries = [entry for entry in table.entries if entry.pod == pod]
+        if not entries:
+            known = ", ".join(dict.fromkeys(entry.pod for entry in table.entries if entry.pod is not None)) or "none"
+            raise rank_table.fault(table.path, f"{named.name} {pod!r} is not in it; expected one of its pods: {known}")
+        # Several processes may share the pod: the device tells them apart.
+        for entry in entries:
+            if len(entries) == 1 or entry.device_id == device_id:
+                return entry
+        devices = ", ".join(str(entry.device_id) for entry in entries)
+        found = "is not set" if device_id is None else f"is {device_id}"
+        raise ClusterError(
+            f"pod {pod!r} has {len(entries)} devices in the rank table {table.path}, and ASCEND_DEVICE_ID {found}; "
+            f"expected one of {devices}.\n"
+            "What to do: start one process per device in the pod, each with its own ASCEND_DEVICE_ID."
+        )
+    rank, most = environment.RANK_ID.get(), table.size - 1
     if rank is None:
-        raise _missing(
-            "RANK_ID",
-            f"RANK_TABLE_FILE and RANK_SIZE ({table.size}) are set",
-            f"the rank of this process, 0 to {table.size - 1}",
-        )
-    if rank >= table.size:
-        raise rank_table.fault(
-            table.path, f"RANK_ID {rank} is not in it; expected one of its ranks, 0 to {table.size - 1}"
-        )
+        why = f"RANK_TABLE_FILE and RANK_SIZE ({table.size}) are set"
+        raise _missing("RANK_ID", why, f"the rank of this process, 0 to {most}")
+    if rank > most:
+        raise rank_table.fault(table.path, f"RANK_ID {rank} is not in it; expected one of its ranks, 0 to {most}")
     return table.entries[rank]
 
 
-def _find_in_pod(table: RankTable, variable: str, pod: str, device_id: int | None) -> Entry:
-    entries = [entry for entry in table.entries if entry.pod == pod]
-    if not entries:
-        known = ", ".join(dict.fromkeys(entry.pod for entry in table.entries if entry.pod is not None)) or "none"
-        raise rank_table.fault(table.path, f"{variable} {pod!r} is not in it; expected one of its pods: {known}")
-    if len(entries) == 1:
-        return entries[0]
-    # Several processes share the pod: the device tells them apart.
-    for entry in entries:
-        if entry.device_id == device_id:
-            return entry
-    devices = ", ".join(str(entry.device_id) for entry in entries)
-    found = "is not set" if device_id is None else f"is {device_id}"
-    raise ClusterError(
-        f"pod {pod!r} has {len(entries)} devices in the rank table {table.path}, and ASCEND_DEVICE_ID {found}; "
-        f"expected one of {devices}.\n"
-        "What to do: start one process per device in the pod, each with its own ASCEND_DEVICE_ID."
-    )
-
-
-# Ascend's scheme without a rank table. Source: environment variables reference, CM_CHIEF_IP and the following pages
-
-
 def _without_table(size: int, device_id: int) -> Membership:
-    """Return the place of this process; the hub numbers the ranks when all have come, see ``roster``."""
+    """Return the place of this process; the hub numbers the ranks when all have come, see ``roster``.
+
+    Source: Ascend environment variables reference, CM_CHIEF_IP and the following pages.
+    """
     required = (
         environment.CM_CHIEF_IP,
         environment.CM_CHIEF_PORT,
@@ -278,9 +253,6 @@ def _is_local(ip: str) -> bool:
     return True
 
 
-# TF_CONFIG
-
-
 def _from_tf_config(size: int, device_id: int | None) -> Membership:
     config = tf_config.read(device_id)
     if config is None:
@@ -297,11 +269,8 @@ def _from_tf_config(size: int, device_id: int | None) -> Membership:
     return config
 
 
-# Launchers of clusters
-
-
 def _from_launcher(launched: Launched, device_id: int | None) -> Membership:
-    place = launchers.rendezvous_address(launched)
+    hosts, port, made_secret = launchers.rendezvous_address(launched)
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{launched.launcher} {launched.job}".strip())
     job_id = environment.JOB_ID.get() if environment.JOB_ID.is_set() else name
     if device_id is None:
@@ -314,10 +283,10 @@ def _from_launcher(launched: Launched, device_id: int | None) -> Membership:
         host_key=launched.node or socket.gethostname(),
         device_id=device_id,
         is_chief=launched.rank == 0,
-        chief_hosts=place.hosts,
-        chief_port=place.port or _computed_port(zlib.crc32(f"{job_id} {launched.job}".encode())),
+        chief_hosts=hosts,
+        chief_port=port or _computed_port(zlib.crc32(f"{job_id} {launched.job}".encode())),
         job_id=job_id,
-        secret=place.secret,
+        secret=made_secret,
     )
 
 

@@ -70,8 +70,7 @@ def _job(cluster: dict[str, Any], task_type: str, index: int) -> tuple[int, list
     chiefs = [name for name in _CHIEFS if cluster.get(name)]
     if len(chiefs) > 1:
         raise _fault("has both chief and master in its cluster; expected one of them")
-    tasks: list[tuple[str, int]] = []
-    addresses: list[tuple[str, int]] = []
+    tasks: dict[tuple[str, int], tuple[str, int]] = {}
     for name in (*chiefs, "worker"):
         found = cluster.get(name) or []
         if not isinstance(found, list):
@@ -79,20 +78,22 @@ def _job(cluster: dict[str, Any], task_type: str, index: int) -> tuple[int, list
         if name in _CHIEFS and len(found) != 1:
             raise _fault(f"has {len(found)} addresses for cluster.{name}; expected one")
         for position, address in enumerate(found):
-            tasks.append((name, position))
-            addresses.append(_split(f"cluster.{name}[{position}]", address))
-            if addresses.index(addresses[-1]) != len(addresses) - 1:
-                other = tasks[addresses.index(addresses[-1])]
-                raise _fault(
-                    f"gives {other[0]} {other[1]} and {name} {position} the same address {address!r}; "
-                    "expected different ones"
-                )
+            try:
+                place = address_and_port(address if isinstance(address, str) else "")
+            except ValueError:
+                expected = 'expected "host:port", or "[address]:port" for IPv6'
+                raise _fault(f"has {address!r} for cluster.{name}[{position}]; {expected}") from None
+            for (kind, number), known in tasks.items():
+                if known == place:
+                    same = f"gives {kind} {number} and {name} {position} the same address {address!r}"
+                    raise _fault(f"{same}; expected different ones")
+            tasks[name, position] = place
     if (task_type, index) not in tasks:
-        known = ", ".join(f"{name} {position}" for name, position in tasks) or "none"
+        listed = ", ".join(f"{name} {position}" for name, position in tasks) or "none"
         raise _fault(
-            f"says that this process is {task_type} {index}, which is not in its cluster; expected one of: {known}"
+            f"says that this process is {task_type} {index}, which is not in its cluster; expected one of: {listed}"
         )
-    return tasks.index((task_type, index)), addresses
+    return list(tasks).index((task_type, index)), list(tasks.values())
 
 
 def _task(config: dict[str, Any]) -> tuple[str, int]:
@@ -105,13 +106,6 @@ def _task(config: dict[str, Any]) -> tuple[str, int]:
     if isinstance(index, bool) or not str(index).isdecimal():
         raise _fault(f"has the task index {index!r}; expected a whole number from 0")
     return task_type, int(index)
-
-
-def _split(place: str, address: object) -> tuple[str, int]:
-    try:
-        return address_and_port(address if isinstance(address, str) else "")
-    except ValueError:
-        raise _fault(f'has {address!r} for {place}; expected "host:port", or "[address]:port" for IPv6') from None
 
 
 def _fault(what: str) -> ClusterError:

@@ -214,7 +214,7 @@ def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
         job.add(last_word)
         job.add(AppliedGradients(job, last_word))
     except BaseException as error:
-        parent_rank.unmark()
+        environment.NPU_DEVICE_RANK_PROCESS.set("")
         cause = jobs.abandon(error)
         if cause is not None:
             raise cause from error
