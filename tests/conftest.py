@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import zlib
 from collections.abc import Iterator
 from typing import Any, Callable
 
@@ -60,13 +61,9 @@ def _pool_of(kind: Any) -> Any:
     return pool
 
 
-_QUICK = {"size": 2, "several_ranks": 2, "several_keras_ranks": 2, "keras": "3", "backend": BACKENDS[0]}
-"""The parameters, besides a test's own, that ``--quick`` runs a test with."""
-
-
-_PAIRS = {(1, "3"), (2, "3"), (3, "2"), (1, BACKENDS[0]), (2, "tensorflow"), (3, "shared_memory")}
-"""Numbers of ranks with the Keras or the backend that they are tested with, unless all combinations are wanted: each
-number, each Keras and each backend has its turn in every test.
+_TURNS = ((2, 1), (3, 0), (2, 1), (1, 0), (3, 1), (2, 0))
+"""What tests take turns with: a number of ranks, and the place of a Keras in ``KERAS``, and of a backend in
+``BACKENDS``. Any two in a row have both Kerases and both backends.
 """
 
 
@@ -92,18 +89,18 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    is_chosen = (
-        _is_quick if config.getoption("--quick") else _is_no_repetition if config.getoption("--full") else _is_pair
-    )
-    chosen = [item for item in items if is_chosen(item) and _has_its_keras(item)]
+    chosen = [item for item in items if _exists(item)]
     if not config.getoption("--full"):
         chosen = [item for item in chosen if item.get_closest_marker("full") is None]
-    if config.getoption("--quick"):
-        chosen = _first_of_each(chosen)
-        if len({item.path for item in chosen}) > _MANY_FILES:
+        is_quick = config.getoption("--quick")
+        if is_quick:
+            chosen = [item for item in chosen if item.get_closest_marker("slow") is None]
+        kept = {item for item in chosen if item.get_closest_marker("every_combination") and not is_quick}
+        for variants in _variants([item for item in chosen if item not in kept]):
+            kept.update(_in_turns(variants, is_quick))
+        chosen = [item for item in chosen if item in kept]
+        if is_quick and len({item.path for item in chosen}) > _MANY_FILES:
             chosen = chosen[::2]
-    elif not config.getoption("--full"):
-        chosen = _alternate(chosen)
     kept = set(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     for item in chosen:
@@ -116,6 +113,64 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _parameters(item: pytest.Item) -> dict[str, Any]:
     return getattr(getattr(item, "callspec", None), "params", {})
+
+
+_SIZE_NAMES = ("size", "several_ranks", "several_keras_ranks", "tensorflow_ranks")
+
+
+def _combination(item: pytest.Item) -> tuple[int | None, Any, Any]:
+    """Return the number of ranks, the Keras and the backend that a test is to run with, as far as there is a choice."""
+    parameters = _parameters(item)
+    size = next((parameters[name] for name in _SIZE_NAMES if name in parameters), None)
+    return size, parameters.get("keras"), parameters.get("backend")
+
+
+def _exists(item: pytest.Item) -> bool:
+    """Return False for a single process on a second backend, which it doesn't use, and for what is marked to exist in
+    the other Keras only, or in one that this TensorFlow lacks.
+    """
+    size, keras, backend = _combination(item)
+    if size == 1 and backend not in (None, BACKENDS[0]):
+        return False
+    marker = item.get_closest_marker("only_keras")
+    return marker is None or (keras in marker.args and (keras != "3" or versions.HAS_KERAS_3))
+
+
+def _variants(items: list[pytest.Item]) -> list[list[list[pytest.Item]]]:
+    """Return for each test its variants, by its own parameters, and for each variant its combinations."""
+    tests: dict[str, dict[str, list[pytest.Item]]] = {}
+    for item in items:
+        own = {
+            name: value for name, value in _parameters(item).items() if name not in (*_SIZE_NAMES, "keras", "backend")
+        }
+        tests.setdefault(item.nodeid.partition("[")[0], {}).setdefault(str(own), []).append(item)
+    return [list(variants.values()) for variants in tests.values()]
+
+
+def _in_turns(variants: list[list[pytest.Item]], is_quick: bool) -> list[pytest.Item]:
+    """Return which items of a test to run: each variant with the combination whose turn it is, and a single one twice
+    if there are two Kerases or backends, or one process. Each test begins elsewhere.
+    """
+    if is_quick:
+        return [_nearest(variants[0], 2, "3", BACKENDS[0])]
+    ways = {(size == 1, keras, backend) for size, keras, backend in map(_combination, variants[0])}
+    first = zlib.crc32(variants[0][0].nodeid.partition("[")[0].encode())
+    chosen = []
+    for number in range(max(len(variants), min(2, len(ways)))):
+        size, place = _TURNS[(first + number) % len(_TURNS)]
+        variant = variants[number % len(variants)]
+        chosen.append(_nearest(variant, size, KERAS[place], BACKENDS[place % len(BACKENDS)]))
+    return chosen
+
+
+def _nearest(items: list[pytest.Item], size: int, keras: str, backend: str) -> pytest.Item:
+    """Return the first item that has this Keras and backend, and this number of ranks or the next one to it."""
+
+    def distance(item: pytest.Item) -> tuple[bool, int]:
+        its_size, its_keras, its_backend = _combination(item)
+        return (its_keras or keras, its_backend or backend) != (keras, backend), abs((its_size or size) - size)
+
+    return min(items, key=distance)
 
 
 _SIZES = {"single": 1, "keras_single": 1, "two_ranks": 2, "keras_two_ranks": 2, "four_ranks": 4}
@@ -133,88 +188,6 @@ def _group(item: pytest.Item) -> str | None:
         size, keras, environment = _kind(size, keras, backend)
         kinds.append("-".join([str(size), keras, *dict(environment).values()]))
     return max(kinds, default=None)
-
-
-def _is_quick(item: pytest.Item) -> bool:
-    parameters = _parameters(item)
-    return item.get_closest_marker("slow") is None and all(
-        parameters.get(name, chosen) == chosen for name, chosen in _QUICK.items()
-    )
-
-
-def _first_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the first of each test's variants."""
-    first: dict[str, pytest.Item] = {}
-    for item in items:
-        first.setdefault(item.nodeid.partition("[")[0], item)
-    return list(first.values())
-
-
-def _has_its_keras(item: pytest.Item) -> bool:
-    """Return False for what is marked to exist in the other Keras only, or in one that this TensorFlow lacks."""
-    marker = item.get_closest_marker("only_keras")
-    if marker is None:
-        return True
-    keras = _parameters(item)["keras"]
-    return keras in marker.args and (keras != "3" or versions.HAS_KERAS_3)
-
-
-_SIZE_NAMES = ("size", "several_ranks", "several_keras_ranks", "tensorflow_ranks")
-_COMBINED = {"keras", "backend", *_SIZE_NAMES}
-
-
-def _alternate(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the items without those that another kind of the same test stands for: the first kind keeps its first
-    combination of ranks, Keras and backend, the next kind the next one, and so on, until each kind and each combination
-    has had a turn.
-    """
-    kinds_of: dict[str, dict[str, dict[str, list[pytest.Item]]]] = {}
-    for item in items:
-        if not item.get_closest_marker("every_combination"):
-            parameters = _parameters(item)
-            own = str([(name, value) for name, value in parameters.items() if name not in _COMBINED])
-            combined = str([parameters.get(name) for name in sorted(_COMBINED)])
-            kinds = kinds_of.setdefault(item.nodeid.partition("[")[0], {})
-            kinds.setdefault(own, {}).setdefault(combined, []).append(item)
-    left_out: set[pytest.Item] = set()
-    for kinds in kinds_of.values():
-        if len(kinds) == 1:
-            left_out.update(_with_two_ranks(*kinds.values()))
-        rounds = max(len(kinds), *map(len, kinds.values()))
-        kept: dict[str, set[str]] = {}
-        for number in range(rounds):
-            own = list(kinds)[number % len(kinds)]
-            combinations = list(kinds[own])
-            # A step aside after each round, or a parameter of as many values would always meet the same combination.
-            aside = number // len(combinations) if len(kinds) > 1 else 0
-            kept.setdefault(own, set()).add(combinations[(number + aside) % len(combinations)])
-        for own, names in kept.items():
-            left_out.update(item for name in set(kinds[own]) - names for item in kinds[own][name])
-    return [item for item in items if item not in left_out]
-
-
-def _with_two_ranks(combinations: dict[str, list[pytest.Item]]) -> list[pytest.Item]:
-    """Return the items with two ranks where another one has three, and the same Keras and backend."""
-    items = [item for each in combinations.values() for item in each]
-    if any(name in _parameters(item) for item in items for name in ("keras", "backend")):
-        return []
-    by_size = {next(filter(None, map(_parameters(item).get, _SIZE_NAMES)), None): item for item in items}
-    return [by_size[2]] if {2, 3} <= by_size.keys() else []
-
-
-def _is_no_repetition(item: pytest.Item) -> bool:
-    """Return False for a single process on a second backend, which it doesn't use."""
-    parameters = _parameters(item)
-    return parameters.get("size") != 1 or parameters.get("backend") in (None, BACKENDS[0])
-
-
-def _is_pair(item: pytest.Item) -> bool:
-    parameters = _parameters(item)
-    size = next((parameters[name] for name in _SIZE_NAMES[:3] if name in parameters), None)
-    if size is None or item.get_closest_marker("every_combination"):
-        return _is_no_repetition(item)
-    others = [parameters[name] for name in ("keras", "backend") if name in parameters]
-    return all((size, other) in _PAIRS for other in others if other in KERAS or len(BACKENDS) > 1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
