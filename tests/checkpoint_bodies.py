@@ -204,77 +204,66 @@ def body_many_descriptors(directory: str) -> list[str]:
     return texts
 
 
-def body_two_ask(gives_up: bool) -> int:
-    """Have two ask for the last step, one after the other; return the step at which this rank stops.
-
-    Args:
-        gives_up: the first never tells the step, and the second is still asking when it gives up.
+def body_two_ask() -> None:
+    """Have two ask for the last step, one after the other. If the first never tells the step, nobody goes on whom the
+    other still holds; if it has told, the other finds the same step.
     """
     ranks = world()
     assert ranks is not None
     health, everyone = ranks.job.health, range(ranks.size)
-    watch = preemption.Preemption(health, ranks.size, signal.SIGUSR2, 20.0)
-    ranks.wait()
 
-    def ask(name: str) -> int:
+    def ask(watch: Any, name: str) -> int:
         return max(health.ask(preemption._STEP, [watch._name, name], everyone, 10.0).values())
 
-    def tell(name: str, step: int) -> None:
+    def tell(watch: Any, name: str, step: int) -> None:
         health.ask(preemption._STOP, [watch._name, name, step], everyone, 10.0)
 
-    try:
-        if ranks.is_main:
-            first = ask("first")
-            if gives_up:
-                second = ask("second")
-                tell("first", preemption._NEVER)
-                time.sleep(0.1)  # enough for the others to go on, if they did
-            else:
-                tell("first", first)
-                second = ask("second")
-                assert second == first, "all who ask find the same step"
-            tell("second", second)
-        deadline = time.monotonic() + 10.0
-        step = 1
-        while not watch.is_last_step():
-            step += 1
-            assert time.monotonic() < deadline, f"step {step}"
-        ranks.wait()
-        return step
-    finally:
-        watch.close()
+    for gives_up in (True, False):
+        with contextlib.closing(preemption.Preemption(health, ranks.size, signal.SIGUSR2, 20.0)) as watch:
+            ranks.wait()
+            if ranks.is_main:
+                first = ask(watch, "first")
+                if gives_up:
+                    second = ask(watch, "second")
+                    tell(watch, "first", preemption._NEVER)
+                    time.sleep(0.1)  # enough for the others to go on, if they did
+                else:
+                    tell(watch, "first", first)
+                    second = ask(watch, "second")
+                    assert second == first
+                tell(watch, "second", second)
+            deadline, step = time.monotonic() + 10.0, 1
+            while not watch.is_last_step():
+                step += 1
+                assert time.monotonic() < deadline, f"step {step}"
+            assert ranks.objects(step, "last step") == [step] * ranks.size
 
 
 def main() -> None:
-    """Run a whole job, and then a training that nothing interrupts.
+    """Train up to a step; on the last rank what ends a job may happen.
 
-    Arguments: a directory, the last step, and for each rank the step at which it gets SIGTERM.
+    Arguments: a directory, the last step, and ``killed``: SIGKILL when the part of step 6 of that rank is there, before
+    it has its name; or ``asked``: SIGTERM in step 7; or ``whole``: nothing, and a training from the first step beside.
     """
-    directory, end, *signals = sys.argv[1:]
+    directory, end, how = sys.argv[1:]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "importing must not install a handler"
     training = Training(f"{directory}/checkpoints", every=3)
     rank = npu.distribute.rank()
-    if signals:
-        training.signal_at = int(signals[rank])
-    result = training.run(int(end))
-    whole = Training(f"{directory}/whole", preemption=False).run(int(end))
-    for name, one in (("", result), ("whole", whole)):
-        np.savez(f"{directory}/{name}{rank}.npz", *one["weights"], losses=one["losses"], start=one["start"])
 
-
-def main_killed() -> None:
-    """Train, and have SIGKILL sent to the last rank when its part of step 6 is there, before it has its name."""
-    directory = sys.argv[1]
-    training = Training(f"{directory}/checkpoints", every=3)
-
-    def watch() -> None:
+    def kill() -> None:
         while not list(Path(directory).glob("checkpoints/.step-00000006-*/rank-*")):
             pass
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if npu.distribute.rank() == npu.distribute.size() - 1:
-        threading.Thread(target=watch, daemon=True).start()
-    training.run(8)
+    if rank == npu.distribute.size() - 1:
+        training.signal_at = 7 if how == "asked" else 0
+        if how == "killed":
+            threading.Thread(target=kill, daemon=True).start()
+    results = {"": training.run(int(end))}
+    if how == "whole":
+        results["whole"] = Training(f"{directory}/whole", preemption=False).run(int(end))
+    for name, one in results.items():
+        np.savez(f"{directory}/{name}{rank}.npz", *one["weights"], start=one["start"])
 
 
 def main_slow() -> None:

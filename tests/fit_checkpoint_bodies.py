@@ -1,18 +1,18 @@
-"""Bodies and scripts of ``test_fit_checkpoint.py``: a small model that ``fit`` trains, with shuffling and dropout."""
+"""Bodies of ``test_fit_checkpoint.py``: a small model that ``fit`` trains, with shuffling and dropout."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from checkpoint_bodies import random_generators
-from heard import warnings_of_package
+from heard import error_of, settings, warnings_of_package
 
 import npu_device as npu
 from npu_device._src import compat
@@ -20,10 +20,6 @@ from npu_device.distribute import hccl
 
 EPOCHS, SAMPLES, BATCH = 3, 26, 6
 STEPS = 5  # of an epoch
-
-
-class Interrupted(Exception):
-    """Ends a fit in the midst of its work."""
 
 
 def make_model(seed: int, wrapped: bool, **options: Any) -> Any:
@@ -46,7 +42,7 @@ def make_model(seed: int, wrapped: bool, **options: Any) -> Any:
     return model if wrapped else npu.distribute.replicate(model)
 
 
-def make_data(kind: str, seed: int | None) -> dict[str, Any]:
+def make_data(kind: str, seed: int) -> dict[str, Any]:
     """The arguments of ``fit`` for its data."""
     x = np.random.default_rng(5).standard_normal([SAMPLES, 4]).astype(np.float32)
     y = x[:, :2] * x[:, 2:]
@@ -58,8 +54,6 @@ def make_data(kind: str, seed: int | None) -> dict[str, Any]:
         return {"x": whole.shuffle(SAMPLES, seed).repeat().batch(BATCH), "steps_per_epoch": STEPS}
     if kind == "generator":
         return {"x": _Batches(x, y)}
-    if kind == "divided":
-        return {"x": npu.distribute.divided(whole.shard(size, rank).shuffle(SAMPLES, seed).batch(BATCH // size))}
     if kind == "pipeline":
         return {"x": npu.distribute.pipeline(whole.shuffle(SAMPLES, seed), lambda x, y: (x, y), BATCH)}
     if kind == "own":
@@ -104,129 +98,98 @@ def fit(
     kind: str,
     *,
     watch: Watch | None = None,
-    seed: int | None = 3,
+    seed: int = 3,
     epochs: int = EPOCHS,
     compiled: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     """One run of a script."""
     watch = watch or Watch()
-    model = make_model(3 if seed is None else seed, wrapped=kind == "own", **(compiled or {}))
-    if seed is None:
-        tf.random.set_seed(None)
+    model = make_model(seed, wrapped=kind == "own", **(compiled or {}))
     checkpoint = npu.train.FitCheckpoint(directory, **options)
     slower = tf.keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9)
     callbacks = [slower, checkpoint, watch]
     if kind == "own":
         callbacks.insert(0, hccl.npu_callbacks_append()[0])
     with warnings_of_package() as texts:
-        model.fit(**make_data(kind, seed), epochs=epochs, verbose=0, callbacks=callbacks)
+        try:
+            model.fit(**make_data(kind, seed), epochs=epochs, verbose=0, callbacks=callbacks)
+        finally:
+            checkpoint._job.close()  # a process that is asked to stop would end soon
     state = [np.asarray(variable) for variable in compat.optimizer_variables(model.optimizer, model.weights)]
     values = [*map(np.asarray, model.get_weights()), *state]
     return {"values": values, "logs": watch.logs, "not_kept": checkpoint.not_kept, "warnings": texts}
 
 
-def stopped(directory: str, kind: str, after: int, **options: Any) -> None:
-    """Run a script that ends with an error after a number of steps."""
-
-    def stop() -> None:
-        raise Interrupted
-
-    try:
-        fit(directory, kind, watch=Watch(after, stop), preemption=False, **options)
-    except Interrupted:
-        return
-    raise AssertionError("nothing has interrupted it")
-
-
-def fresh(directory: str) -> str:
+def fresh(directory: str) -> Path:
     """Return a directory that has nothing in it, also if a body is run again."""
     if npu.distribute.is_main():
         shutil.rmtree(directory, ignore_errors=True)
     npu.distribute.barrier()
-    return directory
+    return Path(directory)
+
+
+def copy(place: Path, name: str) -> None:
+    """Keep what a fit has written by now, as if all ranks had been killed."""
+    if npu.distribute.is_main():
+        shutil.copytree(place / "whole", place / name)
 
 
 def body_same_bits(directory: str, kind: str) -> dict[str, Any]:
     """Train without a break; with one within an epoch, for a dataset after one; and when all is done.
 
-    After the break the arrays' fit goes on from what an error has left, the others from what the whole one had written
-    by then, as if all ranks had been killed.
+    The arrays' fit is broken off by an error, that of repeated data by a signal to one rank.
     """
-    place = Path(fresh(directory))
+    place, end = fresh(directory), None
     after = 11 if kind == "dataset" else 8  # steps; the newest checkpoint is of step 10, the second epoch's end, or 6
 
-    def keep() -> None:
-        if npu.distribute.is_main():
-            shutil.copytree(place / "whole", place / "parts")
+    def stop() -> None:
+        if kind == "arrays":
+            raise InterruptedError
+        if npu.distribute.rank() == npu.distribute.size() - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
 
-    watch = None if kind == "arrays" else Watch(after, keep)
-    whole = fit(f"{directory}/whole", kind, watch=watch, every=3, preemption=False)
-    if kind == "arrays":
-        stopped(f"{directory}/parts", kind, after, every=3)
+    if kind in ("arrays", "repeated"):
+        whole = fit(f"{directory}/whole", kind, every=3, preemption=False)
+        kinds = InterruptedError if kind == "arrays" else SystemExit
+        with settings(NPU_DEVICE_PREEMPT_SIGNAL="SIGUSR1"), pytest.raises(kinds) as end:
+            fit(f"{directory}/parts", kind, watch=Watch(after, stop), every=3)
+        assert kind == "arrays" or end.value.code == 75
+    else:
+        watch = Watch(after, lambda: copy(place, "parts"))
+        whole = fit(f"{directory}/whole", kind, watch=watch, every=3, preemption=False)
     parts = fit(f"{directory}/parts", kind, every=3)
     ended = fit(f"{directory}/parts", kind, preemption=False) if kind == "arrays" else None
     return {"whole": whole, "parts": parts, "ended": ended}
 
 
-def body_other_data(directory: str, kind: str, seed: int | None) -> dict[str, Any]:
-    fit(fresh(directory), kind, seed=seed, preemption=False, epochs=2)
-    return fit(directory, kind, seed=seed, preemption=False)
-
-
-def body_compiled(directory: str) -> dict[str, Any]:
-    """Resume fits that were killed after their first epoch: with several steps per execution, that don't divide an
-    epoch's; with metrics in another order, and with others.
+def body_several_steps(directory: str) -> dict[str, Any]:
+    """Resume a fit that was killed after its first epoch, with several steps per execution, that don't divide an
+    epoch's, and with metrics in another order.
     """
-    place = Path(fresh(directory))
-
-    def keep() -> None:
-        if npu.distribute.is_main():
-            shutil.copytree(place / "whole", place / "parts")
-
+    place = fresh(directory)
     several = {"steps_per_execution": 3, "metrics": ["mae", "mape"]}
     options: dict[str, Any] = {"preemption": False, "every": 3}
-    whole = fit(f"{directory}/whole", "dataset", compiled=several, watch=Watch(3, keep), **options)
-    other = {**several, "metrics": ["mape", "mae"]}
-    parts = fit(f"{directory}/parts", "dataset", compiled=other, **options)
-    try:
-        fit(f"{directory}/parts", "dataset", **options)
-        error = ""
-    except npu.train.CheckpointError as found:
-        error = str(found)
-    return {"whole": whole, "parts": parts, "error": error, "there": sorted(os.listdir(place / "whole"))}
+    watch = Watch(3, lambda: copy(place, "parts"))
+    whole = fit(f"{directory}/whole", "dataset", compiled=several, watch=watch, **options)
+    parts = fit(f"{directory}/parts", "dataset", compiled={**several, "metrics": ["mape", "mae"]}, **options)
+    return {"whole": whole, "parts": parts, "there": sorted(os.listdir(place / "whole"))}
 
 
-def body_errors(directory: str) -> list[str]:
-    stopped(f"{fresh(directory)}/fit", "dataset", 8, every=3)
-    count = tf.Variable(0)
-    loop = npu.train.JobCheckpoint(f"{directory}/loop", preemption=False, count=count)
+def body_other_fits(directory: str) -> tuple[list[Any], list[str]]:
+    """Return what fits with other data make of a checkpoint, and the errors of those that can't use it."""
+    place = fresh(directory)
+    fit(f"{directory}/whole", "dataset", preemption=False, epochs=2)
+    copy(place, "generator")
+    npu.distribute.barrier()
+    told = [fit(f"{directory}/{where}", kind, seed=4, preemption=False) for where, kind in OTHERS]
+    loop = npu.train.JobCheckpoint(f"{directory}/loop", preemption=False, count=tf.Variable(0))
     loop.restore()
     loop.save(1)
-    texts = []
-    for place, epochs in [("loop", EPOCHS), ("fit", 1)]:
-        try:
-            fit(f"{directory}/{place}", "dataset", epochs=epochs, preemption=False)
-        except npu.train.CheckpointError as error:
-            texts.append(str(error))
-    return texts
+    others: list[tuple[str, dict[str, Any]]] = [("loop", {}), ("whole", {"epochs": 1})]
+    others.append(("whole", {"compiled": {"metrics": ["mape"]}}))
+    errors = [error_of(fit, f"{directory}/{where}", "dataset", preemption=False, **more) for where, more in others]
+    return told, errors
 
 
-def main() -> None:
-    """Run a whole job, and then a training that nothing interrupts.
-
-    Arguments: a directory, the kind of data, and for each rank the steps after which it gets a signal, 0 for none, with
-    the signal's number: "8:9,1:15" is SIGKILL after eight steps, and SIGTERM one step after the restart.
-    """
-    directory, kind, *signals = sys.argv[1:]
-    npu.open().as_default()
-    rank = npu.distribute.rank()
-    attempts = signals[rank].split(",") if signals else ["0:0"]
-    after, number = map(int, attempts[int(os.environ.get("NPU_DEVICE_RESTART_COUNT", "0"))].split(":"))
-    watch = Watch(after, lambda: os.kill(os.getpid(), signal.Signals(number)))
-    result = fit(f"{directory}/checkpoints", kind, watch=watch, every=3)
-    assert not result["not_kept"]
-    whole = fit(f"{directory}/whole", kind, preemption=False)
-    for name, one in (("", result), ("whole", whole)):
-        with Path(directory, f"{name}{rank}.npz").open("wb") as file:
-            np.savez(file, *one["values"], epochs=list(one["logs"]))
+OTHERS = [("whole", "dataset"), ("generator", "generator")]

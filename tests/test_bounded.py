@@ -34,17 +34,6 @@ def _held() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count(), mappings
 
 
-def _no_more(late: tuple[int, ...], early: tuple[int, ...]) -> bool:
-    """What an earlier test of the pool left may end in between, so fewer of a kind are right, too."""
-    return all(after <= before for after, before in zip(late, early))
-
-
-def _memory() -> int:
-    """Resident bytes."""
-    with open("/proc/self/statm", encoding="utf-8") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
 class _Allocated(ctypes.Structure):
     """What glibc's ``mallinfo2`` returns."""
 
@@ -60,94 +49,23 @@ def _allocated() -> int:
     return int(look().uordblks)
 
 
-def _growth(call: Callable[[], object], calls: int) -> int:
-    """Bytes that malloc has given out more after some calls; the median of three such series, because other
-    threads of TensorFlow take and return memory when they like.
+def body_new_numbers() -> int:
+    """Return by how much 200 sums of new numbers grow what malloc has given out; the median of three such series,
+    because other threads of TensorFlow take and return memory when they like.
     """
-    held = [_allocated()]
-    for _ in range(3):
+    numbers = itertools.count()
+    held = []
+    for calls in (100, 200, 200, 200):
         for _ in range(calls):
-            call()
+            npu.distribute.all_reduce(next(numbers) / 7)
         held.append(_allocated())
     return sorted(after - before for before, after in zip(held, held[1:]))[1]
 
 
-def body_new_numbers() -> int:
-    numbers = itertools.count()
-
-    def reduce() -> None:
-        npu.distribute.all_reduce(next(numbers) / 7)
-
-    for _ in range(100):
-        reduce()
-    return _growth(reduce, calls=200)
-
-
 @pytest.mark.both_backends
-def test_python_numbers(several_ranks: Pool) -> None:
+def test_python_numbers(two_ranks: Pool) -> None:
     # TensorFlow kept 0.7 KB for each: 140 KB.
-    assert max(several_ranks.run(body_new_numbers)) < 60 << 10
-
-
-def body_retraced() -> int:
-    value = tf.ones([10])
-
-    def made_and_called() -> None:
-        @tf.function(autograph=False)
-        def several() -> list[tf.Tensor]:
-            return [npu.distribute.all_reduce(value, "sum") for _ in range(12)]
-
-        several()
-
-    # Few functions: TensorFlow starts a new one the later the more it has had.
-    for _ in range(4):
-        made_and_called()
-    return _growth(made_and_called, calls=6)
-
-
-def test_functions_that_are_traced_again(two_ranks: Pool) -> None:
-    # TensorFlow kept 0.7 KB for each call of a Python function in a graph: 50 KB.
-    assert max(two_ranks.run(body_retraced)) < 25 << 10
-
-
-def body_keys() -> int:
-    value = tf.ones([1024])  # small ones travel as messages
-    npu.open()
-
-    @tf.function
-    def many(calls: tf.Tensor) -> tf.Tensor:
-        total = tf.zeros([1024])
-        for _ in tf.range(calls):
-            total += npu.distribute.all_reduce(value, "sum")
-        return total
-
-    many(tf.constant(150))  # more than once round the ring of keys
-    return _growth(lambda: many(tf.constant(400)), calls=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tensorflow_ranks", [2], indirect=True)
-def test_instance_keys_of_tensorflow(tensorflow_ranks: Pool) -> None:
-    # 400 sums: with a key of its own for each they take 330 KB of malloc's.
-    found = tensorflow_ranks.run(body_keys)
-    assert max(found) < 130 << 10, found
-
-
-def body_kept_memory() -> int:
-    """Return how many bytes stay in memory when 160 MiB are freed."""
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype = ctypes.c_void_p
-    before = _memory()
-    blocks = [libc.malloc(10 << 20) for _ in range(16)]
-    for block in blocks:
-        ctypes.memset(block, 1, 10 << 20)
-    for block in blocks:
-        libc.free(ctypes.c_void_p(block))
-    return _memory() - before
-
-
-def test_freed_memory_is_kept_for_the_next_transfer(tensorflow_ranks: Pool) -> None:
-    assert min(tensorflow_ranks.run(body_kept_memory)) > 100 << 20  # some blocks were free before
+    assert max(two_ranks.run(body_new_numbers)) < 60 << 10
 
 
 def body_many_at_once() -> tuple[list[float], int]:
@@ -248,15 +166,14 @@ def body_graphs(known: bool) -> dict[str, int]:
 
 
 @pytest.mark.both_backends
-@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
-def test_traced_graphs_go(two_ranks: Pool, known: bool) -> None:
-    for alive in two_ranks.run(body_graphs, known):
+def test_traced_graphs_go(two_ranks: Pool, backend: str) -> None:
+    for alive in two_ranks.run(body_graphs, backend == "tensorflow"):
         assert max(alive.values()) <= 1, alive  # TensorFlow keeps the latest
 
 
-def _nested(all_reduce: Any, values: Any) -> None:
+def _nested(values: Any) -> None:
     """Trace a function that calls another one in a loop, and call it when the other one is gone."""
-    inner = [tf.function(lambda value: all_reduce([value, value[:1]])[0])]
+    inner = [tf.function(lambda value: npu.distribute.all_reduce([value, value[:1]])[0])]
     inner[0](values)
 
     @tf.function
@@ -277,58 +194,51 @@ def body_functions() -> int:
     gc.collect()
     before = len(graph._functions)
     for length in range(1, 16):
-        _nested(npu.distribute.all_reduce, tf.ones([length]))
+        _nested(tf.ones([length]))
     gc.collect()
     return len(graph._functions) - before
 
 
 @pytest.mark.both_backends
-def test_functions_that_graphs_call_go(several_ranks: Pool) -> None:
-    for left in several_ranks.run(body_functions):
+def test_functions_that_graphs_call_go(two_ranks: Pool) -> None:
+    for left in two_ranks.run(body_functions):
         assert left <= 20  # those of TensorFlow's latest graph
 
 
-def body_tags(tags: int, length: int) -> list[tuple[int, int, int]]:
-    rank = npu.open().worker_id
-    held = []
-    for tag in range(tags):
+def body_tags_and_groups(tags: int, length: int, groups: int) -> list[bool]:
+    """Return whether nothing more is held after many tags, and groups, than after a few. What an earlier test of the
+    pool left may end in between, so fewer of a kind are right, too.
+    """
+    rank, size = npu.distribute.rank(), npu.distribute.size()
+
+    def exchange(value: float, tag: int, where: str = "hccl_world_group") -> None:
         if rank == 0:
-            hccl_ops.send(tf.fill([length], float(tag)), tag, 1)
+            hccl_ops.send(tf.fill([length], value), tag, 1, where)
         elif rank == 1:
-            assert hccl_ops.receive([length], tf.float32, tag, 0).numpy()[0] == tag
-        if tag in (10, tags - 1):
-            held.append(_held())
-    return held
+            assert hccl_ops.receive([length], tf.float32, tag, 0, where).numpy()[0] == value
 
+    def bounded(rounds: int, call: Callable[[int], None]) -> bool:
+        held = []
+        for number in range(rounds):
+            call(number)
+            if number in (10, rounds - 1):
+                npu.distribute.all_reduce(tf.ones([]))  # nobody is in a group any more
+                held.append(_held())
+        return all(late <= early for early, late in zip(*held))
 
-@pytest.mark.both_backends
-@pytest.mark.parametrize("length", [1, 300_000])
-def test_tags(several_ranks: Pool, length: int) -> None:
-    for early, late in several_ranks.run(body_tags, 600 if length == 1 else 40, length):
-        assert _no_more(late, early)
-
-
-def body_groups(rounds: int) -> list[tuple[int, int, int]]:
-    rank, size = npu.open().worker_id, npu.open().workers_num
-    held = []
-    for number in range(rounds):
+    def in_group(number: int) -> None:
         name = "again" if number % 2 else f"number {number}"
         create_group(name, size, list(range(size)))
         # Another length each time: what TensorFlow remembers of the group's keys must still hold.
         reduced = npu.distribute.all_reduce(tf.ones([100_000 + number]), "sum", group=name)
         assert reduced.numpy()[-1] == size
-        if rank == 0:
-            hccl_ops.send(tf.constant(number), 0, 1, name)
-        elif rank == 1:
-            assert hccl_ops.receive([], tf.int32, 0, 0, name).numpy() == number
+        exchange(float(number), 0, name)
         destroy_group(name)
-        if number in (4, rounds - 1):
-            npu.distribute.all_reduce(tf.ones([]))  # nobody is in a group any more
-            held.append(_held())
-    return held
+
+    return [bounded(tags, lambda tag: exchange(float(tag), tag)), bounded(groups, in_group)]
 
 
 @pytest.mark.both_backends
-def test_groups_that_are_destroyed(several_ranks: Pool) -> None:
-    for early, late in several_ranks.run(body_groups, 40):
-        assert _no_more(late, early)
+@pytest.mark.parametrize(("tags", "length", "groups"), [(600, 1, 40), (40, 300_000, 12)])
+def test_tags_and_groups(several_ranks: Pool, tags: int, length: int, groups: int) -> None:
+    assert several_ranks.run(body_tags_and_groups, tags, length, groups) == [[True, True]] * several_ranks.size

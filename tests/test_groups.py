@@ -31,20 +31,6 @@ from npu_device._src.training.groups import _made
 from npu_device.distribute import hccl_ops
 
 
-def uneven_table(path: Path) -> None:
-    """Ranks 0 and 1 on one host, 2 on another, as the rank table names them; all of them are here."""
-    here: list[dict[str, str]] = [
-        {"device_id": "0", "device_ip": "10.0.0.1", "rank_id": "0", "host_port": str(free_port())},
-        {"device_id": "1", "device_ip": "10.0.0.2", "rank_id": "1"},
-    ]
-    there = [{"device_id": "0", "device_ip": "10.0.0.3", "rank_id": "2"}]
-    servers = [
-        {"server_id": "here", "host_ip": "127.0.0.1", "device": here},
-        {"server_id": "there", "host_ip": "127.0.0.1", "device": there},
-    ]
-    path.write_text(json.dumps({"version": "1.0", "status": "completed", "server_count": "2", "server_list": servers}))
-
-
 def caught(call: Any, *arguments: Any) -> str:
     """The text of the ValueError that a call raises."""
     try:
@@ -62,12 +48,6 @@ def forget_all() -> None:
 
 def body_questions() -> Any:
     return get_rank_size(), get_rank_id(), get_local_rank_size(), get_local_rank_id()
-
-
-def test_the_world(ranks: Pool) -> None:
-    for rank, found in enumerate(ranks.run(body_questions)):
-        assert found == (ranks.size, rank, ranks.size, rank)
-        assert all(type(value) is int for value in found)
 
 
 REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
@@ -91,6 +71,7 @@ REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
     ("create_group", ("hccl_world_group", 1, [2]), "all 4 ranks"),
     ("destroy_group", ("hccl_world_group",), "can't be destroyed"),
     ("destroy_group", ("nope",), "no group named 'nope'"),
+    ("get_rank_size", ("nope",), "create_group"),
     ("get_local_rank_id", ("nope",), "'hccl_world_group' (all 4 ranks), 'a' (ranks 2, 3)"),
 ]
 
@@ -109,6 +90,7 @@ def body_table() -> Any:
             "group of 3": api.get_group_rank_from_world_rank(3, "a"),
         }
         refused = [caught(getattr(api, name), *arguments) for name, arguments, _ in REFUSED]
+        assert "no group named 'nope'" in caught(npu.distribute.all_reduce, 1.0, "sum", 1, -1, "nope")
         assert api.destroy_group("a") is None
         gone = caught(api.get_rank_size, "a")
         assert api.create_group("x" * 127, 1, [api.get_rank_id()]) is None
@@ -118,7 +100,9 @@ def body_table() -> Any:
 
 
 def test_ascends_behaviour_table(four_ranks: Pool) -> None:
-    assert four_ranks.run(body_questions) == [(4, rank, 4, rank) for rank in range(4)]
+    worlds = four_ranks.run(body_questions)
+    assert worlds == [(4, rank, 4, rank) for rank in range(4)]
+    assert all(type(value) is int for value in worlds[0])
     answers = four_ranks.run(body_table)
     for rank in (2, 3):
         found, refused, gone = answers[rank]
@@ -129,7 +113,7 @@ def test_ascends_behaviour_table(four_ranks: Pool) -> None:
         assert "no group named 'a'" in gone and f"rank {rank}" in gone
 
 
-def body_disjoint(mode: str, rounds: int) -> Any:
+def body_disjoint(mode: str) -> Any:
     """Two groups of one name at the same time: the ranks of either half."""
     rank, size = get_rank_id(), get_rank_size()
     half = [other for other in range(size) if (other < 2) == (rank < 2)]
@@ -140,7 +124,7 @@ def body_disjoint(mode: str, rounds: int) -> Any:
             return [npu.distribute.all_reduce(value, how, group="half") for how in ("sum", "mean")]
 
         call = tf.function(reduce) if mode == "graph" else reduce
-        results = [call(tf.constant([10.0**rank, i])) for i in range(rounds)]
+        results = [call(tf.constant([10.0**rank, i])) for i in range(5)]
         variable = tf.Variable(float(rank))
         npu.distribute.broadcast([variable], root_rank=len(half) - 1, group="half")
         return [[value.numpy().tolist() for value in result] for result in results], float(variable)
@@ -150,19 +134,10 @@ def body_disjoint(mode: str, rounds: int) -> Any:
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_one_name_for_disjoint_groups(four_ranks: Pool, mode: str) -> None:
-    for rank, (results, root) in enumerate(four_ranks.run(body_disjoint, mode, 5)):
+    for rank, (results, root) in enumerate(four_ranks.run(body_disjoint, mode)):
         total = 11.0 if rank < 2 else 1100.0
         assert results == [[[total, 2.0 * i], [total / 2, float(i)]] for i in range(5)]
         assert root == (1.0 if rank < 2 else 3.0)
-
-
-def test_a_mean_divides_by_the_size_of_the_group(ranks: Pool) -> None:
-    for rank, (results, root) in enumerate(ranks.run(body_disjoint, "graph", 1)):
-        half = [other for other in range(ranks.size) if (other < 2) == (rank < 2)]
-        total = sum(10.0**other for other in half)
-        if ranks.size > 1:  # a single device hands back what it was given
-            assert results == [[[total, 0.0], [pytest.approx(total / len(half)), 0.0]]]
-        assert root == half[-1]
 
 
 def body_several() -> Any:
@@ -251,21 +226,13 @@ def test_destroyed_while_the_sender_sleeps(several_ranks: Pool) -> None:
         assert {total for _, total in found} == {several_ranks.size}
 
 
-def body_unknown() -> str:
-    return caught(npu.distribute.all_reduce, 1.0, "sum", 1, -1, "nowhere")
-
-
-def test_a_collective_in_an_unknown_group(several_ranks: Pool) -> None:
-    for rank, text in enumerate(several_ranks.run(body_unknown)):
-        assert f"rank {rank}: there is no group named 'nowhere'" in text
-        assert "create_group" in text
-
-
 def body_single() -> Any:
     try:
         found = [api.create_group("a", 1, [0]), api.get_rank_size("a"), api.get_rank_id("a")]
         found += [api.get_local_rank_size("a"), api.get_local_rank_id("a")]
         found += [api.get_world_rank_from_group_rank("a", 0), api.get_group_rank_from_world_rank(0, "a")]
+        # Asked while a function is traced, where AutoGraph would convert what it can.
+        found += tf.function(lambda: tf.constant([get_rank_size(), get_local_rank_id("a")]))().numpy().tolist()
         texts = [caught(api.create_group, "a", 1, [0]), caught(api.create_group, "b", 1, [1])]
         texts += [caught(api.create_group, "b", 2, [0, 1]), caught(api.get_rank_size, "b")]
         found.append(api.destroy_group("a"))
@@ -276,28 +243,10 @@ def body_single() -> Any:
 
 def test_a_single_device_checks_and_answers(single: Pool) -> None:
     [(found, texts)] = single.run(body_single)
-    assert found == [None, 1, 0, 1, 0, 0, 0, None]
+    assert found == [None, 1, 0, 1, 0, 0, 0, 1, 0, None]
     assert "belongs to the group of rank(s) 0" in texts[0]
     assert "from 0 to 0" in texts[1] and "from 0 to 0" in texts[2]
     assert "no group named 'b'" in texts[3]
-
-
-def body_in_function() -> Any:
-    """Asked while a function is traced, where AutoGraph would convert what it can."""
-    create_group("me", 1, [get_rank_id()])
-    try:
-
-        @tf.function
-        def ask() -> Any:
-            return tf.constant([get_rank_size(), get_rank_id(), get_rank_size("me"), get_local_rank_id("me")])
-
-        return ask().numpy().tolist()
-    finally:
-        forget_all()
-
-
-def test_in_a_function(ranks: Pool) -> None:
-    assert ranks.run(body_in_function) == [[ranks.size, rank, 1, 0] for rank in range(ranks.size)]
 
 
 UNEVEN = """
@@ -313,8 +262,17 @@ print("found", rank, [(get_local_rank_size(group), get_local_rank_id(group)) for
 
 def test_local_ranks_are_those_on_the_same_host_and_the_device_opens_by_itself(tmp_path: Path) -> None:
     """Ascend's 3 ranks // 2 hosts would be one rank per host, and rank 1 the first of its own."""
+    here: list[dict[str, str]] = [
+        {"device_id": "0", "device_ip": "10.0.0.1", "rank_id": "0", "host_port": str(free_port())},
+        {"device_id": "1", "device_ip": "10.0.0.2", "rank_id": "1"},
+    ]
+    there = [{"device_id": "0", "device_ip": "10.0.0.3", "rank_id": "2"}]
+    servers = [
+        {"server_id": "here", "host_ip": "127.0.0.1", "device": here},
+        {"server_id": "there", "host_ip": "127.0.0.1", "device": there},
+    ]
     table = tmp_path / "uneven.json"
-    uneven_table(table)
+    table.write_text(json.dumps({"version": "1.0", "status": "completed", "server_count": "2", "server_list": servers}))
     common = {"RANK_TABLE_FILE": str(table), "RANK_SIZE": "3", "JOB_ID": "tests", "HCCL_CONNECT_TIMEOUT": "60"}
     environments = [{**common, "RANK_ID": str(rank)} for rank in range(3)]
     results = job.finish(job.start_each(tmp_path, UNEVEN, environments), timeout=120)

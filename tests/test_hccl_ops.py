@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from typing import Any
 
@@ -17,10 +16,12 @@ from npu_bridge.hccl import hccl_ops as old
 from npu_device.distribute import hccl_ops
 
 GROUP = "group='hccl_world_group'"
-SAME = {
+SIGNATURES = {
     "allreduce": f"(tensor, reduction, fusion=1, fusion_id=-1, {GROUP})",
+    "allgather": f"(tensor, rank_size, {GROUP}, fusion=0, fusion_id=-1)",  # TensorFlow 2's adapter lacks the last two
     "broadcast": f"(tensor, root_rank, fusion=2, fusion_id=0, {GROUP})",
     "reduce": f"(tensor, reduction, root_rank, fusion=0, fusion_id=-1, {GROUP})",
+    "reduce_scatter": f"(tensor, reduction, rank_size, {GROUP}, fusion=0, fusion_id=-1)",  # so here
     "send": f"(tensor, sr_tag, dest_rank, {GROUP})",
     "receive": f"(shape, data_type, sr_tag, src_rank, {GROUP})",
     "all_to_all_v": f"(send_data, send_counts, send_displacements, recv_counts, recv_displacements, {GROUP})",
@@ -32,33 +33,22 @@ SAME = {
     "remote_write": "(tensorRemote, tensorLocal, data_type)",
     "remote_scatter_write": "(tensorRemote, tensorLocal, offset)",
 }
-# The TensorFlow 2 adapter's lack the last two arguments.
-SIGNATURES = {
-    **SAME,
-    "allgather": f"(tensor, rank_size, {GROUP}, fusion=0, fusion_id=-1)",
-    "reduce_scatter": f"(tensor, reduction, rank_size, {GROUP}, fusion=0, fusion_id=-1)",
-}
 
 
-@pytest.mark.parametrize("module", ["npu_device.distribute", "npu_bridge.hccl"])
-def test_signatures(module: str) -> None:
-    ops = getattr(__import__(module, fromlist=["hccl_ops"]), "hccl_ops", None)
-    if ops is None:
-        ops = __import__(f"{module}.hccl_ops", fromlist=["hccl_ops"])
+def test_signatures() -> None:
     for name, expected in SIGNATURES.items():
-        signature = inspect.signature(getattr(ops, name))
+        signature = inspect.signature(getattr(hccl_ops, name))
         bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
         assert str(inspect.Signature(bare)) == expected, name
-    assert ops.alltoallv is ops.all_to_all_v
-    assert ops.alltoallvc is ops.all_to_all_v_c
-    names = {name for name in vars(ops) if name.isidentifier() and not name.startswith("_")}  # pytest adds others
-    assert names == {*SIGNATURES, "alltoallv", "alltoallvc"}
+    assert hccl_ops.alltoallv is hccl_ops.all_to_all_v
+    assert hccl_ops.alltoallvc is hccl_ops.all_to_all_v_c
+    for ops in (hccl_ops, old):
+        public = {name: each for name, each in vars(ops).items() if name.isidentifier() and not name.startswith("_")}
+        assert public == {name: getattr(hccl_ops, name) for name in (*SIGNATURES, "alltoallv", "alltoallvc")}
 
 
-def body_results(flavour: str, mode: str) -> Any:
-    ops = importlib.import_module(flavour)
-    handle = npu.open()
-    rank, size = handle.worker_id, handle.workers_num
+def body_results(mode: str) -> Any:
+    ops, rank, size = hccl_ops, npu.distribute.rank(), npu.distribute.size()
 
     def operations(own: tf.Tensor) -> list[Any]:
         with tf.GradientTape() as tape:
@@ -88,12 +78,11 @@ def body_results(flavour: str, mode: str) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("flavour", ["npu_device.distribute.hccl_ops", "npu_bridge.hccl.hccl_ops"])
-def test_results(ranks: Pool, flavour: str, mode: str) -> None:
+def test_results(ranks: Pool, mode: str) -> None:
     n = ranks.size
     everybody = np.array([[rank + 1.0, rank + 2.0] for rank in range(n)])
     total = everybody.sum(axis=0)
-    for rank, found in enumerate(ranks.run(body_results, flavour, mode)):
+    for rank, found in enumerate(ranks.run(body_results, mode)):
         expected = [
             [(rank + 1.0) * n] * 2,
             total,

@@ -1,4 +1,6 @@
-"""``npu.train.optimizer.NpuLossScaleOptimizer`` in each Keras, around plain and wrapped optimizers."""
+"""``npu.train.optimizer.NpuLossScaleOptimizer``, and the loss-scale optimizer of each Keras, around plain and wrapped
+optimizers.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,14 @@ from pool import Pool
 
 import npu_device as npu
 
+PLACES = ("inner", "outer")
 UNSCALED = "get_unscaled_gradients"
 INFINITE = (False, True, False, False)
 """Tells of each step if its gradients overflow, on the last rank only."""
 
 
 def _inner(kind: str) -> Any:
-    optimizers = tf.keras.optimizers.legacy if kind == "legacy" else tf.keras.optimizers
+    optimizers = tf.keras.optimizers.legacy if "legacy" in kind else tf.keras.optimizers
     return optimizers.SGD(0.5, momentum=0.5)
 
 
@@ -36,15 +39,19 @@ def _steps(kind: str, place: str, dynamic: bool, style: str, graph: bool, run: A
     handle = npu.open()
     last = handle.worker_id == handle.workers_num - 1
     wrap = npu.distribute.npu_distributed_keras_optimizer_wrapper
-    optimizer = _inner(kind)
+    optimizer, kerass_own = _inner(kind), tf.keras.mixed_precision.LossScaleOptimizer
     if place == "inner":
-        optimizer = wrap(optimizer)
+        optimizer = wrap(optimizer, "sum")
     more = {"dynamic_growth_steps": 2} if dynamic else {}
-    optimizer = npu.train.optimizer.NpuLossScaleOptimizer(optimizer, dynamic=dynamic, initial_scale=8.0, **more)
+    if kind.startswith("Keras"):
+        optimizer = kerass_own(optimizer, initial_scale=8.0, **more)
+    else:
+        optimizer = npu.train.optimizer.NpuLossScaleOptimizer(optimizer, dynamic=dynamic, initial_scale=8.0, **more)
+        assert isinstance(optimizer, npu.train.optimizer.NpuLossScaleOptimizer)
+        assert not optimizer.last_step_finite.numpy()
     if place == "outer":
-        assert wrap(optimizer) is optimizer
-    assert isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
-    assert isinstance(optimizer, npu.train.optimizer.NpuLossScaleOptimizer)
+        assert wrap(optimizer, "sum") is optimizer
+    assert isinstance(optimizer, kerass_own)
     variable, unused = tf.Variable([1.0, 1.0]), tf.Variable(1.0)
     table = tf.Variable(tf.ones([3, 2]))
     variables = [variable, table, unused]
@@ -58,7 +65,7 @@ def _steps(kind: str, place: str, dynamic: bool, style: str, graph: bool, run: A
         assert isinstance(gradients[1], tf.IndexedSlices)
         if style == "by hand":
             gradients = optimizer.get_unscaled_gradients(gradients)
-            gradients = npu.distribute.all_reduce(gradients, "mean")
+            gradients = npu.distribute.all_reduce(gradients, "sum")
         elif style == UNSCALED:
             gradients = optimizer.get_unscaled_gradients(gradients)
         optimizer.apply_gradients(zip(gradients, variables))
@@ -67,29 +74,25 @@ def _steps(kind: str, place: str, dynamic: bool, style: str, graph: bool, run: A
         run(step, infinite)
 
     call = tf.function(whole) if graph else whole
-    before = bool(optimizer.last_step_finite.numpy())
     trail = []
     for infinite in INFINITE:
         call(tf.constant(infinite and last))
-        trail.append(
-            (
-                variable.numpy().tolist(),
-                table.numpy()[:, 0].tolist(),
-                float(optimizer.loss_scale),
-                bool(optimizer.last_step_finite.numpy()),
-                int(tf.convert_to_tensor(optimizer.inner_optimizer.iterations)),
-            )
-        )
-    return before, trail
+        scale = optimizer.loss_scale if hasattr(optimizer, "loss_scale") else optimizer.dynamic_scale
+        found = variable.numpy().tolist(), table.numpy()[:, 0].tolist(), float(tf.convert_to_tensor(scale))
+        if not kind.startswith("Keras"):
+            iterations = int(tf.convert_to_tensor(optimizer.inner_optimizer.iterations))
+            found += bool(optimizer.last_step_finite.numpy()), iterations  # type: ignore[assignment]
+        trail.append(found)
+    return trail
 
 
-def _expected(mean: float, dynamic: bool) -> list[Any]:
+def _expected(gradient: float, row_gradient: float, dynamic: bool) -> list[Any]:
     """By the rules of the adapter: value and row 0 of the table with momentum 0.5, scale, finite, iterations."""
     value, row, speed, row_speed, scale, good = 1.0, 1.0, 0.0, 0.0, 8.0, 0
     trail: list[Any] = []
     for iteration, infinite in enumerate(INFINITE, start=1):
         if not infinite:
-            speed, row_speed = 0.5 * speed - 0.5 * mean, 0.5 * row_speed - 0.5 * 2
+            speed, row_speed = 0.5 * speed - 0.5 * gradient, 0.5 * row_speed - 0.5 * row_gradient
             value, row = value + speed, row + row_speed
         if dynamic:
             good = 0 if infinite else good + 1
@@ -99,42 +102,42 @@ def _expected(mean: float, dynamic: bool) -> list[Any]:
     return trail
 
 
-def test_ranks_agree_and_steps_follow_the_rules(keras_ranks: Pool) -> None:
-    for before, trail in keras_ranks.run(body_steps, "new", "inner", True, UNSCALED, True):
-        assert before is False
-        assert trail == _expected((keras_ranks.size + 1) / 2, dynamic=True)
+KERAS_2, KERAS_3 = pytest.mark.only_keras("2"), pytest.mark.only_keras("3")
 
 
 @pytest.mark.parametrize(
     ("kind", "place", "dynamic", "style", "graph"),
     [
+        ("new", "inner", True, UNSCALED, True),
         ("new", "inner", False, UNSCALED, False),
         ("new", "outer", True, UNSCALED, True),
         ("new", "nowhere", True, "by hand", True),
-        pytest.param("legacy", "inner", True, UNSCALED, True, marks=pytest.mark.only_keras("2")),
-        pytest.param("legacy", "outer", True, UNSCALED, False, marks=pytest.mark.only_keras("2")),
+        pytest.param("legacy", "inner", True, UNSCALED, True, marks=KERAS_2),
+        pytest.param("legacy", "outer", True, UNSCALED, False, marks=KERAS_2),
         # Keras 2 scales losses by get_scaled_loss only.
-        pytest.param("new", "inner", True, "scale_loss", True, marks=pytest.mark.only_keras("3")),
-        pytest.param("new", "outer", True, "scale_loss", True, marks=pytest.mark.only_keras("3")),
+        pytest.param("new", "inner", True, "scale_loss", True, marks=KERAS_3),
+        pytest.param("new", "outer", True, "scale_loss", True, marks=KERAS_3),
+        *(pytest.param("Keras", place, True, UNSCALED, place == "inner", marks=KERAS_2) for place in PLACES),
+        *(pytest.param("Keras legacy", place, True, UNSCALED, place == "outer", marks=KERAS_2) for place in PLACES),
+        *(pytest.param("Keras", place, True, "scale_loss", place == "outer", marks=KERAS_3) for place in PLACES),
     ],
 )
-def test_wherever_gradients_are_reduced(
-    keras_two_ranks: Pool, kind: str, place: str, dynamic: bool, style: str, graph: bool
+def test_ranks_agree_and_steps_follow_the_rules(
+    keras_ranks: Pool, kind: str, place: str, dynamic: bool, style: str, graph: bool
 ) -> None:
-    for _, trail in keras_two_ranks.run(body_steps, kind, place, dynamic, style, graph):
-        assert trail == _expected(1.5, dynamic)
+    n = keras_ranks.size
+    expected = [row[:3] if "Keras" in kind else row for row in _expected(n * (n + 1) / 2, 2.0 * n, dynamic)]
+    assert keras_ranks.run(body_steps, kind, place, dynamic, style, graph) == [expected] * n
 
 
 def test_gradients_that_nobody_reduces(keras_two_ranks: Pool) -> None:
-    results = keras_two_ranks.run(body_steps, "new", "nowhere", False, UNSCALED, True)
-    for rank, (_, trail) in enumerate(results):
-        assert trail == _expected(rank + 1.0, dynamic=False), "each goes its own way, and all leave out the same step"
+    for rank, trail in enumerate(keras_two_ranks.run(body_steps, "new", "nowhere", False, UNSCALED, True)):
+        assert trail == _expected(rank + 1.0, 2.0, dynamic=False), "each goes its own way, and all leave out one step"
 
 
 @pytest.mark.parametrize("strategy", ["OneDeviceStrategy", "MirroredStrategy"])
 def test_in_a_strategy_of_tensorflow(keras_two_ranks: Pool, strategy: str) -> None:
-    for _, trail in keras_two_ranks.run(body_strategy, strategy):
-        assert trail == _expected(1.5, dynamic=True)
+    assert keras_two_ranks.run(body_strategy, strategy) == [_expected(3.0, 4.0, dynamic=True)] * 2
 
 
 def body_config(directory: str) -> Any:

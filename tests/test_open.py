@@ -84,38 +84,21 @@ import os
 import tensorflow as tf
 import npu_device as npu
 from npu_device._src import compat
+from npu_device._src.collectives.job import current
 npu.open()
 threading = tf.config.threading
 print("cores", len(os.sched_getaffinity(0)), "intra", threading.get_intra_op_parallelism_threads(),
       "inter", threading.get_inter_op_parallelism_threads(),
-      "spin", not compat.eager_context().config.experimental.disable_thread_spinning)
+      "spin", not compat.eager_context().config.experimental.disable_thread_spinning,
+      "mine", getattr(current(), "cores", None))
 """
-
-
-def test_the_ranks_of_a_host_divide_its_cores(tmp_path: Path) -> None:
-    for result in job.run(tmp_path, 2, THREADS):
-        words = result.output.split()
-        cores = int(words[words.index("cores") + 1])
-        share = max(1, cores // 2)
-        assert f"intra {share} inter {max(2, share)} spin {share > 1}" in result.output
-
-
-def test_ranks_that_are_bound_to_cores_keep_them(tmp_path: Path) -> None:
-    bound = """
+BOUND = """
 import os
-from npu_device._src.collectives.job import current
 cores = sorted(os.sched_getaffinity(0))
 os.sched_setaffinity(0, cores[: len(cores) // 2] if os.environ["RANK_ID"] == "0" else cores[len(cores) // 2 :])
 """
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("needs two cores")
-    for result in job.run(tmp_path, 2, bound + THREADS + "print('mine', current().cores)"):
-        words = result.output.split()
-        assert words[words.index("mine") + 1] == words[words.index("cores") + 1]
-
-
-def test_a_rank_alone_on_a_small_host_has_threads_enough_to_keep_the_order_of_backward(tmp_path: Path) -> None:
-    alone = """
+BY_SCRIPT = "import tensorflow as tf\ntf.config.threading.set_intra_op_parallelism_threads(3)\n"
+ON_ONE_CORE = """
 import os
 from types import SimpleNamespace
 from npu_device._src.collectives.resources import divide_cores
@@ -123,21 +106,26 @@ import npu_device as npu
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
 npu.open = lambda: divide_cores(SimpleNamespace(cluster=SimpleNamespace(local_size=1), cores=1))
 """
-    [result] = job.run(tmp_path, 1, alone + THREADS)
-    assert "cores 1 intra 0 inter 2 spin False" in result.output
+_TWO_CORES = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 
 
-@pytest.mark.parametrize("setting", ["environment", "script"])
-def test_the_users_threads_are_left_alone(tmp_path: Path, setting: str) -> None:
-    if setting == "environment":
-        results = job.run(tmp_path, 2, THREADS, TF_NUM_INTRAOP_THREADS="3")
-        expected = "intra 0 inter 0 spin True"  # TensorFlow reads the variable by itself
-    else:
-        ours = "tf.config.threading.set_intra_op_parallelism_threads(3)\nnpu.open()"
-        results = job.run(tmp_path, 2, THREADS.replace("npu.open()", ours))
-        expected = "intra 3 inter"
-    for result in results:
-        assert expected in result.output
+@pytest.mark.parametrize(
+    ("size", "before", "environment", "expected"),
+    [
+        pytest.param(2, "", {}, "intra {share} inter {inter} spin {spins}", id="the ranks divide the cores"),
+        pytest.param(2, BOUND, {}, "mine {cores}", id="ranks bound to cores keep them", marks=_TWO_CORES),
+        pytest.param(1, ON_ONE_CORE, {}, "cores 1 intra 0 inter 2 spin False", id="enough for the order of backward"),
+        # TensorFlow reads the variable by itself.
+        pytest.param(2, "", {"TF_NUM_INTRAOP_THREADS": "3"}, "intra 0 inter 0 spin True", id="of the environment"),
+        pytest.param(2, BY_SCRIPT, {}, "intra 3 inter", id="of the script"),
+    ],
+)
+def test_threads(tmp_path: Path, size: int, before: str, environment: dict[str, str], expected: str) -> None:
+    for result in job.run(tmp_path, size, before + THREADS, **environment):
+        words = result.output.split()
+        cores = int(words[words.index("cores") + 1])
+        share = max(1, cores // 2)
+        assert expected.format(cores=cores, share=share, inter=max(2, share), spins=share > 1) in result.output
 
 
 def test_a_failing_open_names_the_device_and_the_reason(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from heard import error_of
 from pool import Pool
 
 import npu_device as npu
@@ -18,15 +19,11 @@ def body_objects(root: int) -> Any:
     rank = npu.distribute.rank()
     small = npu.distribute.broadcast_object({"rank": rank}, root)
     large = npu.distribute.broadcast_object(np.full([300_000], rank), root)
-    with pytest.raises(ValueError, match="root_rank 9"):
-        npu.distribute.broadcast_object(1, 9) if npu.distribute.size() > 1 else _raise()
+    if npu.distribute.size() > 1:
+        assert "root_rank 9" in error_of(npu.distribute.broadcast_object, 1, 9)
     assert npu.distribute.gather_object({"rank": rank}) == [{"rank": each} for each in range(npu.distribute.size())]
     assert (npu.distribute.local_rank(), npu.distribute.local_size()) == (rank, npu.distribute.size())
     return rank, npu.distribute.size(), npu.distribute.is_main(), small, set(large.tolist())
-
-
-def _raise() -> None:
-    raise ValueError("root_rank 9")
 
 
 @pytest.mark.both_backends
@@ -42,29 +39,22 @@ def body_zero_first(directory: str) -> Any:
         if main:
             time.sleep(0.3)
             path.write_text("ready")
-        return main, path.read_text()
+        found = main, path.read_text()
 
-
-def test_rank_zero_first(ranks: Pool, size: int, tmp_path: Path) -> None:
-    assert ranks.run(body_zero_first, str(tmp_path)) == [(rank == 0, "ready") for rank in range(size)]
-
-
-def body_zero_fails() -> str:
-    try:
+    def fails() -> None:
         with npu.distribute.rank_zero_first() as main:
             if main:
                 raise OSError("disk full")
-    except (OSError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "went on"
+
+    return (*found, error_of(fails))
 
 
-def test_rank_zero_fails_first(several_ranks: Pool) -> None:
-    first, *others = several_ranks.run(body_zero_fails)
-    assert first == "OSError: disk full"
-    for rank, text in enumerate(others, 1):
-        assert text.startswith(f"RuntimeError: rank {rank}: rank 0 failed in")
-        assert "OSError: disk full" in text
+def test_rank_zero_first(ranks: Pool, size: int, tmp_path: Path) -> None:
+    results = ranks.run(body_zero_first, str(tmp_path))
+    assert [result[:2] for result in results] == [(rank == 0, "ready") for rank in range(size)]
+    assert results[0][2] == "OSError: disk full"
+    for rank, (_, _, text) in enumerate(results[1:], 1):
+        assert text.startswith(f"RuntimeError: rank {rank}: rank 0 failed in") and "OSError: disk full" in text
 
 
 def body_weighted(graph: bool) -> Any:
@@ -74,37 +64,25 @@ def body_weighted(graph: bool) -> Any:
         values = {"loss": tf.constant(float(rank)), "rest": [tf.fill([70_000], 2.0 * rank), None]}
         return npu.distribute.weighted_mean(values, weight)
 
+    numbers = [tf.constant(10 * rank), 7, tf.constant(0.1, tf.float64)]
+    found = npu.distribute.weighted_mean(numbers, rank + 1)
     if npu.distribute.size() > 1:
         with pytest.raises(ValueError, match=f"rank {rank}: weighted_mean was given the weight -1; expected 0 or more"):
             mean(-1)
-    found = (tf.function(mean) if graph else mean)(tf.constant(rank + 1))
-    return float(found["loss"]), float(found["rest"][0][-1]), found["rest"][1]
+        with pytest.raises(ValueError, match=r"a weight of shape \(1,\); expected a scalar"):
+            npu.distribute.weighted_mean(1.0, [2.0])
+    result = (tf.function(mean) if graph else mean)(tf.constant(rank + 1))
+    assert result["rest"][1] is None
+    return [*map(float, found), float(result["loss"]), float(result["rest"][0][-1])]
 
 
 @pytest.mark.both_backends
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
 def test_weighted_mean(ranks: Pool, size: int, graph: bool) -> None:
-    expected = sum(rank * (rank + 1) for rank in range(size)) / sum(rank + 1 for rank in range(size))
-    for loss, last, none in ranks.run(body_weighted, graph):
-        assert loss == pytest.approx(expected)
-        assert last == pytest.approx(2 * expected)
-        assert none is None
-
-
-def body_weighted_numbers() -> list[Any]:
-    rank = npu.distribute.rank()
-    values = [tf.constant(10 * (rank + 1)), 7, tf.constant(0.1, tf.float64)]
-    found = npu.distribute.weighted_mean(values, rank + 1)
-    with pytest.raises(ValueError, match=r"a weight of shape \(1,\); expected a scalar"):
-        npu.distribute.weighted_mean(1.0, [2.0])
-    return [float(value) for value in found]
-
-
-def test_weighted_mean_of_integers_and_doubles(several_ranks: Pool) -> None:
-    weights = range(1, several_ranks.size + 1)
-    tens = 10 * sum(weight**2 for weight in weights) / sum(weights)
-    for found in several_ranks.run(body_weighted_numbers):
-        assert found == pytest.approx([tens, 7, 0.1], rel=1e-14)
+    mean = sum(rank * (rank + 1) for rank in range(size)) / sum(rank + 1 for rank in range(size))
+    for found in ranks.run(body_weighted, graph):
+        assert found[:3] == pytest.approx([10 * mean, 7, 0.1], rel=1e-14)
+        assert found[3:] == pytest.approx([mean, 2 * mean])
 
 
 def body_metrics() -> Any:

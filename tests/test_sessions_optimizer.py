@@ -31,25 +31,23 @@ def data() -> tuple[np.ndarray, np.ndarray]:
     return x, (x @ np.array([[1.0], [-2.0], [0.5]], np.float32)).astype(np.float32)
 
 
-def train(kind: str, split: bool = False) -> dict[str, Any]:
-    """A few steps on this rank's rows; the variables afterwards, and how many segments there were."""
+def train(kind: str) -> dict[str, Any]:
+    """A few steps on this rank's rows; the variables afterwards."""
     v1, size, rank = tf.compat.v1, npu.open().workers_num, npu.open().worker_id
     x, y = (array[rank::size] for array in data())
 
     def make(opt: Any) -> Any:
         if kind == "wrapper":
-            return optimizers.npu_distributed_optimizer_wrapper(opt)
+            return npu_distributed_optimizer_wrapper(opt)
         if kind == "sharded":
-            return optimizers.NPUDistributedOptimizer(opt, is_weight_update_sharding=True)
+            return NPUDistributedOptimizer(opt, is_weight_update_sharding=True)
         if kind == "loss scale":
             manager = scaling.FixedLossScaleManager(1024.0)
-            return scaling.NPULossScaleOptimizer(
-                optimizers.NPUDistributedOptimizer(opt), manager, is_distributed=size > 1
-            )
+            return NPULossScaleOptimizer(NPUDistributedOptimizer(opt), manager, is_distributed=size > 1)
         if kind == "NPUOptimizer":
             manager = scaling.ExponentialUpdateLossScaleManager(8.0, 2)
             return scaling.NPUOptimizer(opt, manager, is_distributed=True, is_loss_scale=True)
-        return optimizers.NPUDistributedOptimizer(opt)
+        return NPUDistributedOptimizer(opt)
 
     with tf.Graph().as_default():
         v1.set_random_seed(3 + rank)
@@ -80,9 +78,9 @@ KINDS = ("NPUDistributedOptimizer", "wrapper", "sharded", "loss scale", "NPUOpti
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_train_as_one(several_ranks: Pool, single: Pool, kind: str) -> None:
+def test_ranks_train_as_one(two_ranks: Pool, single: Pool, kind: str) -> None:
     [alone] = single.run(train, kind)
-    results = several_ranks.run(train, kind)
+    results = two_ranks.run(train, kind)
     for result in results:
         assert result["step"] == STEPS
         for variable, expected, first in zip(result["variables"], alone["variables"], results[0]["variables"]):
@@ -110,17 +108,23 @@ def test_the_split_strategy_cuts_the_gradients(two_ranks: Pool) -> None:
     assert two_ranks.run(segments, [0, 3]) == [[1, 3]] * 2
 
 
-def twice() -> list[str]:
-    wrappers = optimizers.npu_distributed_optimizer_wrapper, optimizers.NPUDistributedOptimizer
+def refusals() -> list[str]:
+    wrappers = npu_distributed_optimizer_wrapper, NPUDistributedOptimizer
     cases: list[tuple[Any, ...]] = []
     for first, second in itertools.product(wrappers, wrappers):
         wrapped = first(tf.compat.v1.train.GradientDescentOptimizer(0.1))
         cases += [("ValueError", says, second, wrapped) for says in ("twice", "What to do")]
-    return wrong_refusals(*cases)
+    return wrong_refusals(
+        *cases,
+        ("ValueError", "at least 1", scaling.FixedLossScaleManager, 0.5),
+        ("ValueError", "loss_scale_manager", lambda: scaling.NPUOptimizer(None, is_loss_scale=True)),
+        ("ValueError", "tf.Operation", all_hooks.set_iteration_per_loop, None, tf.constant(1), 2),
+        ("RuntimeError", "eager mode", system.initialize_system),
+    )
 
 
-def test_averaging_twice_is_refused(two_ranks: Pool) -> None:
-    assert two_ranks.run(twice) == [[]] * 2
+def test_what_is_refused(two_ranks: Pool) -> None:
+    assert two_ranks.run(refusals) == [[]] * 2
 
 
 def overflow() -> dict[str, Any]:
@@ -142,24 +146,11 @@ def overflow() -> dict[str, Any]:
     return {"weight": [row[0] for row in found], "step": [row[1] for row in found], "scale": [row[2] for row in found]}
 
 
-def test_overflow_on_one_rank_leaves_the_step_out_on_all(ranks: Pool) -> None:
-    for found in ranks.run(overflow):
+def test_overflow_on_one_rank_leaves_the_step_out_on_all(two_ranks: Pool) -> None:
+    for found in two_ranks.run(overflow):
         assert found["weight"] == [0.0, 0.0, -1.0, -2.0]
         assert found["step"] == [1, 1, 2, 3]
         assert found["scale"] == [16.0, 8.0, 8.0, 16.0]
-
-
-def checks() -> list[str]:
-    return wrong_refusals(
-        ("ValueError", "at least 1", scaling.FixedLossScaleManager, 0.5),
-        ("ValueError", "loss_scale_manager", lambda: scaling.NPUOptimizer(None, is_loss_scale=True)),
-        ("ValueError", "tf.Operation", all_hooks.set_iteration_per_loop, None, tf.constant(1), 2),
-        ("RuntimeError", "eager mode", system.initialize_system),
-    )
-
-
-def test_what_is_refused(single: Pool) -> None:
-    assert single.run(checks) == [[]]
 
 
 def several_steps(hook: bool) -> tuple[int, int, float]:
@@ -194,47 +185,30 @@ def test_several_steps_in_one_run(two_ranks: Pool, hook: bool) -> None:
         assert found == (6, 6, float(sum(range(6))))
 
 
-def hooks() -> list[float]:
-    v1, rank = tf.compat.v1, npu.open().worker_id
+def hooks() -> Any:
+    v1, rank = tf.compat.v1, npu.distribute.rank()
     with tf.Graph().as_default():
         weight = v1.get_variable("weight", initializer=float(rank + 5))
         kept = v1.get_variable("kept", initializer=float(rank), trainable=False)
         started, stopped = system.initialize_system(), system.shutdown_system()
-        step = v1.train.get_or_create_global_step()
-        forward = v1.assign_add(step, 1)
-        chosen = [
-            all_hooks.NPUBroadcastGlobalVariablesHook(0, rank),
-            all_hooks.NpuEmptyHook(),
-        ]
+        forward = v1.assign_add(v1.train.get_or_create_global_step(), 1)
+        chosen = [all_hooks.NPUBroadcastGlobalVariablesHook(0, rank), all_hooks.NpuEmptyHook()]
         with v1.train.MonitoredTrainingSession(hooks=chosen) as session:
-            session.run(started)
-            for _ in range(2):
-                session.run(forward)
+            for operation in (started, forward, forward):
+                session.run(operation)
             weights = session.run([weight, kept])
             session.run(stopped)
-    return [float(value) for value in weights]
-
-
-def test_hooks(ranks: Pool) -> None:
-    for found in ranks.run(hooks):
-        assert found == [5.0, 0.0]
-
-
-def sizes() -> tuple[Any, ...]:
     session, stop = system.init_resource()
-    names = (
-        system.get_npu_rank_id(),
-        system.get_npu_rank_size(),
-        system.get_npu_local_rank_id(),
-        system.get_npu_local_rank_size(),
-    )
+    names = system.get_npu_rank_id(), system.get_npu_rank_size()
+    local = system.get_npu_local_rank_id(), system.get_npu_local_rank_size()
     system.shutdown_resource(session, stop)
     system.close_session(session)
-    return names
+    return [float(value) for value in weights], names, local
 
 
-def test_init_resource_and_who_this_rank_is(ranks: Pool) -> None:
-    assert ranks.run(sizes) == [(rank, ranks.size, rank, ranks.size) for rank in range(ranks.size)]
+def test_hooks_and_resources(ranks: Pool) -> None:
+    for rank, found in enumerate(ranks.run(hooks)):
+        assert found == ([5.0, 0.0], (rank, ranks.size), (rank, ranks.size))
 
 
 def keras_in_a_session() -> list[list[float]]:
@@ -254,11 +228,9 @@ def keras_in_a_session() -> list[list[float]]:
     return [array.ravel().tolist() for array in (before[0], after[0])]
 
 
-@pytest.mark.parametrize("size", [2], indirect=True)
-@pytest.mark.parametrize("keras", ["2"], indirect=True)
-@pytest.mark.every_combination
-def test_keras_in_a_session(keras_ranks: Pool) -> None:
-    (before_0, after_0), (before_1, after_1) = keras_ranks.run(keras_in_a_session)
+@pytest.mark.only_keras("2")
+def test_keras_in_a_session(keras_two_ranks: Pool) -> None:
+    (before_0, after_0), (before_1, after_1) = keras_two_ranks.run(keras_in_a_session)
     assert before_0 != before_1
     assert after_0 == after_1
     x, y = data()

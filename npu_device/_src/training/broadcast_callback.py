@@ -79,12 +79,6 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         else:
             self._send_at_the_first_batch()
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Send what the first step has made."""
-        if self._sent is not None:
-            before, self._sent = self._sent, None
-            self._send_the_rest(before)
-
     def _send_at_the_first_batch(self) -> None:
         # The structure of a batch is known where `fit` calls the model's train function, an attribute of the model that
         # Keras reads at each step.
@@ -104,15 +98,18 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         model.train_function = first
 
     def _send(self) -> None:
-        mine = _shapes(training_state.optimizer_state(self.model))
+        mine = _shapes(self.model)
         alike, _ = _compare(mine)
         variables = training_state.training_variables if alike else training_state.weights
         broadcast(variables(self.model), self._root_rank)
         self._sent = mine if alike else []
 
-    def _send_the_rest(self, before: list[Any]) -> None:
-        state = training_state.optimizer_state(self.model)
-        mine = _shapes(state)
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Send what the first step has made."""
+        if self._sent is None:
+            return
+        before, self._sent = self._sent, None
+        mine = _shapes(self.model)
         alike, changed = _compare(mine, mine != before)
         if not changed:
             return
@@ -121,7 +118,7 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
                 "the optimizers of the ranks have different variables (%d on this rank), and each rank continues with "
                 "its own. That is right with grouping_gradients_apply; otherwise the weights will differ.\n"
                 "What to do: make the same optimizers for the same variables on every rank.",
-                len(state),
+                len(mine),
             )
             return
         broadcast(training_state.training_variables(self.model), self._root_rank)
@@ -168,8 +165,9 @@ def broadcast_helper(variables: Sequence[Any], root_rank: int = 0) -> None:
     broadcast(list(variables), root_rank)
 
 
-def _shapes(variables: Sequence[Any]) -> list[Any]:
-    return [(tuple(variable.shape), tf.as_dtype(variable.dtype).name) for variable in variables]
+def _shapes(model: Any) -> list[Any]:
+    state = training_state.optimizer_state(model)
+    return [(tuple(variable.shape), tf.as_dtype(variable.dtype).name) for variable in state]
 
 
 def _compare(shapes: list[Any], flag: bool = False) -> tuple[bool, bool]:

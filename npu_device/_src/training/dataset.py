@@ -1,6 +1,4 @@
-"""``npu.distribute.shard_and_rebatch_dataset``: the share of each rank in the dataset, and the batch size that goes
-with it.
-"""
+"""``npu.distribute.shard_and_rebatch_dataset``: the share of each rank in the dataset, and its batch size."""
 
 from __future__ import annotations
 
@@ -70,54 +68,45 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
             f"{world_size} ranks.\n"
             f"What to do: use a multiple of {world_size}, for instance {below} or {below + world_size}."
         )
-    if job is not None:
-        if rank == 0:
-            _warn_if_uneven(dataset, batch_size, world_size)
-        job.made(DividedData).compare(job, dataset)
-    return dataset.shard(world_size, rank), batch_size // world_size
-
-
-def _warn_if_uneven(dataset: tf.data.Dataset, batch_size: int, world_size: int) -> None:
-    """Warn if one element more on some ranks may be one batch more."""
-    count = int(dataset.cardinality()) if tf.executing_eagerly() else tf.data.UNKNOWN_CARDINALITY
-    least, rest = divmod(max(count, 0), world_size)
     batch = batch_size // world_size
-    if rest and (least % batch == 0 or (least + 1) % batch == 0):
-        _log.warning(
-            "shard_and_rebatch_dataset: %d elements on %d ranks leave some ranks one element more, and with batches of "
-            "%d per rank one batch more. A rank that makes a step more than the others waits for them, or runs ahead "
-            "by an epoch.\nWhat to do: leave the last ones out, with dataset.take(%d), or repeat the dataset.",
-            count,
-            world_size,
-            batch,
-            least * world_size,
-        )
+    if job is not None:
+        count = int(dataset.cardinality()) if tf.executing_eagerly() else tf.data.UNKNOWN_CARDINALITY
+        least, rest = divmod(max(count, 0), world_size)
+        if rank == 0 and rest and (least % batch == 0 or (least + 1) % batch == 0):  # that may be one batch more
+            _log.warning(
+                "shard_and_rebatch_dataset: %d elements on %d ranks leave some ranks one element more, and with "
+                "batches of %d per rank one batch more. A rank that makes a step more than the others waits for them, "
+                "or runs ahead by an epoch.\nWhat to do: leave the last ones out, with dataset.take(%d), or repeat the "
+                "dataset.",
+                *(count, world_size, batch, least * world_size),
+            )
+        _compare_shuffles(job, dataset)
+    return dataset.shard(world_size, rank), batch
 
 
-class DividedData:
-    """Compares how the ranks shuffle the datasets that they are about to divide; a part of the job."""
+class _Divided:
+    """How many datasets were divided; a part of the job."""
 
-    _divided = 0
+    count = 0
 
-    def compare(self, job: Job, dataset: Any) -> None:
-        """Warn if a dataset is shuffled in another order on each rank, so that some samples are read twice and others
-        never. No rank waits: the last one compares.
-        """
-        seeds = compat.shuffle_seeds(dataset)
-        self._divided += 1
-        if any(set(pair) == {0} for pair in seeds):
-            if job.cluster.rank == 0:
-                _log.warning(_TEXT, "without a seed", "")
-            return
-        if self._divided > _SEEDS_COMPARED or any(None in pair for pair in seeds):
-            return
-        try:
-            everybody = job.store.post(f"shuffled before division {self._divided}", [list(pair) for pair in seeds])
-        except ClusterError:
-            return  # the next collective tells
-        if len(everybody) == job.cluster.world_size and any(other != everybody[0] for other in everybody.values()):
-            rows = {rank: f"seed {', '.join(str(pair[1]) for pair in everybody[rank])}" for rank in sorted(everybody)}
-            _log.warning(_TEXT, "with another seed on each rank:\n", "\n".join(job.cluster.lines(rows, SHOWN_RANKS)))
+
+def _compare_shuffles(job: Job, dataset: Any) -> None:
+    """Warn if a dataset is shuffled in another order on each rank. No rank waits: the last one compares."""
+    seeds, divided = compat.shuffle_seeds(dataset), job.made(_Divided)
+    divided.count += 1
+    if any(set(pair) == {0} for pair in seeds):
+        if job.cluster.rank == 0:
+            _log.warning(_TEXT, "without a seed", "")
+        return
+    if divided.count > _SEEDS_COMPARED or any(None in pair for pair in seeds):
+        return
+    try:
+        everybody = job.store.post(f"shuffled before division {divided.count}", [list(pair) for pair in seeds])
+    except ClusterError:
+        return  # the next collective tells
+    if len(everybody) == job.cluster.world_size and any(other != everybody[0] for other in everybody.values()):
+        rows = {rank: f"seed {', '.join(str(pair[1]) for pair in everybody[rank])}" for rank in sorted(everybody)}
+        _log.warning(_TEXT, "with another seed on each rank:\n", "\n".join(job.cluster.lines(rows, SHOWN_RANKS)))
 
 
 _TEXT = (

@@ -42,7 +42,6 @@ _TO_BE_A_RANK = (
     "To make it a rank of another job, start it with npurun, or with that job's variables and NPU_DEVICE_RANK_PROCESS "
     "unset."
 )
-
 _log = logging.getLogger("npu_device")
 
 
@@ -113,10 +112,15 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
 
     Source: Ascend TF Adapter 2.x, ``npu.open``.
     """
-    global _handle, _tf_config
+    global _handle, _tf_config, _told_as
     parent = parent_of_this_process()
     if parent is not None:
-        _tell_once(parent)
+        if _told_as != os.getpid():
+            _told_as = os.getpid()
+            _log.warning(
+                "npu.open() does nothing in this process (%d): it is a child of %s, and no rank.\n%s",
+                *(os.getpid(), parent, _TO_BE_A_RANK),
+            )
         device = parent.device_id if device_id is None else device_id
         _handle = _handle or NpuDeviceHandle(device, parent.world_size, parent.rank)
         return _handle
@@ -131,10 +135,15 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
         _require_same_job(_handle, device_id)
         _set_seed(seed)
         return _handle
-    _set_log_level()
+    level = environment.NPU_DEVICE_LOG_LEVEL.get()
+    if level is not None:
+        _log.setLevel(level)
+        if not _log.hasHandlers():  # Python's own last resort shows warnings and errors only
+            _log.addHandler(logging.StreamHandler())
     mine = schemes.membership_from_environment(device_id)
     if mine is None:
-        _handle = NpuDeviceHandle(_single_device_id(device_id), 1, 0)
+        found = [device_id, environment.ASCEND_DEVICE_ID.get(), environment.DEVICE_ID.get(), 0]
+        _handle = NpuDeviceHandle(next(int(number) for number in found if number is not None), 1, 0)
     else:
         environment.check_own_variables(warns=mine.is_chief)
         profiling = global_options().profiling_config
@@ -152,7 +161,10 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
         except (ClusterError, TimeoutError) as error:
             raise type(error)(f"Failed open npu device {mine.device_id}: {error}") from error
         _handle = NpuDeviceHandle(cluster.device_id, cluster.world_size, cluster.rank)
-        _notify_launcher()
+        path = environment.NPU_DEVICE_ERROR_FILE.get()
+        if path is not None:  # for the launcher
+            with contextlib.suppress(OSError):
+                Path(environment.opened_mark(path)).touch()
     _tf_config = environment.TF_CONFIG.raw()
     global_options().freeze()
     _set_seed(seed)
@@ -170,15 +182,6 @@ def _set_seed(seed: int | None) -> None:
         )
     _seed = seed
     seeds.set_everywhere(seed)
-
-
-def _set_log_level() -> None:
-    level = environment.NPU_DEVICE_LOG_LEVEL.get()
-    if level is None:
-        return
-    _log.setLevel(level)
-    if not _log.hasHandlers():  # Python's own last resort shows warnings and errors only
-        _log.addHandler(logging.StreamHandler())
 
 
 def _require_same_job(opened: NpuDeviceHandle, device_id: int | None) -> None:
@@ -209,7 +212,16 @@ def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
             job.peers.open(job.store)
         if hosts.needs_server:
             server.start(job)
-        _start_trace(job, trace_settings)
+        aoe_mode = global_options().aoe_config.aoe_mode.typed or environment.AOE_MODE.get()
+        if job.cluster.rank == 0 and aoe_mode == "4":
+            _log.warning(
+                "aoe_mode 4 has no effect: a run can't compare gradient splits. What to do: trace a run as it is, and "
+                "one with NPU_DEVICE_SPLIT=25%,25%,25%,25%, and compare them with npurun trace A B"
+            )
+        if trace_settings is not None:
+            trace.start(job, trace_settings)
+            job.serves_others = job.serves_others or job.cluster.rank == 0  # for the report on all ranks
+            atexit.register(close)  # and so runs before the cluster's own shutdown, which is registered at its start
         last_word = LastWord(job)
         job.add(last_word)
         job.add(AppliedGradients(job, last_word))
@@ -286,37 +298,3 @@ def parent_of_this_process() -> ParentRank | None:
     if job is None:
         return parent_rank.inherited()
     return ParentRank.of(job.cluster, job.pid) if job.is_parents else None
-
-
-def _tell_once(parent: ParentRank) -> None:
-    global _told_as
-    if _told_as != os.getpid():
-        _told_as = os.getpid()
-        _log.warning(
-            "npu.open() does nothing in this process (%d): it is a child of %s, and no rank.\n%s",
-            *(os.getpid(), parent, _TO_BE_A_RANK),
-        )
-
-
-def _start_trace(job: Job, wanted: Settings | None) -> None:
-    if job.cluster.rank == 0 and (global_options().aoe_config.aoe_mode.typed or environment.AOE_MODE.get()) == "4":
-        _log.warning(
-            "aoe_mode 4 has no effect: a run can't compare gradient splits. What to do: trace a run as it is, and one "
-            "with NPU_DEVICE_SPLIT=25%,25%,25%,25%, and compare them with npurun trace A B"
-        )
-    if wanted is not None:
-        trace.start(job, wanted)
-        job.serves_others = job.serves_others or job.cluster.rank == 0  # for the report on all ranks
-        atexit.register(close)  # and so runs before the cluster's own shutdown, which is registered at its start
-
-
-def _notify_launcher() -> None:
-    path = environment.NPU_DEVICE_ERROR_FILE.get()
-    if path is not None:
-        with contextlib.suppress(OSError):
-            Path(environment.opened_mark(path)).touch()
-
-
-def _single_device_id(device_id: int | None) -> int:
-    found = [device_id, environment.ASCEND_DEVICE_ID.get(), environment.DEVICE_ID.get(), 0]
-    return next(int(number) for number in found if number is not None)

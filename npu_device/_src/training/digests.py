@@ -51,11 +51,7 @@ def named(names: Sequence[str]) -> str:
 def differences(
     cluster: Cluster, ranks: Sequence[int], names: Sequence[str], values: Sequence[Sequence[Any]]
 ) -> tuple[list[int], str] | None:
-    """Return the positions of the variables that differ, and a text about them with a line for each rank; None if none
-    do.
-
-    ``values`` are each rank's, in the order of the names: checksums, or what to show instead.
-    """
+    """Return the positions of variables whose values (of each rank, in order) differ, and a text; None if none do."""
     places = [place for place, found in enumerate(zip(*values)) if len(set(found)) > 1]
     if not places:
         return None
@@ -66,9 +62,7 @@ def differences(
 
 
 def different_start(job: Job, name: str, names: Sequence[str], remedy: str, *checksums: Sequence[int]) -> str | None:
-    """Post checksums of variables under a name; on the last rank to come, return a text about those that differ. No
-    rank waits. The checksums are of one or several times: variables that were equal at one of them don't count.
-    """
+    """Post checksums of variables at some times; on the last rank, return a text about those that never were equal."""
     cluster = job.cluster
     try:
         everybody = job.store.post(name, [list(each) for each in zip(*checksums)])

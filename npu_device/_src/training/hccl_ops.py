@@ -4,15 +4,15 @@ They delegate to ``collectives``; this file only checks the arguments, and retur
 signatures are those of the TensorFlow 1 adapter, which has all arguments of the TensorFlow 2 adapter in the same order.
 
 ``group`` is the name of a group, default the group of all ranks; ranks are ranks in the group. ``fusion`` and
-``fusion_id`` are checked, and have no effect: every call is a transfer of its own. Operations and
-dtypes are those of Ascend; float64 and the unsigned integers are reduced as well, and calls that only move data accept
-bool and complex too.
+``fusion_id`` are checked, and have no effect: every call is a transfer of its own. Operations and dtypes are those of
+Ascend; float64 and the unsigned integers are reduced as well, and calls that only move data accept bool and complex.
 
 Source: Ascend TF Adapter 2.x and 1.15, HCCL operators.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,8 +36,7 @@ def allreduce(tensor: Any, reduction: str, fusion: int = 1, fusion_id: int = -1,
     Args:
         tensor: any shape, the same on every rank.
         reduction: ``"sum"``, ``"max"``, ``"min"`` or ``"prod"``; ``"mean"`` is ``npu.distribute.all_reduce``'s.
-        fusion: 0, 1 or 2, without effect: each call is a collective of its own.
-        fusion_id: -1 unless ``fusion`` is 2.
+        fusion, fusion_id: 0, 1 or 2, and -1 unless it is 2; without effect: each call is a collective of its own.
         group: name of the group.
 
     Returns:
@@ -93,8 +92,7 @@ def broadcast(
     Args:
         tensor: a list of tensors or variables, with the same shapes and dtypes on every rank.
         root_rank: the group rank whose values are sent.
-        fusion: 0 or 2.
-        fusion_id: 0 or more with ``fusion`` 2.
+        fusion, fusion_id: 0, or 2 with an id of 0 or more; without effect.
         group: name of the group.
 
     Returns:
@@ -124,8 +122,7 @@ def reduce(
         tensor: any shape, the same on every rank.
         reduction: ``"sum"``, ``"max"``, ``"min"`` or ``"prod"``.
         root_rank: the group rank that gets the result.
-        fusion: 0 or 2.
-        fusion_id: 0 or more with ``fusion`` 2.
+        fusion, fusion_id: 0, or 2 with an id of 0 or more; without effect.
         group: name of the group.
 
     Returns:
@@ -268,8 +265,7 @@ def all_to_all_v_c(
         send_data: the blocks for rank 0, 1, … one after the other, shape [n].
         send_count_matrix: elements that rank i (row) sends to rank j (column); the same on every rank.
         rank: the caller's own rank in the group.
-        fusion: 0 or 2.
-        fusion_id: 0 or more with ``fusion`` 2.
+        fusion, fusion_id: 0, or 2 with an id of 0 or more; without effect.
         group: name of the group.
 
     Returns:
@@ -303,20 +299,17 @@ def _generated(name: str, function: Callable[..., Any], **names: str) -> Callabl
         parameters=[each.replace(name=names.get(each.name, each.name)) for each in own.parameters.values()]
     )
 
-    @tf.autograph.experimental.do_not_convert
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return function(*bound.args)
 
     call.__name__ = call.__qualname__ = name
-    call.__signature__ = signature
-    call.__doc__ = (
-        f"Call ``hccl_ops.{function.__name__}``.\n\nArgs:\n    {', '.join(signature.parameters)}: in the order of its "
-        "arguments.\n\nReturns:\n    Its result.\n\nRaises:\n    ValueError: an argument that it refuses.\n    "
-        "RuntimeError: another rank has failed or left.\n"
-    )
-    return call
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    for here, there in names.items():
+        call.__doc__ = str(call.__doc__).replace(f" {here}: ", f" {there}: ")
+    return tf.autograph.experimental.do_not_convert(call)
 
 
 hcom_all_reduce = _generated("hcom_all_reduce", allreduce, tensor="input")

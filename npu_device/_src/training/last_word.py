@@ -13,7 +13,7 @@ import logging
 import time
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +52,6 @@ _Present = tuple[str, Any, str, bool]  # what the ranks call a variable, itself,
 
 @dataclass
 class _Noted:
-    """A variable that is equal on all ranks."""
-
     key: str  # what the ranks call it
     reference: weakref.ref[Any]
     name: str
@@ -105,8 +103,14 @@ class LastWord:
         if job.health.is_over:
             return
         with compat.eager_mode(), contextlib.suppress(ClusterError, tf.errors.OpError):
-            present = self._present()
-            mine = {"alone": not job.has_communicated, "checksums": dict(_checksums(present))}
+            present, checksums = self._present(), {}
+            until = time.monotonic() + LAST_WORD_SECONDS
+            for key, variable, _, _ in present:
+                # What is without a value, or a graph's, is left out, and what there is no time for.
+                with contextlib.suppress(tf.errors.OpError, NotImplementedError, ValueError):
+                    if time.monotonic() < until:
+                        checksums[key] = _checksum(compat.to_array(tf.convert_to_tensor(variable)))
+            mine = {"alone": not job.has_communicated, "checksums": checksums}
             everybody = job.store.post("the last word", mine)
             if len(everybody) == job.cluster.world_size:
                 self._say(present, [everybody[rank] for rank in range(job.cluster.world_size)])
@@ -144,16 +148,6 @@ class LastWord:
             found = differences(cluster, range(cluster.world_size), list(names.values()), rows)
             if found is not None:
                 _log.log(level, ENDED_APART, found[1])
-
-
-def _checksums(present: Iterable[_Present]) -> Iterator[tuple[str, int]]:
-    """Return the keys and checksums of as many variables as there is time for."""
-    until = time.monotonic() + LAST_WORD_SECONDS
-    for key, variable, _, _ in present:
-        if time.monotonic() > until:
-            return
-        with contextlib.suppress(tf.errors.OpError, NotImplementedError, ValueError):  # without a value, or a graph's
-            yield key, _checksum(compat.to_array(tf.convert_to_tensor(variable)))
 
 
 def _checksum(array: np.ndarray) -> int:

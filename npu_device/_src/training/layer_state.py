@@ -1,7 +1,4 @@
-"""What a layer holds outside variables: vocabularies and other tables, what it has adapted to, constant tensors.
-
-Nothing sends it from rank to rank, so the ranks compare it.
-"""
+"""What layers hold outside variables, which is compared, not sent: tables, what they adapted to, constant tensors."""
 
 from __future__ import annotations
 
@@ -14,20 +11,16 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.frames import counted
+from npu_device._src.training.digests import checksum
 from npu_device._src.training.world import World
 
-_WHILE_ADAPTING = ("summary",)
-"""Attributes that Keras's layers only use in ``adapt``: samples that differ may well give the same result."""
+_WHILE_ADAPTING = ("summary",)  # attributes for ``adapt`` only: samples that differ may well give the same result
 
-State = dict[str, tuple[str, int]]
-"""By the name of an attribute, what to call it in a message and a checksum."""
+State = dict[str, tuple[str, int]]  # by the name of an attribute, what to call it in a message and a checksum
 
 
 def require_same(world: World, layers: Sequence[Any], constants: bool = True) -> None:
-    """Compare what layers hold outside variables; every rank makes this call, with the same layers in the same order.
-
-    ``constants``: compare tensors and arrays of all layers, not only of those that adapt to data.
-    """
+    """Compare what the same layers hold on all ranks; ``constants``: tensors also of those that don't adapt to data."""
     mine = [(layer.name, state_of(layer, constants)) for layer in layers]
     everybody = world.objects(mine, "what layers hold outside variables")
     if any(len(each) != len(mine) for each in everybody):
@@ -51,20 +44,16 @@ def state_of(layer: Any, constants: bool = True) -> State:
     state: State = {}
     if hasattr(layer, "get_vocabulary"):
         words = list(layer.get_vocabulary())
-        state["vocabulary"] = counted(len(words), "word"), _checksum(words)
+        state["vocabulary"] = counted(len(words), "word"), zlib.crc32(repr(words).encode())
     for name, value in sorted(vars(layer).items()):
-        if _is_table(value):
+        if all(hasattr(value, part) for part in ("lookup", "key_dtype", "value_dtype", "resource_handle")):
             if "vocabulary" not in state:  # whose tables have counts of what the layer has adapted to, too
                 state[name] = _of_table(value)
         elif (constants or hasattr(layer, "adapt")) and name not in _WHILE_ADAPTING:
             found = _array(value, lists=hasattr(layer, "adapt"))
             if found is not None:
-                state[name] = f"{found.dtype} {list(found.shape)}", _checksum(found)
+                state[name] = f"{found.dtype} {list(found.shape)}", checksum(found)
     return state
-
-
-def _is_table(value: Any) -> bool:
-    return all(hasattr(value, name) for name in ("lookup", "key_dtype", "value_dtype", "resource_handle"))
 
 
 def _of_table(table: Any) -> tuple[str, int]:
@@ -75,7 +64,7 @@ def _of_table(table: Any) -> tuple[str, int]:
     except (tf.errors.OpError, ValueError):  # not initialized yet, or of a graph
         return "a table", 0
     pairs = sorted(zip(map(repr, keys.numpy().tolist()), map(repr, values.numpy().tolist())))
-    return f"a table with {counted(len(pairs), 'key')}", _checksum(pairs)
+    return f"a table with {counted(len(pairs), 'key')}", zlib.crc32(repr(pairs).encode())
 
 
 def _array(value: Any, lists: bool) -> np.ndarray | None:
@@ -84,13 +73,6 @@ def _array(value: Any, lists: bool) -> np.ndarray | None:
         return value
     if isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value) and value.dtype != tf.resource:
         return None if value.dtype == tf.variant else compat.to_array(value)
-    is_constant = (
-        lists and isinstance(value, list) and all(isinstance(each, (float, np.floating, str)) for each in value)
-    )
-    return np.asarray(value) if is_constant else None
-
-
-def _checksum(values: Any) -> int:
-    if isinstance(values, np.ndarray) and values.dtype != object:
-        return zlib.crc32(np.ascontiguousarray(values).tobytes())
-    return zlib.crc32(repr(values.tolist() if isinstance(values, np.ndarray) else values).encode())
+    if lists and isinstance(value, list) and all(isinstance(each, (float, np.floating, str)) for each in value):
+        return np.asarray(value)
+    return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import tensorflow as tf
@@ -107,19 +108,6 @@ def NpuExperimentalLossScaleOptimizer(optimizer: Any, loss_scale: Any) -> Any:
     return NpuLossScaleOptimizer(optimizer, False, float(loss_scale() if callable(loss_scale) else loss_scale))
 
 
-# The steps.
-
-
-class _LastStep:
-    """Whether the gradients of the last step were finite, in a variable; at first False.
-
-    Not a ``tf.Module``, so that the variable stays out of checkpoints.
-    """
-
-    def __init__(self) -> None:
-        self.finite = compat.plain_variable(False, name="npu_last_step_finite")
-
-
 def unscaled(gradient: Any, scale: tf.Tensor) -> Any:
     """Return a gradient divided by the scale; a tensor, ``tf.IndexedSlices`` or None."""
     return with_values(gradient, lambda values: values / tf.cast(scale, values.dtype))
@@ -136,51 +124,8 @@ def on_all_ranks(finite: tf.Tensor) -> tf.Tensor:
     return tf.cast(all_reduce(tf.cast(finite, tf.int32), "min", fusion=0), tf.bool)
 
 
-def _reduced_and_finite(optimizer: Any, gradients: Sequence[Any]) -> tuple[list[Any], tf.Tensor]:
-    """Return the gradients as the step takes them, and whether they are finite; all ranks agree on that.
-
-    Those of a wrapped inner optimizer are already reduced here, while backward still produces others; the inner one
-    recognises them. Reduced gradients are the same everywhere, so no agreement is needed.
-    """
-    inner = reduction_of(optimizer.inner_optimizer)
-    gradients = list(gradients) if inner is None else inner.reduce_once(gradients)
-    finite = all_finite(gradients)
-    return gradients, finite if is_wrapped(optimizer) else on_all_ranks(finite)
-
-
-def _apply_if_finite(
-    finite: tf.Tensor,
-    gradients: Sequence[Any],
-    apply: Callable[[Sequence[Any]], Any],
-    leave_out: Callable[[], Any],
-    settle: Callable[[tf.Tensor], Any],
-) -> None:
-    """Apply the gradients if they are finite, else call ``leave_out``; then call ``settle(finite)``."""
-    if not tf.distribute.has_strategy():
-        tf.cond(finite, lambda: _nothing(apply(gradients)), lambda: _nothing(leave_out()))
-        settle(finite)
-        return
-
-    # Under a strategy, optimizers leave the replica context to update variables, which is impossible in a branch of a
-    # condition; and variables like the scale can only be assigned outside it.
-    def outside(strategy: Any, finite: Any, gradients: Any) -> None:
-        everywhere = tf.reduce_all(strategy.experimental_local_results(finite))
-        each = strategy.extended.call_for_each_replica
-        tf.cond(everywhere, lambda: _nothing(each(apply, args=(gradients,))), lambda: _nothing(leave_out()))
-        settle(everywhere)
-
-    replica = tf.distribute.get_replica_context()
-    if replica is None:
-        raise ValueError(
-            "a loss-scale optimizer was called outside of a replica of the tf.distribute strategy.\n"
-            "What to do: call apply_gradients in the function that strategy.run runs."
-        )
-    replica.merge_call(outside, args=(finite, gradients))
-
-
 def _nothing(result: object) -> None:
     """Return None: both branches of a condition must return the same, and their operations have run by then."""
-    del result
 
 
 # In each Keras.
@@ -189,22 +134,48 @@ def _nothing(result: object) -> None:
 class _KerasFamily(_Keras):
     """The parts that are the same in every Keras."""
 
-    _last_step: _LastStep
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # In something that isn't tracked, so that the variable stays out of checkpoints.
+        self._last_step = SimpleNamespace(finite=compat.plain_variable(False, name="npu_last_step_finite"))
 
     @property
     def last_step_finite(self) -> Any:
         """Return a bool variable that is True when the gradients of the last step were finite; False at first."""
         return self._last_step.finite
 
-    def _step(self, gradients: Any, apply: Any) -> None:
-        gradients, finite = _reduced_and_finite(self, gradients)
+    def _step(self, gradients: Sequence[Any], apply: Callable[[Sequence[Any]], Any]) -> None:
+        """Apply the gradients if they are finite on all ranks, else only count the step; then update the scale."""
+        # Those of a wrapped inner optimizer are reduced here already, while backward still produces others; the inner
+        # one recognises them. Reduced gradients are the same everywhere, so no agreement is needed.
+        inner = reduction_of(self.inner_optimizer)
+        gradients = list(gradients) if inner is None else inner.reduce_once(gradients)
+        finite = all_finite(gradients)
+        finite = finite if is_wrapped(self) else on_all_ranks(finite)
 
-        def settle(finite: tf.Tensor) -> None:
+        def settle(finite: tf.Tensor, apply: Callable[[], Any]) -> None:
+            tf.cond(finite, lambda: _nothing(apply()), lambda: _nothing(self.iterations.assign_add(1)))
             self._last_step.finite.assign(finite)
             if self.dynamic:
                 self._update_scale(finite)
 
-        _apply_if_finite(finite, gradients, apply, lambda: self.iterations.assign_add(1), settle)
+        if not tf.distribute.has_strategy():
+            settle(finite, lambda: apply(gradients))
+            return
+
+        # Under a strategy, optimizers leave the replica context to update variables, which is impossible in a branch of
+        # a condition; and variables like the scale can only be assigned outside it.
+        def outside(strategy: Any, finite: Any, gradients: Any) -> None:
+            everywhere = tf.reduce_all(strategy.experimental_local_results(finite))
+            settle(everywhere, lambda: strategy.extended.call_for_each_replica(apply, args=(gradients,)))
+
+        replica = tf.distribute.get_replica_context()
+        if replica is None:
+            raise ValueError(
+                "a loss-scale optimizer was called outside of a replica of the tf.distribute strategy.\n"
+                "What to do: call apply_gradients in the function that strategy.run runs."
+            )
+        replica.merge_call(outside, args=(finite, gradients))
 
 
 class _Keras3Family(_KerasFamily):
@@ -238,7 +209,6 @@ class _Keras3Family(_KerasFamily):
             name=name,
         )
         self.dynamic = dynamic
-        self._last_step = _LastStep()
         self._takes_scaled_gradients = True
 
     @property
@@ -253,9 +223,7 @@ class _Keras3Family(_KerasFamily):
         return loss * tf.cast(self.loss_scale, loss.dtype)
 
     def get_unscaled_gradients(self, gradients: Any) -> list[Any]:
-        """Return the gradients divided by the scale, ``None`` where ``None`` was; ``apply_gradients`` then doesn't
-        divide.
-        """
+        """Return the gradients divided by the scale, or ``None``, which ``apply_gradients`` then takes as they are."""
         self._takes_scaled_gradients = False
         scale = self.loss_scale
         return [unscaled(gradient, scale) for gradient in gradients]
@@ -299,10 +267,6 @@ class _Keras3Family(_KerasFamily):
 
 class _TfKerasFamily(_KerasFamily):
     """tf-keras, new and legacy, whose own classes know nothing of ranks and skip no step when the scale is fixed."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._last_step = _LastStep()
 
     @_as_it_is
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,4 @@
-"""``npu_distributed_keras_optimizer_wrapper``: a Keras optimizer that reduces the gradients over all ranks before it
-uses them.
+"""``npu_distributed_keras_optimizer_wrapper``: a Keras optimizer that reduces gradients before it uses them.
 
 Methods are replaced on the user's instance, never on a class. They are bound methods, so that a deep copy of the
 optimizer has its own.
@@ -106,9 +105,8 @@ DistributedOptimizer = npu_distributed_keras_optimizer_wrapper
 
 
 def with_rows_for(keras: Any, options: ReductionOptions) -> ReductionOptions:
-    """Return settings with which sparse gradients reach a Keras's optimizers as in one process: tf-keras's add up rows
-    of the same index themselves, those of Keras 3 may square each.
-    """
+    """Return settings with which sparse gradients reach the optimizers of a Keras as in one process."""
+    # Those of tf-keras add up rows of the same index themselves, those of Keras 3 may square each.
     return replace(options, adds_rows=not compat.is_keras_3(keras))
 
 
@@ -126,9 +124,6 @@ class GradientReduction:
         self._audit: Audit | None = None
         self._pair: Pair | None = None  # of the gradients that were reduced last
 
-    def _start_level(self) -> int:
-        return logging.INFO if self.own_batches else logging.WARNING
-
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
         return GradientReduction(self._world, self.options)
 
@@ -136,13 +131,14 @@ class GradientReduction:
         """Make the variables equal on all ranks before the first step."""
         if not self._begun and can_compare():
             variables, keras = list(variables), compat.keras_of(optimizer)
+            level = logging.INFO if self.own_batches else logging.WARNING
             if compat.is_keras_3(keras) and not optimizer.built and not tf.executing_eagerly():
                 # Slots that are made later would be made amid the step, where TensorFlow can't give them values first.
                 with keras.name_scope(optimizer.name, caller=optimizer):
                     optimizer.build(variables)
             own = unique(compat.optimizer_variables(optimizer, variables))  # names may have other numbers on each rank
-            self._compared = make_equal(self._world, variables, level=self._start_level())
-            self._begun = self._compared and make_equal(self._world, own, level=self._start_level())
+            self._compared = make_equal(self._world, variables, level=level)
+            self._begun = self._compared and make_equal(self._world, own, level=level)
 
     def reduce(self, gradients: Iterable[Gradient]) -> list[Gradient]:
         """Return the gradients reduced over the ranks, ``None`` where ``None`` was."""
@@ -158,10 +154,8 @@ class GradientReduction:
         self._reduced = [weakref.ref(dense_of(gradient)) for gradient in reduced if gradient is not None]
 
     def reduce_once(self, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """Reduce gradients, but pass through those that ``reduce`` has just returned or that are being applied.
-
-        A loss-scale optimizer reduces them first, and has its inner optimizer apply them later, if they are finite.
-        """
+        """Reduce gradients, but pass through those that ``reduce`` has just returned or that are being applied."""
+        # A loss-scale optimizer reduces them first, and has its inner optimizer apply them later, if they are finite.
         done = {origin_of(gradient) for reference in self._reduced if (gradient := reference()) is not None}
         present = [dense_of(gradient) for gradient in gradients if gradient is not None]
         if self._applying or (present and all(origin_of(gradient) in done for gradient in present)):
@@ -178,9 +172,7 @@ class GradientReduction:
             finally:
                 self._applying = before
 
-    def _reduce_to_apply(
-        self, optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]
-    ) -> list[Gradient]:
+    def _reduce_to_apply(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> list[Gradient]:
         # Audit the variables if it is time, and check the gradients on request.
         reduced = self.reduce_once(gradients)
         if self._applying or not can_compare():
@@ -190,9 +182,10 @@ class GradientReduction:
         self._audit.step(updated, optimizer, self._pair)
         self._pair = None
         as_they_are = all(one is other for one, other in zip(gradients, reduced))
-        if as_they_are or not is_wanted(optimizer):
+        is_off = environment.NPU_DEVICE_CHECK_GRADIENTS.get() != "on" or hasattr(optimizer, "inner_optimizer")
+        if as_they_are or is_off:
             return reduced
-        return checked(self._world, optimizer.iterations, gradients, reduced, variables)
+        return _checked(self._world, optimizer.iterations, gradients, reduced, variables)
 
 
 def install(optimizer: Any, keras: Any, reduction: Any) -> None:
@@ -200,20 +193,12 @@ def install(optimizer: Any, keras: Any, reduction: Any) -> None:
     hooks: dict[str, Callable[..., Any]] = {"apply_gradients": _apply_gradients}
     if compat.is_keras_3(keras) and isinstance(optimizer, keras.optimizers.Optimizer):
         hooks["apply"] = _apply_keras_3
-    elif not hasattr(optimizer, "apply_gradients"):
-        raise TypeError(
-            f"expected a Keras optimizer; found a {type(optimizer).__module__}.{type(optimizer).__name__}, which has "
-            "no apply_gradients"
-        )
-    elif hasattr(optimizer, "aggregate_gradients") and not hasattr(optimizer, "inner_optimizer"):
-        hooks["aggregate_gradients"] = _aggregate_gradients
-    elif hasattr(optimizer, "_aggregate_gradients") and not hasattr(optimizer, "inner_optimizer"):
-        hooks["_aggregate_gradients"] = _aggregate_gradients
     elif not hasattr(optimizer, "inner_optimizer"):
-        raise TypeError(
-            f"a {type(optimizer).__module__}.{type(optimizer).__name__} is not a Keras optimizer of a known kind "
-            "(Keras 3, tf-keras, legacy)"
-        )
+        known = [name for name in ("aggregate_gradients", "_aggregate_gradients") if hasattr(optimizer, name)]
+        if not known or not hasattr(optimizer, "apply_gradients"):
+            kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+            raise TypeError(f"expected a Keras optimizer (Keras 3, tf-keras, legacy); found a {kind}")
+        hooks[known[0]] = _aggregate_gradients
     setattr(optimizer, REDUCTION, reduction)
     for name, hook in hooks.items():
         setattr(optimizer, name, MethodType(hook, optimizer))
@@ -267,23 +252,21 @@ def _lists(pairs: Any) -> tuple[list[Any], list[Any]]:
     return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
 
 
-def is_wanted(optimizer: Any) -> bool:
-    """Return True if the gradients that an optimizer applies are to be checked."""
-    return environment.NPU_DEVICE_CHECK_GRADIENTS.get() == "on" and not hasattr(optimizer, "inner_optimizer")
-
-
-def checked(
+def _checked(
     world: World, steps: Any, mine: Sequence[Gradient], reduced: Sequence[Gradient], variables: Sequence[Any]
 ) -> list[Gradient]:
-    """Return the reduced gradients, or raise RuntimeError on every rank if they aren't finite: it says whose gradients,
-    and of which variables, were the cause. ``mine`` are those of this rank.
-    """
+    """Return the reduced gradients, or raise RuntimeError on every rank if they aren't finite; ``mine`` tell where."""
     present = [place for place, gradient in enumerate(mine) if gradient is not None]
     names = [variable_name(variables[place]) for place in present]
 
+    def kind(gradient: Any) -> tf.Tensor:
+        """Return 0 if a gradient is finite, 1 if it is infinite, 2 if it has NaN: int32, shape []."""
+        values = dense_of(gradient)
+        nan = tf.reduce_any(tf.math.is_nan(values))
+        return tf.where(nan, 2, tf.where(tf.reduce_all(tf.math.is_finite(values)), 0, 1))
+
     def report() -> tf.Tensor:
-        kinds = tf.stack([_kind(mine[place]) for place in present])
-        everybody = all_gather(world.job, kinds, world.group)
+        everybody = all_gather(world.job, tf.stack([kind(mine[place]) for place in present]), world.group)
 
         def tell(everybody: Any, steps: Any) -> list[Any]:
             raise RuntimeError(_text(world, int(steps), names, everybody.reshape(world.size, -1)))
@@ -297,18 +280,15 @@ def checked(
         ]
 
 
-def _kind(gradient: Any) -> tf.Tensor:
-    """Return 0 if a gradient is finite, 1 if it is infinite, 2 if it has NaN: int32, shape []."""
-    values = dense_of(gradient)
-    nan = tf.reduce_any(tf.math.is_nan(values))
-    return tf.where(nan, 2, tf.where(tf.reduce_all(tf.math.is_finite(values)), 0, 1))
-
-
 def _text(world: World, steps: int, names: Sequence[str], kinds: np.ndarray) -> str:
-    ranks, cluster = world.group.ranks, world.job.cluster
-    bad = [place for place in range(world.size) if kinds[place].any()]
-    lines = cluster.lines({ranks[place]: _row(names, kinds[place]) for place in bad}, SHOWN_RANKS)
-    found = "\n".join(lines) if bad else "  those of each rank are; their sum is not"
+    rows = {}
+    for rank, row in zip(world.group.ranks, kinds):
+        parts = [f"{name} ({'NaN' if kind == 2 else 'infinite'})" for name, kind in zip(names, row) if kind]
+        more = f" and {len(parts) - SHOWN_VARIABLES} more variables" if len(parts) > SHOWN_VARIABLES else ""
+        if parts:
+            rows[rank] = ", ".join(parts[:SHOWN_VARIABLES]) + more
+    cluster = world.job.cluster
+    found = "\n".join(cluster.lines(rows, SHOWN_RANKS)) if rows else "  those of each rank are; their sum is not"
     return (
         f"rank {cluster.rank}: the gradients of step {steps + 1} are not finite, and no variable was changed by them.\n"
         f"{found}\n"
@@ -317,9 +297,3 @@ def _text(world: World, steps: int, names: Sequence[str], kinds: np.ndarray) -> 
         "What to do: look at the batch of that rank in this step; clip the gradients. With 16-bit floats use a "
         "loss-scale optimizer, which skips such steps."
     )
-
-
-def _row(names: Sequence[str], kinds: np.ndarray) -> str:
-    parts = [f"{name} ({'NaN' if kind == 2 else 'infinite'})" for name, kind in zip(names, kinds) if kind]
-    more = f" and {len(parts) - SHOWN_VARIABLES} more variables" if len(parts) > SHOWN_VARIABLES else ""
-    return ", ".join(parts[:SHOWN_VARIABLES]) + more

@@ -163,10 +163,9 @@ def rank_zero_first() -> Iterator[bool]:
         yield is_main()
         return
     if ranks.is_main:
-        problem = "an exception"
+        problem = ""
         try:
             yield True
-            problem = ""
         except BaseException as error:
             problem = f"{type(error).__name__}: {error}"
             raise

@@ -79,8 +79,8 @@ def all_reduce(
     tensors = list(map(_to_tensor, tf.nest.flatten(values)))
     step = current_step()
     if step is not None and group == WORLD_GROUP:
-        return tf.nest.pack_sequence_as(values, _reduce_in_step(step, tensors, how))
-    if several and reduction in ("mean", "sum"):
+        reduced = step.reduce(tensors, how) if reduction not in ("mean", "sum") else _by_samples(step, tensors, how)
+    elif several and reduction in ("mean", "sum"):
         reduced = reduce_by_hand(ranks, tf.nest.flatten(values), tensors, how)
     else:
         reduced = reduce_list(ranks.job, tensors, how, ranks.group)
@@ -91,10 +91,7 @@ def all_reduce(
 def reduce_by_hand(
     ranks: World, values: list[Any], tensors: list[Any], how: ReductionOptions, level: int = logging.WARNING
 ) -> list[Any]:
-    """Reduce what may be the gradients of a step of the script's own; compare the ranks' variables before the first.
-
-    ``values`` are as the script gave them, as ``tensors`` without conversion; ``level`` is that of the message.
-    """
+    """Reduce what may be gradients: ``values`` of the script, as ``tensors``; before, compare the ranks' variables."""
     behind = same_variables.make_equal_behind(ranks, tensors, level)
     with same_variables.compared_in_session(ranks, tensors):
         reduced = reduce_list(ranks.job, tensors, how, ranks.group)
@@ -104,15 +101,10 @@ def reduce_by_hand(
     return reduced
 
 
-def _reduce_in_step(step: CurrentStep, tensors: list[Any], how: ReductionOptions) -> list[Any]:
-    """Reduce in a replicated model's step, in which a rank counts by its samples."""
-    kind = how.kind
-    if kind not in ("mean", "sum"):
-        return step.reduce(tensors, how)
-    weight = step.weight if kind == "mean" else step.counts
-    parts = [
-        weighted(step.to_exchange(with_values(each, floating) if kind == "mean" else each), weight) for each in tensors
-    ]
+def _by_samples(step: CurrentStep, tensors: list[Any], how: ReductionOptions) -> list[Any]:
+    # In the step of a replicated model, in which a rank counts by its samples.
+    prepare, weight = (floating, step.weight) if how.kind == "mean" else (tf.identity, step.counts)
+    parts = [weighted(step.to_exchange(with_values(each, prepare)), weight) for each in tensors]
     reduced = [step.exchanged(each) for each in step.reduce(parts, replace(how, kind="sum"))]
     step.reduced += reduced
     return reduced

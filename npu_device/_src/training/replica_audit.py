@@ -55,10 +55,7 @@ class _Seen(NamedTuple):
 
 
 class Audit:
-    """The audits of one optimizer, or of variables that are updated together.
-
-    ``at_once``: the first step is audited, because the ranks couldn't compare the variables before it.
-    """
+    """The audits of one optimizer, or of variables that are updated together; ``at_once``: also of the first step."""
 
     def __init__(self, world: World, at_once: bool) -> None:
         every = environment.NPU_DEVICE_AUDIT.get()
@@ -73,11 +70,8 @@ class Audit:
         self._last: tuple[int, float] | None = None  # steps and time at the previous audit
 
     def step(self, variables: Sequence[Any], optimizer: Any = None, pair: Pair | None = None) -> None:
-        """Count a step, and audit it if it is time. Later updates of the variables come after that.
-
-        If the optimizer that updates the variables isn't known, the ranks may have them in different orders. ``pair``
-        is a gradient of the step before and after its reduction.
-        """
+        """Count a step, and audit it, if it is time, before later updates; ``pair`` is one of its gradients."""
+        # Unless the optimizer is known, the ranks may have the variables in different orders.
         myself = weakref.ref(self)  # a graph must not keep the job
         self._schedule.step(lambda count: _audit_of(myself)._look(count, variables, optimizer, pair))
 
@@ -108,14 +102,13 @@ class Audit:
         return call_now(settle, [most, count], [tf.TensorSpec([], tf.int64)])[0]
 
     def _message(self, count: int, digests: list[Digest], by_hand: Sequence[Any]) -> Any:
-        """Return this rank's digest, negated too, whether it is silent, and minus its times: the ranks take the maxima.
-        A rank is silent while it isn't known to apply the gradients that it has reduced by hand.
-        """
+        """Return, for maxima over the ranks: digest, minus digest, whether this rank is silent, minus its two times."""
         now = time.perf_counter()
         if self._last is not None:
             self._step_seconds = (now - self._last[1]) / max(1, count - self._last[0])
         self._last, self._began = (count, now), now
         applied = self._world.job.part(AppliedGradients)
+        # While it isn't known to apply the gradients that it has reduced by hand.
         is_silent = applied is not None and any(applied.leaves_unreduced(one()) for one in by_hand)
         digest = zlib.crc32(repr(digests).encode())
         # Those who wait for the last rank don't work: the shortest of the ranks' audits is what one costs.
@@ -160,21 +153,17 @@ class Audit:
 
 
 class _AuditsByHand(dict[tuple[int, ...], Audit]):
-    """The audits of variables whose gradients functions reduce themselves, by the variables' ids; a part of the job.
-
-    Functions that are made again go on with the same count. So an audit lives as long as the first of its variables: a
-    function that nobody refers to is gone when Python's garbage collector has run, on each rank at another time.
-    """
+    """The audits of variables whose gradients functions reduce themselves, by the variables' ids; a part of the job."""
 
 
 def audit_by_hand(world: World, variables: Sequence[Any], pair: Callable[[], Pair | None] | None) -> None:
-    """Audit the variables whose gradients a ``tf.function`` has reduced, if it is time; ``pair`` returns one of the
-    gradients before and after its reduction.
-    """
+    """Audit, if it is time, variables whose gradients a ``tf.function`` has reduced; ``pair`` returns one of these."""
     if world.size == 1 or not can_compare():
         return
     audits, key = world.job.made(_AuditsByHand), tuple(map(id, variables))
     if key not in audits:
+        # Functions that are made again go on with the same count. So an audit lives as long as the first variable, and
+        # not as a function, which is gone when Python's garbage collector has run, on each rank at another time.
         audits[key] = Audit(world, bool(not_compared(variables)))
         if variables:
             weakref.finalize(variables[0], audits.pop, key, None)

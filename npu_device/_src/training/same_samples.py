@@ -1,8 +1,6 @@
-"""Ranks of a custom loop that train on the same samples: their gradients are the same. (``fit`` of a replicated model
-compares the data themselves: ``fit/sources``.)
+"""Ranks of a custom loop that train on the same samples, whose gradients a mean leaves as they are; nothing is sent.
 
-For gradients nothing is sent: after a mean over the ranks, gradients that were the same everywhere are still what they
-were, and a sum is as many times as large as there are ranks.
+In ``fit`` of a replicated model the data themselves are compared: ``fit/sources``.
 """
 
 from __future__ import annotations

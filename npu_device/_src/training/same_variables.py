@@ -18,15 +18,8 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.collectives.sessions import in_first_run
 from npu_device._src.gradients.reduction import dense_of
-from npu_device._src.training.digests import (
-    BROADCAST,
-    DIFFERENT_START,
-    checksum,
-    differences,
-    different_start,
-    digest_of,
-    variable_name,
-)
+from npu_device._src.training import digests
+from npu_device._src.training.digests import checksum, differences, digest_of, variable_name
 from npu_device._src.training.last_word import ENDED_APART
 from npu_device._src.training.schedule import can_compare
 from npu_device._src.training.world import World, value_of
@@ -43,10 +36,9 @@ _TAPE = "gradient_tape/"  # before the name of the operation that the gradient i
 
 def make_equal(world: World, variables: Sequence[Any], ordered: bool = True, level: int = logging.WARNING) -> bool:
     """Compare variables before the first step; where they differ, overwrite them with those of the group's first rank.
-    While a function is traced, this happens at once.
 
     Return False while they have no values: they were made in the trace that goes on. Usually TensorFlow then gives them
-    values and traces again, when the caller can compare them. Unless ``ordered``, those of one name belong together.
+    values and traces again, when the caller can compare them.
     """
     mode = environment.NPU_DEVICE_UNEQUAL_START.get()
     if mode == "ignore" or not can_compare():
@@ -64,10 +56,14 @@ def make_equal(world: World, variables: Sequence[Any], ordered: bool = True, lev
                 "What to do: build the whole model on every rank, and call npu.distribute.broadcast(model.variables) "
                 "before the first step; read the checkpoint on every rank."
             )
-        variables = variables if ordered else _in_common_order(world, variables)
+        if not ordered:  # those of one name belong together, if all ranks have the same names
+            mine = sorted(map(variable_name, variables))
+            everybody = world.objects(mine, "names of variables")
+            if len(set(mine)) == len(mine) and all(names == mine for names in everybody):
+                variables = sorted(variables, key=variable_name)
         found = _differences(world, variables)
         if found is not None:
-            text = DIFFERENT_START % (found[1], BROADCAST)
+            text = digests.DIFFERENT_START % (found[1], digests.BROADCAST)
             if mode == "error":
                 raise RuntimeError(f"rank {world.job.cluster.rank}: {text}")
             world.assign_from_root([variables[place] for place in found[0]])
@@ -95,19 +91,11 @@ def make_equal_behind(world: World, gradients: Sequence[Any], level: int = loggi
     symbolic = [tensor for tensor in map(dense_of, gradients) if tf.is_symbolic_tensor(tensor)]
     if not any(tensor.op.name.startswith(_TAPE) for tensor in symbolic):
         return None
-    behind = _variables_of([gradient for gradient in gradients if gradient is not None])
-    new = not_compared(behind)
-    if new and make_equal(world, new, ordered=False, level=level):
-        _compared.update({id(variable): variable for variable in new})
-    return behind
-
-
-def _variables_of(gradients: Sequence[Any]) -> list[Any]:
-    """Return the trainable variables that the gradients belong to, as far as the graph tells, in the order of creation.
-
-    What has nothing to do with the gradients is left out: one rank may read it alone, to look at it.
-    """
-    needed = _needed(gradients)
+    # The names of the operations from which the gradients are computed, and of those that they are gradients of. What
+    # has nothing to do with them is left out: one rank may read it alone, to look at it.
+    behind = compat.tensors_behind(symbolic, lambda tensor: tensor.dtype == tf.resource)
+    seen = {tensor.op.name for tensor in behind}
+    needed = seen | {name[len(_TAPE) :].rpartition("/")[0] for name in seen if name.startswith(_TAPE)}
 
     def is_needed(handle: Any) -> bool:
         readers = handle.consumers()
@@ -115,7 +103,11 @@ def _variables_of(gradients: Sequence[Any]) -> list[Any]:
         return any(operation.name in needed for operation in (*readers, *users))
 
     read = [one for one, handle in compat.variables_read() if one.trainable and is_needed(handle)]
-    return _of_the_kinds(gradients, read)
+    found = _of_the_kinds([gradient for gradient in gradients if gradient is not None], read)
+    new = not_compared(found)
+    if new and make_equal(world, new, ordered=False, level=level):
+        _compared.update({id(variable): variable for variable in new})
+    return found
 
 
 def _of_the_kinds(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -123,24 +115,6 @@ def _of_the_kinds(gradients: Sequence[Any], variables: Sequence[Any]) -> list[An
     both = gradients, variables
     wanted, there = ([(str(one.shape), tf.as_dtype(one.dtype).base_dtype) for one in each] for each in both)
     return [one for one, kind in zip(variables, there) if there.count(kind) == wanted.count(kind)]
-
-
-def _in_common_order(world: World, variables: Sequence[Any]) -> Sequence[Any]:
-    """Return variables by name if all ranks have the same names; else as they are: in the order of creation."""
-    mine = sorted(map(variable_name, variables))
-    everybody = world.objects(mine, "names of variables")
-    if len(set(mine)) < len(mine) or any(names != mine for names in everybody):
-        return variables
-    return sorted(variables, key=variable_name)
-
-
-def _needed(values: Sequence[Any]) -> set[str]:
-    """Return the names of the operations from which values are computed, and of those that they are gradients of."""
-    symbolic = [tensor for tensor in map(dense_of, values) if tf.is_symbolic_tensor(tensor)]
-    behind = compat.tensors_behind(symbolic, lambda tensor: tensor.dtype == tf.resource)
-    seen = {tensor.op.name for tensor in behind}
-    of_tape = [name[len(_TAPE) :] for name in seen if name.startswith(_TAPE)]
-    return seen | {name.rpartition("/")[0] for name in of_tape}
 
 
 def warn_if_different(world: World, variables: Sequence[Any]) -> None:
@@ -157,10 +131,10 @@ def _differences(world: World, variables: Sequence[Any]) -> tuple[list[int], str
     except (tf.errors.OpError, NotImplementedError):
         mine = []
     everybody = world.objects(mine, "digests of variables")
-    shapes = [[(shape, dtype) for shape, dtype, _ in digests] for digests in everybody]
+    shapes = [[(shape, dtype) for shape, dtype, _ in row] for row in everybody]
     if any(one != shapes[0] for one in shapes):
         return None  # the reduction names what differs
-    checksums = [[number for _, _, number in digests] for digests in everybody]
+    checksums = [[number for _, _, number in row] for row in everybody]
     return differences(world.job.cluster, world.group.ranks, list(map(variable_name, variables)), checksums)
 
 
@@ -178,16 +152,13 @@ class _Graphs(list[str]):
 
 @contextlib.contextmanager
 def compared_in_session(world: World, gradients: Sequence[Any]) -> Iterator[None]:
-    """In a graph for sessions, compare variables in the first run of each; operations of the block come after that.
-
-    Those are the trainable variables of the gradients' shapes, if there are as many of them.
-    """
+    """In a graph for sessions, compare trainable variables in the first run of each, before operations of the block."""
     mode, graphs = environment.NPU_DEVICE_UNEQUAL_START.get(), world.job.made(_Graphs)
     wanted = mode != "ignore" and world.size == world.job.cluster.world_size and len(graphs) < _GRAPHS
     variables: list[Any] = []
     if wanted and not tf.compat.v1.executing_eagerly_outside_functions():
         present = [gradient for gradient in gradients if gradient is not None]
-        variables = _of_the_kinds(present, tf.compat.v1.trainable_variables())
+        variables = _of_the_kinds(present, tf.compat.v1.trainable_variables())  # those of the shapes of gradients
     if not variables:
         yield
         return
@@ -196,10 +167,12 @@ def compared_in_session(world: World, gradients: Sequence[Any]) -> Iterator[None
     names = list(map(variable_name, variables))
 
     def compare(*arrays: np.ndarray) -> None:
-        text = different_start(world.job, f"{name}, start {next(runs)}", names, _HOOK, list(map(checksum, arrays)))
-        if text is not None and mode == "error":
-            raise RuntimeError(f"rank {world.job.cluster.rank}: {text}")
+        text = digests.different_start(
+            world.job, f"{name}, start {next(runs)}", names, _HOOK, list(map(checksum, arrays))
+        )
         if text is not None:
+            if mode == "error":
+                raise RuntimeError(f"rank {world.job.cluster.rank}: {text}")
             _log.warning("%s", text)
 
     with tf.control_dependencies([in_first_run(name, compare, lambda: list(map(value_of, variables)))]):

@@ -47,11 +47,12 @@ def require_same(running: Job, seed: int | None) -> None:
 
 
 def set_everywhere(seed: int) -> None:
-    """Set the random states of Python, numpy, TensorFlow and Keras, as ``keras.utils.set_random_seed`` does.
-
-    TensorFlow's context isn't made.
-    """
-    for utils in _utils_of_kerases():
+    """Set the random states of Python, numpy, TensorFlow and each Keras that is imported, without making a context."""
+    # A Keras that is imported later takes its seeds from Python's random state.
+    kerases = [sys.modules[name].utils for name in ("keras", "tf_keras") if name in sys.modules]
+    with contextlib.suppress(ImportError):  # TF_USE_LEGACY_KERAS without tf_keras
+        kerases.append(tf.keras.utils)
+    for utils in kerases:
         utils.set_random_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -68,14 +69,3 @@ def set_random_states(states: tuple[Any, Any, Any]) -> None:
     np.random.set_state(numpy)
     if compat.random_state() != tensorflow:
         compat.set_random_state(tensorflow)
-
-
-def _utils_of_kerases() -> list[Any]:
-    """Return ``utils`` of ``tf.keras``, and of any other Keras that the script has imported.
-
-    A Keras that is imported later takes its seeds from Python's random state.
-    """
-    found = [sys.modules[name].utils for name in ("keras", "tf_keras") if name in sys.modules]
-    with contextlib.suppress(ImportError):  # TF_USE_LEGACY_KERAS without tf_keras
-        found.append(tf.keras.utils)
-    return found

@@ -26,21 +26,18 @@ _REMEDY = (
 )
 
 
+_COLLECTIONS: dict[str, Any] = {each.__name__: each for each in (list, tuple, set, frozenset)}
+_BYTES: dict[str, Any] = {each.__name__: each for each in (bytes, bytearray)}
+
+
 class _CannotBeSentError(TypeError):
     pass
 
 
 def packed(value: Any, trusted: bool) -> bytes:
-    """Return an object as bytes. If it can't be sent, these raise on all ranks, see ``unpacked``.
-
-    ``trusted``: only ranks of the job can send, so that any object can be pickled.
-    """
-    kind, data = _PICKLED, b""
+    """Return an object as bytes, pickled if only the job's ranks are ``trusted`` to send; else they may raise there."""
     try:
-        if trusted:
-            data = pickle.dumps(value)
-        else:
-            kind, data = _PLAIN, to_json(value).encode()
+        kind, data = (_PICKLED, pickle.dumps(value)) if trusted else (_PLAIN, to_json(value).encode())
     except _CannotBeSentError as error:
         kind, data = _REFUSED, str(error).encode(errors="replace")
     except RecursionError:
@@ -52,37 +49,26 @@ def unpacked(data: bytes, ranks: Sequence[str], trusted: bool) -> list[Any]:
     """Return the objects in bytes that ``packed`` has made, one after the other, given the names of the ranks."""
     values, place = [], 0
     for rank in ranks:
-        if len(data) < place + _HEADER.size:
-            raise _unreadable(rank)
-        kind, length = _HEADER.unpack_from(data, place)
-        place += _HEADER.size
-        part, place = data[place : place + length], place + length
-        if len(part) != length:
-            raise _unreadable(rank)
+        try:
+            kind, length = _HEADER.unpack_from(data, place)
+            part = data[place + _HEADER.size :][:length]
+            place += _HEADER.size + length
+            if len(part) < length or kind not in (_PICKLED, _PLAIN, _REFUSED):
+                raise ValueError("cut off, or of no known kind")
+            plain = from_json(part) if kind == _PLAIN else None
+        except Exception as error:  # whatever is wrong with it
+            raise ClusterError(
+                f"{rank} has sent an object that can't be read.\n"
+                "Likely cause: a different program sends to the ports of this rank, or the ranks have different "
+                "versions.\nWhat to do: let only the hosts of the job reach them (npurun docs security); install the "
+                "same version everywhere."
+            ) from error
         if kind == _REFUSED:
             raise ClusterError(f"an object of {rank} {part[:1000].decode(errors='replace')}\n{_REMEDY}")
         if kind == _PICKLED and not trusted:
             raise ClusterError(f"{rank} has sent a pickled object, which isn't read.\n{_REMEDY}")
-        if kind not in (_PICKLED, _PLAIN):
-            raise _unreadable(rank)
-        values.append(pickle.loads(part) if kind == _PICKLED else _read(part, rank))
+        values.append(pickle.loads(part) if kind == _PICKLED else plain)
     return values
-
-
-def _unreadable(rank: str) -> ClusterError:
-    return ClusterError(
-        f"{rank} has sent an object that can't be read.\n"
-        "Likely cause: a different program sends to the ports of this rank, or the ranks have different versions.\n"
-        "What to do: let only the hosts of the job reach them (npurun docs security); install the same version "
-        "everywhere."
-    )
-
-
-def _read(part: bytes, rank: str) -> Any:
-    try:
-        return from_json(part)
-    except Exception as error:  # whatever is wrong with it
-        raise _unreadable(rank) from error
 
 
 def to_json(value: Any) -> str:
@@ -100,11 +86,11 @@ def _plain(value: Any) -> Any:
         return value
     if type(value) is int:
         return value if abs(value) < 1 << 63 else ["int", hex(value)]
-    if type(value) in (list, tuple, set, frozenset):
+    if type(value) in _COLLECTIONS.values():
         return [type(value).__name__, [_plain(part) for part in value]]
     if type(value) is dict:
         return ["dict", [[_plain(key), _plain(part)] for key, part in value.items()]]
-    if type(value) in (bytes, bytearray):
+    if type(value) in _BYTES.values():
         return [type(value).__name__, base64.b64encode(value).decode()]
     if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
         return ["tensor", _plain(np.asarray(value.numpy()))]
@@ -138,12 +124,12 @@ def _value(plain: Any) -> Any:
     (content,) = contents
     if kind == "int":
         return int(content, 16)
-    if kind in ("list", "tuple", "set", "frozenset"):
-        return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](map(_value, content))
+    if kind in _COLLECTIONS:
+        return _COLLECTIONS[kind](map(_value, content))
     if kind == "dict":
         return {_value(key): _value(part) for key, part in content}
-    if kind in ("bytes", "bytearray"):
-        return {"bytes": bytes, "bytearray": bytearray}[kind](base64.b64decode(content, validate=True))
+    if kind in _BYTES:
+        return _BYTES[kind](base64.b64decode(content, validate=True))
     array = _value(content)
     if not isinstance(array, np.ndarray) or kind not in ("tensor", "number") or (kind == "number" and array.shape):
         raise ValueError("no such kind")

@@ -1,12 +1,13 @@
 """The variables that training a Keras model changes: its weights, and the state of its optimizers.
 
-They are created at different times: a model may be built only by its first step, and an optimizer usually is. This file
-lists them in an order that does not depend on how they were created, and creates them before the first step.
+They are listed in an order that doesn't depend on when they were created, and may be created before the first step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,11 +20,7 @@ from npu_device._src.training.schedule import only_building
 
 
 def training_variables(model: Any) -> list[Any]:
-    """Return all variables that exist now and that training changes: the weights, then the state of the optimizers.
-
-    They come in the same order on every rank that has the same model. Metrics and the seeds of random layers are not
-    among them.
-    """
+    """Return the weights and the state of the optimizers, as far as they exist, in the same order on every rank."""
     return unique([*weights(model), *optimizer_state(model)])
 
 
@@ -38,11 +35,8 @@ def weights(model: Any) -> list[Any]:
 
 def optimizer_state(model: Any) -> list[Any]:
     """Return the variables of the model's optimizers: steps, slots, averages, learning rates and loss scales."""
-    return unique(
-        variable
-        for optimizer in optimizers(model)
-        for variable in compat.optimizer_variables(optimizer, weights(model))
-    )
+    states = (compat.optimizer_variables(optimizer, weights(model)) for optimizer in optimizers(model))
+    return unique(itertools.chain.from_iterable(states))
 
 
 def optimizers(model: Any) -> list[Any]:
@@ -51,9 +45,7 @@ def optimizers(model: Any) -> list[Any]:
 
 
 def loose_variables(model: Any) -> list[Any]:
-    """Return the ``tf.Variable`` objects that the steps of the model can reach, but that Keras doesn't count among its
-    variables: all in Keras 3; in tf-keras those outside of layers.
-    """
+    """Return the ``tf.Variable`` objects that the steps can reach, but that Keras doesn't count among its variables."""
     metrics = (variable for metric in compat.metrics_of(model) for variable in metric.variables)
     known = {id(variable) for variable in [*compat.variables_of(model), *metrics, *compat.counters_of(model)]}
     return [thing for thing in reachable(model) if isinstance(thing, tf.Variable) and id(thing) not in known]
@@ -107,16 +99,14 @@ def unique(things: Iterable[Any]) -> list[Any]:
 
 
 _FRAMEWORKS = {"keras", "tf_keras", "tensorflow", "numpy", "npu_device", "builtins", "logging", "threading", "wrapt"}
-_LONGEST = 1000
-"""Elements of a list or dict that are looked at: optimizers and variables aren't kept by the thousand."""
+_LONGEST = 1000  # elements of a list or dict that are looked at: optimizers and variables aren't kept by the thousand
 
 
 def reachable(model: Any) -> Iterator[Any]:
     """Yield a model and what it reaches, each once, in the same order on every rank.
 
-    That are its attributes and its layers' attributes; what is in lists, dicts and objects of the user's own classes
-    among them; and what the user's own functions use: closures, defaults, and globals that they name. Objects of
-    TensorFlow and Keras other than layers are yielded, but not looked into.
+    That are attributes of it and of its layers; what is in lists, dicts and objects of the user's own classes; and what
+    the user's functions use: closures, defaults, globals. Other objects of TensorFlow and Keras aren't looked into.
     """
     waiting = deque([model])
     seen: dict[int, Any] = {}
@@ -167,17 +157,12 @@ def _used_by(function: types.FunctionType) -> list[Any]:
     wrapped = getattr(function, "__wrapped__", None)
     if _is_framework(function):
         return [] if wrapped is None else [wrapped]
-    cells = [_content(cell) for cell in function.__closure__ or ()]
-    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    named = [function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__]
-    return [wrapped, *cells, *defaults, *named]
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not yet assigned
-        return None
+    found = [wrapped, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not yet assigned
+            found.append(cell.cell_contents)
+    names = [name for name in _names(function.__code__) if name in function.__globals__]
+    return [*found, *map(function.__globals__.get, names)]
 
 
 def _names(code: types.CodeType) -> list[str]:

@@ -1,6 +1,4 @@
-"""``npu.distribute.broadcast``: every rank starts from the variables of the root; also those of a scope. And sharded
-updates: each rank updates its share of the variables and sends them to the others; the optimizer's state is sharded.
-"""
+"""``npu.distribute.broadcast``, also of a scope's variables; and updates of which each rank makes and sends a share."""
 
 from __future__ import annotations
 
@@ -62,7 +60,6 @@ def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int =
         return fetchable([])
     given = tf.nest.flatten(values)
     vocabularies = [value for value in given if compat.is_vocabulary(value)]
-    variables = [value for value in given if not compat.is_vocabulary(value)]
     if not given:
         _log.warning(
             "rank %d: broadcast was given an empty list, so that every rank keeps the values it has.\nLikely cause: "
@@ -81,7 +78,7 @@ def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int =
     if vocabularies and tf.executing_eagerly():
         layers = map(compat.layer_of_vocabulary, vocabularies)
         layer_state.require_same(ranks, [layer for layer in layers if layer is not None])
-    return ranks.assign_from_root(variables, int(root_rank))
+    return ranks.assign_from_root([value for value in given if not compat.is_vocabulary(value)], int(root_rank))
 
 
 def npu_broadcast_scope_wrapper(strategy: Any) -> Any:
@@ -137,8 +134,8 @@ def require_no_strategy(model: Any) -> None:
     )
 
 
+# Collection of a session's graph: the optimizer state for the share of this rank, which the other ranks don't have.
 VARIABLES_OF_ONE_RANK = "npu_device/variables_of_one_rank"
-"""Collection of a session's graph: the optimizer state for the share of this rank, which the other ranks don't have."""
 
 
 @tf.autograph.experimental.do_not_convert
@@ -169,7 +166,17 @@ def grouping_gradients_apply(apply_func: Callable[..., Any], grads_and_vars: Any
     ranks = world_unless_child()
     if ranks is None:
         return apply_func(grads_and_vars, *args, **kwargs)
-    _refuse_what_needs_all_gradients(getattr(apply_func, "__self__", None), ranks.rank)
+    optimizer = getattr(apply_func, "__self__", None)
+    found, remedy = "scales the loss", "use the optimizer inside it, or apply the gradients on every rank"
+    if clips := getattr(optimizer, "global_clipnorm", None) is not None:
+        found = "clips by global_clipnorm"
+        remedy = "clip the reduced gradients by tf.clip_by_global_norm first, with an optimizer that doesn't clip"
+    if clips or hasattr(optimizer, "inner_optimizer"):
+        raise ValueError(
+            f"rank {ranks.rank}: this {type(optimizer).__name__} {found}, for which it needs all gradients; "
+            "grouping_gradients_apply gives each rank's only those of its share, so that the ranks would differ.\n"
+            f"What to do: {remedy}."
+        )
     pairs = list(grads_and_vars)
     variables = [variable for _, variable in pairs]
     mine = shares(variables, ranks.size)[ranks.rank]
@@ -179,19 +186,6 @@ def grouping_gradients_apply(apply_func: Callable[..., Any], grads_and_vars: Any
         tf.compat.v1.add_to_collection(VARIABLES_OF_ONE_RANK, variable)
     with after(applied):
         return grouping_broadcast(variables)
-
-
-def _refuse_what_needs_all_gradients(optimizer: Any, rank: int) -> None:
-    found, remedy = "scales the loss", "use the optimizer inside it, or apply the gradients on every rank"
-    if clips := getattr(optimizer, "global_clipnorm", None) is not None:
-        found = "clips by global_clipnorm"
-        remedy = "clip the reduced gradients by tf.clip_by_global_norm first, with an optimizer that doesn't clip"
-    if clips or hasattr(optimizer, "inner_optimizer"):
-        raise ValueError(
-            f"rank {rank}: this {type(optimizer).__name__} {found}, for which it needs all gradients; "
-            "grouping_gradients_apply gives each rank's only those of its share, so that the ranks would differ.\n"
-            f"What to do: {remedy}."
-        )
 
 
 @tf.autograph.experimental.do_not_convert

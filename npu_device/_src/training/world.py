@@ -23,10 +23,7 @@ class World:
     """The ranks of a running job, or a group of them; ``rank`` is this process's in the group."""
 
     def __init__(self, job: Job, group: Group) -> None:
-        self.job = job
-        self.group = group
-        self.rank = group.rank
-        self.size = group.size
+        self.job, self.group, self.rank, self.size = job, group, group.rank, group.size
         self.is_main = group.rank == 0  # rank 0, if it is the whole job
 
     def add_up(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -45,20 +42,16 @@ class World:
 
     def object_from_root(self, value: Any, root_rank: int = 0) -> Any:
         """Return the Python object of the root; those of the other ranks are ignored."""
-        mine, cluster = self.rank == root_rank, self.job.cluster
-        data = np.frombuffer(packed(value, cluster.trusted), np.uint8) if mine else np.zeros([0], np.uint8)
+        mine, trusted = self.rank == root_rank, self.job.cluster.trusted
+        data = np.frombuffer(packed(value, trusted) if mine else b"", np.uint8)
         [length] = self.from_root([tf.constant(np.int64(len(data)))], root_rank)
-        buffer = tf.constant(data) if mine else tf.zeros([int(length)], tf.uint8)
-        [sent] = self.from_root([buffer], root_rank)
-        if mine and cluster.trusted:
-            return value
-        [found] = unpacked(sent.numpy().tobytes(), [f"rank {root_rank}"], cluster.trusted)
+        [sent] = self.from_root([tf.constant(data) if mine else tf.zeros([int(length)], tf.uint8)], root_rank)
+        if not mine or not trusted:  # what can't be sent is an error on all ranks
+            [found] = unpacked(sent.numpy().tobytes(), [f"rank {root_rank}"], trusted)
         return value if mine else found
 
     def objects(self, value: Any, purpose: str) -> list[Any]:
-        """Return the Python objects of all ranks; ``purpose`` is for the error if the ranks exchange unrelated
-        ones.
-        """
+        """Return the Python objects of all ranks; ``purpose`` is for the error if they exchange unrelated ones."""
         trusted = self.job.cluster.trusted
         data = np.frombuffer(packed(value, trusted), np.uint8)
         everything = self.gather(tf.constant(data), purpose).numpy().tobytes()

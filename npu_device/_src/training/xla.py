@@ -31,15 +31,12 @@ def turn_off(model: Any) -> None:
 
 
 def leave_call(model: Any) -> None:
-    """Let XLA compile the call of a replicated model instead of its step, if it was to compile the step; if that can't
-    be done, see ``turn_off``.
-    """
-    if not _is_on(model):
-        return
-    reason = _why_not(model)
-    model.jit_compile = False if reason else _CallOnly(0)
-    if reason:
-        _warn(model, f", nor the call of this model alone, because {reason}")
+    """Let XLA compile the call of a replicated model instead of its step; if that can't be done, see ``turn_off``."""
+    if _is_on(model):
+        reason = _why_not(model)
+        model.jit_compile = False if reason else _CallOnly(0)
+        if reason:
+            _warn(model, f", nor the call of this model alone, because {reason}")
 
 
 def compiles_call(model: Any) -> bool:

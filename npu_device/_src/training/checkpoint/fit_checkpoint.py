@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -89,10 +90,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         else:
             compat.begin_fit_at(self.model, self._resume["epoch"])
         self._inner = getattr(self.model.train_function, _INNER, self.model.train_function)
-
-        def outer(iterator: Any) -> Any:
-            return self._call(iterator)
-
+        outer = functools.partial(self._call)
         setattr(outer, _INNER, self._inner)
         self.model.train_function = outer
 
@@ -116,7 +114,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
     def _call(self, given: Any) -> Any:
         count = compat.steps_per_call(self.model)
         pulled = self._begin_epoch(given, count) if self._begins else None
-        iterator = self._data.used(given)
+        iterator = self._data.used if given is self._data.given else given
         if self._resume is not None:
             return self._pass_over(pull(iterator, count) if pulled is None else pulled, count)
         logs = self._inner(iterator if pulled is None else again(iterator, pulled))
@@ -129,20 +127,20 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
 
     def _begin_epoch(self, given: Any, count: int) -> list[Any]:
         taken, self._step, self._begins = self._step, 0, False
-        if self._resume is not None:
+        if self._resume is None:
+            pulled = self._data.begin_epoch(given, count, taken)
+        else:
             pulled, problem = self._data.resume_epoch(given, count, self._resume["data"])
             self.not_kept = () if problem is None else (problem,)
             if problem is not None and is_main():
                 text = "the training is resumed in epoch %d, but may not end with the bits of an uninterrupted one: %s"
                 _log.warning(text, self._epoch + 1, problem)
-        else:
-            pulled = self._data.begin_epoch(given, count, taken)
         if pulled:
             self._build(given, pulled[0])
-        if self._resume is not None and self._resume["step"] == 0:
-            self._restore()
-        elif self._resume is None and self._each_epoch and self._total:
+        if self._resume is None and self._each_epoch and self._total:
             self._job.try_to_save(self._total, self._notes())
+        elif self._resume is not None and self._resume["step"] == 0:
+            self._restore()
         return pulled
 
     def _pass_over(self, batches: list[Any], count: int) -> Any:
@@ -175,20 +173,20 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             for metric in compat.metrics_of(self.model)
             for variable in metric.variables
         ]
-        saved = (self._resume or {}).get("metrics")
-        if saved is not None:
-            if sorted(saved) != sorted(name for name, _ in found):
-                raise CheckpointError(
-                    f"the checkpoint in {self._directory} has other metrics than this fit: {', '.join(saved)}.\n"
-                    "What to do: compile the model with the same metrics, or use another directory."
-                )
-            found = [found.pop([name for name, _ in found].index(name)) for name in saved]
-        self._metric_names = [name for name, _ in found]
-        self._metrics[:] = [variable for _, variable in found]
+        names = [name for name, _ in found]
+        saved = names if self._resume is None else self._resume["metrics"]
+        if sorted(saved) != sorted(names):
+            raise CheckpointError(
+                f"the checkpoint in {self._directory} has other metrics than this fit: {', '.join(saved)}.\n"
+                "What to do: compile the model with the same metrics, or use another directory."
+            )
+        self._metric_names = saved
+        self._metrics[:] = [found.pop([name for name, _ in found].index(name))[1] for name in saved]
 
     def _notes(self, ended_of: int = 0) -> dict[str, Any]:
-        """Return the place of this fit, and of how many epochs it is the end."""
-        place = {"epoch": self._epoch, "step": self._step, "data": self._data.notes(), "ended_of": ended_of}
+        # ``ended_of``: the epochs of which this is the end.
+        data = {"number": self._data.number, "passed": self._data.passed, "first": self._data.first}
+        place = {"epoch": self._epoch, "step": self._step, "data": data, "ended_of": ended_of}
         return {_NOTES: {**place, "metrics": self._metric_names}}
 
     def _place_to_resume(self) -> dict[str, Any] | None:
@@ -223,54 +221,42 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
 
 
 class _DataPlace:
-    """The place of one ``fit`` in its data; ``world`` is None on a single device.
-
-    Some datasets get a new iterator in each epoch, others have one for all. The place of an epoch is the number of
-    iterators before its own, the batches that earlier epochs took from it, and the checksum of its first batch, by
-    which a resumed ``fit`` sees that it reads the same data in the same order.
-    """
+    """The place of one ``fit`` in its data, of which Keras makes an iterator for each epoch or one for all of them."""
 
     def __init__(self, world: World | None, model: Any, knows_length: bool) -> None:
         self._world, self._model, self._knows_length = world, model, knows_length
-        self._given: Any = None  # by Keras
-        self._used: Any = None  # the same one, or after resuming the one at the right place
-        self._number = self._passed = 0
-        self._first: list[int] = []  # by rank
-
-    def notes(self) -> dict[str, Any]:
-        return {"number": self._number, "passed": self._passed, "first": self._first}
-
-    def used(self, given: Any) -> Any:
-        """Return the iterator to use for the one that Keras has given."""
-        return self._used if given is self._given else given
+        self.given: Any = None  # by Keras
+        self.used: Any = None  # the same one, or after resuming the one at the right place
+        self.number = self.passed = 0  # iterators before this one; batches that earlier epochs took from it
+        self.first: list[int] = []  # by rank, the checksum of the first batch, which a resumed fit must find again
 
     def begin_epoch(self, given: Any, count: int, taken: int) -> list[Any]:
         """Return the first ``count`` batches of an epoch; the epoch before has taken ``taken`` ones."""
-        if given is self._given:
-            self._passed += taken
+        if given is self.given:
+            self.passed += taken
         else:
-            self._number += self._given is not None
-            self._passed, self._given, self._used = 0, given, given
-        pulled = pull(self._used, count)
-        self._first = everybody(self._world, start.digest(pulled))
+            self.number += self.given is not None
+            self.passed, self.given, self.used = 0, given, given
+        pulled = pull(self.used, count)
+        self.first = everybody(self._world, start.digest(pulled))
         return pulled
 
     def resume_epoch(self, given: Any, count: int, place: dict[str, Any]) -> tuple[list[Any], str | None]:
-        """Return the first batches of an epoch at a place of ``notes``, and why they are others; None if not."""
-        self._number, self._passed, self._first = int(place["number"]), int(place["passed"]), list(place["first"])
-        self._given = self._used = given
+        """Return the first batches of an epoch at the place of a checkpoint, and why they are others; None if not."""
+        self.number, self.passed, self.first = int(place["number"]), int(place["passed"]), list(place["first"])
+        self.given = self.used = given
         dataset, made = compat.dataset_of(given), 0
-        if self._number and compat.is_generated(dataset):
+        if self.number and compat.is_generated(dataset):
             return pull(given, count), _GENERATED
-        for wanted in compat.iterators_made(self._model, self._number, self._knows_length):
+        for wanted in compat.iterators_made(self._model, self.number, self._knows_length):
             while made < wanted:
-                self._used, made = iter(dataset), made + 1
-            pull(self._used, self._passed)
-            pulled = pull(self._used, count)
+                self.used, made = iter(dataset), made + 1
+            pull(self.used, self.passed)
+            pulled = pull(self.used, count)
             found = everybody(self._world, start.digest(pulled))
-            if found == self._first or (len(found) != len(self._first) and set(found) == set(self._first)):
+            if found == self.first or (len(found) != len(self.first) and set(found) == set(self.first)):
                 return pulled, None if self._knows_length else _UNKNOWN_LENGTH
-        others = [rank for rank, first in enumerate(found) if rank >= len(self._first) or first != self._first[rank]]
+        others = [rank for rank, first in enumerate(found) if rank >= len(self.first) or first != self.first[rank]]
         return pulled, _OTHER_DATA.format(ranks=", ".join(map(str, others)))
 
 

@@ -87,30 +87,15 @@ def latest(directory: Path) -> int | None:
 
 def name_latest(directory: Path, step: int) -> None:
     beside = directory / f".{_LATEST}.part"
-    try:
-        _write_json(beside, {"step": step})
-        os.replace(beside, directory / _LATEST)
-    except OSError:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise
+    _write_json(beside, {"step": step})
+    os.replace(beside, directory / _LATEST)
     _sync(directory)
 
 
-def write_progress(path: str, step: int) -> None:
-    """Write the step of a completed checkpoint for npurun."""
-    beside = Path(f"{path}.part")
-    beside.write_text(f"{step}\n", encoding="utf-8")
-    os.replace(beside, path)
-
-
 def steps(directory: Path) -> tuple[list[int], str | None]:
-    """Return the steps of the finished checkpoints up to the latest, newest first, and what is wrong with the name of
-    the latest. If no checkpoint is as old as it, there is none to restore.
-
-    A newer one than the latest was never named, or a user has named an older one to go back to it.
-    """
-    found = sorted((int(match[1]) for match in _matches(directory, _FINISHED)), reverse=True)
+    """Return the finished steps up to the latest, newest first, and what is wrong with the name of the latest."""
+    # One that is newer than the latest was never named, or a user has named an older one to go back to it.
+    found = _finished(directory)
     try:
         named = latest(directory)
     except CheckpointError as error:
@@ -121,9 +106,9 @@ def steps(directory: Path) -> tuple[list[int], str | None]:
     return [step for step in found if step <= named], None if named in found else problem
 
 
-def manifest_of(directory: Path, step: int) -> dict[str, Any]:
-    """Return the manifest of a checkpoint; raise CheckpointError if it can't be read."""
-    path = directory / name_of(step) / _MANIFEST
+def manifest_of(directory: Path, step: int, name: str = "") -> dict[str, Any]:
+    """Return the manifest of a checkpoint, perhaps under another name; raise CheckpointError if it can't be read."""
+    path = directory / (name or name_of(step)) / _MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         known = manifest["format"] == FORMAT
@@ -137,55 +122,49 @@ def manifest_of(directory: Path, step: int) -> dict[str, Any]:
 
 
 def damage(directory: Path, step: int, files: dict[str, Sequence[int]], prefix: str) -> str | None:
-    """Return what is wrong with the files ``{prefix}.*`` of a checkpoint, given size and checksum of all by name; None
-    if they are whole.
-    """
+    """Return what is wrong with the files ``{prefix}.*``, given size and checksum of all by name; None if nothing."""
     expected = {name: list(map(int, value)) for name, value in files.items() if name.startswith(f"{prefix}.")}
     if not expected:
         return f"{directory / name_of(step)} has no files {prefix}.*"
     for name, (size, checksum) in expected.items():
         path = directory / name_of(step) / name
         try:
-            if path.stat().st_size != size:
-                return f"{path} is torn: {path.stat().st_size} bytes; expected {size}"
-            if _size_and_checksum(path)[1] != checksum:
-                return f"{path} is corrupted: its checksum differs"
+            found = _size_and_checksum(path)
         except OSError as error:
             return f"{path}: {error.strerror or error}"
+        if found[0] != size:
+            return f"{path} is torn: {found[0]} bytes; expected {size}"
+        if found[1] != checksum:
+            return f"{path} is corrupted: its checksum differs"
     return None
 
 
 def keep_only(directory: Path, latest: int, keep: int) -> list[str]:
-    """Remove the checkpoints beyond the newest ``keep``, and those of an abandoned run that are newer than the latest;
-    return what could not be removed.
-    """
-    found = sorted((int(match[1]) for match in _matches(directory, _FINISHED)), reverse=True)
+    """Remove checkpoints beyond the newest ``keep``, and those newer than the latest; return what remains in spite."""
+    found = _finished(directory)
     kept = [step for step in found if step <= latest][:keep]
     return _remove(directory / name_of(step) for step in found if step not in kept)
 
 
 def tidy(directory: Path, but: str = "") -> list[str]:
-    """Remove what killed jobs have left half-written, but not a given job's; return what could not be removed.
-
-    A complete folder gets its name: the job was killed while it replaced a checkpoint of the same step.
-    """
+    """Remove what killed jobs have left half-written, but not a given job's; return what could not be removed."""
     left = []
     for match in sorted(_matches(directory, _PARTIAL), key=lambda match: match[0]):  # the new one before the old one
-        place = directory / name_of(int(match["step"]))
+        place, folder = directory / name_of(int(match["step"])), directory / match[0]
         if match["token"] == but:
             continue
-        if not place.exists() and _is_complete(directory / match[0]):
-            os.replace(directory / match[0], place)
-        else:
-            left.append(directory / match[0])
+        if not place.exists():
+            # A complete folder gets its name: the job was killed while it replaced a checkpoint of the same step.
+            with contextlib.suppress(CheckpointError):
+                manifest_of(directory, int(match["step"]), match[0])  # written after all other files
+                os.replace(folder, place)
+                continue
+        left.append(folder)
     return _remove(left)
 
 
-def _is_complete(folder: Path) -> bool:
-    try:  # written after all other files
-        return isinstance(json.loads((folder / _MANIFEST).read_text(encoding="utf-8")), dict)
-    except (OSError, ValueError):
-        return False
+def _finished(directory: Path) -> list[int]:
+    return sorted((int(match[1]) for match in _matches(directory, _FINISHED)), reverse=True)
 
 
 def _matches(directory: Path, pattern: re.Pattern[str]) -> list[re.Match[str]]:

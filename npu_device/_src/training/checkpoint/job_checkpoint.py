@@ -179,7 +179,8 @@ class JobCheckpoint:
         progress = environment.NPU_DEVICE_PROGRESS_FILE.get()
         if progress is not None and (ranks is None or ranks.is_main):
             try:
-                folder.write_progress(progress, step)
+                Path(f"{progress}.part").write_text(f"{step}\n", encoding="utf-8")
+                os.replace(f"{progress}.part", progress)
             except OSError as error:
                 _log.warning("npurun can't be told of the checkpoint of step %d: %s", step, error)
 
@@ -189,7 +190,11 @@ class JobCheckpoint:
         Raises:
             CheckpointError: there are checkpoints, but none can be used.
         """
-        self._found = self._find()
+        ranks, place = self._prepare()
+        if place.is_keeper:
+            _warn_each(folder.tidy(self._directory, but=place.token))
+            self._named = _latest(self._directory)
+        self._found = selection.newest_whole(ranks, place, self._directory)
         return None if self._found is None else self._found.notes
 
     def restore(self) -> int:
@@ -204,7 +209,9 @@ class JobCheckpoint:
         A damaged checkpoint is left out with a warning that names the file. With another number of ranks, what all
         ranks share is restored, and a warning says what could not be kept.
         """
-        chosen, self._found = self._found or self._find(), None
+        if self._found is None:
+            self.peek()
+        chosen, self._found = self._found, None
         ranks, place = self._prepare()
         if chosen is None:
             self._last = 0
@@ -214,12 +221,20 @@ class JobCheckpoint:
         takes = chosen.sends and place.keepers[chosen.holder] != place.keepers[place.rank]
         lost = list(chosen.not_kept)
         what = f"the checkpoint of step {chosen.step} in {self._directory} can't be read:"
+        source = borrowed if takes else here
+
+        def read() -> None:
+            lost.extend(self._shared.read(source / folder.SHARED, chosen.variables))
+            if chosen.own:
+                lost.extend(self._own.read(here / folder.own_prefix(place.rank), self._shared.variables()))
+            else:
+                lost.extend(self._own.names_of_states())
+
         try:
             if chosen.sends and ranks is not None:
-                source = borrowed if takes else here
                 selection.send_files(ranks, source, chosen.shared, chosen.holder, takes and place.is_keeper)
                 ranks.wait()
-            on_all_ranks(ranks, lambda: lost.extend(self._read(borrowed if takes else here, here, chosen)), what)
+            on_all_ranks(ranks, read, what)
         finally:
             if place.is_keeper:
                 shutil.rmtree(borrowed, ignore_errors=True)
@@ -229,13 +244,6 @@ class JobCheckpoint:
         if lost and place.rank == 0:
             _log.warning("the checkpoint of step %d is restored, except for\n  %s", chosen.step, "\n  ".join(lost))
         return chosen.step
-
-    def _find(self) -> selection.Chosen | None:
-        ranks, place = self._prepare()
-        if place.is_keeper:
-            _warn_each(folder.tidy(self._directory, but=place.token))
-            self._named = _latest(self._directory)
-        return selection.newest_whole(ranks, place, self._directory)
 
     # Parts of saving
 
@@ -260,9 +268,7 @@ class JobCheckpoint:
         return self._ranks, self._place
 
     def _compare(self, ranks: World | None, place: Place, step: int) -> dict[str, Any]:
-        """Check that all ranks save the same; return the variables whose values differ from those that the keeper of
-        this directory writes.
-        """
+        """Check that all ranks save the same; return the variables whose values the keeper of this directory lacks."""
         mine: Digests = {} if ranks is None else self._shared.digests()
         there = folder.steps(self._directory)[0][:1] if place.is_keeper and self._last is None else []
         found = everybody(ranks, (step, there, mine if place.is_keeper else None))
@@ -272,18 +278,16 @@ class JobCheckpoint:
                 + ", ".join(f"rank {rank}: {its}" for rank, (its, _, _) in enumerate(found))
                 + ".\nWhat to do: give every rank the same number of steps."
             )
-        if any(some for _, some, _ in found):
-            newest = max(max(some) for _, some, _ in found if some)
+        newest = [its for _, some, _ in found for its in some]
+        if newest:
             raise RuntimeError(
-                f"{self._directory} holds checkpoints of a run, the newest of step {newest}, which this one would "
+                f"{self._directory} holds checkpoints of a run, the newest of step {max(newest)}, which this one would "
                 "replace.\nWhat to do: call restore() before the first step, or use another directory."
             )
-        keeper = place.keepers[place.rank]
-        written: Digests = found[keeper][2]
+        written: Digests = found[place.keepers[place.rank]][2]
         problem = next((path for path in mine if path not in written or written[path][0] != mine[path][0]), None)
-        problems = everybody(ranks, problem)
-        if any(path is not None for path in problems):
-            lines = [f"  rank {rank}: {path}" for rank, path in enumerate(problems) if path is not None]
+        lines = [f"  rank {rank}: {path}" for rank, path in enumerate(everybody(ranks, problem)) if path is not None]
+        if lines:
             raise RuntimeError(
                 "what all ranks share has variables that lower ranks don't have, or in another shape:\n"
                 + "\n".join(lines)
@@ -328,13 +332,6 @@ class JobCheckpoint:
 
         for stage in (finish, name_latest):
             on_all_ranks(ranks, stage if place.is_keeper else lambda: None, what)
-
-    def _read(self, source: Path, here: Path, chosen: selection.Chosen) -> list[str]:
-        lost = self._shared.read(source / folder.SHARED, chosen.variables)
-        if not chosen.own:
-            return lost + self._own.names_of_states()
-        assert self._place is not None
-        return lost + self._own.read(here / folder.own_prefix(self._place.rank), self._shared.variables())
 
 
 def _watch_for_the_signal() -> Preemption | None:

@@ -1,6 +1,4 @@
-"""What a checkpoint consists of: the part that all ranks share, and the part that each rank has of its own: iterators,
-generators, random states, and values that differ.
-"""
+"""The parts of a checkpoint: what all ranks share; iterators, generators, states and values that each has alone."""
 
 from __future__ import annotations
 
@@ -19,6 +17,7 @@ from npu_device._src.training import seed
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.digests import checksum
 from npu_device._src.training.sent_objects import from_json, to_json
+from npu_device._src.training.training_state import unique
 
 _UNTRACKED = "npu_untracked"
 Digests = dict[str, tuple[tuple[int, ...], int]]
@@ -31,20 +30,13 @@ class Shared:
         self._trackables = dict(trackables)
 
     def checkpoint(self) -> Any:
-        """Return a ``tf.train.Checkpoint`` of all variables that exist now.
-
-        tf.train.Checkpoint misses the random states of layers (Keras 3.15, tf-keras 2.20); they are added here
-        until both track them.
-        """
+        """Return a ``tf.train.Checkpoint`` of all variables that exist now."""
+        # It misses the random states of layers (Keras 3.15, tf-keras 2.20); they are added until both track them.
         named = {name: trackable(thing, name) for name, thing in self._trackables.items()}
-        tracked = {id(variable) for variable in _variables(tf.train.Checkpoint(**named)).values()}
-        listed = {
-            id(variable): variable
-            for thing in self._trackables.values()
-            for variable in _listed(thing)
-            if id(variable) not in tracked
-        }
-        return tf.train.Checkpoint(**named, **{_UNTRACKED: list(listed.values())} if listed else {})
+        tracked = set(map(id, _variables(tf.train.Checkpoint(**named)).values()))
+        listed = [variable for thing in self._trackables.values() for variable in _listed(thing)]
+        missed = [variable for variable in unique(listed) if id(variable) not in tracked]
+        return tf.train.Checkpoint(**named, **{_UNTRACKED: missed} if missed else {})
 
     def variables(self) -> dict[str, Any]:
         """Return the variables by the path on which ``checkpoint`` reaches them."""
@@ -59,18 +51,13 @@ class Shared:
     def write(self, prefix: Path) -> None:
         self.checkpoint().write(str(prefix))
 
-    def build(self) -> None:
-        """Create the state of optimizers that have none, if there is one model whose variables they train."""
-        models = [thing for thing in self._trackables.values() if hasattr(thing, "trainable_variables")]
-        if len(models) != 1 or not getattr(models[0], "built", False):
-            return
-        for thing in self._trackables.values():
-            if hasattr(thing, "apply_gradients"):
-                compat.build_optimizer(thing, models[0].trainable_variables)
-
     def read(self, prefix: Path, paths: Sequence[str]) -> list[str]:
         """Read all variables, those of ``paths``; return what is in the files only, or raise CheckpointError."""
-        self.build()
+        models = [thing for thing in self._trackables.values() if hasattr(thing, "trainable_variables")]
+        if len(models) == 1 and getattr(models[0], "built", False):  # which optimizers without state train
+            for thing in self._trackables.values():
+                if hasattr(thing, "apply_gradients"):
+                    compat.build_optimizer(thing, models[0].trainable_variables)
         checkpoint = self.checkpoint()
         absent = sorted(set(paths) - set(_variables(checkpoint)))
         if absent and any(_of_keras_3(thing) for thing in self._trackables.values()):  # tf-keras reads them when made
@@ -86,12 +73,9 @@ class Shared:
                 f"the checkpoint doesn't fit the model, optimizer or other trackables of the script: {error}\n"
                 "What to do: make the same objects as in the script that saved it, under the same names."
             ) from error
-        return self._unused(absent)
-
-    def _unused(self, paths: Sequence[str]) -> list[str]:
-        # Variables of what is built later will be read then.
-        numbers = Counter(path.partition("/")[0] for path in paths)
+        numbers = Counter(path.partition("/")[0] for path in absent)
         numbers.pop(_UNTRACKED, None)
+        # Variables of what is built later will be read then.
         return [
             f"{name}: this script doesn't have {counted(number, 'variable')} of it"
             for name, number in numbers.items()
@@ -118,14 +102,10 @@ def with_hidden_random_state(things: Mapping[str, Any]) -> list[str]:
     return [
         layer.name
         for thing in things.values()
-        for layer, generator in _random_layers(thing)
+        if not _of_keras_3(thing)
+        for layer, generator in compat.layers_that_draw(thing)
         if compat.hides_its_state(generator)
     ]
-
-
-def _random_layers(thing: Any) -> list[tuple[Any, Any]]:
-    """Return the layers of a tf-keras model that draw random numbers, each with what it draws them from."""
-    return [] if _of_keras_3(thing) else compat.layers_that_draw(thing)
 
 
 def _listed(thing: Any) -> list[Any]:
@@ -133,7 +113,7 @@ def _listed(thing: Any) -> list[Any]:
     if _of_keras_3(thing):
         variables: Any = getattr(thing, "variables", ())
         return list(variables) if isinstance(variables, (list, tuple)) else []
-    generators = [compat.generator_of_layer(layer) for layer, _ in _random_layers(thing)]
+    generators = [compat.generator_of_layer(layer) for layer, _ in compat.layers_that_draw(thing)]
     return [generator.state for generator in generators if generator is not None]
 
 
@@ -144,13 +124,10 @@ def _of_keras_3(thing: Any) -> bool:
 
 def _variables(root: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    seen = {id(root)}
-    pending = [("", root)]
+    seen, pending = {id(root)}, [("", root)]
     while pending:
         path, parent = pending.pop()
-        children = tf.train.TrackableView.children(parent)
-        for name in sorted(children):
-            child = children[name]
+        for name, child in sorted(tf.train.TrackableView.children(parent).items()):
             if id(child) in seen:
                 continue
             seen.add(id(child))
@@ -183,15 +160,14 @@ class Own:
             tf.train.Checkpoint(**self._trackables).write(str(prefix))
         if differing:
             values = [tf.convert_to_tensor(variable) for variable in differing.values()]
-            tf.raw_ops.SaveV2(
-                prefix=f"{prefix}.differing",
-                tensor_names=list(differing),
-                shape_and_slices=[""] * len(differing),
-                tensors=values,
-            )
+            names, slices = list(differing), [""] * len(differing)
+            tf.raw_ops.SaveV2(prefix=f"{prefix}.differing", tensor_names=names, shape_and_slices=slices, tensors=values)
         record = {
             "random": seed.random_states(),
-            "generators": {name: _state_of_generator(thing) for name, thing in self._generators.items()},
+            "generators": {
+                name: thing.getstate() if isinstance(thing, random.Random) else thing.bit_generator.state
+                for name, thing in self._generators.items()
+            },
             "differing": list(differing),
         }
         Path(f"{prefix}.json").write_text(to_json(record), encoding="utf-8")
@@ -206,35 +182,22 @@ class Own:
             else:
                 lost.append(f"{', '.join(self._trackables)}: not in the checkpoint")
         for name, thing in self._generators.items():
-            if name in record["generators"]:
-                _set_generator(thing, record["generators"][name])
-            else:
+            state = record["generators"].get(name)
+            if state is None:
                 lost.append(f"{name}: not in the checkpoint")
-        known = [path for path in record["differing"] if path in variables]
-        _assign(f"{prefix}.differing", known, variables)
-        lost += [f"{path}: it doesn't exist yet" for path in record["differing"] if path not in variables]
+            elif isinstance(thing, random.Random):
+                thing.setstate(state)
+            else:
+                thing.bit_generator.state = state
+        known = {path: variables[path] for path in record["differing"] if path in variables}
+        lost += [f"{path}: it doesn't exist yet" for path in record["differing"] if path not in known]
+        if known:
+            dtypes = [tf.as_dtype(variable.dtype) for variable in known.values()]
+            names, slices = list(known), [""] * len(known)
+            values = tf.raw_ops.RestoreV2(
+                prefix=f"{prefix}.differing", tensor_names=names, shape_and_slices=slices, dtypes=dtypes
+            )
+            for variable, value in zip(known.values(), values):
+                variable.assign(value)
         seed.set_random_states(record["random"])
         return lost
-
-
-def _assign(prefix: str, paths: Sequence[str], variables: Mapping[str, Any]) -> None:
-    if paths:
-        values = tf.raw_ops.RestoreV2(
-            prefix=prefix,
-            tensor_names=list(paths),
-            shape_and_slices=[""] * len(paths),
-            dtypes=[tf.as_dtype(variables[path].dtype) for path in paths],
-        )
-        for path, value in zip(paths, values):
-            variables[path].assign(value)
-
-
-def _state_of_generator(generator: Any) -> Any:
-    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
-
-
-def _set_generator(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.bit_generator.state = state

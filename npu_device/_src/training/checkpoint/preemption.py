@@ -2,10 +2,8 @@
 
 The signal reaches a thread at once (``signal.set_wakeup_fd``), even while the main thread waits in an operation. The
 thread asks all ranks after which step they can still stop. Each rank answers with its current step, and waits at that
-step's end until it is told the largest of the answers. All stop after that step. Ranks may be any number of steps
-apart, and any number of them may be sent the signal.
-
-Writing the checkpoint and ending is left to the caller.
+step's end until it is told the largest of the answers. All stop after that step; the caller writes the checkpoint and
+ends. Ranks may be any number of steps apart, and any number of them may be sent the signal.
 """
 
 from __future__ import annotations
@@ -36,12 +34,11 @@ _current: Preemption | None = None
 
 
 class Preemption:
-    """Watches for the signal, until ``close``, or until another one is made. Every rank has to create its own, in the
-    main thread (else a ValueError). ``limit``: seconds from the signal until this process ends, finished or not.
-    """
+    """Watches for the signal until ``close`` or another one is made; every rank has one, made in the main thread."""
 
     def __init__(self, health: Health | None, world_size: int, number: signal.Signals, limit: float) -> None:
-        self._health, self._size, self._signal, self._limit = health, world_size, number, limit
+        self._health, self._size, self._signal = health, world_size, number
+        self._limit = limit  # seconds from the signal until this process ends, finished or not
         self._name = next(_numbers)  # the same on all ranks, since they make the same calls
         self._changed = threading.Condition()
         self._steps = 0
@@ -111,8 +108,7 @@ class Preemption:
             if self._last is not None:
                 return self._last  # so that all who ask find the same step
             self._asking.add(asker)
-            if self._holds_at is None:
-                self._holds_at = self._steps + 1
+            self._holds_at = self._holds_at or self._steps + 1
             return self._holds_at
 
     def _answer_stop(self, body: Any) -> bool:
@@ -157,12 +153,10 @@ class Preemption:
             self._end("the job has failed already")
         self._say("all ranks finish the step, write a checkpoint and stop; a second signal ends this rank at once")
         try:
-            last = self._agree()
+            if self._agree() == _NEVER:
+                self._say("some ranks don't train any more, so that there is no step at which all could stop")
         except ClusterError as error:
             self._say(f"the ranks can't agree on a step: {error}")
-            return
-        if last == _NEVER:
-            self._say("some ranks don't train any more, so that there is no step at which all could stop")
 
     def _agree(self) -> int:
         asker = secrets.token_hex(4)
@@ -197,8 +191,7 @@ _mask_before_fork = threading.local()
 
 
 def _hold_signal() -> None:
-    number = None if _current is None else _current._signal
-    mask = set() if number is None else {number}
+    mask = set() if _current is None else {_current._signal}
     _mask_before_fork.value = signal.pthread_sigmask(signal.SIG_BLOCK, mask)
 
 

@@ -1,18 +1,12 @@
-"""Finds out which ranks see the same directory (all, or without a shared file system those of each host), and chooses
-the checkpoint that all of them restore: the newest that is whole for every rank.
-"""
+"""Which ranks see the same directory (all, or those of each host), and the newest checkpoint that is whole for all."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import secrets
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, Callable
-
-import tensorflow as tf
+from typing import Any, Callable, NamedTuple, Optional
 
 from npu_device._src.cluster.frames import counted
 from npu_device._src.training.checkpoint import folder
@@ -22,23 +16,18 @@ from npu_device._src.training.world import World
 _log = logging.getLogger("npu_device")
 
 
-@dataclass(frozen=True)
-class Chosen:
+class Chosen(NamedTuple):
     step: int
     holder: int  # the lowest rank whose directory has the shared part
-    sends: bool  # the holder sends the shared part to ranks with other directories
     own: bool  # each rank restores its own part, too
+    sends: bool  # the holder sends the shared part to ranks with other directories
     shared: list[str]  # names of the shared part's files
     variables: list[str]  # paths of the shared part's variables
     notes: dict[str, Any]  # of rank 0
     not_kept: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class _RankView:
-    shared: str | None
-    own: str | None
-    world_size: int
+_View = tuple[Optional[str], Optional[str], int]  # what is wrong with the shared part, and the own; world size
 
 
 def newest_whole(world: World | None, place: Place, directory: Path) -> Chosen | None:
@@ -56,19 +45,19 @@ def newest_whole(world: World | None, place: Place, directory: Path) -> Chosen |
     problems: list[str] = []
     partly: Chosen | None = None
     for step in steps:
-        views = [_RankView(*fields) for fields in everybody(world, astuple(_judge(directory, step, place)))]
+        views: list[_View] = everybody(world, _judge(directory, step, place))
         damaged = _problems(world, place, views)
-        holders = [rank for rank in sorted(set(place.keepers)) if views[rank].shared is None]
+        holders = [rank for rank in sorted(set(place.keepers)) if views[rank][0] is None]
         if not holders:
             problems += damaged
             continue
-        saved = views[holders[0]].world_size
+        saved = views[holders[0]][2]
         if saved != len(views) or not damaged:
             if problems and place.rank == 0:
                 lines = "\n  ".join(problems)
                 _log.warning("newer checkpoints are damaged; the one of step %d is restored:\n  %s", step, lines)
             wrote, now = counted(saved, "rank"), counted(len(views), "rank")
-            lost = None if saved == len(views) else [_OTHER_SIZE.format(wrote=wrote, now=now)]
+            lost = [] if saved == len(views) else [_OTHER_SIZE.format(wrote=wrote, now=now)]
             return _chosen(world, directory, step, place, holders[0], lost)
         problems += damaged
         if partly is None:
@@ -83,29 +72,27 @@ def newest_whole(world: World | None, place: Place, directory: Path) -> Chosen |
 
 
 _ALL_OWN = "what each rank has of its own (iterators, generators, random states), since no checkpoint is whole:"
-
-
 _OTHER_SIZE = (
     "what each rank has of its own (the places of its iterators, generators, random states): {wrote} wrote the "
     "checkpoint, and the job now has {now}"
 )
 
 
-def _judge(directory: Path, step: int, place: Place) -> _RankView:
+def _judge(directory: Path, step: int, place: Place) -> _View:
     try:
         manifest = folder.manifest_of(directory, step)
     except CheckpointError as error:
-        return _RankView(str(error), str(error), 0)
+        return str(error), str(error), 0
     files, size = manifest["files"], int(manifest["world_size"])
     shared = folder.damage(directory, step, files, folder.SHARED) if place.is_keeper else None
     keeps_own, prefix = size == len(place.keepers), folder.own_prefix(place.rank)
-    return _RankView(shared, folder.damage(directory, step, files, prefix) if keeps_own else None, size)
+    return shared, folder.damage(directory, step, files, prefix) if keeps_own else None, size
 
 
-def _problems(world: World | None, place: Place, views: Sequence[_RankView]) -> list[str]:
+def _problems(world: World | None, place: Place, views: list[_View]) -> list[str]:
     found: dict[str, int] = {}
-    for rank, view in enumerate(views):
-        for text in (view.shared, view.own):
+    for rank, (shared, own, _) in enumerate(views):
+        for text in (shared, own):
             if text is not None:
                 found.setdefault(text, rank)
     if world is None or len(set(place.keepers)) == 1:
@@ -113,29 +100,18 @@ def _problems(world: World | None, place: Place, views: Sequence[_RankView]) -> 
     return [f"on host {world.job.cluster.hosts[rank]}: {text}" for text, rank in found.items()]
 
 
-def _chosen(
-    world: World | None, directory: Path, step: int, place: Place, holder: int, lost: list[str] | None
-) -> Chosen:
+def _chosen(world: World | None, directory: Path, step: int, place: Place, holder: int, lost: list[str]) -> Chosen:
     manifest: Any = folder.manifest_of(directory, step) if place.rank == holder else None
     manifest = manifest if world is None else world.object_from_root(manifest, holder)
-    several = len(set(place.keepers)) > 1
-    return Chosen(
-        step=step,
-        holder=holder,
-        sends=several and lost is not None,
-        own=lost is None,
-        shared=sorted(name for name in manifest["files"] if name.startswith(f"{folder.SHARED}.")),
-        variables=list(manifest["variables"]),
-        notes=dict(manifest["notes"]),
-        not_kept=tuple(lost or ()),
-    )
+    shared = sorted(name for name in manifest["files"] if name.startswith(f"{folder.SHARED}."))
+    sends = bool(lost) and len(set(place.keepers)) > 1
+    return Chosen(step, holder, not lost, sends, shared, manifest["variables"], manifest["notes"], tuple(lost))
 
 
 _PIECE = 1 << 26  # bytes that are sent at a time
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The directory of the files of this rank, and the ranks that share it."""
 
     token: str  # random, the same on all ranks
@@ -179,11 +155,8 @@ def find_place(world: World | None, directory: Path) -> Place:
         return directory / f".seen-{token}-{of}"
 
     def leave_mark() -> None:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            mark(rank).touch()
-        except OSError as error:
-            raise CheckpointError(str(error)) from error
+        directory.mkdir(parents=True, exist_ok=True)
+        mark(rank).touch()
 
     try:
         on_all_ranks(world, leave_mark, f"can't write checkpoints to {directory}:")
@@ -197,17 +170,12 @@ def find_place(world: World | None, directory: Path) -> Place:
 
 def send_files(world: World, folder: Path, names: list[str], root: int, takes: bool) -> None:
     """Send the root's files in a folder to the ranks that take them; every rank has to call this."""
+    if takes:
+        folder.mkdir(parents=True, exist_ok=True)
     for name in names:
-        path = folder / name
-        size = world.object_from_root(path.stat().st_size if world.rank == root else 0, root)
-        if takes:
-            folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
-            source = stack.enter_context(path.open("rb")) if world.rank == root else None
-            target = stack.enter_context(path.open("wb")) if takes else None
-            for begin in range(0, size, _PIECE):
-                length = min(_PIECE, size - begin)
-                mine = tf.io.decode_raw(source.read(length), tf.uint8) if source else tf.zeros([length], tf.uint8)
-                [piece] = world.from_root([mine], root)
+            source = stack.enter_context((folder / name).open("rb")) if world.rank == root else None
+            target = stack.enter_context((folder / name).open("wb")) if takes else None
+            while piece := world.object_from_root(source.read(_PIECE) if source else b"", root):
                 if target:
-                    target.write(piece.numpy().tobytes())
+                    target.write(piece)
