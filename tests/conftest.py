@@ -15,6 +15,7 @@ import pytest
 import versions
 from pool import Pool
 from ranks import LEAN, all_through
+from rendezvous_ranks import start  # noqa: F401 - a fixture
 
 from npu_device._src.testing import forked, leaks, run
 

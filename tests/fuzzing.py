@@ -6,8 +6,6 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,12 +114,13 @@ def send(connection: socket.socket, pieces: list[bytes]) -> None:
         pass
 
 
-def ends(connection: socket.socket, seconds: float = 10.0) -> bytes:
+def ends(connection: socket.socket, seconds: float = 10.0, announced: bool = True) -> bytes:
     """Announce the end, and return all that the other side still sends until it closes the connection in time."""
     connection.settimeout(seconds)
     data = bytearray()
     try:
-        connection.shutdown(socket.SHUT_WR)
+        if announced:
+            connection.shutdown(socket.SHUT_WR)
         while piece := connection.recv(1 << 16):
             data += piece
     except socket.timeout:
@@ -129,16 +128,6 @@ def ends(connection: socket.socket, seconds: float = 10.0) -> bytes:
     except OSError:
         pass
     return bytes(data)
-
-
-@contextmanager
-def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield the two ends of a connection."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        one = socket.create_connection(listener.getsockname()[:2], 10)
-        other, _ = listener.accept()
-    with one, other:
-        yield one, other
 
 
 def memory_of(pid: int) -> int:

@@ -61,6 +61,13 @@ def finish(processes: list[Process], timeout: float = 60) -> list[Ended]:
     return results
 
 
+def kill(processes: list[Process]) -> None:
+    """Kill ranks, also those that are stopped."""
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
 def run(directory: Path, size: int, script: str, timeout: float = 60, **environment: str) -> list[Ended]:
     """Start and wait."""
     return finish(start(directory, size, script, **environment), timeout)

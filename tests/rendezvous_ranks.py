@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from launcher import wait_until
 from ranks import clean_environment, table_environment
+
+from npu_device._src.testing import leaks
 
 WORKER = Path(__file__).with_name("rendezvous_worker.py")
 TIMEOUT = "2"
@@ -22,16 +25,21 @@ LIMIT = 15.0
 
 
 class Rank:
-    """A process that goes to the rendezvous."""
+    """A process that goes to the rendezvous, with installed versions and ``time_limits`` of its own."""
 
-    def __init__(self, environment: dict[str, str], versions: dict[str, str] | None = None) -> None:
+    def __init__(self, environment: dict[str, str], versions: dict[str, str] | None = None, **limits: float) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(WORKER), *([json.dumps(versions)] if versions else [])],
+            [sys.executable, str(WORKER), json.dumps(versions), json.dumps(limits)],
             env={**clean_environment(), "HCCL_CONNECT_TIMEOUT": TIMEOUT, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
+
+    def hub(self) -> int:
+        """Return the process of the hub that this rank starts."""
+        wait_until(lambda: bool(leaks.children_of(self.process.pid)))
+        return next(iter(leaks.children_of(self.process.pid)))
 
     def report(self) -> dict[str, Any]:
         """Return the outcome; nothing may be left open, and nothing takes longer than the limit."""
@@ -44,12 +52,13 @@ class Rank:
         return report
 
 
-def started() -> Iterator[Any]:
-    """A fixture: starts ranks, and kills those that are still there at the end."""
+@pytest.fixture
+def start() -> Iterator[Any]:
+    """Starts ranks, and kills those that are still there at the end."""
     ranks: list[Rank] = []
 
-    def begin(environment: dict[str, str], versions: dict[str, str] | None = None) -> Rank:
-        ranks.append(Rank(environment, versions))
+    def begin(*of_rank: Any, **limits: float) -> Rank:
+        ranks.append(Rank(*of_rank, **limits))
         return ranks[-1]
 
     yield begin
@@ -85,15 +94,12 @@ def by_tf_config(port: int, size: int, rank: int, host: str = "localhost") -> di
 
 def one_error(ranks: list[Rank]) -> str:
     """The error that all of them got, with the same text."""
-    reports = [rank.report() for rank in ranks]
-    texts = {report.get("error") for report in reports}
-    assert len(texts) == 1, texts
-    text = texts.pop()
-    assert text is not None, reports
+    text, *others = (rank.report()["error"] for rank in ranks)
+    assert others == [text] * len(others)
     return str(text)
 
 
-def wait_until_connected(directory: Path, count: int) -> None:
+def wait_for(directory: Path, count: int) -> None:
     """Wait until ``count`` ranks have connected to the hub, and give them the time to say hello."""
     port = f":{the_port(directory):04X}"
 
@@ -105,12 +111,12 @@ def wait_until_connected(directory: Path, count: int) -> None:
     time.sleep(0.5)
 
 
-def connect(address: tuple[str, int]) -> socket.socket:
-    """Connect to a hub that may not listen yet."""
+def connect(address: tuple[str, int], source: str = "") -> socket.socket:
+    """Connect to a hub that may not listen yet, from an address of this host."""
     until = time.monotonic() + 10
     while True:
         try:
-            return socket.create_connection(address)
+            return socket.create_connection(address, source_address=(source, 0) if source else None)
         except ConnectionRefusedError:
             assert time.monotonic() < until
             time.sleep(0.05)

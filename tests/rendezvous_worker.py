@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from npu_device._src.cluster import rendezvous
+from npu_device._src.cluster import rendezvous, time_limits
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.membership.schemes import membership_from_environment
 
@@ -19,14 +19,15 @@ def open_sockets() -> int:
     return sum(os.path.islink(link) and os.readlink(link).startswith("socket:") for link in links)
 
 
-def main() -> None:
+def main(versions: str = "null", limits: str = "{}") -> None:
     membership = membership_from_environment()
     assert membership is not None
-    if len(sys.argv) > 1:
-        rendezvous.installed_versions = lambda: json.loads(sys.argv[1])
-    sockets = open_sockets()
+    if found := json.loads(versions):
+        rendezvous.installed_versions = lambda: found
+    for name, seconds in json.loads(limits).items():
+        setattr(time_limits, name, seconds)
     report: dict[str, object] = {"has_secret": bool(membership.secret)}
-    began = time.monotonic()
+    sockets, began = open_sockets(), time.monotonic()
     try:
         cluster, channel = rendezvous.meet(membership)
         names = (*dataclasses.asdict(cluster), "host", "world_size", "local_rank", "local_size")
@@ -35,10 +36,9 @@ def main() -> None:
     except ClusterError as error:
         report["error"] = str(error)
     report["seconds"] = time.monotonic() - began
-    report["sockets_left"] = open_sockets() - sockets
-    report["threads_left"] = threading.active_count() - 1
+    report |= {"sockets_left": open_sockets() - sockets, "threads_left": threading.active_count() - 1}
     print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import job
 import pytest
 from conftest import BACKENDS
 from launcher import (
-    NPURUN,
     ROOT,
     assert_no_shared_files_since,
     environment,
-    is_running,
-    script,
+    npurun,
     shared_files,
     start,
-    wait_until,
 )
-from ranks import all_through, clean_environment
+from ranks import all_through, free_port
+from rendezvous_ranks import WORKER, without_table
 
 from npu_device._src.environment import TF_GRPC_DEFAULT_OPTIONS
 from npu_device._src.testing import leaks
+from npu_device._src.testing.forked import Process
 from npu_device._src.testing.hosts import address, can_be_made, cut_off, hosts, on_host
+from npu_device._src.testing.soak.proxy import Proxy
 
 pytestmark = pytest.mark.xdist_group("waiting")
 
@@ -51,6 +52,23 @@ def _hub_of(pid: int) -> int:
     return next(child for child, command in leaks.children_of(pid).items() if "cluster.hub" in command)
 
 
+def _until(path: Path, condition: str = "True") -> str:
+    """Return a line of a script that waits for a file."""
+    return f"while {condition} and not os.path.exists({str(path)!r}): time.sleep(0.02)\n"
+
+
+def _side_by_side(directory: Path, sources: dict[str, str], **variables: str) -> list[list[Process]]:
+    """Start two ranks of each script, on the backend that has its name if there is one; wait until all are ready."""
+    jobs = []
+    for name, source in sources.items():
+        (place := directory / name).mkdir()
+        backend = all_through(name) if name in BACKENDS else {}
+        jobs.append(job.start(place, 2, source, **backend, **variables))
+    for processes in jobs:
+        job.wait_for(processes)
+    return jobs
+
+
 # Frozen
 
 
@@ -64,57 +82,33 @@ def test_a_frozen_rank_that_goes_on_harms_nobody(tmp_path: Path) -> None:
         "    assert float(step()[0]) == 2.0\n"
         'print("all well", flush=True)\n'
     )
-    jobs = []
-    for frozen, backend in enumerate(BACKENDS):
-        (directory := tmp_path / backend).mkdir()
-        variables = {**all_through(backend), TF_GRPC_DEFAULT_OPTIONS.name: options}
-        jobs.append((job.start(directory, 2, source, **variables), frozen))
-    for processes, _ in jobs:
-        job.wait_for(processes)
+    jobs = _side_by_side(tmp_path, dict.fromkeys(BACKENDS, source), **{TF_GRPC_DEFAULT_OPTIONS.name: options})
     time.sleep(0.5)
-    for processes, frozen in jobs:
+    for frozen, processes in enumerate(jobs):
         processes[frozen].send_signal(signal.SIGSTOP)
     time.sleep(2.5)
     (tmp_path / "end").touch()
-    for processes, frozen in jobs:
+    for frozen, processes in enumerate(jobs):
         processes[frozen].send_signal(signal.SIGCONT)
-    for processes, _ in jobs:
+    for processes in jobs:
         for result in job.finish(processes):
             assert result.code == 0, result.output
             assert "all well" in result.output
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_when_rank_0_is_frozen_the_others_end_after_the_limit(tmp_path: Path, backend: str) -> None:
-    source = READY + "time.sleep(1)\nstep()\n"
-    limits = {"NPU_DEVICE_STALL_WARNING": "1", "NPU_DEVICE_STALL_TIMEOUT": "2"}
-    processes = job.start(tmp_path, 2, source, **all_through(backend), **limits)
-    job.wait_for(processes)
-    processes[0].send_signal(signal.SIGSTOP)
-    results = job.finish(processes[1:], timeout=20)
-    processes[0].kill()
-    processes[0].wait()
-    for result in results:
+def test_when_rank_0_is_frozen_the_others_end_after_the_limit(tmp_path: Path) -> None:
+    sources = dict.fromkeys(BACKENDS, READY + _until(tmp_path / "go") + "step()\n")
+    jobs = _side_by_side(tmp_path, sources, NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="2")
+    for frozen, _ in jobs:
+        frozen.send_signal(signal.SIGSTOP)
+    (tmp_path / "go").touch()
+    for frozen, other in jobs:
+        [result] = job.finish([other], timeout=20)
+        job.kill([frozen])
         assert result.code == 1
         assert "rank 0 on host node0: does not answer: stopped, overloaded, or cut off" in result.output
         assert "This is the limit (NPU_DEVICE_STALL_TIMEOUT seconds)" in result.output
-
-
-@pytest.mark.slow
-def test_a_frozen_hub_is_an_error_that_says_so(tmp_path: Path) -> None:
-    hurry = "from npu_device._src.cluster import control_channel\ncontrol_channel.MARGIN_SECONDS = 1.0\n"
-    source = hurry + READY + "time.sleep(1)\nif rank: step()\ntime.sleep(60)"
-    processes = job.start(tmp_path, 2, source, NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="2")
-    job.wait_for(processes)
-    hub = _hub_of(processes[0].pid)
-    os.kill(hub, signal.SIGSTOP)
-    [result] = job.finish(processes[1:], timeout=40)
-    assert result.code == 1
-    assert "the hub of the job has not answered for 3 s" in result.output
-    processes[0].kill()
-    processes[0].wait()
-    os.kill(hub, signal.SIGKILL)
 
 
 # Killed
@@ -122,15 +116,32 @@ def test_a_frozen_hub_is_an_error_that_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_hub_is_an_error_of_every_rank(tmp_path: Path) -> None:
-    source = READY + "if rank == 0: time.sleep(1)\nstep()\ntime.sleep(1)\nstep()\n"
-    source = source.replace('print("ready"', 'time.sleep(0.5); print("ready"')
-    processes = job.start(tmp_path, 2, source)
-    job.wait_for(processes)
-    os.kill(_hub_of(processes[0].pid), signal.SIGKILL)
-    for result in job.finish(processes, timeout=20):
+    """And a frozen one, of those that need it."""
+    go = tmp_path / "go"
+    hurry = """
+import os
+os.environ.update(NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="2")
+from npu_device._src.cluster import control_channel
+control_channel.MARGIN_SECONDS = 1.0
+"""
+    sources = {
+        "killed": READY + _until(go, "rank == 0") + "while True:\n    step()\n    time.sleep(0.3 * rank)\n",
+        "frozen": hurry + READY + _until(go) + "if rank: step()\ntime.sleep(60)",
+    }
+    jobs = _side_by_side(tmp_path, sources)
+    killed, frozen = (_hub_of(processes[0].pid) for processes in jobs)
+    os.kill(killed, signal.SIGKILL)
+    os.kill(frozen, signal.SIGSTOP)
+    go.touch()
+    for result in job.finish(jobs[0], timeout=20):
         assert result.code == 1
         assert "the connection to the hub of the job has ended" in result.output
         assert "What to do" in result.output
+    [result] = job.finish(jobs[1][1:], timeout=40)
+    job.kill(jobs[1][:1])
+    os.kill(frozen, signal.SIGKILL)
+    assert result.code == 1
+    assert "the hub of the job has not answered for 3 s" in result.output
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -150,57 +161,32 @@ finally:
     print("raised at", time.time(), flush=True)
 """
     )
-    results = job.run(tmp_path, 3, source, **all_through(backend))
+    results = job.run(tmp_path, 2, source, **all_through(backend))
     assert_no_shared_files_since(before)
     for result in results[1:]:
         assert result.code == 1
-        assert (
-            job.stamp(result.output, "raised") - job.stamp(results[0].output, "killed") < 1.0
-        )  # 0.1 s on a free machine
+        seconds = job.stamp(result.output, "raised") - job.stamp(results[0].output, "killed")
+        assert seconds < 1.0  # 0.1 s on a free machine
         if backend == "tensorflow" and "/job:worker/replica:0/task:0" in result.output:
             continue  # TensorFlow's ring saw the broken connection first, and names the rank in its own way
         assert "PeerError" in result.output and "rank 0 on host node0 is gone: its process" in result.output
         assert "look at the output of rank 0" in result.output
 
 
-def test_the_hub_of_npurun_ends_with_npurun(tmp_path: Path) -> None:
-    source = script(tmp_path, "import time; print('ready', flush=True); time.sleep(60)")
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        launch = start("-n", "2", source)
-        launch.stdout.readline()
-        hub = _hub_of(launch.pid)
-        launch.send_signal(number)
-        launch.wait(20)
-        wait_until(lambda hub=hub: not is_running(hub), 10)
-        launch.communicate()
-
-
 def test_two_programs_one_after_the_other_in_one_launch(tmp_path: Path) -> None:
     """The hub serves the next job of the same ranks; one that is early waits for the end of the last."""
-    program = """
-import sys, time
-from npu_device._src.membership.schemes import membership_from_environment
-from npu_device._src.cluster.rendezvous import meet
-cluster, channel = meet(membership_from_environment())
-print(sys.argv[1], "rank", cluster.rank, flush=True)
-time.sleep(cluster.rank)
-channel.close()
-"""
-    path = script(tmp_path, program)
-    shell = tmp_path / "twice.sh"
-    shell.write_text(f"#!/bin/sh\n{sys.executable} {path} first && {sys.executable} {path} second\n")
+    shell, program = tmp_path / "twice.sh", f"{sys.executable} {WORKER}"
+    shell.write_text(f"#!/bin/sh\n{program} && {program}\n")
     shell.chmod(0o755)
-    done = subprocess.run(
-        [*NPURUN, "-n", "2", str(shell)], env=environment(), capture_output=True, text=True, timeout=60, check=False
-    )
+    done = npurun("-n", "2", str(shell), limit=60)
     assert done.returncode == 0, done.stderr
-    met = re.findall(r"(first|second) rank (\d)", done.stdout)
-    assert sorted(met) == [("first", "0"), ("first", "1"), ("second", "0"), ("second", "1")]
+    assert sorted(re.findall(rb'"rank": (\d)', done.stdout)) == [b"0", b"0", b"1", b"1"]
 
 
 # Who listens where
 
 LISTENING = """
+import os
 def listening():
     inodes = set()
     for pid in [os.getpid(), *map(int, open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read().split())]:
@@ -214,33 +200,25 @@ def listening():
         for line in open(f"/proc/net/{table}").read().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                found.append(fields[1].split(":")[0])
+                found.append(fields[1])
     return found
 """
 
 
 def test_a_job_of_one_host_listens_on_the_loopback_only(tmp_path: Path) -> None:
-    source = (
-        BEGIN.format(elements=LARGE) + LISTENING + 'print("listening", listening(), step()[0].device, flush=True)\n'
-    )
-    source += "npu.distribute.all_reduce(one, 'sum')\n"
+    source = LISTENING + BEGIN.format(elements=LARGE)
+    source += 'print("listening", listening(), step()[0].device)\nnpu.distribute.all_reduce(one, "sum")\n'
     first, second = job.outputs(tmp_path, 2, source, NPU_DEVICE_BACKEND="auto")
-    assert "listening ['0100007F'] /job:localhost" in first, "the hub, on 127.0.0.1"
+    assert re.search(r"listening \['0100007F:\w+'\] /job:localhost", first), "the hub, on 127.0.0.1"
     assert "listening [] /job:localhost" in second
 
 
 def test_tensorflows_server_listens_where_the_port_range_allows(tmp_path: Path) -> None:
-    source = (
-        BEGIN.format(elements=SMALL)
-        + LISTENING.replace('.split(":")[0]', "")
-        + (
-            'print("ports", [int(found.split(":")[1], 16) for found in listening()], flush=True)\n'
-            "npu.distribute.all_reduce(one, 'sum')\n"
-        )
-    )
+    source = LISTENING + BEGIN.format(elements=SMALL)
+    source += 'print("listening", listening())\nnpu.distribute.all_reduce(one, "sum")\n'
     variables = {**all_through("tensorflow"), "NPU_DEVICE_PORT_RANGE": "61200-61207"}
     for output in job.outputs(tmp_path, 2, source, **variables):
-        ports = [int(port) for port in re.findall(r"\d+", re.findall(r"ports \[(.*)\]", output)[0])]
+        ports = [int(port, 16) for port in re.findall(r":(\w+)'", output.partition("listening [")[2])]
         assert any(61200 <= port <= 61207 for port in ports), ports
 
 
@@ -264,33 +242,79 @@ health.require_running()
 """
     )
     with hosts(2, gbit=1.0):
-        launches: list[Any] = []
-        for host in range(2):
-            launch = [*NPURUN, "-n", "1", "--nnodes", "2", "--node-rank", str(host), "--grace", "1"]
-            command = on_host(host, [*launch, "--master-addr", address(0), "--master-port", "29700", str(path)])
-            with (tmp_path / f"{host}.log").open("wb") as log:
-                launches.append(
-                    subprocess.Popen(
-                        command,
-                        env={**clean_environment(), **environment(), "NPU_DEVICE_SECRET": "the same"},
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        logs = [tmp_path / f"{host}.log" for host in range(2)]
-        wait_until(lambda: all("ready" in log.read_text() for log in logs), 90)
-        cut = time.time()
-        cut_off(1)
+        where = ("--nnodes", "2", "--master-addr", address(0), "--master-port", "29700", "--grace", "1")
+        launches = [
+            start(
+                *("-n", "1", "--node-rank", str(host), *where, str(path)),
+                on=lambda command, host=host: on_host(host, command),
+                NPU_DEVICE_SECRET="the same",
+            )
+            for host in range(2)
+        ]
         try:
-            assert [launch.wait(40) != 0 for launch in launches] == [True, True]
+            assert all(any(b"ready" in line for line in launch.stdout or ()) for launch in launches)
+            cut = time.time()
+            cut_off(1)
+            outputs = [b"".join(launch.communicate(timeout=40)).decode() for launch in launches]
         finally:
             for launch in launches:
                 launch.kill()
-    for log in logs:
-        output = log.read_text()
+    for launch, output in zip(launches, outputs):
+        assert launch.returncode
         assert job.stamp(output, "noticed") - cut < 15, output
-    assert "rank 1 on host node1 is gone" in logs[0].read_text()
-    assert "the hub of the job" in logs[1].read_text()
+    assert "rank 1 on host node1 is gone" in outputs[0]
+    assert "the hub of the job" in outputs[1]
+
+
+# Faults of the network, made by a proxy
+
+BROADCASTING = """
+import time
+import npu_device as npu
+npu.open()
+for _ in range({steps}):
+    npu.distribute.broadcast_object("something", root_rank=0)
+    print("went on", flush=True)
+    time.sleep(0.1)
+"""
+
+
+@contextlib.contextmanager
+def _through_a_proxy(directory: Path, steps: int) -> Iterator[tuple[Proxy, list[Process]]]:
+    """Start two ranks, of which rank 1 reaches the hub through a proxy, and wait until they train."""
+    port = free_port()
+    proxy = Proxy("127.0.0.1", port)
+    places = [without_table(to, 2, rank) for rank, to in enumerate((port, proxy.port))]
+    processes = job.start_each(directory, BROADCASTING.format(steps=steps), places)
+    job.wait_for(processes, "went on")
+    yield proxy, processes
+    proxy.close()
+
+
+@pytest.mark.slow
+def test_a_slow_or_cut_control_channel_harms_nobody(tmp_path: Path) -> None:
+    with _through_a_proxy(tmp_path, 20) as (proxy, processes):
+        proxy.delay = 0.3
+        time.sleep(2)
+        proxy.delay = 0.0
+        proxy.drop()
+        time.sleep(2)
+        proxy.resume()
+        for result in job.finish(processes):
+            assert result.code == 0, result.output
+            assert result.output.count("went on") == 20
+
+
+@pytest.mark.parametrize("fault", ["reset", "half_close"])
+def test_a_lost_control_channel_is_an_error_on_both_sides(tmp_path: Path, fault: str) -> None:
+    with _through_a_proxy(tmp_path, 10_000) as (proxy, processes):
+        getattr(proxy, fault)()
+        first, second = job.finish(processes, timeout=20)
+    assert (first.code, second.code) == (1, 1), first.output + second.output
+    assert "rank 1 on host" in first.output and "is gone" in first.output
+    assert "the hub of the job" in second.output
+    for result in (first, second):  # npurun never takes it for a bug of the script
+        assert "PeerError: " in result.output
 
 
 # Many ranks
@@ -298,15 +322,8 @@ health.require_running()
 
 def test_messages_grow_with_the_ranks_and_no_faster() -> None:
     """All steps of a job together; the real hub and the package's client code."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.control", "--ranks", "8", "64"],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, "-m", "benchmarks.control", "--ranks", "8", "64"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     few, many = (float(line.rstrip("| ").rpartition("|")[2]) for line in done.stdout.splitlines()[2:])
     assert many < few + 10, done.stdout

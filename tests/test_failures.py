@@ -38,46 +38,37 @@ OUT_OF_MEMORY = """
 
 
 @pytest.mark.parametrize(
-    ("failing", "pending", "act", "error"),
+    ("failing", "act", "error"),
     [
-        (0, True, 'raise ValueError("the data of shard 7 is broken")', "ValueError: the data of shard 7 is broken"),
-        (1, False, OUT_OF_MEMORY, "MemoryError: Unable to allocate 8.00 GiB"),
+        (0, 'raise ValueError("the data of shard 7 is broken")', "ValueError: the data of shard 7 is broken"),
+        (1, OUT_OF_MEMORY, "MemoryError: Unable to allocate 8.00 GiB"),
     ],
     ids=["rank 0, in a collective", "rank 1 is out of memory, before one"],
 )
 def test_an_exception_reaches_the_others_within_five_seconds(
-    tmp_path: Path, failing: int, pending: bool, act: str, error: str
+    tmp_path: Path, failing: int, act: str, error: str
 ) -> None:
-    script = (
-        BEGIN.replace("import os", "import os; os.environ['NPU_DEVICE_ERROR_FILE'] += os.environ['RANK_ID']; import os")
-        + f"""
+    own_file = "import os\nos.environ['NPU_DEVICE_ERROR_FILE'] += os.environ['RANK_ID']\n"
+    fail = f"""
+time.sleep(1 if rank == {failing} else {2 * failing})
 if rank == {failing}:
-    time.sleep(1)
     print("failed at", time.time(), flush=True)
     {act.strip()}
-if not {pending}:
-    time.sleep(2)
 try:
     step = tf.function(lambda: npu.distribute.all_reduce(one, "sum"))
-    print("calls at", time.time(), flush=True)
     step()
 finally:
     print("raised at", time.time(), flush=True)
 """
-    )
-    results = job.run(tmp_path, 3, script, NPU_DEVICE_ERROR_FILE=str(tmp_path / "error"))
-    for rank, result in enumerate(results):
-        assert result.code == 1, result.output
-        if rank == failing:
-            assert error in result.output
-            continue
-        assert job.stamp(result.output, "raised") - job.stamp(results[failing].output, "failed") < 5
-        me, failed = (re.search(rf"rank {one} on host (\S+)", result.output) for one in (rank, failing))
-        assert me and failed and me.group(1) == failed.group(1), "one name for the host"
-        assert error in result.output
-        assert "What to do" in result.output or "Fix the error" in result.output
+    results = job.run(tmp_path, 2, own_file + BEGIN + fail, NPU_DEVICE_ERROR_FILE=str(tmp_path / "error"))
+    failed, other = results[failing], results[1 - failing]
+    assert (failed.code, other.code) == (1, 1), other.output
+    assert error in failed.output and error in other.output
+    assert job.stamp(other.output, "raised") - job.stamp(failed.output, "failed") < 5
+    assert set(re.findall(r"rank [01] on host (\w+)", other.output)) == {"node0"}, "one name for the host"
+    assert "What to do" in other.output or "Fix the error" in other.output
     # What the launcher reads
-    first, second = (json.loads((tmp_path / f"error{rank}").read_text()) for rank in (failing, 2))
+    first, second = (json.loads((tmp_path / f"error{rank}").read_text()) for rank in (failing, 1 - failing))
     assert (first["rank"], first["secondary"], second["secondary"]) == (failing, False, True)
     assert error in first["error"] and act.strip().splitlines()[-1].strip() in first["traceback"]
     assert second["error"].startswith(f"PeerError: rank {failing} on host")
@@ -87,67 +78,53 @@ finally:
     assert [line for line in shown.splitlines() if FRAME.match(line) and "npu_device/_src" in line] == []
 
 
-@pytest.mark.parametrize(
-    ("leaving", "pending"), [(1, True), (0, False)], ids=["rank 1, in a collective", "rank 0, before one"]
-)
-def test_leaving_early_is_an_error_of_those_who_go_on(tmp_path: Path, leaving: int, pending: bool) -> None:
-    script = (
-        BEGIN
-        + f"""
+@pytest.mark.parametrize("leaving", [1, 0], ids=["rank 1, in a collective", "rank 0, before one"])
+def test_leaving_early_is_an_error_of_those_who_go_on(tmp_path: Path, leaving: int) -> None:
+    leave = f"""
+time.sleep(1 if rank == {leaving} else {2 - 2 * leaving})
 if rank == {leaving}:
-    time.sleep(1)
     print("left at", time.time(), flush=True)
     sys.exit(0)
-if not {pending}:
-    time.sleep(2)
 try:
     npu.distribute.all_reduce(one, "sum")
 finally:
     print("raised at", time.time(), flush=True)
 """
-    )
-    results = job.run(tmp_path, 2, script)
-    other = 1 - leaving
-    assert job.stamp(results[other].output, "raised") - job.stamp(results[leaving].output, "left") < 10
-    assert results[leaving].code == 0, results[leaving].output
-    assert results[other].code == 1
-    assert results[leaving].at - results[other].at < 5  # rank 0 waits for the others, no longer
-    assert f"rank {leaving} on host" in results[other].output
-    assert "has left the job: its script ended after 1 collective operation in" in results[other].output
-    assert f"the script called sys.exit on rank {leaving}; a call is made on some ranks only" in results[other].output
-    assert "same number of steps" in results[other].output
+    results = job.run(tmp_path, 2, BEGIN + leave)
+    left, other = results[leaving], results[1 - leaving]
+    assert job.stamp(other.output, "raised") - job.stamp(left.output, "left") < 10
+    assert (left.code, other.code) == (0, 1), left.output
+    assert left.at - other.at < 5  # rank 0 waits for the others, no longer
+    assert f"rank {leaving} on host" in other.output
+    assert "has left the job: its script ended after 1 collective operation in" in other.output
+    assert f"the script called sys.exit on rank {leaving}; a call is made on some ranks only" in other.output
+    assert "same number of steps" in other.output
 
 
 @pytest.mark.slow
 def test_a_rank_whose_server_the_others_may_still_read_from_waits_for_them(tmp_path: Path) -> None:
     # Between hosts, a rank that had ended right after its last collective cut off those that were still receiving.
     script = BEGIN + "time.sleep(0 if rank == 1 else 4)"
-    results = job.run(tmp_path, 3, script, **all_through("tensorflow"))
-    assert [result.code for result in results] == [0, 0, 0]
-    ends = [result.at for result in results]
-    assert max(ends) - ends[1] < 3, results[1].output
+    first, second = job.run(tmp_path, 2, script, **all_through("tensorflow"))
+    assert (first.code, second.code) == (0, 0)
+    assert first.at - second.at < 3, second.output
 
 
 def test_one_rank_may_go_on_alone_without_collectives(tmp_path: Path) -> None:
     """And leave while another one is ending already: from Python 3.12 on, an interpreter that shuts down starts no
     thread.
     """
-    script = (
-        BEGIN
-        + """
+    alone = """
 import atexit
 atexit.register(time.sleep, 2 if rank == 0 else 0)  # before the package's own, which was registered earlier
 if rank == 1:
     time.sleep(3)
     print("evaluated at", time.monotonic(), flush=True)
 """
-    )
-    results = job.run(tmp_path, 2, script)
+    results = job.run(tmp_path, 2, BEGIN + alone)
     assert [result.code for result in results] == [0, 0]
     assert not any(word in result.output for result in results for word in ("Abort", "Exception in thread")), results
-    assert results[0].at >= job.stamp(results[1].output, "evaluated"), (
-        "rank 0 has started the hub, which the others need"
-    )
+    assert results[0].at >= job.stamp(results[1].output, "evaluated"), "the others need the hub, which rank 0 started"
 
 
 USED = """
@@ -160,11 +137,13 @@ if os.environ["RANK_ID"] == "1":
 
 
 def test_used_before_open_where_the_job_needs_tensorflows_server(tmp_path: Path) -> None:
-    """One rank did; both say so."""
-    for output in job.outputs(tmp_path, 2, USED + "npu.open()", code=1, **all_through("tensorflow")):
-        assert "Failed open npu device" in output
+    """One rank did, and forgot to open the device; both say so."""
+    script = USED + "    npu.distribute.all_reduce(value)\nnpu.open()"
+    outputs = job.outputs(tmp_path, 2, script, code=1, **all_through("tensorflow"))
+    assert "Failed open npu device" in outputs[0]
+    for output in outputs:
         assert "TensorFlow has been used before npu.open() on rank 1 on host node0" in output
-        assert "right after the imports" in output
+        assert "call `npu.open().as_default()` right after the imports" in output
 
 
 @pytest.mark.skipif(CHOSEN_BACKEND is not None, reason="chooses the backends itself")
@@ -209,51 +188,31 @@ def test_a_backend_that_there_is_not(tmp_path: Path, variables: dict[str, str], 
 
 
 @pytest.mark.skipif(CHOSEN_BACKEND is not None, reason="chooses the backends itself")
-def test_open_comes_at_any_time_where_the_job_needs_no_server(tmp_path: Path) -> None:
+def test_forgotten_open_is_made_good_and_close_ends_it(tmp_path: Path) -> None:
+    """Where the job needs no server, after TensorFlow has been used, too."""
     script = """
 import tensorflow as tf
 value = tf.Variable(tf.ones([300_000]))
 import npu_device as npu
+print("sum", float(npu.distribute.all_reduce(tf.constant(1.0), "sum")))
 rank = npu.open().worker_id
 value.assign_add(tf.fill([300_000], float(rank)))
 step = tf.function(lambda: npu.distribute.all_reduce(value, "sum"))
 print("sum", float(step()[-1]), value.device)
-"""
-    for output in job.outputs(tmp_path, 2, script):
-        assert "sum 3.0 /job:localhost" in output
-
-
-def test_forgotten_open_is_made_good_and_close_ends_it(tmp_path: Path) -> None:
-    script = """
-import numpy as np
-import npu_device as npu
-print("sum", float(npu.distribute.all_reduce(np.float32(1.0), "sum")))
 npu.close()
 npu.close()
 try:
-    npu.distribute.all_reduce(np.float32(1.0), "sum")
+    npu.distribute.all_reduce(tf.constant(1.0), "sum")
 except RuntimeError as error:
     print("refused:", error)
 """
     for output in job.outputs(tmp_path, 2, script):
         assert "sum 2.0" in output
+        assert "sum 3.0 /job:localhost" in output
         assert "refused: " in output and "closed in this process" in output
 
 
-def test_forgotten_open_that_comes_too_late_raises(tmp_path: Path) -> None:
-    """In a job that needs TensorFlow's server."""
-    script = """
-import tensorflow as tf
-import npu_device as npu
-npu.distribute.all_reduce(tf.constant(1.0), "sum")
-"""
-    for output in job.outputs(tmp_path, 2, script, code=1, **all_through("tensorflow")):
-        assert "npu.open().as_default()" in output
-
-
-TRANSFERS = (
-    BEGIN
-    + """
+TRANSFERS = """
 import signal, threading
 value = tf.ones([8_000_000])  # sending it takes most of a step
 step = tf.function(lambda: npu.distribute.all_reduce(value, "sum"))
@@ -268,30 +227,30 @@ except Exception as error:
     print("after", time.time() - began, error, flush=True)
     os._exit(3)
 """
-)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["tensorflow", "tcp"])
-def test_a_rank_that_stops_while_its_data_are_sent(tmp_path: Path, backend: str) -> None:
+def test_a_rank_that_stops_while_its_data_are_sent(tmp_path: Path) -> None:
     """Transfers have no limit of their own: the stall watch ends them, as it ends agreements."""
     limits = {"NPU_DEVICE_STALL_WARNING": "1", "NPU_DEVICE_STALL_TIMEOUT": "2"}
-    script = TRANSFERS.replace("{signal}", "SIGSTOP")
-    ranks = job.start(tmp_path, 2, script, **all_through(backend), **limits)
+    script, jobs = BEGIN + TRANSFERS.replace("{signal}", "SIGSTOP"), []
+    for backend in ("tensorflow", "tcp"):
+        (directory := tmp_path / backend).mkdir()
+        jobs.append(job.start(directory, 2, script, **all_through(backend), **limits))
     try:
-        code = ranks[0].wait(45)
+        codes = [ranks[0].wait(45) for ranks in jobs]
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert code == 3, ranks[0].output
-    assert "rank 1 on host node0: does not answer: stopped" in ranks[0].output
+        job.kill([rank for ranks in jobs for rank in ranks])
+    for code, (first, _) in zip(codes, jobs):
+        assert code == 3, first.output
+        assert "rank 1 on host node0: does not answer: stopped" in first.output
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_while_its_data_are_sent(tmp_path: Path) -> None:
     """TensorFlow crashed."""
-    results = job.run(tmp_path, 3, TRANSFERS.replace("{signal}", "SIGKILL"), **all_through("tensorflow"))
+    script = BEGIN + TRANSFERS.replace("{signal}", "SIGKILL")
+    results = job.run(tmp_path, 3, script, **all_through("tensorflow"))
     for other in (results[0], results[2]):
         assert other.code == 3, other.output
         assert "rank 1 on host node0" in other.output
@@ -301,17 +260,14 @@ def test_a_rank_that_is_killed_while_its_data_are_sent(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_goes_on_after_a_stop_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     """Rank 1 is stopped amid transfers for longer than any limit of the kernel for data that nobody takes."""
-    script = (
-        "from npu_device._src.cluster import frames\nframes.UNACKNOWLEDGED_MILLISECONDS = 1000\n"
-        + BEGIN
-        + """
+    hurried = "from npu_device._src.cluster import frames\nframes.UNACKNOWLEDGED_MILLISECONDS = 1000\n"
+    steps = """
 value = tf.ones([8_000_000])
 step = tf.function(lambda: npu.distribute.all_reduce(value, "sum"))
 print("ready", flush=True)
 print("sum", [float(step()[-1]) for _ in range(40)][-1], flush=True)
 """
-    )
-    ranks = job.start(tmp_path, 2, script, **all_through("tcp"))
+    ranks = job.start(tmp_path, 2, hurried + BEGIN + steps, **all_through("tcp"))
     try:
         job.wait_for(ranks[1:])
         time.sleep(0.3)
@@ -320,8 +276,56 @@ print("sum", [float(step()[-1]) for _ in range(40)][-1], flush=True)
         os.kill(ranks[1].pid, signal.SIGCONT)
         codes = [rank.wait(60) for rank in ranks]
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        job.kill(ranks)
     assert codes == [0, 0], ranks[0].output + ranks[1].output
     assert all("sum 2.0" in rank.output for rank in ranks)
+
+
+# Ends that no code of a rank sees, at the worst moments
+
+ALL = """
+if rank in KILLED:
+    os.kill(os.getpid(), signal.NUMBER)
+while True:
+    npu.distribute.all_reduce(one, "sum")
+"""
+BROADCAST = """
+if rank in KILLED:
+    threading.Timer(0.005, os.kill, [os.getpid(), signal.NUMBER]).start()
+while True:
+    npu.distribute.broadcast([tf.Variable(tf.zeros([4_000_000])) for _ in range(3)])
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "killed", "script"),
+    [("SIGSEGV", [1], ALL), ("SIGKILL", [1, 2], ALL), ("SIGKILL", [0], BROADCAST), ("SIGKILL", [1], BROADCAST)],
+    ids=["a crash", "two at once", "the root of a broadcast", "another rank during a broadcast"],
+)
+def test_ranks_that_die_are_named_to_the_rest(tmp_path: Path, name: str, killed: list[int], script: str) -> None:
+    script = BEGIN + "import signal, threading\n" + script.replace("KILLED", str(killed)).replace("NUMBER", name)
+    results = job.run(tmp_path, len(killed) + 1, script)
+    for rank, result in enumerate(results):
+        if rank in killed:
+            assert result.code == -signal.Signals[name]
+            continue
+        assert result.code == 1, result.output
+        told = [place for place in killed if f"rank {place} on host" in result.output]
+        assert told, result.output
+        assert "is gone: its process ended or was killed" in result.output or "the hub of the job" in result.output
+
+
+def test_a_rank_killed_after_the_last_step(tmp_path: Path) -> None:
+    """The others have what they need, and end well; npurun reports the killed one."""
+    script = BEGIN + "import signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(1)\n"
+    results = job.run(tmp_path, 2, script)
+    assert [result.code for result in results] == [0, -signal.SIGKILL], results
+
+
+def test_the_page_names_tests_that_exist() -> None:
+    tests = Path(__file__).parent
+    page = (tests.parent / "docs" / "notes.md").read_text()
+    named = re.findall(r"`(test_\w+\.py)(?:::(test_\w+))?`", page)
+    assert len(named) > 20
+    missing = [(file, name) for file, name in named if f"def {name}" not in (tests / file).read_text()]
+    assert not missing

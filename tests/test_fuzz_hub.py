@@ -1,5 +1,5 @@
-"""The hub, and the ranks' side of it, with any data: an error or nothing, never a hang, the end of the job, or memory
-beyond a limit.
+"""The hub, the ranks' side of it, their own connections and the TCP engine's, with any data: an error or nothing, never
+a hang, the end of the job, or memory beyond a limit.
 """
 
 from __future__ import annotations
@@ -7,27 +7,28 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from fuzzing import (
     GREETING,
     PLACE,
     SECRET,
     SOON,
-    VALUES,
     both_met,
+    changed,
     ends,
     frame,
     given,
     hub_of_two,
     hypothesis,
     memory_of,
-    pair,
     send,
     st,
     streams,
@@ -36,13 +37,15 @@ from fuzzing import (
 from npu_device._src.cluster import frames, handshake
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.hub_process import HubProcess
+from npu_device._src.cluster.peers import Peers
 from npu_device._src.cluster.rendezvous import meet
 from npu_device._src.cluster.roster import Hello
+from npu_device._src.collectives.engines.host import sockets
 
 pytestmark = pytest.mark.xdist_group("waiting")
 
-_MOST_BYTES, _FEW_BYTES = 600 << 20, 60 << 20
 _numbers = itertools.count()
 
 
@@ -51,7 +54,7 @@ def hub() -> Iterator[HubProcess]:
     running = hub_of_two(stays=True)
     yield running
     assert running._process.poll() is None, "the hub has ended"
-    assert memory_of(running._process.pid) < _MOST_BYTES
+    assert memory_of(running._process.pid) < 600 << 20
     running.end()
 
 
@@ -104,25 +107,15 @@ _LAST = [
 ]
 
 
-@given(streams(GREETING, {"proof": "0"}, _HELLO, *_TABLE))
-def test_a_stranger_at_the_hub(hub: HubProcess, pieces: list[bytes]) -> None:
-    with _connect(hub) as stranger:
-        send(stranger, pieces)
-        assert len(ends(stranger)) < 1000
-    _proved(hub).connection.close()
-
-
 _WITHOUT_RANK = {"hello": {name: value for name, value in _HELLO["hello"].items() if name != "rank"}}
 
 
-@given(streams(_HELLO, {"stopping": "x"}, *_TABLE))
-@hypothesis.example([frame(_WITHOUT_RANK)])
-def test_a_process_with_the_secret_that_is_no_rank(hub: HubProcess, pieces: list[bytes]) -> None:
-    with _proved(hub).connection as client:
+@given(streams(GREETING, {"proof": "0"}, _HELLO, {"stopping": "x"}, *_TABLE), st.booleans())
+@hypothesis.example([frame(_WITHOUT_RANK)], True)
+def test_a_process_that_is_no_rank(hub: HubProcess, pieces: list[bytes], knows_the_secret: bool) -> None:
+    with _proved(hub).connection if knows_the_secret else _connect(hub) as client:
         send(client, pieces)
-        client.settimeout(0.05)
-        with contextlib.suppress(OSError):
-            client.recv(1 << 16)
+        assert knows_the_secret or len(ends(client)) < 1000
     with _job(hub) as (channel, _, _):  # as if it had never come
         _require_work(channel)
 
@@ -134,37 +127,25 @@ def test_a_rank_that_sends_anything(hub: HubProcess, pieces: list[bytes]) -> Non
         ends(other)
         _require_work(channel)
         deadline = time.monotonic() + SOON
-        while not _tells_an_end(news) and time.monotonic() < deadline:
+        while not any(message["push"] in ("gone", "left", "failed") for message in news):
+            assert time.monotonic() < deadline, news
             time.sleep(0.002)
-        assert _tells_an_end(news), news
-
-
-def _tells_an_end(news: list[dict[str, Any]]) -> bool:
-    return any(message["push"] in ("gone", "left", "failed") for message in news)
 
 
 def test_ranks_that_send_what_no_rank_sends(hub: HubProcess) -> None:
-    for pieces in (
-        [frame({"do": "ask", "id": 1, "kind": "k", "body": 1, "ranks": "0-99999999", "seconds": 1})],
-        [frame({"do": "set", "id": 1, "key": "k", "value": "x" * (1 << 24)})],
-        [frame(b'{"do":"set","id":' + b"9" * 1_000_000 + b"}")],
-        [frame(b'{"do":' + b"[" * 1_000_000)],
+    for sent in (
+        {"do": "ask", "id": 1, "kind": "k", "body": 1, "ranks": "0-99999999", "seconds": 1},
+        {"do": "set", "id": 1, "key": "k", "value": "x" * (1 << 24)},
+        b'{"do":"set","id":' + b"9" * 1_000_000 + b"}",
+        b'{"do":' + b"[" * 1_000_000,
     ):
         with _job(hub) as (channel, news, other):
-            reader = threading.Thread(target=_read_all, args=(other, received := bytearray()))
-            reader.start()
-            send(other, pieces)
-            reader.join(20)
-            assert b"can't read what rank 1 has sent" in received
+            sending = threading.Thread(target=send, args=(other, [frame(sent)]))
+            sending.start()
+            assert b"can't read what rank 1 has sent" in ends(other, 20.0, announced=False)
+            sending.join()
             _require_work(channel)
             assert not any(message["push"] == "lost" for message in news)
-
-
-def _read_all(connection: socket.socket, received: bytearray) -> None:
-    with contextlib.suppress(OSError):
-        while data := connection.recv(1 << 16):
-            received += data
-            del received[:-10_000]
 
 
 def test_the_requests_of_an_earlier_job_end_with_it(hub: HubProcess) -> None:
@@ -182,14 +163,13 @@ def test_the_requests_of_an_earlier_job_end_with_it(hub: HubProcess) -> None:
 
 def test_a_refused_process_that_goes_on_sending(hub: HubProcess) -> None:
     line = _proved(hub)
-    hello = {"hello": {**_HELLO["hello"], "job_id": "another"}}
-    line.send(hello)
+    line.send({"hello": {**_HELLO["hello"], "job_id": "another"}})
     began, chunk = time.monotonic(), bytes(1 << 20)
     with line.connection, contextlib.suppress(OSError):
-        while time.monotonic() < began + 2:
+        while time.monotonic() < began + 1:
             line.connection.sendall(chunk)
     _proved(hub).connection.close()
-    assert memory_of(hub._process.pid) < _FEW_BYTES
+    assert memory_of(hub._process.pid) < 60 << 20
 
 
 def test_a_world_that_nobody_has(hub: HubProcess) -> None:
@@ -205,15 +185,10 @@ def test_a_world_that_nobody_has(hub: HubProcess) -> None:
 
 # The ranks' side: another program, or a broken hub, answers.
 
-_ANSWERS = [
-    {"nonce": "x"},
-    {"proof": "0"},
-    {"wait": 0.1},
-    {"waits_for": "rank 1"},
-    {"refused": "text"},
-    {"busy": "text"},
-    {"rank": 0},
-    {"roster": {"hosts": ["a", "b"], "addresses": ["1", "2"], "loopback": True}},
+_ROSTER = {"hosts": ["a", "b"], "addresses": ["1", "2"], "loopback": True}
+_ANSWERS: list[dict[str, Any]] = [
+    *({"nonce": "x"}, {"proof": "0"}, {"wait": 0.1}, {"waits_for": "rank 1"}),
+    *({"refused": "text"}, {"busy": "text"}, {"rank": 0}, {"roster": _ROSTER}),
 ]
 
 
@@ -229,10 +204,7 @@ def test_a_rank_and_any_answers_at_the_hubs_address(pieces: list[bytes], proves:
                     if proves:
                         handshake._admit(connection, SECRET)
                     send(connection, pieces)
-                    connection.shutdown(socket.SHUT_WR)
-                    connection.settimeout(SOON)
-                    while connection.recv(1 << 16):
-                        pass
+                    ends(connection, SOON)
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -255,10 +227,16 @@ def test_a_rank_and_any_answers_at_the_hubs_address(pieces: list[bytes], proves:
     )
 )
 def test_a_rank_and_any_messages_of_the_hub(pieces: list[bytes]) -> None:
-    with pair() as (hub_side, rank_side):
+    hub_side, rank_side = socket.socketpair()
+    with hub_side, rank_side:
         channel, lost = ControlChannel(rank_side, frames.Reader(frames.LIMIT)), threading.Event()
         channel.listen(lambda push: None, lambda reason: lost.set())
-        asking = threading.Thread(target=_ask, args=(channel,))
+
+        def ask() -> None:
+            with contextlib.suppress(ClusterError, TimeoutError, KeyError):
+                channel.get("key", 0.1)
+
+        asking = threading.Thread(target=ask)
         asking.start()
         send(hub_side, pieces)
         with contextlib.suppress(OSError):
@@ -269,28 +247,93 @@ def test_a_rank_and_any_messages_of_the_hub(pieces: list[bytes]) -> None:
         channel.close()
 
 
-def _ask(channel: ControlChannel) -> None:
-    with contextlib.suppress(ClusterError, TimeoutError, KeyError):
-        channel.get("key", 0.1)
+# The ranks' own connections
 
 
-@given(st.lists(st.binary(max_size=20) | VALUES.map(frame)), st.integers(1, 9))
-def test_frames_of_any_bytes(pieces: list[bytes], size: int) -> None:
-    reader, data = frames.Reader(1000), b"".join(pieces)
-    try:
-        for first in range(0, len(data), size):
-            reader.add(data[first : first + size])
-            while (message := reader.next()) is not None:
-                assert isinstance(message, dict)
-    except frames.FrameError:
-        pass
+@pytest.fixture()
+def rank() -> Iterator[tuple[Peers, int, bytes]]:
+    """Rank 0 of two: its connections, its port, and what a rank must know to connect."""
+    hub = hub_of_two(stays=False)
+    met = both_met(hub)
+    cluster, channel = met[0]
+    channel.listen(lambda push: None, lambda reason: None)
+    peers = Peers(cluster, Health(cluster, channel), SECRET)
+    peers.open(channel)
+    port, token = channel.get("peers/0", 1).split()
+    yield peers, int(port), SECRET + token.encode()
+    peers.close()
+    for _, each in met:
+        each.close()
+    hub.end()
 
 
-@given(st.text(alphabet="0123456789,-", max_size=12))
-def test_any_text_as_ranks(text: str) -> None:
-    try:
-        ranks = frames.ranks_of(text)
-    except ValueError:
-        return
-    assert ranks == sorted(set(ranks)) and len(ranks) <= frames.MOST_RANKS
-    assert frames.ranks_of(frames.ranges(ranks)) == ranks
+def _reach(port: int, secret: bytes, **said: Any) -> socket.socket:
+    return handshake.reach("127.0.0.1", port, SOON, secret, **said).connection
+
+
+def _require_connections(peers: Peers, port: int, secret: bytes) -> None:
+    """Check that another rank can still connect."""
+    began = time.monotonic()
+    with _reach(port, secret, rank=1, number=7) as theirs:
+        connection = peers.accept(1, 7, lambda: time.monotonic() > began + SOON)
+        assert connection is not None
+        connection.close()
+        assert theirs.recv(1) == b""
+
+
+@given(streams({**GREETING, "rank": 1, "number": 2}, {"proof": "0"}), st.none() | changed({"rank": 1, "number": 2}))
+def test_anything_at_a_ranks_port(
+    rank: tuple[Peers, int, bytes], pieces: list[bytes], said: dict[str, Any] | None
+) -> None:
+    """From a stranger, and from a process with the secret."""
+    if said is None:
+        with socket.create_connection(("127.0.0.1", rank[1]), SOON) as stranger:
+            send(stranger, pieces)
+            assert len(ends(stranger)) < 1000
+    else:
+        with contextlib.suppress(handshake.AttemptFailedError):
+            _reach(*rank[1:], **said).close()
+    _require_connections(*rank)
+
+
+def test_what_a_rank_says_cannot_be_exchanged_on_the_way(rank: tuple[Peers, int, bytes]) -> None:
+    """The proof covers the rank, and the number of the connection."""
+    _, port, secret = rank
+    for said in ({"rank": 1, "number": 8}, {"rank": 0, "number": 7}):
+        with socket.create_connection(("127.0.0.1", port), SOON) as connection:
+            line = handshake.TimedConnection(connection)
+            line.send({**said, "npu_device": frames.PROTOCOL, "nonce": "mine"})
+            nonce = line.receive(SOON, silent="silent", closed="closed")["nonce"]
+            line.send({"proof": frames.proof(secret, "client", "mine", nonce, {"rank": 1, "number": 7})})
+            with pytest.raises(handshake.AttemptFailedError, match="closed"):
+                line.receive(SOON, silent="silent", closed="closed")
+    _require_connections(*rank)
+
+
+_MESSAGES = st.lists(st.binary(min_size=1, max_size=20), max_size=3)
+
+
+@given(_MESSAGES, st.lists(st.binary(max_size=40), max_size=3), st.integers(0, 30))
+def test_any_bytes_in_the_tcp_engine(expected: list[bytes], added: list[bytes], cut: int) -> None:
+    """A message is taken only whole, with the length that is expected; the rest is an error."""
+    theirs, mine = socket.socketpair()
+    with theirs, mine:
+        mine.setblocking(False)
+        wire = sockets.Wire(sockets.Busy(), None, 1, False)  # type: ignore[arg-type]
+        wire.connection = mine
+        space = [np.zeros(len(message), np.uint8) for message in expected]
+        waiting = [wire.add(each) for each in space]
+        stream = b"".join(struct.pack("<Q", len(message)) + message for message in expected) + b"".join(added)
+        stream = stream[cut:]
+        theirs.sendall(stream)
+        theirs.close()
+        until = time.monotonic() + SOON
+        try:
+            while wire.lost is None and wire.messages:
+                assert time.monotonic() < until
+                wire.advance()
+        except AssertionError as error:
+            assert "rank 1 has sent" in str(error) and cut
+        if not cut:
+            assert all(message.ended for message in waiting)
+            assert [each.tobytes() for each in space] == expected

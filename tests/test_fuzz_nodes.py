@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from fuzzing import ends, given, memory_of, send, streams
-from launcher import NPURUN, environment, script, wait_until
+from launcher import NPURUN, environment, script
+from rendezvous_ranks import connect
 
 from npu_device._src.cluster import handshake
 from npu_device._src.membership.rank_environment import free_port
@@ -54,11 +55,6 @@ def _output(launch: subprocess.Popen[bytes], directory: Path, node: int) -> str:
     return text
 
 
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
 def test_any_messages_to_node_0(tmp_path: Path) -> None:
     port = free_port()
     leader = _npurun(tmp_path, port, 0)
@@ -72,7 +68,7 @@ def test_any_messages_to_node_0(tmp_path: Path) -> None:
                 ends(line.connection)
             assert leader.poll() is None
 
-        wait_until(lambda: _listens(port))
+        connect(("127.0.0.1", port)).close()
         send_anything()
         assert memory_of(leader.pid) < 200 << 20
         member = _npurun(tmp_path, port, 1)

@@ -3,105 +3,79 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import socketserver
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import free_port
-from rendezvous_ranks import (
-    PATIENT,
-    Rank,
-    by_table,
-    by_tf_config,
-    connect,
-    one_error,
-    started,
-    the_port,
-    wait_until_connected,
-    without_table,
-)
+from launcher import is_running, wait_until
+from ranks import clean_environment, free_port
+from rendezvous_ranks import PATIENT, by_table, by_tf_config, connect, one_error, the_port, wait_for, without_table
 
 from npu_device._src.cluster.ports import ReservedPort
 
 pytestmark = pytest.mark.xdist_group("waiting")
-start = pytest.fixture(started, name="start")
 
 
 # They find each other
 
 
 @pytest.mark.parametrize(
-    ("scheme", "size", "chief_first"),
-    [("rank table", 2, True), ("CM_*", 3, False), ("CM_* IPv6", 2, False), ("TF_CONFIG", 3, True)],
+    ("scheme", "host"),
+    [("rank table", "node0"), ("CM_*", "127.0.0.1"), ("CM_* IPv6", "::1"), ("TF_CONFIG", "localhost")],
 )
-def test_they_find_each_other(scheme: str, size: int, chief_first: bool, start: Any, tmp_path: Path) -> None:
+def test_they_find_each_other(scheme: str, host: str, start: Any, tmp_path: Path) -> None:
+    """The chief comes last; settings are the same however they are written."""
     port = free_port()
-    environments = [
-        {
-            "rank table": lambda rank=rank: by_table(tmp_path, size, rank),
-            "CM_*": lambda rank=rank: without_table(port, size, rank),
-            "CM_* IPv6": lambda rank=rank: without_table(port, size, rank, "::1"),
-            "TF_CONFIG": lambda rank=rank: by_tf_config(port, size, rank),
+    settings = [{"NPU_DEVICE_AUDIT": "auto", "NPU_DEVICE_SPLIT": "1,3"}, {"NPU_DEVICE_SPLIT": "1, 3 "}]
+    ranks = []
+    for rank in (1, 0):
+        variables = {
+            "rank table": lambda rank=rank: by_table(tmp_path, 2, rank),
+            "CM_*": lambda rank=rank: {**without_table(port, 2, rank), "CM_WORKER_IP": ""},
+            "CM_* IPv6": lambda rank=rank: without_table(port, 2, rank, "::1"),
+            "TF_CONFIG": lambda rank=rank: by_tf_config(port, 2, rank),
         }[scheme]()
-        for rank in range(size)
-    ]
-    ranks: list[Rank | None] = [None] * size
-    for rank in range(size) if chief_first else reversed(range(size)):
-        ranks[rank] = start({**environments[rank], **PATIENT})
-        if not chief_first:
-            time.sleep(0.3)
-    clusters = [rank.report()["cluster"] for rank in ranks if rank is not None]
-    loopback = "::1" if "IPv6" in scheme else "127.0.0.1"
-    host = {"rank table": "node0", "CM_*": "127.0.0.1", "CM_* IPv6": "::1", "TF_CONFIG": "localhost"}[scheme]
-    for rank, cluster in enumerate(clusters):
-        assert (cluster["rank"], cluster["world_size"]) == (rank, size)
-        assert (cluster["local_rank"], cluster["local_size"], cluster["device_id"]) == (rank, size, rank)
-        assert (cluster["host"], cluster["hosts"]) == (host, [host] * size)
+        ranks.append(start({**variables, **settings[rank], **PATIENT}))
+        time.sleep(0.3)
+    for rank, cluster in enumerate(rank.report()["cluster"] for rank in reversed(ranks)):
+        assert (cluster["rank"], cluster["world_size"]) == (rank, 2)
+        assert (cluster["local_rank"], cluster["local_size"], cluster["device_id"]) == (rank, 2, rank)
+        assert (cluster["host"], cluster["hosts"]) == (host, [host] * 2)
         assert cluster["job_id"] == ("tests" if scheme == "rank table" else "default")
-        assert cluster["addresses"] == [loopback] * size
+        assert cluster["addresses"] == ["::1" if "IPv6" in scheme else "127.0.0.1"] * 2
 
 
 def test_ranks_are_numbered_by_address_and_device(start: Any) -> None:
     """Addresses count as numbers: 127.0.0.9 goes before 127.0.0.10. The chief isn't rank 0 here."""
     port = free_port()
-    places = [("127.0.0.9", 1), ("127.0.0.10", 0), ("127.0.0.10", 2)]
-    ranks = [
-        start({**without_table(port, 3, device), "CM_CHIEF_IP": "127.0.0.10", "CM_WORKER_IP": ip})
-        for ip, device in places
-    ]
+    places = {1: "127.0.0.9", 0: "127.0.0.10", 2: "127.0.0.10"}
+    variables = [{**without_table(port, 3, device), "CM_WORKER_IP": ip} for device, ip in places.items()]
+    ranks = [start({**each, "CM_CHIEF_IP": "127.0.0.10"}) for each in variables]
     clusters = [rank.report()["cluster"] for rank in ranks]
     assert [cluster["rank"] for cluster in clusters] == [0, 1, 2]
     assert [cluster["local_rank"] for cluster in clusters] == [0, 0, 1]
-    assert clusters[0]["hosts"] == ["127.0.0.9", "127.0.0.10", "127.0.0.10"]
-    assert clusters[0]["addresses"] == clusters[0]["hosts"]
-
-
-def test_no_worker_ip(start: Any) -> None:
-    port = free_port()
-    ranks = [start({**without_table(port, 2, device), "CM_WORKER_IP": "", **PATIENT}) for device in range(2)]
-    assert [rank.report()["cluster"]["hosts"] for rank in ranks] == [["127.0.0.1"] * 2] * 2
+    assert clusters[0]["hosts"] == clusters[0]["addresses"] == ["127.0.0.9", "127.0.0.10", "127.0.0.10"]
 
 
 def test_a_table_of_two_servers(start: Any, tmp_path: Path) -> None:
     """The first address of the chief isn't known anywhere, the second is."""
-    port = str(free_port())
-    servers = [
-        {
-            "server_id": "127.0.0.1",
-            "host_ip": "nobody.invalid",
-            "device": [{"device_id": "0", "rank_id": "0", "host_port": port}],
-        },
-        {"server_id": "nodeB", "device": [{"device_id": "0", "rank_id": "1"}]},
-    ]
+    devices: list[dict[str, str]] = [{"device_id": "0", "rank_id": str(rank)} for rank in range(2)]
+    devices[0]["host_port"] = str(free_port())
+    first = {"server_id": "127.0.0.1", "host_ip": "nobody.invalid", "device": devices[:1]}
+    table = {"version": "1.0", "status": "completed", "server_list": [first, {"server_id": "b", "device": devices[1:]}]}
     path = tmp_path / "table.json"
-    path.write_text(json.dumps({"version": "1.0", "status": "completed", "server_list": servers}))
-    table = {"RANK_TABLE_FILE": str(path), "RANK_SIZE": "2", **PATIENT}
-    ranks = [start({**table, "RANK_ID": str(rank)}) for rank in range(2)]
-    clusters = [rank.report()["cluster"] for rank in ranks]
-    assert clusters[1]["hosts"] == ["127.0.0.1", "nodeB"]
+    path.write_text(json.dumps(table))
+    variables = {"RANK_TABLE_FILE": str(path), "RANK_SIZE": "2", **PATIENT}
+    clusters = [rank.report()["cluster"] for rank in [start({**variables, "RANK_ID": each}) for each in ("0", "1")]]
+    assert clusters[1]["hosts"] == ["127.0.0.1", "b"]
     assert [cluster["local_size"] for cluster in clusters] == [1, 1]
     assert clusters[1]["addresses"] == ["127.0.0.1"] * 2
 
@@ -131,17 +105,21 @@ def test_the_port_can_be_bound_and_is_given_to_nobody_else(ports: tuple[int, int
 
 
 def test_missing(start: Any, tmp_path: Path) -> None:
-    text = one_error([start(by_table(tmp_path, 3, rank)) for rank in (0, 2)])
+    """The hub ends, too."""
+    chief, other = (start(by_table(tmp_path, 3, rank)) for rank in (0, 2))
+    hub = chief.hub()
+    text = one_error([chief, other])
     assert text.startswith("EI0015: 1 of the 3 ranks of job 'tests' did not come within 2 s (HCCL_CONNECT_TIMEOUT):")
     assert "  rank 0 on host node0: came (machine " in text
     assert "  rank 1 on host node0: missing\n" in text
     assert "  rank 2 on host node0: came (machine " in text
     assert "What to do:" in text
+    wait_until(lambda: not is_running(hub), 8)
 
 
 def test_a_rank_that_came_and_died(start: Any, tmp_path: Path) -> None:
-    ranks = [start(by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="4")) for rank in range(2)]
-    wait_until_connected(tmp_path, 2)
+    ranks = [start(by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="3")) for rank in range(2)]
+    wait_for(tmp_path, 2)
     ranks[1].process.kill()
     text = one_error(ranks[:1])
     assert f"rank 1 on host node0: missing; it came, but left before the end (machine {socket.gethostname()}" in text
@@ -150,19 +128,18 @@ def test_a_rank_that_came_and_died(start: Any, tmp_path: Path) -> None:
 
 def test_a_rank_that_died_may_come_again(start: Any, tmp_path: Path) -> None:
     first = [start(by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="20")) for rank in (0, 1)]
-    wait_until_connected(tmp_path, 2)
+    wait_for(tmp_path, 2)
     first[1].process.kill()
     again = [start(by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="20")) for rank in (1, 2)]
     assert [rank.report()["cluster"]["rank"] for rank in (first[0], *again)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("doubled", [0, 1])
-def test_doubled(doubled: int, start: Any, tmp_path: Path) -> None:
+def test_a_doubled_chief(start: Any, tmp_path: Path) -> None:
     # A third rank that never comes keeps the job from being complete before the doubled one is there.
-    ranks = [start(by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="30")) for rank in (0, 1, doubled)]
+    ranks = [start(by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="30")) for rank in (0, 1, 0)]
     text = one_error(ranks)
     assert text.startswith("the ranks that came to job 'tests' don't match (doubled rank):")
-    assert text.count(f"  rank {doubled} on host node0: doubled (machine ") == 2
+    assert text.count("  rank 0 on host node0: doubled (machine ") == 2
     assert text.count(": came (machine ") == 1
     assert "  rank 2 on host node0: missing" in text
     for rank in ranks:
@@ -179,68 +156,36 @@ def test_doubled_without_a_table(start: Any) -> None:
     assert "ASCEND_DEVICE_ID" in text
 
 
-def test_another_world_size(start: Any, tmp_path: Path) -> None:
+def test_another_world_size(start: Any) -> None:
     port = free_port()
-    ranks = [
-        start({**without_table(port, size, device), "HCCL_CONNECT_TIMEOUT": "30"}) for device, size in ((0, 2), (1, 3))
-    ]
+    ranks = [start({**without_table(port, 2 + device, device), "HCCL_CONNECT_TIMEOUT": "30"}) for device in (0, 1)]
     text = one_error(ranks)
     assert "don't match (another world size)" in text
     assert "  device 0 on host 127.0.0.1: came (" in text
     assert "  device 1 on host 127.0.0.1: another world size, 3 (the chief: 2) (machine " in text
 
 
-@pytest.mark.parametrize("package", ["npu_device", "tensorflow"])
-def test_another_version(package: str, start: Any, tmp_path: Path) -> None:
-    usual = {"npu_device": "1.0", "tensorflow": "2.20.0"}
-    ranks = [
-        start(by_table(tmp_path, 2, rank, HCCL_CONNECT_TIMEOUT="30"), {**usual, package: f"2.{rank}"})
-        for rank in range(2)
-    ]
-    text = one_error(ranks)
-    assert "don't match (another version)" in text
-    assert f"  rank 1 on host node0: another version, {package} 2.1 (the chief: 2.0) (machine " in text
-    assert "install the same versions" in text
-
-
-def test_another_setting(start: Any, tmp_path: Path) -> None:
-    settings: list[dict[str, str]] = [{"NPU_DEVICE_SPLIT": ""}, {"NPU_DEVICE_AUDIT": "off", "NPU_DEVICE_SPLIT": "1, 3"}]
-    text = one_error([start(by_table(tmp_path, 2, rank, **settings[rank])) for rank in range(2)])
-    assert "don't match (another setting)" in text
-    assert "  rank 1 on host node0: another setting, NPU_DEVICE_AUDIT off (the chief: default); another" in text
+def test_another_version_setting_and_scheme(start: Any, tmp_path: Path) -> None:
+    chief = by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="30", JOB_ID="default", NPU_DEVICE_SPLIT="")
+    other = {**by_tf_config(the_port(tmp_path), 2, 1), "NPU_DEVICE_AUDIT": "off", "NPU_DEVICE_SPLIT": "1, 3"}
+    versions = [{"npu_device": "1.0", "tensorflow": f"2.{rank}"} for rank in range(2)]
+    text = one_error([start(chief, versions[0]), start(other, versions[1])])
+    assert "don't match (another scheme, another version, another setting)" in text
+    assert "  rank 1 on host localhost: another scheme, TF_CONFIG (the chief: rank table); " in text
+    assert "; another version, tensorflow 2.1 (the chief: 2.0); " in text
+    assert "; another setting, NPU_DEVICE_AUDIT off (the chief: default); another" in text
     assert "NPU_DEVICE_SPLIT (1, 3) (the chief: default) (machine " in text
+    assert "install the same versions" in text
     assert "give these environment variables the same value on all ranks" in text
 
 
-def test_the_same_settings_written_otherwise(start: Any, tmp_path: Path) -> None:
-    settings = [{"NPU_DEVICE_AUDIT": "auto", "NPU_DEVICE_SPLIT": "1,3"}, {"NPU_DEVICE_SPLIT": "1, 3 "}]
-    ranks = [start(by_table(tmp_path, 2, rank, **settings[rank])) for rank in range(2)]
-    assert [rank.report()["cluster"]["rank"] for rank in ranks] == [0, 1]
-
-
-def test_another_scheme(start: Any, tmp_path: Path) -> None:
-    table = by_table(tmp_path, 2, 0, JOB_ID="default")
-    text = one_error([start(table), start(by_tf_config(the_port(tmp_path), 2, 1))])
-    assert "another scheme, TF_CONFIG (the chief: rank table)" in text
-
-
-def test_another_job(start: Any, tmp_path: Path) -> None:
-    chief = start(by_table(tmp_path, 2, 0))
-    wait_until_connected(tmp_path, 1)
-    stray = start(by_table(tmp_path, 2, 1, JOB_ID="other", HCCL_CONNECT_TIMEOUT="30"))
-    text = stray.report()["error"]
+def test_a_rank_of_another_job_is_refused_and_disturbs_nobody(start: Any, tmp_path: Path) -> None:
+    chief = start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="20"))
+    wait_for(tmp_path, 1)
+    text = start(by_table(tmp_path, 2, 1, JOB_ID="other", HCCL_CONNECT_TIMEOUT="20")).report()["error"]
     assert text.startswith("rank 1 of job 'other' came to the meeting point of another job, 'tests'")
     assert f"pid {chief.process.pid}" in text
     assert "JOB_ID" in text
-    text = one_error([chief])
-    assert "  rank 1 on host node0: missing\n" in text
-    assert f"  rank 1 of another job, 'other': refused (machine {socket.gethostname()}, pid {stray.process.pid}" in text
-
-
-def test_the_refused_job_does_not_disturb_the_first(start: Any, tmp_path: Path) -> None:
-    chief = start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="20"))
-    stray = start(by_table(tmp_path, 2, 1, JOB_ID="other", HCCL_CONNECT_TIMEOUT="20"))
-    assert "error" in stray.report()
     other = start(by_table(tmp_path, 2, 1, HCCL_CONNECT_TIMEOUT="20"))
     assert "cluster" in chief.report()
     assert "cluster" in other.report()
@@ -250,53 +195,38 @@ def test_the_refused_job_does_not_disturb_the_first(start: Any, tmp_path: Path) 
 
 
 def test_no_chief(start: Any, tmp_path: Path) -> None:
-    text = one_error([start(by_table(tmp_path, 2, 1))])
+    ranks = [start(by_table(tmp_path, 2, 1)), start(by_tf_config(29688, 2, 1, "nobody.invalid"))]
+    text, unresolvable = (rank.report()["error"] for rank in ranks)
     assert text.startswith("EI0015: rank 1 of job 'tests' (machine ")
     assert "got no answer from the chief, rank 0 on host node0, within 2 s (HCCL_CONNECT_TIMEOUT):" in text
     assert f"  127.0.0.1:{the_port(tmp_path)} refused: nothing listens there\n" in text
     assert "What to do:" in text
+    assert "  nobody.invalid:29688 the name can't be resolved (" in unresolvable
 
 
-def test_unresolvable_chief(start: Any) -> None:
-    text = one_error([start(by_tf_config(29688, 2, 1, "nobody.invalid"))])
-    assert "  nobody.invalid:29688 the name can't be resolved (" in text
+class _Web(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        self.request.recv(1000)
+        self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
-@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-def test_somebody_else_at_the_chiefs_place(says: bytes, start: Any, tmp_path: Path) -> None:
-    """The rank looks on until its time has passed; the chief sees at once that its port is taken."""
-    environment = by_table(tmp_path, 2, 1)
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", the_port(tmp_path)))
-        listener.listen()
-        accepted = []
-
-        def serve() -> None:
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                accepted.append(connection)
-                if says:
-                    connection.recv(1000)
-                    connection.sendall(says)
-
-        thread = threading.Thread(target=serve)
+def test_somebody_else_at_the_chiefs_place(start: Any, tmp_path: Path) -> None:
+    """A rank looks on until its time has passed; the chief sees at once that its port is taken."""
+    environment, silent = by_table(tmp_path, 2, 1), socket.create_server(("127.0.0.1", 0))  # accepts no connection
+    with silent, socketserver.TCPServer(("127.0.0.1", the_port(tmp_path)), _Web) as web:
+        thread = threading.Thread(target=web.serve_forever)
         thread.start()
         try:
             rank, chief = start(environment), start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="60"))
-            text = rank.report()["error"]
-            assert ("another program answers there" if says else "no answer: another program, or one") in text
+            waiting = start(by_tf_config(silent.getsockname()[1], 2, 1, "127.0.0.1"))
+            assert "another program answers there" in rank.report()["error"]
+            assert "no answer: another program, or one" in waiting.report()["error"]
             text = chief.report()["error"]
             assert text.startswith(f"EI0019: the ranks are to meet at 127.0.0.1:{the_port(tmp_path)} on ")
             assert "What to do: end the other program, or give every rank another port" in text
         finally:
-            listener.shutdown(socket.SHUT_RDWR)
+            web.shutdown()
             thread.join()
-            for connection in accepted:
-                connection.close()
 
 
 def test_two_jobs_on_one_port(start: Any, tmp_path: Path) -> None:
@@ -305,4 +235,68 @@ def test_two_jobs_on_one_port(start: Any, tmp_path: Path) -> None:
     second = start(by_table(tmp_path, 2, 0, JOB_ID="other", HCCL_CONNECT_TIMEOUT="60"))
     text = second.report()["error"]
     assert text.startswith("rank 0 of job 'other' came to the meeting point of another job, 'tests'")
-    assert "rank 0 of another job, 'other': refused" in one_error([first])
+    refused = f"rank 0 of another job, 'other': refused (machine {socket.gethostname()}, pid {second.process.pid}"
+    assert refused in one_error([first])
+
+
+def test_interrupted(start: Any, tmp_path: Path) -> None:
+    """Ctrl-C ends a rank at once, not after HCCL_CONNECT_TIMEOUT; if it is the chief, the others hear of it."""
+    chief, other = (start(by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="60")) for rank in range(2))
+    lost = start({**by_tf_config(29688, 2, 1, "nobody.invalid"), "HCCL_CONNECT_TIMEOUT": "60"})
+    wait_for(tmp_path, 2)
+    for rank in (lost, chief):
+        rank.process.send_signal(signal.SIGINT)
+        _, errors = rank.process.communicate(timeout=15)
+        assert "KeyboardInterrupt" in errors
+    assert "stopped while the ranks were meeting: KeyboardInterrupt()" in other.report()["error"]
+
+
+def test_a_hub_that_stands_still(start: Any, tmp_path: Path) -> None:
+    variables = [by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="3") for rank in range(2)]
+    ranks = [start(each, VERDICT_MARGIN_SECONDS=0.5) for each in variables]
+    wait_for(tmp_path, 2)
+    hub = ranks[0].hub()
+    os.kill(hub, signal.SIGSTOP)
+    for rank in ranks:
+        assert "the chief accepted this rank, and then sent nothing more" in rank.report()["error"]
+    os.kill(hub, signal.SIGKILL)
+
+
+def test_the_hub_ends_with_its_job(start: Any, tmp_path: Path) -> None:
+    """And nothing on its command line tells the secret."""
+    chief = start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="20", NPU_DEVICE_SECRET="0f1e2d"))
+    hub = chief.hub()
+    assert "0f1e2d" not in Path(f"/proc/{hub}/cmdline").read_text()
+    assert not any(name in Path(f"/proc/{hub}/maps").read_text() for name in ("numpy", "tensorflow"))
+    other = start(by_table(tmp_path, 2, 1, HCCL_CONNECT_TIMEOUT="20", NPU_DEVICE_SECRET="0f1e2d"))
+    assert "cluster" in chief.report()
+    assert "cluster" in other.report()
+    wait_until(lambda: not is_running(hub), 5)
+
+
+def test_the_hub_ends_when_its_starter_is_killed(start: Any, tmp_path: Path) -> None:
+    chief = start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="60"))
+    hub = chief.hub()
+    chief.process.kill()
+    wait_until(lambda: not is_running(hub), 5)
+
+
+def test_two_jobs_one_after_the_other(start: Any, tmp_path: Path) -> None:
+    """The next job's ranks wait for the hub of the last one."""
+    channels = """
+import sys, time
+from npu_device._src.membership.schemes import membership_from_environment
+from npu_device._src.cluster.rendezvous import meet
+for number in range(2):
+    cluster, channel = meet(membership_from_environment())
+    print(number, cluster.rank, flush=True)
+    if cluster.rank == 1:
+        time.sleep(0.5)  # rank 0 is at the next meeting meanwhile
+    channel.close()
+"""
+    ranks = []
+    for rank in range(2):
+        variables = {**clean_environment(), **by_table(tmp_path, 2, rank, HCCL_CONNECT_TIMEOUT="20")}
+        command = [sys.executable, "-c", channels]
+        ranks.append(subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True))
+    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["0 0\n1 0\n", "0 1\n1 1\n"]

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import npu_device as npu
+from hccl.split.api import set_split_strategy_by_size
+from npu_device._src.collectives.job import current
+from npu_device._src.gradients import split_strategy
+from npu_device._src.trace import trace
+from npu_device._src.trace.recorder import Settings
+from npu_device.distribute import hccl_ops
+from npu_device.distribute.npu_callbacks import NPUBroadcastGlobalVariablesCallback
 
 SAMPLES = 24  # divisible by 1, 2 and 3 ranks
 
 
 def devices() -> dict[str, Any]:
     """Return this rank's device, and where TensorFlow and the handle place things."""
-    import tensorflow as tf
-
-    import npu_device as npu
-    from npu_device._src.collectives.job import current
-
     running = current()
     assert running is not None
     hosts = running.hosts
@@ -36,11 +44,6 @@ def devices() -> dict[str, Any]:
 
 def numbers() -> dict[str, Any]:
     """Reduce lists of all dtypes, dense and sparse, on the device and in host memory, eagerly and in a function."""
-    import tensorflow as tf
-
-    import npu_device as npu
-    from npu_device.distribute import hccl_ops
-
     handle = npu.open()
     rank, size = handle.worker_id, handle.workers_num
     kinds = (tf.float32, tf.int32, tf.float16, tf.bfloat16, tf.float64, tf.int64, tf.uint8)
@@ -72,17 +75,13 @@ def numbers() -> dict[str, Any]:
 
 def expected_numbers(size: int) -> list[Any]:
     """Return the results of ``numbers``, computed in NumPy."""
-    import numpy as np
-
     base, ranks = np.arange(1, 6), np.arange(1, size + 1)
-    mean, largest = base * ranks.mean(), base * size
-    mean_of_uint8 = mean  # a mean of integers is floating-point
+    mean, largest = base * ranks.mean(), base * size  # a mean of integers is floating-point
     cpu = np.arange(3.0) + (size - 1) / 2
     rows = np.zeros([50, 3])
     rows[[0, 5]] = ranks.mean()
     return [
-        *[mean] * 6,
-        mean_of_uint8,
+        *[mean] * 7,
         cpu,
         *[largest] * 7,
         np.arange(3.0) + size - 1,
@@ -101,8 +100,6 @@ def _model(keras: Any) -> Any:
 
 
 def _data(rank: int, size: int) -> tuple[Any, Any]:
-    import numpy as np
-
     random = np.random.default_rng(3)
     x, y = random.normal(size=(SAMPLES, 8)).astype("float32"), random.normal(size=(SAMPLES, 1)).astype("float32")
     share = SAMPLES // size
@@ -111,12 +108,6 @@ def _data(rank: int, size: int) -> tuple[Any, Any]:
 
 def loop(steps: int, segments: int, compiled: bool) -> list[float]:
     """Train in a custom loop on this rank's part of the data; return the sums of the weights."""
-    import tensorflow as tf
-
-    import npu_device as npu
-    from hccl.split.api import set_split_strategy_by_size
-    from npu_device._src.gradients import split_strategy
-
     handle = npu.open()
     model, optimizer = _model(tf.keras), tf.keras.optimizers.SGD(0.1, momentum=0.9)
     npu.distribute.broadcast(model.variables)
@@ -141,11 +132,6 @@ def loop(steps: int, segments: int, compiled: bool) -> list[float]:
 
 def fit(mixed: bool, replicate: bool) -> list[float]:
     """Train with ``fit``; return the losses and the sums of the weights."""
-    import tensorflow as tf
-
-    import npu_device as npu
-    from npu_device.distribute.npu_callbacks import NPUBroadcastGlobalVariablesCallback
-
     handle = npu.open()
     tf.keras.mixed_precision.set_global_policy("mixed_float16" if mixed else "float32")
     try:
@@ -164,26 +150,7 @@ def fit(mixed: bool, replicate: bool) -> list[float]:
     return [*losses, *(float(tf.reduce_sum(tf.cast(w, tf.float32))) for w in model.trainable_variables)]
 
 
-def traced_loop(directory: str) -> None:
-    """Train with four segments while a trace runs."""
-    import tensorflow as tf
-
-    import npu_device as npu
-    from hccl.split.api import set_split_strategy_by_size
-    from npu_device._src.collectives.job import current
-    from npu_device._src.gradients import split_strategy
-    from npu_device._src.trace import trace
-    from npu_device._src.trace.recorder import Settings
-
-    running = current()
-    assert running is not None
-    set_split_strategy_by_size([25] * 4)
-    trace.start(running, Settings(Path(directory)))
-    width = 4096 if tf.config.get_visible_devices("GPU") else 512  # backward has to take a while
-    weights = [tf.Variable(tf.random.stateless_normal([width, width], (1, i)) / width) for i in range(12)]
-    npu.distribute.broadcast(weights)
-    x = tf.ones([64, width])
-
+def _step(weights: list[Any], x: Any) -> Any:
     @tf.function
     def step() -> None:
         with tf.GradientTape() as tape:
@@ -194,6 +161,19 @@ def traced_loop(directory: str) -> None:
         for weight, gradient in zip(weights, npu.distribute.all_reduce(tape.gradient(loss, weights), "mean")):
             weight.assign_sub(0.01 * gradient)
 
+    return step
+
+
+def traced_loop(directory: str) -> None:
+    """Train with four segments while a trace runs."""
+    running = current()
+    assert running is not None
+    set_split_strategy_by_size([25] * 4)
+    trace.start(running, Settings(Path(directory)))
+    width = 4096 if tf.config.get_visible_devices("GPU") else 512  # backward has to take a while
+    weights = [tf.Variable(tf.random.stateless_normal([width, width], (1, i)) / width) for i in range(12)]
+    npu.distribute.broadcast(weights)
+    step = _step(weights, tf.ones([64, width]))
     for _ in range(10):
         step()
     trace.stop()
@@ -202,24 +182,9 @@ def traced_loop(directory: str) -> None:
 
 def memory(steps: int) -> dict[str, float]:
     """Train for many steps; return by how many MB host and GPU memory grew after the first fifth."""
-    import gc
-
-    import tensorflow as tf
-
-    import npu_device as npu
-
     weights = [tf.Variable(tf.ones([64, 64]) / 64) for _ in range(4)]
     on_gpu = bool(tf.config.get_visible_devices("GPU"))
-
-    @tf.function
-    def step() -> None:
-        with tf.GradientTape() as tape:
-            value = tf.ones([8, 64])
-            for weight in weights:
-                value = value @ weight
-            loss = tf.reduce_mean(value**2)
-        for weight, gradient in zip(weights, npu.distribute.all_reduce(tape.gradient(loss, weights), "mean")):
-            weight.assign_sub(0.001 * gradient)
+    step = _step(weights, tf.ones([8, 64]))
 
     def used() -> tuple[float, float]:
         gc.collect()

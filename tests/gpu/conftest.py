@@ -37,43 +37,35 @@ def _gpus() -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     ours = [item for item in items if _HERE in item.path.parents]
     device = config.getoption("--device")
-    if not ours or device == "cpu":
-        return
     if device is None:
         reason = "make test-gpu runs these"
+    elif ours and device == "gpu" and not _gpus():
+        reason = "TensorFlow sees no GPU; --device cpu runs these tests on CPUs"
     else:
-        reason = "" if _gpus() else "TensorFlow sees no GPU; --device cpu runs these tests on CPUs"
-    for item in ours if reason else ():
+        return
+    for item in ours:
         item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @dataclass(frozen=True)
 class Way:
-    """The way of floating-point tensors from rank to rank.
-
-    Attributes:
-        name: "host memory" or "NCCL".
-        on_gpu: the ranks have GPUs.
-        variables: what makes the ranks use it.
-        apart: two ranks share a GPU as if they were on different hosts.
-        pool_with: returns the ranks of a size, a Keras, and variables.
-    """
+    """The way of floating-point tensors from rank to rank."""
 
     name: str
     on_gpu: bool
-    variables: dict[str, str]
-    apart: bool
+    variables: dict[str, str]  # make the ranks use it
+    apart: bool  # two ranks share a GPU as if they were on different hosts
     pool_with: Callable[..., Pool]
 
     def environment(self, directory: Path) -> dict[str, str]:
         """Return the variables of a job of two ranks, whose rank table is in the directory if it needs one."""
         if not self.apart:
             return self.variables
-        table = directory / "hosts.json"
         devices = [{"device_id": "0", "device_ip": f"10.0.0.{rank + 1}", "rank_id": str(rank)} for rank in range(2)]
         servers = [{"server_id": f"127.0.0.{rank + 1}", "device": [device]} for rank, device in enumerate(devices)]
         devices[0]["host_port"] = str(free_port())
         content = {"version": "1.0", "status": "completed", "server_count": "2", "server_list": servers}
+        table = directory / "hosts.json"
         table.write_text(json.dumps(content))
         return {**self.variables, "RANK_TABLE_FILE": str(table)}
 

@@ -82,28 +82,24 @@ def problems(found: Findings) -> list[str]:
 
 
 def warnings(found: Findings) -> list[str]:
-    parts = _versions(found, ("Python", "NumPy")), _not_shared(found), _same_machine(found), _conditions(found)
-    return [text for part in (*parts, _slow_links(found)) for text in part]
+    different = _versions(found, ("Python", "NumPy"))
+    return [*different, *_not_shared(found), *_same_machine(found), *_conditions(found), *_slow_links(found)]
 
 
 def _blocked(found: Findings) -> Iterator[str]:
-    told: set[tuple[str, str]] = set()
+    blocked: dict[tuple[str, str], tuple[int, int, str]] = {}  # the first ranks between two hosts
     for rank, failed in enumerate(found.unreachable):
         for other, what in failed.items():
-            here, there = found.facts[rank].host, found.facts[other].host
-            if (here, there) in told:
-                continue
-            told.add((here, there))
-            back = (found.facts[target].host for source in found.hosts[there] for target in found.unreachable[source])
-            direction = (
-                "and not in the other direction either" if here in back else f"host {there} can connect to host {here}"
-            )
-            yield (
-                f"{found.name(rank)} can't connect to {found.name(other)} at {what}; {direction}.\n"
-                f"Likely cause: a firewall on host {there}, or between the two, or an address of an internal network.\n"
-                "What to do: let the hosts connect to all ports, or only to those of NPU_DEVICE_PORT_RANGE, "
-                "set on all ranks; HCCL_SOCKET_IFNAME chooses another interface."
-            )
+            blocked.setdefault((found.facts[rank].host, found.facts[other].host), (rank, other, what))
+    for (here, there), (rank, other, what) in blocked.items():
+        back = f"host {there} can connect to host {here}"
+        direction = "and not in the other direction either" if (there, here) in blocked else back
+        yield (
+            f"{found.name(rank)} can't connect to {found.name(other)} at {what}; {direction}.\n"
+            f"Likely cause: a firewall on host {there}, or between the two, or an address of an internal network.\n"
+            "What to do: let the hosts connect to all ports, or only to those of NPU_DEVICE_PORT_RANGE, "
+            "set on all ranks; HCCL_SOCKET_IFNAME chooses another interface."
+        )
 
 
 def _loopback(found: Findings) -> Iterator[str]:
@@ -191,7 +187,7 @@ def text(found: Findings, problems: Sequence[str], warnings: Sequence[str]) -> s
 
 
 def verdict(problems: Sequence[str]) -> str:
-    return "training would " + (f"not work: {counted(len(problems), 'problem')}" if problems else "work")
+    return f"training would not work: {counted(len(problems), 'problem')}" if problems else "training would work"
 
 
 def _hosts(found: Findings) -> str:
@@ -217,7 +213,7 @@ def _settings(found: Findings) -> str:
 
 def _speeds(found: Findings) -> str:
     measured = {"within a host": found.within} if found.within else {}
-    measured.update((f"between hosts, {name}", seconds) for name, seconds in found.between.items())
+    measured |= {f"between hosts, {name}": seconds for name, seconds in found.between.items()}
     columns = [[title, *(f"{1e3 * each:.3g} ms" for each in seconds)] for title, seconds in measured.items()]
     lines = [_table(list(zip(["all_reduce of", *SIZES.values()], *columns)))] if columns else []
     if found.between:

@@ -61,17 +61,19 @@ def _found(job: Job) -> Findings:
     )
     if any(unreachable):  # a collective would wait for the stall watch
         return found
-    engines = [job.hosts.engine, *(["mpi"] if job.mpi_world else []), "tcp"] if len(leaders) > 1 else []
-    right = _sum_is_right(job)
+    engines = dict.fromkeys([job.hosts.engine, *(["mpi"] if job.mpi_world else []), "tcp"] if leaders[1:] else [])
+    size = cluster.world_size
+    total = all_reduce(job, tf.fill([1 << 18], float(cluster.rank + 1)), "sum", group_of(job, WORLD_GROUP))
+    right = bool(tf.reduce_all(total == size * (size + 1) / 2))
     mine = cluster.neighbours
     within = _by_size(job, "check_within", mine) if len(mine) > 1 else None
     gather("within", None)
-    between = _between(job, leaders, dict.fromkeys(engines)) if cluster.rank in leaders else {}
+    between = _between(job, leaders, engines) if cluster.rank in leaders else {}
     measured = gather("speeds", [right, within, between])
     return replace(
         found,
         within=_slowest(within for _, within, _ in measured),
-        between={name: _slowest(between.get(name) for *_, between in measured) for name in dict.fromkeys(engines)},
+        between={name: _slowest(between.get(name) for *_, between in measured) for name in engines},
         in_use=job.hosts.engine,
         right=all(right for right, *_ in measured),
     )
@@ -136,12 +138,6 @@ def _connect(server: str) -> str:
         return "no answer: the connection is dropped on its way"
     except OSError as error:
         return (error.strerror or str(error)).lower()
-
-
-def _sum_is_right(job: Job) -> bool:
-    rank, size = job.cluster.rank, job.cluster.world_size
-    total = all_reduce(job, tf.fill([1 << 18], float(rank + 1)), "sum", group_of(job, WORLD_GROUP))
-    return bool(tf.reduce_all(total == size * (size + 1) / 2))
 
 
 def _between(job: Job, leaders: list[int], engines: Iterable[str]) -> dict[str, list[float]]:

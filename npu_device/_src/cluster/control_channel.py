@@ -61,14 +61,10 @@ class ControlChannel:
         self._request("delete", SHORT_SECONDS, key=key)
 
     def post(self, name: str, value: Any) -> dict[int, Any]:
-        """Post this rank's value under a name, in place of an earlier one; return what all ranks have posted by now,
-        and nothing until all have.
-
-        Nobody waits: the last rank to post sees all values. The hub keeps the newest 200 names.
+        """Post this rank's value under a name, in place of an earlier one; return the values of all ranks once all have
+        posted, until then nothing. The hub keeps the newest 200 names.
         """
         return _by_rank(self._request("post", SHORT_SECONDS, name=name, value=value))
-
-    # Together
 
     def gather(self, name: str, value: Any, timeout: float) -> list[Any]:
         """Return the values that all ranks pass under a name, by rank; TimeoutError if some don't come."""
@@ -83,16 +79,12 @@ class ControlChannel:
     def barrier(self, name: str, timeout: float) -> None:
         self.gather(name, None, timeout)
 
-    # Questions
-
     def ask(self, kind: str, body: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
         """Ask some ranks; return the answers that arrived in time. Ranks that ask the same share the answers."""
         return _by_rank(self._request("ask", timeout, kind=kind, body=body, ranks=frames.ranges(ranks)))
 
     def reply(self, question: int, value: Any) -> None:
         self.notify("reply", question=question, value=value)
-
-    # Messages
 
     def notify(self, do: str, **fields: Any) -> None:
         """Send a message that needs no answer."""
@@ -155,7 +147,10 @@ class ControlChannel:
                 elif message.get("push") == "end":
                     reason = str(message["text"])
                 else:
-                    self._handle(on_push, message)
+                    try:
+                        on_push(message)
+                    except Exception:  # the channel serves others, too
+                        _log.exception("could not handle a message from the hub of the job")
         except (OSError, ValueError, LookupError, TypeError) as error:
             reason = f"the connection to the hub of the job broke: {error!r}"
         self._problem = self._problem or reason
@@ -163,13 +158,6 @@ class ControlChannel:
             reply.set_result(None)
         if not self._is_closed:
             on_lost(self._problem)
-
-    @staticmethod
-    def _handle(on_push: Callable[[dict[str, Any]], None], message: dict[str, Any]) -> None:
-        try:
-            on_push(message)
-        except Exception:  # the channel serves others, too
-            _log.exception("could not handle a message from the hub of the job")
 
 
 def _close_in_fork(channel: ControlChannel | None) -> None:

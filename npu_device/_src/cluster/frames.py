@@ -33,8 +33,6 @@ _HEADER = struct.Struct(">I")
 _NONCE_BYTES = 16
 _LONGEST_NUMBER = 400  # digits; to parse a number takes time in the square of its digits
 
-# A lost host is noticed within 15 s: keepalive probes every 3 s; 10 s without an acknowledgement end the connection.
-
 
 class FrameError(ValueError):
     """The data received isn't a frame of this protocol, or the frame is too long."""
@@ -112,17 +110,12 @@ def is_proof(given: object, expected: str) -> bool:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel detect a lost host, and send small messages at once."""
+    """Let the kernel detect a lost host within 15 s, and send small messages at once."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_AFTER_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_AFTER_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MILLISECONDS)
-
-
-def wait_for_ever(connection: socket.socket) -> None:
-    """Let a connection outlive a receiver that is stopped. The hub detects a lost host."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
 
 
 def ranges(ranks: Iterable[int]) -> str:
@@ -153,14 +146,9 @@ def ranks_of(text: str) -> list[int]:
     return found
 
 
-def alike(texts: dict[int, str]) -> dict[str, list[int]]:
+def joined(texts: dict[int, str]) -> bytes:
+    """Return values, as JSON text, each with its ranks: most ranks send the same, so all are little longer than one."""
     alike: dict[str, list[int]] = {}
     for rank, text in texts.items():
         alike.setdefault(text, []).append(rank)
-    return alike
-
-
-def joined(alike: dict[str, list[int]]) -> bytes:
-    """Return values, as JSON text, each with its ranks: most ranks send the same, so all are little longer than one."""
-    parts = [f"[{text},{json.dumps(ranges(ranks))}]" for text, ranks in alike.items()]
-    return f"[{','.join(parts)}]".encode()
+    return f"[{','.join(f'[{text},{json.dumps(ranges(ranks))}]' for text, ranks in alike.items())}]".encode()

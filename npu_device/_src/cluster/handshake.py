@@ -45,11 +45,9 @@ class TimedConnection:
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message, within ``ANSWER_SECONDS``. If that fails, ``receive`` says so."""
-        try:
+        with contextlib.suppress(OSError):
             self.connection.settimeout(ANSWER_SECONDS)
             self.connection.sendall(frames.encode(message))
-        except OSError:
-            pass
 
     def receive(
         self, seconds: float, *, silent: str, closed: str, meanwhile: Callable[[], None] | None = None
@@ -103,9 +101,9 @@ def reach(host: str, port: int, seconds: float, secret: bytes, **said: Any) -> T
 
 
 def _connect(family: int, address: tuple[Any, ...], seconds: float) -> socket.socket:
-    try:
-        connection = socket.socket(family, socket.SOCK_STREAM)
+    with contextlib.ExitStack() as opened:
         try:
+            connection = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
             connection.settimeout(seconds)
             connection.connect(address)
             if connection.getsockname() == connection.getpeername():
@@ -114,16 +112,14 @@ def _connect(family: int, address: tuple[Any, ...], seconds: float) -> socket.so
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 raise ConnectionRefusedError
             frames.keep_alive(connection)
-        except BaseException:
-            connection.close()
-            raise
-    except ConnectionRefusedError:
-        raise AttemptFailedError("refused: nothing listens there") from None
-    except socket.timeout:
-        raise AttemptFailedError("timed out: the host doesn't answer") from None
-    except OSError as error:
-        raise AttemptFailedError(f"can't be reached: {error.strerror or error}") from error
-    return connection
+        except ConnectionRefusedError:
+            raise AttemptFailedError("refused: nothing listens there") from None
+        except socket.timeout:
+            raise AttemptFailedError("timed out: the host doesn't answer") from None
+        except OSError as error:
+            raise AttemptFailedError(f"can't be reached: {error.strerror or error}") from error
+        opened.pop_all()
+        return connection
 
 
 def authenticate(timed: TimedConnection, secret: bytes, **said: Any) -> None:
@@ -215,11 +211,8 @@ def resolve(host: str, port: int, seconds: float) -> list[tuple[int, tuple[Any, 
     The system's resolver can block for much longer than ``seconds`` and ignores Ctrl-C, so it runs in a separate
     thread, which ends on its own.
     """
-    try:
+    with contextlib.suppress(ValueError):
         ipaddress.ip_address(host)
-    except ValueError:
-        pass
-    else:
         return _addresses(host, port)
     answer: Future[list[tuple[int, tuple[Any, ...]]]] = Future()
 

@@ -38,6 +38,7 @@ class Health:
     Attributes:
         begun: returns how many collectives this rank has begun in each group, by its name and ranks.
         symptoms: tell errors that others' failures cause.
+        is_closed: this rank has left, or is leaving.
     """
 
     def __init__(self, cluster: Cluster, channel: ControlChannel) -> None:
@@ -49,7 +50,7 @@ class Health:
         self._left: dict[int, dict[str, int]] = {}
         self._stoppers: list[Callable[[str], None]] = []
         self._answers: dict[str, Callable[[Any], Any]] = {"alive": lambda _: True, "clock": lambda _: time.time()}
-        self._closing = False
+        self.is_closed = False
         self._others_have_ended = threading.Event()
         self._gave_up: str | None = None  # why this rank stopped on its own
         self.begun: Callable[[], dict[GroupId, int]] = dict
@@ -119,28 +120,26 @@ class Health:
         return rank in self._left
 
     @property
-    def is_closed(self) -> bool:
-        return self._closing
-
-    @property
     def is_over(self) -> bool:
-        return self._closing or self._failure is not None
+        return self.is_closed or self._failure is not None
 
     @property
     def has_failed(self) -> bool:
         return self._failure is not None
-
-    # What happened to the others
 
     def _on_push(self, message: dict[str, Any]) -> None:
         kind = message["push"]
         if kind == "question":
             answer = self._answers.get(message["kind"])
             if answer is not None:
-                self._reply(message["question"], answer(message["body"]))
+                value, question = answer(message["body"]), message["question"]
+                if isinstance(value, Future):
+                    value.add_done_callback(lambda done: self._channel.reply(question, done.result()))
+                else:
+                    self._channel.reply(question, value)
         elif kind == "left":
             for issued, ranks in message["left"]:
-                self._left.update((rank, issued) for rank in ranks_of(ranks) if rank != self._cluster.rank)
+                self._left.update(dict.fromkeys(set(ranks_of(ranks)) - {self._cluster.rank}, issued))
             if len(self._left) == self._cluster.world_size - 1:
                 self._others_have_ended.set()
         elif kind == "failed":
@@ -149,23 +148,16 @@ class Health:
         elif kind == "gone":
             self._abort(self._gone_text(message["ranks"]))
 
-    def _reply(self, question: int, value: Any) -> None:
-        if isinstance(value, Future):
-            value.add_done_callback(lambda done: self._channel.reply(question, done.result()))
-        else:
-            self._channel.reply(question, value)
-
     def _missed(self, group: GroupId, begun: int) -> str | None:
         """Return the error text if a member left before this rank's last collective of the ``begun`` in the group."""
-        key = _key(group)
         for rank in group[1]:
-            if rank in self._left and begun > self._left[rank].get(key, 0):
-                return self._left_text(rank, self._left[rank].get(key, 0), group[0])
+            if rank in self._left and begun > (issued := self._left[rank].get(_key(group), 0)):
+                return self._left_text(rank, issued, group[0])
         return None
 
     def _on_lost(self, reason: str) -> None:
         self._others_have_ended.set()
-        if not self._closing:
+        if not self.is_closed:
             self._abort(
                 f"{reason}: its process ended or was killed, or its host, {self._cluster.hosts[0]}, can't be reached "
                 f"any more (seen by {self._cluster.name}).\n"
@@ -212,8 +204,6 @@ class Health:
             "whole traceback."
         )
 
-    # What happened to this rank
-
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self._pid:  # a forked child isn't a rank
             self._previous_hook(kind, error, trace)
@@ -226,9 +216,9 @@ class Health:
         )
         record = self._record(error, secondary)
         self._write_record(record)
-        if not self._closing and not secondary:
+        if not self.is_closed and not secondary:
             self._report_failure(record)
-        elif not self._closing and self._gave_up is not None:
+        elif not self.is_closed and self._gave_up is not None:
             self._report_failure({**record, "error": self._gave_up})
         with self._lock:
             self._failure = self._failure or record["error"]
@@ -237,7 +227,7 @@ class Health:
     def give_up(self, error: BaseException) -> PeerError | None:
         """Close the channel because of an error, and tell the others. Return an earlier error of another rank."""
         cause = None if self._failure is None else PeerError(self._failure)
-        self._closing = True
+        self.is_closed = True
         if cause is None:
             self._report_failure(self._record(error, False))
         self._channel.close()
@@ -274,7 +264,7 @@ class Health:
     # The end
 
     def leave(self, serves_others: bool) -> None:
-        self._closing = True
+        self.is_closed = True
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._previous_hook
         if self._failure is None:
@@ -289,19 +279,16 @@ class Health:
     def _wait_for_others(self) -> None:
         """Wait for the others to leave, but not for one that is silent for as long as a collective would wait."""
         limit = environment.NPU_DEVICE_STALL_TIMEOUT.get()
-        answered = time.monotonic()
-        noticed = False
+        answered, notice = time.monotonic(), f"npu_device: rank {self._cluster.rank} has finished and is waiting for"
         try:
             while not self._others_have_ended.wait(FINISHED_NOTICE_SECONDS):
                 waiting = set(range(self._cluster.world_size)).difference(self._left, [self._cluster.rank])
-                if not noticed:
-                    noticed = True
+                if notice:
+                    names = ", ".join(map(str, sorted(waiting)))
                     print(
-                        f"npu_device: rank {self._cluster.rank} has finished and is waiting for rank(s) "
-                        f"{', '.join(map(str, sorted(waiting)))}: "
-                        "they need a service that ends with this process.",
-                        file=sys.stderr,
+                        f"{notice} rank(s) {names}: they need a service that ends with this process.", file=sys.stderr
                     )
+                    notice = ""
                 if self._channel.ask("alive", None, waiting, ALIVE_SECONDS):
                     answered = time.monotonic()
                 elif time.monotonic() - answered > limit:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import select
 import selectors
+import signal
 import socket
 import sys
 import time
@@ -18,16 +20,13 @@ import traceback
 from typing import Any
 
 from npu_device._src.cluster import frames, ports, time_limits as limits
+from npu_device._src.cluster.errors import PortTakenError, RendezvousError
 from npu_device._src.cluster.roster import Arrival, Hello, Roster
-from npu_device._src.cluster.services import Services
-from npu_device._src.cluster.timers import Timers
+from npu_device._src.cluster.services import Services, Timers
 
 _FEWEST_UNPROVED = 256  # limit on simultaneous unproved connections, if larger than two per rank
 _LONGEST_OUTBOX = 1 << 28  # bytes; a rank that reads nothing while this much is waiting for it is dropped
 _SILENT = "sent nothing that a rank would send"
-_ANOTHER_PROTOCOL = "talks another protocol"
-_MET = "the ranks of this job have met already"
-_NO_PROOF = "could not prove that it knows the job secret"
 
 
 class _Connection:
@@ -39,8 +38,7 @@ class _Connection:
         self.until = time.monotonic() + limits.PROOF_SECONDS
         self.reader = frames.Reader(frames.LIMIT_BEFORE_PROOF)
         self.outbox = bytearray()
-        self.client_nonce: str | None = None
-        self.hub_nonce = ""
+        self.nonces: tuple[str, str] | None = None  # its own, and the one of the hub
         self.proved = False
         self.arrival: Arrival | None = None
         self.rank: int | None = None
@@ -107,8 +105,6 @@ class Hub:
             self._selector.unregister(self._parent)
             self._parent = None
 
-    # Time
-
     def _seconds_to_wait(self) -> float | None:
         dues = [timers.first for timers in (self._timers, self._timers_of_job) if timers.first is not None]
         if self._unproved:
@@ -155,18 +151,16 @@ class Hub:
         if not data:
             self._close(connection, "connected and disconnected without sending anything")
             return
-        if connection.is_ending:
-            return
-        connection.reader.add(data)
+        if not connection.is_ending:
+            connection.reader.add(data)
         try:
             while connection.socket in self._connections and not connection.is_ending:
-                message = connection.reader.next()
-                if message is None:
+                if (message := connection.reader.next()) is None:
                     return
                 self._handle(connection, message)
         except frames.FrameError as error:
             if connection.rank is None:
-                self._close(connection, _ANOTHER_PROTOCOL)
+                self._close(connection, "talks another protocol")
             else:
                 text = f"the hub of the job can't read what rank {connection.rank} has sent: {error}"
                 self._send_last(connection, {"push": "end", "text": text})
@@ -182,20 +176,18 @@ class Hub:
             return
         elif connection.proved:
             self._handle_hello(connection, message)
-        elif connection.client_nonce is None:
-            nonce = message.get("nonce")
-            if not isinstance(message.get("npu_device"), int) or not isinstance(nonce, str):
+        elif connection.nonces is None:
+            theirs, mine = message.get("nonce"), frames.nonce()
+            if not isinstance(message.get("npu_device"), int) or not isinstance(theirs, str):
                 raise frames.FrameError("no greeting")
-            connection.client_nonce, connection.hub_nonce = nonce, frames.nonce()
-            self._send(connection, frames.encode({"nonce": connection.hub_nonce}))
-        else:
-            nonces = connection.client_nonce, connection.hub_nonce
-            if not frames.is_proof(message.get("proof"), frames.proof(self._secret, "client", *nonces)):
-                self._close(connection, _NO_PROOF)
-                return
+            connection.nonces = theirs, mine
+            self._send(connection, frames.encode({"nonce": mine}))
+        elif frames.is_proof(message.get("proof"), frames.proof(self._secret, "client", *connection.nonces)):
             connection.proved = True
             connection.reader.limit = frames.LIMIT_OF_HELLO
-            self._send(connection, frames.encode({"proof": frames.proof(self._secret, "hub", *nonces)}))
+            self._send(connection, frames.encode({"proof": frames.proof(self._secret, "hub", *connection.nonces)}))
+        else:
+            self._close(connection, "could not prove that it knows the job secret")
 
     def _send(self, connection: _Connection, frame: bytes) -> None:
         connection.outbox += frame
@@ -207,11 +199,10 @@ class Hub:
             self._flush(connection)
 
     def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            if (
-                self._settings["speaks"] and sys.stderr and select.select([], [sys.stderr], [], 0)[1]
-            ):  # else it may block
-                print(f"npu_device: {text}", file=sys.stderr, flush=True)
+        if self._settings["speaks"] and sys.stderr:
+            with contextlib.suppress(OSError):
+                if select.select([], [sys.stderr], [], 0)[1]:  # else it may block
+                    print(f"npu_device: {text}", file=sys.stderr, flush=True)
 
     def _send_to_rank(self, rank: int, frame: bytes) -> None:
         connection = self._by_rank[rank]
@@ -279,7 +270,8 @@ class Hub:
             return
         children = [(c, other) for c, other in same if other.hello.is_child_of(hello)]  # that have come before it
         if self._services is not None:
-            self._send_last(connection, {"refused": hello.too_late} if children else {"busy": _MET})
+            met = {"busy": "the ranks of this job have met already"}
+            self._send_last(connection, {"refused": hello.too_late} if children else met)
             return
         if self._roster.is_crowded:
             self._send_last(connection, {"busy": "too many processes have come as ranks of this job"})
@@ -349,28 +341,27 @@ class Hub:
 
     def _awaits_candidates(self, now: float) -> bool:
         """Return True while all have come, but a process that has started one of them may still take its place."""
-        if self._roster.has_candidates and self._candidates_until is None:
+        candidates = {one: one.arrival.hello.candidate for one in self._arrivals() if one.arrival is not None}
+        if not any(candidate is not None for candidate in candidates.values()):
+            return False
+        if self._candidates_until is None:
             self._candidates_until = now + limits.CANDIDATE_SECONDS
-            for one in self._arrivals():
-                candidate = one.arrival and one.arrival.hello.candidate
+            for one, candidate in candidates.items():
                 self._send(one, frames.encode({"wait": limits.CANDIDATE_SECONDS, "for": candidate}))
-        return self._roster.has_candidates and now < (self._candidates_until or 0)
+        return now < self._candidates_until
 
     def _complete_rendezvous(self) -> None:
-        order = self._roster.in_order()
-        rank_of = {id(arrival): rank for rank, arrival in enumerate(order)}
-        hosts = [arrival.host for arrival in order]
+        order, by_arrival = self._roster.in_order(), {id(each.arrival): each for each in self._arrivals()}
+        hosts, processes = [arrival.host for arrival in order], [arrival.hello.pid for arrival in order]
         on_loopback = ports.is_loopback(self._listener.getsockname()[0])
         roster = {"hosts": hosts, "addresses": self._roster.addresses(self._address), "loopback": on_loopback}
         shared = frames.encode({"roster": roster})
-        self._by_rank = [None] * len(order)
-        processes = [arrival.hello.pid for arrival in order]
         self._services = Services(hosts, processes, self._send_to_rank, self._timers_of_job.later, self._say)
-        for connection in self._arrivals():
-            connection.rank = rank_of[id(connection.arrival)]
-            self._by_rank[connection.rank] = connection
+        for rank, connection in enumerate(by_arrival[id(arrival)] for arrival in order):
+            connection.rank = rank
+            self._by_rank.append(connection)
             connection.reader.limit = frames.LIMIT_FROM_RANK
-            self._send(connection, frames.encode({"rank": connection.rank}) + shared)
+            self._send(connection, frames.encode({"rank": rank}) + shared)
         for child in self._children():
             self._tell_child(child)
 
@@ -384,3 +375,23 @@ class Hub:
         connection.is_ending = True
         self._timers.later(limits.LAST_MESSAGE_SECONDS, lambda: self._close(connection, None))
         self._send(connection, frames.encode(message))
+
+
+def main() -> None:
+    """Serve with the settings in the first line of standard input, which stays open while the parent runs."""
+    settings = json.loads(sys.stdin.buffer.readline())
+    os.chdir("/")
+    # A scheduler may signal all processes of a job (Slurm). The ranks need the hub until they have ended their step.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    ports.allow_many_descriptors()
+    try:
+        listener = ports.listen(settings["listen"], settings["ports"])
+    except RendezvousError as error:
+        print(json.dumps({"error": str(error), "taken": isinstance(error, PortTakenError)}), flush=True)
+        return
+    listener.setblocking(False)
+    host, port = listener.getsockname()[:2]
+    print(json.dumps({"host": host, "port": port}), flush=True)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    Hub(settings, listener, sys.stdin.fileno()).run()

@@ -16,7 +16,7 @@ from typing import Any
 from npu_device._src.cluster.errors import PortTakenError, RendezvousError
 
 _ROOT = Path(__file__).resolve().parents[len(__package__.split("."))]
-_CODE = f"import sys; sys.path.append(sys.argv[1]); from {__package__}.hub_main import main; main()"
+_CODE = f"import sys; sys.path.append(sys.argv[1]); from {__package__}.hub import main; main()"
 
 
 class HubProcess:
@@ -49,8 +49,7 @@ class HubProcess:
             self.close()
             self._process.wait()
             raise (PortTakenError if reply["taken"] else RendezvousError)(reply["error"])
-        self.host = str(reply["host"])
-        self.port = int(reply["port"])
+        self.host, self.port = str(reply["host"]), int(reply["port"])
         os.register_at_fork(after_in_child=self.close)
 
     def close(self) -> None:

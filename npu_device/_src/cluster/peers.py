@@ -18,7 +18,7 @@ from collections import defaultdict, deque
 from typing import Any, Callable, NoReturn
 
 from npu_device._src import environment
-from npu_device._src.cluster import frames, time_limits as limits
+from npu_device._src.cluster import time_limits as limits
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
@@ -84,7 +84,19 @@ class Peers:
 
     def connect(self, rank: int, number: int, seconds: float | None = None) -> socket.socket:
         """Return a new connection, which doesn't block, and belongs to the caller; or raise PeerError."""
-        return self._owned_by_caller(self._connected(rank, seconds, number=number))
+        (port, token), host = self._place(rank), self._cluster.addresses[rank]
+        until = time.monotonic() + (seconds or environment.HCCL_CONNECT_TIMEOUT.get())
+        said = {"rank": self._cluster.rank, "number": number}
+        while True:
+            attempt = min(limits.ATTEMPT_SECONDS, max(limits.ATTEMPT_PAUSE_SECONDS, until - time.monotonic()))
+            try:
+                timed = reach(host, port, attempt, self._secret + token.encode(), **said)
+                return self._owned_by_caller(timed.connection)
+            except AttemptFailedError as error:
+                self._health.require_running()
+                if time.monotonic() > until:
+                    self.raise_for(rank, f"no connection to {join_address(host, port)}: {error}")
+                time.sleep(limits.ATTEMPT_PAUSE_SECONDS)
 
     def accept(self, rank: int, number: int, gives_up: Callable[[], bool]) -> socket.socket | None:
         """Return the next connection that a rank makes with ``connect`` for a number; None if this rank gives up."""
@@ -116,21 +128,6 @@ class Peers:
                     one.shutdown(socket.SHUT_RDWR)
             one.close()
 
-    def _connected(self, rank: int, seconds: float | None, **said: Any) -> socket.socket:
-        (port, token), host = self._place(rank), self._cluster.addresses[rank]
-        until = time.monotonic() + (seconds or environment.HCCL_CONNECT_TIMEOUT.get())
-        while True:
-            attempt = min(limits.ATTEMPT_SECONDS, max(limits.ATTEMPT_PAUSE_SECONDS, until - time.monotonic()))
-            try:
-                timed = reach(host, port, attempt, self._secret + token.encode(), rank=self._cluster.rank, **said)
-                timed.connection.settimeout(limits.SEND_SECONDS)
-                return timed.connection
-            except AttemptFailedError as error:
-                self._health.require_running()
-                if time.monotonic() > until:
-                    self.raise_for(rank, f"no connection to {join_address(host, port)}: {error}")
-                time.sleep(limits.ATTEMPT_PAUSE_SECONDS)
-
     def _admitted(self, timed: TimedConnection, said: dict[str, Any]) -> None:
         rank, number = int(said["rank"]), int(said["number"])
         if not 0 <= rank < self._cluster.world_size:
@@ -144,7 +141,7 @@ class Peers:
     def _owned_by_caller(self, connection: socket.socket) -> socket.socket:
         """Return a connection that doesn't block, and waits for a rank that is stopped; close it with the others."""
         connection.setblocking(False)
-        frames.wait_for_ever(connection)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)  # the hub detects a lost host
         with self._owning:
             self._owned = frozenset([connection, *(one for one in self._owned if one.fileno() >= 0)])
         return connection

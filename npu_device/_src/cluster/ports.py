@@ -29,8 +29,7 @@ def is_loopback(host: str) -> bool:
 
 def plain(address: str) -> str:
     ip = ipaddress.ip_address(address.partition("%")[0])
-    mapped = getattr(ip, "ipv4_mapped", None)
-    return str(mapped or ip)
+    return str(getattr(ip, "ipv4_mapped", None) or ip)
 
 
 def addresses_of_this_host() -> list[str]:
@@ -78,7 +77,7 @@ def listen_on_free(ports: Sequence[int] | None = None, hosts: Sequence[str] = ()
     begin = os.getpid() % count
     for number in range(count):
         try:
-            return _listening_at(_interface(hosts), first + (begin + number) % count)
+            return _bound_at(_interface(hosts), first + (begin + number) % count)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or number == count - 1:
                 raise
@@ -90,7 +89,7 @@ class ReservedPort:
 
     def __init__(self, ports: Sequence[int] | None = None) -> None:
         # Other ranks try the ports of a range one by one, so that this one has to listen while they do.
-        self._socket = listen_on_free(ports) if ports else _bound_at(_interface(()), 0)
+        self._socket = listen_on_free(ports) if ports else _bound_at(_interface(()), 0, listens=False)
         self.number = int(self._socket.getsockname()[1])
 
     def leave_to_server(self) -> None:
@@ -108,23 +107,15 @@ def _interface(hosts: Sequence[str]) -> str:
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
 
-def _listening_at(host: str, port: int) -> socket.socket:
-    listener = _bound_at(host, port)
-    try:
-        listener.listen(_BACKLOG)  # with SO_REUSEADDR two processes can bind the same port; only one can listen
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _bound_at(host: str, port: int) -> socket.socket:
+def _bound_at(host: str, port: int, listens: bool = True) -> socket.socket:
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         if host == "::":
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # IPv4 too
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier connection may be in TIME_WAIT
         bound.bind((host, port))
+        if listens:
+            bound.listen(_BACKLOG)  # with SO_REUSEADDR two processes can bind the same port; only one can listen
     except OSError:
         bound.close()
         raise

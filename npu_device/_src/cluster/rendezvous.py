@@ -13,32 +13,23 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
-from typing import Any, Callable
+from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster import frames, time_limits as limits
-from npu_device._src.cluster.ancestors import ancestors, start_time
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster, Membership
 from npu_device._src.cluster.errors import ChildOfRankError, PortTakenError, RendezvousError
-from npu_device._src.cluster.handshake import (
-    ANOTHER_PROGRAM,
-    NO_SECRET,
-    AttemptFailedError,
-    TimedConnection,
-    reach,
-)
+from npu_device._src.cluster.handshake import ANOTHER_PROGRAM, NO_SECRET, AttemptFailedError, TimedConnection, reach
 from npu_device._src.cluster.hub_process import HubProcess
 from npu_device._src.cluster.ports import is_loopback, join_address
-from npu_device._src.cluster.roster import Hello
+from npu_device._src.cluster.roster import Hello, ancestors, start_time
 from npu_device._src.version import __version__
 
 _TENSORFLOWS = """
 tensorflow tensorflow-cpu tf-nightly tf-nightly-cpu tensorflow-intel tensorflow-macos tensorflow-rocm tensorflow-aarch64
 tensorflow-cpu-aws
 """  # distributions
-_COMPARED = {"rank table": "the rank table", "TF_CONFIG": "TF_CONFIG"}
-
 _CANDIDATE = (
     "this process (%d) was started by process %s, which has the same variables, and hasn't called npu.open(). If it "
     "does so within %.0f s, it is the rank, and this process is its child. Otherwise this process is the rank.\n"
@@ -151,6 +142,7 @@ class _Search:
         self._deadline = self._began + membership.connect_timeout
         self._next_progress = self._began + limits.FIRST_PROGRESS_SECONDS
         self._outcomes: dict[str, str] = {}
+        self._name = f"{hello.name} of job {hello.job_id!r}"
         self.is_busy = False
 
     def remaining(self) -> float:
@@ -165,7 +157,7 @@ class _Search:
                 return met
             if self.remaining() <= 0:
                 raise RendezvousError(self._complaint())
-            self._progress(lambda: f"{self._name()} is looking for the chief: " + "; ".join(self._lines()))
+            self._progress("is looking for the chief: " + "; ".join(self._lines))
             time.sleep(max(0.0, min(pause, self.remaining())))
             pause = min(2 * pause, limits.LONGEST_PAUSE_SECONDS)
 
@@ -230,17 +222,15 @@ class _Search:
 
     def _report_waiting(self) -> None:
         if not self._hello.is_chief:  # the hub tells it which ranks are missing
-            self._progress(lambda: f"{self._name()} has reached the chief, which waits for other ranks")
+            self._progress("has reached the chief, which waits for other ranks")
 
-    def _progress(self, what: Callable[[], str]) -> None:
+    def _progress(self, what: str) -> None:
         now = time.monotonic()
         if now >= self._next_progress:
             self._next_progress = now + limits.NEXT_PROGRESS_SECONDS
-            _log.warning("after %.0f s: %s", now - self._began, what())
+            _log.warning("after %.0f s: %s %s", now - self._began, self._name, what)
 
-    def _name(self) -> str:
-        return f"{self._hello.name} of job {self._hello.job_id!r}"
-
+    @property
     def _lines(self) -> list[str]:
         return [f"{place} {outcome}" for place, outcome in self._outcomes.items()]
 
@@ -251,10 +241,11 @@ class _Search:
             check = "CM_CHIEF_IP, CM_CHIEF_PORT and CM_CHIEF_DEVICE"
         else:
             chief = f"rank 0 on host {(membership.expected_hosts or membership.chief_hosts)[0]}"
-            check = _COMPARED.get(membership.scheme, "MASTER_ADDR, MASTER_PORT and the variables of the launcher")
-        lines = "\n".join(f"  {line}" for line in self._lines())
+            known = {"rank table": "the rank table", "TF_CONFIG": "TF_CONFIG"}
+            check = known.get(membership.scheme, "MASTER_ADDR, MASTER_PORT and the variables of the launcher")
+        lines = "\n".join(f"  {line}" for line in self._lines)
         return (
-            f"EI0015: {self._name()} ({hello.process}) got no answer from the chief, {chief}, "
+            f"EI0015: {self._name} ({hello.process}) got no answer from the chief, {chief}, "
             f"within {membership.connect_timeout:g} s (HCCL_CONNECT_TIMEOUT):\n{lines}\n"
             "Likely cause: the chief was not started, has ended, or has a different address or port.\n"
             f"What to do: look at the output of the chief; compare {check} on both hosts; look for a firewall."

@@ -6,6 +6,7 @@ Source of the numbering without a rank table: Ascend's CM_* scheme (numeric orde
 from __future__ import annotations
 
 import ipaddress
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from npu_device._src.cluster.time_limits import LONGEST_WAIT_SECONDS
 _UNKNOWN_SHOWN = 5
 _MISSING_SHOWN = 100
 _MOST_GONE = 1000  # ranks of which it is remembered that they came and left, and of other jobs
+_MOST_ANCESTORS = 50
+_PARENT, _START_TIME = 1, 19  # in /proc/PID/stat, behind the program's name
 
 # Must be unique in the job: the rank, or host and device if the hub numbers the ranks.
 _Key = Union[int, tuple[str, int]]
@@ -45,20 +48,15 @@ class Hello:
 
     @classmethod
     def read(cls, fields: Any) -> Hello:
-        """Parse the hello in a message; ValueError if it is not a valid one."""
+        """Parse the hello in a message; ValueError, LookupError or TypeError if it is not a valid one."""
         kinds = {
             **dict.fromkeys(("job_id", "scheme", "host_key", "machine"), (str,)),
             **dict.fromkeys(("world_size", "device_id", "pid"), (int,)),
-            "rank": (int, type(None)),
-            "host": (str, type(None)),
-            "is_chief": (bool,),
-            "seconds": (int, float),
+            **{"rank": (int, type(None)), "host": (str, type(None)), "is_chief": (bool,), "seconds": (int, float)},
             **dict.fromkeys(("versions", "settings"), (dict,)),
         }
-        if not isinstance(fields, dict):
-            raise ValueError("no hello")
         for name, allowed in kinds.items():
-            if name not in fields or type(fields[name]) not in allowed:
+            if type(fields[name]) not in allowed:
                 raise ValueError(f"unexpected {name}")
         for texts in (fields["versions"], fields["settings"]):
             if not all(isinstance(text, str) for text in texts.values()):
@@ -72,10 +70,8 @@ class Hello:
         # Other versions may send more fields, or fewer of the following; the versions show the difference.
         started, ancestors = str(fields.get("started", "")), fields.get("ancestors", ())
         candidate = fields.get("candidate")
-        if not isinstance(ancestors, (list, tuple)) or not all(map(_is_process, ancestors)):
+        if not all(map(_is_process, ancestors)) or not isinstance(candidate, (int, type(None))):
             raise ValueError("unexpected ancestors")
-        if not isinstance(candidate, (int, type(None))):
-            raise ValueError("unexpected candidate")
         known = {name: fields[name] for name in kinds}
         return cls(**known, started=started, ancestors=tuple(map(tuple, ancestors)), candidate=candidate)
 
@@ -108,6 +104,33 @@ def _is_process(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and list(map(type, value)) == [int, str]
 
 
+def start_time(pid: int) -> str:
+    """Return when a process started, in ticks of the kernel, as numbers of processes are used again; "" if unknown."""
+    return _parent_and_start(pid)[1]
+
+
+def ancestors() -> list[tuple[int, str]]:
+    """Return number and start time of the parent of this process, of its parent, and so on, as far as known."""
+    found: list[tuple[int, str]] = []
+    pid = os.getppid()
+    while pid > 0 and len(found) < _MOST_ANCESTORS:
+        parent, started = _parent_and_start(pid)
+        if not started:
+            break
+        found.append((pid, started))
+        pid = parent
+    return found
+
+
+def _parent_and_start(pid: int) -> tuple[int, str]:
+    try:
+        with open(f"/proc/{pid}/stat", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return int(fields[_PARENT]), fields[_START_TIME]
+    except (OSError, IndexError, ValueError):
+        return 0, ""
+
+
 @dataclass(frozen=True)
 class Arrival:
     """A rank that has come."""
@@ -115,6 +138,10 @@ class Arrival:
     hello: Hello
     host: str  # name of its host
     seen_at: str | None  # its address as the hub sees it; None when it is on the hub's host
+
+    @property
+    def name(self) -> str:
+        return f"{self.hello.name} on host {self.host}"
 
     @property
     def key(self) -> _Key:
@@ -211,11 +238,6 @@ class Roster:
         return self.reference is not None and self._count == self._size and not self.contradictory
 
     @property
-    def has_candidates(self) -> bool:
-        """Return True if a process that has started one of the ranks may yet come, and be the rank instead."""
-        return any(arrival.hello.candidate is not None for arrival in self._arrivals())
-
-    @property
     def _size(self) -> int:
         assert self.reference is not None
         return self.reference.world_size
@@ -237,23 +259,18 @@ class Roster:
         ranks = [self._rank_name(rank) for rank in range(self._size) if rank not in self._present]
         return ", ".join(ranks[:10]) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
 
-    # The error's text when the rendezvous fails
-
     def complaint(self) -> str:
         """Return the text of the error: what happened, one line per rank, likely cause, what to do."""
         assert self.reference is not None
-        kinds, timeout = self._kinds(), self.reference.seconds
-        size, job = self._size, self._job_id
-        if set(kinds) == {"missing"}:
-            head = (
-                f"EI0015: {self._absent()} of the {size} ranks of job {job!r} did not come within {timeout:g} s "
-                "(HCCL_CONNECT_TIMEOUT):"
-            )
-        else:
+        kinds, timeout, job = self._kinds(), self.reference.seconds, self._job_id
+        head = (
+            f"EI0015: {self._absent()} of the {self._size} ranks of job {job!r} did not come within {timeout:g} s "
+            "(HCCL_CONNECT_TIMEOUT):"
+        )
+        if set(kinds) != {"missing"}:
             kinds = [kind for kind in kinds if kind != "missing"]  # the others would be wrong anyway
             head = f"the ranks that came to job {job!r} don't match ({', '.join(kinds)}):"
-        remedies = [_REMEDIES[kind] for kind in kinds]
-        return "\n".join([head, *(f"  {line}" for line in self._lines()), *remedies])
+        return "\n".join([head, *(f"  {line}" for line in self._lines()), *(_REMEDIES[kind] for kind in kinds)])
 
     def _lines(self) -> list[str]:
         size = self._size
@@ -264,10 +281,10 @@ class Roster:
             for arrival in self._present.get(key, []):
                 states = ["doubled"] if len(self._present[key]) > 1 else []
                 states += [f"{kind}, {values}" for kind, values in self._differences(arrival.hello)]
-                lines.append(f"{_name(arrival)}: {'; '.join(states) or 'came'} ({arrival.hello.process})")
+                lines.append(f"{arrival.name}: {'; '.join(states) or 'came'} ({arrival.hello.process})")
             if key not in self._present and key in self._left:
                 gone = self._left[key]
-                lines.append(f"{_name(gone)}: missing; it came, but left before the end ({gone.hello.process})")
+                lines.append(f"{gone.name}: missing; it came, but left before the end ({gone.hello.process})")
             elif key not in self._present and isinstance(key, int):
                 missing += 1
                 if missing <= _MISSING_SHOWN:
@@ -283,10 +300,8 @@ class Roster:
 
     def _kinds(self) -> list[str]:
         found = {kind for arrival in self._arrivals() for kind, _ in self._differences(arrival.hello)}
-        if self._count > len(self._present):
-            found.add("doubled rank")
-        if self._absent():
-            found.add("missing")
+        found |= {"doubled rank"} if self._count > len(self._present) else set()
+        found |= {"missing"} if self._absent() else set()
         return [kind for kind in _REMEDIES if kind in found]
 
     def _absent(self) -> int:
@@ -323,9 +338,7 @@ _REMEDIES = {
         "Two processes were started as the same rank. What to do: give each process its own RANK_ID (with CM_*: its "
         "own ASCEND_DEVICE_ID on a host), and end processes left over from an earlier run."
     ),
-    "another scheme": (
-        "Different ranks describe the job in different ways. What to do: set the same variables everywhere."
-    ),
+    "another scheme": "The ranks describe the job in different ways. What to do: set the same variables everywhere.",
     "another world size": (
         "The ranks don't agree on how many they are. What to do: start all with the same RANK_SIZE and rank table, "
         "CM_WORKER_SIZE or TF_CONFIG, and end processes left over from an earlier run."
@@ -337,10 +350,6 @@ _REMEDIES = {
         "output; start all ranks within HCCL_CONNECT_TIMEOUT seconds of each other, or raise this limit on all of them."
     ),
 }
-
-
-def _name(arrival: Arrival) -> str:
-    return f"{arrival.hello.name} on host {arrival.host}"
 
 
 def _order(arrival: Arrival) -> tuple[int, int, str, int]:

@@ -6,7 +6,10 @@ they do the same. One that isn't valid is refused whole (``FrameError``); values
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import json
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Callable
@@ -17,6 +20,36 @@ from npu_device._src.cluster.time_limits import ANSWERS_KEPT_SECONDS, LEFT_TOGET
 _POSTS_KEPT = 200  # names; the oldest go
 _POST_BYTES_KEPT = 1 << 26
 _SHOWN = 10
+
+
+class Timers:
+    """Calls that the hub makes later, unless they are cancelled."""
+
+    def __init__(self) -> None:
+        self._times: list[tuple[float, int]] = []
+        self._acts: dict[int, Callable[[], None]] = {}  # those that haven't been cancelled
+        self._numbers = itertools.count()
+
+    def later(self, seconds: float, act: Callable[[], None]) -> Callable[[], object]:
+        """Call a function after some seconds; return a function that cancels that."""
+        number = next(self._numbers)
+        if len(self._times) > 2 * len(self._acts) + 16:
+            self._times = [each for each in self._times if each[1] in self._acts]
+            heapq.heapify(self._times)
+        self._acts[number] = act
+        heapq.heappush(self._times, (time.monotonic() + seconds, number))
+        return lambda: self._acts.pop(number, None)
+
+    @property
+    def first(self) -> float | None:
+        """Return when ``run`` is to be called next, on the monotonic clock."""
+        return self._times[0][0] if self._times else None
+
+    def run(self, now: float) -> None:
+        while self._times and self._times[0][0] <= now:
+            act = self._acts.pop(heapq.heappop(self._times)[1], None)
+            if act is not None:
+                act()
 
 
 @dataclass
@@ -34,7 +67,7 @@ class _Round:
     key: str
     number: int
     pending: set[int]
-    answers: dict[str, list[int]] = field(default_factory=dict)
+    answers: dict[int, str] = field(default_factory=dict)
     waiting: list[tuple[int, int]] = field(default_factory=list)
     result: bytes | None = None
 
@@ -47,15 +80,15 @@ class Services:
         hosts: list[str],
         processes: list[int],
         send: Callable[[int, bytes], None],
-        later: Callable[[float, Callable[[], None]], Callable[[], None]],
+        later: Callable[[float, Callable[[], None]], Callable[[], object]],
         say: Callable[[str], None],
     ) -> None:
-        self.hosts = self._hosts = hosts
+        self.hosts = hosts
         self._processes = processes
         self._send = send
         self._later = later
         self._say = say
-        self._waiting: dict[tuple[int, int], Callable[[], None]] = {}  # how to cancel a request's time limit
+        self._waiting: dict[tuple[int, int], Callable[[], object]] = {}  # how to cancel a request's time limit
         self._values: dict[str, str] = {}
         self._readers: dict[str, dict[tuple[int, int], None]] = {}
         self._posts: dict[str, dict[int, str]] = {}
@@ -70,23 +103,11 @@ class Services:
         self._unreported_gone: list[int] = []
         self._failing = False
         self._is_told = False
-        self._actions: dict[str, Callable[[int, dict[str, Any]], None]] = {
-            "set": self._set,
-            "get": self._get,
-            "delete": self._delete,
-            "post": self._post,
-            "gather": self._gather,
-            "ask": self._ask,
-            "reply": self._reply,
-            "failed": self._failed,
-            "left": self._leave,
-            "stopped": self._stop,
-        }
 
     def handle(self, rank: int, message: dict[str, Any]) -> None:
         """Handle a message of a rank; FrameError if it isn't one of those that ranks send."""
         try:
-            self._actions[message["do"]](rank, message)
+            getattr(self, f"_do_{message['do']}")(rank, message)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise frames.FrameError(f"{error!r} in {str(message.get('do'))[:100]!r}") from error
 
@@ -105,7 +126,7 @@ class Services:
             self._failing = True
             if not self._is_told:
                 self._say(self._loss(gone))
-            self._push({"push": "gone", "ranks": gone})
+            self._push(frames.encode({"push": "gone", "ranks": gone}))
 
     def _loss(self, gone: Sequence[int]) -> str:
         first = gone[0]
@@ -118,9 +139,9 @@ class Services:
             "process of one of them."
         )
 
-    # Values
+    # What a rank may ask for
 
-    def _set(self, rank: int, message: dict[str, Any]) -> None:
+    def _do_set(self, rank: int, message: dict[str, Any]) -> None:
         key, value, request = str(message["key"]), str(message["value"]), int(message["id"])
         if key in self._values:
             self._refuse(rank, request, "exists", key)
@@ -130,7 +151,7 @@ class Services:
         for reader, request in self._readers.pop(key, {}):
             self._answer(reader, request, value)
 
-    def _get(self, rank: int, message: dict[str, Any]) -> None:
+    def _do_get(self, rank: int, message: dict[str, Any]) -> None:
         key, request, seconds = str(message["key"]), int(message["id"]), _seconds_of(message)
         if key in self._values:
             self._answer(rank, request, self._values[key])
@@ -144,37 +165,39 @@ class Services:
                     del self._readers[key]
                 self._refuse(rank, request, "late", f"no rank has provided {key!r} within {seconds:g} s")
 
-        self._expect(rank, request, seconds, give_up)
+        self._waiting[rank, request] = self._later(seconds, give_up)
         self._readers.setdefault(key, {})[rank, request] = None
 
-    def _delete(self, rank: int, message: dict[str, Any]) -> None:
-        key, request = str(message["key"]), int(message["id"])
-        self._values.pop(key, None)
-        self._answer(rank, request, None)
+    def _do_delete(self, rank: int, message: dict[str, Any]) -> None:
+        self._values.pop(str(message["key"]), None)
+        self._answer(rank, int(message["id"]), None)
 
-    def _post(self, rank: int, message: dict[str, Any]) -> None:
+    def _do_post(self, rank: int, message: dict[str, Any]) -> None:
         name, request, text = str(message["name"]), int(message["id"]), _text(message["value"])
         posted = self._posts.setdefault(name, {})
         self._post_bytes += len(text) - len(posted.get(rank, ""))
         posted[rank] = text
-        is_last = len(posted) == len(self._hosts)  # only then the values are of use, and many ranks post at once
-        self._answer_text(rank, request, frames.joined(frames.alike(posted)) if is_last else b"[]")
+        is_last = len(posted) == len(self.hosts)  # only then the values are of use, and many ranks post at once
+        self._answer_text(rank, request, frames.joined(posted) if is_last else b"[]")
         while len(self._posts) > _POSTS_KEPT or self._post_bytes > _POST_BYTES_KEPT:
             self._post_bytes -= sum(map(len, self._posts.pop(next(iter(self._posts))).values()))
 
-    # Gathers
-
-    def _gather(self, rank: int, message: dict[str, Any]) -> None:
+    def _do_gather(self, rank: int, message: dict[str, Any]) -> None:
         name, request, seconds, value = str(message["name"]), int(message["id"]), _seconds_of(message), message["value"]
         gather = self._gathers.get(name) or _Gather(self._ranks(message["ranks"]), bool(message["partial"]))
         if rank not in gather.ranks or rank in gather.waiting:
             raise ValueError("not, or twice, in the gather")
 
+        def forget() -> None:
+            if self._gathers.get(name) is gather:
+                self._hand_out(gather)
+                del self._gathers[name]
+
         def give_up() -> None:
             if self._gathers.get(name) is gather and gather.waiting.get(rank) == request:
                 if gather.partial:
                     self._hand_out(gather)
-                    self._later(ANSWERS_KEPT_SECONDS, lambda: self._forget_gather(name, gather))
+                    self._later(ANSWERS_KEPT_SECONDS, forget)
                     return
                 missing = sorted(gather.ranks.difference(gather.values))
                 text = (
@@ -186,13 +209,12 @@ class Services:
                 if not gather.waiting:
                     del self._gathers[name]
 
-        self._expect(rank, request, seconds, give_up)
+        self._waiting[rank, request] = self._later(seconds, give_up)
         self._gathers[name] = gather
         gather.values[rank] = _text(value)
         gather.waiting[rank] = request
         if len(gather.values) == len(gather.ranks):
-            self._hand_out(gather)
-            del self._gathers[name]
+            forget()
         else:
             self._end_if_hopeless(name, gather)
 
@@ -212,28 +234,21 @@ class Services:
             self._refuse(rank, request, "gone", text)
 
     def _hand_out(self, gather: _Gather) -> None:
-        text = frames.joined(frames.alike(gather.values))
+        text = frames.joined(gather.values)
         for rank, request in gather.waiting.items():
             self._answer_text(rank, request, text)
         gather.waiting.clear()
 
-    def _forget_gather(self, name: str, gather: _Gather) -> None:
-        if self._gathers.get(name) is gather:
-            self._hand_out(gather)
-            del self._gathers[name]
-
-    # Questions
-
-    def _ask(self, rank: int, message: dict[str, Any]) -> None:
+    def _do_ask(self, rank: int, message: dict[str, Any]) -> None:
         kind, body, request, seconds = str(message["kind"]), message["body"], int(message["id"]), _seconds_of(message)
         key = _text([kind, body, message["ranks"]])
         found = self._rounds.get(key)
         if found is None:
             asked = self._ranks(message["ranks"]) - self._absent
-            question = {"push": "question", "question": self._rounds_made + 1, "kind": kind, "body": body}
-            frame = frames.encode(question)
-            self._rounds_made += 1
-            found = self._rounds[key] = self._round_of[self._rounds_made] = _Round(key, self._rounds_made, asked)
+            number = self._rounds_made + 1
+            frame = frames.encode({"push": "question", "question": number, "kind": kind, "body": body})
+            self._rounds_made = number
+            found = self._rounds[key] = self._round_of[number] = _Round(key, number, asked)
             found.waiting.append((rank, request))
             for other in asked:
                 self._send(other, frame)
@@ -245,11 +260,11 @@ class Services:
         else:
             self._answer_text(rank, request, found.result)
 
-    def _reply(self, rank: int, message: dict[str, Any]) -> None:
+    def _do_reply(self, rank: int, message: dict[str, Any]) -> None:
         found, text = self._round_of.get(int(message["question"])), _text(message["value"])
         if found is not None and rank in found.pending:
             found.pending.remove(rank)
-            found.answers.setdefault(text, []).append(rank)
+            found.answers[rank] = text
             if not found.pending:
                 self._finish(found)
 
@@ -262,9 +277,7 @@ class Services:
             self._answer_text(rank, request, found.result)
         self._later(ANSWERS_KEPT_SECONDS, lambda: self._rounds.__delitem__(found.key))
 
-    # Leaving and failing
-
-    def _leave(self, rank: int, message: dict[str, Any]) -> None:
+    def _do_left(self, rank: int, message: dict[str, Any]) -> None:
         issued = {str(group): int(count) for group, count in dict(message["issued"]).items()}
         if rank in self._left:
             return
@@ -273,25 +286,27 @@ class Services:
             self._later(LEFT_TOGETHER_SECONDS, self._report_departures)
         self._unreported_left.append(rank)
         self._mark_absent(rank)
-        if len(self._left) == len(self._hosts):
+        if len(self._left) == len(self.hosts):
             self._report_departures()
 
     def _report_departures(self) -> None:
         left_ranks, self._unreported_left = self._unreported_left, []
-        if not left_ranks:  # they have been reported with the last one
+        if not left_ranks:  # the last one has reported them
             return
-        alike = frames.alike({rank: self._left[rank] for rank in left_ranks})
-        self._push_frame(frames.join(b'{"push":"left","left":', frames.joined(alike), b"}"))
+        left = frames.joined({rank: self._left[rank] for rank in left_ranks})
+        self._push(frames.join(b'{"push":"left","left":', left, b"}"))
 
-    def _stop(self, rank: int, message: dict[str, Any]) -> None:
+    def _do_stopped(self, rank: int, message: dict[str, Any]) -> None:
         self._is_told = True  # the rank has raised an error, and ends because of it
 
-    def _failed(self, rank: int, message: dict[str, Any]) -> None:
+    def _do_failed(self, rank: int, message: dict[str, Any]) -> None:
         event = dict(message["event"])
         texts = {name: str(event[name]) for name in ("error", "traceback")}
         if not self._failing:
             self._failing = True
-            self._push({"push": "failed", "event": {**event, **texts, "rank": rank}})
+            self._push(frames.encode({"push": "failed", "event": {**event, **texts, "rank": rank}}))
+
+    # How it is done
 
     def _mark_absent(self, rank: int) -> None:
         if rank in self._absent:
@@ -304,44 +319,31 @@ class Services:
             if not found.pending:
                 self._finish(found)
 
-    # Messages
-
     def _listed(self, ranks: Iterable[int]) -> str:
         ranks = list(ranks)
-        named = [f"rank {rank} on host {self._hosts[rank]}" for rank in ranks[:_SHOWN]]
+        named = [f"rank {rank} on host {self.hosts[rank]}" for rank in ranks[:_SHOWN]]
         return ", ".join(named) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
 
     def _ranks(self, text: str | None) -> set[int]:
         """Return the ranks that a message names; all if it names none."""
-        found = set(range(len(self._hosts)) if text is None else frames.ranks_of(text))
-        if max(found, default=0) >= len(self._hosts):
+        found = set(range(len(self.hosts)) if text is None else frames.ranks_of(text))
+        if max(found, default=0) >= len(self.hosts):
             raise ValueError("no such rank")
         return found
 
-    def _expect(self, rank: int, request: int, seconds: float, give_up: Callable[[], None]) -> None:
-        self._waiting[rank, request] = self._later(seconds, give_up)
-
-    def _answered(self, rank: int, request: int) -> None:
-        cancel = self._waiting.pop((rank, request), None)
-        if cancel is not None:
-            cancel()
-
-    def _push(self, message: dict[str, Any]) -> None:
-        self._push_frame(frames.encode(message))
-
-    def _push_frame(self, frame: bytes) -> None:
-        for rank in range(len(self._hosts)):
+    def _push(self, frame: bytes) -> None:
+        for rank in range(len(self.hosts)):
             self._send(rank, frame)
 
     def _answer(self, rank: int, request: int, value: Any) -> None:
         self._answer_text(rank, request, json.dumps(value).encode())
 
     def _answer_text(self, rank: int, request: int, value: bytes) -> None:
-        self._answered(rank, request)
+        self._waiting.pop((rank, request), lambda: None)()  # cancels its time limit
         self._send(rank, frames.join(b'{"id":%d,"value":' % request, value, b"}"))
 
     def _refuse(self, rank: int, request: int, kind: str, text: str) -> None:
-        self._answered(rank, request)
+        self._waiting.pop((rank, request), lambda: None)()
         self._send(rank, frames.encode({"id": request, "error": kind, "text": text}))
 
 

@@ -26,7 +26,6 @@ MEMORY_RETRY_SECONDS = 0.2  # between two attempts to make, or to find, the memo
 # The ranks' connections to each other
 ATTEMPT_SECONDS = 10.0  # one attempt to reach a rank; then the health of the job is checked before the next one
 ATTEMPT_PAUSE_SECONDS = 0.2
-SEND_SECONDS = 60.0  # for a short message to leave
 DELIVER_SECONDS = 60.0  # for the hosts of the others to have what a rank that leaves has sent
 DELIVER_TICK_SECONDS = 0.005  # between two looks at that
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from npu_device._src import environment
-from npu_device._src.cluster.ancestors import ancestors
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.ports import ReservedPort, addresses_of_this_host
+from npu_device._src.cluster.roster import ancestors
 from npu_device._src.environment import Variable
 from npu_device._src.membership.interfaces import announced_address
 

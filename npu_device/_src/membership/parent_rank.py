@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from npu_device._src import environment
-from npu_device._src.cluster.ancestors import start_time
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.frames import ranges, ranks_of
+from npu_device._src.cluster.roster import start_time
 
 _NAMES = """
 RANK_TABLE_FILE RANK_ID RANK_SIZE POD_NAME CM_CHIEF_IP CM_CHIEF_PORT CM_CHIEF_DEVICE CM_WORKER_SIZE CM_WORKER_IP
