@@ -1,80 +1,73 @@
-"""gelus, PReLU, layer norm, LARS: the formulas in numpy, eagerly, in functions and in sessions."""
+"""Gelus, PReLU, layer norm, dropout, the float status: the formulas in numpy; the names by which scripts reach them."""
 
 from __future__ import annotations
 
+import logging
 import math
 import tempfile
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
+from collective_bodies import wrong_refusals
 from op_modes import MODES, check_gradients, evaluate
 from pool import Pool
 
 import npu_device as npu
 from npu_bridge.estimator import npu_aicore_ops
 from npu_bridge.estimator.npu_unary_ops import npu_unary_ops
+from npu_bridge.npu_cpu import npu_cpu_ops
 from npu_bridge.npu_init import npu_ops
+from npu_bridge.tbe.npu_cube_ops import deformable_conv2d
 from npu_device import gen_npu_ops
 
 X = np.array([[-30.0, -3.0, -0.7, -0.1], [0.2, 0.9, 2.5, 40.0]])
+COUNT = 4000
 
 
-def sigmoid(x: Any) -> Any:
-    return 1 / (1 + np.exp(-x))
-
-
-def erf_gelu(x: Any) -> Any:
-    return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+def fast_gelu(x: Any) -> Any:
+    return x / (1 + np.exp(-1.702 * x))
 
 
 def body_activations() -> None:
     tanh = 0.5 * X * (1 + np.tanh(math.sqrt(2 / math.pi) * (X + 0.044715 * X**3)))
-    expected = [
-        (gen_npu_ops.fast_gelu, X * sigmoid(1.702 * X)),
-        (npu_unary_ops.gelu, tanh),
+    cases: list[tuple[Any, Any, list[Any]]] = [
+        (gen_npu_ops.fast_gelu, fast_gelu(X), []),
+        (npu_unary_ops.gelu, tanh, []),
     ]
-    weights = np.array(0.25), np.array([0.1, 0.2, 0.3, 0.4])
-    for operation, _ in expected:
-        check_gradients(operation, X)
-    for weight in weights:
-        check_gradients(npu_aicore_ops.prelu, X, weight)
-    for mode in MODES:
-        for operation, result in expected:
-            (found,) = evaluate(mode, operation, X)
-            np.testing.assert_allclose(found, result, rtol=1e-7, atol=1e-12)
-        for weight in weights:
-            (found,) = evaluate(mode, npu_aicore_ops.prelu, X, weight)
-            np.testing.assert_allclose(found, np.where(X > 0, X, weight * X))
-        halves = evaluate(mode, gen_npu_ops.fast_gelu, X.astype(np.float16))[0]
-        assert halves.dtype == np.float16 and np.isfinite(halves).all()
+    for weight in np.array(0.25), np.array([0.1, 0.2, 0.3, 0.4]):
+        cases.append((npu_aicore_ops.prelu, np.where(X > 0, X, weight * X), [weight]))
+    for operation, result, weights in cases:
+        check_gradients(operation, X, *weights)
+        for mode in MODES:
+            np.testing.assert_allclose(evaluate(mode, operation, X, *weights)[0], result, rtol=1e-7, atol=1e-12)
+    halves = gen_npu_ops.fast_gelu(X.astype(np.float16))
+    assert halves.dtype == tf.float16 and np.isfinite(halves).all()
 
 
 def test_activations(single: Pool) -> None:
     single.run(body_activations)
 
 
-def body_npu_ops_gelu() -> dict[str, Any]:
-    found = {mode: evaluate(mode, npu.ops.gelu, X)[0] for mode in ("eager", "function", "session")}
-    keras = tf.keras
-    inputs = keras.Input([4])
-    model = keras.Model(inputs, npu.ops.gelu(npu.ops.gelu(inputs)))
+def body_npu_ops_gelu() -> None:
+    fast = fast_gelu(X)
+    by_erf = 0.5 * X * (1 + np.vectorize(math.erf)(X / math.sqrt(2)))
+    for mode, result in (("eager", by_erf), ("function", fast), ("session", fast)):
+        np.testing.assert_allclose(evaluate(mode, npu.ops.gelu, X)[0], result, atol=1e-8)
+    inputs = tf.keras.Input([4])
+    model = tf.keras.Model(inputs, npu.ops.gelu(npu.ops.gelu(inputs)))
     with tempfile.TemporaryDirectory() as directory:
         model.save(f"{directory}/model.keras")
-        loaded = keras.models.load_model(f"{directory}/model.keras")
+        loaded = tf.keras.models.load_model(f"{directory}/model.keras")
     sample = X.astype(np.float32)
     np.testing.assert_array_equal(model(sample), loaded(sample))
-    return {**found, "model": np.array(model(sample)), "names": [layer.name for layer in model.layers]}
+    np.testing.assert_allclose(model(sample), fast_gelu(fast), rtol=1e-5, atol=1e-6)
+    assert sum(layer.name.startswith("npu.ops.gelu_") for layer in model.layers) == 2
 
 
 def test_npu_ops_gelu(keras_single: Pool) -> None:
-    (found,) = keras_single.run(body_npu_ops_gelu)
-    fast = X * sigmoid(1.702 * X)
-    np.testing.assert_allclose(found["eager"], erf_gelu(X), atol=1e-8)
-    np.testing.assert_allclose(found["function"], fast, atol=1e-12)
-    np.testing.assert_allclose(found["session"], fast, atol=1e-12)
-    np.testing.assert_allclose(found["model"], fast * sigmoid(1.702 * fast), rtol=1e-5, atol=1e-6)
-    assert sum(name.startswith("npu.ops.gelu_") for name in found["names"]) == 2
+    keras_single.run(body_npu_ops_gelu)
 
 
 def body_layer_norm() -> None:
@@ -84,24 +77,21 @@ def body_layer_norm() -> None:
         gamma, beta = random.normal(size=[2, *x.shape[params_axis:]])
         axes = tuple(range(norm_axis % 3, 3))
         mean, variance = x.mean(axis=axes, keepdims=True), x.var(axis=axes, keepdims=True)
-        normalised = (x - mean) / np.sqrt(variance + 1e-7)
+        expected = (gamma * (x - mean) / np.sqrt(variance + 1e-7) + beta, mean, variance)
 
         def norm(x: Any, gamma: Any, beta: Any, begin: Any = (norm_axis, params_axis)) -> Any:
             return npu_aicore_ops.layer_norm(x, gamma, beta, *begin)
 
-        for mode in MODES:
-            y, found_mean, found_variance = evaluate(mode, norm, x, gamma, beta)
-            np.testing.assert_allclose(y, gamma * normalised + beta)
-            np.testing.assert_allclose(found_mean, mean)
-            np.testing.assert_allclose(found_variance, variance)
-        check_gradients(lambda *arguments, norm=norm: norm(*arguments)[0], x, gamma, beta)
+        for mode in MODES[1:]:
+            for found, right in zip(evaluate(mode, norm, x, gamma, beta), expected):
+                np.testing.assert_allclose(found, right)
+    check_gradients(lambda *arguments: norm(*arguments)[0], x, gamma, beta)
     # The variance is of the size of epsilon; fetched alone, and from float32, as TensorFlow's graph optimizer likes it.
-    small = (x[..., :4] * 1e-4).astype(np.float32)
+    small = (x * 1e-4).astype(np.float32)
     spread = small - small.mean(axis=2, keepdims=True)
     right = spread / np.sqrt(np.square(spread).mean(axis=2, keepdims=True) + 1e-7)
-    ones, zeros = np.ones(4, np.float32), np.zeros(4, np.float32)
     for mode in MODES:
-        (found,) = evaluate(mode, lambda x: gen_npu_ops.layer_norm(x, ones, zeros, 2, 2)[0], small)
+        (found,) = evaluate(mode, lambda x: gen_npu_ops.layer_norm(x, np.ones(4), np.zeros(4), 2, 2)[0], small)
         np.testing.assert_allclose(found, right, rtol=1e-3, atol=1e-5)
     large = (x * 300).astype(np.float16)  # its squares overflow float16
     y, _, _ = gen_npu_ops.fused_layer_norm(large, np.ones(4, np.float16), np.zeros(4, np.float16), 2, 2)
@@ -112,30 +102,130 @@ def test_layer_norm(single: Pool) -> None:
     single.run(body_layer_norm)
 
 
-def body_lars() -> str:
-    random = np.random.default_rng(2)
-    w, g = random.normal(size=[2, 5, 3])
-    rate = 0.02 * np.linalg.norm(w) / (np.linalg.norm(g) + 0.1 * np.linalg.norm(w) + 1e-5)
-    for mode in MODES:
-        for learning_rate, use_clip, factor in ((0.5, False, rate), (0.5, True, rate / 0.5), (1e-4, True, 1.0)):
-            (found,) = evaluate(
-                mode,
-                lambda w, g, lr=learning_rate, clip=use_clip: gen_npu_ops.lars_v2(
-                    input_weight=w, input_grad=g, weight_decay=0.1, learning_rate=lr, hyperpara=0.02, use_clip=clip
-                ),
-                w,
-                g,
-            )
-            np.testing.assert_allclose(found, factor * (g + 0.1 * w))
-        both = evaluate(mode, lambda w, g: npu_ops.LARS([w, g], [g, w], 0.1, 0.02), w, g)
-        np.testing.assert_allclose(both[0], rate * (g + 0.1 * w))
-        assert np.isfinite(both[1]).all() and len(both) == 2
-    try:
-        npu_ops.LARS([w], [], 0.1)
-    except ValueError as error:
-        return str(error)
-    return "accepted"
+def body_dropout(mode: str) -> None:
+    operation = npu_aicore_ops.dropout_v3 if mode == "eager" else npu_ops.dropout
+
+    def with_gradient(x: Any, keep_prob: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = operation(x, keep_prob)
+        return y, tape.gradient(y, x)
+
+    for keep_prob in (0.25, np.float32(0.9)):
+        threes = np.full([COUNT], 3.0, np.float32)
+        y, gradient = evaluate(mode, lambda x, keep=keep_prob: with_gradient(x, keep), threes)
+        kept = y != 0
+        np.testing.assert_allclose(y[kept], 3 / keep_prob, rtol=1e-6)
+        np.testing.assert_allclose(gradient, np.where(kept, 1 / keep_prob, 0), rtol=1e-6)
+        # Five standard deviations.
+        assert abs(kept.mean() - keep_prob) < 5 * np.sqrt(keep_prob * (1 - keep_prob) / COUNT)
+    x = np.ones([40, 50, 2], np.float32)
+    one, other = evaluate(mode, lambda x: [operation(x, 0.5), operation(x, 0.5)], x)
+    assert not np.array_equal(one, other)
+    for noise_shape in ((None, 1, None), np.array([40, 1, 2])):
+        (rows,) = evaluate(mode, lambda x, shape=noise_shape: operation(x, 0.5, shape, seed=4), x)
+        assert (rows == rows[:, :1]).all() and set(np.unique(rows)) == {0, 2}
+    (by_tensor,) = evaluate(mode, operation, x, np.float32(0.25))
+    assert set(np.unique(by_tensor)) == {0, 4}
+    halves = evaluate(mode, lambda x: operation(x, 0.5), x.astype(np.float16))[0]
+    assert halves.dtype == np.float16 and set(np.unique(halves)) == {0, 2}
 
 
-def test_lars(single: Pool) -> None:
-    assert "1 weights and 0 gradients" in single.run(body_lars)[0]
+@pytest.mark.parametrize("mode", MODES)
+def test_dropout(single: Pool, mode: str) -> None:
+    single.run(body_dropout, mode)
+
+
+def body_refused() -> list[str]:
+    image = np.ones([1, 4, 4, 1])
+    wrong = wrong_refusals(
+        ("RuntimeError", "tf.function", npu_ops.dropout, tf.ones([2]), 0.5),
+        ("ValueError", "int32", npu_aicore_ops.dropout_v3, tf.ones([2], tf.int32), 0.5),
+        *(("ValueError", "above 0", npu_aicore_ops.dropout_v3, tf.ones([2]), keep) for keep in (0, 1.5, np.float32(0))),
+        ("NotImplementedError", "bilinearly", deformable_conv2d, image),
+        ("NotImplementedError", "all_to_all_v", npu_cpu_ops.embeddingrankid, image),
+    )
+    with tf.Graph().as_default():
+        x = tf.ones([2])
+        assert npu_ops.dropout(x, 1.0) is x
+        npu_ops.dropout(x, np.float64(1.0))
+    return wrong
+
+
+def test_what_is_refused(single: Pool) -> None:
+    assert single.run(body_refused) == [[]]
+
+
+def body_float_status(mode: str) -> dict[str, Any]:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("npu_device").addHandler(handler)
+
+    def status(first: Any, second: Any) -> Any:
+        """As loss-scaling scripts have it."""
+        flag = gen_npu_ops.npu_alloc_float_status()
+        with tf.control_dependencies([first * 2, tf.IndexedSlices(second * 2, tf.constant([0]))]):
+            after = gen_npu_ops.npu_get_float_status(flag)
+            newer = gen_npu_ops.npu_get_float_status_v2()
+        with tf.control_dependencies([after]):
+            cleared = gen_npu_ops.npu_clear_float_status(flag)
+        return tf.reduce_all(tf.equal(after, cleared)), tf.reduce_all(tf.equal(newer, 0))
+
+    good = np.ones([3], np.float32)
+    values = {"finite": 1.0, "nan": np.nan, "overflow": 3e38}
+    bad = {name: np.array([[1.0, value]], np.float32) for name, value in values.items()}
+    results: dict[str, Any] = {name: evaluate(mode, status, good, value) for name, value in bad.items()}
+    logging.getLogger("npu_device").removeHandler(handler)
+    return {**results, "warned": any("tf.math.is_finite" in record.getMessage() for record in records)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_float_status(single: Pool, mode: str) -> None:
+    (found,) = single.run(body_float_status, mode)
+    unseen = mode == "eager"  # eagerly nothing is known of the gradients, and a warning says so
+    assert found == {"finite": [True] * 2, "nan": [unseen] * 2, "overflow": [unseen] * 2, "warned": unseen}
+
+
+def body_hcom() -> Any:
+    handle = npu.open()
+    rank, size = handle.worker_id, handle.workers_num
+    own, group = tf.constant([rank + 1.0, 2.0]), {"group": "hccl_world_group"}
+    results = [
+        gen_npu_ops.hcom_all_reduce(input=own, reduction="sum", fusion=1, fusion_id=-1, **group),
+        gen_npu_ops.hcom_all_gather(input=own, rank_size=size, **group),
+        *gen_npu_ops.hcom_broadcast(input=[own], root_rank=size - 1, fusion=0, fusion_id=-1, **group),
+        gen_npu_ops.hcom_reduce_scatter(input=own, reduction="max", rank_size=size, **group),
+        gen_npu_ops.hcom_reduce(input=own, reduction="sum", root_rank=0, **group),
+    ]
+    if rank == 0:
+        gen_npu_ops.hcom_send(input=own * 5, sr_tag=3, dest_rank=1, **group)
+    else:
+        results.append(gen_npu_ops.hcom_receive([2], T=tf.float32, sr_tag=3, src_rank=0, **group))
+    return [result.numpy().tolist() for result in results]
+
+
+def test_raw_collectives(two_ranks: Pool) -> None:
+    zero, one = two_ranks.run(body_hcom)
+    assert zero == [[3, 4], [1, 2, 2, 2], [2, 2], [2], [3, 4]]
+    assert (one[:4], one[5]) == ([*zero[:3], [2]], [5, 10])
+
+
+def body_imports() -> None:
+    dropout = tf.keras.layers.Dropout
+    methods = dict(vars(dropout))
+
+    from npu_bridge.estimator.npu import npu_convert_dropout  # noqa: F401
+    from npu_bridge.estimator.npu_aicore_ops import npu_aicore_ops
+    from npu_bridge.helper import helper
+    from npu_bridge.tbe import npu_vector_ops
+    from npu_device.npu_device import gen_npu_ops as same
+
+    assert same is gen_npu_ops is helper.get_gen_ops() is npu_aicore_ops
+    assert tf.keras.layers.Dropout is dropout and dict(vars(dropout)) == methods
+    prelu = npu_vector_ops.PReLU(alpha_initializer=tf.constant_initializer(0.5))
+    assert np.array(prelu(np.array([[-2.0, 3.0]], np.float32))).tolist() == [[-1.0, 3.0]]
+
+
+def test_names_lead_to_one_module_and_imports_change_nothing(single: Pool) -> None:
+    single.run(body_imports)

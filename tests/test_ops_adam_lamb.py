@@ -1,4 +1,4 @@
-"""Steps of Adam and LAMB: the formulas in numpy, with tensors and with variables."""
+"""Steps of Adam, LAMB and LARS: the formulas in numpy, with tensors and with variables."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from op_modes import evaluate
+from collective_bodies import wrong_refusals
+from op_modes import MODES, evaluate
 from pool import Pool
 
+from npu_bridge.npu_init import npu_ops
 from npu_bridge.tbe import npu_vector_ops
 from npu_device import gen_npu_ops
 
@@ -19,7 +21,8 @@ LR, B1, B2, DECAY, EPSILON = 0.1, 0.9, 0.99, 0.01, 1e-6
 BETAS = (B1, 1 - B1, B2, 1 - B2)
 NEW_M, NEW_V = B1 * M + (1 - B1) * G, B2 * V + (1 - B2) * G**2
 ADAM = NEW_M / (np.sqrt(NEW_V) + EPSILON)
-LAMB = NEW_M / (1 - B1**3) / (np.sqrt(NEW_V / (1 - B2**3)) + EPSILON)
+LAMB = NEW_M / (1 - B1**3) / (np.sqrt(NEW_V / (1 - B2**3)) + EPSILON) + DECAY * W
+NORMS = np.linalg.norm(W), np.linalg.norm(LAMB)
 
 
 def body_steps(mode: str) -> None:
@@ -31,23 +34,18 @@ def body_steps(mode: str) -> None:
 
     def lamb(g: Any, v: Any, m: Any, w: Any) -> Any:
         update, v, m = gen_npu_ops.lamb_apply_optimizer_assign(g, v, m, w, *BETAS, EPSILON, 3, 1.0, DECAY)
-        return update, v, m, npu_vector_ops.lamb_apply_weight_assign(tf.norm(w), tf.norm(update), LR, update, w)
+        return v, m, npu_vector_ops.lamb_apply_weight_assign(tf.norm(w), tf.norm(update), LR, update, w)
 
-    update = LAMB + DECAY * W
-    lamb_w = W - np.linalg.norm(W) / np.linalg.norm(update) * LR * update
-    expected = [
-        (adam, [NEW_V, NEW_M, W - LR * ADAM]),
-        (adam_decay, [NEW_V, NEW_M, W - LR * (ADAM + DECAY * W)]),
-        (lamb, [update, NEW_V, NEW_M, lamb_w]),
-    ]
-    for step, results in expected:
-        for found, result in zip(evaluate(mode, step, G, V, M, W), results):
-            np.testing.assert_allclose(found, result)
-        for found, result in zip(_with_variables(mode, step), results[-3:] if step is not lamb else results[1:]):
-            np.testing.assert_allclose(found, result)
+    for step, weights in (
+        (adam, W - LR * ADAM),
+        (adam_decay, W - LR * (ADAM + DECAY * W)),
+        (lamb, W - NORMS[0] / NORMS[1] * LR * LAMB),
+    ):
+        for found in (evaluate(mode, step, G, V, M, W), _with_variables(mode, step)):
+            np.testing.assert_allclose(found, [NEW_V, NEW_M, weights])
     for norms in ((0.0, 2.0), (2.0, 0.0)):
-        (found,) = evaluate(mode, lambda u, w, n=norms: gen_npu_ops.lamb_apply_weight_assign(*n, LR, u, w), update, W)
-        np.testing.assert_allclose(found, W - LR * update)
+        (found,) = evaluate(mode, lambda u, w, n=norms: gen_npu_ops.lamb_apply_weight_assign(*n, LR, u, w), LAMB, W)
+        np.testing.assert_allclose(found, W - LR * LAMB)
 
 
 def _with_variables(mode: str, step: Any) -> list[np.ndarray]:
@@ -64,6 +62,22 @@ def _with_variables(mode: str, step: Any) -> list[np.ndarray]:
     return [variable.numpy() for variable in variables]
 
 
-@pytest.mark.parametrize("mode", ["eager", "function", "session"])
+@pytest.mark.parametrize("mode", MODES)
 def test_steps(single: Pool, mode: str) -> None:
     single.run(body_steps, mode)
+
+
+def body_lars() -> list[str]:
+    rate = 0.02 * NORMS[0] / (np.linalg.norm(G) + 0.1 * NORMS[0] + 1e-5)
+    layer = {"input_weight": W, "input_grad": G, "weight_decay": 0.1, "hyperpara": 0.02}
+    for learning_rate, clipped, factor in ((0.5, False, rate), (0.5, True, rate / 0.5), (1e-4, True, 1.0)):
+        found = gen_npu_ops.lars_v2(**layer, learning_rate=learning_rate, use_clip=clipped)
+        np.testing.assert_allclose(found, factor * (G + 0.1 * W))
+    both = evaluate("session", lambda w, g: npu_ops.LARS([w, g], [g, w], 0.1, 0.02), W, G)
+    np.testing.assert_allclose(both[0], rate * (G + 0.1 * W))
+    assert len(both) == 2 and np.isfinite(both[1]).all()
+    return wrong_refusals(("ValueError", "1 weights and 0 gradients", npu_ops.LARS, [W], [], 0.1))
+
+
+def test_lars(single: Pool) -> None:
+    assert single.run(body_lars) == [[]]
