@@ -30,42 +30,27 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("npu_device._src.options.option_group._options", GlobalOptions())
 
 
-def hand_made(*names: str) -> Any:
+def hand_made(*names: str, **rewrites: Any) -> Any:
     """A configuration as scripts write it, with the common parameters, a misspelt one, and further optimizers."""
     config = tf.compat.v1.ConfigProto(allow_soft_placement=True)
-    rewrites = config.graph_options.rewrite_options
     for name in names or ("NpuOptimizer",):
-        custom = rewrites.custom_optimizers.add()
+        custom = config.graph_options.rewrite_options.custom_optimizers.add()
         custom.name = name
         custom.parameter_map["use_off_line"].b = True
         custom.parameter_map["precision_mode"].s = tf.compat.as_bytes("allow_mix_precision")
         custom.parameter_map["graph_run_mode"].i = 1
         custom.parameter_map["sfusion_switch_file"].s = tf.compat.as_bytes("/nowhere/switch.cfg")
-    rewrites.remapping = RewriterConfig.OFF
-    rewrites.memory_optimization = RewriterConfig.OFF
-    return config
-
-
-def only_by_name() -> Any:
-    config = hand_made()
-    config.graph_options.rewrite_options.optimizers.extend(["NpuOptimizer", "function", "constfold"])
-    return config
-
-
-def failing_on_errors() -> Any:
-    config = hand_made()
-    config.graph_options.rewrite_options.fail_on_optimizer_errors = True
+    added = RewriterConfig(remapping=RewriterConfig.OFF, memory_optimization=RewriterConfig.OFF, **rewrites)
+    config.graph_options.rewrite_options.MergeFrom(added)
     return config
 
 
 CONFIGS = {
     "hand-made": hand_made,
     "with others": lambda: hand_made("NpuOptimizer", "GradFusionOptimizer", "function"),
-    "optimizers by name": only_by_name,
-    "fail_on_optimizer_errors": failing_on_errors,
-    "npu_config_proto": npu_config_proto,
+    "optimizers by name": lambda: hand_made(optimizers=["NpuOptimizer", "function", "constfold"]),
+    "fail_on_optimizer_errors": lambda: hand_made(fail_on_optimizer_errors=True),
     "npu_config_proto of a hand-made one": lambda: npu_config_proto(hand_made()),
-    "npu_session_config_init": npu_session_config_init,
     "builder": lambda: SessionConfigBuilder().session_config,
 }
 
@@ -82,16 +67,15 @@ def test_a_session_trains_with_the_configuration(name: str) -> None:
             assert session.run(w).tolist() == [[-0.5], [0.0]]
 
 
-def names_of(config: Any) -> list[str]:
-    return [optimizer.name for optimizer in config.graph_options.rewrite_options.custom_optimizers]
+def optimizers_of(config: Any) -> dict[str, Any]:
+    return {each.name: each.parameter_map for each in config.graph_options.rewrite_options.custom_optimizers}
 
 
 def test_npu_config_proto_changes_the_configuration_it_is_given() -> None:
     given = tf.compat.v1.ConfigProto(log_device_placement=True, inter_op_parallelism_threads=3)
     config = npu_config_proto(config_proto=given)
-    assert config is given
-    assert npu_config_proto(config) is given
-    assert names_of(config) == ["NpuOptimizer"]
+    assert npu_config_proto(config) is config is given
+    assert list(optimizers_of(config)) == ["NpuOptimizer"]
     assert config.allow_soft_placement
     assert not config.log_device_placement
     assert config.inter_op_parallelism_threads == 3
@@ -102,83 +86,54 @@ def test_npu_config_proto_changes_the_configuration_it_is_given() -> None:
 
 @pytest.mark.parametrize("given", [None, {}, "config"])
 def test_anything_else_gives_a_new_configuration(given: Any) -> None:
-    assert names_of(npu_config_proto(given)) == ["NpuOptimizer"]
-    assert names_of(npu_session_config_init(given)) == ["NpuOptimizer"]
+    assert list(optimizers_of(npu_config_proto(given))) == ["NpuOptimizer"]
     assert npu_optimizer_options(given).global_jit_level == tf.compat.v1.OptimizerOptions.OFF
     assert npu_graph_options(given).optimizer_options.global_jit_level == tf.compat.v1.OptimizerOptions.OFF
 
 
 def test_the_optimizer_is_found_among_others_and_keeps_its_parameters() -> None:
-    config = npu_config_proto(hand_made("GradFusionOptimizer", "NpuOptimizer"))
-    assert names_of(config) == ["GradFusionOptimizer", "NpuOptimizer"]
-    parameters = config.graph_options.rewrite_options.custom_optimizers[1].parameter_map
-    assert parameters["precision_mode"].s == b"allow_mix_precision"
-    assert "hcom_parallel" not in parameters
+    optimizers = optimizers_of(npu_config_proto(hand_made("GradFusionOptimizer", "NpuOptimizer")))
+    assert list(optimizers) == ["GradFusionOptimizer", "NpuOptimizer"]
+    assert optimizers["NpuOptimizer"]["precision_mode"].s == b"allow_mix_precision"
+    assert "hcom_parallel" not in optimizers["NpuOptimizer"]
 
 
-def test_parameters_that_mean_something_here_have_their_effect() -> None:
-    config = hand_made()
-    parameters = config.graph_options.rewrite_options.custom_optimizers[0].parameter_map
-    parameters["hcom_parallel"].b = False
-    parameters["profiling_mode"].b = True
-    parameters["profiling_options"].s = tf.compat.as_bytes('{"output":"/tmp/profile","training_trace":"on"}')
-    parameters["aoe_mode"].s = tf.compat.as_bytes("4")
-    parameters["work_path"].s = tf.compat.as_bytes("/tmp/tuning")
-    npu_config_proto(config)
+def test_parameters_that_are_there_have_their_effect_and_others_change_nothing() -> None:
     options = global_options()
-    assert options.aoe_config.aoe_mode.value == "4"
-    assert options.aoe_config.work_path.value == "/tmp/tuning"
-    assert options.hcom_parallel.typed is False
-    assert options.profiling_config.enable_profiling.typed is True
-    assert json.loads(options.profiling_config.profiling_options.value)["output"] == "/tmp/profile"
-
-
-def test_parameters_that_are_not_there_change_nothing() -> None:
-    global_options().hcom_parallel = False
-    global_options().profiling_config.enable_profiling = True
-    npu_config_proto(hand_made())
-    npu_config_proto()
-    assert global_options().hcom_parallel.typed is False
-    assert global_options().profiling_config.enable_profiling.typed is True
-
-
-def test_empty_profiling_options_are_the_usual_ones() -> None:
-    usual = global_options().profiling_config.profiling_options.value
-    builder = SessionConfigBuilder()
-    builder.parameter_map["profiling_options"].s = b""
-    assert builder.session_config
-    assert global_options().profiling_config.profiling_options.value == usual
-
-
-def test_a_value_that_the_option_refuses_is_refused() -> None:
-    config = hand_made()
-    config.graph_options.rewrite_options.custom_optimizers[0].parameter_map["aoe_mode"].s = b"3"
-    with pytest.raises(ValueError, match=r"aoe_config\.aoe_mode"):
-        npu_config_proto(config)
-
-
-def test_builder_reads_the_parameters_when_the_configuration_is_taken() -> None:
+    usual = options.profiling_config.profiling_options.value
     given = tf.compat.v1.ConfigProto()
     builder = SessionConfigBuilder(given)
-    builder.parameter_map["hcom_parallel"].b = False
-    assert global_options().hcom_parallel.typed is True
+    parameters = builder.parameter_map
+    parameters["hcom_parallel"].b = False
+    parameters["profiling_mode"].b = True
+    parameters["profiling_options"].s = b""  # the usual ones
+    parameters["aoe_mode"].s = tf.compat.as_bytes("4")
+    parameters["work_path"].s = tf.compat.as_bytes("/tmp/tuning")
+    assert options.hcom_parallel.typed is True
     assert builder.session_config is given
-    assert global_options().hcom_parallel.typed is False
+    npu_config_proto(hand_made())
+    assert options.hcom_parallel.typed is False
+    assert options.profiling_config.enable_profiling.typed is True
+    assert options.profiling_config.profiling_options.value == usual
+    assert options.aoe_config.aoe_mode.value == "4"
+    assert options.aoe_config.work_path.value == "/tmp/tuning"
+    parameters["profiling_options"].s = tf.compat.as_bytes('{"output":"/tmp/profile","training_trace":"on"}')
+    npu_session_config_init(given)
+    assert json.loads(options.profiling_config.profiling_options.value)["output"] == "/tmp/profile"
+    parameters["aoe_mode"].s = b"3"
+    with pytest.raises(ValueError, match=r"aoe_config\.aoe_mode"):
+        npu_config_proto(given)
 
 
 def test_decorator_gives_sessions_the_configuration() -> None:
-    seen: list[Any] = []
-
     @decorator_tf_session
-    def make_session(target: str = "", graph: Any = None, config: Any = None) -> str:
-        seen.append(config)
-        return target
+    def make_session(target: str = "", graph: Any = None, config: Any = None) -> Any:
+        return target, config
 
     given = tf.compat.v1.ConfigProto()
-    assert make_session("here", None, given) == "here"
-    assert make_session() == ""
-    assert seen[0] is given
-    assert [names_of(config) for config in seen] == [["NpuOptimizer"]] * 2
+    target, config = make_session("here", None, given)
+    assert target == "here" and config is given
+    assert [list(optimizers_of(each)) for each in (config, make_session()[1])] == [["NpuOptimizer"]] * 2
 
 
 @pytest.mark.slow
@@ -209,24 +164,12 @@ def test_keras_2_trains_in_the_session_with_the_configuration(tmp_path: Path) ->
 
 def test_run_config_records_what_it_is_given() -> None:
     dump = DumpConfig(enable_dump=True, dump_path="/tmp/dump", dump_step="0|5")
-    config = NPURunConfig(
-        10,
-        model_dir="/tmp/model",
-        session_config=tf.compat.v1.ConfigProto(),
-        precision_mode="allow_mix_precision",
-        dump_config=dump,
-        a_later_release="has it",
-    )
-    assert config.iterations_per_loop == 10
-    assert config.model_dir == "/tmp/model"
-    assert config.save_checkpoints_steps == 100
-    assert config.save_checkpoints_secs is None
-    assert config.keep_checkpoint_max == 5
-    assert config.save_summary_steps == 0
-    assert config.hcom_parallel is True
-    assert config.dump_config is dump
-    assert config.a_later_release == "has it"
-    assert names_of(config.session_config) == ["NpuOptimizer"]
+    given = {"model_dir": "/tmp/model", "precision_mode": "allow_mix_precision", "dump_config": dump, "later": "too"}
+    config = NPURunConfig(10, session_config=tf.compat.v1.ConfigProto(), **given)
+    defaults = {"save_checkpoints_steps": 100, "save_checkpoints_secs": None, "keep_checkpoint_max": 5}
+    expected = {"iterations_per_loop": 10, **given, **defaults, "save_summary_steps": 0, "hcom_parallel": True}
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert list(optimizers_of(config.session_config)) == ["NpuOptimizer"]
     assert NPURunConfig(save_checkpoints_secs=60).save_checkpoints_steps is None
 
 
@@ -239,11 +182,8 @@ def test_run_config_sets_options() -> None:
     assert global_options().hcom_parallel.typed is False
     profiling = global_options().profiling_config
     assert profiling.enable_profiling.typed is True
-    assert json.loads(profiling.profiling_options.value) == {
-        "output": "./",
-        "training_trace": "on",
-        "task_trace": "on",
-    }
+    options = {"output": "./", "training_trace": "on", "task_trace": "on"}
+    assert json.loads(profiling.profiling_options.value) == options
 
 
 @pytest.mark.parametrize("keyword", ["profiling_options", "enable_options"])
