@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from npu_device._src.report.trace_page import COLOURS
 from npu_device._src.trace.records import FILE, GradientRecord, Iteration, RankTrace
 
 GRADIENTS = 10
+STEPS = 9
 MB = 1_000_000
 MS = 1_000.0
 
@@ -31,14 +33,12 @@ def trace(
     wait: float = 5.0,
     dtypes: Sequence[str] = ("float32",) * GRADIENTS,
     hosts: Sequence[str] = ("a", "a"),
-    steps: int = 9,
-    backend: str = "shared_memory",
 ) -> RankTrace:
     """A rank of two. Forward takes 50 ms, then a gradient of 1 MB comes each 5 ms; a segment takes ``takes`` ms a MB,
     one after the other; then 10 ms for the update, and ``wait`` ms for the input.
     """
     done, iterations = 1_795_307_704_330_887.25, []
-    for number in range(1, steps + 1):
+    for number in range(1, STEPS + 1):
         previous, start = done, done + wait * MS
         ready = tuple(start + (50 + 5 * (place + 1) + slower) * MS for place in range(GRADIENTS))
         reductions, over = [], 0.0
@@ -50,10 +50,8 @@ def trace(
         iterations.append(Iteration(number, start, ready[-1], done, tuple(reductions), ready, before))
     gradients = tuple(GradientRecord(f"g{place}", dtypes[place], MB) for place in range(GRADIENTS))
     error = None if len(set(hosts)) > 1 and rank else 0.0
-    return RankTrace(
-        rank, 2, hosts[rank], 1, 0.0, error, "m", backend, "hccl_world_group", gradients, tuple(segments),
-        tuple(iterations),
-    )  # fmt: skip
+    model = ("m", "shared_memory", "hccl_world_group")
+    return RankTrace(rank, 2, hosts[rank], 1, 0.0, error, *model, gradients, tuple(segments), tuple(iterations))
 
 
 def write(directory: Path, traces: Sequence[RankTrace]) -> None:
@@ -67,14 +65,18 @@ def found(*traces: RankTrace) -> Analysis:
     return analyse(traces)
 
 
-# Figures
-
-
 def test_where_the_time_goes() -> None:
     # Segment 0 is ready at 95 ms and takes 27 ms, segment 1 ends at 125 ms; backward ends at 100 ms.
-    [first, _] = found(trace(0), trace(1)).ranks
+    result = found(trace(0), trace(1))
+    first = result.ranks[0]
     parts = (first.step, first.input_wait, first.alone, first.hidden, first.exposed, first.update)
     assert parts == pytest.approx((140e3, 5e3, 95e3, 5e3, 25e3, 10e3))
+    text = summary(result)
+    assert "no rank is slower" in text
+    assert "the clock of the same host" in text
+    assert "on its slowest rank, a step takes 140.0 ms" in text
+    text = summary(found(trace(0)))
+    assert "no trace of rank(s) 1. What to do: bring the directories rank<N> of all hosts together" in text
 
 
 @pytest.mark.parametrize(
@@ -89,38 +91,23 @@ def test_the_slowest_rank_is_named_with_its_cause(changed: dict[str, float], cau
     assert "could not be compared" in summary(result)
 
 
-def test_even_ranks_are_said_to_be_even() -> None:
-    text = summary(found(trace(0), trace(1)))
-    assert "no rank is slower" in text
-    assert "the clock of the same host" in text
-    assert "on its slowest rank, a step takes 140.0 ms" in text
-
-
-# Diagnosis
-
-
-MORE = "has most of the bytes and ends after the backward pass: add segments"
-BACK = "starts early and the last one is long: move the cut back"
-FORWARD = "start late and end after the backward pass: move the cut forward"
-
-
 @pytest.mark.parametrize(
     ("segments", "takes", "situation", "reason"),
     [
-        (((0, 2), (3, 9)), 3.0, BACK, "end 26.0 ms before the backward pass"),
-        (((0, 7), (8, 9)), 3.0, FORWARD, "end 14.0 ms after the backward pass"),
-        (((0, 9),), 3.0, MORE, "The only segment has all of the bytes"),
-        (((0, 8), (9, 9)), 3.0, MORE, "90% of the bytes"),
+        (((0, 2), (3, 9)), 3.0, "the last one is long: move the cut back", "end 26.0 ms before the backward pass"),
+        (((0, 7), (8, 9)), 3.0, "after the backward pass: move the cut forward", "end 14.0 ms after the backward pass"),
+        (((0, 9),), 3.0, "ends after the backward pass: add segments", "The only segment has all of the bytes"),
+        (((0, 8), (9, 9)), 3.0, "ends after the backward pass: add segments", "90% of the bytes"),
         (((0, 8), (9, 9)), 0.1, "hidden behind backward", "0.1 ms of each step is exposed"),
     ],
 )
 def test_the_situations_of_the_guide(
     segments: tuple[tuple[int, int], ...], takes: float, situation: str, reason: str
 ) -> None:
-    result = found(*(trace(rank, segments, takes) for rank in range(2)))
-    assert situation in result.diagnosis.situation
-    assert reason in result.diagnosis.reasons
-    assert result.diagnosis.good == (takes < 1)
+    diagnosis = found(*(trace(rank, segments, takes) for rank in range(2))).diagnosis
+    assert situation in diagnosis.situation
+    assert reason in diagnosis.reasons
+    assert diagnosis.good == (takes < 1)
 
 
 def test_the_call_can_be_pasted_and_helps() -> None:
@@ -156,11 +143,6 @@ def test_traces_of_several_splits_are_compared(tmp_path: Path, capsys: pytest.Ca
     assert (one, four) == (["1", "30.0", "145.0"], ["4", "6.0", "121.0"])
 
 
-def test_missing_ranks_are_named() -> None:
-    text = summary(found(trace(0)))
-    assert "no trace of rank(s) 1. What to do: bring the directories rank<N> of all hosts together" in text
-
-
 def test_without_a_trace_it_says_so(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"npurun trace: .*there is no trace in the directory"):
         main([str(tmp_path)], "npurun trace")
@@ -168,18 +150,14 @@ def test_without_a_trace_it_says_so(tmp_path: Path) -> None:
         main([str(tmp_path / "nope")])
 
 
-# Files
-
-
 def test_the_trace_follows_the_event_format(tmp_path: Path) -> None:
-    traces = [trace(0), trace(1)]
+    traces = [trace(0, wait=4.9999), trace(1, wait=5.0001, slower=0.3333)]
     write(tmp_path, traces)
     write_all(tmp_path)
     document = json.loads((tmp_path / "trace.json").read_text())
     assert document["displayTimeUnit"] in ("ms", "ns")
     events = document["traceEvents"]
-    spans: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    flows: dict[tuple[str, int], list[str]] = {}
+    spans, arrows = defaultdict(list), defaultdict(list)
     named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
     for event in events:
         assert isinstance(event["name"], str) and isinstance(event["args"], dict)
@@ -187,21 +165,19 @@ def test_the_trace_follows_the_event_format(tmp_path: Path) -> None:
         if event["ph"] == "M":
             assert event["name"] in ("process_name", "thread_name", "process_sort_index", "thread_sort_index")
             continue
-        assert event["ph"] in ("X", "s", "t") and event["cat"]
+        line = (event["pid"], event["tid"])
+        assert event["ph"] in ("X", "s", "t") and event["cat"] and line in named
         assert isinstance(event["ts"], int) and 0 <= event["ts"] < 1e9
-        assert (event["pid"], event["tid"]) in named
         if event["ph"] == "X":
             assert isinstance(event["dur"], int) and event["dur"] >= 0
-            spans.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+            spans[line].append((event["ts"], event["ts"] + event["dur"]))
         else:
             assert isinstance(event["id"], int)
-            flows.setdefault((event["cat"], event["id"]), []).append(event["ph"])
+            arrows[event["cat"], event["id"]].append(event["ph"])
     # On one line nothing overlaps, or viewers drop it; each arrow has a beginning and an end.
-    for line in spans.values():
-        line.sort()
+    for line in map(sorted, spans.values()):
         assert all(before[1] <= after[0] for before, after in zip(line, line[1:]))
-    assert all(phases == ["s", "t"] for phases in flows.values())
-    assert len(flows) == 2 * (9 - 1)
+    assert list(arrows.values()) == [["s", "t"]] * 2 * (STEPS - 1)
     names = {event["name"] for event in events if event["pid"] == 1}
     assert {"Iteration 2", "FP_BP Time 2", "Iteration Refresh 2", "Reduce_2_0", "Reduce_2_1"} <= names
     reduce = next(event for event in events if event["name"] == "Reduce_2_1")
