@@ -89,11 +89,11 @@ def test_the_points_of_a_step(keras_two_ranks: Pool, tmp_path: Path) -> None:
         assert any(one.last_reduced < one.iteration_end for one in trace.iterations)  # the update takes a while
         for one in trace.iterations[2:]:
             assert one.fp_start <= one.ready[0] < one.ready[1] == one.bp_end <= one.last_reduced <= one.iteration_end
-            assert one.ready[1] - one.ready[0] > SLOW * 1e6 - TOLERANCE_US
+            assert one.ready[1] - one.ready[0] > SLOW * 1e6 / 4
             for (start, end), ready in zip(one.allreduce, one.ready):
                 assert ready == start <= end
     late = next(trace for trace in traces if trace.rank == 1)
-    assert all((one.input_wait or 0) > PAUSE * 1e6 - TOLERANCE_US for one in late.iterations[2:])
+    assert all((one.input_wait or 0) > PAUSE * 1e6 / 4 for one in late.iterations[2:])
     assert len({trace.model for trace in traces}) == 1
 
 
