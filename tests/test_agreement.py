@@ -18,21 +18,6 @@ from ranks import table_environment
 import npu_device as npu
 from npu_device.distribute import hccl_ops
 
-BEGIN = """
-import sys, time
-import tensorflow as tf
-import npu_device as npu
-rank = npu.open().worker_id
-three, four = tf.ones([3]), tf.ones([4])
-variable = tf.Variable(1.0)
-npu.distribute.all_reduce(three)  # the kernels are warm
-print("calls at", time.time(), flush=True)
-try:
-    CALL
-finally:
-    print("raised at", time.time(), flush=True)
-"""
-
 
 def _calls(rank: int) -> dict[str, Callable[[], Any]]:
     reduce, broadcast = npu.distribute.all_reduce, npu.distribute.broadcast
@@ -99,96 +84,73 @@ def test_calls_that_do_not_match(several_ranks: Pool, case: str) -> None:
         assert after == [size] * 2
 
 
-def test_shapes_that_only_the_running_graph_knows(tmp_path: Path) -> None:
-    call = "tf.function(lambda x: npu.distribute.all_reduce(x), input_signature=[tf.TensorSpec([None])])"
-    outputs = job.outputs(tmp_path, 2, BEGIN.replace("CALL", f"{call}(three if rank else four)"), code=1)
+def test_calls_in_a_graph_that_nobody_uses_and_that_do_not_match(tmp_path: Path) -> None:
+    script = IN_A_FUNCTION.replace("step(three)", "step(tf.ones([4 - rank]))")
+    outputs = job.outputs(tmp_path, 2, script, code=1)
     last_arrival = max(job.stamp(output, "calls") for output in outputs)
     for output in outputs:
+        assert "[2. 2. 2.]" in output
         assert job.stamp(output, "raised") - last_arrival < 5  # tracing, and 2 s
-        for rank in range(2):
-            assert re.search(rf"rank {rank} on host \w+: .* called at .*script\.py:\d+", output), output
+        for rank in range(2):  # in code that AutoGraph rewrites
+            assert re.search(rf"rank {rank} on host \w+: .* called at .*script\.py:8 \(step\)", output), output
         assert "shapes that only the running graph knows" in output and "float32 [?]" in output
+
+
+WAITING = """
+import time
+import tensorflow as tf
+import npu_device as npu
+from hccl.manage.api import create_group, destroy_group
+rank, three = npu.open().worker_id, tf.ones([3])
+npu.distribute.all_reduce(three)  # the kernels are warm
+for _ in range(5):  # waits in groups of one name are not one long wait
+    create_group("again", 2, [0, 1])
+    time.sleep(0.9 * rank)
+    npu.distribute.all_reduce(three, group="again")
+    destroy_group("again")
+time.sleep(2 * rank)
+print(npu.distribute.all_reduce(three, "sum"), flush=True)
+create_group("pair", 2 - rank, list(range(rank, 2)))
+print("calls at", time.time(), flush=True)
+try:
+    npu.distribute.all_reduce(three, group="pair")
+    time.sleep(8)
+finally:
+    print("raised at", time.time(), flush=True)
+"""
 
 
 @pytest.mark.slow
 def test_a_rank_that_comes_late_is_named_and_waited_for_until_the_limit(tmp_path: Path) -> None:
-    reduce = "print(npu.distribute.all_reduce(three, 'sum'), flush=True)"
-    script = BEGIN.replace(
-        "CALL", f"time.sleep(2 if rank == 1 else 0); {reduce}\n    time.sleep(6) if rank == 1 else {reduce}"
-    )
-    results = job.run(tmp_path, 3, script, NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="4")
-    for rank, result in enumerate(results):
-        assert result.output.count("[3. 3. 3.]") == 1, result.output
-        if rank != 1:
-            assert result.code == 1
-            assert f"rank {rank} has waited" in result.output
-            assert re.search(
-                r"rank 1 on host \w+: hasn't arrived: 1 of 2 calls made, the last one: all_reduce", result.output
-            )
-            assert "is waiting (all_reduce called at" in result.output
-            assert "hasn't arrived: 2 of 3 calls" in result.output and "NPU_DEVICE_STALL_TIMEOUT" in result.output
-            assert job.stamp(result.output, "raised") - job.stamp(result.output, "calls") < 12
-
-
-@pytest.mark.slow
-def test_groups_made_of_other_ranks_are_named(tmp_path: Path) -> None:
-    script = BEGIN.replace(
-        "CALL",
-        "create_group('pair', 3 - rank, list(range(3 - rank))) if rank < 2 else time.sleep(4)\n"
-        "    if rank < 2: npu.distribute.all_reduce(three, group='pair')",
-    ).replace("import npu_device as npu", "import npu_device as npu\nfrom hccl.manage.api import create_group")
-    results = job.run(tmp_path, 3, script, NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="2")
-    assert "rank 1 on host node0: has made a different group of this name, with ranks 0, 1" in results[0].output
-    assert results[0].code == results[1].code == 1
-
-
-@pytest.mark.slow
-def test_a_group_that_is_made_again_begins_to_wait_anew(tmp_path: Path) -> None:
-    # Waits in groups of one name were taken for one, which was longer than any limit after a while.
-    script = BEGIN.replace(
-        "CALL",
-        "\n    ".join(
-            [
-                "for _ in range(5):",
-                "    create_group('again', 2, [0, 1])",
-                "    time.sleep(0.9 * rank)",
-                "    npu.distribute.all_reduce(three, group='again')",
-                "    destroy_group('again')",
-            ]
-        ),
-    ).replace(
-        "import npu_device as npu", "import npu_device as npu\nfrom hccl.manage.api import create_group, destroy_group"
-    )
-    job.outputs(tmp_path, 2, script, NPU_DEVICE_STALL_WARNING="4", NPU_DEVICE_STALL_TIMEOUT="4")
-
-
-def test_results_that_nobody_uses_do_not_hang(tmp_path: Path) -> None:
-    script = BEGIN.replace(
-        "CALL",
-        "tf.function(lambda: (npu.distribute.all_reduce(three), three)[1])();"
-        " print(npu.distribute.all_reduce(three, 'sum'))",
-    )
-    for output in job.outputs(tmp_path, 2, script):
-        assert "[2. 2. 2.]" in output
+    results = job.run(tmp_path, 2, WAITING, NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="4")
+    assert [result.output.count("[2. 2. 2.]") for result in results] == [1, 1]
+    output = results[0].output
+    assert results[0].code == 1 and "rank 0 has waited" in output
+    assert re.search(r"rank 1 on host \w+: hasn't arrived: 1 of 2 calls made, the last one: all_reduce", output)
+    assert "is waiting (all_reduce called at" in output
+    assert "rank 1 on host node0: has made a different group of this name, with ranks 1" in output
+    assert "This is the limit (NPU_DEVICE_STALL_TIMEOUT" in output
+    assert job.stamp(output, "raised") - job.stamp(output, "calls") < 12
 
 
 IN_A_FUNCTION = """
-import tensorflow as tf
-import npu_device as npu
-rank = npu.open().worker_id
-@tf.function(autograph=True)
+import time, tensorflow as tf, npu_device as npu
+rank, three = npu.open().worker_id, tf.ones([3])
+
+@tf.function(autograph=True, input_signature=[tf.TensorSpec([None])])
 def step(x):
     for i in tf.range(2):
-        x = npu.distribute.all_reduce(x, "max" if rank else "sum")  # line 8
+        x = npu.distribute.all_reduce(x, "sum")  # line 8
     return x
-step(tf.ones([3]))
+
+tf.function(lambda: (npu.distribute.all_reduce(three), three)[1], autograph=False)()  # the result isn't used
+print(npu.distribute.all_reduce(three, "sum"))
+print("calls at", time.time(), flush=True)
+try:
+    step(three)
+finally:
+    print("raised at", time.time(), flush=True)
 """
-
-
-def test_the_line_of_code_that_autograph_rewrites(tmp_path: Path) -> None:
-    for output in job.outputs(tmp_path, 2, IN_A_FUNCTION, code=1):
-        for rank in range(2):
-            assert re.search(rf"rank {rank} on host \w+: .* called at .*script\.py:8 \(step\)", output)
 
 
 @pytest.mark.slow
@@ -196,7 +158,7 @@ def test_a_script_whose_path_is_not_ascii(tmp_path: Path) -> None:
     """Where Python isn't in UTF-8 mode, AutoGraph and TensorFlow's own errors fail by themselves (TensorFlow 2.20)."""
     folder = tmp_path / "Größe"
     folder.mkdir()
-    script = IN_A_FUNCTION.replace("True", "False").replace("tf.range", "range").replace('"max" if rank else ', "")
+    script = IN_A_FUNCTION.replace("autograph=True", "autograph=False").replace("tf.range", "range")
     (folder / "script.py").write_text(script)
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     environments = [{**table_environment(tmp_path, 2, rank), **ascii_only} for rank in range(2)]

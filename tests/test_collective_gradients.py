@@ -1,6 +1,8 @@
-"""Gradients of the collectives against those of the same computation in one process.
+"""Gradients of the collectives, of first and second order.
 
-Every rank has a loss of its own; the gradient of a rank's input is that of the sum of all ranks' losses.
+Every rank has a loss of its own; the gradient of a rank's input is that of the sum of all ranks' losses. Each operation
+is ``f(x) = J x``, also the maximum, so that for any ``u`` the gradient ``g`` of ``sum(u * f(x))`` has ``sum(g * x) =
+sum(u * f(x))``, both added up over the ranks, and the gradient of ``sum(g * x)`` for ``u`` is ``f(x)``.
 """
 
 from __future__ import annotations
@@ -10,76 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from collective_bodies import all_to_all, apart, counts, group, in_graph
+from collective_bodies import apart, counts, group, in_graph
 from pool import Pool
 
 import npu_device as npu
 from npu_device._src.collectives.moves import all_gather, all_gather_v, all_to_all_v, all_to_all_vc
 from npu_device._src.collectives.ops import all_reduce, broadcast, reduce, reduce_scatter
 
-OPERATIONS = (
-    "all_reduce sum",
-    "all_reduce mean",
-    "all_gather",
-    "all_gather_v",
-    "all_to_all",
-    "all_to_all_v",
-    "all_to_all_vc",
-    "broadcast",
-    "reduce sum",
-    "reduce mean",
-    "reduce_scatter sum",
-    "reduce_scatter mean",
-    "reduce_scatter max",
-)
 
-
-BLOCK = 6  # elements of a rank's share
-
-
-def inputs(rank: int, size: int) -> np.ndarray:
-    return np.random.default_rng(rank).standard_normal(BLOCK * size).astype(np.float32)
-
-
-def loss_of(value: Any, rank: int) -> Any:
-    weights = tf.cast(tf.range(tf.size(value)) + rank + 1, value.dtype)
-    return tf.reduce_sum(weights * value * value)
-
-
-def alone(operation: str, tensors: list[Any], rank: int) -> Any:
-    """Return what ``rank`` gets, computed from everybody's tensors in one process."""
-    size = len(tensors)
-    matrix = counts(size)
-    name, _, reduction = operation.partition(" ")
-    reduced = {"sum": tf.add_n, "mean": lambda all_: tf.add_n(all_) / size, "max": lambda all_: tf.reduce_max(all_, 0)}
-    if name == "all_gather":
-        return tf.concat(tensors, 0)
-    if name == "all_gather_v":
-        return tf.concat([tensor[: i + 1] for i, tensor in enumerate(tensors)], 0)
-    if name == "all_to_all":
-        return tf.concat([tensor[BLOCK * rank : BLOCK * (rank + 1)] for tensor in tensors], 0)
-    if name == "broadcast":
-        return tensors[size - 1]
-    if name == "all_reduce":
-        return reduced[reduction](tensors)
-    if name == "reduce":
-        return reduced[reduction](tensors) if rank == size - 1 else tf.zeros_like(tensors[rank])
-    if name == "reduce_scatter":
-        return reduced[reduction](tensors)[BLOCK * rank : BLOCK * (rank + 1)]
-    begins = [(apart(row) if name == "all_to_all_v" else np.cumsum([0, *row]))[rank] for row in matrix]
-    blocks = [tensor[begin : begin + row[rank]] for tensor, begin, row in zip(tensors, begins, matrix)]
-    if name == "all_to_all_vc":
-        return tf.concat(blocks, 0)
-    order = np.argsort(apart(matrix[:, rank]))
-    parts: list[Any] = []
-    for source in order:
-        if matrix[source, rank]:
-            gap = apart(matrix[:, rank])[source] - sum(part.shape[0] for part in parts)
-            parts += [tf.zeros([gap]), blocks[source]]
-    return tf.concat(parts, 0)
-
-
-def body_gradients(mode: str) -> dict[str, Any]:
+def body_gradients(graph: bool) -> dict[str, list[Any]]:
+    """For each operation: the sums of ``g * x`` and ``u * f(x)`` on this rank, f(x), and the second gradient."""
     job, mine = group("world")
     size, me = mine.size, mine.rank
     matrix = counts(size)
@@ -87,55 +29,43 @@ def body_gradients(mode: str) -> dict[str, Any]:
     calls = {
         "all_gather": lambda x: all_gather(job, x, mine),
         "all_gather_v": lambda x: all_gather_v(job, x[: me + 1], mine),
-        "all_to_all": lambda x: all_to_all(job, x, mine),
         "all_to_all_v": lambda x: all_to_all_v(job, x, row, apart(row), column, apart(column), mine),
         "all_to_all_vc": lambda x: all_to_all_vc(job, x, matrix, mine),
         "broadcast": lambda x: broadcast(job, [x], size - 1, mine)[0],
+        "reduce_scatter max": lambda x: reduce_scatter(job, x, "max", mine),
     }
-    for reduction in ("sum", "mean"):
-        calls[f"all_reduce {reduction}"] = lambda x, how=reduction: all_reduce(job, x, how, mine)
-        calls[f"reduce {reduction}"] = lambda x, how=reduction: reduce(job, x, how, size - 1, mine)
-    for reduction in ("sum", "mean", "max"):
-        calls[f"reduce_scatter {reduction}"] = lambda x, how=reduction: reduce_scatter(job, x, how, mine)
+    for how in ("sum", "mean"):
+        calls[f"all_reduce {how}"] = lambda x, how=how: all_reduce(job, x, how, mine)
+        calls[f"reduce {how}"] = lambda x, how=how: reduce(job, x, how, size - 1, mine)
+        calls[f"reduce_scatter {how}"] = lambda x, how=how: reduce_scatter(job, x, how, mine)
 
-    def derivatives(call: Any, x: Any) -> Any:
+    def derivatives(call: Any, x: Any) -> list[Any]:
         with tf.GradientTape() as outer:
-            outer.watch(x)
             with tf.GradientTape() as tape:
                 tape.watch(x)
-                loss = loss_of(call(x), me)
-            gradient = tape.gradient(loss, x)
-            length = tf.reduce_sum(gradient * gradient)
-        return [gradient, outer.gradient(length, x)] if mode == "graph" else [gradient]
+                result = call(x)
+                u = tf.random.stateless_normal(tf.shape(result), [me, 2])
+                outer.watch(u)
+                loss = tf.reduce_sum(u * result)
+            along = tf.reduce_sum(tape.gradient(loss, x) * x)
+        return [along, loss, result, outer.gradient(along, u)]
 
-    results = {}
-    for operation in OPERATIONS:
-
-        def both(x: Any, operation: str = operation) -> Any:
-            return derivatives(calls[operation], x)
-
-        run = in_graph(both) if mode == "graph" else both
-        results[operation] = [value.numpy() for value in run(tf.constant(inputs(me, size)))]
-    return results
+    found = {}
+    for name, call in calls.items():
+        run = in_graph(derivatives) if graph else derivatives
+        found[name] = [value.numpy() for value in run(call, tf.random.stateless_normal([6 * size], [me, 1]))]
+    return found
 
 
-@pytest.mark.parametrize("mode", ["graph", "eager"])
-def test_gradients(several_ranks: Pool, mode: str) -> None:
-    size = several_ranks.size
-    found = several_ranks.run(body_gradients, mode)
-    for operation in OPERATIONS:
-        tensors = [tf.constant(inputs(rank, size)) for rank in range(size)]
-        with tf.GradientTape() as outer:
-            outer.watch(tensors)
-            with tf.GradientTape() as tape:
-                tape.watch(tensors)
-                loss = tf.add_n([loss_of(alone(operation, tensors, rank), rank) for rank in range(size)])
-            gradients = tape.gradient(loss, tensors, unconnected_gradients="zero")
-            length = tf.add_n([tf.reduce_sum(gradient * gradient) for gradient in gradients])
-        seconds = outer.gradient(length, tensors, unconnected_gradients="zero")
-        for rank in range(size):
-            for array, right in zip(found[rank][operation], (gradients[rank], seconds[rank])):
-                np.testing.assert_allclose(array, right.numpy(), rtol=1e-4, atol=1e-5, err_msg=f"{operation} {rank}")
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+def test_gradients(several_ranks: Pool, graph: bool) -> None:
+    found = several_ranks.run(body_gradients, graph)
+    for name in found[0]:
+        along, losses, results, seconds = zip(*(ranks[name] for ranks in found))
+        assert sum(along) == pytest.approx(sum(losses), rel=1e-4, abs=1e-4), name
+        for result, second in zip(results, seconds):
+            assert result.any() or name.startswith("reduce ")
+            np.testing.assert_allclose(second, result, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def body_rows_of_the_result(graph: bool) -> Any:

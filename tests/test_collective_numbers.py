@@ -21,10 +21,9 @@ from npu_device._src.collectives.ops import all_reduce, broadcast, reduce, reduc
 
 pytestmark = pytest.mark.both_backends
 
-SLOT, RING = 256 << 10, 8 << 20  # bytes
+SLOT, RING = 512 << 10, 8 << 20  # bytes
 # Reductions of every dtype are in test_shared_memory_programs.py, for each buffer, and in test_collectives.py.
-DTYPES = (*FLOATS, "int8", "uint64")
-EACH_WIDTH = ("int8", "float16", "float32", "float64")
+DTYPES = ("float16", "bfloat16", "float32", "int8", "uint64")
 COMBINE = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
@@ -44,7 +43,7 @@ def _expected(size: int, length: int, dtype: Any, reduction: str) -> np.ndarray:
 def body_operations(slots: bool, edge_bytes: int = SLOT) -> tuple[list[Any], int, int]:
     """Return what came out wrong, how much was tried, and a checksum of what is the same on all ranks.
 
-    Without slots one length is as good as another, and of dtypes of one width, one is tried on both sides.
+    Without slots one length is as good as another.
     """
     job, mine = group("world")
     size, rank = mine.size, mine.rank
@@ -61,7 +60,7 @@ def body_operations(slots: bool, edge_bytes: int = SLOT) -> tuple[list[Any], int
     for name in DTYPES:
         dtype = tf.as_dtype(name).as_numpy_dtype
         edge = edge_bytes // np.dtype(dtype).itemsize
-        lengths = (edge - 1, edge + 1) if name in EACH_WIDTH and (slots or edge_bytes != SLOT) else (edge + 1,)
+        lengths = (edge - 1, edge + 1) if name == "float32" and (slots or edge_bytes != SLOT) else (edge + 1,)
         for length in lengths:
             tensor = tf.constant(_mine(rank, length, dtype))
             for how in COMBINE:
@@ -81,17 +80,14 @@ def body_operations(slots: bool, edge_bytes: int = SLOT) -> tuple[list[Any], int
             check(broadcast(job, [tensor], 1, mine)[0], everybody[1], "broadcast", name, length)
             blocks = [other[rank * rows : (rank + 1) * rows] for other in everybody]
             check(all_to_all(job, tensor[: rows * size], mine), np.concatenate(blocks), "all_to_all", name, length)
-    edges = (SLOT // 2, (1 << 20) // 2, RING // 2) if slots else (max(edge_bytes // 4, 3), (1 << 20) // 2)
-    for name, compression in (("float32", "fp16"), ("float64", "fp16"), ("float32", "bf16")):
-        for edge in edges:
-            for length in (edge - 1, edge + 1)[edge == RING // 2 :]:
-                tensor = tf.constant(_mine(rank, length, name))
-                for how in ("sum", "mean"):
-                    found = npu.distribute.all_reduce(tensor, how, compression=compression)
-                    narrow = {"fp16": 2.0**-10, "bf16": 2.0**-7}[compression]
-                    close = np.abs(found / _expected(size, length, name, how) - 1).max() <= narrow
-                    check([close and found.dtype == name], np.array([True]), compression, name, how, length)
-                    checksum = zlib.crc32(np.asarray(found).tobytes(), checksum)
+    for name, compression, narrow in (("float64", "fp16", 2.0**-10), ("float32", "bf16", 2.0**-7)):
+        for length in (SLOT // 2 - 1, SLOT // 2 + 1, RING // 2 + 1) if slots else (max(edge_bytes // 4, 3), 1 << 19):
+            tensor = tf.constant(_mine(rank, length, name))
+            for how in ("sum", "mean"):
+                found = npu.distribute.all_reduce(tensor, how, compression=compression)
+                close = np.abs(found / _expected(size, length, name, how) - 1).max() <= narrow
+                check([close and found.dtype == name], np.array([True]), compression, name, how, length)
+                checksum = zlib.crc32(np.asarray(found).tobytes(), checksum)
     length = RING + 1 if slots else (1 << 20)
     found = npu.distribute.all_reduce(tf.constant(_mine(rank, length, np.int8)), "mean")
     check(found, _expected(size, length, np.int8, "mean"), "mean of many integers")
@@ -102,7 +98,7 @@ def test_every_operation_on_both_sides_of_a_slot(several_ranks: Pool, backend: s
     results = several_ranks.run(body_operations, backend != "tensorflow")
     for wrong, tried, _ in results:
         assert wrong == []
-        assert tried > 110
+        assert tried > 80
     assert len({checksum for *_, checksum in results}) == 1, "the bits differ among the ranks"
 
 
@@ -131,7 +127,7 @@ def test_every_operation_on_both_sides_of_a_message(tensorflow_ranks: Pool) -> N
     results = tensorflow_ranks.run(body_messages)
     for (wrong, tried, _), of_small, of_larger in results:
         assert wrong == []
-        assert tried > 170
+        assert tried > 80
         assert (of_small, of_larger) == (0, 1)
     assert len({checksum for (*_, checksum), *_ in results}) == 1, "the bits differ among the ranks"
 
@@ -206,35 +202,20 @@ def body_equal() -> list[Any]:
             values = np.arange(-60_000, 60_000).astype(dtype.as_numpy_dtype) / 8
         same = tf.constant(values[: len(values) // mine.size * mine.size])
         rows = len(same) // mine.size
-        index = tf.range(100)
-        slices = npu.distribute.all_reduce(tf.IndexedSlices(same[:100], index, tf.constant([100])), "mean")
-        none = npu.distribute.all_reduce(tf.IndexedSlices(same[:100], index, tf.constant([100_000])), "mean")
-        found = {
-            "all_reduce": (all_reduce(job, same, "mean", mine), same),
-            "compressed": (npu.distribute.all_reduce(tf.cast(same, tf.float64), "mean", compression="fp16"), None),
-            "reduce_scatter": (reduce_scatter(job, same, "mean", mine), same[mine.rank * rows :][:rows]),
-            "dense slices": (tf.convert_to_tensor(slices), same[:100]),
-            "gathered slices": (none.values, same[:100]),
-        }
-        if dtype == tf.bfloat16:  # beyond the range of float16
-            del found["compressed"]
-        else:
-            found["compressed"] = (found["compressed"][0], tf.cast(tf.cast(same, tf.float16), tf.float64))
-        if mine.rank == 0:
-            found["reduce"] = (reduce(job, same, "mean", 0, mine), same)
-        else:
-            reduce(job, same, "mean", 0, mine)
-        ones = tf.ones([5], dtype)
-        for name, call in (("all_reduce", all_reduce), ("reduce", lambda r, x, h, g: reduce(r, x, h, 0, g))):
-            with tf.GradientTape() as tape:
-                tape.watch(ones)
-                result = call(job, ones, "mean", mine)
-            [gradient] = tape.gradient([result], [ones])
-            share = 1 if name == "all_reduce" else 1 / tf.cast(mine.size, dtype)
-            found[f"gradient of {name}"] = (gradient, ones * share)
-        for name, (one, other) in found.items():
+        slices = npu.distribute.all_reduce(tf.IndexedSlices(same[:100], tf.range(100), tf.constant([100_000])), "mean")
+        root = reduce(job, same, "mean", 0, mine)
+        found = [
+            (all_reduce(job, same, "mean", mine), same),
+            (reduce_scatter(job, same, "mean", mine), same[mine.rank * rows :][:rows]),
+            (root, same if mine.rank == 0 else tf.zeros_like(same)),
+            (slices.values, same[:100]),
+        ]
+        if dtype != tf.bfloat16:  # which reaches beyond float16
+            compressed = npu.distribute.all_reduce(tf.cast(same, tf.float64), "mean", compression="fp16")
+            found.append((compressed, tf.cast(tf.cast(same, tf.float16), tf.float64)))
+        for place, (one, other) in enumerate(found):
             if one.dtype != other.dtype or not bool(tf.reduce_all(one == other)):
-                wrong.append((dtype.name, name, np.asarray(one)[:3].tolist()))
+                wrong.append((dtype.name, place, np.asarray(one)[:3].tolist()))
     return wrong
 
 

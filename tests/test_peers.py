@@ -98,11 +98,8 @@ def body_lost(elements: int) -> tuple[str, float]:
 
 @pytest.mark.parametrize("elements", [200, 300_000])
 def test_a_lost_connection_is_an_error_on_both_sides(elements: int) -> None:
-    pool = Pool(2, "3", **all_through("tcp"))
-    try:
+    with contextlib.closing(Pool(2, "3", **all_through("tcp"))) as pool:
         results = pool.run(body_lost, elements)
-    finally:
-        pool.close()
     for rank, (error, seconds) in enumerate(results):
         assert f"has lost its connection to rank {1 - rank} on host" in error
         assert "NPU_DEVICE_PORT_RANGE" in error
@@ -113,24 +110,19 @@ def body_deliver() -> tuple[int, float]:
     """Let rank 0 send as much as the kernel takes, and rank 1 read it a second later; return the number of bytes, and
     how long rank 0 has waited for them to arrive.
     """
-    running = current()
-    peers, total = running.peers, 0
+    peers, total = current().peers, 0
     if npu.distribute.rank() == 0:
-        connection = peers.connect(1, 77)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                total += connection.send(bytes(1 << 20))
-        npu.distribute.broadcast_object("sent", root_rank=0)
-        began = time.monotonic()
-        peers.deliver()
-        seconds = time.monotonic() - began
-        connection.close()
-        return total, seconds
+        with peers.connect(1, 77) as connection:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    total += connection.send(bytes(1 << 20))
+            npu.distribute.broadcast_object("sent", root_rank=0)
+            began = time.monotonic()
+            peers.deliver()
+            return total, time.monotonic() - began
     npu.distribute.broadcast_object(None, root_rank=0)
     time.sleep(1)
-    arrived = peers.accept(0, 77, lambda: False)
-    assert arrived is not None
-    with arrived:
+    with peers.accept(0, 77, lambda: False) as arrived:
         arrived.settimeout(30)
         while data := arrived.recv(1 << 20):
             total += len(data)

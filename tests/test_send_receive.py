@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -34,12 +33,10 @@ def body_ring(length: int) -> Any:
 
 def test_everybody_sends_first_in_a_graph(several_ranks: Pool) -> None:
     n = several_ranks.size
-    for length in (0, 1, 100_001, 2_000_001):  # the last one is more than a pair's slots hold
-        began = time.monotonic()
+    for length in (0, 1, 2_000_001):  # the last one is more than sockets hold
         for rank, (once, around) in enumerate(several_ranks.run(body_ring, length, timeout=30)):
             np.testing.assert_array_equal(once, np.full(length, (rank - 1) % n))
             np.testing.assert_array_equal(around, np.full(length, rank))
-        assert time.monotonic() - began < 30
 
 
 def body_tags() -> Any:

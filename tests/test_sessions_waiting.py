@@ -46,19 +46,16 @@ with tf.Graph().as_default():
 
 
 @pytest.mark.both_backends
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("fetches", [True, False], ids=["others-fetch-something-else", "others-fetch-nothing"])
-def test_a_rank_that_waits_in_a_session_says_so_and_gives_up(
-    tmp_path: Path, size: int, fetches: bool, backend: str
-) -> None:
+def test_a_rank_that_waits_in_a_session_says_so_and_gives_up(tmp_path: Path, fetches: bool, backend: str) -> None:
     environments = [
         {
-            **table_environment(tmp_path, size, rank),
+            **table_environment(tmp_path, 2, rank),
             **all_through(backend),
             "NPU_DEVICE_STALL_WARNING": "1" if rank == 1 else "90",
             "NPU_DEVICE_STALL_TIMEOUT": "3" if rank == 1 else "100",
         }
-        for rank in range(size)
+        for rank in range(2)
     ]
     script = WAITING.replace("FETCHES", str(fetches)).replace("GAVE_UP", repr(str(tmp_path / "gave up")))
     first_line = 1 + script.splitlines().index('    first = npu.distribute.all_reduce(tf.constant(1.0), "sum")')
@@ -75,9 +72,8 @@ def test_a_rank_that_waits_in_a_session_says_so_and_gives_up(
     if fetches:
         assert f"script.py:{first_line + 1} " in next(line for line in gave_up.splitlines() if "rank 1 on host" in line)
         assert "waits in session.run for another collective (all_reduce called at" in gave_up
-        for rank in {0, 2} & set(range(size)):
-            line = next(line for line in gave_up.splitlines() if f"rank {rank} on host" in line)
-            assert "is waiting" in line and f"script.py:{first_line} " in line
+        line = next(line for line in gave_up.splitlines() if "rank 0 on host" in line)
+        assert "is waiting" in line and f"script.py:{first_line} " in line
     else:
         assert "hasn't arrived" in next(line for line in gave_up.splitlines() if "rank 0 on host" in line)
 
@@ -86,7 +82,7 @@ EAGER_BEFORE = """
 import tensorflow as tf
 import npu_device as npu
 
-BEFORE
+list(tf.data.Dataset.range(3))
 tf.compat.v1.disable_v2_behavior()
 npu.open()
 x = tf.compat.v1.placeholder(tf.float32, [3])
@@ -97,9 +93,8 @@ with tf.compat.v1.Session() as session:
 """
 
 
-@pytest.mark.parametrize("before", ["tf.random.set_seed(1)", "npu.open()", "list(tf.data.Dataset.range(3))"])
-def test_a_session_after_eager_mode(tmp_path: Path, before: str) -> None:
-    for output in job.outputs(tmp_path, 2, EAGER_BEFORE.replace("BEFORE", before)):
+def test_a_session_after_eager_mode(tmp_path: Path) -> None:
+    for output in job.outputs(tmp_path, 2, EAGER_BEFORE):
         assert "RESULT [1.0, 2.0, 4.0] [1.0, 1.0, 2.0]" in output
 
 
@@ -129,7 +124,7 @@ def test_a_graph_goes_with_what_it_calls(two_ranks: Pool) -> None:
 def sparse_means() -> dict[str, tuple[str, list[float]]]:
     rank = npu.open().worker_id
     found = {}
-    for dtype in ("int8", "int32", "int64", "float16", "float32"):
+    for dtype in ("int8", "int32", "float16"):
         for rows in (2, 70_000) if "32" in dtype else (2,):  # both sides of a slot
             with tf.Graph().as_default():
                 values = tf.cast(tf.fill([rows, 2], rank + 1), dtype)
@@ -146,7 +141,7 @@ def sparse_means() -> dict[str, tuple[str, list[float]]]:
 @pytest.mark.both_backends
 def test_the_mean_of_sparse_integers(several_ranks: Pool) -> None:
     size = several_ranks.size
-    means = {"int8": "float32", "int32": "float64", "int64": "float64", "float16": "float16", "float32": "float32"}
+    means = {"int8": "float32", "int32": "float64", "float16": "float16"}
     for found in several_ranks.run(sparse_means):
         for key, (dtype, values) in found.items():
             assert dtype == means[key.split()[0]]

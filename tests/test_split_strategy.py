@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import random
 import subprocess
@@ -43,14 +42,12 @@ def _forget() -> Iterator[None]:
         (A, None, [25, 29]),
         ([1] * 20, [90, 8, 2], [17, 19]),
         ([1] * 160, None, [153, 159]),
-        ([1] * 10, [60, 20, 20], [5, 7, 9]),
         ([1, 2, 3, 4], [25, 25, 25, 25], [0, 2, 3]),
         ([7, 1, 1, 1], [10, 90], [0, 3]),
-        ([5, 1, 1, 1, 1, 1], [50, 50], [0, 5]),
         ([1], None, [0]),
-        ([1] * 2, None, [1]),
-        ([1] * 3, None, [2]),
         ([1] * 5, None, [4]),
+        ([1] * 20, [33.3, 33.3, 33.4], [5, 12, 19]),
+        ([1] * 20, [0, 100], [0, 19]),
     ],
 )
 def test_vectors_of_ascend(sizes: list[int], percentages: list[float] | None, ends: list[int]) -> None:
@@ -60,27 +57,15 @@ def test_vectors_of_ascend(sizes: list[int], percentages: list[float] | None, en
         assert segments([size * unit for size in sizes], WORLD_GROUP) == ends, unit
 
 
-@pytest.mark.parametrize("ends", [[19], [3, 19], [0, 1, 2, 3, 4, 5, 6, 19]])
-def test_numbers_cut_as_given(ends: list[int]) -> None:
-    set_split_strategy_by_idx(ends)
-    assert segments(list(range(20)), WORLD_GROUP) == ends
-
-
-@pytest.mark.parametrize("last", [18, 20])
 @pytest.mark.parametrize("with_sizes", [False, True])
-def test_the_last_number_has_to_fit(last: int, with_sizes: bool) -> None:
-    set_split_strategy_by_idx([3, last])
+def test_the_last_number_has_to_fit(with_sizes: bool) -> None:
+    set_split_strategy_by_idx([3, 18])
+    assert segments(list(range(19)), WORLD_GROUP) == [3, 18]
+    assert segments([1], WORLD_GROUP) == [0]
     if with_sizes:
         set_split_strategy_by_size([50, 50])
-    with pytest.raises(
-        ValueError, match=rf"(?s)last entry is {last}; expected 19, .*\(20\) less one.*end idxList with 19"
-    ):
+    with pytest.raises(ValueError, match=r"(?s)last entry is 18; expected 19, .*\(20\) less one.*end idxList with 19"):
         segments([1] * 20, WORLD_GROUP)
-
-
-def test_a_lone_gradient_is_one_segment() -> None:
-    set_split_strategy_by_idx([20, 100, 159])
-    assert segments([1], WORLD_GROUP) == [0]
 
 
 def test_percentages_go_before_numbers_whatever_came_first() -> None:
@@ -91,59 +76,30 @@ def test_percentages_go_before_numbers_whatever_came_first() -> None:
         assert segments([1] * 20, WORLD_GROUP) == [11, 19]
 
 
-@pytest.mark.parametrize(
-    ("setter", "first", "second", "ends"),
-    [
-        (set_split_strategy_by_idx, [1, 19], [2, 19], [2, 19]),
-        (set_split_strategy_by_size, [60, 40], [10, 90], [1, 19]),
-    ],
-)
-def test_a_later_call_wins_and_says_so(
-    setter: Any, first: list[int], second: list[int], ends: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_later_call_wins_in_its_group_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    given = [1, 19]
     with caplog.at_level(logging.INFO, "npu_device"):
-        setter(first)
-        setter(first)
+        set_split_strategy_by_idx(given)
+        set_split_strategy_by_idx(given)
+        set_split_strategy_by_size([50, 50], "b" * 127)
         assert not caplog.records
-        setter(second)
-    assert segments([1] * 20, WORLD_GROUP) == ends
-    assert f"from {first} to {second}" in caplog.text
-
-
-def test_each_group_has_its_own() -> None:
-    set_split_strategy_by_idx([3, 19], group="a")
-    set_split_strategy_by_size([50, 50], "b" * 127)
-    assert segments([1] * 20, "a") == [3, 19]
-    assert segments([1] * 20, "b" * 127) == [9, 19]
-    assert segments([1] * 20, WORLD_GROUP) == [18, 19]
-
-
-def test_later_changes_of_the_list_do_not_count() -> None:
-    given = [3, 19]
-    set_split_strategy_by_idx(given)
-    given.append(7)
-    segments([1] * 20, WORLD_GROUP).append(7)
-    assert segments([1] * 20, WORLD_GROUP) == [3, 19]
-
-
-@pytest.mark.parametrize(
-    "percentages", [[33.3, 33.3, 33.4], [96.54, 3.46], [14.3] * 6 + [14.2], [100], [0, 100], [True, 99]]
-)
-def test_percentages_that_are_taken(percentages: list[float]) -> None:
-    set_split_strategy_by_size(percentages)
-    assert segments([1] * 20, WORLD_GROUP)[-1] == 19
+        set_split_strategy_by_idx([2, 19])
+    assert "from [1, 19] to [2, 19]" in caplog.text
+    set_split_strategy_by_idx(given, group="a")
+    given.append(7)  # later changes of the list don't count
+    for group, ends in ((WORLD_GROUP, [2, 19]), ("a", [1, 19]), ("b" * 127, [9, 19]), ("c", [18, 19])):
+        assert segments([1] * 20, group) == ends
+        segments([1] * 20, group).append(7)
+        assert segments([1] * 20, group) == ends
 
 
 REFUSED = {
     set_split_strategy_by_size: [
         ([33.3] * 3, "expected exactly 100"),
-        ([50, 49], "sums to 99"),
         ([], "isn't empty"),
         ((50, 50), "expected a list"),
-        (None, "expected a list"),
         ([-1, 101], r"dataSizeList\[0\] is -1"),
         ([float("nan"), 100], r"dataSizeList\[0\] is nan"),
-        ([float("inf")], "sums to inf"),
         (["100"], r"dataSizeList\[0\] is '100'"),
         ([12] * 8 + [4], "9 entries; expected at most 8"),
     ],
@@ -153,8 +109,6 @@ REFUSED = {
         ([-1, 3], r"idxList\[0\] is -1"),
         ([1, 2**32], r"idxList\[1\] is 4294967296"),
         ([1.0], r"idxList\[0\] is 1\.0"),
-        (["1"], r"idxList\[0\] is '1'"),
-        ([3, 3], r"idxList\[1\] is 3, after 3; .* strictly"),
         ([3, 8, 5], r"idxList\[2\] is 5, after 8; .* strictly"),
         (list(range(9)), "9 entries; expected at most 8"),
     ],
@@ -172,13 +126,6 @@ def test_what_is_refused_changes_nothing(setter: Any) -> None:
         with pytest.raises(ValueError, match="1 to 127 bytes"):
             setter(GOOD[setter], group)
     assert segments([1] * 20, WORLD_GROUP) == before
-
-
-def test_arguments_have_ascends_names() -> None:
-    assert [list(inspect.signature(setter).parameters) for setter in SETTERS] == [
-        ["idxList", "group"],
-        ["dataSizeList", "group"],
-    ]
 
 
 def test_the_log_line() -> None:
@@ -199,10 +146,9 @@ def _percentages(chance: random.Random) -> list[float]:
     return [high - low for low, high in zip([0, *cuts], [*cuts, 100])]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_ends_ascend_and_reach_the_last_gradient(seed: int) -> None:
-    chance = random.Random(seed)
-    for _ in range(100):
+def test_ends_ascend_and_reach_the_last_gradient() -> None:
+    chance = random.Random(1)
+    for _ in range(500):
         sizes, percentages = _gradients(chance), _percentages(chance)
         split_strategy._strategies.clear()
         default = segments(sizes, WORLD_GROUP)
