@@ -133,20 +133,25 @@ def body_forgotten(directory: str) -> str:
 
 
 def body_full_disk(directory: str) -> dict[str, Any]:
-    """Save, save with a file-size limit on the last rank, and save again without."""
-    rank, last = npu.distribute.rank(), npu.distribute.size() - 1
-    large = tf.Variable(tf.zeros([500_000]))
-    count = tf.Variable(0)
-    checkpoint = npu.train.JobCheckpoint(directory, every=1, preemption=False, per_rank={"large": large}, count=count)
+    """Save; with a limit of the size of files on the last rank, then for the manifest; with notes that are none; and at
+    last without npurun's file.
+    """
+    large, count = tf.Variable(tf.zeros([500_000])), tf.Variable(0)
+    things = {"preemption": False, "per_rank": {"large": large}, "count": count}
+    checkpoint = npu.train.JobCheckpoint(directory, every=1, **things)
     with warnings_of_package() as texts:
-        checkpoint.step_done(1)
-        with file_sizes(1_000_000 if rank == last else None):
+        checkpoint.step_done(np.int64(1), {"score": 0.5})
+        with file_sizes(1_000_000 if npu.distribute.rank() == npu.distribute.size() - 1 else None):
             checkpoint.step_done(2)
-            error = error_of(checkpoint.save, 2)
+            errors = [error_of(checkpoint.save, 2)]
+        with file_sizes(3_000_000):
+            errors.append(error_of(checkpoint.save, 2, {"long": "x" * 4_000_000}))  # fails when all else is written
+        errors.append(error_of(checkpoint.save, 2, {"score": np.float32(0.5)}))
         there = sorted(os.listdir(directory))
-        latest = npu.train.JobCheckpoint(directory, preemption=False, per_rank={"large": large}, count=count).restore()
-        checkpoint.step_done(3)
-    return {"warnings": texts, "error": error, "there": there, "latest": latest, "end": sorted(os.listdir(directory))}
+        latest = npu.train.JobCheckpoint(directory, **things).restore()
+        with settings(NPU_DEVICE_PROGRESS_FILE=f"{directory}/not/there"):
+            checkpoint.step_done(3)
+    return {"warnings": texts, "errors": errors, "there": there, "latest": latest, "end": sorted(os.listdir(directory))}
 
 
 def body_two_jobs(directory: str) -> list[Any]:
@@ -159,20 +164,6 @@ def body_two_jobs(directory: str) -> list[Any]:
     with warnings_of_package() as texts:
         second.step_done(1)
     return [texts, error_of(second.save, 3), sorted(os.listdir(directory))]
-
-
-def body_steps_and_notes(directory: str) -> list[Any]:
-    """Save a numpy step; notes that are none; notes for which the disk has no room; and without npurun's file."""
-    count = tf.Variable(0)
-    checkpoint = npu.train.JobCheckpoint(directory, every=1, preemption=False, count=count)
-    checkpoint.step_done(np.int64(1), {"score": 0.5})
-    errors = [error_of(checkpoint.save, 2, {"score": np.float32(0.5)})]
-    with file_sizes(1_000_000):
-        errors.append(error_of(checkpoint.save, 2, {"long": "x" * 2_000_000}))  # fails when all else is written
-    there = sorted(os.listdir(directory))
-    with warnings_of_package() as texts, settings(NPU_DEVICE_PROGRESS_FILE=f"{directory}/not/there"):
-        checkpoint.save(3)
-    return [errors, there, texts, sorted(os.listdir(directory))]
 
 
 def body_fewer_things(directory: str) -> Any:

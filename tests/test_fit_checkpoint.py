@@ -40,24 +40,20 @@ def test_fit_with_arrays_on_a_single_device(single: Pool, tmp_path: Path) -> Non
     check(single, "arrays", tmp_path)
 
 
-def test_another_order_is_told_and_another_fit_an_error(two_ranks: Pool, tmp_path: Path) -> None:
-    results = two_ranks.run(bodies.body_other_fits, str(tmp_path / "fit"))
-    for place, says in enumerate(("rank(s) 0, 1 read a different first batch", "its data come from Python")):
-        for told, _ in results:
-            [text] = told[place]["not_kept"]
-            assert says in text and "What to do: " in text
-            assert list(told[place]["logs"]) == [1, 2]
-        [warning] = [text for text in results[0][0][place]["warnings"] if "resumed in epoch 2" in text]
-        assert says in warning
-    for _, errors in results:
-        for text, says in zip(errors, ("is not that of a fit", "is from epoch 3, but this fit has 1", "other metrics")):
-            assert text.startswith("CheckpointError") and says in text and "What to do: " in text
-
-
-def test_steps_per_execution_and_metrics(two_ranks: Pool, tmp_path: Path) -> None:
-    for result in two_ranks.run(bodies.body_several_steps, str(tmp_path / "fit")):
+def test_steps_per_execution_another_order_and_other_fits(two_ranks: Pool, tmp_path: Path) -> None:
+    results = two_ranks.run(bodies.body_others, str(tmp_path / "fit"))
+    for result in results:
         whole, parts = result["whole"], result["parts"]
         assert result["there"] == ["latest.json", "step-00000010", "step-00000013", "step-00000015"]
         same_bits(whole["values"], parts["values"])
-        assert list(parts["logs"]) == [1, 2]
         assert parts["logs"] == {epoch: whole["logs"][epoch] for epoch in (1, 2)}
+        told = ("is not that of a fit", "is from epoch 3, but this fit has 1", "other metrics")
+        for text, says in zip(result["errors"], told):
+            assert text.startswith("CheckpointError") and says in text and "What to do: " in text
+    for place, says in enumerate(("rank(s) 0, 1 read a different first batch", "its data come from Python")):
+        for result in results:
+            [text] = result["told"][place]["not_kept"]
+            assert says in text and "What to do: " in text
+            assert list(result["told"][place]["logs"]) == [1, 2]
+        [warning] = [text for text in results[0]["told"][place]["warnings"] if "resumed in epoch 2" in text]
+        assert says in warning

@@ -12,9 +12,7 @@ from collective_bodies import wrong_refusals
 from pool import Pool
 
 import npu_device as npu
-from hccl.split.api import set_split_strategy_by_idx
 from npu_device._src import compat
-from npu_device._src.gradients import split_strategy
 from npu_device._src.tf1 import distributed_optimizer as optimizers, hooks as all_hooks, loss_scale as scaling, system
 from npu_device._src.tf1.distributed_optimizer import NPUDistributedOptimizer, npu_distributed_optimizer_wrapper
 from npu_device._src.tf1.hooks import SetIterationsVarHook, broadcast_global_variables
@@ -86,26 +84,6 @@ def test_ranks_train_as_one(two_ranks: Pool, single: Pool, kind: str) -> None:
         for variable, expected, first in zip(result["variables"], alone["variables"], results[0]["variables"]):
             np.testing.assert_array_equal(variable, first)
             np.testing.assert_allclose(variable, expected, rtol=2e-5, atol=1e-6)
-
-
-def segments(numbers: list[int]) -> list[int]:
-    """Collectives of one step's gradients under a split strategy; none of them holds more than its segment."""
-    set_split_strategy_by_idx(numbers)
-    try:
-        with tf.Graph().as_default() as graph:
-            value = tf.ones([2, 3])
-            for layer in range(4):
-                weights = tf.compat.v1.get_variable(f"w{layer}", [3, 3])
-                value = value @ weights
-            NPUDistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1)).compute_gradients(value)
-            sent = [op for op in graph.get_operations() if op.type == "DatasetToSingleElement"]
-            return [len(op.outputs) for op in sent]
-    finally:
-        split_strategy._strategies.clear()
-
-
-def test_the_split_strategy_cuts_the_gradients(two_ranks: Pool) -> None:
-    assert two_ranks.run(segments, [0, 3]) == [[1, 3]] * 2
 
 
 def refusals() -> list[str]:
