@@ -140,9 +140,6 @@ def test_processes_that_a_rank_starts_leave_the_job_alone(tmp_path: Path) -> Non
             assert end in output, output
 
 
-_WHOSE_CHILD = "from npu_device._src.membership import parent_rank; print(parent_rank.inherited())"
-
-
 @pytest.mark.parametrize(
     "scheme, changes, is_child",
     [
@@ -164,12 +161,13 @@ def test_who_is_a_child(
     assert parent_rank.inherited() is None
     for name, value in changes.items():
         monkeypatch.setenv(name, value)
-    found = subprocess.run([sys.executable, "-c", _WHOSE_CHILD], capture_output=True, text=True, check=True).stdout
+    code = "from npu_device._src.membership import parent_rank; print(parent_rank.inherited())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found == (f"rank 1 of 2 (process {os.getpid()})\n" if is_child else "None\n")
 
 
 _STARTS_CHILDREN = """
-import glob, json, os, subprocess, sys, time
+import contextlib, glob, json, os, subprocess, sys, time
 from npu_device._src.cluster.rendezvous import meet
 from npu_device._src.membership.schemes import membership_from_environment
 
@@ -177,8 +175,11 @@ def child(**environment):
     return subprocess.Popen([sys.executable, sys.argv[1]], stdout=subprocess.PIPE, env={**os.environ, **environment})
 
 def is_at_the_hub(process):
-    files = map(os.path.realpath, glob.glob(f"/proc/{process.pid}/fd/*"))  # some of which may be closed by now
-    return any("/socket:" in each for each in files)
+    for file in glob.glob(f"/proc/{process.pid}/fd/*"):
+        with contextlib.suppress(OSError):  # it may be closed by now
+            if os.readlink(file).startswith("socket:"):
+                return True
+    return False
 
 children = [child()]
 while not is_at_the_hub(children[0]):
@@ -191,25 +192,25 @@ channel.close()
 """
 
 
+def started(directory: Path, variables: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(directory / "script.py"), *arguments],
+        env={**environment(), **variables, "HCCL_CONNECT_TIMEOUT": "20"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 @pytest.mark.parametrize("scheme", ["rank table", "CM_*"])
 def test_children_that_come_before_their_parents(tmp_path: Path, scheme: str) -> None:
     """One of them waits at the hub before its parent comes. The other comes when the ranks have met, without a mark."""
     (tmp_path / "script.py").write_text(_STARTS_CHILDREN)
     port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "script.py"), str(WORKER)],
-            env={
-                **environment(),
-                **(table_environment(tmp_path, 2, rank) if scheme == "rank table" else without_table(port, 2, rank)),
-                "HCCL_CONNECT_TIMEOUT": "20",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
+    by_table = [table_environment(tmp_path, 2, rank) for rank in (0, 1)]
+    variables = by_table if scheme == "rank table" else [without_table(port, 2, rank) for rank in (0, 1)]
+    ranks = [started(tmp_path, each, str(WORKER)) for each in variables]
     for rank, process in enumerate(ranks):
         output, errors = process.communicate(timeout=60)
         assert output == f"this process is a child of rank {rank}\n" * 2, errors
@@ -242,16 +243,8 @@ if child is not None:
 def test_a_parent_whose_child_has_become_the_rank(tmp_path: Path) -> None:
     """Nobody waits for the parent of a process without a mark, and the parent is told at once."""
     (tmp_path / "script.py").write_text(_COMES_LATE)
-    rank, parent = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "script.py"), *arguments],
-            env={**environment(), **table_environment(tmp_path, 2, rank), "HCCL_CONNECT_TIMEOUT": "20"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank, arguments in enumerate(([], ["parent"]))
-    ]
+    rank = started(tmp_path, table_environment(tmp_path, 2, 0))
+    parent = started(tmp_path, table_environment(tmp_path, 2, 1), "parent")
     said = parent.communicate(timeout=15)[0]
     assert f"rank 1: a process that this one (machine {socket.gethostname()}, pid {parent.pid}) has started" in said
     assert "call npu.open() before starting processes that import the same script" in said

@@ -1,14 +1,19 @@
-"""npurun's command line: what it takes, what it hands on, and what it says about wrong usage."""
+"""npurun's command line: what it takes, what it says about wrong usage, and the environment that the ranks get: the
+variables of Ascend and a rank table, the same on all nodes.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from launcher import ROOT, environment, npurun, script
+from launcher import ROOT, environment, npurun, script, start, without_hint
+from ranks import free_port
 
 from npu_device.launch import docs
 from npu_device.launch.arguments import parse
@@ -59,7 +64,6 @@ def test_help_is_short() -> None:
         (["-n", "cpu", "plain"], "'cpu' is not a whole number of at least 1, or auto"),
         (["-np", "4", "-n", "2", "plain"], "npurun -np 4 -H a:N,b:N; or npurun -n 2"),
         (["-np", "4", "--nnodes", "2", "plain"], "or npurun -n 2 --nnodes 2"),
-        (["-np", "3", "-H", "a:2,b:2", "plain"], "gives 2 on a, 1 on b"),
         (["-np", "4", "-H", "a:3,b:1", "plain"], "npurun -np 4 -H a:2,b:2"),
         (["--tee", "good.py"], "--log-dir"),
         (["--nnodes", "2", "good.py"], "needs --node-rank and --master-addr"),
@@ -68,10 +72,8 @@ def test_help_is_short() -> None:
         (["--master-port", "65536", "good.py"], "'65536' is not a whole number from 1 to 65535"),
         (["--job-id", "a b", "good.py"], "letters, digits"),
         (["--grace", "-1", "good.py"], "not a number of seconds"),
-        (["--max-restarts", "-1", "good.py"], "'-1' is not a whole number of at least 0"),
         (["--nnodes", "3:2", "good.py"], "'3:2' is not a number of nodes, or MIN:MAX"),
         (["--preempt-signal", "KILL", "good.py"], "is not one of SIGTERM, SIGUSR1, SIGUSR2"),
-        (["--preempt-timeout", "0", "good.py"], "'0' is not a number above 0, at most 86400"),
         (["--hosts", "a:2,b:3", "good.py"], "the same number of ranks on each host; found [2, 3]"),
         (["-n", "4", "--hosts", "a:2", "good.py"], "found [2, 4]"),
         (["--hosts", "a,a", "good.py"], "a is listed twice"),
@@ -133,7 +135,6 @@ SKY_0 = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IP
     [
         (NODE_0, [], (2, 2, 0, "127.0.0.1", 29431)),
         ({**NODE_0, "PET_NNODES": "2:3", "PET_NODE_RANK": "2"}, [], (2, 3, 2, "127.0.0.1", 29431)),
-        ({**NODE_0, "PET_NNODES": "1"}, [], (1, 1, 0, "127.0.0.1", None)),
         (SKY_0, [], (2, 2, 0, "10.0.0.1", None)),
         ({**SKY_0, **NODE_0, "PET_NODE_RANK": "1"}, [], (2, 2, 1, "127.0.0.1", 29431)),
         (NODE_0, ["--node-rank", "1", "--master-port", "5"], (2, 2, 1, "127.0.0.1", 5)),
@@ -175,6 +176,107 @@ def test_the_launcher_the_rendezvous_and_the_options_need_no_tensorflow() -> Non
     check += "\nimport npu_device._src.environment, npu_device._src.options; print('tensorflow' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", check], env=environment(), capture_output=True, check=True)
     assert done.stdout == b"[]\nFalse\n"
+
+
+# What the ranks get
+
+# Each rank leaves its environment and the table's bytes in a file of its own.
+REPORT = """
+    import json, os, sys
+    variables = dict(os.environ)
+    table = open(variables["RANK_TABLE_FILE"]).read()
+    modes = [oct(os.stat(os.path.dirname(variables["RANK_TABLE_FILE"])).st_mode & 0o777)]
+    path = os.path.join(sys.argv[1], "rank" + variables["RANK_ID"] + ".json")
+    json.dump({"variables": variables, "table": table, "modes": modes}, open(path, "w"))
+"""
+
+
+def reports(directory: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("rank*.json"))]
+
+
+def test_variables_and_table(tmp_path: Path) -> None:
+    others = {"CM_CHIEF_IP": "10.0.0.1", "CM_WORKER_SIZE": "8", "TF_CONFIG": "{}", "RANK_TABLE_FILE": "/no/such"}
+    kept = {"CM_X": "1", "JOB_ID": "10087", "NPU_DEVICE_PREEMPT_TIMEOUT": "7.5"}
+    ports = {"NPU_DEVICE_PORT_RANGE": "61100-61103"}
+    done = npurun(
+        *("-n", "3", script(tmp_path, REPORT), str(tmp_path)), **others, **kept, **ports, NPU_DEVICE_RANK_PROCESS="{}"
+    )
+    assert done.returncode == 0
+    warning, _ = without_hint(done.stderr).decode().split(".", 1)
+    assert warning.startswith("npurun: removed from the environment") and all(name in warning for name in others)
+    found = reports(tmp_path)
+    for rank, report in enumerate(found):
+        variables = report["variables"]
+        assert variables["RANK_ID"] == variables["ASCEND_DEVICE_ID"] == variables["DEVICE_ID"] == str(rank)
+        assert variables["RANK_SIZE"] == "3"
+        assert variables["PYTHONUNBUFFERED"] == "1"
+        assert kept.items() <= variables.items()
+        assert 61100 <= int(variables["NPU_DEVICE_HUB"]) <= 61103
+        assert not {"CM_CHIEF_IP", "CM_WORKER_SIZE", "TF_CONFIG", "NPU_DEVICE_RANK_PROCESS"} & variables.keys()
+        assert report["modes"] == ["0o700"]
+        assert not os.path.exists(os.path.dirname(variables["RANK_TABLE_FILE"])), "the launcher leaves nothing behind"
+    assert len({report["table"] for report in found}) == 1
+    table = json.loads(found[0]["table"])
+    (server,) = table["server_list"]
+    assert (table["version"], table["status"], table["server_count"]) == ("1.0", "completed", "1")
+    assert (server["server_id"], server["host_ip"]) == ("node0", "127.0.0.1")
+    assert [device["rank_id"] for device in server["device"]] == ["0", "1", "2"]
+    assert [device["device_id"] for device in server["device"]] == ["0", "1", "2"]
+    assert 1 <= int(server["device"][0]["host_port"]) <= 65535
+
+
+def test_the_secret_is_made_for_each_launch_and_shown_nowhere(tmp_path: Path) -> None:
+    report = """
+        import os, pathlib
+        secret = os.environ["NPU_DEVICE_SECRET"]
+        print(secret[:6] + os.environ["JOB_ID"])
+        for process in pathlib.Path("/proc").glob("[0-9]*"):
+            try:
+                assert secret not in (process / "cmdline").read_text(errors="replace")
+            except OSError:
+                pass
+        table = pathlib.Path(os.environ["RANK_TABLE_FILE"])
+        assert not any(secret in path.read_text() for path in table.parent.iterdir() if path.is_file())
+    """
+    source = script(tmp_path, report)
+    launches = [npurun("-n", "2", source) for _ in range(2)]
+    found = [done.stdout.decode().split()[1::2] for done in launches]
+    assert all(done.returncode == 0 for done in launches), launches
+    assert found[0][0] == found[0][1] != found[1][0] == found[1][1]
+    assert re.fullmatch("[0-9a-f]{6}npurun-[0-9a-f]{12}", found[0][0])
+
+
+def test_a_secret_from_a_file(tmp_path: Path) -> None:
+    source = script(tmp_path, "import os; print(os.environ.get('NPU_DEVICE_SECRET'))")
+    (tmp_path / "secret").write_text("from a file")
+    done = npurun(source, NPU_DEVICE_SECRET_FILE=str(tmp_path / "secret"))
+    assert (done.stdout, done.stderr) == (b"[0] None\n", b"")
+    done = npurun(source, NPU_DEVICE_SECRET_FILE=str(tmp_path / "nothing"))
+    assert done.returncode == 2
+    assert b"NPU_DEVICE_SECRET_FILE" in done.stderr
+
+
+def test_two_nodes_of_a_platform(tmp_path: Path) -> None:
+    source, port = script(tmp_path, REPORT), str(free_port())
+    platform = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
+    launches = [start("-n", "2", source, str(tmp_path), **platform, PET_NODE_RANK=str(node)) for node in (0, 1)]
+    for node, launch in enumerate(launches):
+        stdout, stderr = launch.communicate(timeout=30)
+        assert (launch.returncode, stdout) == (0, b""), stderr
+        assert b" and others of the platform say that this is node %d of 2" % node in stderr
+        assert (b"has no secret" in stderr and b"NPU_DEVICE_SECRET_FILE" in stderr) == (node == 0)
+    found = reports(tmp_path)
+    assert [report["variables"]["RANK_ID"] for report in found] == ["0", "1", "2", "3"]
+    assert [report["variables"]["ASCEND_DEVICE_ID"] for report in found] == ["0", "1", "0", "1"]
+    assert {report["variables"]["RANK_SIZE"] for report in found} == {"4"}
+    assert len({report["variables"]["JOB_ID"] for report in found}) == 1
+    assert len({report["table"] for report in found}) == 1
+    servers = json.loads(found[0]["table"])["server_list"]
+    assert [server["server_id"] for server in servers] == ["node0", "node1"]
+    assert servers[0]["host_ip"] == "127.0.0.1"
+    assert servers[0]["device"][0]["host_port"] == port
+    assert [device["rank_id"] for device in servers[1]["device"]] == ["2", "3"]
 
 
 # npurun docs

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import is_running, npurun, script, wait_for_files, without_hint
+from launcher import is_running, npurun, script, wait_for_files
 
 pytestmark = pytest.mark.xdist_group("waiting")
 
@@ -55,59 +55,44 @@ def test_the_first_failure_is_told_last_with_its_traceback(tmp_path: Path) -> No
     assert "npurun: 3 of 3 ranks ended with an error" in done.stderr.decode()
 
 
-@pytest.mark.parametrize(
-    ("text", "code", "first"),
-    [
-        pytest.param(
-            """
-    if rank == 0:
-        sys.exit(9)  # dies of the consequence, but is faster
-    record("ValueError: the cause", seconds_ago=1.0)
-    time.sleep(1)
-    sys.exit(5)
-            """,
-            5,
-            "rank 1: exit code 5, ",
-            id="its record is older",
-        ),
-        pytest.param(
-            """
+FIRST = {
+    "the other's is a consequence": (
+        """
     if rank == 0:
         record("PeerError: rank 1 failed", secondary=True, seconds_ago=5.0)
         sys.exit(1)
     time.sleep(0.3)
     record("ValueError: the cause")
     sys.exit(3)
-            """,
-            3,
-            "rank 1: exit code 3, ",
-            id="the other's is a consequence",
-        ),
-        pytest.param(
-            """
+    """,
+        3,
+        "rank 1: exit code 3, ",
+    ),
+    "killed without a record": (
+        """
     if rank == 1:
         os.kill(os.getpid(), 9)
     time.sleep(0.5)
     record("UnavailableError: connection reset")
     sys.exit(1)
-            """,
-            128 + 9,
-            "rank 1: killed by SIGKILL",
-            id="killed without a record",
-        ),
-        pytest.param(
-            """
+    """,
+        128 + 9,
+        "rank 1: killed by SIGKILL",
+    ),
+    "hangs at its exit": (
+        """
     if rank == 0:
         sys.exit(7)
     record("ValueError: the cause", seconds_ago=1.0)
     time.sleep(60)
-            """,
-            1,
-            "rank 1: stopped by npurun, killed by SIGTERM, ",
-            id="hangs at its exit",
-        ),
-    ],
-)
+    """,
+        1,
+        "rank 1: stopped by npurun, killed by SIGTERM, ",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "code", "first"), FIRST.values(), ids=FIRST)
 def test_the_rank_that_failed_first_is_named(tmp_path: Path, text: str, code: int, first: str) -> None:
     done = npurun("-n", "2", script(tmp_path, RECORD + text))
     assert done.returncode == code
@@ -224,20 +209,6 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
     assert "rank 0: stopped by npurun, killed by SIGKILL" in stderr
     pids = wait_for_files(tmp_path, "*.pid", 6)
     assert [pid for pid in pids if is_running(pid)] == []
-
-
-def test_children_of_ranks_that_ended_well_are_ended_too(tmp_path: Path) -> None:
-    source = script(
-        tmp_path,
-        f"""
-        import os, subprocess
-        child = subprocess.Popen(["sleep", "100"])
-        open(os.path.join({str(tmp_path)!r}, os.environ["RANK_ID"] + ".pid"), "w").write(str(child.pid))
-        """,
-    )
-    done = npurun("-n", "2", source, limit=10)
-    assert (done.returncode, done.stdout, without_hint(done.stderr)) == (0, b"", b"")
-    assert [pid for pid in wait_for_files(tmp_path, "*.pid", 2) if is_running(pid)] == []
 
 
 def test_a_rank_that_cannot_be_started_stops_the_others(tmp_path: Path) -> None:

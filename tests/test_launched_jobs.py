@@ -26,7 +26,22 @@ pytestmark = pytest.mark.xdist_group("waiting")
 
 HERE = Path(__file__).parent
 WORKER = [sys.executable, str(HERE / "rendezvous_worker.py")]
-SRUN = [sys.executable, str(HERE / "fake_srun.py")]
+# Starts the tasks of a job step as Slurm's srun does, all on this machine: NODES TASKS_PER_NODE COMMAND…
+FAKE_SRUN = """
+import os, subprocess, sys
+nodes, per_node, *command = sys.argv[1:]
+names = ["localhost", *(f"node{number}" for number in range(1, int(nodes)))]
+size = str(len(names) * int(per_node))
+step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": size, "SLURM_STEP_NUM_TASKS": size}
+tasks = []
+for rank in range(int(size)):
+    node, local = divmod(rank, int(per_node))
+    place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local), "SLURMD_NODENAME": names[node]}
+    variables = {**os.environ, **step, **place, "SLURM_STEP_NODELIST": ",".join(names)}
+    tasks.append(subprocess.Popen(command, env=variables))
+sys.exit(max(abs(task.wait()) for task in tasks))
+"""
+SRUN = [sys.executable, "-c", FAKE_SRUN]
 LIMIT = 60.0
 
 # Each rank adds up, then rank 1 is killed while the others wait for it.
@@ -75,14 +90,12 @@ def test_a_step_on_two_nodes() -> None:
     assert clusters([*SRUN, "1", "2", *WORKER])[0]["addresses"] == ["127.0.0.1"] * 2
 
 
-def test_srun_starts_a_torchrun_on_each_node() -> None:
+def test_variables_of_torchrun_and_jax() -> None:
+    """srun starts a torchrun on each node; a shell sets the variables of JAX."""
     loop = "for i in 0 1; do export LOCAL_RANK=$i RANK=$((SLURM_PROCID * 2 + i)); " + " ".join(WORKER) + " & done; wait"
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     found = clusters([*SRUN, "2", "1", "sh", "-c", loop], WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", **master)
     assert [(one["rank"], one["device_id"]) for one in found] == [(0, 0), (1, 1), (2, 0), (3, 1)]
-
-
-def test_jax_variables() -> None:
     loop = "for i in 0 1; do JAX_PROCESS_ID=$i " + " ".join(WORKER) + " & done; wait"
     place = f"127.0.0.1:{free_port()}"
     found = clusters(["sh", "-c", loop], JAX_NUM_PROCESSES="2", JAX_COORDINATOR_ADDRESS=place)

@@ -66,14 +66,10 @@ PODS: dict[str, Any] = {
 }
 
 LAB: dict[str, Any] = {
-    "board_id": "0x0000",
-    "chip_info": "910",
     "deploy_mode": "lab",
     "group_count": "2",
     "group_list": [
         {
-            "device_num": "2",
-            "server_num": "1",
             "group_name": "",
             "instance_count": "2",
             "instance_list": [
@@ -88,8 +84,6 @@ LAB: dict[str, Any] = {
         for ranks in ((1, 0), (2, 3))
     ],
     "para_plane_nic_location": "device",
-    "para_plane_nic_name": ["eth0", "eth1"],
-    "para_plane_nic_num": "2",
     "status": "completed",
 }
 
@@ -128,16 +122,13 @@ def test_forms(table: Any, of_pods: bool, expected: list[tuple[str, int, str | N
     assert first.device_ip is not None and found.entries[2].host_ip is None
 
 
-def test_numbers_instead_of_strings_are_tolerated(tmp_path: Path) -> None:
+def test_numbers_for_strings_and_another_layout_are_the_same(tmp_path: Path) -> None:
     numbers = json.loads(json.dumps(VERSION_1_0).replace('"0"', "0").replace('"1"', "1").replace('"2"', "2"))
     assert numbers["server_list"][0]["device"][1]["rank_id"] == 1
-    assert load(tmp_path, numbers).entries == load(tmp_path, VERSION_1_0).entries
-
-
-def test_the_checksum_does_not_depend_on_the_layout(tmp_path: Path) -> None:
-    reordered = json.dumps(dict(reversed(VERSION_1_0.items())), indent=4)
-    assert load(tmp_path, reordered).checksum == load(tmp_path, VERSION_1_0).checksum
-    assert load(tmp_path, {**VERSION_1_0, "version": "1.2"}).checksum != load(tmp_path, VERSION_1_0).checksum
+    found = load(tmp_path, VERSION_1_0)
+    assert load(tmp_path, numbers).entries == found.entries
+    assert load(tmp_path, json.dumps(dict(reversed(VERSION_1_0.items())), indent=4)).checksum == found.checksum
+    assert load(tmp_path, {**VERSION_1_0, "version": "1.2"}).checksum != found.checksum
 
 
 _GONE = object()
@@ -152,7 +143,6 @@ FAULTS: list[tuple[Any, dict[str, Any], str]] = [  # the table, what is changed 
     (VERSION_1_0, {"server_list 1 server_id": "nodeA"}, "expected another one: server_list[0] has the same"),
     (VERSION_1_0, {"server_list 1 server_id": "n" * 65}, "; expected text of 1 to 64 characters"),
     (VERSION_1_0, {"0 1 rank_id": _GONE}, "server_list[0].device[1].rank_id is missing; expected a whole number"),
-    (VERSION_1_0, {"0 1 rank_id": -1}, "server_list[0].device[1].rank_id is -1; expected a whole number from 0"),
     (VERSION_1_0, {"1 0 rank_id": "1"}, "in server_list[0].device[1] and server_list[1].device[0]; expected once"),
     (VERSION_1_0, {"1 1 rank_id": "4"}, "rank 3 is missing, while server_list[1].device[1] is rank 4"),
     (VERSION_1_0, {"0 1 rank_id": "2", "1 0 rank_id": "1"}, "after rank 1 on another; expected consecutive ranks"),
@@ -160,7 +150,6 @@ FAULTS: list[tuple[Any, dict[str, Any], str]] = [  # the table, what is changed 
     (VERSION_1_0, {"0 0 device_ip": "172.20.0"}, 'device_ip is "172.20.0"; expected an IPv4 or IPv6 address'),
     (VERSION_1_0, {"1 0 device_ip": "fd00::1"}, "expected addresses of one family, IPv4 or IPv6"),
     (VERSION_1_0, {"0 0 host_port": "70000"}, 'host_port is "70000"; expected a port from 1 to 65535'),
-    (PODS, {"group_count": "2"}, 'group_count is "2"; expected 1'),
     (PODS, {"group_list 0 instance_count": "1"}, 'group_list[0].instance_count is "1"; expected 2'),
     (PODS, {"group_list 0 device_count": "4"}, 'group_list[0].device_count is "4"; expected 3'),
     (PODS, {"group_list 0 instance_list 1 pod_name": _GONE}, "instance_list[1].pod_name is missing; expected the pod"),
@@ -218,10 +207,5 @@ def test_a_table_that_is_being_filled_is_waited_for(tmp_path: Path) -> None:
     scheduler.join()
     assert table.size == 4
     assert 0.6 < time.monotonic() - began < 5
-
-
-def test_a_table_that_is_never_filled(tmp_path: Path) -> None:
-    began = time.monotonic()
     with pytest.raises(ClusterError, match=r'EI0004: .*status is still "initializing" after 1 s'):
         load(tmp_path, {"status": "initializing"})
-    assert 0.9 < time.monotonic() - began < 5

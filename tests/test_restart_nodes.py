@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import queue
 import signal
 import socket
 import subprocess
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Callable
 
@@ -90,35 +91,28 @@ def ends(launch: subprocess.Popen[bytes]) -> tuple[int, str]:
     return launch.returncode, stderr.decode()
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_launcher_that_is_started_again_joins_again(tmp_path: Path, killed: int) -> None:
+@pytest.mark.parametrize(("node", "is_killed"), [(0, True), (1, True), (1, False)])
+def test_a_killed_launcher_that_is_started_again_joins_again(tmp_path: Path, node: int, is_killed: bool) -> None:
+    """And so does another one that takes the place of a running one."""
     with Nodes(tmp_path, FIRST_WAITS, "--max-restarts", "2") as nodes:
         both = [nodes.start(node) for node in (0, 1)]
         nodes.wait_for("ready.0.0", "ready.0.1")
-        os.killpg(both[killed].pid, signal.SIGKILL)
-        again = nodes.start(killed)
-        for launch in (both[1 - killed], again):
+        if is_killed:
+            os.killpg(both[node].pid, signal.SIGKILL)
+        again = nodes.start(node)
+        if not is_killed:
+            code, stderr = ends(both[node])
+            assert code == 2, stderr
+            assert "npurun: another npurun was started as node 1\n" in stderr
+        for launch in (both[1 - node], again):
             code, stderr = ends(launch)
             assert code == 0, stderr
-            assert f"node {killed}" in stderr or launch is again, stderr
+            assert f"node {node}" in stderr or launch is again, stderr
+            assert is_killed or "node 1 was started again" in stderr
     told = [{(tmp_path / f"ready.{count}.{rank}").read_text() for rank in (0, 1)} for count in (0, 1)]
     assert len(told[0]) == len(told[1]) == 1, "all ranks have the same job and hub"
     (first,), (second,) = told
     assert first.split()[0] != second.split()[0] and first.split()[1] != second.split()[1]
-
-
-def test_a_launcher_ends_when_another_one_is_started_as_its_node(tmp_path: Path) -> None:
-    with Nodes(tmp_path, FIRST_WAITS, "--max-restarts", "2") as nodes:
-        leader, old = (nodes.start(node) for node in (0, 1))
-        nodes.wait_for("ready.0.0", "ready.0.1")
-        new = nodes.start(1)
-        code, stderr = ends(old)
-        assert code == 2, stderr
-        assert "npurun: another npurun was started as node 1\n" in stderr
-        for launch in (leader, new):
-            code, stderr = ends(launch)
-            assert code == 0, stderr
-            assert "node 1 was started again" in stderr and "2 ranks, nodes 0-1: succeeded" in stderr, stderr
 
 
 def test_a_node_stops_an_attempt_that_it_is_told_to_begin_and_to_stop_at_once(tmp_path: Path) -> None:
@@ -150,43 +144,10 @@ def test_a_node_stops_an_attempt_that_it_is_told_to_begin_and_to_stop_at_once(tm
     assert "npurun: a rank failed; stopping the ranks of this node" in stderr
 
 
-@pytest.mark.slow
-def test_the_job_goes_on_with_fewer_nodes_and_takes_one_back(tmp_path: Path) -> None:
-    """Node 1 of three is lost; two go on; it comes back and joins when a rank fails."""
-    text = """
-    if count == 0:
-        time.sleep(100)
-    if count == 1:
-        mark(f"here.{rank}.of.{size}", os.environ["RANK_TABLE_FILE"])
-        while not (here / "go").exists():
-            time.sleep(0.02)
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(100)
-    """
-    with Nodes(tmp_path, text, "--max-restarts", "3", nnodes="2:3") as nodes:
-        # Node 0's limit counts. It comes last, so that the others come within it.
-        three = {node: nodes.start(node, "--rejoin-timeout", "4" if node == 0 else "100") for node in (1, 2, 0)}
-        nodes.wait_for("ready.0.0", "ready.0.1", "ready.0.2")
-        os.killpg(three[1].pid, signal.SIGKILL)
-        nodes.wait_for("here.0.of.2", "here.1.of.2")
-        back = nodes.start(1)
-        told = b"the job is running on node(s) 0,2; this node joins at the next restart"
-        assert any(told in line for line in back.stderr)
-        (tmp_path / "go").touch()
-        for launch in (three[0], three[2]):
-            code, stderr = ends(launch)
-            assert code == 0, stderr
-            assert "the job goes on without node 1: 2 ranks instead of 3, renumbered" in stderr
-            assert "the job goes on again with node 1: 3 ranks instead of 2" in stderr
-        assert ends(back)[0] == 0
-    assert nodes.names("ready.2.*") == ["ready.2.0", "ready.2.1", "ready.2.2"]
-
-
 def test_a_node_that_waits_for_a_stopped_node_0_gives_up(tmp_path: Path) -> None:
     options = ("--max-restarts", "1", "--restart-backoff", "60", "--rejoin-timeout", "1")
     with Nodes(tmp_path, "    os._exit(3 * rank)", *options) as nodes:
-        limits = partial(hurried, NODE_ALIVE_SECONDS=0.5, NODE_SILENT_SECONDS=3)
+        limits = functools.partial(hurried, NODE_ALIVE_SECONDS=0.5, NODE_SILENT_SECONDS=3)
         leader, waiting = (nodes.start(node, on=limits) for node in (0, 1))
         assert any(b"restart 1 of 1 in 60 s" in line for line in waiting.stderr)
         leader.send_signal(signal.SIGSTOP)
@@ -289,66 +250,86 @@ def test_a_node_that_is_taken_away_costs_no_restart(tmp_path: Path, taken: int, 
         assert ends(launches[1])[0] == 0
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_node_that_is_lost_after_the_signal_was_taken_away(tmp_path: Path, lost: int) -> None:
-    """The others go on, though the job has no restarts: without node 1, or when node 0 comes back."""
-    text = """
-    signal.signal(signal.SIGTERM, lambda *_: mark(f"deaf.{count}.{rank}"))
-    mark(f"armed.{count}.{rank}")
+DEAF = """
     if count == 0:
+        signal.signal(signal.SIGTERM, lambda *_: mark(f"deaf.{count}.{rank}"))
+        mark(f"armed.{count}.{rank}")
         time.sleep(100)
-    """
-    options = ("--rejoin-timeout", "4" if lost else "60", "--preempt-timeout", "60", "--grace", "1")
-    with Nodes(tmp_path, text, *options, "--max-preemptions", "1", nnodes="1:2") as nodes:
+"""
+
+
+def test_a_node_that_is_lost_after_the_signal_was_taken_away(tmp_path: Path) -> None:
+    """The others go on, though the job has no restarts, when node 0 comes back."""
+    with Nodes(tmp_path, DEAF, "--grace", "1", "--max-preemptions", "1", nnodes="1:2") as nodes:
         both = [nodes.start(node) for node in (0, 1)]
         nodes.wait_for("armed.0.0", "armed.0.1")
-        both[lost].send_signal(signal.SIGTERM)
-        nodes.wait_for(f"deaf.0.{lost}")
-        os.killpg(both[lost].pid, signal.SIGKILL)
-        if lost == 0:
-            both[0] = nodes.start(0)
-        code, stderr = ends(both[0])
-        assert code == 0, stderr
-        if lost:
-            assert "node 1 taken away: node 1 is gone: its npurun ended or was killed" in stderr
-            assert "preemption 1, which costs no restart" in stderr
-            assert "the job goes on without node 1: 1 rank instead of 2" in stderr
-        else:
-            assert ends(both[1])[0] == 0
+        both[0].send_signal(signal.SIGTERM)
+        nodes.wait_for("deaf.0.0")
+        os.killpg(both[0].pid, signal.SIGKILL)
+        both[0] = nodes.start(0)
+        for launch in both:
+            code, stderr = ends(launch)
+            assert code == 0, stderr
+
+
+NO_HOSTS = pytest.mark.skipif(not hosts.can_be_made(), reason="needs root, ip and tc to make two hosts")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hosts.can_be_made(), reason="needs root, ip and tc to make two hosts")
-def test_a_host_that_is_cut_off_joins_again(tmp_path: Path) -> None:
-    text = """
-    if count == 0:
-        time.sleep(100)
+@pytest.mark.parametrize("cut_off", [False, pytest.param(True, marks=NO_HOSTS)], ids=["taken away", "cut off"])
+def test_the_job_goes_on_with_fewer_nodes_and_takes_one_back(tmp_path: Path, cut_off: bool) -> None:
+    """Node 1 of three is killed after a signal, and two go on; or the host of node 1 of two is cut off.
+
+    It joins again when a rank fails.
+    """
+    text = f"""{DEAF}
     if count == 1:
-        mark(f"here.{rank}.of.{size}")
+        mark(f"here.{{rank}}.of.{{size}}")
         while not (here / "go").exists():
             time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGKILL)
+        if rank == size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(100)
     """
-    job = Nodes(tmp_path, text, "--max-restarts", "3", nnodes="1:2", address=hosts.address(0))
-    with hosts.hosts(2, gbit=1.0), job as nodes:
+
+    def on(node: int, command: list[str]) -> list[str]:
+        hurry = {"KEEPALIVE_AFTER_SECONDS": 1, "UNACKNOWLEDGED_MILLISECONDS": 2000, "NODE_CONNECT_SECONDS": 1}
+        return hosts.on_host(node, hurried(command, **hurry)) if cut_off else command
+
+    most = 2 if cut_off else 3
+    address = hosts.address(0) if cut_off else "127.0.0.1"
+    options = ("--grace", "1", "--max-restarts", "2" if cut_off else "1", "--max-preemptions", "1")
+    job = Nodes(tmp_path, text, *options, nnodes=f"{most - 1}:{most}", address=address)
+    with hosts.hosts(2, gbit=1.0) if cut_off else contextlib.nullcontext(), job as nodes:
+        # Node 0's limit counts. It comes last, so that the others come within it.
         launches = {
-            node: nodes.start(
-                node,
-                *("--rejoin-timeout", "100" if node else "4"),
-                on=lambda command, node=node: hosts.on_host(
-                    node, hurried(command, KEEPALIVE_AFTER_SECONDS=1, UNACKNOWLEDGED_MILLISECONDS=2000)
-                ),
-            )
-            for node in (1, 0)
+            node: nodes.start(node, "--rejoin-timeout", "100" if node else "4", on=functools.partial(on, node))
+            for node in reversed(range(most))
         }
-        nodes.wait_for("ready.0.0", "ready.0.1")
-        hosts.cut_off(1)
-        nodes.wait_for("here.0.of.1")
-        hosts.connect_again(1)
-        assert any(b"this node joins at the next restart" in line for line in launches[1].stderr)
+        nodes.wait_for(*(f"armed.0.{rank}" for rank in range(most)))
+        if cut_off:
+            hosts.cut_off(1)
+        else:
+            launches[1].send_signal(signal.SIGTERM)
+            nodes.wait_for("deaf.0.1")
+            os.killpg(launches[1].pid, signal.SIGKILL)
+        nodes.wait_for(*(f"here.{rank}.of.{most - 1}" for rank in range(most - 1)))
+        if cut_off:
+            hosts.connect_again(1)
+        else:
+            launches[1] = nodes.start(1, "--rejoin-timeout", "100")
+        others = "0" if cut_off else "0,2"
+        told = f"the job is running on node(s) {others}; this node joins at the next restart".encode()
+        assert any(told in line for line in launches[1].stderr)
         (tmp_path / "go").touch()
-        code, stderr = ends(launches[0])
-        assert code == 0, stderr
-        assert "node 1 is gone" in stderr and "goes on again with node 1" in stderr
-        assert ends(launches[1])[0] == 0
-    assert nodes.names("ready.2.*") == ["ready.2.0", "ready.2.1"]
+        for node in {0, most - 1}:
+            code, stderr = ends(launches[node])
+            assert code == 0, stderr
+            if node != 1:
+                smaller = f"{most - 1} rank{'s' if most > 2 else ''} instead of {most}, renumbered"
+                assert f"the job goes on without node 1: {smaller}" in stderr
+                assert f"the job goes on again with node 1: {most} ranks instead of {most - 1}" in stderr
+                assert ("preemption 1, which costs no restart: node 1 taken away: node 1 is gone" in stderr) != cut_off
+        if not cut_off:
+            assert ends(launches[1])[0] == 0
+    assert nodes.names("ready.2.*") == [f"ready.2.{rank}" for rank in range(most)]

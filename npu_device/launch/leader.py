@@ -150,8 +150,14 @@ class Leader:
         self._idle -= self._running
         self._send(place.nodes, "plan", count=place.count, nodes=place.nodes, job_id=place.job_id, port=place.port)
         while self._running:
-            if not self._handle(self._deadline):
-                self._time_out()
+            if self._handle(self._deadline):
+                continue
+            if not self._is_stopping:
+                self._stop(f"node(s) {ranges(self._running)} did not end although the others were asked to stop")
+                continue
+            for node in list(self._running):
+                self._nodes[node].close()  # a frozen npurun sees it when it continues
+                self._lose(node, "does not answer")
         return self._ledger.add(
             began, place.nodes, self._outcomes.values(), self._launch.step(), self._lost, sorted(self._preempted)
         )
@@ -162,14 +168,6 @@ class Leader:
             limit = max(self._options.grace, self._options.preempt_timeout) + limits.NODE_STOP_SECONDS
             self._deadline = time.monotonic() + limit
             self._send(self._running, "stop", why=why)
-
-    def _time_out(self) -> None:
-        if not self._is_stopping:
-            self._stop(f"node(s) {ranges(self._running)} did not end although the others were asked to stop")
-            return
-        for node in list(self._running):
-            self._nodes[node].close()  # a frozen npurun sees it when it continues
-            self._lose(node, "does not answer")
 
     def _next_event(self, until: float | None) -> tuple[Link, dict[str, Any] | None] | None:
         try:
@@ -202,7 +200,15 @@ class Leader:
         elif message["do"] == "preempted" and self._options.outlives_preemption:
             self._preempted.add(node)  # its ranks end the attempt, resumable or not
         elif message["do"] == "outcome":
-            self._end(node, message)
+            failure = Failure(**message["failure"]) if message["failure"] else None
+            outcome = Outcome(message["code"], message["interrupted"], message["preempted"], failure)
+            self._outcomes[node] = outcome
+            self._running.discard(node)
+            self._idle.add(node)
+            if outcome.code not in (0, RESUMABLE):
+                self._stop(f"node {node}: {failure or 'stopped'}")
+            elif outcome.code == RESUMABLE and self._deadline is None:
+                self._deadline = time.monotonic() + self._options.preempt_timeout
 
     def _register(self, link: Link, hello: dict[str, Any]) -> None:
         node = hello["node"]
@@ -234,14 +240,3 @@ class Leader:
             self._running.discard(node)
             self._lost = self._lost or f"node {node} {how}"
             self._stop(f"node {node} {how}")
-
-    def _end(self, node: int, message: dict[str, Any]) -> None:
-        failure = Failure(**message["failure"]) if message["failure"] else None
-        outcome = Outcome(message["code"], message["interrupted"], message["preempted"], failure)
-        self._outcomes[node] = outcome
-        self._running.discard(node)
-        self._idle.add(node)
-        if outcome.code not in (0, RESUMABLE):
-            self._stop(f"node {node}: {failure or 'stopped'}")
-        elif outcome.code == RESUMABLE and self._deadline is None:
-            self._deadline = time.monotonic() + self._options.preempt_timeout
