@@ -39,7 +39,7 @@ class _Rank:
         self.channel.listen(self._on_push, lambda reason: None)
 
     def barrier(self) -> None:
-        self.channel.barrier("benchmark", _SECONDS)
+        self.channel.gather("benchmark", None, _SECONDS)
 
     def stall(self) -> None:
         """Ask from all ranks but the last, which is late, where the others are, as the stall watch does."""

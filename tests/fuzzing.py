@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,32 +37,15 @@ VALUES = st.recursive(
 
 def hub_of_two(stays: bool) -> HubProcess:
     """Return a running hub for a job of two ranks."""
-    return HubProcess(
-        secret=SECRET,
-        listen=("127.0.0.1",),
-        ports=(0, 0),
-        job_id="fuzz",
-        world_size=2,
-        expected_hosts=(),
-        host_key="here",
-        stays=stays,
-    )
+    here = {"listen": ("127.0.0.1",), "ports": (0, 0), "host_key": "here", "expected_hosts": ()}
+    return HubProcess(secret=SECRET, job_id="fuzz", world_size=2, stays=stays, **here)
 
 
 def both_met(hub: HubProcess) -> list[tuple[Cluster, ControlChannel]]:
     """Let two ranks meet; return what each of them gets."""
-    found: dict[int, tuple[Cluster, ControlChannel]] = {}
-
-    def come(rank: int) -> None:
-        found[rank] = meet(replace(PLACE, rank=rank, device_id=rank, chief_port=hub.port))
-
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
-    with mock.patch.object(rendezvous, "installed_versions", lambda: {"v": "1"}):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * PLACE.connect_timeout)
-    return [found[0], found[1]]
+    places = [replace(PLACE, rank=rank, device_id=rank, chief_port=hub.port) for rank in (0, 1)]
+    with mock.patch.object(rendezvous, "installed_versions", lambda: {"v": "1"}), ThreadPoolExecutor(2) as pool:
+        return list(pool.map(meet, places))
 
 
 def frame(value: Any) -> bytes:
@@ -98,20 +82,16 @@ def streams(*messages: dict[str, Any]) -> st.SearchStrategy[list[bytes]]:
         st.sampled_from([b"\xff\xff\xff\xff", b"\0\0\0\0", frame(b"[" * 5000), frame(b'{"id":' + b"9" * 9000 + b"}")]),
         st.tuples(whole, st.integers(1, 40)).map(lambda cut: cut[0][: -cut[1]]),
     )
-    return st.lists(st.one_of(whole, whole, whole, broken), max_size=6).flatmap(_repeated)
-
-
-def _repeated(pieces: list[bytes]) -> st.SearchStrategy[list[bytes]]:
-    return st.one_of(st.just(pieces), st.just([*pieces, *pieces[-1:] * 3]), st.just([b"".join(pieces)]))
+    return st.lists(st.one_of(whole, whole, whole, broken), max_size=6).flatmap(
+        lambda pieces: st.sampled_from([pieces, [*pieces, *pieces[-1:] * 3], [b"".join(pieces)]])
+    )
 
 
 def send(connection: socket.socket, pieces: list[bytes]) -> None:
     """Send pieces; the other side may have closed the connection."""
-    try:
+    with contextlib.suppress(OSError):
         for piece in pieces:
             connection.sendall(piece)
-    except OSError:
-        pass
 
 
 def ends(connection: socket.socket, seconds: float = 10.0, announced: bool = True) -> bytes:

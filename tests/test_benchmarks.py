@@ -39,12 +39,10 @@ def test_a_tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setitem(cases.CASES, "all_reduce", case)
     main(["--quick", "--cases", "all_reduce", "--ranks", "2", "--output", str(tmp_path)])
     shown = capsys.readouterr().out
-    [head] = [line for line in shown.splitlines() if line.startswith("| 2 ranks, ms")]
-    assert head == "| 2 ranks, ms | 4 B | 1 MiB | CPU s/GB |"
+    assert "\n| 2 ranks, ms | 4 B | 1 MiB | CPU s/GB |\n" in shown
     assert "the rival: not installed: no-such; pip install" in shown
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["machine"]["versions"]["tensorflow"]
-    assert results["machine"]["cores"] > 0
+    assert results["machine"]["versions"]["tensorflow"] and results["machine"]["cores"] > 0
     timings = {timing["rival"]: timing for timing in results["cases"][0]["rounds"][1]["timings"]}
     assert re.search("rank 1: .*nothing_like_that", timings.pop("broken")["error"])
     assert list(timings) == [cases.FUNCTION, cases.EAGER, MIRRORED, GLOO, MPICH, "the rival"]
@@ -57,8 +55,7 @@ def test_a_tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_what_a_start_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "_SCRIPT", "import time; print('first step', time.time(), 42, flush=True)")
     seconds, megabytes = (each.timings for each in start.measure(2, 1, tmp_path).rounds)
-    assert [timing.rival for timing in seconds] == ["TensorFlow alone", "npurun"]
-    assert all(0 < timing.seconds[0] < 100 for timing in seconds), seconds
+    assert [timing.rival for timing in seconds if timing.seconds[0] > 0] == ["TensorFlow alone", "npurun"]
     assert [timing.seconds for timing in megabytes] == [[42.0], [42.0]]
 
 

@@ -1,7 +1,4 @@
-"""The example `examples/resnet_ctl`: three steps on 1 and 2 ranks, and what makes its dataset.
-
-The collectives and the launcher have their own tests. Its processes are forked where TensorFlow is imported already.
-"""
+"""The example `examples/resnet_ctl`: three steps on 1 and 2 ranks, and what makes its dataset."""
 
 from __future__ import annotations
 
@@ -34,7 +31,6 @@ resnet_model.identity_block = lambda tensor, *_, **__: tensor
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-# Known random numbers. TensorFlow may be used for the seed once the device is open.
 SEED = """
 import npu_device, tf_keras
 npu_device.open()
@@ -84,16 +80,14 @@ def test_missing_records_are_named_with_the_remedy(tmp_path: Path) -> None:
 
 
 def on_the_same_images(ranks: int, digits: Path, directory: Path, *options: str) -> str:
-    """The output of three steps with known random numbers on one training file per rank, all alike. The number of
-    images keeps the learning rate the same for any number of ranks.
-    """
+    """Return the output of three steps with known random numbers on one training file per rank, all alike."""
     data = directory / "data"
     data.mkdir(parents=True)
     for rank in range(ranks):
         shutil.copy(digits / "train-00000-of-00024", data / f"train-{rank:05d}-of-{ranks:05d}")
     for path in digits.glob("validation-*"):
         shutil.copy(path, data)
-    images = {"train": 192 * ranks * ranks, "validation": VALIDATION_IMAGES}
+    images = {"train": 192 * ranks * ranks, "validation": VALIDATION_IMAGES}  # the learning rate doesn't change
     (data / "dataset.json").write_text(json.dumps({"image_size": IMAGE_SIZE, "num_classes": 10, "num_images": images}))
     flags = ["--data_dir", data, "--model_dir", directory, "--train_steps=3", f"--batch_size={24 * ranks}"]
     with pytest.MonkeyPatch.context() as patch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import time
@@ -170,21 +169,15 @@ def test_a_dead_proxy_in_the_environment(tmp_path: Path) -> None:
         assert "sum 2.0 elsewhere,127.0.0.1" in output
 
 
-@pytest.mark.parametrize(
-    ("variables", "text"),
-    [
-        (all_through("nccl"), "NPU_DEVICE_BACKEND is nccl, but NCCL can't be used:\n  no rank has a GPU"),
-        ({"NPU_DEVICE_BACKEND": "shared_memory"}, "NPU_DEVICE_SHARED_MEMORY=required"),
-    ],
-    ids=["nccl", "shared_memory"],
-)
-def test_a_backend_that_there_is_not(tmp_path: Path, variables: dict[str, str], text: str) -> None:
+def test_a_backend_that_there_is_not(tmp_path: Path) -> None:
     """An error on all ranks, or on rank 0 a warning."""
-    results = job.run(tmp_path, 2, BEGIN + "npu.distribute.all_reduce(tf.ones([1000]), 'sum')", **variables)
-    failed = variables["NPU_DEVICE_BACKEND"] == "nccl"
-    assert [result.code for result in results] == 2 * [int(failed)], results
-    assert [text in result.output for result in results] == [True, failed]
-    assert "What to do: " in results[0].output
+    script = BEGIN + "npu.distribute.all_reduce(tf.ones([1000]), 'sum')"
+    for output in job.outputs(tmp_path, 2, script, code=1, **all_through("nccl")):
+        assert "NPU_DEVICE_BACKEND is nccl, but NCCL can't be used:\n  no rank has a GPU" in output
+        assert "What to do: " in output
+    first, second = job.outputs(tmp_path, 2, script, NPU_DEVICE_BACKEND="shared_memory")
+    assert "NPU_DEVICE_SHARED_MEMORY=required" in first and "What to do: " in first
+    assert "NPU_DEVICE_SHARED_MEMORY=required" not in second
 
 
 @pytest.mark.skipif(CHOSEN_BACKEND is not None, reason="chooses the backends itself")
@@ -237,12 +230,10 @@ def test_a_rank_that_stops_while_its_data_are_sent(tmp_path: Path) -> None:
     for backend in ("tensorflow", "tcp"):
         (directory := tmp_path / backend).mkdir()
         jobs.append(job.start(directory, 2, script, **all_through(backend), **limits))
-    try:
-        codes = [ranks[0].wait(45) for ranks in jobs]
-    finally:
-        job.kill([rank for ranks in jobs for rank in ranks])
-    for code, (first, _) in zip(codes, jobs):
-        assert code == 3, first.output
+    for ranks in jobs:
+        [first] = job.finish(ranks[:1], timeout=45)
+        job.kill(ranks[1:])
+        assert first.code == 3, first.output
         assert "rank 1 on host node0: does not answer: stopped" in first.output
 
 
@@ -268,17 +259,13 @@ print("ready", flush=True)
 print("sum", [float(step()[-1]) for _ in range(40)][-1], flush=True)
 """
     ranks = job.start(tmp_path, 2, hurried + BEGIN + steps, **all_through("tcp"))
-    try:
-        job.wait_for(ranks[1:])
-        time.sleep(0.3)
-        os.kill(ranks[1].pid, signal.SIGSTOP)
-        time.sleep(3)  # TCP_USER_TIMEOUT of other connections is 1 s here
-        os.kill(ranks[1].pid, signal.SIGCONT)
-        codes = [rank.wait(60) for rank in ranks]
-    finally:
-        job.kill(ranks)
-    assert codes == [0, 0], ranks[0].output + ranks[1].output
-    assert all("sum 2.0" in rank.output for rank in ranks)
+    job.wait_for(ranks[1:])
+    time.sleep(0.3)
+    ranks[1].send_signal(signal.SIGSTOP)
+    time.sleep(3)  # TCP_USER_TIMEOUT of other connections is 1 s here
+    ranks[1].send_signal(signal.SIGCONT)
+    for result in job.finish(ranks):
+        assert result.code == 0 and "sum 2.0" in result.output, result.output
 
 
 # Ends that no code of a rank sees, at the worst moments

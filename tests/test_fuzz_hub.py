@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import resource
 import socket
 import struct
 import threading
@@ -308,6 +309,30 @@ def test_what_a_rank_says_cannot_be_exchanged_on_the_way(rank: tuple[Peers, int,
             with pytest.raises(handshake.AttemptFailedError, match="closed"):
                 line.receive(SOON, silent="silent", closed="closed")
     _require_connections(*rank)
+
+
+def test_connections_are_made_and_accepted_again_once_descriptors_are_free(rank: tuple[Peers, int, bytes]) -> None:
+    address, (most, highest) = ("127.0.0.1", rank[1]), resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as client:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, highest))
+        try:
+            client.connect(address)
+            time.sleep(0.3)  # for a moment, none is free
+            with pytest.raises(handshake.AttemptFailedError, match="can't be reached: Too many open files"):
+                handshake.reach(*address, SOON, rank[2])
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, highest))
+        handshake.authenticate(handshake.TimedConnection(client), rank[2], rank=1, number=6)
+    _require_connections(*rank)
+
+
+def test_silent_clients_keep_nobody_out(rank: tuple[Peers, int, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "_MOST_UNPROVED", 3)
+    with contextlib.ExitStack() as opened:
+        address = ("127.0.0.1", rank[1])
+        silent = [opened.enter_context(socket.create_connection(address, 1)) for _ in range(6)]
+        _require_connections(*rank)
+        assert silent[0].recv(1) == b"", "the oldest makes room"
 
 
 _MESSAGES = st.lists(st.binary(min_size=1, max_size=20), max_size=3)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
-import resource
 import socket
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable
 
 import pytest
 from rendezvous_ranks import by_table, connect, one_error, the_port
 
-from npu_device._src.cluster import frames, handshake
+from npu_device._src.cluster import frames
 
 pytestmark = pytest.mark.xdist_group("waiting")
 
@@ -118,49 +114,3 @@ def test_somebody_in_the_hubs_place_who_does_not_know_the_secret(start: Any, tmp
                     received.add(connection.recv(1000))
     assert received == {b""}
     assert "can't prove that it knows the job secret" in rank.report()["error"]
-
-
-_Admitted = queue.SimpleQueue[tuple[handshake.TimedConnection, dict[str, Any]]]
-
-
-@contextlib.contextmanager
-def _serving(secret: bytes) -> Iterator[tuple[tuple[str, int], _Admitted]]:
-    """Serve as ranks and launchers do; the address, and who has proved the secret."""
-    admitted: _Admitted = queue.SimpleQueue()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        serving = listener, secret, lambda line, said: admitted.put((line, said))
-        thread = threading.Thread(target=handshake.serve, args=serving)
-        thread.start()
-        try:
-            yield listener.getsockname(), admitted
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join()
-
-
-def test_connections_are_made_and_accepted_again_once_descriptors_are_free() -> None:
-    with _serving(b"ours") as (address, admitted), socket.socket() as client:
-        most, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, highest))
-        try:
-            client.connect(address)
-            time.sleep(0.3)  # for a moment, none is free
-            with pytest.raises(handshake.AttemptFailedError, match="can't be reached: Too many open files"):
-                handshake.reach(*address, 5.0, b"ours", rank=2)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, highest))
-        handshake.authenticate(handshake.TimedConnection(client), b"ours", rank=1)
-        line, said = admitted.get(timeout=10)
-        line.connection.close()
-        assert said["rank"] == 1
-
-
-def test_silent_clients_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_MOST_UNPROVED", 3)
-    with _serving(b"ours") as (address, admitted), contextlib.ExitStack() as opened:
-        silent = [opened.enter_context(connect(address)) for _ in range(6)]
-        line = handshake.reach(*address, 1.0, b"ours", rank=1)
-        opened.callback(line.connection.close)
-        opened.callback(admitted.get(timeout=10)[0].connection.close)
-        silent[0].settimeout(1)
-        assert silent[0].recv(1) == b"", "the oldest makes room"

@@ -1,9 +1,8 @@
-"""Judge what the ranks have found: problems that would make training fail, and warnings, each with its remedy; and the
-report of ``npurun check`` as text."""
+"""Judge what the ranks have found, each problem and warning with its remedy; the report of ``npurun check`` as text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from npu_device._src.cluster.frames import counted, ranges
@@ -48,10 +47,7 @@ class Findings:
 
     @property
     def hosts(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
-        for rank, facts in enumerate(self.facts):
-            found.setdefault(facts.host, []).append(rank)
-        return found
+        return _ranks_by(facts.host for facts in self.facts)
 
     def name(self, rank: int) -> str:
         facts = self.facts[rank]
@@ -69,6 +65,13 @@ class Findings:
         """Return the bits per second that the fastest engine sends from each host: 2(N-1)/N of the bytes, in a ring."""
         hosts = len(self.hosts)
         return 8 * max(SIZES) * 2 * (hosts - 1) / hosts / self.between[self.fastest][-1]
+
+
+def _ranks_by(values: Iterable[str]) -> dict[str, list[int]]:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def problems(found: Findings) -> list[str]:
@@ -114,9 +117,7 @@ def _loopback(found: Findings) -> Iterator[str]:
 
 def _versions(found: Findings, names: Sequence[str]) -> Iterator[str]:
     for name in names:
-        ranks: dict[str, list[int]] = {}
-        for rank, facts in enumerate(found.facts):
-            ranks.setdefault(facts.versions.get(name, "none"), []).append(rank)
+        ranks = _ranks_by(facts.versions.get(name, "none") for facts in found.facts)
         if len(ranks) > 1:
             lines = "\n".join(f"  {version}: rank(s) {ranges(those)}" for version, those in ranks.items())
             yield f"the ranks have different versions of {name}:\n{lines}\nWhat to do: install the same one everywhere."
@@ -133,10 +134,8 @@ def _not_shared(found: Findings) -> Iterator[str]:
 
 
 def _same_machine(found: Findings) -> Iterator[str]:
-    machines: dict[str, list[str]] = {}
-    for host, ranks in found.hosts.items():
-        machines.setdefault(found.facts[ranks[0]].kernel, []).append(host)
-    for hosts in machines.values():
+    for ranks in _ranks_by(facts.kernel for facts in found.facts).values():
+        hosts = list(dict.fromkeys(found.facts[rank].host for rank in ranks))
         if len(hosts) > 1:
             yield (
                 f"hosts {', '.join(hosts)} are the same machine: their ranks use the network, but could share memory."

@@ -1,6 +1,4 @@
-"""``npurun check`` on one rank, from opening to the outcome: what the rank knows by itself (versions, machine, cores,
-memory, interface), and what the ranks measure together (who can connect to whom, the time of collectives, a sum).
-"""
+"""``npurun check`` on one rank: what it knows by itself, and what the ranks measure together."""
 
 from __future__ import annotations
 
@@ -30,9 +28,6 @@ from npu_device._src.collectives.ops import all_reduce
 from npu_device._src.membership.interfaces import interface_of, speed_of
 from npu_device._src.trace.trace import measure_clock
 from npu_device._src.training import device
-
-_AT_ONCE = 16  # connections
-_FEWEST, _MOST = 3, 50
 
 
 def check() -> dict[str, Any]:
@@ -124,7 +119,7 @@ def _unreachable(job: Job, servers: tuple[str, ...]) -> dict[int, str]:
         ranks = [rank for rank, other in enumerate(hosts) if other == host]
         if host != job.cluster.host:
             targets.append(ranks[min(job.cluster.local_rank, len(ranks) - 1)])
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(16) as pool:
         outcomes = pool.map(lambda rank: _connect(servers[rank]), targets)
         return {rank: f"{servers[rank]}: {outcome}" for rank, outcome in zip(targets, outcomes) if outcome}
 
@@ -174,5 +169,5 @@ def _median_seconds(job: Job, group: Group, size: int) -> float:
 
     seconds()  # the first call makes connections
     slowest = float(all_reduce(job, tf.constant(seconds(), tf.float64), "max", group))  # the same on all ranks
-    repeats = min(_MOST, max(_FEWEST, int(MEASURED_SECONDS / slowest)))
+    repeats = min(50, max(3, int(MEASURED_SECONDS / slowest)))
     return statistics.median(seconds() for _ in range(repeats))

@@ -47,8 +47,6 @@ class ControlChannel:
         """Start receiving; ``on_push`` gets each message that isn't an answer, ``on_lost`` once why the hub is gone."""
         threading.Thread(target=self._read, args=(on_push, on_lost), name="npu_device-channel", daemon=True).start()
 
-    # Values
-
     def set(self, key: str, value: str) -> None:
         """Write a new key, which every rank can read at once; KeyError if it exists: another rank may have read it."""
         self._request("set", SHORT_SECONDS, key=key, value=value)
@@ -75,9 +73,6 @@ class ControlChannel:
         """Return the values that some ranks, this one among them, pass under a name in time, by rank."""
         asked = frames.ranges(ranks)
         return _by_rank(self._request("gather", timeout, name=name, value=value, ranks=asked, partial=True))
-
-    def barrier(self, name: str, timeout: float) -> None:
-        self.gather(name, None, timeout)
 
     def ask(self, kind: str, body: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
         """Ask some ranks; return the answers that arrived in time. Ranks that ask the same share the answers."""

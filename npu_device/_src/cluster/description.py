@@ -12,16 +12,12 @@ from npu_device._src import environment
 
 @dataclass(frozen=True)
 class Membership:
-    """The place of this process in the job, as far as the environment says it.
-
-    Attributes:
-        host: address at which the other ranks reach this one; None for the local end of its connection to the chief.
-    """
+    """The place of this process in the job, as far as the environment says it."""
 
     scheme: str  # "rank table", "CM_*", "TF_CONFIG" or the launcher's name
     world_size: int  # number of ranks, 2 or more
     rank: int | None  # this process's rank; None if the chief numbers the ranks (CM_*)
-    host: str | None
+    host: str | None  # address at which the others reach it; None for the local end of its connection to the chief
     host_key: str  # name of this process's host, by which ranks are grouped; "" for the address that the chief sees
     device_id: int  # number of this process's device on its host
     is_chief: bool  # True for the rank on whose host the others meet
@@ -42,22 +38,18 @@ class Membership:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The ranks of the job, as each of them knows it.
-
-    Attributes:
-        device_id: number of this process's device on its host.
-        hosts: host of each rank, as the scheme names it (server_id, IP address or host name); equal names: one host.
-        addresses: address of each rank, as the others reach it.
-        trusted: only the job's ranks can have sent what comes from another one: the job has a secret, or its ports are
-            on one host's loopback interface.
-    """
+    """The ranks of the job, as each of them knows it."""
 
     rank: int
-    device_id: int
-    hosts: tuple[str, ...]
-    addresses: tuple[str, ...]
+    device_id: int  # number of this process's device on its host
+    hosts: tuple[
+        str, ...
+    ]  # of each rank, as the scheme names it (server_id, IP address or name); equal names: one host
+    addresses: tuple[str, ...]  # of each rank, as the others reach it
     job_id: str
-    trusted: bool = False
+    trusted: bool = (
+        False  # only ranks can have sent what comes from one: the job has a secret, or uses the loopback only
+    )
 
     @cached_property
     def world_size(self) -> int:

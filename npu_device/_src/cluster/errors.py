@@ -1,7 +1,4 @@
-"""Errors between the ranks, and the exit code of a rank that was asked to stop.
-
-A malformed environment variable is a plain ValueError (``environment``).
-"""
+"""Errors between the ranks, and the exit code of a rank that was asked to stop."""
 
 from __future__ import annotations
 
@@ -25,11 +22,7 @@ class RendezvousError(ClusterError):
 
 
 class ChildOfRankError(ClusterError):
-    """This process is no rank: one of its ancestors is the rank whose variables it has.
-
-    Attributes:
-        parent: that rank, as the hub describes it.
-    """
+    """This process is no rank: one of its ancestors is the rank (``parent``) whose variables it has."""
 
     def __init__(self, parent: dict[str, Any]) -> None:
         super().__init__(f"this process is a child of rank {parent['rank']}")

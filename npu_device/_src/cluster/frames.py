@@ -1,5 +1,5 @@
 """The messages of a control channel: a length in four bytes and a JSON object; the proof of the job secret; sets of
-ranks. The hub and the ranks share this file; it imports little, because the hub has to start quickly.
+ranks. It imports little, because the hub has to start quickly.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from typing import Any
 
 from npu_device._src.cluster.time_limits import KEEPALIVE_AFTER_SECONDS, UNACKNOWLEDGED_MILLISECONDS
 
-PROTOCOL = 2
-"""Number of this protocol. The first frames and the hello never change, so that ranks with different
-versions of the package recognize each other."""
+PROTOCOL = 2  # the first frames and the hello never change: ranks with different versions recognize each other
 
 LIMIT_BEFORE_PROOF = 1 << 10
 LIMIT_OF_HELLO = 1 << 16
@@ -26,11 +24,9 @@ LIMIT = 1 << 26
 """Longest frame in bytes: of an unknown client, with a hello, from a rank to the hub, and of anyone else. A longer one
 ends the connection. Parsed, JSON can take 20 times as much memory."""
 
-MOST_RANKS = 1 << 16
-"""More ranks than any job has."""
+MOST_RANKS = 1 << 16  # more than any job has
 
 _HEADER = struct.Struct(">I")
-_NONCE_BYTES = 16
 _LONGEST_NUMBER = 400  # digits; to parse a number takes time in the square of its digits
 
 
@@ -93,7 +89,7 @@ def _whole_number(text: str) -> int:
 
 def nonce() -> str:
     """Return a number that has never been used, so that a recorded proof can't be replayed."""
-    return secrets.token_hex(_NONCE_BYTES)
+    return secrets.token_hex()
 
 
 def proof(secret: bytes, side: str, client_nonce: str, hub_nonce: str, said: Mapping[str, Any] | None = None) -> str:

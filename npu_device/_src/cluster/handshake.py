@@ -1,6 +1,4 @@
-"""The first exchange with the hub, or another rank: its address, frames with time limits, and the proof that both
-sides know the job secret.
-"""
+"""The first exchange with the hub, or another rank, and the proof that both sides know the job secret."""
 
 from __future__ import annotations
 
@@ -87,20 +85,15 @@ def reach(host: str, port: int, seconds: float, secret: bytes, **said: Any) -> T
         if outcomes and left <= 0:
             break
         try:
-            connection = _connect(family, address, max(0.1, min(CONNECT_SECONDS, left)))
-            try:
-                timed = TimedConnection(connection)
-                authenticate(timed, secret, **said)
-                return timed
-            except BaseException:
-                connection.close()
-                raise
+            return _attempt(family, address, max(0.1, min(CONNECT_SECONDS, left)), secret, said)
         except AttemptFailedError as failure:
             outcomes.append(str(failure) if len(addresses) == 1 else f"{address[0]} {failure}")
     raise AttemptFailedError(", ".join(outcomes))
 
 
-def _connect(family: int, address: tuple[Any, ...], seconds: float) -> socket.socket:
+def _attempt(
+    family: int, address: tuple[Any, ...], seconds: float, secret: bytes, said: dict[str, Any]
+) -> TimedConnection:
     with contextlib.ExitStack() as opened:
         try:
             connection = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
@@ -118,8 +111,10 @@ def _connect(family: int, address: tuple[Any, ...], seconds: float) -> socket.so
             raise AttemptFailedError("timed out: the host doesn't answer") from None
         except OSError as error:
             raise AttemptFailedError(f"can't be reached: {error.strerror or error}") from error
+        timed = TimedConnection(connection)
+        authenticate(timed, secret, **said)
         opened.pop_all()
-        return connection
+        return timed
 
 
 def authenticate(timed: TimedConnection, secret: bytes, **said: Any) -> None:
@@ -145,10 +140,7 @@ def authenticate(timed: TimedConnection, secret: bytes, **said: Any) -> None:
 
 
 def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConnection, dict[str, Any]], None]) -> None:
-    """Accept connections until the listener is shut down.
-
-    Of more than 256 that have yet to prove the secret, the oldest is closed.
-    """
+    """Accept connections until the listener is shut down. Of too many without a proof, the oldest is closed."""
     unproved: dict[socket.socket, None] = {}  # the oldest first
 
     def let_in(connection: socket.socket) -> None:
@@ -206,11 +198,8 @@ def _admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, d
 
 
 def resolve(host: str, port: int, seconds: float) -> list[tuple[int, tuple[Any, ...]]]:
-    """Return the families and socket addresses of a host, in limited time.
-
-    The system's resolver can block for much longer than ``seconds`` and ignores Ctrl-C, so it runs in a separate
-    thread, which ends on its own.
-    """
+    """Return the families and socket addresses of a host, in limited time."""
+    # The resolver of the system can block for much longer, and ignores Ctrl-C: it has a thread, which ends on its own.
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(host)
         return _addresses(host, port)

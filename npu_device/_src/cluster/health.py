@@ -26,20 +26,11 @@ from npu_device._src.cluster.frames import counted, ranges, ranks_of
 from npu_device._src.cluster.time_limits import ALIVE_SECONDS, CHECK_SECONDS, FINISHED_NOTICE_SECONDS, NEWS_SECONDS
 from npu_device._src.cluster.tracebacks import root_error, without_libraries
 
-GroupId = tuple[str, tuple[int, ...]]
-"""Name and members: disjoint sets of ranks may use the same name."""
-
-_TRACEBACK_LINES = 12
+GroupId = tuple[str, tuple[int, ...]]  # name and members: disjoint sets of ranks may use the same name
 
 
 class Health:
-    """How this rank sees the others, and its reports to them.
-
-    Attributes:
-        begun: returns how many collectives this rank has begun in each group, by its name and ranks.
-        symptoms: tell errors that others' failures cause.
-        is_closed: this rank has left, or is leaving.
-    """
+    """How this rank sees the others, and its reports to them."""
 
     def __init__(self, cluster: Cluster, channel: ControlChannel) -> None:
         self._cluster = cluster
@@ -50,11 +41,11 @@ class Health:
         self._left: dict[int, dict[str, int]] = {}
         self._stoppers: list[Callable[[str], None]] = []
         self._answers: dict[str, Callable[[Any], Any]] = {"alive": lambda _: True, "clock": lambda _: time.time()}
-        self.is_closed = False
+        self.is_closed = False  # True once this rank leaves
         self._others_have_ended = threading.Event()
         self._gave_up: str | None = None  # why this rank stopped on its own
-        self.begun: Callable[[], dict[GroupId, int]] = dict
-        self.symptoms: list[Callable[[BaseException], bool]] = []
+        self.begun: Callable[[], dict[GroupId, int]] = dict  # returns how many collectives it has begun in each group
+        self.symptoms: list[Callable[[BaseException], bool]] = []  # tell errors that failures of others cause
         self._previous_hook = sys.excepthook
 
     def start(self) -> None:
@@ -63,8 +54,6 @@ class Health:
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_uncaught
         self._channel.listen(self._on_push, self._on_lost)
-
-    # For the collectives
 
     def check(self, group: str, ranks: tuple[int, ...]) -> None:
         """Raise PeerError if a rank has failed, or one of the group has left, which won't join another collective."""
@@ -106,10 +95,8 @@ class Health:
         if failure is not None:
             act(failure)
 
-    # Questions between ranks
-
     def on_question(self, kind: str, answer: Callable[[Any], Any]) -> None:
-        """Answer questions of a kind with a function, called in the channel's thread; it may return a ``Future``."""
+        """Answer questions of a kind with a function, called in the thread of the channel; it may return a Future."""
         self._answers[kind] = answer
 
     def ask(self, kind: str, body: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
@@ -246,7 +233,7 @@ class Health:
 
     def _report_failure(self, record: dict[str, Any]) -> None:
         shown, _ = without_libraries(record["traceback"])
-        tail = "\n".join(shown.rstrip().splitlines()[-_TRACEBACK_LINES:])
+        tail = "\n".join(shown.rstrip().splitlines()[-12:])
         self._channel.notify("failed", event={**record, "traceback": tail})
 
     def _write_record(self, record: dict[str, Any]) -> None:
@@ -260,8 +247,6 @@ class Health:
             os.replace(path + ".part", path)
         except OSError as error:
             print(f"npu_device: could not write {path}: {error}", file=sys.stderr)
-
-    # The end
 
     def leave(self, serves_others: bool) -> None:
         self.is_closed = True

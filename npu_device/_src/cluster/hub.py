@@ -64,8 +64,7 @@ class Hub:
         self._begin()
 
     def _begin(self) -> None:
-        settings = self._settings
-        self._roster = Roster(settings["job_id"], settings["expected_hosts"], settings["host_key"])
+        self._roster = Roster(self._settings["job_id"], self._settings["expected_hosts"])
         self._address = "127.0.0.1"
         self._began: float | None = None
         self._contradictory_since: float | None = None
@@ -119,8 +118,6 @@ class Hub:
         self._timers_of_job.run(now)
         while self._unproved and (oldest := next(iter(self._unproved))).until <= now:
             self._close(oldest, _SILENT)
-
-    # Connections
 
     def _accept(self) -> None:
         try:
@@ -261,7 +258,8 @@ class Hub:
         if refusal is not None:
             self._send_last(connection, {"refused": refusal})
             return
-        arrival = self._roster.arrival(hello, None if ports.is_loopback(connection.address) else connection.address)
+        seen_at = None if ports.is_loopback(connection.address) else connection.address
+        arrival = Arrival(hello, hello.host_key or seen_at or self._settings["host_key"], seen_at)
         others = self._connections.values() if self._roster.has(arrival) else ()
         same = [(c, c.arrival) for c in others if c.arrival is not None and c.arrival.key == arrival.key]
         connection.parent = next((c for c, other in same if hello.is_child_of(other.hello)), None)
@@ -354,7 +352,8 @@ class Hub:
         order, by_arrival = self._roster.in_order(), {id(each.arrival): each for each in self._arrivals()}
         hosts, processes = [arrival.host for arrival in order], [arrival.hello.pid for arrival in order]
         on_loopback = ports.is_loopback(self._listener.getsockname()[0])
-        roster = {"hosts": hosts, "addresses": self._roster.addresses(self._address), "loopback": on_loopback}
+        addresses = [arrival.hello.host or arrival.seen_at or self._address for arrival in order]
+        roster = {"hosts": hosts, "addresses": addresses, "loopback": on_loopback}
         shared = frames.encode({"roster": roster})
         self._services = Services(hosts, processes, self._send_to_rank, self._timers_of_job.later, self._say)
         for rank, connection in enumerate(by_arrival[id(arrival)] for arrival in order):

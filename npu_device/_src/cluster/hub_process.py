@@ -41,14 +41,11 @@ class HubProcess:
                 self._process.stdin.write(json.dumps(settings).encode() + b"\n")
                 self._process.stdin.flush()
             answer = stdout.readline()
-        if not answer:
+        reply = json.loads(answer or "{}")
+        if "port" not in reply:
             self.close()
-            raise RendezvousError(f"the hub of the job could not be started: it ended with code {self._process.wait()}")
-        reply = json.loads(answer)
-        if "error" in reply:
-            self.close()
-            self._process.wait()
-            raise (PortTakenError if reply["taken"] else RendezvousError)(reply["error"])
+            none = f"the hub of the job could not be started: it ended with code {self._process.wait()}"
+            raise (PortTakenError if reply.get("taken") else RendezvousError)(reply.get("error", none))
         self.host, self.port = str(reply["host"]), int(reply["port"])
         os.register_at_fork(after_in_child=self.close)
 

@@ -1,6 +1,4 @@
-"""Direct connections between ranks. Each has one direction, and a number that says what it is for. Both ranks prove
-that they belong to the job.
-"""
+"""Direct connections between ranks, each with one direction and a number; both prove that they belong to the job."""
 
 from __future__ import annotations
 
@@ -26,7 +24,6 @@ from npu_device._src.cluster.handshake import AttemptFailedError, TimedConnectio
 from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.ports import allow_many_descriptors, join_address, listen_on_free
 
-_TOKEN_BYTES = 16
 _MOST_UNCLAIMED = 4096  # connections of all ranks that nobody has asked for
 
 
@@ -67,7 +64,7 @@ class Peers:
                     f"{self._cluster.name} finds no free port for messages of other ranks: {error.strerror}.\n"
                     "What to do: let NPU_DEVICE_PORT_RANGE have a port for each rank of a host, plus one."
                 ) from error
-            port, token = listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES)
+            port, token = listener.getsockname()[1], secrets.token_hex()
             self._store = store
             store.set(f"peers/{self._cluster.rank}", f"{port} {token}")
             serving = listener, self._secret + token.encode(), self._admitted

@@ -68,13 +68,10 @@ def listen(hosts: Sequence[str], ports: Sequence[int]) -> socket.socket:
 
 
 def listen_on_free(ports: Sequence[int] | None = None, hosts: Sequence[str] = ()) -> socket.socket:
-    """Return a socket on a free port of a range, by default any; on the loopback if all hosts are.
-
-    Concurrent processes start looking at different ports. Raises OSError if all are taken.
-    """
+    """Return a socket on a free port of a range, by default any; on the loopback if all hosts are; or raise OSError."""
     first, last = ports or (0, 0)
     count = last - first + 1
-    begin = os.getpid() % count
+    begin = os.getpid() % count  # concurrent processes start looking at different ports
     for number in range(count):
         try:
             return _bound_at(_interface(hosts), first + (begin + number) % count)

@@ -43,10 +43,7 @@ _log = logging.getLogger("npu_device")
 def meet(membership: Membership) -> tuple[Cluster, ControlChannel]:
     """Wait for all ranks of the job; return its description, and the control channel.
 
-    Raises:
-        ChildOfRankError: this process is a child of the rank that its variables describe.
-        RendezvousError: within ``connect_timeout`` not all ranks came, they don't match, or this one did not
-            find the hub. All ranks that came get the same text, with a line for each rank.
+    Raises RendezvousError, on all ranks that came with the same text, or ChildOfRankError.
     """
     hello = Hello(
         **{each.name: getattr(membership, each.name) for each in fields(Hello) if hasattr(membership, each.name)},
@@ -89,12 +86,9 @@ def _start_hub(membership: Membership, search: _Search) -> _Met:
                 secret=membership.secret,
                 listen=membership.chief_hosts,
                 ports=(membership.chief_port, membership.chief_port),
-                job_id=membership.job_id,
-                world_size=membership.world_size,
-                expected_hosts=membership.expected_hosts,
-                host_key=membership.host_key,
                 stays=False,
                 speaks=membership.under_mpiexec,
+                **{name: getattr(membership, name) for name in ("job_id", "world_size", "expected_hosts", "host_key")},
             )
         except PortTakenError:
             # The port is taken by the hub of an earlier process of this rank, or of a second process started as this
@@ -117,12 +111,11 @@ def _number(value: Any, most: float) -> float:
 
 def _is_roster(roster: Any, rank: int) -> bool:
     """Return True if the description that the hub has of the job has all that a rank needs."""
-    if not isinstance(roster, dict) or "loopback" not in roster:
+    try:
+        hosts, addresses, _ = roster["hosts"], roster["addresses"], roster["loopback"]
+        return rank < len(hosts) == len(addresses) and all(isinstance(text, str) for text in (*hosts, *addresses))
+    except (TypeError, LookupError):
         return False
-    hosts, addresses = roster.get("hosts"), roster.get("addresses")
-    if not (isinstance(hosts, list) and isinstance(addresses, list) and rank < len(hosts) == len(addresses)):
-        return False
-    return all(isinstance(text, str) for text in (*hosts, *addresses))
 
 
 def _child(parent: Any) -> Exception:
@@ -188,13 +181,13 @@ class _Search:
         seconds, doing, rank = limits.ANSWER_SECONDS, "no answer", None
         gone = "the connection was closed without an answer: a hub that is ending"
         self.is_busy = False
+
+        def report() -> None:
+            if not self._hello.is_chief:  # the hub tells it which ranks are missing
+                self._progress("has reached the chief, which waits for other ranks")
+
         while True:
-            answer = timed.receive(
-                seconds,
-                silent=f"{doing}: the hub is stopped",
-                closed=gone,
-                meanwhile=self._report_waiting,
-            )
+            answer = timed.receive(seconds, silent=f"{doing}: the hub is stopped", closed=gone, meanwhile=report)
             said: Any
             kind, said = next(iter(answer.items()), ("", None))  # the first key tells what it is
             if kind == "wait":
@@ -219,10 +212,6 @@ class _Search:
                 return rank, said, ControlChannel(timed.connection, timed.reader)
             else:
                 raise AttemptFailedError(ANOTHER_PROGRAM)
-
-    def _report_waiting(self) -> None:
-        if not self._hello.is_chief:  # the hub tells it which ranks are missing
-            self._progress("has reached the chief, which waits for other ranks")
 
     def _progress(self, what: str) -> None:
         now = time.monotonic()

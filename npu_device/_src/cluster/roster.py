@@ -18,8 +18,6 @@ from npu_device._src.cluster.time_limits import LONGEST_WAIT_SECONDS
 _UNKNOWN_SHOWN = 5
 _MISSING_SHOWN = 100
 _MOST_GONE = 1000  # ranks of which it is remembered that they came and left, and of other jobs
-_MOST_ANCESTORS = 50
-_PARENT, _START_TIME = 1, 19  # in /proc/PID/stat, behind the program's name
 
 # Must be unique in the job: the rank, or host and device if the hub numbers the ranks.
 _Key = Union[int, tuple[str, int]]
@@ -113,7 +111,7 @@ def ancestors() -> list[tuple[int, str]]:
     """Return number and start time of the parent of this process, of its parent, and so on, as far as known."""
     found: list[tuple[int, str]] = []
     pid = os.getppid()
-    while pid > 0 and len(found) < _MOST_ANCESTORS:
+    while pid > 0 and len(found) < 50:
         parent, started = _parent_and_start(pid)
         if not started:
             break
@@ -123,10 +121,11 @@ def ancestors() -> list[tuple[int, str]]:
 
 
 def _parent_and_start(pid: int) -> tuple[int, str]:
+    """Read two fields behind the name of the program (``man proc_pid_stat``)."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
-        return int(fields[_PARENT]), fields[_START_TIME]
+        return int(fields[1]), fields[19]
     except (OSError, IndexError, ValueError):
         return 0, ""
 
@@ -149,13 +148,11 @@ class Arrival:
 
 
 class Roster:
-    """The list of the ranks of a job. The hello of the chief is the reference, or the first one until the chief has
-    come."""
+    """The ranks of a job. The hello of the chief is the reference, until the chief has come the first one."""
 
-    def __init__(self, job_id: str, expected_hosts: Sequence[str], host_key: str) -> None:
+    def __init__(self, job_id: str, expected_hosts: Sequence[str]) -> None:
         self._job_id = job_id
         self._expected_hosts = expected_hosts
-        self._host_key = host_key
         self._present: dict[_Key, list[Arrival]] = {}
         self._left: dict[_Key, Arrival] = {}
         self._signatures: Counter[tuple[Any, ...]] = Counter()
@@ -183,9 +180,6 @@ class Roster:
             "Likely cause: two jobs use the same port, or JOB_ID is not the same on all ranks of one job.\n"
             "What to do: give each job its own port, and all ranks of a job the same JOB_ID."
         )
-
-    def arrival(self, hello: Hello, seen_at: str | None) -> Arrival:
-        return Arrival(hello, hello.host_key or seen_at or self._host_key, seen_at)
 
     def has(self, arrival: Arrival) -> bool:
         return arrival.key in self._present
@@ -226,7 +220,7 @@ class Roster:
     @property
     def is_crowded(self) -> bool:
         """Return True if so many have come that more can't tell anything new."""
-        return self._count >= 2 * self._size + _MOST_GONE if self._count else False
+        return self._count > 0 and self._count >= 2 * self._size + _MOST_GONE
 
     @property
     def contradictory(self) -> bool:
@@ -327,9 +321,6 @@ class Roster:
     def _rank_name(self, rank: int) -> str:
         known = rank < len(self._expected_hosts)
         return f"rank {rank} on host {self._expected_hosts[rank]}" if known else f"rank {rank}"
-
-    def addresses(self, hub_address: str) -> list[str]:
-        return [arrival.hello.host or arrival.seen_at or hub_address for arrival in self.in_order()]
 
 
 # Most important first.

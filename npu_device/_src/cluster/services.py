@@ -1,7 +1,7 @@
 """The services of the hub for a job after the rendezvous: values, gathers, questions, and news of ranks that have gone.
 
-Knows no sockets. A message causes at most a number of messages proportional to the ranks; so do all ranks together when
-they do the same. One that isn't valid is refused whole (``FrameError``); values are kept as the JSON text that is sent.
+Knows no sockets. A message causes at most O(ranks) messages; so do all ranks together when they do the same. One that
+isn't valid is refused whole (``FrameError``); values are kept as the JSON text that is sent.
 """
 
 from __future__ import annotations
@@ -72,37 +72,32 @@ class _Round:
     result: bytes | None = None
 
 
+@dataclass
 class Services:
     """The services of one job."""
 
-    def __init__(
-        self,
-        hosts: list[str],
-        processes: list[int],
-        send: Callable[[int, bytes], None],
-        later: Callable[[float, Callable[[], None]], Callable[[], object]],
-        say: Callable[[str], None],
-    ) -> None:
-        self.hosts = hosts
-        self._processes = processes
-        self._send = send
-        self._later = later
-        self._say = say
-        self._waiting: dict[tuple[int, int], Callable[[], object]] = {}  # how to cancel a request's time limit
-        self._values: dict[str, str] = {}
-        self._readers: dict[str, dict[tuple[int, int], None]] = {}
-        self._posts: dict[str, dict[int, str]] = {}
-        self._post_bytes = 0
-        self._gathers: dict[str, _Gather] = {}
-        self._rounds: dict[str, _Round] = {}
-        self._round_of: dict[int, _Round] = {}
-        self._rounds_made = 0
-        self._left: dict[int, str] = {}
-        self._absent: set[int] = set()
-        self._unreported_left: list[int] = []
-        self._unreported_gone: list[int] = []
-        self._failing = False
-        self._is_told = False
+    hosts: list[str]
+    _processes: list[int]
+    _send: Callable[[int, bytes], None]
+    _later: Callable[[float, Callable[[], None]], Callable[[], object]]
+    _say: Callable[[str], None]
+    _waiting: dict[tuple[int, int], Callable[[], object]] = field(
+        default_factory=dict
+    )  # cancels the limit of a request
+    _values: dict[str, str] = field(default_factory=dict)
+    _readers: dict[str, dict[tuple[int, int], None]] = field(default_factory=dict)
+    _posts: dict[str, dict[int, str]] = field(default_factory=dict)
+    _post_bytes: int = 0
+    _gathers: dict[str, _Gather] = field(default_factory=dict)
+    _rounds: dict[str, _Round] = field(default_factory=dict)
+    _round_of: dict[int, _Round] = field(default_factory=dict)
+    _rounds_made: int = 0
+    _left: dict[int, str] = field(default_factory=dict)
+    _absent: set[int] = field(default_factory=set)
+    _unreported_left: list[int] = field(default_factory=list)
+    _unreported_gone: list[int] = field(default_factory=list)
+    _failing: bool = False
+    _is_told: bool = False
 
     def handle(self, rank: int, message: dict[str, Any]) -> None:
         """Handle a message of a rank; FrameError if it isn't one of those that ranks send."""
@@ -117,10 +112,7 @@ class Services:
         self._mark_absent(rank)
 
     def report_losses(self) -> None:
-        """Report all ranks that have gone without a message, together.
-
-        After a job's first failure nothing more is reported: every rank is ending then.
-        """
+        """Report all ranks that have gone without a message, together; none after a failure: all are ending then."""
         gone, self._unreported_gone = self._unreported_gone, []
         if gone and not self._failing:
             self._failing = True

@@ -1,6 +1,4 @@
-"""Shorten a printed traceback to what a user needs: the frames of the user's own files, and the error itself.
-
-It works on text, since the launcher has no more than that of a rank that ended.
+"""Shorten a printed traceback, all that the launcher has of a rank, to the frames of the user's files and the error.
 
 TensorFlow reports a failure inside a graph as ``UnknownError: Graph execution error:`` and the places of the operation
 before the error itself, or as ``UnknownError: {{function_node NAME}}`` and the error; one inside a function that it
@@ -45,11 +43,7 @@ def is_users(file: str) -> bool:
 
 
 def without_libraries(text: str) -> tuple[str, int]:
-    """Return a traceback without the frames of libraries, and how many frames that leaves out.
-
-    A chained traceback that has no frame left is left out if its error is part of a later one's text, and so is one
-    that TensorFlow appends to a text that ends with the same error. A text without frames of the user stays as it is.
-    """
+    """Return a traceback without the frames of libraries, and how many those are; without frames of the user, all."""
     kept, left_out = _own_frames(text.splitlines())
     if not any(FRAME.match(line) for line in kept):
         return text, 0
@@ -73,7 +67,7 @@ def _own_frames(lines: list[str]) -> tuple[list[str], int]:
 
 
 def _without_repeats(lines: list[str]) -> list[str]:
-    """Leave out headers that no frame follows, and the errors below them that are said elsewhere."""
+    """Leave out headers that no frame follows, and the errors below them that a later or an earlier error repeats."""
     shown: list[str] = []
     number = 0
     while number < len(lines):
@@ -83,17 +77,14 @@ def _without_repeats(lines: list[str]) -> list[str]:
             shown.append(line)
             continue
         error = next(filter(str.strip, lines[number:]), "")
+        said = error.partition(": ")[2] or error
         chain = next((later for later in range(number, len(lines)) if CHAIN.match(lines[later])), None)
-        if chain is not None and any(_said(error) in later for later in lines[chain:]):
+        if chain is not None and any(said in later for later in lines[chain:]):
             number = chain + 2  # a blank line follows
         else:
             while number < len(lines) and any(_MODULE.sub("", lines[number]) in before for before in shown):
                 number += 1
     return shown
-
-
-def _said(error: str) -> str:
-    return error.partition(": ")[2] or error
 
 
 def root_error(error: str) -> str:
@@ -113,9 +104,13 @@ def _inside(error: str) -> str:
         inner = _in_graph([failed["text"], *lines])
         return inner if not inner or _TYPE.match(inner) else f"{failed['kind']}: {inner}"
     if _IN_A_TRACED_FUNCTION.match(first):
-        return _in_function(lines)
+        lines = textwrap.dedent("\n".join(lines)).splitlines()
+        begin = next((number for number, line in enumerate(lines) if not _PLACE_IN_CODE.match(line)), len(lines))
+        return "\n".join(lines[begin:]).rstrip()
     if failed := _IN_A_LAYER.match(first):
-        inner = _in_layer(lines, f"rguments received by {failed['layer']}:")
+        end = f"rguments received by {failed['layer']}:"
+        until = next((number for number, line in enumerate(lines) if line.endswith(end)), len(lines))
+        inner = _BOLD.sub("", "\n".join(lines[:until])).strip()
         return inner and f"{failed['kind']}: {inner}"
     return ""
 
@@ -129,14 +124,3 @@ def _in_graph(lines: list[str]) -> str:
         if said or not _PLACE.match(text):
             said.append(text)
     return "\n".join(said).rstrip()
-
-
-def _in_function(lines: list[str]) -> str:
-    lines = textwrap.dedent("\n".join(lines)).splitlines()
-    begin = next((number for number, line in enumerate(lines) if not _PLACE_IN_CODE.match(line)), len(lines))
-    return "\n".join(lines[begin:]).rstrip()
-
-
-def _in_layer(lines: list[str], end: str) -> str:
-    until = next((number for number, line in enumerate(lines) if line.endswith(end)), len(lines))
-    return _BOLD.sub("", "\n".join(lines[:until])).strip()

@@ -49,7 +49,7 @@ def start(job: Job) -> None:
     # Rank 0 leads TensorFlow's collectives, and each rank's server still sends the last one's data to the others when
     # this rank already has its result.
     job.serves_others = True
-    job.store.barrier("server/up", timeout)
+    job.store.gather("server/up", None, timeout)
     # TensorFlow may learn of a closed connection, and abort, before the hub has told that a rank is gone.
     job.health.symptoms.append(lambda error: "Collective ops is aborted" in str(error))
     job.health.on_stop(lambda text: context.abort_collective_ops(tf.errors.UNAVAILABLE, text))
