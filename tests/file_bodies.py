@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from heard import warnings_of_package
+from heard import error_of, warnings_of_package
 
 import npu_device as npu
 
@@ -52,34 +52,30 @@ def value_in(weights: Any) -> float:
 
 def body_next_line(keras_version: str, directory: str) -> Any:
     """The next line reads each kind of file, on every rank."""
-    load_model, load = tf.keras.models.load_model, tf.saved_model.load
-    found = {}
-    for number, (kind, method, name) in enumerate(
-        [
-            ("model", "save", "model.keras"),
-            ("older model", "save", "model.h5"),
-            ("weights", "save_weights", "a.weights.h5"),
-            ("exported", "export", "exported"),
-            ("exported again", "export", "exported"),  # over the old one
-            ("part", "save", "part.keras"),
-            ("directory", "save", "saved_model"),
-            ("weights in TensorFlow's format", "save_weights", "prefix"),
-        ]
-    ):
-        if keras_version == "3" and kind in ("directory", "weights in TensorFlow's format"):
-            continue
+    kinds = [
+        ("save", "model.keras"),
+        ("save", "model.h5"),
+        ("save_weights", "a.weights.h5"),
+        ("export", "exported"),
+        ("export", "exported"),  # over the old one
+        ("save", "part.keras"),
+        ("save", "saved_model"),  # a directory
+        ("save_weights", "prefix"),  # in TensorFlow's format
+    ]
+    found = []
+    for number, (method, name) in enumerate(kinds[: 8 if keras_version == "2" else 6]):
         model, written = make(number)
         path = f"{directory}/{name}"
-        getattr(model.get_layer("part") if kind == "part" else model, method)(path)
+        getattr(model.get_layer("part") if name == "part.keras" else model, method)(path)
         if method == "export":
-            weights = [variable.numpy() for variable in load(path).variables]
+            weights = [variable.numpy() for variable in tf.saved_model.load(path).variables]
         elif method == "save":
-            weights = load_model(path).get_weights()
+            weights = tf.keras.models.load_model(path).get_weights()
         else:
             fill(model, -1)
             model.load_weights(path)
             weights = model.get_weights()
-        found[kind] = value_in(weights), written
+        found.append((name, value_in(weights), len(written)))
     return found
 
 
@@ -129,29 +125,24 @@ def body_other_numbers_of_saves(directory: str) -> Any:
     return found
 
 
-def body_fails(directory: str) -> Any:
-    """Return each rank's error when rank 0 can't write, and the value that is read after another try."""
-    model, _ = make(4)
+def body_fails_and_apart(directory: str) -> Any:
+    """Return each rank's error when rank 0 can't write, and the value that is read after another try; then the value,
+    what has been written, and the files of each rank in a directory of its own, as on hosts without a common file
+    system.
+    """
+    model, written = make(4)
     (Path(directory) / "file").touch()
-    try:
-        model.save(f"{directory}/file/model.keras")
-        error = None
-    except OSError as caught:
-        error = f"{type(caught).__name__}: {caught}"
+    error = error_of(model.save, f"{directory}/file/model.keras")
     path = f"{directory}/model.keras"
     model.save(path)
-    return error, value_in(tf.keras.models.load_model(path).get_weights())
-
-
-def body_apart(directory: str) -> Any:
-    """Every rank in a directory of its own, as on hosts without a common file system."""
+    value = value_in(tf.keras.models.load_model(path).get_weights())
     here, mine = os.getcwd(), Path(directory) / str(npu.distribute.rank())
     mine.mkdir()
     os.chdir(mine)
     try:
-        model, written = make(5)
+        written.clear()
         model.save("model.keras")
-        return value_in(tf.keras.models.load_model("model.keras").get_weights()), written, os.listdir()
+        return error, value, (value_in(tf.keras.models.load_model("model.keras").get_weights()), written, os.listdir())
     finally:
         os.chdir(here)
 

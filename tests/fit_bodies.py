@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from fit_models import CLASS_WEIGHT, SAMPLES, compile_model, make_model, make_optimizer, outcome, samples
-from heard import warnings_of_package
+from heard import error_of, warnings_of_package
 
 import npu_device as npu
 
 
 def body_arrays(kind: str, directory: str) -> Any:
-    """Train, evaluate and predict; with callbacks that decide by the logs, for two kinds of models."""
+    """Train, evaluate and predict; the functional model with callbacks that decide by the logs."""
     model = make_model(kind, directory)
     if kind != "loaded":
         compile_model(model, "adam")
@@ -24,8 +24,7 @@ def body_arrays(kind: str, directory: str) -> Any:
     given: dict[str, Any] = {"epochs": 3}
     rates: list[float] = []
     best = f"{directory}/{npu.distribute.size()}.weights.h5"
-    decides = kind in ("functional", "subclassed")
-    if decides:
+    if kind == "functional":
         callbacks = tf.keras.callbacks
         rate = lambda *_: rates.append(float(np.asarray(model.optimizer.learning_rate)))  # noqa: E731
         decisions = [
@@ -38,16 +37,15 @@ def body_arrays(kind: str, directory: str) -> Any:
     history = model.fit(x, y, batch_size=16, validation_split=0.2, verbose=0, **given)
     scores = model.evaluate(x, y, batch_size=20, verbose=0, return_dict=True)
     predicted = model.predict(x, batch_size=10, verbose=0)
-    numbers = {key: float(value) for key, value in scores.items()}
-    found = outcome(model, history, scores=numbers, predicted=predicted, rates=rates)
-    if decides:
+    found = outcome(model, history, scores=scores, predicted=predicted, rates=rates)
+    if rates:
         model.load_weights(best)
         found["best"] = model.get_weights()
     return found
 
 
 def body_data(*kinds: str) -> Any:
-    """One model's ``fit`` on each kind of data, one after the other; its weights and metrics by kind."""
+    """One model's ``fit`` and ``evaluate`` on each kind of data, one after the other; the results by kind."""
     model = make_model("functional")
     compile_model(model)
     model = npu.distribute.replicate(model)
@@ -81,7 +79,6 @@ def _fit_on(model: Any, kind: str) -> Any:
         "empty validation": {"x": dataset.batch(16), "validation_data": dataset.take(0).batch(10)},
         "endless dataset": {"x": endless, "steps_per_epoch": 4, "class_weight": CLASS_WEIGHT},
         "weighted dataset": {"x": tf.data.Dataset.from_tensor_slices((x, y, weights)).batch(16)},
-        "tensors": {"x": tf.constant(x), "y": tf.constant(y), "batch_size": 32, "shuffle": False},
         "sample weights": {"x": x, "y": y, "sample_weight": weights, "batch_size": 16, "validation_data": checked},
         "generator": {"x": generate(), "steps_per_epoch": 7},
         "sequence": {"x": Batches(), "shuffle": True},
@@ -89,8 +86,7 @@ def _fit_on(model: Any, kind: str) -> Any:
     history = model.fit(**kinds[kind], epochs=2, verbose=0)
     if kind != "sample weights":
         return outcome(model, history)
-    scores = model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
-    return outcome(model, history, scores={key: float(value) for key, value in scores.items()})
+    return outcome(model, history, scores=model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True))
 
 
 def body_compiled(kind: str) -> Any:
@@ -102,20 +98,17 @@ def body_compiled(kind: str) -> Any:
     compiled: dict[str, Any] = {"optimizer": make_optimizer("sgd"), "metrics": ["accuracy"]}
     compiled["loss"] = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizers = keras.optimizers
-    with_sum = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
-    changed: dict[str, Any] = {
-        "steps per execution": lambda: {"steps_per_execution": 3},
-        "clipping": lambda: {"optimizer": make_optimizer("clipped")},
-        "eagerly": lambda: {"run_eagerly": True},
-        "average": lambda: {"optimizer": optimizers.Adam(0.02, use_ema=True, ema_momentum=0.5, weight_decay=0.01)},
-        "accumulation": lambda: {"optimizer": optimizers.SGD(0.2, gradient_accumulation_steps=2)},
-        "loss scale": lambda: {"optimizer": keras.mixed_precision.LossScaleOptimizer(optimizers.SGD(0.2))},
-        "sum": lambda: {"loss": with_sum, "optimizer": optimizers.SGD(0.01)},
-    }
-    if kind in changed:
-        compiled.update(changed[kind]())
-    elif kind == "words":  # the same word several times in a batch, whose rows Keras 3's Adam squares one by one
-        compiled["optimizer"] = make_optimizer("adam")
+    if kind == "steps per execution, clipping":
+        compiled.update(steps_per_execution=3, optimizer=make_optimizer("clipped"))
+    elif kind == "eagerly, sum":
+        loss: Any = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+        compiled.update(run_eagerly=True, loss=loss, optimizer=optimizers.SGD(0.01))
+    elif kind == "accumulation":
+        compiled["optimizer"] = optimizers.SGD(0.2, gradient_accumulation_steps=2)
+    elif kind == "loss scale":
+        compiled["optimizer"] = keras.mixed_precision.LossScaleOptimizer(optimizers.SGD(0.2))
+    elif kind == "words, average":  # the same word several times in a batch, whose rows Keras 3's Adam squares singly
+        compiled["optimizer"] = optimizers.Adam(0.02, use_ema=True, ema_momentum=0.5, weight_decay=0.01)
         x = np.random.default_rng(2).integers(0, 9, x.shape)
         inputs = keras.Input([6], dtype="int32")
         embedded = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(12, 4)(inputs))
@@ -152,7 +145,7 @@ def body_compiled(kind: str) -> Any:
     return outcome(model, model.fit(x, y, **fit))
 
 
-def body_metrics(kind: str) -> Any:
+def body_metrics() -> Any:
     """Metrics whose state adds up, some of each kind, and of the user's own, whose state doesn't."""
     keras = tf.keras
 
@@ -176,26 +169,15 @@ def body_metrics(kind: str) -> Any:
 
     model = make_model("functional")
     metrics = keras.metrics
-    if kind == "of scores":
-        adding = [metrics.AUC(multi_label=False), metrics.Precision(), metrics.F1Score(), metrics.OneHotMeanIoU(3)]
-    else:
-        adding = [metrics.RootMeanSquaredError(), metrics.R2Score(), metrics.CosineSimilarity()]
-    model.compile(
-        optimizer=make_optimizer("sgd"),
-        loss="mse",
-        metrics=[*adding, Largest(), Range(name="range"), spread],
-        weighted_metrics=["mae"],
-    )
+    adding = [metrics.AUC(20, multi_label=False), metrics.OneHotMeanIoU(3), metrics.R2Score(), metrics.F1Score()]
+    all_metrics = [*adding, Largest(), Range(name="range"), spread]
+    model.compile(make_optimizer("sgd"), "mse", metrics=all_metrics, weighted_metrics=["mae"])
     model = npu.distribute.replicate(model)
     x, y = samples()
     y = np.eye(3, dtype=np.float32)[y]
-    history = model.fit(
-        x, y, batch_size=16, epochs=2, verbose=0, sample_weight=np.linspace(0.1, 2, SAMPLES).astype(np.float32)
-    )
-    for key, values in history.history.items():
-        history.history[key] = [float(np.mean(value)) for value in values]
-    scores = model.evaluate(x, y, verbose=0, return_dict=True)
-    return outcome(model, history, scores={key: np.asarray(value) for key, value in scores.items()})
+    weights = np.linspace(0.1, 2, SAMPLES).astype(np.float32)
+    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0, sample_weight=weights)
+    return outcome(model, history, scores=model.evaluate(x, y, verbose=0, return_dict=True))
 
 
 def body_unshuffled(kind: str) -> Any:
@@ -206,7 +188,6 @@ def body_unshuffled(kind: str) -> Any:
     model = npu.distribute.replicate(model)
     x, y = samples()
     dataset = tf.data.Dataset.from_tensor_slices((x, y))
-    part = slice(rank, None, npu.distribute.size())
     noise = tf.keras.layers.GaussianNoise(0.1)  # in Keras 3 with a generator of its own
     table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([0, 1, 2], [0, 1, 2]), -1)
 
@@ -222,23 +203,15 @@ def body_unshuffled(kind: str) -> Any:
         "shuffle": lambda: {"x": dataset.map(augment).shuffle(SAMPLES).batch(16)},
         "shard": lambda: {"x": dataset.shard(npu.distribute.size(), rank).batch(16)},
         "batch": lambda: {"x": dataset.batch(16 >> rank)},
-        "parts": lambda: {"x": x[part], "y": y[part], "batch_size": 16},
         "not divided": lambda: {"x": npu.distribute.divided(dataset.batch(16))},
     }
     with warnings_of_package() as said:
-        try:
-            return outcome(model, model.fit(**make[kind](), epochs=2, verbose=0)), said
-        except ValueError as error:
-            return str(error), said
+        error = error_of(model.fit, **make[kind](), epochs=2, verbose=0)
+    return error or outcome(model, model.history), said
 
 
 def body_later_batches(wanted: str, steps: int) -> tuple[str, list[str], Any]:
-    """Return the error and warnings of calls whose data differ from the third batch on, and the weights.
-
-    Args:
-        wanted: which data: those of ``"train"``, ``"validation"``, ``"evaluate"``, ``"predict"`` or none.
-        steps: ``steps_per_execution``.
-    """
+    """Return the error and warnings of calls whose ``wanted`` data differ from the third batch on, and the weights."""
 
     def data(kind: str) -> Any:
         def batches() -> Any:
@@ -253,35 +226,12 @@ def body_later_batches(wanted: str, steps: int) -> tuple[str, list[str], Any]:
     model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
     model.compile("sgd", "mse", steps_per_execution=steps)
     model = npu.distribute.replicate(model)
-    error = ""
+    calls = {"evaluate": model.evaluate, "predict": model.predict}
     with warnings_of_package() as said:
         if wanted in ("train", "validation", "none"):
             model.fit(data("train"), validation_data=data("validation"), epochs=3, verbose=0)
-        try:
-            if wanted in ("evaluate", "none"):
-                model.evaluate(data("evaluate"), verbose=0)
-            if wanted in ("predict", "none"):
-                model.predict(data("predict"), verbose=0)
-        except ValueError as found:
-            error = str(found)
-    return error, said, [weight.tolist() for weight in model.get_weights()]
-
-
-def body_alone(method: str) -> str:
-    """Return the error of a callback that calls a method of the model on rank 0 only."""
-
-    class Alone(tf.keras.callbacks.Callback):
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            if npu.distribute.is_main():
-                getattr(self.model, method)(np.ones([8, 2]), verbose=0)
-
-    model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    try:
-        npu.distribute.replicate(model).fit(np.ones([8, 2]), np.ones([8, 1]), verbose=0, callbacks=[Alone()])
-    except RuntimeError as error:
-        return str(error)
-    return ""
+        found = [error_of(call, data(name), verbose=0) for name, call in calls.items() if wanted in (name, "none")]
+    return "".join(found), said, [weight.tolist() for weight in model.get_weights()]
 
 
 def body_callback_of_rank_0(kind: str, directory: str) -> tuple[str, Any]:
@@ -289,21 +239,23 @@ def body_callback_of_rank_0(kind: str, directory: str) -> tuple[str, Any]:
     keras = tf.keras
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
-    steps: Any = "auto" if kind == "auto" else 1
-    model.compile("sgd", "mse", steps_per_execution=steps)
-    callbacks: list[Any] = []
-    if npu.distribute.is_main() and kind == "rate":
-        callbacks = [keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 if epoch == 0 else 0.001)]
-    if npu.distribute.is_main() and kind == "backup":
-        callbacks = [keras.callbacks.BackupAndRestore(f"{directory}/backup")]
-    try:
-        npu.distribute.replicate(model).fit(
-            np.ones([8, 2]), np.ones([8, 1]), batch_size=8, epochs=3, verbose=0, callbacks=callbacks
-        )
-    except RuntimeError as error:
-        return str(error), None
-    assert not getattr(model, "autotune_steps_per_execution", False)
-    return "", [weight.tolist() for weight in model.get_weights()]
+    model.compile("sgd", "mse", steps_per_execution="auto" if kind == "auto" else 1)
+
+    def predict(epoch: int, logs: Any) -> None:  # predicts on rank 0 only
+        model.predict(np.ones([8, 2]), verbose=0)
+
+    made: Any = {
+        "rate": lambda: [keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 if epoch == 0 else 0.001)],
+        "backup": lambda: [keras.callbacks.BackupAndRestore(f"{directory}/backup")],
+        "predicts": lambda: [keras.callbacks.LambdaCallback(on_epoch_end=predict)],
+        "auto": list,
+    }
+    callbacks = made[kind]() if npu.distribute.is_main() else []
+    fit = npu.distribute.replicate(model).fit
+    data = {"x": np.ones([8, 2]), "y": np.ones([8, 1]), "batch_size": 8}
+    error = error_of(fit, **data, epochs=3, verbose=0, callbacks=callbacks)
+    assert error or not getattr(model, "autotune_steps_per_execution", False)
+    return error, [weight.tolist() for weight in model.get_weights()]
 
 
 def body_divided() -> Any:
@@ -330,4 +282,4 @@ def body_divided() -> Any:
         history = model.fit(dataset, epochs=2, verbose=0, class_weight=CLASS_WEIGHT)
         scores = model.evaluate(dataset, verbose=0, return_dict=True)
     assert said == []
-    return outcome(model, history, scores={key: float(value) for key, value in scores.items()})
+    return outcome(model, history, scores=scores)

@@ -49,14 +49,14 @@ def make_model(kind: str, directory: str = "") -> Any:
 
         def train_step(self, data: Any) -> Any:
             x, y = data
-            with tf.GradientTape() as tape:
+
+            def loss_of() -> Any:
                 scores = self(x, training=True)
-                losses = keras.losses.sparse_categorical_crossentropy(y, scores, from_logits=True)
-                loss = tf.reduce_mean(losses)
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+                self.right.update_state(y, scores)
+                return tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, scores, from_logits=True))
+
+            loss = descend(self, loss_of)
             self.tracker.update_state(loss)
-            self.right.update_state(y, scores)
             return {"renamed": self.tracker.result(), "right": self.right.result(), "raw": loss}
 
         def test_step(self, data: Any) -> Any:
@@ -110,9 +110,6 @@ def descend(model: Any, loss_of: Callable[[], Any], optimizer: Any = None, reduc
 
 
 def outcome(model: Any, history: Any, **more: Any) -> dict[str, Any]:
-    """Return the results of a training."""
-    return {
-        "weights": [np.asarray(value) for value in model.get_weights()],
-        "history": {key: [float(value) for value in values] for key, values in history.history.items()},
-        **more,
-    }
+    """Return the results of a training, in arrays."""
+    found = {"weights": model.get_weights(), "history": history.history, **more}
+    return tf.nest.map_structure(np.asarray, found)  # type: ignore[no-any-return]

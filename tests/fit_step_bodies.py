@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from fit_models import SAMPLES, compile_model, make_model, make_optimizer, outcome, samples
-from heard import warnings_of_package
+from fit_models import SAMPLES, descend, make_model, make_optimizer, outcome, samples
+from heard import error_of, warnings_of_package
 
 import npu_device as npu
 from npu_device.distribute.hccl import npu_callbacks_append
@@ -45,12 +45,12 @@ def body_masked(kind: str) -> Any:
 
         def train_step(self, data: Any) -> Any:
             x, y = data
-            with tf.GradientTape() as tape:
+
+            def loss() -> Any:
                 scores = self(x, training=True)
-                loss = self.criteria[0](y, scores) + 0.1 * tf.reduce_mean(self.criteria[1](y, scores))
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
-            return {"loss": loss}
+                return self.criteria[0](y, scores) + 0.1 * tf.reduce_mean(self.criteria[1](y, scores))
+
+            return {"loss": descend(self, loss)}
 
     inputs = keras.Input([STEPS], dtype="int32")
     embedded = layers.Embedding(10, 4, mask_zero=kind != "ignored class")(inputs)
@@ -68,20 +68,28 @@ def body_masked(kind: str) -> Any:
 
 
 def body_one_optimizer(directory: str) -> Any:
-    """Two replicated models that share their layers and one optimizer."""
+    """Two replicated models that share their layers and one optimizer; the second one without ``fit``: batch by batch,
+    on numpy's arrays.
+    """
     keras = tf.keras
     model = make_model("functional", directory)
     second = keras.Model(model.inputs, model.outputs)
     optimizer = make_optimizer("sgd")
     x, y = samples()
     for one in (model, second):
-        one.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        history = npu.distribute.replicate(one).fit(x, y, batch_size=15, verbose=0)
-    return outcome(second, history)
+        one.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        npu.distribute.replicate(one)
+    history = model.fit(x, y, batch_size=15, verbose=0)
+    batches = [(x[begin : begin + 16], y[begin : begin + 16]) for begin in range(0, SAMPLES, 16)]
+    logs = [np.asarray(second.train_on_batch(*batch)) for batch in batches]
+    tested = np.asarray(second.test_on_batch(x, y))
+    return outcome(second, history, logs=logs, tested=tested, predicted=second.predict_on_batch(x))
 
 
-def body_eager_logs(kind: str) -> Any:
-    """Return the logs of a train step that returns a Python number, its rank; or the error of one that can't be run."""
+def body_logs() -> dict[str, Any]:
+    """Return the logs of a train step that returns a Python number, its rank; the errors of two that can't be run; and
+    the warnings about one that returns a result, a function of it, and a number.
+    """
     keras = tf.keras
 
     class Model(keras.Model):  # type: ignore[misc]
@@ -91,40 +99,30 @@ def body_eager_logs(kind: str) -> Any:
                 self.metrics[0].reset_state()
             elif kind == "value":
                 logs["loss"].numpy()
+            elif kind == "computed":
+                result = self.mine.result()
+                return {**logs, "mine": result, "perplexity": tf.exp(result), "number": tf.reduce_mean(data[0])}
             return {**logs, "number": float(npu.distribute.rank())}
 
-    inputs = keras.Input([6])
-    model = Model(inputs, keras.layers.Dense(1)(inputs))
-    model.compile("sgd", "mse", run_eagerly=True)
-    x, y = samples()
-    try:
-        return npu.distribute.replicate(model).fit(x[:12], y[:12], batch_size=6, verbose=0).history["number"]
-    except RuntimeError as error:
-        return str(error)
+    found: dict[str, Any] = {}
+    x, y = samples(12)
+    for kind in ("number", "reset", "value", "computed"):
+        inputs = keras.Input([6])
+        model = Model(inputs, keras.layers.Dense(1)(inputs))
+        model.mine = keras.metrics.Mean(name="mine")
+        model.compile("sgd", "mse", run_eagerly=kind != "computed")
+        fit = npu.distribute.replicate(model).fit
+        with warnings_of_package() as said:
+            found[kind] = error_of(fit, x, y, batch_size=6, verbose=0)
+        if kind == "number":
+            found[kind] = model.history.history["number"]
+        elif kind == "computed":
+            found[kind] = said
+    return found
 
 
-def body_computed_logs() -> list[str]:
-    """Return the warnings about a step that returns a result, a function of it, and a number."""
-    keras = tf.keras
-
-    class Model(keras.Model):  # type: ignore[misc]
-        def train_step(self, data: Any) -> Any:
-            logs = super().train_step(data)
-            result = self.mine.result()
-            return {**logs, "mine": result, "perplexity": tf.exp(result), "number": tf.reduce_mean(data[0])}
-
-    inputs = keras.Input([6])
-    model = Model(inputs, keras.layers.Dense(1)(inputs))
-    model.mine = keras.metrics.Mean(name="mine")
-    model.compile("sgd", "mse")
-    x, y = samples()
-    with warnings_of_package() as said:
-        npu.distribute.replicate(model).fit(x[:12], y[:12], batch_size=6, verbose=0)
-    return said
-
-
-def body_sent_as_bytes(kind: str) -> Any:
-    """``fit`` on ``strings``, ``sparse`` or ``ragged`` data that each rank shuffles in another order."""
+def body_sent_as_bytes() -> Any:
+    """``fit`` on strings, sparse and ragged data that each rank shuffles in another order."""
     keras = tf.keras
 
     class Dense(keras.Model):  # type: ignore[misc]
@@ -133,19 +131,13 @@ def body_sent_as_bytes(kind: str) -> Any:
             self.last = keras.layers.Dense(1, kernel_initializer="ones")
 
         def call(self, x: Any) -> Any:
-            numbers = x["data"]
-            if kind == "strings":
-                numbers = tf.strings.to_number(numbers)
-            elif kind == "sparse":
-                numbers = tf.sparse.to_dense(numbers)
-            else:
-                numbers = numbers.to_tensor(shape=[None, 6])
-            return self.last(tf.reshape(numbers, [-1, 6]))
+            ragged = tf.reshape(x["ragged"].to_tensor(shape=[None, 6]), [-1, 6])
+            return self.last(tf.strings.to_number(x["strings"]) + 2 * tf.sparse.to_dense(x["sparse"]) + 3 * ragged)
 
     keras.utils.set_random_seed(npu.distribute.rank())
     x, y = samples()
-    make = {"strings": tf.strings.as_string, "sparse": tf.sparse.from_dense, "ragged": _ragged}[kind]
-    dataset = tf.data.Dataset.from_tensor_slices(({"data": make(x)}, y)).shuffle(SAMPLES).batch(16)
+    given = {"strings": tf.strings.as_string(x), "sparse": tf.sparse.from_dense(x), "ragged": _ragged(x)}
+    dataset = tf.data.Dataset.from_tensor_slices((given, y)).shuffle(SAMPLES).batch(16)
     model = Dense()
     model.compile("sgd", "mse")
     return outcome(model, npu.distribute.replicate(model).fit(dataset, verbose=0))
@@ -177,18 +169,6 @@ def body_from_another_rank() -> Any:
     for _ in range(2):
         model.fit(np.ones([6, 6], np.float32), np.ones([6, 3], np.float32), verbose=0, callbacks=callbacks)
     return initial, [np.asarray(value) for value in model.get_weights()]
-
-
-def body_batch_by_batch(directory: str) -> Any:
-    """``train_on_batch`` and the like, without ``fit``, on numpy's arrays."""
-    model = make_model("functional", directory)
-    compile_model(model)
-    model = npu.distribute.replicate(model)
-    x, y = samples()
-    batches = [(x[begin : begin + 16], y[begin : begin + 16]) for begin in range(0, SAMPLES, 16)]
-    logs = [np.asarray(model.train_on_batch(*batch)) for batch in batches]
-    tested = np.asarray(model.test_on_batch(x, y))
-    return {"weights": model.get_weights(), "logs": logs, "tested": tested, "predicted": model.predict_on_batch(x)}
 
 
 def body_replaced() -> tuple[list[str], str]:

@@ -8,7 +8,7 @@ from pool import Pool
 
 import npu_device as npu
 
-EPOCHS = 80
+EPOCHS = 40
 
 
 def body(kind: str, epochs: int) -> tuple[int, list[float]]:
@@ -25,13 +25,7 @@ def body(kind: str, epochs: int) -> tuple[int, list[float]]:
     inner = tf.function(compute)
 
     @tf.function
-    def read(iterator: tf.data.Iterator) -> tf.Tensor:
-        return next(iterator)
-
-    @tf.function
     def step(iterator: tf.data.Iterator) -> tf.Tensor:
-        if kind == "read in a function":
-            return compute(read(iterator))
         if kind == "computed in a function":
             return inner(next(iterator))
         if kind == "in a loop":
@@ -54,7 +48,7 @@ def body(kind: str, epochs: int) -> tuple[int, list[float]]:
 
 
 @pytest.mark.both_backends
-@pytest.mark.parametrize("kind", ["plain", "read in a function", "computed in a function", "in a loop"])
+@pytest.mark.parametrize("kind", ["plain", "computed in a function", "in a loop"])
 def test_every_end_of_the_data(several_ranks: Pool, kind: str) -> None:
     sums = float(EPOCHS * 2 * several_ranks.size)
     for ends, values in several_ranks.run(body, kind, EPOCHS, timeout=120):

@@ -26,12 +26,11 @@ def script(text: str) -> str:
     return COMMON.format(tests=str(Path(__file__).parent)) + text
 
 
-def test_the_next_line_reads_the_file(keras_ranks: Pool, tmp_path: Path) -> None:
-    for rank, found in enumerate(keras_ranks.run(file_bodies.body_next_line, keras_ranks.keras, str(tmp_path))):
-        assert len(found) == (8 if keras_ranks.keras == "2" else 6)
-        for number, (kind, (value, written)) in enumerate(found.items()):
-            assert value == number, (rank, kind)
-            assert len(written) == (rank == 0), (rank, kind)
+def test_the_next_line_reads_the_file(keras_two_ranks: Pool, tmp_path: Path) -> None:
+    for rank, found in enumerate(keras_two_ranks.run(file_bodies.body_next_line, keras_two_ranks.keras, str(tmp_path))):
+        assert len(found) == (8 if keras_two_ranks.keras == "2" else 6)
+        for number, (name, value, written) in enumerate(found):
+            assert (value, written) == (number, int(rank == 0)), (rank, name)
 
 
 def test_a_save_by_a_function_is_named(keras_two_ranks: Pool, tmp_path: Path) -> None:
@@ -52,20 +51,17 @@ def test_ranks_that_save_more_often_than_others(several_keras_ranks: Pool, tmp_p
         assert found == {"after one of rank 0": 1, "second of 2": 2.5, "second of 3": 3.5}
 
 
-def test_a_save_that_fails_on_rank_0(several_keras_ranks: Pool, tmp_path: Path) -> None:
-    for rank, (error, value) in enumerate(several_keras_ranks.run(file_bodies.body_fails, str(tmp_path))):
-        assert error is not None and (rank == 0 or f"rank 0 failed to write {tmp_path}/file/model.keras: " in error)
-        assert value == 4, "the next save is another one"
+def test_a_save_that_fails_and_directories_of_each_rank(keras_two_ranks: Pool, tmp_path: Path) -> None:
+    for rank, found in enumerate(keras_two_ranks.run(file_bodies.body_fails_and_apart, str(tmp_path))):
+        error, value, apart = found
+        assert rank == 0 or f"rank 0 failed to write {tmp_path}/file/model.keras: " in error
+        assert error and value == 4, "the next save is another one"
+        assert apart == (4, ["model.keras"], ["model.keras"])
 
 
-def test_ranks_without_a_common_file_system(several_keras_ranks: Pool, tmp_path: Path) -> None:
-    for value, written, files in several_keras_ranks.run(file_bodies.body_apart, str(tmp_path)):
-        assert (value, written, files) == (5, ["model.keras"], ["model.keras"])
-
-
-def test_callbacks_write_and_print_on_rank_0(keras_ranks: Pool, tmp_path: Path) -> None:
-    keras = keras_ranks.keras
-    for rank, found in enumerate(keras_ranks.run(file_bodies.body_in_fit, keras, str(tmp_path))):
+def test_callbacks_write_and_print_on_rank_0(keras_two_ranks: Pool, tmp_path: Path) -> None:
+    keras = keras_two_ranks.keras
+    for rank, found in enumerate(keras_two_ranks.run(file_bodies.body_in_fit, keras, str(tmp_path))):
         printed, written, read, speaking, rows, boards, files = found
         assert printed == (rank == 0)
         assert bool(written) == (rank == 0)
@@ -76,9 +72,9 @@ def test_callbacks_write_and_print_on_rank_0(keras_ranks: Pool, tmp_path: Path) 
         assert keras == "3" or {"prefix.index", "saved_model"} <= set(files)
 
 
-def test_keras_own_list_of_callbacks(several_keras_ranks: Pool, tmp_path: Path) -> None:
+def test_keras_own_list_of_callbacks(keras_two_ranks: Pool, tmp_path: Path) -> None:
     """Ranks stop together, and rank 0 alone writes."""
-    for found in several_keras_ranks.run(file_bodies.body_own_list, str(tmp_path)):
+    for found in keras_two_ranks.run(file_bodies.body_own_list, str(tmp_path)):
         assert found == ([0], 3)
 
 
@@ -132,30 +128,25 @@ print(value_in(tf.keras.models.load_model(path).get_weights()), written)
     assert [said(end) for end in ended] == ["7.0 ['script.py.keras']", "7.0 []"], ended
 
 
-def test_rank_0_does_not_come(tmp_path: Path) -> None:
-    text = """
-try:
-    if rank:
-        model.save(sys.argv[0] + ".keras")
-    else:
-        time.sleep(5)
-except TimeoutError as error:
-    print(error)
-"""
-    output = job.run(tmp_path, 2, script(text), NPU_DEVICE_STALL_TIMEOUT="2")[1].output
-    assert "rank 1: rank 0 writes" in output and "script.py.keras" in output
-    assert "2 s (NPU_DEVICE_STALL_TIMEOUT)" in output and "`if npu.distribute.is_main():`" in output
-
-
-def test_rank_0_dies_while_it_writes(tmp_path: Path) -> None:
+def test_rank_0_does_not_come_and_then_dies_while_it_writes(tmp_path: Path) -> None:
     text = """
 import os
+path = sys.argv[0] + ".keras"
 if rank == 0:
-    own = model.__dict__["save"].__wrapped__
+    time.sleep(5)
     import file_bodies
     file_bodies.time.sleep = lambda seconds: os._exit(9)
-model.save(sys.argv[0] + ".keras")
+else:
+    try:
+        model.save(path)
+    except TimeoutError as error:
+        print(error)
+npu.distribute.barrier()
+model.save(path)
 """
-    ended = job.run(tmp_path, 2, script(text))
+    ended = job.run(tmp_path, 2, script(text), NPU_DEVICE_STALL_TIMEOUT="2")
     assert (ended[0].code, ended[1].code) == (9, 1)
-    assert "PeerError: rank 0 on host" in ended[1].output and ended[1].at - ended[0].at < 10
+    output = ended[1].output
+    assert "rank 1: rank 0 writes" in output and "script.py.keras" in output
+    assert "2 s (NPU_DEVICE_STALL_TIMEOUT)" in output and "`if npu.distribute.is_main():`" in output
+    assert "PeerError: rank 0 on host" in output and ended[1].at - ended[0].at < 10

@@ -9,18 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from compared import compare, same
-from fit_models import compile_model, make_model, outcome, samples
-from heard import warnings_of_package
+from compared import compare
+from fit_models import CLASS_WEIGHT, compile_model, make_model, outcome, samples
+from heard import error_of, warnings_of_package
 from pool import Pool
 
 import npu_device as npu
 
 SAMPLES = 31
-KINDS = ("shuffled", "repeated", "cached", "records", "seeds", "structures", "odd", "tiny", "full")
-
-
-_alone: dict[str, Any] = {}
+KINDS = ("shuffled", "repeated", "records", "seeds", "structures", "tiny", "full")
 
 
 def _made(kind: str, directory: str) -> Any:
@@ -33,11 +30,10 @@ def _made(kind: str, directory: str) -> Any:
         return number * number
 
     if kind == "shuffled":
-        return npu.distribute.pipeline(numbers.shuffle(20, seed=3).prefetch(2), square, 4)
+        cached = numbers.map(lambda number: number + 1).cache()
+        return npu.distribute.pipeline(cached.shuffle(20, seed=3).prefetch(2), square, 3)
     if kind == "repeated":
         return npu.distribute.pipeline(numbers.repeat(2), square, 4).repeat(2).take(9)
-    if kind == "cached":
-        return npu.distribute.pipeline(numbers.map(lambda number: number + 1).cache(), square, 3)
     if kind == "records":
         files = tf.data.Dataset.list_files(f"{directory}/*.records", seed=5)
         records = files.interleave(tf.data.TFRecordDataset, num_parallel_calls=2)
@@ -48,9 +44,9 @@ def _made(kind: str, directory: str) -> Any:
     if kind == "structures":
         pairs = tf.data.Dataset.zip((numbers, numbers.map(lambda number: {"text": tf.strings.as_string(number)})))
         return npu.distribute.pipeline(pairs, lambda one, other: {"a": (one, other["text"]), "b": [[one]] * 2}, 5)
-    batch = {"odd": 7, "tiny": 1, "full": 4}[kind]
     python = lambda number: tf.numpy_function(abs, [number], tf.int64, stateful=False)  # noqa: E731
-    return npu.distribute.pipeline(numbers, python, np.int64(batch), drop_remainder=kind == "full")
+    full = kind == "full"
+    return npu.distribute.pipeline(numbers, python, np.int64(4 if full else 1), drop_remainder=full)
 
 
 def body_batches(directory: str) -> dict[str, Any]:
@@ -67,50 +63,27 @@ def body_batches(directory: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("several_ranks", [pytest.param(2, marks=pytest.mark.full), 3], indirect=True)
-def test_batches_are_those_of_one_process(several_ranks: Pool, single: Pool, tmp_path: Path) -> None:
+def test_batches_are_those_of_one_process(two_ranks: Pool, single: Pool, tmp_path: Path) -> None:
     for file in range(3):
         with tf.io.TFRecordWriter(f"{tmp_path}/{file}.records") as writer:
             for record in range(3 + file):
                 writer.write(bytes([10 * file + record]))
-    if not _alone:  # the records are the same for all numbers of ranks
-        _alone.update(single.run(body_batches, str(tmp_path))[0])
-    ranks = several_ranks.run(body_batches, str(tmp_path))
-    for kind, (epochs, length, spec) in _alone.items():
-        assert [rank[kind][1:] for rank in ranks] == [(length, spec)] * several_ranks.size, kind
+    [alone] = single.run(body_batches, str(tmp_path))
+    ranks = two_ranks.run(body_batches, str(tmp_path))
+    for kind, (epochs, length, spec) in alone.items():
+        assert [rank[kind][1:] for rank in ranks] == [(length, spec)] * 2, kind
         for epoch, batches in enumerate(epochs):
-            assert [len(rank[kind][0][epoch]) for rank in ranks] == [len(batches)] * several_ranks.size, kind
+            assert [len(rank[kind][0][epoch]) for rank in ranks] == [len(batches)] * 2, kind
             for step, batch in enumerate(batches):
                 parts = [rank[kind][0][epoch][step] for rank in ranks]
                 together = tf.nest.map_structure(lambda *leaves: np.concatenate(leaves), *parts)
                 tf.nest.map_structure(np.testing.assert_array_equal, together, batch)
-                if kind in ("shuffled", "cached", "odd"):
-                    assert max(map(len, parts)) <= -(-len(batches[0]) // several_ranks.size)
+                if kind in ("shuffled", "tiny"):
+                    assert max(map(len, parts)) <= -(-len(batches[0]) // 2)
 
 
-def body_tuned() -> list[bool | None]:
-    options = tf.data.Options()
-    options.autotune.enabled = True
-    sources = (tf.data.Dataset.range(8), tf.data.Dataset.range(8).with_options(options))
-    return [npu.distribute.pipeline(each, abs, 4).dataset.options().autotune.enabled for each in sources]
-
-
-def test_only_the_user_turns_autotuning_on(two_ranks: Pool) -> None:
-    assert two_ranks.run(body_tuned) == [[False, True]] * 2
-
-
-def body_fit(kind: str, *batches: int) -> Any:
-    """One model's ``fit`` with validation, and ``evaluate``, for each size of a batch: on a pipeline, or on a Sequence
-    with ``rows``.
-    """
-    model = make_model("functional")
-    compile_model(model)
-    model = npu.distribute.replicate(model)
-    found = {str(batch): _fit_in_batches(model, kind, batch) for batch in batches}
-    return {"weights": [np.asarray(value) for value in model.get_weights()], **found}
-
-
-def _fit_in_batches(model: Any, kind: str, batch: int) -> Any:
+def body_fit(kind: str, batch: int) -> Any:
+    """``fit`` with validation, and ``evaluate``, on a pipeline, or on a Sequence with ``rows``."""
     x, y = samples(SAMPLES)
     made: list[int] = []
 
@@ -126,8 +99,7 @@ def _fit_in_batches(model: Any, kind: str, batch: int) -> Any:
             return self.rows(index, 0, batch)
 
         def rows(self, index: int, start: int, stop: int) -> Any:
-            end = min((index + 1) * batch, SAMPLES)
-            chosen = self.order[index * batch + start : min(index * batch + stop, end)]
+            chosen = self.order[index * batch : (index + 1) * batch][start:stop]
             made.append(len(chosen))
             return x[chosen], y[chosen]
 
@@ -140,51 +112,23 @@ def _fit_in_batches(model: Any, kind: str, batch: int) -> Any:
         indices = tf.data.Dataset.range(SAMPLES).shuffle(SAMPLES, seed=3)
         return npu.distribute.pipeline(indices, lambda index: (tf.gather(x, index), tf.gather(y, index)), batch)
 
+    model = make_model("functional")
+    compile_model(model)
+    model = npu.distribute.replicate(model)
     tf.keras.utils.set_random_seed(4)
     with warnings_of_package() as said:
         train, valid = data(), data()
-        history = model.fit(train, validation_data=valid, epochs=2, verbose=0, class_weight={0: 2.0, 1: 1.0, 2: 0.5})
+        history = model.fit(train, validation_data=valid, epochs=2, verbose=0, class_weight=CLASS_WEIGHT)
         scores = model.evaluate(valid, verbose=0, return_dict=True)
     assert said == []
     if kind == "sequence" and npu.distribute.size() > 1:  # whole is the first batch, at the beginning of each call
         assert sum(rows > 1 + batch // npu.distribute.size() for rows in made) <= 3
-    return outcome(model, history, scores={key: float(value) for key, value in scores.items()})
+    return outcome(model, history, scores=scores)
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "sequence"])
 def test_fit_is_that_of_one_process(several_keras_ranks: Pool, keras_single: Pool, kind: str) -> None:
-    compare(several_keras_ranks, keras_single, body_fit, kind, 1, 9)  # small ones first, which let rounding grow
-
-
-def body_loop() -> Any:
-    """A loop of one's own in a function: sums of the ranks' gradients, over the samples of all."""
-    x, y = samples(SAMPLES)
-    data = npu.distribute.pipeline(
-        tf.data.Dataset.from_tensor_slices((x, y)).shuffle(SAMPLES, seed=2), lambda x, y: (2 * x, y), 12
-    )
-    model = make_model("functional")
-    npu.distribute.broadcast(model.variables)
-
-    @tf.function
-    def step(x: Any, y: Any) -> Any:
-        with tf.GradientTape() as tape:
-            losses = tf.keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True)
-            loss = tf.reduce_sum(losses)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        *gradients, count = npu.distribute.all_reduce([*gradients, tf.cast(tf.shape(y)[0], tf.float32)], "sum")
-        for variable, gradient in zip(model.trainable_variables, gradients):
-            variable.assign_sub(0.1 * gradient / count)
-
-    for _ in range(2):
-        for x, y in data:
-            step(x, y)
-    return [np.asarray(value) for value in model.get_weights()]
-
-
-def test_a_loop_trains_as_one_process(two_ranks: Pool, single: Pool) -> None:
-    [alone] = single.run(body_loop)
-    for weights in two_ranks.run(body_loop):
-        same(weights, alone)
+    compare(several_keras_ranks, keras_single, body_fit, kind, 10)  # the last batch has one sample
 
 
 def body_slow_input() -> list[str]:
@@ -215,25 +159,21 @@ def test_input_that_takes_a_quarter_of_a_step_is_named_once(keras_two_ranks: Poo
 
 def body_refused() -> list[str]:
     """The messages of what can't be divided."""
+    pipeline = npu.distribute.pipeline
     rank = npu.distribute.rank()
     numbers = tf.data.Dataset.range(8)
+    options = tf.data.Options()
+    options.autotune.enabled = True
+    tuned = [pipeline(each, abs, 4).dataset.options().autotune for each in (numbers, numbers.with_options(options))]
+    assert [each.enabled for each in tuned] == [False, True]  # only the user turns it on
     total = tf.Variable(0, dtype=tf.int64)
-
-    def flip(number: Any) -> Any:
-        return tf.image.random_flip_left_right(tf.fill([2, 2, 1], number))
-
-    def count(number: Any) -> Any:
-        return total.assign_add(number)
-
-    def python(number: Any) -> Any:
-        return tf.py_function(abs, [number], tf.int64)
 
     class Wrong(tf.keras.utils.Sequence):  # type: ignore[misc]
         def __len__(self) -> int:
             return 2
 
         def __getitem__(self, index: int) -> Any:
-            return np.full([4, 6], index, np.float32), np.arange(4)
+            return self.rows(index, 0, 4)
 
         def rows(self, index: int, start: int, stop: int) -> Any:
             return np.full([stop - start, 6], index, np.float32), np.arange(stop - start)
@@ -243,13 +183,12 @@ def body_refused() -> list[str]:
         compile_model(model)
         npu.distribute.replicate(model).fit(data, verbose=0)
 
-    pipeline = npu.distribute.pipeline
     plain = pipeline(numbers, lambda number: number, 4)
     own_order = tf.data.Dataset.from_tensor_slices(np.roll(samples(8)[0], rank))
     calls: list[Any] = [
-        lambda: pipeline(numbers, flip, 4),
-        lambda: pipeline(numbers, count, 4),
-        lambda: pipeline(numbers, python, 4),
+        lambda: pipeline(numbers, lambda number: tf.image.random_flip_left_right(tf.fill([2, 2, 1], number)), 4),
+        lambda: pipeline(numbers, total.assign_add, 4),
+        lambda: pipeline(numbers, lambda number: tf.py_function(abs, [number], tf.int64), 4),
         lambda: plain.padded_batch(4),
         lambda: plain.map(abs),
         lambda: pipeline(numbers.shuffle(8), abs, 4),
@@ -258,14 +197,9 @@ def body_refused() -> list[str]:
         lambda: fit(Wrong()),
         lambda: pipeline([1, 2], abs, 4),
         lambda: pipeline(numbers, abs, 0),
-        lambda: make_model("functional") and npu.distribute.replicate(make_model("functional")).predict(plain),
+        lambda: npu.distribute.replicate(make_model("functional")).predict(plain),
     ]
-    said = []
-    for call in calls:
-        with pytest.raises((AttributeError, TypeError, ValueError)) as caught:
-            call()
-        said.append(str(caught.value))
-    return said
+    return [error_of(call) for call in calls]
 
 
 def test_what_cannot_be_divided_is_refused(two_ranks: Pool) -> None:
@@ -285,4 +219,5 @@ def test_what_cannot_be_divided_is_refused(two_ranks: Pool) -> None:
     ]
     for said in two_ranks.run(body_refused):
         for text, parts in zip(said, wanted):
+            assert text.startswith(("AttributeError", "TypeError", "ValueError"))
             assert all(part in text for part in parts), text

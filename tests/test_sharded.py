@@ -35,19 +35,17 @@ def body_apply(graph: bool) -> Any:
     sharded, sharded_state = train(True)
     plain, plain_state = train(False)
     same = [np.array_equal(a, b) for a, b in zip(sharded, plain)]
-    refused = error_of(npu.distribute.grouping_broadcast, [tf.Variable([1.0])])
-    return same, sharded_state, plain_state, refused
+    return same, sharded_state, plain_state
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_equal_to_the_plain_update(keras_ranks: Pool, graph: bool) -> None:
     results = keras_ranks.run(body_apply, graph)
-    for same, state, plain_state, refused in results:
+    for same, state, plain_state in results:
         assert all(same)
         if keras_ranks.size > 1:
             assert state < plain_state, "the optimizer's state is sharded"
-            assert "can't be divided among" in refused
-    assert sum(state for _, state, _, _ in results) == results[0][2], "each rank holds its own share of the state"
+    assert sum(state for _, state, _ in results) == results[0][2], "each rank holds its own share of the state"
 
 
 def body_refused() -> list[str]:
@@ -57,11 +55,11 @@ def body_refused() -> list[str]:
     for optimizer in (keras.optimizers.Adam(0.1, global_clipnorm=1.0), scaling(keras.optimizers.SGD(0.1))):
         pairs = [(tf.ones([]), tf.Variable(1.0)) for _ in range(4)]
         found.append(error_of(npu.distribute.grouping_gradients_apply, optimizer.apply_gradients, pairs))
-    return found
+    return [*found, error_of(npu.distribute.grouping_broadcast, [tf.Variable([1.0])])]
 
 
-def test_optimizers_that_need_all_gradients_are_refused(keras_ranks: Pool) -> None:
-    for clips, scales in keras_ranks.run(body_refused):
-        if keras_ranks.size > 1:
-            assert "clips by global_clipnorm, for which it needs all gradients" in clips
-            assert "scales the loss, for which it needs all gradients" in scales
+def test_what_cannot_be_divided_is_refused(keras_two_ranks: Pool) -> None:
+    for clips, scales, single in keras_two_ranks.run(body_refused):
+        assert "clips by global_clipnorm, for which it needs all gradients" in clips
+        assert "scales the loss, for which it needs all gradients" in scales
+        assert "can't be divided among" in single

@@ -68,10 +68,9 @@ def result(ended: job.Ended) -> list[list[float]]:
     return json.loads(re.findall("RESULT (.*)", ended.output)[0])  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("size", "keras"), [(2, "3"), (3, "2")])
-def test_unchanged_script(size: int, keras: str, tmp_path: Path) -> None:
+def test_unchanged_script(keras: str, tmp_path: Path) -> None:
     [alone] = map(result, run(tmp_path / "alone", 1, keras, TRAIN))
-    ranks = list(map(result, run(tmp_path / "ranks", size, keras, TRAIN)))
+    ranks = list(map(result, run(tmp_path / "ranks", 2, keras, TRAIN)))
     assert all(rank == ranks[0] for rank in ranks)
     assert ranks[0][0] == alone[0] and ranks[0][3] == alone[3] == 2
     assert ranks[0][1] == pytest.approx(alone[1], rel=1e-4)
@@ -100,14 +99,12 @@ WITHOUT_MODEL = LOOP.replace("for variable in model.trainable_variables", "for v
     ("text", "keras", "expected"),
     [
         (LOOP, "3", "SGD is used in a custom training loop"),
-        (GRAPH, "3", "SGD is used in a custom training loop"),
         (WITHOUT_MODEL, "3", "SGD is used in a custom training loop"),
-        (LOOP, "2", "npurun port shows what to add"),
         (GRAPH, "2", "npurun port shows what to add"),
         ("import tensorflow, npu_device as npu\nnpu.open()", "3", "the script uses npu_device, and so reduces"),
         ("import tensorflow\nimport horovod.tensorflow as hvd", "3", "start it with npurun --horovod"),
     ],
-    ids=["loop", "function", "without model", "loop, tf-keras", "function, tf-keras", "npu_device", "horovod"],
+    ids=["loop", "without model", "function, tf-keras", "npu_device", "horovod"],
 )
 def test_refused(text: str, keras: str, expected: str, tmp_path: Path) -> None:
     ended = run(tmp_path / "ranks", 2, keras, text)

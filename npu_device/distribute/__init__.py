@@ -4,8 +4,7 @@ import importlib as _importlib
 from typing import Any as _Any
 
 from npu_device._src.training.dataset import shard_and_rebatch_dataset as shard_and_rebatch_dataset
-from npu_device._src.training.fit.divided import divided as divided
-from npu_device._src.training.fit.pipeline import pipeline as pipeline
+from npu_device._src.training.fit.divided import divided as divided, pipeline as pipeline
 from npu_device._src.training.fit.replica import replicate as replicate
 from npu_device._src.training.optimizer_wrapper import (
     DistributedOptimizer as DistributedOptimizer,

@@ -38,7 +38,7 @@ def _sync_batch_normalization() -> type:
     import tensorflow as tf
 
     from npu_device._src import compat
-    from npu_device._src.training.fit.losses_metrics import moments
+    from npu_device._src.training.fit.weighting import moments
     from npu_device._src.training.world import world
 
     kind: Any = tf.keras.layers.BatchNormalization

@@ -66,7 +66,7 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
             return
         replica = replica_of(self.model)
         if replica is not None:  # it sends everything itself, once the first batch has built the model
-            replica.start_from(self._root_rank)
+            replica.root_rank = self._root_rank
             return
         if not tf.executing_eagerly():
             broadcast_keras_model(self.model, self._root_rank)

@@ -43,37 +43,26 @@ class CurrentStep:
         """Return 1 if the rank has samples, else 0; always the same object."""
         return self.share.counts
 
-    def loss_is_weighted(self) -> bool:
-        """Return True once a loss has been weighted whose gradients have not been reduced yet."""
-        return bool(self.weighing)
-
     # The step adds up the ranks' gradients, each times the rank's weight, if it hasn't weighted the losses. Where ranks
     # exchange values that the loss depends on, each rank's loss counts by its weight, too; and what comes of that for
     # this rank's samples must not be weighted once more.
 
     def to_exchange(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return a tensor that is going to be added up or gathered, with the gradient that this calls for."""
-
-        def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
-            if self.loss_is_weighted():
-                return [upstream]
-            return [tf.math.divide_no_nan(upstream, tf.cast(self.weight, upstream.dtype))]
-
-        return _with_gradient(tensor, backward)
+        return self._with_gradient(tensor, tf.math.divide_no_nan)
 
     def exchanged(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return a tensor that has been added up or gathered, with the gradient that this calls for."""
+        return self._with_gradient(tensor, tf.multiply)
+
+    def _with_gradient(self, tensor: Any, of_weight: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> Any:
+        if not tf.is_tensor(tensor) or isinstance(tensor, tf.IndexedSlices) or not tensor.dtype.is_floating:
+            return tensor
 
         def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
-            return [upstream if self.loss_is_weighted() else upstream * tf.cast(self.weight, upstream.dtype)]
+            return [upstream if self.weighing else of_weight(upstream, tf.cast(self.weight, upstream.dtype))]
 
-        return _with_gradient(tensor, backward)
-
-
-def _with_gradient(tensor: Any, backward: Callable[[tf.Tensor], list[tf.Tensor]]) -> Any:
-    if not tf.is_tensor(tensor) or isinstance(tensor, tf.IndexedSlices) or not tensor.dtype.is_floating:
-        return tensor
-    return differentiable([tf.identity(tensor)], backward, [tensor])[0]
+        return differentiable([tf.identity(tensor)], backward, [tensor])[0]
 
 
 def current_step() -> CurrentStep | None:
@@ -92,17 +81,15 @@ def running(step: CurrentStep | None) -> Iterator[None]:
 
 
 def reduced_by_step(gradients: Iterable[Any]) -> bool:
-    """Return True if gradients depend on this rank's samples only through what the current step has reduced.
-
-    In eager mode no graph tells what a gradient was made of: then they are the very results of a reduction. A gradient
-    that is reduced once more for lack of that stays as it is, but for rounding: the mean of equal values.
-    """
+    """Return True if gradients depend on this rank's samples only through what the current step has reduced."""
     step = current_step()
     if step is None or not step.reduced:
         return False
     done = {id(part) for result in step.reduced for part in _parts(result)}
     parts = [part for gradient in gradients for part in _parts(gradient)]
     if tf.executing_eagerly():
+        # No graph tells what a gradient was made of: then they are the very results of a reduction. A gradient that is
+        # reduced once more for lack of that stays as it is, but for rounding: the mean of equal values.
         return all(id(part) in done for part in parts)
     samples = {id(part) for part in _parts(step.share.data)}
     return all(_comes_from(part, done, samples) for part in parts)
@@ -117,9 +104,7 @@ _READERS = ("ReadVariableOp", "ResourceGather", "VariableShape")
 
 
 def _comes_from(tensor: Any, reduced: set[int], samples: set[int]) -> bool:
-    """Return True if each way back from a tensor ends in a reduced one, in a constant, or in a variable that the graph
-    sets to such values, and at least one in a reduced one. False if the graph doesn't tell.
-    """
+    """Return True if each way back ends in a constant, a variable set to such, or, at least one, a reduced tensor."""
     waiting, found = [tensor], False
     seen: set[str] = set()
     while waiting:

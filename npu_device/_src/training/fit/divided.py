@@ -1,19 +1,47 @@
 """Data of which each rank has its own part, and how each batch says how much: ``npu.distribute.divided``, a dataset;
-a ``keras.utils.PyDataset`` or ``Sequence`` with a method ``rows``, by which each rank makes its own rows of a batch.
+``npu.distribute.pipeline``, whose map runs for the rows of this rank only; and a ``keras.utils.PyDataset`` or
+``Sequence`` with a method ``rows``, by which each rank makes its own rows of a batch.
+
+Every rank reads the source of a pipeline, which should be cheap: file names, records, indices. The rows of each batch
+are cut before the map, so that batches, order and numbers are those of one process.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+import re
+from functools import partial
+from typing import Any, Callable
 
 import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.training.fit import start
-from npu_device._src.training.fit.share import ROWS, rows_of
+from npu_device._src.training.fit.share import ROWS, rows_of, run_of
+from npu_device._src.training.fit.step import checksum_of
 from npu_device._src.training.world import World, world_unless_child
 
+_RANDOM = re.compile(
+    "Random|Multinomial|TruncatedNormal|ParameterizedTruncated|Stateful(?!Partitioned)|Rng|SampleDistorted|"
+    r"\w*CandidateSampler"
+)
+_STATEFUL = re.compile(
+    r"Assign|Resource(?!Gather)|(Eager)?PyFunc$|LookupTable(Insert|Import|Remove)|Queue|Stack|Barrier"
+)
+_WHOLE_BATCHES = ("prefetch", "repeat", "skip", "take")
+_AFTER_BATCH = (
+    "{name}() after npu.distribute.pipeline isn't divided among the ranks: each rank has only its rows of a batch.\n"
+    "What to do: {remedy}. Allowed: {allowed}. To treat each sample by itself, use .dataset, the tf.data.Dataset of "
+    "the rows of this rank."
+)
+_REMEDIES = {
+    "map": "call it in the map of pipeline, for one sample; mix the samples of a batch in the step of the model",
+    "padded_batch": "pad each sample to a fixed length in the map of pipeline, and pass batch=",
+    "batch": "pass batch= to pipeline",
+    "shuffle": "shuffle the source",
+    "cache": "cache the source",
+}
 _SETTINGS = ("workers", "use_multiprocessing", "max_queue_size")  # of a PyDataset in Keras 3
 
 
@@ -61,7 +89,12 @@ def with_equal_length(world: World, data: Divided) -> tf.data.Dataset:
     if length == tf.data.UNKNOWN_CARDINALITY:
         length = int(dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
     lengths = world.objects(length, "length of divided data")
-    counted = dataset.map(_counting(None))
+
+    def counting(*elements: Any, counts: bool = True) -> Any:
+        rows = tf.cast(rows_of(elements) if counts else 0, tf.int64)
+        return with_rows(tf.stack([rows, 0]), elements)
+
+    counted = dataset.map(counting)
     if any(length == tf.data.INFINITE_CARDINALITY for length in lengths):
         return counted
     if 0 in lengths:
@@ -70,40 +103,19 @@ def with_equal_length(world: World, data: Divided) -> tf.data.Dataset:
             + ", ".join(f"{rank}: {count}" for rank, count in enumerate(lengths))
             + ".\nWhat to do: divide the data so that each rank has at least one sample, or start fewer ranks."
         )
-    filling = dataset.take(1).map(_counting(0)).repeat(max(lengths) - length)
+    filling = dataset.take(1).map(partial(counting, counts=False)).repeat(max(lengths) - length)
     return counted.concatenate(filling).apply(tf.data.experimental.assert_cardinality(max(lengths)))
 
 
-def _counting(rows: int | None) -> Any:
-    def count(*elements: Any) -> Any:
-        found = tf.cast(rows_of(elements) if rows is None else rows, tf.int64)
-        return with_rows(tf.stack([found, 0]), elements)
-
-    return count
-
-
 def with_rows(tag: Any, batch: Any) -> Any:
-    """Return a batch, x or a tuple of x, y and weights, in the form that ``share.is_divided`` recognises.
-
-    Its tag, int64 of shape [2], has the number of samples that count, and a mark that is the same on all ranks if they
-    take their samples from the same batch; 0 if they needn't.
-    """
+    """Return a batch with its tag, int64 of shape [2]: the samples that count, and a mark of their batch, or 0."""
     first, *others = batch if isinstance(batch, (tuple, list)) else (batch,)
     x = {ROWS: tag, "x": first}
     return (x, *others) if others else x
 
 
-def has_rows(model: Any, data: Any) -> bool:
-    """Return True for a PyDataset or Sequence, of the Keras of a model, with a method ``rows(index, start, stop)``."""
-    return isinstance(data, compat.keras_of(model).utils.Sequence) and callable(getattr(data, "rows", None))
-
-
 def rows_of_rank(world: World, model: Any, data: Any) -> Any:
-    """Return a PyDataset or Sequence of the rows of this rank in each batch.
-
-    ``data.rows`` returns what ``data[index]`` would return, but only the samples from ``start`` to before ``stop``, as
-    a slice does: fewer, or none, at the end of the batch. No batch is larger than the first one.
-    """
+    """Return a PyDataset or Sequence of the rows of this rank in each batch; none is larger than the first one."""
     whole = data[0]
     batch = int(rows_of(whole))
     first, last = (place * batch // world.size for place in (world.rank, world.rank + 1))
@@ -140,4 +152,184 @@ def _require_same_rows(world: World, whole: Any, mine: Any, first: int, last: in
             "Likely cause: rows draws random numbers, or counts its samples from the beginning of the data.\nWhat to "
             "do: let rows(index, start, stop) return what data[index] returns, but only the samples from start to "
             "before stop of that batch; draw random numbers by a seed made of the index of the sample."
+        )
+
+
+class Pipeline(Divided):
+    """The batches of ``pipeline`` on several ranks; pass it to ``fit`` of a replicated model, or iterate over it.
+
+    ``prefetch``, ``repeat``, ``skip`` and ``take`` act on whole batches, and return a pipeline again. What would act on
+    the samples of a batch raises an AttributeError, with the remedy.
+
+    Attributes:
+        dataset: the rows of this rank in each batch, in the last ones perhaps none.
+        for_keras: the same with the number of rows inside; a batch without rows has one that doesn't count.
+    """
+
+    def __init__(self, tagged: tf.data.Dataset, whole: bool) -> None:
+        self._tagged, self._whole = tagged, whole  # the rows' tags and the rows; if all batches are full
+        super().__init__(tagged.map((lambda tags, rows: rows) if whole else _rows_that_count))
+        self.for_keras = tagged.map(
+            lambda tags, rows: with_rows(tf.stack([tf.reduce_sum(tags[:, 0]), tags[0, 1]]), rows)
+        )
+
+    def __iter__(self) -> Any:
+        return iter(self.dataset)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("element_spec", "cardinality", "as_numpy_iterator"):
+            return getattr(self.dataset, name)
+        if name in _WHOLE_BATCHES:
+            return lambda *args, **kwargs: Pipeline(getattr(self._tagged, name)(*args, **kwargs), self._whole)
+        if name.startswith("_") or not hasattr(tf.data.Dataset, name):
+            raise AttributeError(f"a pipeline has no attribute {name!r}")
+        remedy = _REMEDIES.get(name, "apply it to the source")
+        raise AttributeError(_AFTER_BATCH.format(name=name, remedy=remedy, allowed=", ".join(_WHOLE_BATCHES)))
+
+
+def pipeline(
+    source: Any,
+    map: Callable[..., Any],
+    batch: int,
+    *,
+    seed: int | None = None,
+    drop_remainder: bool = False,
+    num_parallel_calls: int = tf.data.AUTOTUNE,
+) -> Any:
+    """Return the batches of ``source.map(map).batch(batch)``; on several ranks each maps its own rows only.
+
+    Args:
+        source: a ``tf.data.Dataset`` of single elements that are cheap to read, the same in the same order on every
+            rank: file names, records, indices. It may shuffle, with a seed, repeat, cache, interleave and prefetch.
+        map: the expensive part: gets an element as in ``tf.data.Dataset.map``, and returns a sample.
+        batch: samples in a batch over all ranks together; any number.
+        seed: if given, ``map`` gets a further argument: the seed of the sample, int64 of shape [2], for
+            ``tf.random.stateless_*`` and ``tf.image.stateless_random_*``. It differs in each epoch.
+        drop_remainder: leave a smaller last batch out.
+        num_parallel_calls: calls of ``map`` at the same time on this rank.
+
+    Returns:
+        A ``tf.data.Dataset`` on a single device. On several ranks a ``Pipeline``: an argument of ``fit`` or
+        ``evaluate`` of a replicated model, or an iterable of the rows of this rank in each batch. Rows of neighbouring
+        ranks are neighbours in the batch. All ranks have the same number of batches; in a smaller last batch, some may
+        have no rows.
+
+    Raises:
+        TypeError: ``source`` isn't a ``tf.data.Dataset``, ``map`` can't be called, or ``batch`` isn't an integer.
+        ValueError: ``batch`` isn't positive. On several ranks also: ``map`` draws random numbers without a seed for
+            each sample, calls Python, or changes variables; ``source`` is shuffled without a seed, or differs.
+
+    >>> import tensorflow as tf, npu_device as npu
+    >>> batches = npu.distribute.pipeline(tf.data.Dataset.range(5), lambda number: 10 * number, batch=3)
+    >>> [each.tolist() for each in batches.as_numpy_iterator()]  # a single device
+    [[0, 10, 20], [30, 40]]
+    """
+    if not isinstance(source, tf.data.Dataset):
+        raise TypeError(
+            f"expected a tf.data.Dataset as the source of a pipeline; found a {type(source).__name__}.\n"
+            "What to do: make one, for instance tf.data.Dataset.from_tensor_slices(file_names)."
+        )
+    if not callable(map):
+        raise TypeError(f"expected a function as the map of a pipeline; found a {type(map).__name__}")
+    size = operator.index(batch)
+    if size < 1:
+        raise ValueError(f"the batch of a pipeline must have 1 sample or more; found {size}")
+    if seed is not None:
+        seeds = tf.data.Dataset.random(seed, rerandomize_each_iteration=True).batch(2, drop_remainder=True)
+        source = tf.data.Dataset.zip((source, seeds))
+
+    def call(element: Any) -> Any:
+        inner, *own = (element,) if seed is None else element
+        return map(*(inner if isinstance(inner, tuple) else (inner,)), *own)
+
+    def call_parts(*parts: Any) -> Any:
+        return call(parts if len(parts) > 1 or isinstance(source.element_spec, tuple) else parts[0])
+
+    world = world_unless_child()
+    if world is None:
+        mapped = source.map(call_parts, num_parallel_calls)
+        return mapped.batch(size, drop_remainder).prefetch(tf.data.AUTOTUNE)
+    _require_pure(call, source.element_spec)
+    _require_same(world, source)
+    options = tf.data.Options()
+    options.deterministic = True  # or each rank would have an order of its own
+    if source.options().autotune.enabled is None:
+        # The thread that tunes sleeps for ever longer times, and the end of an epoch often waits until it wakes up:
+        # up to as long as the epoch took, for all ranks if it happens on one. Upstream issue: none.
+        options.autotune.enabled = False
+    source = source.with_options(options)
+    first, last = (place * size // world.size for place in (world.rank, world.rank + 1))
+    rows = source.window(size, drop_remainder=drop_remainder).flat_map(_cut(first, last))
+    mapped = rows.map(lambda tag, element: (tag, call(element)), num_parallel_calls)
+    whole = drop_remainder and last > first
+    tagged = mapped.batch(max(last - first, 1), drop_remainder)
+    count = int(source.cardinality())
+    if count >= 0:
+        count = count // size if drop_remainder else -(-count // size)
+    if count != tf.data.UNKNOWN_CARDINALITY:
+        tagged = tagged.apply(tf.data.experimental.assert_cardinality(count))
+    return Pipeline(tagged.prefetch(tf.data.AUTOTUNE), whole)
+
+
+def _cut(first: int, last: int) -> Callable[..., tf.data.Dataset]:
+    """Return what makes, of the elements of a batch, a dataset of the elements of one rank with their tags."""
+    # A tag has 1 for a row that counts, and the checksum of the batch's first element. A rank without rows gets one
+    # that doesn't count. All batches but the last have the same number of rows on a rank: they can be batched again.
+
+    def cut(*window: Any) -> tf.data.Dataset:
+        one = window[0] if len(window) == 1 else window
+        elements = one if isinstance(one, tf.data.Dataset) else tf.data.Dataset.zip(one)
+        total = elements.cardinality()
+        rows = tf.clip_by_value(total - first, 0, last - first)
+        checksum = checksum_of(elements.take(1).get_single_element())
+        tag = tf.stack([tf.cast(rows > 0, tf.int64), checksum])
+        mine = elements.skip(tf.minimum(tf.constant(first, tf.int64), total - 1)).take(tf.maximum(rows, 1))
+        return tf.data.Dataset.zip((tf.data.Dataset.from_tensors(tag).repeat(), mine))
+
+    return cut
+
+
+def _rows_that_count(tags: tf.Tensor, rows: Any) -> Any:
+    return run_of(rows, tf.shape(tags)[0], 0, tf.cast(tf.reduce_sum(tags[:, 0]), tf.int32))
+
+
+def _require_pure(call: Callable[[Any], Any], spec: Any) -> None:
+    """Raise ValueError for a map whose result depends on more than its arguments."""
+    graph = tf.function(call).get_concrete_function(spec).graph.as_graph_def()
+    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+    kinds = dict.fromkeys(node.op for node in nodes)
+    if random := [kind for kind in kinds if _RANDOM.match(kind)]:
+        raise ValueError(
+            f"the map of a pipeline draws random numbers ({', '.join(random)}), which would differ from those "
+            "of one process.\nWhat to do: call npu.distribute.pipeline(…, seed=1). The map then gets a seed for each "
+            "sample as its last argument; draw with tf.random.stateless_uniform(shape, seed), or "
+            "tf.image.stateless_random_flip_left_right(image, seed)."
+        )
+    if stateful := [kind for kind in kinds if _STATEFUL.match(kind)]:
+        raise ValueError(
+            f"the map of a pipeline calls Python, or changes a state ({', '.join(stateful)}): several ranks "
+            "may get different samples than one.\nWhat to do: use operations of TensorFlow; for Python code whose "
+            "result depends only on its arguments, use tf.numpy_function(…, stateful=False). Count or adapt in the "
+            "source, which all ranks read; or let each rank read its own part, by npu.distribute.divided."
+        )
+
+
+def _require_same(world: World, source: tf.data.Dataset) -> None:
+    """Raise ValueError for a source that has another order or length on each rank, as far as its making tells."""
+    seeds = compat.shuffle_seeds(source)
+    if any(set(pair) == {0} for pair in seeds):
+        raise ValueError(
+            "the source of a pipeline is shuffled without a seed, in a different order on each rank.\nWhat to do: "
+            "shuffle(…, seed=1), list_files(…, seed=1), or npu.open(seed=1) right after the imports."
+        )
+    found = world.objects([[list(pair) for pair in seeds], int(source.cardinality())], "source of a pipeline")
+    if any(other != found[0] for other in found):
+        rows = world.lines(f"length {length}, seeds of shuffle {pairs}" for pairs, length in found)
+        raise ValueError(
+            f"the ranks have different sources for a pipeline (length -1: endless, -2: unknown):\n{rows}\n"
+            "What to do: give every rank the whole source, and shuffle the same seed on every rank; pipeline divides "
+            "it. For data that are divided already, use npu.distribute.divided."
         )

@@ -30,14 +30,8 @@ from dataclasses import dataclass
 from typing import Any, Callable, Optional
 
 from npu_device._src import environment
+from npu_device._src.cluster import time_limits
 from npu_device._src.cluster.errors import ClusterError, PeerError
-from npu_device._src.cluster.time_limits import (
-    FIRST_SAVE_CHECK_SECONDS,
-    LONGEST_SAVE_CHECK_SECONDS,
-    SAVE_ANSWER_SECONDS,
-    SAVE_LEFT_SECONDS,
-    SAVE_PAUSE_SECONDS,
-)
 from npu_device._src.collectives.group import WORLD_GROUP, group_of
 from npu_device._src.collectives.job import Job
 from npu_device._src.compat import keras_models
@@ -102,7 +96,11 @@ class Saves:
     def save(self, path: str, write: Callable[[], Any]) -> Any:
         """Let rank 0 write a path. Others wait for it and return None, or write where they can't see its file."""
         with self._lock:
-            save = self._begin(path)
+            begun, before = self._calls.begun, self._saves.pop(path, None)
+            count = 1 if before is None or before.moment[0] < begun else before.moment[1] + 1
+            if len(self._saves) == _REMEMBERED:
+                del self._saves[next(iter(self._saves))]
+            save = self._saves[path] = _Save((begun, count))
         try:
             if not any(self._is_written_by(rank, path, save.moment) for rank in self._writers()):
                 save.wrote = True
@@ -113,14 +111,6 @@ class Saves:
         finally:
             self._end(path, save)
         return None
-
-    def _begin(self, path: str) -> _Save:
-        begun, before = self._calls.begun, self._saves.pop(path, None)
-        count = 1 if before is None or before.moment[0] < begun else before.moment[1] + 1
-        if len(self._saves) == _REMEMBERED:
-            del self._saves[next(iter(self._saves))]
-        save = self._saves[path] = _Save((begun, count))
-        return save
 
     def _end(self, path: str, save: _Save) -> None:
         answers = []
@@ -151,7 +141,7 @@ class Saves:
                 return outcome
             answer: Future[_Outcome] = Future()
             self._asked[rank] = path, (begun, count), answer  # in place of one that this rank no longer waits for
-            return answer
+        return answer
 
     # On a rank that waits
 
@@ -171,14 +161,17 @@ class Saves:
 
     def _wait_for(self, writer: int, path: str, moment: _Moment) -> _Outcome:
         limit = environment.NPU_DEVICE_STALL_TIMEOUT.get()
-        until, seconds = time.monotonic() + limit, FIRST_SAVE_CHECK_SECONDS
+        until, seconds = time.monotonic() + limit, time_limits.FIRST_SAVE_CHECK_SECONDS
         while True:
             self._job.health.require_running()
             outcome = self._ask(writer, _OVER, [self._rank, path, *moment], seconds)
             if outcome is not None:
                 return outcome
             if self._job.health.has_left(writer):
-                return self._left_by(writer).get(path, (False, None))
+                left: dict[str, _Outcome] = {}
+                with contextlib.suppress(TimeoutError):
+                    left = json.loads(self._job.store.get(f"{_OVER} {writer}", time_limits.SAVE_LEFT_SECONDS))
+                return left.get(path, (False, None))
             if time.monotonic() >= until:
                 raise TimeoutError(
                     f"rank {self._rank}: rank {writer} writes {path} for this one, and has neither finished nor gone "
@@ -187,23 +180,17 @@ class Saves:
                     "What to do: let all ranks save to one path, or only rank 0 (`if npu.distribute.is_main():`); "
                     "set a larger limit if the file takes longer."
                 )
-            time.sleep(SAVE_PAUSE_SECONDS)  # the hub tells that a rank has left a moment after it stops to wait for it
-            seconds = min(2 * seconds, LONGEST_SAVE_CHECK_SECONDS)
+            time.sleep(
+                time_limits.SAVE_PAUSE_SECONDS
+            )  # the hub tells that a rank has left a moment after it stops to wait for it
+            seconds = min(2 * seconds, time_limits.LONGEST_SAVE_CHECK_SECONDS)
 
     def _ask(self, rank: int, kind: str, body: list[Any], seconds: float) -> Any:
         return self._job.health.ask(kind, [*body, next(self._numbers)], [rank], seconds).get(rank)
 
-    def _left_by(self, writer: int) -> dict[str, _Outcome]:
-        with contextlib.suppress(TimeoutError):
-            found: dict[str, _Outcome] = json.loads(self._job.store.get(f"{_OVER} {writer}", SAVE_LEFT_SECONDS))
-            return found
-        return {}
-
     def _sees_files_of(self, writer: int, path: str) -> bool:
-        """Return True if this rank sees the same directory as another one: a new file of the one appears to the other.
-
-        A new name is asked for, because a network file system may remember that an old one wasn't there.
-        """
+        """Return True if this rank sees the same directory as another one: a new file of the one appears to both."""
+        # A new name, because a network file system may remember that an old one wasn't there.
         name = f".npu_device-{secrets.token_hex(8)}"
         beside = os.path.join(os.path.dirname(path), name)  # relative to each rank's own working directory
         try:
@@ -212,7 +199,7 @@ class Saves:
         except OSError:  # this rank couldn't write here either
             return _exists(path)
         try:
-            sees = self._ask(writer, _SEES, [beside], SAVE_ANSWER_SECONDS)
+            sees = self._ask(writer, _SEES, [beside], time_limits.SAVE_ANSWER_SECONDS)
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(beside)

@@ -21,12 +21,12 @@ from npu_device._src.training.world import World
 if TYPE_CHECKING:
     from npu_device._src.training.fit.rehearsal import Outcome, Part, Rehearsal
 
-_SHOWN = 3
 _SAFETY = 20  # times what rounding has been seen to change
 
 
 @dataclass(frozen=True)
 class Runs:
+    before: Sequence[np.ndarray]  # the values of the variables before the step
     whole: Outcome  # of all samples
     again: Sequence[Outcome]  # of all samples once more, and with weights that differ by rounding
     parts: Sequence[Outcome]
@@ -59,7 +59,7 @@ def is_finite(outcome: Outcome) -> bool:
 
 def differences(rehearsal: Rehearsal, runs: Runs) -> list[Difference]:
     """Return the gradients that differ, the largest difference first."""
-    found, size = [], 0.0
+    found = []
     each = list(zip(runs.whole.gradients, *[run.gradients for run in [*runs.again, *runs.parts]]))
     dense = [_dense(values) for values in each]
     size = float(np.sqrt(sum(_norm(values[0]) ** 2 for values in dense)))
@@ -101,23 +101,18 @@ class Change:
     is_trained: bool  # it is a trainable weight
 
 
-def changes(
-    rehearsal: Rehearsal, runs: Runs, before: Sequence[np.ndarray], named: dict[int, Any], averaged: set[int]
-) -> list[Change]:
-    """Return the variables that the step changes in another way than one process would.
-
-    ``before`` has the values before the step. ``named`` has the variables that count, and ``averaged`` those whose
-    increments the ranks average, by the ``id`` of their handle.
-    """
+def changes(rehearsal: Rehearsal, runs: Runs, named: dict[int, Any], averaged: set[int]) -> list[Change]:
+    """Return the ``named`` variables, by their handles' ``id``, that the step changes unlike one process."""
     found = []
     for place, handle in enumerate(rehearsal.handles):
         if id(handle) not in named:
             continue
+        before = runs.before[place]
         values = [outcome.state[place] for outcome in (runs.whole, *runs.again, *runs.parts)]
-        same_shape = all(value.shape == before[place].shape for value in values)
+        same_shape = all(value.shape == before.shape for value in values)
         is_averaged, is_sum, differs = id(handle) in averaged, False, True
         if same_shape:
-            start = before[place].astype(np.float64)
+            start = before.astype(np.float64)
             moves = [value.astype(np.float64) - start for value in values]
             whole, again, parts = moves[0], moves[1 : 1 + len(runs.again)], moves[1 + len(runs.again) :]
             rounding = max(_norm(other - whole) for other in again)
@@ -126,7 +121,7 @@ def changes(
             wrong = _norm(whole - mean) if is_averaged else max(_norm(whole - part) for part in parts)
             differs, is_sum = wrong > allowed, _norm(whole - sum(parts)) <= allowed
         if differs:
-            is_number = not before[place].shape or not np.issubdtype(before[place].dtype, np.floating)
+            is_number = not before.shape or not np.issubdtype(before.dtype, np.floating)
             name, line = variable_name(named[id(handle)]), _setter(rehearsal.graph, handle)
             trains = bool(getattr(named[id(handle)], "trainable", False))
             found.append(Change(name, line, is_sum, is_number, is_averaged, trains))
@@ -171,9 +166,7 @@ _MOST = 3000
 
 
 def clipping(gradients: Sequence[Any], reduced: Sequence[Any]) -> str | None:
-    """Return the line at which gradients are clipped, or changed in another way that isn't linear, after the tape has
-    computed them and before an optimizer gets them; None if nowhere, or after the step has reduced them itself.
-    """
+    """Return the line at which a step changes gradients that it hasn't reduced in a way that isn't linear, or None."""
     done = {id(part) for value in reduced for part in tf.nest.flatten(value, expand_composites=True)}
     parts = [part for gradient in gradients for part in tf.nest.flatten(gradient, expand_composites=True)]
 
@@ -206,9 +199,7 @@ def values_per_sample(graph: Any) -> list[Any]:
 def where_samples_meet(
     tensors: Sequence[Any], whole: Sequence[np.ndarray], parts: Sequence[Sequence[np.ndarray]], rows: Sequence[int]
 ) -> str | None:
-    """Return the operation, and its line, at which the values of a sample first depend on the other samples, given the
-    values of ``values_per_sample`` for all samples and for each part.
-    """
+    """Return the operation, and its line, at which the values of a sample first depend on the other samples."""
     for place, tensor in enumerate(tensors):
         if not _are_the_same(whole[place], [part[place] for part in parts], rows):
             line = where(tensor.op)
@@ -245,8 +236,8 @@ def where(operation: tf.Operation) -> str:
 
 
 def names(different: Sequence[Difference]) -> str:
-    shown = ", ".join(difference.name for difference in different[:_SHOWN])
-    return shown + (f" and {len(different) - _SHOWN} more" if len(different) > _SHOWN else "")
+    shown = ", ".join(difference.name for difference in different[:3])
+    return shown + (f" and {len(different) - 3} more" if len(different) > 3 else "")
 
 
 def summed(title: str, what: str, world: World) -> str:

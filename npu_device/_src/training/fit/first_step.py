@@ -17,17 +17,16 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.training import training_state, xla
+from npu_device._src.training import seed, training_state, xla
 from npu_device._src.training.fit import findings, start
-from npu_device._src.training.fit.rehearsal import NotChecked, Outcome, Part, Rehearsal, random_state_kept
-from npu_device._src.training.fit.share import lengths_of, run_of, units_of
+from npu_device._src.training.fit.rehearsal import NotChecked, Outcome, Part, Rehearsal
+from npu_device._src.training.fit.share import lengths_of, run_of, units_of, without_optional
 
 if TYPE_CHECKING:
     from npu_device._src.training.fit.function import Function
 
 _log = logging.getLogger("npu_device")
 _SAMPLES = 5
-_SHOWN = 3
 
 
 class _Verdict(NamedTuple):
@@ -39,13 +38,20 @@ class _Verdict(NamedTuple):
 
 
 def check(function: Function, batch: Any) -> str:
-    """Check the step of a built model before the first step, on all ranks, with the first batch; return what has been
-    checked, for the statement, or raise ValueError on all ranks if its result isn't that of one process.
-    """
+    """Check the step of a built model on all ranks; return the line of the statement, or raise ValueError."""
     if environment.NPU_DEVICE_FIRST_STEP_CHECK.get() == "off":
         return "not checked: NPU_DEVICE_FIRST_STEP_CHECK=off"
     world = function.world
-    found = [_Verdict(*one) for one in world.objects(tuple(_verdict(function, batch)), "first-step check")]
+    if needs_no_check(function, batch):
+        mine = _Verdict("needs no check: the layers, the loss and the step are Keras's own")
+    else:
+        before = seed.random_states()  # a trace may draw seeds
+        try:
+            with compat.without_rewriting():
+                mine = _verdict(function, batch)
+        finally:
+            seed.set_random_states(before)
+    found = [_Verdict(*one) for one in world.objects(tuple(mine), "first-step check")]
     wrong = [rank for rank, verdict in enumerate(found) if verdict.error]
     if wrong:
         names = ", ".join(world.job.cluster.name_of(world.group.ranks[rank]) for rank in wrong)
@@ -62,9 +68,7 @@ def check(function: Function, batch: Any) -> str:
 
 
 def require_divisible(function: Function, spec: Any, share: Any, batch: Any, error: Exception) -> None:
-    """Raise an error that says what is divided, if a step can't be traced with this rank's ``share(batch)``, but with
-    the whole batch. ``error`` is that of the trace with the share.
-    """
+    """Raise an error that says what is divided, if a step can be traced with the batch, but not with a share of it."""
     # The share first: what has been traced with the batch counts as built, and wouldn't be traced again.
     if _can_be_traced(function, spec, share) or not _can_be_traced(function, spec, lambda data: data):
         return
@@ -81,13 +85,10 @@ def _can_be_traced(function: Function, spec: Any, divide: Any) -> bool:
 
 
 def _verdict(function: Function, batch: Any) -> _Verdict:
-    if needs_no_check(function, batch):
-        return _Verdict("needs no check: the layers, the loss and the step are Keras's own")
     try:
         if function.model.run_eagerly and function.is_scripts:
             raise NotChecked("the step runs eagerly (run_eagerly=True), and what it does in Python can't be undone")
-        with random_state_kept(), compat.without_rewriting():
-            return _examine(function, batch)
+        return _examine(function, batch)
     except NotChecked as error:
         return _Verdict(f"not checked: {_last_line(error)}")
     except Exception as error:  # the user's step, which may rely on what a few samples don't have
@@ -95,8 +96,7 @@ def _verdict(function: Function, batch: Any) -> _Verdict:
         text = f"{type(error).__name__}: {_last_line(error)}"
         verdict = _Verdict(f"not checked: the step can't run on a few samples ({text})")
     try:
-        with random_state_kept(), compat.without_rewriting():
-            return _examine_shares(function, batch, verdict)
+        return _examine_shares(function, batch, verdict)
     except Exception:
         _log.debug("first-step check of shares", exc_info=True)
         return verdict
@@ -114,7 +114,7 @@ def _last_line(error: BaseException) -> str:
 
 
 def _examine(function: Function, batch: Any) -> _Verdict:
-    batch = tf.nest.map_structure(_without_optional, batch)
+    batch = without_optional(batch)
     total = int(units_of(batch))
     count = min(total, _SAMPLES)
     if count < 2:
@@ -129,7 +129,7 @@ def _examine(function: Function, batch: Any) -> _Verdict:
     rehearsal = Rehearsal(function, spec)
     if not rehearsal.variables and not rehearsal.handles:
         raise NotChecked("the step trains nothing")
-    before = [compat.value_of_handle(handle).numpy() for handle in rehearsal.handles]
+    before = rehearsal.values()
     [first] = rehearsal.run([whole])
     [second] = rehearsal.run([whole])
     if not findings.repeats(first, second):
@@ -145,56 +145,42 @@ def _examine(function: Function, batch: Any) -> _Verdict:
     precision = _precision(function.model)
     with _moved(rehearsal.variables, precision):
         [moved] = rehearsal.run([whole])
-    runs = findings.Runs(first, [second, moved], divided, [part.weight for part in parts], 100 * precision)
-    return _judge(function, spec, rehearsal, runs, before, [whole, *parts])
+    runs = findings.Runs(before, first, [second, moved], divided, [part.weight for part in parts], 100 * precision)
+    return _judge(function, spec, rehearsal, runs, [whole, *parts])
 
 
 def _examine_shares(function: Function, batch: Any, verdict: _Verdict) -> _Verdict:
-    """Run a step that needs the size of its batch on two shares of one size. This shows what it keeps of its samples,
-    such as those of a queue, but nothing about its gradients.
-
-    What is averaged over the ranks may differ between the shares, but not with the order of the samples.
-    """
-    batch = tf.nest.map_structure(_without_optional, batch)
+    """Run a step that needs its batch's size on two shares of one size, which shows what it keeps of its samples."""
+    batch = without_optional(batch)
     total = int(units_of(batch))
     count = total // max(2, function.world.size)
     parts = [Part(run_of(batch, total, first, first + count), count, 2 * count, not first) for first in (0, count)]
-    turned = [replace(part, data=tf.nest.map_structure(_turned, part.data)) for part in parts]
-    spec = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), parts[0].data)
-    rehearsal = Rehearsal(function, spec)
-    before = [compat.value_of_handle(handle).numpy() for handle in rehearsal.handles]
-    [first, second], [again, _], [other, _] = map(rehearsal.run, (parts, parts, turned))
+
+    def turned(leaf: Any) -> Any:
+        return tf.reverse(leaf, [0]) if leaf is not None and leaf.shape.rank else leaf
+
+    others = [replace(part, data=tf.nest.map_structure(turned, part.data)) for part in parts]
+    rehearsal = Rehearsal(function, start.spec_of(function.model, None, parts[0].data))
+    before = rehearsal.values()
+    [first, second], [again, _], [other, _] = map(rehearsal.run, (parts, parts, others))
     if not findings.repeats(first, again):
         return verdict
 
     def kept(one: Outcome, handles: set[int]) -> list[findings.Change]:
-        runs = findings.Runs(first, [again], [one], [1.0], 100 * _precision(function.model))
+        runs = findings.Runs(before, first, [again], [one], [1.0], 100 * _precision(function.model))
         some = {handle: variable for handle, variable in named.items() if handle in handles}
-        return [change for change in findings.changes(rehearsal, runs, before, some, set()) if not change.is_number]
+        return [change for change in findings.changes(rehearsal, runs, some, set()) if not change.is_number]
 
     named, averaged = _variables(function)
     found = kept(second, set(named) - averaged)
+    # What is averaged over the ranks may differ between the shares, but not with the order of the samples.
     found += [replace(one, is_averaged=True) for one in kept(second, averaged) if one in kept(other, averaged)]
-    return _Verdict("", findings.kept(_title(function), found[0], function.world)) if found else verdict
+    title = f"the train step of {function.model.name!r}"
+    return _Verdict("", findings.kept(title, found[0], function.world)) if found else verdict
 
 
-def _turned(leaf: Any) -> Any:
-    return tf.reverse(leaf, [0]) if leaf is not None and leaf.shape.rank else leaf
-
-
-def _title(function: Function) -> str:
-    return f"the train step of {function.model.name!r}"
-
-
-def _judge(
-    function: Function,
-    spec: Any,
-    rehearsal: Rehearsal,
-    runs: findings.Runs,
-    before: Sequence[np.ndarray],
-    parts: Sequence[Part],
-) -> _Verdict:
-    world, title = function.world, _title(function)
+def _judge(function: Function, spec: Any, rehearsal: Rehearsal, runs: findings.Runs, parts: Sequence[Part]) -> _Verdict:
+    world, title = function.world, f"the train step of {function.model.name!r}"
     sums, mixing = findings.added_losses(rehearsal, runs)
     if sums:
         return _Verdict("", findings.summed(title, f"a loss that a layer adds: {sums[0]}", world))
@@ -203,7 +189,7 @@ def _judge(
     summed = [difference for difference in different if difference.is_sum]
     if summed and line is None:
         return _Verdict("", findings.summed(title, f"the gradient of {findings.names(summed)}", world))
-    changed = findings.changes(rehearsal, runs, before, *_variables(function))
+    changed = findings.changes(rehearsal, runs, *_variables(function))
     kept = [change for change in changed if not change.is_number]
     if kept:
         return _Verdict("", findings.kept(title, kept[0], world))
@@ -225,22 +211,16 @@ def _place(function: Function, spec: Any, parts: Sequence[Part]) -> str | None:
         [whole], divided = rehearsal.run(parts[:1]), rehearsal.run(parts[1:])
     except Exception:  # the check itself has been made
         return None
-    rows = [part.units for part in parts[1:]]
-    return findings.where_samples_meet(rehearsal.chosen, whole.chosen, [part.chosen for part in divided], rows)
+    chosen, rows = [part.chosen for part in divided], [part.units for part in parts[1:]]
+    return findings.where_samples_meet(rehearsal.chosen, whole.chosen, chosen, rows)
 
 
 # What is compared.
 
 
-def _without_optional(leaf: Any) -> Any:
-    return None if isinstance(leaf, tf.experimental.Optional) else leaf  # Keras 3 has an empty one for None
-
-
 def _spec(leaf: Any) -> Any:
-    if leaf is None:
-        return None
-    spec = tf.type_spec_from_value(leaf)
-    if not spec.shape.rank:
+    spec = None if leaf is None else tf.type_spec_from_value(leaf)
+    if spec is None or not spec.shape.rank:
         return spec
     shape = [None, *spec.shape[1:]]
     if isinstance(spec, tf.SparseTensorSpec):
@@ -253,9 +233,8 @@ def _spec(leaf: Any) -> Any:
 def _variables(function: Function) -> tuple[dict[int, Any], set[int]]:
     """Return the variables that a step may change only as one process does, and those that are averaged; by handle."""
     model, known = function.model, function.parts
-    reduced = [*(variable for metric in known.metrics for variable in metric.variables)]
-    reduced += training_state.optimizer_state(model)
-    others = {id(compat.handle_of(variable)) for variable in reduced}
+    reduced = [variable for metric in known.metrics for variable in metric.variables]
+    others = {id(compat.handle_of(each)) for each in [*reduced, *training_state.optimizer_state(model)]}
     every = [*compat.variables_of(model), *training_state.loose_variables(model)]
     named = {id(compat.handle_of(variable)): variable for variable in every}
     averaged = {id(compat.handle_of(variable)) for variable in known.statistics}
@@ -265,11 +244,9 @@ def _variables(function: Function) -> tuple[dict[int, Any], set[int]]:
 def _precision(model: Any) -> float:
     """Return how much rounding may change a value, relative."""
     kinds = {str(getattr(layer, "compute_dtype", "float32")) for layer in compat.layers_of(model)}
-    if kinds & {"float16", "bfloat16"}:
-        return 5e-4
-    if tf.config.list_logical_devices("GPU") and tf.config.experimental.tensor_float_32_execution_enabled():
-        return 5e-4
-    return 1e-6
+    has_gpu = bool(tf.config.list_logical_devices("GPU"))
+    is_tf32 = has_gpu and tf.config.experimental.tensor_float_32_execution_enabled()
+    return 5e-4 if is_tf32 or kinds & {"float16", "bfloat16"} else 1e-6
 
 
 @contextlib.contextmanager

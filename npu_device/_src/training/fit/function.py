@@ -6,18 +6,10 @@ from typing import TYPE_CHECKING, Any, Callable
 
 from npu_device._src import compat, environment
 from npu_device._src.training import training_state
-from npu_device._src.training.fit import first_step, randomness, start
+from npu_device._src.training.fit import first_step, randomness, sources, start
 from npu_device._src.training.fit.divided import Divided
 from npu_device._src.training.fit.randomness import NumbersOfRank
 from npu_device._src.training.fit.share import Share, content, is_divided, require_units, rows_of, tag_of
-from npu_device._src.training.fit.sources import (
-    InputWait,
-    again,
-    pull,
-    require_same_mark,
-    same_everywhere,
-    warn_if_all_the_same,
-)
 from npu_device._src.training.fit.step import Replaced, RunningChecksum, divide
 
 if TYPE_CHECKING:
@@ -31,12 +23,7 @@ _TRACED = (
 
 
 class Function:
-    """One of the three functions of a model, around the one that Keras makes. Keras keeps it as an attribute of the
-    model.
-
-    The first call of a ``fit``, ``evaluate`` or ``predict`` makes the ranks ready (``_start``). Every call goes on to
-    Keras's own function, which takes a batch and calls the step of the model: ``step`` has its road.
-    """
+    """One of the three functions of a model, around the one that Keras makes; the first call makes the ranks ready."""
 
     def __init__(self, replica: Replica, kind: str) -> None:
         self.kind, self.world, self.model = kind, replica.world, replica.model
@@ -51,16 +38,16 @@ class Function:
         self._kerass: Callable[[Any], Any]
         self.own_step: Callable[[Any], Any] = getattr(self.model, f"{kind}_step")
         self.is_scripts = not compat.belongs_to_keras(self.own_step)
-        self._begins = True
+        self.begins = True  # its next call is the first one of a fit, evaluate or predict
         self._is_built = False
         self._checked = ""
         self._has_drawn = False
-        self._input_wait = InputWait() if kind == "train" and self.world.is_main else None
+        self._input_wait = sources.InputWait() if kind == "train" and self.world.is_main else None
 
     def __call__(self, batches: Any) -> Any:
         """Run a step, or several; Keras calls this with an iterator, or (to predict, in Keras 3) with a list."""
-        if self._begins:
-            self._begins = False
+        if self.begins:
+            self.begins = False
             batches = self._start(batches)
         if self._input_wait is None or self._input_wait.is_over:
             return self._kerass(batches)
@@ -71,7 +58,7 @@ class Function:
         """Make the function of the model, unless it is there; Keras calls this at the beginning of each ``fit``."""
         self._replica.prepare(self.kind)
         if getattr(self.model, self._name) is not self or force:  # also after compile
-            self._begins, self._is_built, self._checked = True, False, ""
+            self.begins, self._is_built, self._checked = True, False, ""
             self._make_anew()
         return self
 
@@ -87,13 +74,6 @@ class Function:
         if self._parts is None:
             self._parts = start.parts_of(self.model)
         return self._parts
-
-    def begin(self) -> None:
-        self._begins = True
-
-    @property
-    def has_begun(self) -> bool:
-        return not self._begins
 
     def build(self, batches: Any, batch: Any) -> None:
         """Make all variables that a step needs, before its first one, given the first batch."""
@@ -133,27 +113,28 @@ class Function:
         world, model, training = self.world, self.model, self.kind == "train"
         self.checksum.take()  # what an interrupted call has left
         several = isinstance(batches, list)  # what Keras 3 predicts
-        pulled = batches if several else pull(batches, compat.steps_per_call(model))
+        pulled = batches if several else sources.pull(batches, compat.steps_per_call(model))
         self.has_own_data = own_data = bool(pulled) and is_divided(pulled[0])
         if pulled:
             if not own_data and environment.NPU_DEVICE_DIVISION.get() == "alike":
                 require_units(pulled[0], world.size)
             self.build(batches, pulled[0])
         if training or not self._replica.in_fit:
-            start.synchronise(world, model, training, self._replica.root_for_once())
+            start.synchronise(world, model, training, self._replica.root_rank)
+            self._replica.root_rank = 0
         self._parts = start.parts_of(model)
         if own_data and type(self.source) is Divided:
-            warn_if_all_the_same(world, start.digest(pulled))
+            sources.warn_if_all_the_same(world, start.digest(pulled))
         elif own_data:
-            require_same_mark(world, int(tag_of(pulled[0])[1]))
+            sources.require_same_mark(world, int(tag_of(pulled[0])[1]))
         else:
             rows = int(rows_of(pulled[0])) if pulled else 0
-            self.send_from_root(not same_everywhere(world, self.source, start.digest(pulled), rows))
+            self.send_from_root(not sources.same_everywhere(world, self.source, start.digest(pulled), rows))
         if training and pulled:
             if not self._checked:
                 self._checked = first_step.check(self, content(pulled[0]))
             self._replica.report(None if own_data else int(rows_of(pulled[0])), self._checked)
-        return batches if several else again(batches, pulled)
+        return batches if several else sources.again(batches, pulled)
 
     def send_from_root(self, sent: bool) -> None:
         """Let the batches of rank 0 be sent to all ranks from now on, or not any more."""

@@ -9,6 +9,7 @@ whole batch (whether to skip a layer), which stays the same on all ranks.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,9 +28,7 @@ _SHOWN = 4
 
 
 class NumbersOfRank:
-    """Lets a model's training step draw the numbers of this rank, eagerly or while it is traced, from ``begin`` to
-    ``end``.
-    """
+    """Lets a training step, eager or traced, draw the numbers of this rank from ``begin`` to ``end``."""
 
     def __init__(self, world: World, generators: Sequence[Any], replaced: Replaced) -> None:
         self._offset = world.rank * _APART
@@ -61,10 +60,7 @@ class NumbersOfRank:
             self._graph.seed = self._seed
 
     def settle(self, share: Any, weights: Sequence[Any]) -> list[Draw]:
-        """Give all ranks the same numbers where a step that has been traced draws once for the whole batch.
-
-        Return the step's draws; of an eager step only that it draws by ``tf.random``, the same on all ranks.
-        """
+        """Give all ranks the same numbers where a traced step draws once for the whole batch; return its draws."""
         if self._graph is None:
             drew = self._before is not None and self._before != compat.random_state()
             return [Draw("tf.random", stateful=True, shared=EAGER)] if drew else []
@@ -73,50 +69,36 @@ class NumbersOfRank:
         draws = draws_of(self._graph, self._first, samples, shapes)
         for draw in draws:
             if draw.shared and not draw.stateful:
-                _replace_output(draw.operation, draw.operation.inputs[0])
+                [mixed] = draw.operation.outputs
+                for user in mixed.consumers():
+                    for place, each in enumerate(user.inputs):
+                        if each is mixed:
+                            compat.replace_input(user, place, draw.operation.inputs[0])
             elif draw.shared and self._seed is not None:
                 compat.set_seed_of(draw.operation, self._seed)
         return draws
 
     def _mixed(self, own: Callable[..., tf.Tensor], *args: Any, **kwargs: Any) -> tf.Tensor:
-        """Return the state to draw from: a Keras generator's seed and count, or a TensorFlow generator's count and key.
-        The generator itself moves on by the same on all ranks.
-        """
+        """Return the state to draw from; the generator itself moves on by the same on all ranks."""
         state = own(*args, **kwargs)
-        zeros = [0] * (int(state.shape[0]) - 1)
-        offset = (
-            [*zeros, self._offset]
-            if isinstance(getattr(own, "__self__", None), tf.random.Generator)
-            else [self._offset, *zeros]
-        )
+        # A Keras generator's seed and count, or a TensorFlow generator's count and key.
+        offset = [self._offset, *[0] * (int(state.shape[0]) - 1)]
+        if isinstance(getattr(own, "__self__", None), tf.random.Generator):
+            offset.reverse()
         return tf.add(state, tf.constant(offset, state.dtype), name=MARK)
-
-
-def _replace_output(operation: tf.Operation, tensor: tf.Tensor) -> None:
-    [before] = operation.outputs
-    for user in before.consumers():
-        for place, each in enumerate(user.inputs):
-            if each is before:
-                compat.replace_input(user, place, tensor)
 
 
 def lines(model: Any, draws: Sequence[Draw]) -> list[str]:
     """Return how the ranks draw the random numbers of a step, for rank 0 to say (``start.say``)."""
-    text = [f"npu_device: random numbers in the step of {type(model).__name__} {model.name!r}"]
-    if any(not draw.shared for draw in draws):
-        text.append(f"  each rank its own    {_names(draw for draw in draws if not draw.shared)}")
+    said = [("each rank its own    {}", [draw for draw in draws if not draw.shared])]
     for why in dict.fromkeys(draw.shared for draw in draws if draw.shared):
-        named = _names(draw for draw in draws if draw.shared == why)
-        text.append(f"  same on all ranks    {named}: {why}")
-    if any(draw.decides_alone for draw in draws):
-        named = _names(draw for draw in draws if draw.decides_alone)
-        text.append(
-            f"  each rank decides    {named}: in a function that the step calls; drawn in the step, it is shared"
-        )
-    if any(draw.stateful for draw in draws):
-        named = _names(draw for draw in draws if draw.stateful)
-        text.append(f"  not in a checkpoint  {named}: the operation keeps its state to itself")
-    return text
+        said.append((f"same on all ranks    {{}}: {why}", [draw for draw in draws if draw.shared == why]))
+    alone = "each rank decides    {}: in a function that the step calls; drawn in the step, it is shared"
+    said.append((alone, [draw for draw in draws if draw.decides_alone]))
+    stateful = "not in a checkpoint  {}: the operation keeps its state to itself"
+    said.append((stateful, [draw for draw in draws if draw.stateful]))
+    title = f"npu_device: random numbers in the step of {type(model).__name__} {model.name!r}"
+    return [title, *(f"  {text.format(_names(chosen))}" for text, chosen in said if chosen)]
 
 
 def _names(draws: Iterable[Draw]) -> str:
@@ -148,14 +130,7 @@ class Draw:
 
 
 def draws_of(graph: tf.Graph, first: int, samples: Sequence[tf.Tensor], shapes: set[tuple[int, ...]]) -> list[Draw]:
-    """Return the draws of a step that has been traced.
-
-    Args:
-        graph: the graph that the step is in. Draws inside its branches, loops and functions are each rank's own.
-        first: number of operations that the graph had before the step.
-        samples: tensors of the share of this rank, on which everything depends that isn't the same on all ranks.
-        shapes: shapes of the variables of the model.
-    """
+    """Return the draws of a step whose operations begin with the ``first``; ``shapes`` are those of the weights."""
     operations = graph.get_operations()[first:]
     found = [operation for operation in operations if _is_draw(operation)]
     flow = _Flow(graph, samples)
@@ -204,10 +179,7 @@ def _is_draw(operation: tf.Operation) -> bool:
 
 
 def _drawn_from(mark: tf.Operation) -> list[tf.Operation]:
-    """Return the random operations that a generator's state goes to; none if one is inside a branch, loop or function.
-
-    Seeds that are themselves drawn are followed to what is drawn from them.
-    """
+    """Return the random operations that a generator's state goes to; none if one is in a branch, loop or function."""
     found: list[tf.Operation] = []
     seen: set[str] = set()
     waiting = [mark]
@@ -219,6 +191,7 @@ def _drawn_from(mark: tf.Operation) -> list[tf.Operation]:
                 if user.name in seen:
                     continue
                 seen.add(user.name)
+                # Seeds that are themselves drawn are followed to what is drawn from them.
                 if user.type.startswith("Stateless") and not user.type.startswith(_SEEDS):
                     found.append(user)
                 else:
@@ -228,9 +201,7 @@ def _drawn_from(mark: tf.Operation) -> list[tf.Operation]:
 
 def _is_per_sample(drawn: tf.Operation, flow: _Flow, rows: set[int]) -> bool:
     shape = drawn.outputs[0].shape
-    if not shape.is_fully_defined():
-        return True
-    if rows & set(shape.as_list()):
+    if not shape.is_fully_defined() or rows & set(shape.as_list()):
         return True
     return flow.reach([drawn.inputs[0]]).samples if drawn.inputs else False
 
@@ -256,51 +227,58 @@ class _Flow:
         self._samples = {tensor.name for tensor in samples}
         self._inputs = {tensor.op.name: place for place, tensor in enumerate(graph.inputs)}
         self._inside: dict[str, dict[str, list[_Flow]]] = {}
+        for operation in graph.get_operations():
+            if functions := compat.functions_of(operation):
+                self._inside[operation.name] = {name: list(map(_Flow, graphs)) for name, graphs in functions.items()}
 
     def draws_behind(self, targets: Iterator[list[tf.Tensor]]) -> set[str]:
         """Return the draws behind values that don't depend on this rank's samples: all ranks have to have the same."""
         reached = map(self.reach, targets)
         return {draw for reach in reached if not reach.samples for draw in reach.draws}
 
+    def _functions(self) -> Iterator[tuple[tf.Operation, dict[str, list[_Flow]], _Flow]]:
+        """Yield each function inside, after its operation and all of that."""
+        for name, inside in self._inside.items():
+            for flow in itertools.chain(*inside.values()):
+                yield self._graph.get_operation_by_name(name), inside, flow
+
+    def _from_inside(self, find: Callable[[_Flow], Iterator[list[tf.Tensor]]]) -> Iterator[list[tf.Tensor]]:
+        """Yield what is found in the functions inside, as tensors of this graph."""
+        for operation, inside, flow in self._functions():
+            for tensors in find(flow):
+                yield self._outside(operation, inside, flow.reach(tensors).inputs)
+
     def decisions(self) -> Iterator[list[tf.Tensor]]:
         """Yield tensors of this graph by which its branches and loops, and those inside them, decide."""
-        for operation in self._graph.get_operations():
-            inside = self._flows(operation)
+        for name, inside in self._inside.items():
+            operation = self._graph.get_operation_by_name(name)
             if "cond" in inside:
                 yield self._outside(operation, inside, set())
-            elif inside and "f" not in inside:
+            elif "f" not in inside:
                 yield [operation.inputs[0]]
-            for flow in _all(inside):
-                for tensors in flow.decisions():
-                    yield self._outside(operation, inside, flow.reach(tensors).inputs)
+        yield from self._from_inside(_Flow.decisions)
 
     def deciding_in_functions(self) -> set[str]:
         """Return the draws inside functions by which these decide, whatever the samples are."""
         found = set()
-        for operation in self._graph.get_operations():
-            inside = self._flows(operation)
-            for flow in _all(inside):
-                found |= flow.deciding_in_functions()
-                for reach in map(flow.reach, flow.decisions() if "f" in inside else ()):
-                    if reach.draws and not self.reach(self._outside(operation, inside, reach.inputs)).samples:
-                        found |= reach.draws
+        for operation, inside, flow in self._functions():
+            found |= flow.deciding_in_functions()
+            for reach in map(flow.reach, flow.decisions() if "f" in inside else ()):
+                if reach.draws and not self.reach(self._outside(operation, inside, reach.inputs)).samples:
+                    found |= reach.draws
         return found
 
     def draws_inside(self) -> Iterator[tf.Operation]:
-        for operation in self._graph.get_operations():
-            for flow in _all(self._flows(operation)):
-                yield from filter(_is_draw, flow._graph.get_operations())
-                yield from flow.draws_inside()
+        for _, _, flow in self._functions():
+            yield from filter(_is_draw, flow._graph.get_operations())
+            yield from flow.draws_inside()
 
     def assignments(self) -> Iterator[list[tf.Tensor]]:
         """Yield tensors of this graph that are assigned to variables, also inside branches, loops and functions."""
         for operation in self._graph.get_operations():
-            inside = self._flows(operation)
             if operation.type.startswith(_ASSIGNMENTS):
                 yield list(operation.inputs)[1:]
-            for flow in _all(inside):
-                for tensors in flow.assignments():
-                    yield self._outside(operation, inside, flow.reach(tensors).inputs)
+        yield from self._from_inside(_Flow.assignments)
 
     def _outside(self, operation: tf.Operation, inside: dict[str, list[_Flow]], places: set[int]) -> list[tf.Tensor]:
         if "cond" in inside:
@@ -331,16 +309,15 @@ class _Flow:
         return found
 
     def _sources(self, operation: tf.Operation, output: int) -> list[tf.Tensor]:
-        inside = self._flows(operation)
-        inputs = list(operation.inputs)
-        if not inside:
-            return inputs
+        inside = self._inside.get(operation.name)
+        if inside is None:
+            return list(operation.inputs)
         if "cond" in inside:
-            return [inputs[place] for place in self._loop(inside, {output})]
-        places = {place for flow in _all(inside) for place in flow.reach([flow._graph.outputs[output]]).inputs}
-        if "f" in inside:
-            return [inputs[place] for place in places]
-        return [inputs[0], *(inputs[place + 1] for place in places)]
+            return self._outside(operation, inside, {output})
+        flows = itertools.chain(*inside.values())
+        places = {place for flow in flows for place in flow.reach([flow._graph.outputs[output]]).inputs}
+        decides = [] if "f" in inside else [operation.inputs[0]]
+        return [*decides, *self._outside(operation, inside, places)]
 
     def _loop(self, inside: dict[str, list[_Flow]], places: set[int]) -> set[int]:
         """Return on which of a loop's variables its number of rounds and some others depend."""
@@ -351,13 +328,3 @@ class _Flow:
             if not more:
                 return found
             found |= more
-
-    def _flows(self, operation: tf.Operation) -> dict[str, list[_Flow]]:
-        if operation.name not in self._inside:
-            functions = compat.functions_of(operation)
-            self._inside[operation.name] = {name: list(map(_Flow, graphs)) for name, graphs in functions.items()}
-        return self._inside[operation.name]
-
-
-def _all(inside: dict[str, list[_Flow]]) -> list[_Flow]:
-    return [flow for flows in inside.values() for flow in flows]

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Callable
 
 import numpy as np
@@ -14,13 +15,13 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions
-from npu_device._src.training import seed, training_state
+from npu_device._src.training import training_state
 from npu_device._src.training.applied_gradients import reduction_of
 from npu_device._src.training.fit.current import CurrentStep, current_step
 from npu_device._src.training.fit.findings import where
-from npu_device._src.training.fit.optimizer import WeightedReduction
 from npu_device._src.training.fit.share import Share
 from npu_device._src.training.fit.step import Replaced, Step
+from npu_device._src.training.fit.weighting import WeightedReduction
 
 if TYPE_CHECKING:
     from npu_device._src.training.fit.function import Function
@@ -33,17 +34,11 @@ class NotChecked(Exception):
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(Share):
     """A run of a batch's units as the share of a rank; or all of them, as one process has them."""
 
-    data: Any
     units: int
-    total: int
     is_first: bool
-
-    @property
-    def weight(self) -> float:
-        return self.units / self.total
 
 
 @dataclass(frozen=True)
@@ -54,23 +49,11 @@ class Outcome:
     chosen: list[np.ndarray]  # tensors that were asked for
 
 
-class _Function:
-    """Stands in for a ``Function``, of which ``Step`` needs this much. Metrics count what they like, and random numbers
-    are those of any rank.
-    """
-
-    def __init__(self, function: Function, world: _VirtualRanks) -> None:
-        self.kind, self.model, self.is_scripts, self.world = "check", function.model, function.is_scripts, world
-        self.parts = replace(function.parts, metrics=[], trackers=[], statistics=[])
-
-
 class Rehearsal:
     """A train step, traced once, that runs on parts of a batch."""
 
     def __init__(self, function: Function, spec: Any, choose: Callable[[Any], list[Any]] | None = None) -> None:
-        """Trace the step of a built model, with ``spec``; ``choose`` returns tensors of the graph whose values are
-        wanted, too.
-        """
+        """Trace the step of a built model; ``choose`` returns tensors of the graph whose values are wanted, too."""
         self._of, self._choose = function, choose
         self.variables: list[Any] = []  # whose gradients the optimizers got
         self.gradients: list[Any] = []  # that the optimizers got
@@ -111,7 +94,10 @@ class Rehearsal:
         for optimizer in training_state.optimizers(self._of.model):
             self._record(optimizer, replaced)
         share = Share(data, units, total)
-        stand_in: Any = _Function(self._of, self._world)
+        # What a step needs of a function. Metrics count what they like, and random numbers are those of any rank.
+        parts = replace(self._of.parts, metrics=[], trackers=[], statistics=[])
+        stand_in: Any = SimpleNamespace(kind="check", model=self._of.model, world=self._world, parts=parts)
+        stand_in.is_scripts = self._of.is_scripts
         self._on_stage.enter_context(Step(stand_in, share))
         step = current_step()
         assert step is not None
@@ -135,9 +121,8 @@ class Rehearsal:
 
         def apply(own: Any, grads: Any, trainable_variables: Any = None) -> Any:
             del own
-            return take(
-                grads, compat.trained_variables(optimizer) if trainable_variables is None else trainable_variables
-            )
+            found = trainable_variables
+            return take(grads, compat.trained_variables(optimizer) if found is None else found)
 
         def apply_gradients(own: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             del own, args, kwargs
@@ -156,13 +141,20 @@ class Rehearsal:
         flat = tf.nest.flatten(self._weighted, expand_composites=True)
         if not all(compat.is_in(graph, tensor) for tensor in flat):
             raise NotChecked("the step applies gradients in a branch or a loop")
-        added = [loss for loss in _losses_of(self._of.model) if compat.is_in(graph, loss)]
+        added = []
+        with contextlib.suppress(AttributeError, ValueError):  # a model that its step has never called
+            added = [loss for loss in self._of.model.losses if compat.is_in(graph, loss)]
         self.losses += added
         self.chosen = [] if self._choose is None else self._choose(graph)
-        gradients = [_dense_or_rows(part) for part in self._weighted]
+        gradients = [
+            (part.values, part.indices) if isinstance(part, tf.IndexedSlices) else part for part in self._weighted
+        ]
         losses = [tf.reduce_sum(loss) for loss in added]
         compat.without_noise(graph)
         return gradients, losses, self._world.sent, self.chosen
+
+    def values(self) -> list[np.ndarray]:
+        return [compat.value_of_handle(handle).numpy() for handle in self.handles]
 
     def run(self, parts: Sequence[Part]) -> list[Outcome]:
         """Run the step on all parts of a batch, as ranks that exchange what it exchanges."""
@@ -178,7 +170,7 @@ class Rehearsal:
         numbers = [tf.constant(value) for value in (part.units, part.total, part.is_first)]
         try:
             gradients, losses, sent, chosen = self._function(part.data, *numbers)
-            state = [compat.value_of_handle(handle).numpy() for handle in self.handles]
+            state = self.values()
         finally:
             for handle, value in zip(self.handles, before):
                 compat.set_handle(handle, value)
@@ -188,9 +180,7 @@ class Rehearsal:
 
 @contextlib.contextmanager
 def _functions_inline() -> Iterator[None]:
-    """Trace what a tf.function does into the caller's graph in the block. Else it would keep what it does here, without
-    noise, for the steps that follow.
-    """
+    """Trace tf.functions into their caller's graph, or they would keep what they do here, without noise, for later."""
     before = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(True)
     try:
@@ -214,30 +204,9 @@ def _call_as_in_inference(own: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return own(*bound.args, **bound.kwargs)
 
 
-def _losses_of(model: Any) -> list[Any]:
-    try:
-        return list(model.losses)
-    except (AttributeError, ValueError):  # a model that its step has never called
-        return []
-
-
-def _dense_or_rows(gradient: Any) -> Any:
-    return (gradient.values, gradient.indices) if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
 def _at(operation: Any) -> str:
     line = where(operation)
     return f" ({line})" if line else ""
-
-
-@contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Give Python's, numpy's and TensorFlow's random states back as they are; a trace may draw seeds."""
-    before = seed.random_states()
-    try:
-        yield
-    finally:
-        seed.set_random_states(before)
 
 
 # Ranks that exist only in the trace. A step is traced once, as one rank. It runs for one part after the other, so that

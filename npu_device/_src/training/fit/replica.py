@@ -6,7 +6,7 @@ For good, on the model (``Replica._methods`` has the reasons): ``make_train_func
 the three that write files. On ranks but 0 ``save_own_variables`` and ``_trackable_children``, which functions that
 save a model call: a warning says that each rank writes (``files``).
 
-For good, on each optimizer that a step can reach (``optimizer``, ``optimizer_wrapper``):
+For good, on each optimizer that a step can reach (``weighting``):
 
 - ``apply_gradients``, ``apply``, ``aggregate_gradients``, ``_aggregate_gradients``: they reduce gradients first
 - ``scale_loss``, ``minimize``: a loss that passes through is weighted by the samples of the rank, which costs less
@@ -14,11 +14,11 @@ For good, on each optimizer that a step can reach (``optimizer``, ``optimizer_wr
 While a step runs (``step.Replaced`` gives everything back):
 
 - ``call`` of losses, and ``compute_loss`` of a Keras 3 model: another denominator than the number of samples is that of
-  all ranks (``losses_metrics``)
+  all ranks (``weighting``)
 - ``add_loss`` of the script's layers, ``activity_regularizer`` of layers whose Keras adds it up: sums over samples
 - ``update_state`` of metrics: a number counts by the samples of the rank; a metric of the script gets all samples
 - ``result`` and ``reset_state`` of metrics: the logs show the results of all ranks; a reset in a step is refused
-- ``_moments``, ``_sync_calculate_mean_and_var`` of synchronized batch normalisation: of all ranks (``losses_metrics``)
+- ``_moments``, ``_sync_calculate_mean_and_var`` of synchronized batch normalisation: of all ranks (``weighting``)
 - ``next`` and ``skip`` of random generators: each rank draws its own numbers (``randomness``)
 - ``call`` of a model with ``jit_compile``: XLA compiles it instead of the step (``xla``)
 - in the first-step check ``call`` of Keras's layers that are noisy, and what applies gradients (``rehearsal``)
@@ -26,20 +26,22 @@ While a step runs (``step.Replaced`` gives everything back):
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import logging
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any, Callable
 
 from npu_device._src import compat
 from npu_device._src.training import training_state, xla
 from npu_device._src.training.fit import files, start
-from npu_device._src.training.fit.divided import Divided, has_rows, rows_of_rank, with_equal_length
-from npu_device._src.training.fit.epochs import callbacks_of_rank, silent
+from npu_device._src.training.fit.divided import Divided, Pipeline, rows_of_rank, with_equal_length
 from npu_device._src.training.fit.function import Function
-from npu_device._src.training.fit.optimizer import replicate_optimizer
-from npu_device._src.training.fit.pipeline import Pipeline
 from npu_device._src.training.fit.sources import kinds_that_differ
 from npu_device._src.training.fit.step import predict_step, train_or_test_step
+from npu_device._src.training.fit.weighting import replicate_optimizer
 from npu_device._src.training.same_variables import warn_if_different
 from npu_device._src.training.variables import require_no_strategy
 from npu_device._src.training.world import World, world_unless_child
@@ -49,11 +51,7 @@ _log = logging.getLogger("npu_device")
 
 
 class Replica:
-    """One model on this rank.
-
-    A call of ``fit``, ``evaluate`` or ``predict`` goes to the method of Keras, which calls the train, test or predict
-    function of the model with each batch (``function``); these call the step of the model (``step``).
-    """
+    """One model on this rank: Keras calls its functions (``function``), which call its steps (``step``)."""
 
     def __init__(self, world: World, model: Any) -> None:
         self.world = world
@@ -61,10 +59,10 @@ class Replica:
         self.train = Function(self, "train")
         self.test = Function(self, "test")
         self.predict = Function(self, "predict")
-        self._depth = 0
-        self._root = 0
+        self.in_fit = False
+        self.root_rank = 0  # from whose variables the next training starts
         self._is_reported = False
-        self._steps_per_epoch: Callable[[], int | None] = lambda: None
+        self._callbacks: Any = None
         for name, method in {**self._methods(), _REPLICA: self}.items():
             object.__setattr__(model, name, method)  # past Keras's own __setattr__, which tracks what is to be saved
         files.save_parts_once(world, model)
@@ -94,19 +92,6 @@ class Replica:
             methods[compat.COUNTERS_METHOD] = lambda *args: self.world.object_from_root(own(*args))
         return methods
 
-    @property
-    def in_fit(self) -> bool:
-        return self._depth > 0
-
-    def start_from(self, root_rank: int) -> None:
-        """Let the next training start from the variables of another rank than 0."""
-        self._root = root_rank
-
-    def root_for_once(self) -> int:
-        """Return the rank from whose variables to start: 0, unless ``start_from`` has named another since."""
-        root, self._root = self._root, 0
-        return root
-
     def prepare(self, kind: str) -> None:
         """Set what must be set before Keras makes a function."""
         xla.leave_call(self.model)
@@ -124,7 +109,9 @@ class Replica:
         if not self._is_reported:
             self._is_reported = True
             if self.world.is_main:
-                start.say(start.statement(self.world, self.model, rows, self._steps_per_epoch(), checked))
+                last = self._callbacks[-1] if isinstance(self._callbacks, list) else self._callbacks
+                steps = (getattr(last, "params", None) or {}).get("steps")
+                start.say(start.statement(self.world, self.model, rows, steps, checked))
 
     def _fit(self, own: Callable[..., Any]) -> Callable[..., Any]:
         def fit(*args: Any, **kwargs: Any) -> Any:
@@ -133,17 +120,16 @@ class Replica:
             self._set_data(arguments, "validation_data")
             callbacks = callbacks_of_rank(self.world, self.model, arguments.get("callbacks"), self._compare_batches)
             arguments.set("callbacks", callbacks)
-            self._steps_per_epoch = lambda: _steps(callbacks)
+            self._callbacks = callbacks
             start.share_random_state(self.world)
-            self.train.begin()
-            self.test.begin()
-            self._depth += 1
+            self.train.begins = self.test.begins = True
+            before, self.in_fit = self.in_fit, True
             try:
                 with silent(self.world, self.model, callbacks):
                     history = arguments.call()
             finally:
-                self._depth -= 1
-            if not self.train.has_begun:  # no epoch was left to train
+                self.in_fit = before
+            if self.train.begins:  # no epoch was left to train
                 start.synchronise(self.world, self.model, training=True)
             variables = [*training_state.weights(self.model), *training_state.loose_variables(self.model)]
             warn_if_different(self.world, variables)  # and so waits for rank 0's files
@@ -159,7 +145,7 @@ class Replica:
                     arguments.set("verbose", 0)
                 return arguments.call()
             arguments = self._arguments(function, own, args, kwargs)
-            function.begin()
+            function.begins = True
             result = arguments.call()
             self._compare_batches()
             return result
@@ -187,7 +173,7 @@ class Replica:
             arguments.set(name, data.for_keras)
         elif isinstance(data, Divided):
             arguments.set(name, with_equal_length(self.world, data))
-        elif has_rows(self.model, data):
+        elif isinstance(data, compat.keras_of(self.model).utils.Sequence) and hasattr(data, "rows"):
             arguments.set(name, rows_of_rank(self.world, self.model, data))
 
     def _compare_batches(self) -> None:
@@ -197,11 +183,6 @@ class Replica:
         own_data = [kind for kind, function in functions.items() if function.has_own_data]
         for kind in kinds_that_differ(self.world, found, self.in_fit, own_data):
             functions[kind].send_from_root(True)
-
-
-def _steps(callbacks: Any) -> int | None:
-    last = callbacks[-1] if isinstance(callbacks, list) else callbacks
-    return (getattr(last, "params", None) or {}).get("steps")
 
 
 def replica_of(model: Any) -> Replica | None:
@@ -234,56 +215,122 @@ def replicate(model: Any) -> Any:
     return model
 
 
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_REST, _KEYWORDS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-
-
 class Arguments:
-    """What a call passes to a method of a model.
-
-    A class's own method may pass on what it doesn't name itself: ``def fit(self, *args, **kwargs)``. Such arguments are
-    recognised by the signature of Keras's method.
-    """
+    """What a call passes to a method of a model; what that doesn't name itself has its place in Keras's method."""
 
     def __init__(self, model: Any, own: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        self._own = own
-        self._bound = inspect.signature(own).bind(*args, **kwargs)
-        parameters = self._bound.signature.parameters.values()
-        self._named = {each.name for each in parameters if each.kind not in (_REST, _KEYWORDS)}
-        self._rest = next((each.name for each in parameters if each.kind is _REST), "")
-        self._keywords = next((each.name for each in parameters if each.kind is _KEYWORDS), "")
-        # What comes after the named ones is passed on in Keras's order.
-        before = sum(each.kind in _POSITIONAL for each in parameters)
-        self._in_order = _keras_names(model, own.__name__)[before:]
+        self._own, self._args, self._kwargs = own, list(args), kwargs
+        self._parameters = inspect.signature(own).parameters
+        self._kinds = {each.kind for each in self._parameters.values()}
+        self._in_order = [each.name for each in self._parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+        if inspect.Parameter.VAR_POSITIONAL in self._kinds:  # passed on in the order of Keras
+            self._in_order += _keras_names(model, own.__name__)[len(self._in_order) :]
 
     def get(self, name: str) -> Any:
-        arguments = self._bound.arguments
-        if name in self._named:
-            return arguments.get(name)
-        rest = arguments.get(self._rest, ())
-        if name in self._in_order[: len(rest)]:
-            return rest[self._in_order.index(name)]
-        return arguments.get(self._keywords, {}).get(name)
+        place = self._place(name)
+        return self._kwargs.get(name) if place is None else self._args[place]
 
     def set(self, name: str, value: Any) -> None:
         """Replace or add an argument; nothing happens if the method takes none of that name."""
-        arguments = self._bound.arguments
-        rest = arguments.get(self._rest, ())
-        if name in self._named:
-            arguments[name] = value
-        elif name in self._in_order[: len(rest)]:
-            place = self._in_order.index(name)
-            arguments[self._rest] = (*rest[:place], value, *rest[place + 1 :])
-        elif self._keywords:
-            arguments[self._keywords] = {**arguments.get(self._keywords, {}), name: value}
+        place = self._place(name)
+        if place is not None:
+            self._args[place] = value
+        elif name in self._parameters or inspect.Parameter.VAR_KEYWORD in self._kinds:
+            self._kwargs[name] = value
+
+    def _place(self, name: str) -> int | None:
+        given = self._in_order[: len(self._args)]
+        return given.index(name) if name in given else None
 
     def call(self) -> Any:
-        return self._own(*self._bound.args, **self._bound.kwargs)
+        return self._own(*self._args, **self._kwargs)
 
 
 def _keras_names(model: Any, method: str) -> list[str]:
     """Return the names of the parameters of Keras's own method, without ``self``."""
-    kerass = next(
-        vars(kind)[method] for kind in type(model).__mro__ if method in vars(kind) and compat.belongs_to_keras(kind)
+    kinds = (vars(kind) for kind in type(model).__mro__ if compat.belongs_to_keras(kind))
+    own = next(methods[method] for methods in kinds if method in methods)
+    return list(inspect.signature(own).parameters)[1:]
+
+
+# Callbacks, and what the ranks exchange at the end of each epoch.
+
+_END_OF_EPOCH = "end of an epoch (earlier on ranks with fewer batches, or that set stop_training)"
+
+_WRITE = ("CSVLogger", "TensorBoard", "RemoteMonitor", "BackupAndRestore", "OrbaxCheckpoint")
+"""Keras's callbacks that write by themselves. ``ModelCheckpoint`` writes by the methods of the model."""
+
+_SPEAK = ("ModelCheckpoint", "EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler")
+"""Keras's callbacks that decide on every rank, and print what they do if ``verbose`` is set."""
+
+
+def callbacks_of_rank(world: World, model: Any, callbacks: Any, compare_batches: Callable[[], None]) -> Any:
+    """Return the callbacks that ``fit`` gets on this rank: those that write only on rank 0, and ``RanksMeet`` last."""
+    keras = compat.keras_of(model)
+    given = getattr(callbacks, "callbacks", callbacks)  # of Keras's own list, created by the script
+    given = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    mine = [callback for callback in given if world.is_main or not _is_one_of(_WRITE, callback, keras)]
+    for callback in given:
+        if _is_one_of(("ModelCheckpoint",), callback, keras):
+            # Keras 3 would make the directory on all ranks at once; one of them fails.
+            directory = os.path.dirname(str(callback.filepath))
+            if directory and "{" not in directory and "://" not in directory:
+                os.makedirs(directory, exist_ok=True)
+
+    class RanksMeet(keras.callbacks.Callback):  # type: ignore[name-defined]
+        """Make the ranks wait for each other after each epoch, when the files are there, stop together, and compare
+        learning rates and batches. Without methods for batches, which would slow Keras down.
+        """
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            if hasattr(model, "_initial_epoch"):  # Keras 3; BackupAndRestore may have set it on rank 0
+                model._initial_epoch = world.object_from_root(model._initial_epoch)
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            mine = []
+            for optimizer in training_state.optimizers(model):
+                with contextlib.suppress(AttributeError, TypeError, ValueError):  # a legacy optimizer's schedule
+                    mine.append(float(optimizer.learning_rate))
+            found = world.objects((bool(model.stop_training), mine), _END_OF_EPOCH)
+            model.stop_training = any(stops for stops, _ in found)
+            _require_equal_rates(world, [rates for _, rates in found])
+            compare_batches()
+
+    meet = RanksMeet()
+    if not hasattr(callbacks, "callbacks"):
+        return [*mine, meet]
+    meet.set_model(model)
+    own_list = copy.copy(callbacks)  # the script's may serve another ``fit``
+    own_list.callbacks = [*mine, meet]
+    return own_list
+
+
+@contextlib.contextmanager
+def silent(world: World, model: Any, callbacks: Any) -> Iterator[None]:
+    """Let only rank 0 print what Keras's callbacks decide, which all ranks do alike."""
+    keras = compat.keras_of(model)
+    given = [] if world.is_main else getattr(callbacks, "callbacks", callbacks)
+    before = [(each, each.verbose) for each in given if _is_one_of(_SPEAK, each, keras)]
+    for callback, _ in before:
+        callback.verbose = 0
+    try:
+        yield
+    finally:
+        for callback, verbose in before:
+            callback.verbose = verbose
+
+
+def _is_one_of(names: Sequence[str], callback: Any, keras: Any) -> bool:
+    kinds = [getattr(keras.callbacks, name) for name in names if hasattr(keras.callbacks, name)]
+    return isinstance(callback, tuple(kinds))
+
+
+def _require_equal_rates(world: World, rates: Sequence[list[float]]) -> None:
+    if all(repr(each) == repr(rates[0]) for each in rates):  # NaN equals NaN
+        return
+    lines = world.lines(", ".join(f"{rate:g}" for rate in each) for each in rates)
+    raise RuntimeError(
+        f"rank {world.job.cluster.rank}: the ranks have different learning rates at the end of an epoch:\n"
+        f"{lines}\nLikely cause: a callback that changes the learning rate is passed on some ranks only.\n"
+        "What to do: pass it on every rank; the logs are the same everywhere, so that it decides alike."
     )
-    return list(inspect.signature(kerass).parameters)[1:]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Union
+from typing import Any, Union
 
 import numpy as np
 import tensorflow as tf
@@ -36,8 +36,7 @@ class Share:
 
     @property
     def weight(self) -> np.float64 | tf.Tensor:
-        """Return the part of this rank in all samples: from 0 to 1, in float64; a tensor of shape [] if not known
-        yet."""
+        """Return the part of this rank in all samples, in float64: a tensor of shape [] if not known yet."""
         if isinstance(self.units, int) and isinstance(self.total, int):
             return np.float64(self.units / self.total if self.total else 0.0)
         return tf.math.divide_no_nan(tf.cast(self.units, tf.float64), tf.cast(self.total, tf.float64))
@@ -57,16 +56,9 @@ class Share:
 
 
 def share_of_batch(data: Any, rank: int, size: int, division: str = "alike") -> Share:
-    """Cut this rank's run of neighbouring units out of a batch that all ranks have; runs differ by one unit at most.
-
-    Sizes that are known stay known. The division ``"first"`` cuts all tensors by the length of the first one, as 0.1.
-    """
-    lengths = lengths_of(data)
-    if not lengths:
-        raise ValueError(
-            "there is no tensor with a batch dimension in the data that fit, evaluate or predict was given"
-        )
-    total = lengths[0] if division == "first" else _common_divisor(lengths)
+    """Cut this rank's run of units out of a batch; ``"first"`` cuts by the length of the first tensor, as 0.1 did."""
+    rows = rows_of(data)
+    total = rows if division == "first" else units_of(data)
     begin, end = rank * total // size, (rank + 1) * total // size
     if isinstance(total, int):
         first = min(begin, max(total - 1, 0))
@@ -74,12 +66,11 @@ def share_of_batch(data: Any, rank: int, size: int, division: str = "alike") -> 
     else:
         first = tf.minimum(begin, tf.maximum(total - 1, 0))
         last = tf.maximum(end, first + 1)
-
     return Share(run_of(data, total, first, last, division), end - begin, total)
 
 
 def lengths_of(data: Any) -> list[Number]:
-    return [length_of(leaf) for leaf in _leaves(data)]
+    return [length_of(leaf) for leaf in tf.nest.flatten(data) if _is_divisible(leaf)]
 
 
 def units_of(data: Any) -> Number:
@@ -94,17 +85,11 @@ def run_of(data: Any, total: Number, first: Number, last: Number, division: str 
         if not _is_divisible(leaf):
             return leaf
         length = length_of(leaf)
-        unit = length // _at_least_1(total) if several and division == "alike" else 1
+        parts = max(total, 1) if isinstance(total, int) else tf.maximum(total, 1)
+        unit = length // parts if several and division == "alike" else 1
         return _cut(leaf, first * unit, last * unit)
 
     return tf.nest.map_structure(cut, data)
-
-
-def share_of_divided(data: Any, add_up: Callable[[tf.Tensor], tf.Tensor]) -> Share:
-    """Return the share given by a batch of a dataset that is already divided, see ``divided``."""
-    rows = tf.cast(tag_of(data)[0], tf.int32)
-    inner = content(data)
-    return Share(inner, rows, add_up(rows))
 
 
 def tag_of(data: Any) -> Any:
@@ -128,17 +113,14 @@ def content(data: Any) -> Any:
 
 def rows_of(data: Any) -> Number:
     """Return the number of samples in a batch: of its first tensor, as Keras counts them."""
-    for leaf in _leaves(data):
+    for leaf in filter(_is_divisible, tf.nest.flatten(data)):
         return length_of(leaf)
     raise ValueError("there is no tensor with a batch dimension in the data that fit, evaluate or predict was given")
 
 
 def require_units(data: Any, size: int) -> None:
-    """Raise ValueError for a first batch that only one rank could work on, since its tensors' lengths have no common
-    divisor: their first axes can't all be samples.
-    """
-    named = [(name, leaf) for name, leaf in _named("", data) if _is_divisible(leaf)]
-    lengths = {int(length_of(leaf)) for _, leaf in named}
+    """Raise ValueError for a batch whose tensors' lengths have no common divisor: not all first axes are samples."""
+    lengths = set(map(int, lengths_of(data)))
     if size == 1 or len(lengths) < 2 or math.gcd(*lengths) > 1:
         return
     raise ValueError(
@@ -169,12 +151,12 @@ def length_of(leaf: Any) -> Number:
     return tf.cast(sizes[0], tf.int32)
 
 
-def _leaves(data: Any) -> Iterator[Any]:
-    return (leaf for leaf in tf.nest.flatten(data) if _is_divisible(leaf))
+def without_optional(data: Any) -> Any:
+    """Return a batch with None where Keras 3 has an empty Optional for it."""
+    return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data)
 
 
 def _is_divisible(leaf: Any) -> bool:
-    # Keras 3 has an empty Optional in the place of None.
     return leaf is not None and not isinstance(leaf, tf.experimental.Optional) and tf.TensorShape(leaf.shape).rank != 0
 
 
@@ -207,10 +189,6 @@ def _common_divisor(lengths: Sequence[Number]) -> Number:
 
     [each] = tf.while_loop(differ, remainders, [each])
     return each[0]
-
-
-def _at_least_1(number: Number) -> Number:
-    return max(number, 1) if isinstance(number, int) else tf.maximum(number, 1)
 
 
 def _cut(leaf: Any, first: Any, last: Any) -> Any:

@@ -21,14 +21,12 @@ from npu_device._src.training.world import World
 
 _log = logging.getLogger("npu_device")
 _TABLE = re.compile(r"\d{9,}$")  # after the name of a table: a random number
+_NUMBER = "0123456789"  # after the name of a function, because of the functions that were traced before it
 _USES = {"train": "training", "test": "validation", "predict": "prediction"}
 
 
 def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
-    """Compare checksums of the first batches; return True when the ranks read the same data, or raise ValueError.
-
-    False: only the random order differs, so that rank 0's batches are to be sent to all, which a warning says.
-    """
+    """Compare first batches; return False, with a warning, if only the random order differs, or raise ValueError."""
     found = world.objects((digest, rows), "first batch")
     if len({value for value, _ in found}) == 1:
         return True
@@ -55,9 +53,9 @@ def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
 
 
 def kinds_that_differ(world: World, checksums: dict[str, int], in_fit: bool, own_data: Sequence[str]) -> list[str]:
-    """Compare checksums of all batches since the last comparison, by kind. Return the kinds whose batches rank 0 is to
-    send to all ranks from now on, which a warning says; or raise ValueError if what came of them is wrong: after a call
-    of ``evaluate`` or ``predict``, and for the kinds of which each rank reads its own rows.
+    """Compare all batches by kind; return, with a warning, those that rank 0 is to send from now on.
+
+    Raises ValueError after ``evaluate`` and ``predict``, and for kinds of which each rank reads its own rows.
     """
     found = world.objects(checksums, "checksums of all batches")
     kinds = [kind for kind in checksums if len({each[kind] for each in found}) > 1]
@@ -120,7 +118,10 @@ def _pipeline(source: Any) -> int | None:
         return None
     if b"ShardDataset" in graph or b"PyFunc" in graph:
         return None
-    return _checksum_of(_without_seeds(tf.compat.v1.GraphDef.FromString(graph)))
+    found = _without_seeds(tf.compat.v1.GraphDef.FromString(graph))
+    functions = sorted(function.SerializeToString(deterministic=True) for function in found.library.function)
+    found.library.Clear()
+    return zlib.crc32(b"".join([found.SerializeToString(deterministic=True), *functions]))  # whatever their order
 
 
 def _without_seeds(graph: Any) -> Any:
@@ -141,26 +142,14 @@ def _without_seeds(graph: Any) -> Any:
             node.name, node.input[:] = _TABLE.sub("", node.name), [_TABLE.sub("", name) for name in node.input]
             for value in node.attr.values():
                 for function in [value.func] if value.HasField("func") else value.list.func:
-                    function.name = _unnumbered(function.name)
+                    function.name = function.name.rstrip(_NUMBER)
         for node in seeded:
             for name in ("seed", "seed2"):
                 if name in node.attr:
                     node.attr[name].i = 0
     for function in graph.library.function:
-        function.signature.name = _unnumbered(function.signature.name)
+        function.signature.name = function.signature.name.rstrip(_NUMBER)
     return graph
-
-
-def _unnumbered(name: str) -> str:
-    """Return a function's name without the number that it got because of the functions that were traced before it."""
-    return name.rstrip("0123456789")
-
-
-def _checksum_of(graph: Any) -> int:
-    """Return the checksum of a graph, whatever the order of its functions."""
-    functions = sorted(function.SerializeToString(deterministic=True) for function in graph.library.function)
-    graph.library.Clear()
-    return zlib.crc32(b"".join([graph.SerializeToString(deterministic=True), *functions]))
 
 
 _LOOKS = (20, 200, 2000)  # calls of the train function before the waits are timed
@@ -210,9 +199,7 @@ class InputWait:
         self._found: list[tuple[float, float]] = []
 
     def call(self, function: Callable[[Any], Any], batches: Any, steps: int, own_data: bool) -> Any:
-        """Call Keras's train function, which makes so many steps; ``own_data`` if each rank prepares its own samples
-        only.
-        """
+        """Call Keras's train function; ``own_data`` if each rank prepares its own samples only."""
         self._calls += 1
         if self._calls <= self._looks[0]:
             return function(batches)
@@ -222,9 +209,8 @@ class InputWait:
         if not pulled:  # the function says so in Keras's way
             return function(batches)
         logs = function(again(batches, pulled))
-        for leaf in tf.nest.flatten(logs):
-            if tf.is_tensor(leaf):
-                leaf.numpy()  # a GPU may still work on it
+        for leaf in filter(tf.is_tensor, tf.nest.flatten(logs)):
+            leaf.numpy()  # a GPU may still work on it
         self._found.append((taken - began, time.perf_counter() - began))
         if len(self._found) == _CALLS:
             self._judge(steps, own_data)

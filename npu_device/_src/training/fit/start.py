@@ -18,14 +18,13 @@ from npu_device._src.cluster.frames import counted
 from npu_device._src.collectives.operation import explained, open_ports
 from npu_device._src.training import layer_state, seed, training_state, xla
 from npu_device._src.training.digests import checksum
+from npu_device._src.training.fit.share import without_optional
 from npu_device._src.training.world import World
 
 
 def share_random_state(world: World) -> None:
-    """Set the random states of all ranks to those of rank 0: Python's, numpy's and TensorFlow's.
-
-    If TensorFlow has no seed, one is set, so that Keras shuffles in the same order on all ranks.
-    """
+    """Set the random states of all ranks to those of rank 0: Python's, numpy's and TensorFlow's."""
+    # If TensorFlow has no seed, one is set, so that Keras shuffles in the same order on all ranks.
     if world.is_main and compat.random_state()[0] is None:
         tf.random.set_seed(random.SystemRandom().randrange(1 << 31))
     found = world.object_from_root(seed.random_states())
@@ -43,10 +42,7 @@ def spec_of(model: Any, batches: Any, batch: Any) -> Any:
 def build(
     model: Any, kind: str, own: Callable[[Any], Any], spec: Any, divide: Callable[[Any], Any] = lambda data: data
 ) -> None:
-    """Make all variables that a step of a kind needs, by tracing what Keras is going to run; nothing is computed.
-
-    ``own`` is the step, of Keras or of the user, and ``divide`` returns what it gets of a batch.
-    """
+    """Trace a step, of Keras or the user, on what ``divide`` returns of a batch, to make all variables it needs."""
     if kind == "train" and not compat.belongs_to_keras(own):
         _trace(model, own, spec, divide)  # which may create anything
         return
@@ -59,12 +55,7 @@ def build(
 
 
 def _trace(model: Any, step: Callable[[Any], Any], spec: Any, divide: Callable[[Any], Any]) -> None:
-    @tf.autograph.experimental.do_not_convert
-    def share(data: Any) -> Any:
-        return divide(
-            tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data)
-        )
-
+    share = tf.autograph.experimental.do_not_convert(lambda data: divide(without_optional(data)))
     training_state.trace_step(model, lambda data: step(share(data)), spec)
 
 
@@ -95,9 +86,7 @@ class Parts:
 
 
 def generators_of(model: Any) -> list[Any]:
-    """Return the generators that a model's step draws from: of its layers, among its and their attributes, and those of
-    the process.
-    """
+    """Return the generators that a model's step draws from: among its layers and attributes, and of the process."""
     found = [compat.random_generator_of_process(), compat.seed_generator_of_keras_3()]
     for layer in compat.all_layers(model):
         found += [compat.generator_of_layer(layer), *training_state.attributes(layer)]
@@ -129,9 +118,6 @@ def digest(batch: Any) -> int:
     return found
 
 
-_SHOWN = 3
-
-
 def say(lines: list[str]) -> None:
     """Write lines to stderr, unless ``NPU_DEVICE_STATEMENT`` is ``off``."""
     if lines and environment.NPU_DEVICE_STATEMENT.get() == "on":
@@ -139,9 +125,7 @@ def say(lines: list[str]) -> None:
 
 
 def statement(world: World, model: Any, rows: int | None, steps: int | None, checked: str) -> list[str]:
-    """Return the message: ``rows`` are the samples in the first batch over all ranks, None if each rank reads its own;
-    ``steps`` are those of an epoch, None if not known yet; ``checked`` is what the first-step check has found.
-    """
+    """Return the message, given the first batch's samples (None of divided data) and an epoch's steps, if known."""
     hosts = Counter(world.job.cluster.hosts)
     where = ", ".join(f"{count} on {host}" for host, count in hosts.items())
     if rows is None:
@@ -169,12 +153,9 @@ def statement(world: World, model: Any, rows: int | None, steps: int | None, che
 
 def _rate(optimizer: Any) -> str:
     rate = compat.learning_rate_of(getattr(optimizer, "inner_optimizer", optimizer))
-    text = type(rate).__name__ if _is_schedule(rate) else f"{float(tf.convert_to_tensor(rate)):g}"
+    is_schedule = hasattr(rate, "get_config") and not hasattr(rate, "assign")
+    text = type(rate).__name__ if is_schedule else f"{float(tf.convert_to_tensor(rate)):g}"
     return f"{text} ({type(optimizer).__name__})"
-
-
-def _is_schedule(rate: Any) -> bool:
-    return hasattr(rate, "get_config") and not hasattr(rate, "assign")
 
 
 def _normalisation(model: Any) -> list[str]:
@@ -184,7 +165,7 @@ def _normalisation(model: Any) -> list[str]:
     names = [layer.name for layer in layers if not getattr(layer, "synchronized", False)]
     if not names:
         return []
-    shown = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
     return [
         f"  batch norm     {counted(len(names), 'layer')} ({shown}): by each rank's share, unlike one process; with "
         "synchronized=True by all samples"

@@ -1,8 +1,7 @@
 """The road of one batch through a replicated model: taken, checked, divided, stepped, reduced, logged.
 
 ``train_or_test_step`` and ``predict_step`` below are the road. They stand in for the model's own steps; the rest of the
-file is what they call, in that order. How a loss or a metric takes part is in ``losses_metrics``, how an optimizer does
-in ``optimizer``.
+file is what they call, in that order. How a loss, a metric or an optimizer takes part is in ``weighting``.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.training import xla
 from npu_device._src.training.fit.current import CurrentStep, current_step, running
-from npu_device._src.training.fit.losses_metrics import Losses, Metrics, synchronise_normalisation
 from npu_device._src.training.fit.randomness import NumbersOfRank
-from npu_device._src.training.fit.share import Share, is_divided, share_of_batch, share_of_divided, tag_of
+from npu_device._src.training.fit.share import Share, content, is_divided, share_of_batch, tag_of
+from npu_device._src.training.fit.weighting import Losses, Metrics, synchronise_normalisation
 from npu_device._src.training.world import World
 
 if TYPE_CHECKING:
@@ -151,7 +150,8 @@ def _checksum(tensor: tf.Tensor) -> tf.Tensor | int:
 @_as_it_is
 def divide(world: World, batch: Any) -> Share:
     if is_divided(batch):
-        return share_of_divided(batch, world.add_up)
+        rows = tf.cast(tag_of(batch)[0], tf.int32)
+        return Share(content(batch), rows, world.add_up(rows))
     return share_of_batch(batch, world.rank, world.size, environment.NPU_DEVICE_DIVISION.get())
 
 
@@ -176,10 +176,10 @@ class Step:
         Losses(function.model, parts, current, world, self._replaced)
         if xla.compiles_call(function.model):
             xla.compile_call(function.model, self._replaced)
-        synchronised = [layer for layer in parts.layers if getattr(layer, "synchronized", False)]
-        if training and synchronised:
-            synchronise_normalisation(synchronised, current, world, self._replaced)
+        if training:
+            synchronise_normalisation(parts.layers, current, world, self._replaced)
         self._numbers = NumbersOfRank(world, parts.generators, self._replaced) if training else None
+        # Metrics add up, so the ranks' increments are added. Moving averages move by the average of the increments.
         counted = [(variable, current.counts) for variable in self._metrics.added_up()]
         moved = [(variable, current.weight) for variable in parts.statistics] if training else []
         self._increments = Increments(counted + moved, world.add_up)
@@ -249,11 +249,7 @@ class Replaced:
 
 
 class Increments:
-    """The values of variables before a step, so that their increments can be reduced after it.
-
-    Metrics count and add up, so the ranks' increments are added. Moving averages move by the average of the ranks'
-    increments: each variable comes with the weight of this rank's increment.
-    """
+    """The values of variables before a step, so that their increments, times weights, can be added up after it."""
 
     def __init__(self, variables: Sequence[tuple[Any, Any]], add_up: Callable[[tf.Tensor], tf.Tensor]) -> None:
         self._add_up = add_up
@@ -295,19 +291,14 @@ def _times(value: tf.Tensor, factor: Any) -> tf.Tensor:
 
 def mean_of_logs(values: Sequence[Any], weight: Any, add_up: Callable[[tf.Tensor], tf.Tensor]) -> list[Any]:
     """Return the averages of scalars in logs over the ranks, weighted by samples; other values stay."""
-    values = [compat.to_tensor(value) if isinstance(value, (float, np.floating)) else value for value in values]
-    places = [
-        place
-        for place, value in enumerate(values)
-        if tf.is_tensor(value) and value.shape.rank == 0 and value.dtype.is_floating
-    ]
-    results = list(values)
+    found = [compat.to_tensor(value) if isinstance(value, (float, np.floating)) else value for value in values]
+    places = [place for place, value in enumerate(found) if tf.is_tensor(value)]
+    places = [place for place in places if found[place].shape.rank == 0 and found[place].dtype.is_floating]
     if places:
-        stacked = tf.stack([tf.cast(values[place], tf.float64) for place in places])
-        reduced = tf.unstack(add_up(stacked * weight))
-        for place, value in zip(places, reduced):
-            results[place] = tf.cast(value, values[place].dtype)
-    return results
+        stacked = tf.stack([tf.cast(found[place], tf.float64) for place in places])
+        for place, value in zip(places, tf.unstack(add_up(stacked * weight))):
+            found[place] = tf.cast(value, found[place].dtype)
+    return found
 
 
 @_as_it_is

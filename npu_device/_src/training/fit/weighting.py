@@ -1,4 +1,4 @@
-"""Losses, metrics and synchronised batch normalisation while one step of a replicated model runs.
+"""What takes part in one step of a replicated model: losses, metrics, synchronised batch normalisation, optimizers.
 
 The loss of each rank is reduced so that the losses of the ranks, weighted by their samples, are that of the whole
 batch. A mean over samples needs no change. Sums, values per sample, means over the valid steps of masked sequences, and
@@ -6,20 +6,29 @@ means by sample weights have other denominators.
 
 The state of Keras's own metrics adds up, see ``step.Increments``. The inputs of any other metric are gathered, so that
 the metric of every rank sees the whole batch.
+
+Optimizers add up gradients over the ranks, each weighted by its samples.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Callable
 
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.training.fit.current import CurrentStep
+from npu_device._src.gradients.reduction import Gradient, ReductionOptions
+from npu_device._src.gradients.sparse import weighted
+from npu_device._src.training.applied_gradients import REDUCTION, reduction_of
+from npu_device._src.training.fit.current import CurrentStep, current_step, reduced_by_step
+from npu_device._src.training.optimizer_wrapper import GradientReduction, install, with_rows_for
+from npu_device._src.training.schedule import is_only_building
 from npu_device._src.training.world import World
 
 if TYPE_CHECKING:
@@ -47,9 +56,8 @@ class Losses:
     def _call(self, loss: Any, reduction: Any, own: Callable[..., Any], y_true: Any, y_pred: Any) -> Any:
         values = own(y_true, y_pred)
         out_mask = getattr(values, "_keras_mask", None)  # by ignore_class
-        masks = [
-            tf.cast(mask, tf.bool) for mask in (getattr(y_pred, "_keras_mask", None), out_mask) if mask is not None
-        ]
+        given = getattr(y_pred, "_keras_mask", None), out_mask
+        masks = [tf.cast(mask, tf.bool) for mask in given if mask is not None]
         mask = functools.reduce(tf.logical_and, masks) if masks else None
         loss.reduction = reduction
         denominator: Any = 1.0
@@ -135,14 +143,16 @@ class Metrics:
         self._step = step
         self._world = world
         self._metrics = parts.metrics
-        self._results: list[tuple[Any, Any, Any]] = []
+        self._results: list[tuple[Any, Callable[[], Any]]] = []
         of_losses = set(map(id, parts.trackers))
         # tf-keras counts each loss of a sample as often as there are samples; Keras 3 their mean.
         self._counts_each = not compat.is_keras_3(compat.keras_of(parts.layers[0]))
+        kinds = compat.keras_of(parts.layers[0]).metrics
+        plain = (kinds.Mean.update_state, kinds.Sum.update_state)
         for metric in self._metrics:
             if _sees_everything(metric):
                 replaced.replace(metric, "update_state", self._update_with_all_ranks)
-            elif _is_plain_mean(metric):
+            elif type(metric).update_state in plain:  # of numbers, which the step itself works out
                 replaced.replace(metric, "update_state", partial(self._update_mean, id(metric) in of_losses))
             replaced.replace(metric, "result", self._record)
             replaced.replace(metric, "reset_state", partial(_refuse_reset, metric.name))
@@ -154,29 +164,31 @@ class Metrics:
     def result_behind(self, value: Any) -> Callable[[], Any] | None:
         """Return a function that recomputes a value of the logs, if a metric's ``result`` gave it."""
         name = _name(value)
-        for given, key, result in self._results:
+        for given, result in self._results:
             if given is value or (name is not None and name == _name(given)):
-                return partial(_part_of, result, key)
+                return result
         return None
 
     def computed_from_results(self, logs: Any) -> list[str]:
         """Return the names of logs that a graph computes from results of metrics, which are this rank's own there."""
-        given = {id(value) for value, *_ in self._results}
+        given = {id(value) for value, _ in self._results}
         named = logs.items() if isinstance(logs, dict) else ()
         own = [(name, value) for name, value in named if tf.is_symbolic_tensor(value) and not self.result_behind(value)]
         return [str(name) for name, value in own if any(id(each) in given for each in compat.tensors_behind([value]))]
 
     def _record(self, result: Callable[[], Any]) -> Any:
+        def part(key: Any) -> Callable[[], Any]:
+            return lambda: result()[key]
+
         given = result()
         if isinstance(given, dict):
-            self._results += [(value, key, result) for key, value in given.items()]
+            self._results += [(value, part(key)) for key, value in given.items()]
         else:
-            self._results.append((given, None, result))
+            self._results.append((given, result))
         return given
 
     def _update_mean(self, is_tracker: bool, update: Callable[..., Any], values: Any, sample_weight: Any = None) -> Any:
-        # A loss, for instance: one number for the whole batch, to which this rank contributes by its share of the
-        # samples.
+        # A loss, for instance: one number for the whole batch, to which this rank contributes by its samples.
         tensor = compat.to_tensor(values) if isinstance(values, (int, float)) else tf.convert_to_tensor(values)
         weight = tf.cast(self._step.weight, tensor.dtype if tensor.dtype.is_floating else tf.float32)
         if tensor.shape.rank == 0:
@@ -213,10 +225,6 @@ def _refuse_reset(name: str, reset: Callable[[], None]) -> None:
     )
 
 
-def _part_of(result: Callable[[], Any], key: Any) -> Any:
-    return result() if key is None else result()[key]
-
-
 def _name(value: Any) -> str | None:
     """Return the name of the tensor of a graph, behind the identities through which AutoGraph returns values."""
     if not isinstance(value, tf.Tensor) or tf.executing_eagerly():
@@ -228,37 +236,25 @@ def _name(value: Any) -> str | None:
 
 def _sees_everything(metric: Any) -> bool:
     """Return True for a metric whose state may not add up: its own class or function computes it, not Keras's."""
-    keras = compat.keras_of(metric)
-    base = keras.metrics.Metric
     function = compat.function_of_metric(metric)
     if function is not None:
         return not compat.belongs_to_keras(function)
     updating = next(cls for cls in type(metric).__mro__ if "update_state" in vars(cls))
-    return updating is base or not compat.belongs_to_keras(updating)
-
-
-def _is_plain_mean(metric: Any) -> bool:
-    """Return True for a ``Mean`` or ``Sum`` of numbers, which the step itself works out."""
-    keras = compat.keras_of(metric)
-    own = type(metric).update_state
-    return any(own is kind.update_state for kind in (keras.metrics.Mean, keras.metrics.Sum))
+    return updating is compat.keras_of(metric).metrics.Metric or not compat.belongs_to_keras(updating)
 
 
 def synchronise_normalisation(layers: Sequence[Any], step: CurrentStep, world: World, replaced: Replaced) -> None:
     """Replace the part of synchronised layers that computes mean and variance, while one step of a model runs."""
     for layer in layers:
         name = compat.moments_method(layer)
-        if hasattr(layer, name):
+        if getattr(layer, "synchronized", False) and hasattr(layer, name):
             replaced.replace(layer, name, partial(moments, step, world, layer))
 
 
 def moments(
     step: Any, world: World, layer: Any, own: Callable[..., Any], inputs: Any, *rest: Any, mask: Any = None
 ) -> Any:
-    """Return mean and variance over all ranks, in place of the layer's ``own`` method; ``rest`` is as Keras passes it.
-
-    ``step``: a ``CurrentStep``, or what has its ``weight``, ``counts``, ``to_exchange`` and ``exchanged``.
-    """
+    """Return mean and variance over all ranks, for a ``CurrentStep`` or what has its weights and exchanges."""
     del own
     # Keras 3 passes the mask; tf-keras passes the axes and whether to keep their dimensions.
     axes, keep = rest if len(rest) == 2 else (compat.reduction_axes(layer), False)
@@ -282,3 +278,81 @@ def moments(
     # Around the common mean: the difference of mean squares would lose digits.
     spread = of_all_ranks(variance + tf.square(mean - common))
     return tf.cast(common, inputs.dtype), tf.cast(spread, inputs.dtype)
+
+
+class WeightedReduction(GradientReduction):
+    """Adds up the gradients of the ranks' shares of a batch; outside a step it takes the mean, as elsewhere.
+
+    Weighting the loss costs nothing; gradients are weighted themselves only if the loss didn't pass through the
+    optimizer. In a script's own step only ``minimize`` weights the loss: between the loss and the optimizer, the step
+    may reduce gradients itself.
+    """
+
+    def begin(self, optimizer: Any, variables: Iterable[Any]) -> None:
+        """Make the ranks begin with the same variables, unless ``fit`` has done so."""
+        if current_step() is None and not is_only_building():
+            super().begin(optimizer, variables)
+
+    def reduce(self, gradients: Iterable[Gradient]) -> list[Gradient]:
+        gradients, step = list(gradients), current_step()
+        if step is None:
+            return gradients if is_only_building() else super().reduce(gradients)
+        if reduced_by_step(gradients):
+            return gradients
+        reduced = self._world.reduce(self.part_of(gradients, step), replace(self.options, kind="sum"))
+        self.remember(reduced)
+        return reduced
+
+    def part_of(self, gradients: Sequence[Gradient], step: CurrentStep) -> list[Gradient]:
+        is_weighted = self in step.weighing
+        step.weighing.discard(self)
+        return list(gradients) if is_weighted else [weighted(gradient, step.weight) for gradient in gradients]
+
+
+def replicate_optimizer(optimizer: Any, world: World) -> None:
+    """Make an optimizer weight its gradients by their samples when it reduces them; it may be wrapped already."""
+    carrier = _carrier(optimizer)
+    before = reduction_of(carrier)
+    if before is not None and before.own_batches:
+        raise ValueError(
+            f"{type(optimizer).__name__} is a DistributedOptimizer of Horovod, with which each rank trains on a batch "
+            "of its own, and replicate divides each batch among the ranks.\nWhat to do: use one of them. With "
+            "replicate, take out the hvd calls, and let learning rate and steps be those of one process."
+        )
+    if isinstance(before, WeightedReduction):
+        return
+    keras = compat.keras_of(optimizer)
+    how = with_rows_for(keras, ReductionOptions("mean")) if before is None else before.options
+    install(carrier, keras, WeightedReduction(world, how))
+    name, hook = ("scale_loss", _scale_loss) if compat.is_keras_3(keras) else ("minimize", _minimize)
+    setattr(optimizer, name, MethodType(hook, optimizer))
+
+
+def _carrier(optimizer: Any) -> Any:
+    """Return the optimizer itself, or the one inside a loss-scale optimizer if that one has been wrapped."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return inner if inner is not None and reduction_of(inner) is not None else optimizer
+
+
+def _weighted_loss(optimizer: Any, loss: Any) -> Any:
+    reduction, step = getattr(_carrier(optimizer), REDUCTION), current_step()
+    if step is None or not isinstance(reduction, WeightedReduction):
+        return loss
+    step.weighing.add(reduction)
+    return loss * tf.cast(step.weight, loss.dtype)
+
+
+@tf.autograph.experimental.do_not_convert
+def _scale_loss(self: Any, loss: Any) -> Any:
+    loss, step = type(self).scale_loss(self, loss), current_step()
+    return loss if step is not None and step.is_scripts else _weighted_loss(self, loss)
+
+
+@tf.autograph.experimental.do_not_convert
+def _minimize(self: Any, loss: Any, var_list: Any, *args: Any, tape: Any = None, **kwargs: Any) -> Any:
+    if tape is not None:
+        kwargs["tape"] = tape
+        if not callable(loss):
+            with tape:
+                loss = _weighted_loss(self, loss)
+    return type(self).minimize(self, loss, var_list, *args, **kwargs)
