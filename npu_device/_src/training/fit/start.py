@@ -125,7 +125,7 @@ def say(lines: list[str]) -> None:
 
 
 def statement(world: World, model: Any, rows: int | None, steps: int | None, checked: str) -> list[str]:
-    """Return the message, given the first batch's samples (None of divided data) and an epoch's steps, if known."""
+    """Return the message; ``rows`` are those of the first batch, None of divided data; ``steps`` those of an epoch."""
     hosts = Counter(world.job.cluster.hosts)
     where = ", ".join(f"{count} on {host}" for host, count in hosts.items())
     if rows is None:
