@@ -10,5 +10,5 @@ from npu_device._src.cluster.errors import (
     PortTakenError as PortTakenError,
     RendezvousError as RendezvousError,
 )
-from npu_device._src.collectives.mismatch import MismatchError as MismatchError
+from npu_device._src.collectives.call import MismatchError as MismatchError
 from npu_device._src.training.checkpoint.folder import CheckpointError as CheckpointError

@@ -63,14 +63,7 @@ def test_each_rank_puts_its_own_mig_instance_first(
     assert tuple(gpu_choice.own_instance(cuda, nvidia, device) for device in range(3)) == instances
 
 
-def test_own_gpu_and_its_name() -> None:
-    for visible, devices, indices in (
-        (0, (0, 1), (None, None)),
-        (1, (0, 1, 2), (0, 0, 0)),  # one each, or one for all
-        (2, (0, 1, 2, 3), (0, 1, 0, 1)),  # more ranks than GPUs
-        (4, (4, 5, 6, 7), (0, 1, 2, 3)),  # a rank table's device numbers, of which this job sees the second half
-    ):
-        assert tuple(gpu_choice.own_index(visible, device) for device in devices) == indices
+def test_names() -> None:
     assert gpu_choice.name_of(None, 2) == "GPU 2"
     assert gpu_choice.name_of("GPU-8f,GPU-11", 1) == "GPU-11"
     assert gpu_choice.name_of("6", 1) == "GPU 1"  # set after CUDA had started

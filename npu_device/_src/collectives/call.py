@@ -1,8 +1,8 @@
-"""A rank's next call of a collective: what the ranks compare of it, and the thread and line that made it.
+"""A rank's next call of a collective: what the ranks compare of it, the thread and line that made it, and the error for
+calls that differ.
 
 Every rank sends a fingerprint of its call (operation, dtypes, shapes, reduction, root, thread) before data moves. It
-has the same form for every call, so that the messages fit even if the calls don't. ``operation`` lets the ranks
-agree.
+has the same form for every call, so that the messages fit even if the calls don't.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.cluster.errors import ClusterError, PeerError
+from npu_device._src.cluster.frames import counted
+from npu_device._src.cluster.time_limits import DETAILS_SECONDS
 from npu_device._src.cluster.tracebacks import is_users
 from npu_device._src.collectives.group import Group
 
 if TYPE_CHECKING:
     from npu_device._src.collectives.job import Job
 
-_UNKNOWN_LINE = "an unknown line"
 _MAX_DIMENSIONS = 16
+_SHOWN_TENSORS = 3
 # Names that Python gives to threads: with numbers of a process, which differ among the ranks.
 _COUNTED_NAME = re.compile(r"^(Thread|ThreadPoolExecutor|asyncio)[-_]\d+(?:_\d+)?")
 
@@ -61,7 +64,7 @@ class Call:
         return _fingerprint(self.operation, self.kinds, self.details, self.thread)
 
     def row(self) -> dict[str, Any]:
-        """Return the call in the form that the other ranks need to describe the mismatch."""
+        """Return the call as the other ranks need it, to describe a mismatch."""
         return {
             "operation": self.operation,
             "tensors": [f"{kind} {_text(shape)}".rstrip() for kind, shape in zip(self.kinds, self.shapes)],
@@ -75,8 +78,8 @@ class Call:
 @functools.lru_cache(maxsize=1024)
 def _fingerprint(*parts: Any) -> tuple[int, int]:
     digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
-    first, second = np.frombuffer(digest, dtype="<i4")
-    return int(first), int(second)
+    first, second = np.frombuffer(digest, dtype="<i4").tolist()
+    return first, second
 
 
 def describe(operation: str, values: Sequence[Any], ragged: bool, details: dict[str, Any]) -> Call:
@@ -128,7 +131,7 @@ def _text(shape: tf.TensorShape | None) -> str:
 
 def user_line() -> str:
     """Return the innermost line of the script, outside of libraries; the outermost line if all are in libraries."""
-    last = _UNKNOWN_LINE
+    last = "an unknown line"
     for filename, line, name in compat.lines_of_stack(sys._getframe(1)):
         if is_users(filename):
             return f"{filename}:{line} ({name})"
@@ -217,14 +220,10 @@ class Terms(NamedTuple):
 class Route(enum.Enum):
     """How the ranks compare a call, and on which way its data travel; the same on every rank."""
 
-    WITH_DATA = enum.auto()
-    """The group's engine compares the call with its first data."""
-    BEFORE_DATA = enum.auto()
-    """A message compares the call before its data travel on the engine of the group."""
-    IN_MESSAGE = enum.auto()
-    """The data are small, and travel in the message that compares the call."""
-    BY_SIZE = enum.auto()
-    """One of the two, as soon as the running graph knows the size."""
+    WITH_DATA = enum.auto()  # the group's engine compares the call with its first data
+    BEFORE_DATA = enum.auto()  # a message compares the call before its data travel on the engine of the group
+    IN_MESSAGE = enum.auto()  # the data are small, and travel in the message that compares the call
+    BY_SIZE = enum.auto()  # one of the two, as soon as the running graph knows the size
 
 
 @dataclass
@@ -240,3 +239,75 @@ class Agreement:
         """Return the terms for the first collective of the call, and None for those that follow."""
         taken, self.terms = self.terms, None
         return taken
+
+
+# Calls that differ
+
+
+class MismatchError(PeerError):
+    """The ranks of a group called different collectives; the text has one line per rank. A ``RuntimeError``."""
+
+
+def mismatch(job: Job, group: Group, mine: dict[str, Any], position: int) -> MismatchError:
+    """Exchange the calls (``Call.row``) with the other ranks, through the hub, and return the error."""
+    found = {job.cluster.rank: mine}  # if the hub is gone, the table has gaps
+    with contextlib.suppress(ClusterError):
+        found = job.store.gather_from(f"mismatch/{group.key}/{position}", mine, group.ranks, DETAILS_SECONDS)
+    rows = [found.get(rank) for rank in group.ranks]
+    known = [row for row in rows if row is not None]
+    threads = any(row.get("overlaps") for row in known) or len({row["thread"] for row in known}) > 1
+    lines = [
+        f"the ranks of group {group.name!r} called different collective operations (number {position} of the group). "
+        f"They differ in: {', '.join(_differences(known)) or 'shapes that only the running graph knows'}."
+    ]
+    shown = _positions_to_show(known)
+    for rank, row in zip(group.ranks, rows):
+        said = "said nothing" if row is None else _row_text(row, shown, threads)
+        lines.append(f"  {job.cluster.name_of(rank)}: {said}")
+    if threads:
+        lines.append(
+            "Likely cause: two threads of a rank call collective operations of the same group, and their calls come in "
+            "a different order on each rank.\n"
+            "What to do: give each thread a group of its own (hccl.manage.api.create_group), or make all calls from "
+            "one thread."
+        )
+    else:
+        lines.append(
+            "Likely cause: on some ranks the script takes another branch (for example a call inside `if rank == 0`), "
+            "builds another model, or calls in a different order.\n"
+            "What to do: make every rank call the same operations with the same dtypes and shapes in the same order; "
+            "the lines above say where each rank is."
+        )
+    return MismatchError("\n".join(lines))
+
+
+def _differences(rows: Sequence[dict[str, Any]]) -> list[str]:
+    found = []
+    if len({row["operation"] for row in rows}) > 1:
+        found.append("operation")
+    if len({row["thread"] for row in rows}) > 1 or any(row.get("overlaps") for row in rows):
+        found.append("calling thread")
+    for key in sorted({key for row in rows for key in row["details"]}):
+        if len({row["details"].get(key) for row in rows}) > 1:
+            found.append(key)
+    if len({len(row["tensors"]) for row in rows}) > 1:
+        found.append("number of tensors")
+    elif any(len(set(texts)) > 1 for texts in zip(*(row["tensors"] for row in rows))):
+        found.append("dtype, shape or kind of " + ", ".join(f"tensor {i}" for i in _positions_to_show(rows)))
+    return found
+
+
+def _positions_to_show(rows: Sequence[dict[str, Any]]) -> list[int]:
+    count = min((len(row["tensors"]) for row in rows), default=0)
+    differing = [i for i in range(count) if len({row["tensors"][i] for row in rows}) > 1]
+    return (differing or list(range(count)))[:_SHOWN_TENSORS]
+
+
+def _row_text(row: dict[str, Any], shown: Sequence[int], thread: bool) -> str:
+    operation = " ".join([row["operation"], *(f"{key}={value}" for key, value in row["details"].items())])
+    tensors = "; ".join(f"tensor {i} {row['names'][i]}: {row['tensors'][i]}" for i in shown if i < len(row["tensors"]))
+    called = f"{operation} of {counted(len(row['tensors']), 'tensor')} [{tensors}], called at {row['line']}"
+    if not thread:
+        return called
+    another = " beside another thread of the rank" if row.get("overlaps") else ""
+    return f"{called} in thread {row['thread']!r}{another}"

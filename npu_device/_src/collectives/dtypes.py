@@ -15,8 +15,8 @@ Tensors = Sequence[tf.Tensor]
 Wire = Optional[tf.DType]
 """The dtype in which float32 and float64 tensors are sent; None for their own."""
 
-_REDUCED = "float16 bfloat16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64"
-REDUCED = tuple(map(tf.as_dtype, _REDUCED.split()))
+_FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+REDUCED = (*_FLOATS, tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32, tf.uint64)
 
 
 def mean_dtype(dtype: tf.DType) -> tf.DType:
@@ -72,8 +72,7 @@ def fold(rows: Sequence[tf.Tensor], reduction: str) -> tf.Tensor:
     dtype = rows[0].dtype
     if reduction in _CHOICES:
         return _CHOICES[reduction](tf.stack(rows), axis=0)
-    if reduction == "mean":
-        dtype = mean_dtype(dtype)
+    dtype = reduced_dtype(dtype, reduction)
     total = reduce(_TOTALS[reduction], [tf.cast(row, sum_dtype(dtype)) for row in rows])
     return tf.cast(total / len(rows) if reduction == "mean" else total, dtype)
 
@@ -108,5 +107,4 @@ def fold_arrays(rows: Rows, result: np.ndarray, reduction: str, divisor: int, sh
 
 
 def is_narrow(dtype: np.dtype) -> bool:
-    """Return whether a dtype is a 16-bit float; numpy sees bfloat16 as bytes."""
-    return dtype.itemsize == 2 and dtype.kind not in "iu"
+    return dtype.itemsize == 2 and dtype.kind not in "iu"  # numpy sees bfloat16 as bytes

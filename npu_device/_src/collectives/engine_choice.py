@@ -28,18 +28,17 @@ _IN_TIME = (
 
 
 class Engine(NamedTuple):
-    """One engine between hosts: its name in ``NPU_DEVICE_BACKEND``, and the one in messages.
+    """One engine between hosts.
 
     Attributes:
         problems: called on every rank; prepares the engine, and returns why the job can't use it, in one or more lines,
             the same on all ranks. Empty if it can.
-        remedy: what to do if it has been named and can't be used.
     """
 
-    name: str
+    name: str  # in ``NPU_DEVICE_BACKEND``
     title: str
     problems: Callable[[Job, Hosts], Sequence[str]]
-    remedy: str
+    remedy: str  # if it has been named and can't be used
 
 
 def _problems_of_nccl(job: Job, hosts: Hosts) -> Sequence[str]:
@@ -98,36 +97,30 @@ ENGINES = (
 
 
 def choose_engine(job: Job, hosts: Hosts) -> Hosts:
-    """Choose the engine between hosts, and return what the ranks know of each other, with it. Every rank calls this.
-
-    Raises:
-        ClusterError: ``NPU_DEVICE_BACKEND`` names an engine that the job can't use; or its GPUs could use NCCL, but
-            TensorFlow has been used before.
-    """
+    """Choose the engine between hosts, and return what the ranks know of each other, with it. Every rank calls this."""
     wanted = environment.NPU_DEVICE_BACKEND.get()
     named = [engine for engine in ENGINES if engine.name == wanted]
     # Ranks of one host need no engine between hosts, but may have GPUs.
     listed = named or [engine for engine in ENGINES if engine.name != "mpi" or not hosts.share_memory]
-    against: dict[str, Sequence[str]] = {}
+    against: dict[str, str] = {}
     for engine in listed:
         problems = engine.problems(job, hosts)
         if not problems:
             break
+        lines = "\n".join(problems)
         if named:
-            lines = "\n".join(problems)
             raise ClusterError(
                 f"NPU_DEVICE_BACKEND is {wanted}, but {engine.title} can't be used:\n{lines}\n{engine.remedy}"
             )
-        against[engine.name] = problems
+        against[engine.name] = lines
     if "tensorflow" in against and job.cluster.rank == 0:
-        lines = "\n".join(against["tensorflow"])
         _log.warning(
             "TensorFlow's collectives can't be used between hosts, and all ranks use TCP:\n%s\n"
             "What to do: %s; or set NPU_DEVICE_BACKEND=tcp, which leaves out this warning.",
-            lines,
+            against["tensorflow"],
             _IN_TIME,
         )
     no_nccl = "" if engine.name == "nccl" else why_no_nccl(hosts.devices, job.cluster.hosts, wanted)
     if "mpi" in against and launchers.read_mpi() is not None:
-        job.why_no_mpi = against["mpi"][0].strip()
+        job.why_no_mpi = against["mpi"].split("\n")[0].strip()
     return replace(hosts, engine=engine.name, no_nccl=no_nccl)

@@ -4,6 +4,7 @@ and devices come in, decisions come out. ``resources`` applies them.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,25 +18,16 @@ UNVERIFIED = "unverified between GPUs: it has run only between two ranks on one 
 
 @dataclass(frozen=True)
 class Device:
-    """The device of a rank, as it tells the other ranks. Serializable as JSON.
+    """The device of a rank, as it tells the other ranks. Serializable as JSON."""
 
-    Attributes:
-        name: ``"GPU 0"``, or the UUID in ``CUDA_VISIBLE_DEVICES``; ``"CPU"``.
-        detail: model of the GPU, such as "NVIDIA H100 80GB HBM3"; for a CPU, why the rank has no GPU; "" if unknown.
-        unit: identifies the GPU or MIG instance among those of the host; "" for a CPU.
-        chip: identifies the GPU to which the unit belongs; the unit itself without MIG.
-        has_nccl: TensorFlow can use NCCL.
-    """
-
-    name: str
-    detail: str = ""
-    unit: str = ""
-    chip: str = ""
-    has_nccl: bool = False
+    name: str  # "GPU 0", or the UUID in ``CUDA_VISIBLE_DEVICES``; "CPU"
+    detail: str = ""  # the model, such as "NVIDIA H100 80GB HBM3"; for a CPU, why the rank has no GPU; "" if unknown
+    unit: str = ""  # identifies the GPU or MIG instance among those of the host; "" for a CPU
+    chip: str = ""  # identifies the GPU to which the unit belongs; the unit itself without MIG
+    has_nccl: bool = False  # TensorFlow can use NCCL
 
     @property
     def is_gpu(self) -> bool:
-        """Return True for a GPU or a MIG instance."""
         return bool(self.unit)
 
 
@@ -43,26 +35,16 @@ def visible_names(cuda: str | None) -> tuple[str, ...] | None:
     """Return the entries of ``CUDA_VISIBLE_DEVICES`` that count; None if the variable is unset, and CUDA shows all.
 
     CUDA ignores everything from the first malformed entry on.
-
-    Examples:
-        >>> visible_names("2,GPU-8f"), visible_names("0,-1,1"), visible_names(""), visible_names(None)
-        (('2', 'GPU-8f'), ('0',), (), None)
     """
     if cuda is None:
         return None
-    names: list[str] = []
-    for entry in cuda.split(","):
-        if not _ENTRY.fullmatch(entry.strip()):
-            break
-        names.append(entry.strip())
-    return tuple(names)
+    return tuple(itertools.takewhile(_ENTRY.fullmatch, map(str.strip, cuda.split(","))))
 
 
 def own_instance(cuda: str | None, nvidia: str | None, device_id: int) -> str | None:
     """Return the MIG instance to which ``CUDA_VISIBLE_DEVICES`` has to be set for a rank; None to leave it.
 
-    CUDA shows a process only one MIG instance, the first in the list, so the rank's own has to come first. A container
-    has only the instances in ``NVIDIA_VISIBLE_DEVICES``.
+    CUDA shows a process only the first MIG instance in the list. A container has those in ``NVIDIA_VISIBLE_DEVICES``.
     """
     names = visible_names(nvidia if cuda is None else cuda) or ()
     if len(names) < 2 or not all(name.startswith("MIG-") for name in names):
@@ -70,18 +52,8 @@ def own_instance(cuda: str | None, nvidia: str | None, device_id: int) -> str | 
     return names[device_id % len(names)]
 
 
-def own_index(visible: int, device_id: int) -> int | None:
-    """Return which of the visible GPUs is a rank's, in turn if there are fewer than devices; None without GPUs."""
-    return device_id % visible if visible else None
-
-
 def name_of(cuda: str | None, index: int) -> str:
-    """Return the name of the GPU that CUDA shows under a number.
-
-    Examples:
-        >>> name_of(None, 1), name_of("6,7", 1), name_of("MIG-0a", 0)
-        ('GPU 1', 'GPU 7', 'MIG-0a')
-    """
+    """Return the name of the GPU that CUDA shows under a number."""
     names = visible_names(cuda) or ()
     name = names[index] if index < len(names) else str(index)
     return f"GPU {name}" if name.isdigit() else name

@@ -12,23 +12,21 @@ import itertools
 import re
 import weakref
 from collections.abc import Sequence
-from typing import Any, Callable, TypeVar
+from typing import Any, Callable
 
 import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
 
-_Call = TypeVar("_Call")
 _numbers = itertools.count()
 
 # Which graph is being built
 
 
 def runs_if_fetched() -> bool:
-    """Return True while a graph for a session is built, also in its functions, branches and loops. Its operations run
-    if a session fetches them, apart from the eager runtime; False where operations run in any case, in eager mode and
-    in a ``tf.function`` that eager code calls.
+    """Return True while a graph for a session is built, also in its functions, branches and loops; False where
+    operations run in any case, in eager mode and in a ``tf.function`` that eager code calls.
     """
     return not tf.compat.v1.executing_eagerly_outside_functions()
 
@@ -52,13 +50,6 @@ def after(operation: Any) -> contextlib.AbstractContextManager[Any]:
 def fetchable(operations: Sequence[Any]) -> tf.Operation | None:
     """Return one operation for a session to fetch; None if operations run without being fetched."""
     return tf.group(*operations) if runs_if_fetched() else None
-
-
-def in_one_or_apart(whole: _Call, parts: list[_Call]) -> list[_Call]:
-    """Return calls of collectives: one for all, whose parts start as soon as their own inputs are there; or in a
-    session's graph, where each call waits for all of its inputs, one for each part.
-    """
-    return parts if runs_if_fetched() else [whole]
 
 
 def fetchable_call(function: Callable[[np.ndarray], None], values: tf.Tensor) -> tf.Operation | None:
@@ -124,12 +115,10 @@ class Order:
     ) -> list[tf.Tensor]:
         """Add an operation to the graph that calls a Python function with the inputs as numpy arrays; TensorFlow never
         prunes it. The function returns an int64, and one array for each dtype.
-
-        To TensorFlow the operation has no state, or it would be ordered with all other stateful operations. It takes
-        the number in the order's variable, and its first result is written there: TensorFlow keeps reads and writes of
-        a variable in order, and operations connected by data can't be optimised away. A result that only serves for
-        this would cost 10 µs.
         """
+        # To TensorFlow the operation has no state, or it would be ordered with all other stateful operations. It takes
+        # the number in the order's variable, and its first result is written there: TensorFlow keeps reads and writes
+        # of a variable in order. A result that only serves for this would cost 10 µs.
 
         def in_order(_: Any, *arrays: Any) -> Sequence[Any]:
             return function(*arrays)
@@ -143,11 +132,7 @@ class Order:
 
 def call_now(function: Callable[..., list[Any]], inputs: Sequence[Any], specs: Sequence[tf.TensorSpec]) -> list[Any]:
     """Call a Python function with arrays, at once or in the graph that is built now, in no order but that of its data.
-
-    Args:
-        function: returns a list of arrays, one for each spec. It lives as long as the graph, and must not refer to it.
-        inputs: the arguments, at least one.
-        specs: shapes and dtypes of the results.
+    It returns an array for each spec, lives as long as the graph, and must not refer to it.
     """
     tensors = [tf.convert_to_tensor(value) for value in inputs]
     if tf.executing_eagerly():
@@ -195,20 +180,17 @@ def step_data() -> Sequence[tf.Operation]:
     operations = graph.get_operations()
     names = names + [operation.name for operation in operations[looked_at:] if _may_end(graph, operation)]
     _seen[graph] = len(operations), names
-    return [*(graph.get_operation_by_name(name) for name in names), *_inputs(graph)]
+    found = [graph.get_operation_by_name(name) for name in names]
+    if isinstance(getattr(graph, "outer_graph", None), compat.FuncGraph):
+        # TensorFlow may inline the call, and then runs operations without inputs before those of the call are there.
+        inputs = [tensor for tensor in graph.inputs if tensor.dtype not in (tf.resource, tf.variant)]
+        found += [tf.identity(tensor).op for tensor in inputs]
+    return found
 
 
 def _may_end(graph: tf.Graph, operation: tf.Operation) -> bool:
     kinds = compat.operations_of_call(graph, operation) if operation.type in _CALLS else [operation.type]
     return any(map(_MAY_END.fullmatch, kinds))
-
-
-def _inputs(graph: tf.Graph) -> list[tf.Operation]:
-    # Of a nested graph: TensorFlow may inline the call, and then runs operations without inputs before those are there.
-    if not isinstance(getattr(graph, "outer_graph", None), compat.FuncGraph):
-        return []
-    inputs = [tensor for tensor in graph.inputs if tensor.dtype not in (tf.resource, tf.variant)]
-    return [tf.identity(tensor).op for tensor in inputs]
 
 
 # Gradients. ``tf.custom_gradient`` does the same; in a graph it keeps the graph forever (TensorFlow 2.20: each call
@@ -219,25 +201,14 @@ _GRADIENT = "npu_device_gradient"
 _KEPT_IN = "_npu_device_gradients"
 
 
-class _Kept:
-    """The gradient function of one call in a graph, which keeps it."""
-
-    def __init__(self, backward: Callable[..., Sequence[Any]], results: int) -> None:
-        self.backward = backward
-        self.results = results
-
-    def gradients(self, *upstream: Any) -> list[Any]:
-        """Return the gradients of the results, which have none, and of the inputs."""
-        return [None] * self.results + list(self.backward(*_dense(upstream[: self.results])))
-
-
 def _dense(upstream: Sequence[Any]) -> list[Any]:
     """Return gradients as tensors; those of a result whose rows were picked are ``tf.IndexedSlices``."""
     require_order("the gradient of a collective was computed")
     return [tf.convert_to_tensor(each) if isinstance(each, tf.IndexedSlices) else each for each in upstream]
 
 
-_gradients: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
+_gradients: weakref.WeakValueDictionary[int, Callable[..., list[Any]]] = weakref.WeakValueDictionary()
+"""The gradient function of each call in a graph, which keeps it."""
 
 
 def differentiable(
@@ -253,24 +224,29 @@ def differentiable(
         compat.record_operation(_GRADIENT, after, list(tensors), lambda *upstream: backward(*_dense(upstream)))
         return after
     graph = tf.compat.v1.get_default_graph()
-    kept, number = _Kept(backward, len(results)), next(_numbers)
-    _gradients[number] = kept
+    count, number = len(results), next(_numbers)
+
+    def gradients(*upstream: Any) -> list[Any]:
+        """Return the gradients of the results, which have none, and of the inputs."""
+        return [None] * count + list(backward(*_dense(upstream[:count])))
+
+    _gradients[number] = gradients
     # In an attribute, not a table: if the function refers to tensors of the graph, both go together.
-    setattr(graph, _KEPT_IN, [*getattr(graph, _KEPT_IN, []), kept])
+    setattr(graph, _KEPT_IN, [*getattr(graph, _KEPT_IN, []), gradients])
     before = [*results, *tensors]
     with graph.gradient_override_map({"IdentityN": _GRADIENT}):
         after = tf.identity_n(before, name=f"{_GRADIENT}_{number}")
-    compat.record_operation(_GRADIENT, after, before, kept.gradients)
-    return list(after[: len(results)])
+    compat.record_operation(_GRADIENT, after, before, gradients)
+    return list(after[:count])
 
 
 @tf.RegisterGradient(_GRADIENT)
 def _gradient(operation: tf.Operation, *upstream: Any) -> list[Any]:
     found = re.search(rf"{_GRADIENT}_(\d+)", operation.name.rpartition("/")[2])
-    kept = _gradients.get(int(found.group(1))) if found else None
-    if kept is None:
+    gradients = _gradients.get(int(found.group(1))) if found else None
+    if gradients is None:
         raise LookupError(
             f"the collective behind {operation.name!r} has no gradient any more: the function that it was traced in is "
             "gone. Trace the function again, not a saved copy of it."
         )
-    return kept.gradients(*upstream)
+    return gradients(*upstream)

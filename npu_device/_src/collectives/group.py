@@ -53,7 +53,6 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Return the number of members."""
         return len(self.ranks)
 
     def of_one_order(self) -> Group:
@@ -77,12 +76,10 @@ class Group:
 
 
 def counts_of(group: Group) -> tuple[int, ...]:
-    """Return, for each member, the number of ranks whose sum it contributes."""
     return group.counts or (1,) * group.size
 
 
 def group_of(job: Job, name: str) -> Group:
-    """Return the group of a name on a rank of a job; see ``find_group``."""
     if name == WORLD_GROUP:
         return job.world_group
     return find_group(name, job.cluster.rank, job.cluster.world_size, job.groups)
@@ -105,5 +102,4 @@ def find_group(name: str, rank: int, world_size: int, made: Mapping[str, Group])
 
 
 def listed(ranks: Iterable[int]) -> str:
-    """Return ranks as a text."""
     return ", ".join(map(str, ranks))

@@ -124,7 +124,6 @@ class Job:
             close()
 
     def part(self, kind: type[_Part]) -> _Part | None:
-        """Return the part of a class, or None."""
         found: _Part | None = self._parts.get(kind)
         return found
 
@@ -160,7 +159,6 @@ def current() -> Job | None:
 
 
 def is_closed() -> bool:
-    """Return True after ``close`` in this process, which can't join a job again."""
     return _closed_by == os.getpid()
 
 
@@ -175,7 +173,6 @@ def require_unclosed() -> None:
 
 
 def start(cluster: Cluster, channel: ControlChannel, serves_others: bool, secret: bytes = b"") -> Job:
-    """Make the job of this process."""
     global _current
     _current = Job(cluster, channel, serves_others, secret)
     _current.health.start()

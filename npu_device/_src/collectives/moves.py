@@ -7,6 +7,7 @@ differentiable as well.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Callable
 
 import numpy as np
@@ -37,13 +38,10 @@ def all_gather(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
         gathered = gather(agreement, tf.reshape(tensor, [1, -1]), group)
         return shapes.with_first_dimension(gathered, tensor, lambda rows: rows * group.size)
 
-    return Operation(
-        "all_gather",
-        group,
-        [tensor],
-        body,
-        results=lambda: shapes.spec_with_first_dimension(tensor, lambda rows: rows * group.size),
-    ).run(job)
+    def results() -> tf.TensorSpec:
+        return shapes.spec_with_first_dimension(tensor, lambda rows: rows * group.size)
+
+    return Operation("all_gather", group, [tensor], body, results=results).run(job)
 
 
 def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "") -> tf.Tensor:
@@ -54,25 +52,19 @@ def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "") -
     """
     shapes.require_first_dimension("all_gather_v", tensor)
     require_bits(tensor.dtype)
-    return Operation(
-        "all_gather_v",
-        group,
-        [tensor],
-        body=lambda agreement, tensor: gather_ragged(agreement, tensor, group),
-        results=lambda: shapes.spec_with_first_dimension(tensor, lambda _: None),
-        same={"purpose": purpose} if purpose else {},
-        ragged=True,
-    ).run(job)
+
+    def body(agreement: Agreement, tensor: tf.Tensor) -> tf.Tensor:
+        return gather_ragged(agreement, tensor, group)
+
+    def results() -> tf.TensorSpec:
+        return shapes.spec_with_first_dimension(tensor, lambda _: None)
+
+    same = {"purpose": purpose} if purpose else {}
+    return Operation("all_gather_v", group, [tensor], body, results=results, same=same, ragged=True).run(job)
 
 
 def all_to_all_v(
-    job: Job,
-    data: tf.Tensor,
-    send_counts: Any,
-    send_displacements: Any,
-    recv_counts: Any,
-    recv_displacements: Any,
-    group: Group,
+    job: Job, data: tf.Tensor, send_counts: Any, send_at: Any, recv_counts: Any, recv_at: Any, group: Group
 ) -> tf.Tensor:
     """Exchange blocks of different lengths among all ranks; its gradient is sent the other way.
 
@@ -95,15 +87,9 @@ def all_to_all_v(
         rows = exchange(agreement, shapes.pad_blocks(data, outgoing, longest), group)
         return shapes.join(rows, incoming)
 
-    return Operation(
-        "all_to_all_v",
-        group,
-        [data],
-        body,
-        inputs=[data, send_counts, send_displacements, recv_counts, recv_displacements],
-        results=lambda: tf.TensorSpec([None], data.dtype),
-        ragged=True,
-    ).run(job)
+    inputs = [data, send_counts, send_at, recv_counts, recv_at]
+    results = partial(tf.TensorSpec, [None], data.dtype)
+    return Operation("all_to_all_v", group, [data], body, inputs, results, ragged=True).run(job)
 
 
 def _require_equal(sent: tf.Tensor, expected: tf.Tensor) -> list[Any]:
@@ -137,16 +123,9 @@ def all_to_all_vc(job: Job, data: tf.Tensor, send_count_matrix: Any, group: Grou
         rows = exchange(agreement, shapes.pad_blocks(data, outgoing, longest), group)
         return shapes.join(rows, shapes.packed(matrix[:, group.rank]))
 
-    return Operation(
-        "all_to_all_vc",
-        group,
-        [data],
-        body,
-        inputs=[data, matrix],
-        results=lambda: tf.TensorSpec([None], data.dtype),
-        same={"send_count_matrix": "known to the running graph only" if known is None else known.tolist()},
-        ragged=True,
-    ).run(job)
+    results = partial(tf.TensorSpec, [None], data.dtype)
+    same = {"send_count_matrix": "known to the running graph only" if known is None else known.tolist()}
+    return Operation("all_to_all_vc", group, [data], body, [data, matrix], results, same, ragged=True).run(job)
 
 
 def send(job: Job, tensor: tf.Tensor, tag: int, destination: int, group: Group) -> Any:
@@ -173,15 +152,11 @@ def receive(job: Job, shape: Any, dtype: tf.DType, tag: int, source: int, group:
     if not like.shape.is_fully_defined():
         raise ValueError(f"receive needs to know every dimension of the tensor; found shape {like.shape}")
     pair = _pair_of(group, source, group.rank, tag)
-    return Operation(
-        "send and receive",
-        pair,
-        [like],
-        body=lambda agreement: transfers.receive(agreement, like, pair),
-        inputs=(),
-        results=lambda: like,
-        same={"tag": tag},
-    ).run(job)
+
+    def body(agreement: Agreement) -> tf.Tensor:
+        return transfers.receive(agreement, like, pair)
+
+    return Operation("send and receive", pair, [like], body, (), lambda: like, same={"tag": tag}).run(job)
 
 
 def _pair_of(group: Group, source: int, destination: int, tag: int) -> Group:
@@ -215,7 +190,6 @@ def gather(agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
 
 
 def gather_ragged(agreement: Agreement, tensor: tf.Tensor, group: Group) -> tf.Tensor:
-    """Do the same as ``all_gather_v``."""
     row_shape = tf.shape(tensor)[1:]
     all_rows = gather(agreement, tf.shape(tensor)[tf.newaxis, :1], group)[:, 0]
     counts = all_rows * tf.reduce_prod(row_shape)

@@ -4,20 +4,17 @@ One ``Operation`` serves the three ways to run it. In eager mode and in a ``tf.f
 before data moves, or with the first data, and the body runs. In a graph for a session the call becomes an operation of
 that graph (``sessions``), which does the same eagerly when the graph runs.
 
-The ranks compare a fingerprint of the call: in shared memory with the first data, between hosts in a message before it.
-Only if the fingerprints differ do they exchange the details. A list of gradients takes one agreement; the one in a
-message depends on no gradient and ends long before backward produces the first one.
+The ranks compare a fingerprint of the call: in shared memory with the first data, between hosts in a message before it,
+with which small data travel. Only if the fingerprints differ do they exchange the details. A list of gradients takes
+one agreement; the one in a message depends on no gradient and ends long before backward produces the first one.
 
 A group whose ranks share memory uses that. All other groups use the engine between hosts (``engine_choice``), among all
 of their ranks. But if hosts have several of a group's ranks, each host reduces and spreads in shared memory, and only
-one rank per host uses the engine. If that is NCCL, floating-point tensors go through it in every group, and the others
-through TensorFlow's ring. Where the ranks have to compare a call before its data moves, small data travel with the
-comparison: among all ranks at once, whichever host they are on.
+one rank per host uses the engine. If that is NCCL, floating-point tensors go through it in every group.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Optional
@@ -25,7 +22,7 @@ from typing import Any, Callable, Optional
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.collectives.call import Agreement, Call, Route, Terms, describe, shapes_number
+from npu_device._src.collectives.call import Agreement, Call, Route, Terms, describe, mismatch, shapes_number
 from npu_device._src.collectives.engines.engines import BETWEEN_HOSTS, TWO_LEVEL, messages, shared_memory
 from npu_device._src.collectives.engines.host.sockets import fits
 from npu_device._src.collectives.engines.tensorflow import engine as tensorflow_backend
@@ -33,7 +30,6 @@ from npu_device._src.collectives.gpu_choice import UNVERIFIED
 from npu_device._src.collectives.graph import require_order, runs_if_fetched
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.mismatch import mismatch
 
 _SHOWN_PORTS = 8
 
@@ -65,13 +61,8 @@ class Operation:
     def run(self, job: Job, call: Call | None = None) -> Any:
         """Run the operation, and return its results. Every rank of the group calls this.
 
-        ``call`` describes the call if it was made elsewhere: in the graph of the session that runs it.
-
-        Raises:
-            RuntimeError: the call is in a function that XLA compiles, in one of a dataset, or in a vectorized loop.
-            MismatchError: the ranks' calls differ; in a tf.function it is raised as an error of the function, with the
-                same text.
-            PeerError: a rank has failed or left.
+        ``call`` describes the call if it was made elsewhere: in the graph of the session that runs it. In a tf.function
+        a MismatchError is raised as an error of the function, with the same text.
         """
         job.has_communicated = job.has_communicated or self.name != "barrier"
         call = call or describe(self.name, self.values, self.ragged, self.same)
@@ -79,8 +70,13 @@ class Operation:
             return job.sessions.add(self, call)
         group, eager = self.group, tf.executing_eagerly()
         inputs = self.values if self.inputs is None else self.inputs
-        if not eager:
-            _refuse_xla(job, call)
+        if not eager and compat.compiled_by_xla():
+            raise RuntimeError(
+                f"rank {job.cluster.rank}: {call.operation} was called at {call.line} in a function that XLA compiles "
+                "(jit_compile=True), where a rank can't wait for the others.\n"
+                "What to do: leave jit_compile out of tf.function; pass jit_compile=False to model.compile (on a GPU, "
+                "Keras 3 turns XLA on by itself); or use npu.distribute.replicate(model), which turns it off."
+            )
         if group.size == 1:
             return self.body(Agreement(job), *inputs)
         if eager:
@@ -113,16 +109,6 @@ class Operation:
                 agreement.take()
 
 
-def _refuse_xla(job: Job, call: Call) -> None:
-    if compat.compiled_by_xla():
-        raise RuntimeError(
-            f"rank {job.cluster.rank}: {call.operation} was called at {call.line} in a function that XLA compiles "
-            "(jit_compile=True), where a rank can't wait for the others.\n"
-            "What to do: leave jit_compile out of tf.function; pass jit_compile=False to model.compile (on a GPU, "
-            "Keras 3 turns XLA on by itself); or use npu.distribute.replicate(model), which turns it off."
-        )
-
-
 # The backends
 
 
@@ -148,8 +134,8 @@ def route_of(job: Job, group: Group, values: Sequence[Any], ragged: bool) -> tup
 
 
 def backend_of(agreement: Agreement, group: Group, dtype: tf.DType, divides: bool = False) -> Any:
-    """Return the backend that moves a call's tensors of a dtype, the same on every rank: that of messages if the call's
-    data are small. If only the running graph knows that, both are in it. A call that ``divides`` can be two levels.
+    """Return the backend that moves a call's tensors of a dtype, the same on every rank; two in one if only the running
+    graph knows whether the data are small. A call that ``divides`` can be two levels.
     """
     own = _own_backend_of(agreement.job, group, dtype, divides)
     if agreement.route is Route.WITH_DATA:
@@ -164,20 +150,19 @@ class _Either:
         self._own, self._group = own, group
 
     def __getattr__(self, call: str) -> Callable[..., Any]:
-        return functools.partial(self._decide, call)
+        def decide(agreement: Agreement, *arguments: Any) -> Any:
+            job, terms = agreement.job, agreement.take()
 
-    def _decide(self, call: str, agreement: Agreement, *arguments: Any) -> Any:
-        job, terms = agreement.job, agreement.take()
+            def small() -> Any:
+                return getattr(messages, call)(Agreement(job, terms), *arguments)
 
-        def small() -> Any:
-            return getattr(messages, call)(Agreement(job, terms), *arguments)
+            def large() -> Any:
+                with tf.control_dependencies(messages.exchange_terms(Agreement(job, terms), self._group)):
+                    return getattr(self._own, call)(Agreement(job), *arguments)
 
-        def large() -> Any:
-            compared = messages.exchange_terms(Agreement(job, terms), self._group)
-            with tf.control_dependencies(compared):
-                return getattr(self._own, call)(Agreement(job), *arguments)
+            return tf.cond(agreement.small, small, large)
 
-        return tf.cond(agreement.small, small, large)
+        return decide
 
 
 def _own_backend_of(job: Job, group: Group, dtype: tf.DType, divides: bool) -> Any:
@@ -207,31 +192,23 @@ def explained(job: Job, group: Group) -> str:
     if name == "shared_memory":
         return "shared memory: all ranks share that of one host"
     if name == "nccl":
-        why = chosen or "each rank has a GPU of its own"
-        return f"TensorFlow's collectives with NCCL: {why} ({UNVERIFIED})"
-    world = job.mpi_world
-    engine = {"mpi": f"MPI ({world.library})" if world else "MPI", "tcp": "TCP"}.get(
-        name, "TensorFlow's ring over gRPC"
-    )
+        return f"TensorFlow's collectives with NCCL: {chosen or 'each rank has a GPU of its own'} ({UNVERIFIED})"
+    library = f"MPI ({job.mpi_world.library})" if job.mpi_world else "MPI"
+    engine = {"mpi": library, "tcp": "TCP"}.get(name, "TensorFlow's ring over gRPC")
+    why = "ranks of one host can't share memory" if any(hosts.problems) else "each rank has a host to itself"
     if _own_backend_of(job, group, tf.float32, True) in TWO_LEVEL.values():
-        text, why = f"shared memory within each host, and {engine} between them", "hosts have several ranks"
+        engine, why = f"shared memory within each host, and {engine} between them", "hosts have several ranks"
     elif environment.NPU_DEVICE_SHARED_MEMORY.get() == "off":
-        text, why = engine, "NPU_DEVICE_SHARED_MEMORY is off"
-    else:
-        text = engine
-        why = "ranks of one host can't share memory" if any(hosts.problems) else "each rank has a host to itself"
+        why = "NPU_DEVICE_SHARED_MEMORY is off"
     why = f"{chosen}, and {why}" if chosen else why
-    return f"{text}: {why}" + (f". Not MPI: {job.why_no_mpi}" if job.why_no_mpi else "")
+    return f"{engine}: {why}" + (f". Not MPI: {job.why_no_mpi}" if job.why_no_mpi else "")
 
 
 def open_ports(job: Job) -> str:
     """Return in words where this job's ranks serve whoever reaches them, without the job secret; "" if they don't."""
-    addresses = job.server_addresses
-    if not addresses:
-        return ""
-    shown, more = ", ".join(addresses[:_SHOWN_PORTS]), len(addresses) - _SHOWN_PORTS
+    shown, more = ", ".join(job.server_addresses[:_SHOWN_PORTS]), len(job.server_addresses) - _SHOWN_PORTS
     shown += f" and {more} more" if more > 0 else ""
-    return f"TensorFlow's servers at {shown} serve whoever reaches them, without the job secret"
+    return f"TensorFlow's servers at {shown} serve whoever reaches them, without the job secret" if shown else ""
 
 
 def row_length(job: Job, group: Group, dtype: tf.DType, longest: tf.Tensor) -> tf.Tensor:

@@ -8,12 +8,13 @@ call is one agreement.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Callable
 
 import tensorflow as tf
 
 from npu_device._src.collectives import shapes
 from npu_device._src.collectives.call import Agreement
-from npu_device._src.collectives.dtypes import REDUCED, fold, reduced_dtype, require_bits, wire_dtype
+from npu_device._src.collectives.dtypes import REDUCED, Tensors, Wire, fold, reduced_dtype, require_bits, wire_dtype
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
@@ -24,18 +25,11 @@ REDUCTIONS = ("sum", "mean", "min", "max", "prod")
 
 
 def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
-    """Reduce one dense tensor over a group.
+    """Reduce one dense tensor (``dtypes.REDUCED``) over a group; its shape is the same on every rank.
 
-    Args:
-        tensor: any shape, the same on every rank of the group; float16, bfloat16, float32, float64, int8 to int64,
-            uint8 to uint64.
-        reduction: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"prod"``.
-
-    Returns:
-        A tensor of the same shape and dtype; the mean of integers is floating-point (float32 for 8 and 16 bits,
-        float64 otherwise), as with ``tf.divide``. 16-bit floats are combined in float32 and rounded once. Sum and
-        mean of floating-point tensors are differentiable: the gradient is the sum, or the mean, of all ranks' incoming
-        gradient.
+    The mean of integers is floating-point (float32 for 8 and 16 bits, float64 otherwise), as with ``tf.divide``. 16-bit
+    floats are combined in float32 and rounded once. Sum and mean of floating-point tensors are differentiable: the
+    gradient is the sum, or the mean, of all ranks' incoming gradient.
     """
     require_reduction("all_reduce", tensor.dtype, reduction)
 
@@ -43,15 +37,11 @@ def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.
         require_differentiable("all_reduce", reduction)
         return [all_reduce(job, upstream[0], reduction, group)]
 
-    return Operation(
-        "all_reduce",
-        group,
-        [tensor],
-        body=lambda agreement, tensor: reduce_segments(agreement, [[tensor]], reduction, group)[0][0],
-        results=lambda: tf.TensorSpec(tensor.shape, reduced_dtype(tensor.dtype, reduction)),
-        same={"reduction": reduction},
-        gradient=gradient,
-    ).run(job)
+    def body(agreement: Agreement, tensor: tf.Tensor) -> tf.Tensor:
+        return reduce_segments(agreement, [[tensor]], reduction, group)[0][0]
+
+    results, same = _reduced_spec(tensor, reduction), {"reduction": reduction}
+    return Operation("all_reduce", group, [tensor], body, None, results, same, gradient=gradient).run(job)
 
 
 def reduce(job: Job, tensor: tf.Tensor, reduction: str, root_rank: int, group: Group) -> tf.Tensor:
@@ -80,14 +70,8 @@ def reduce(job: Job, tensor: tf.Tensor, reduction: str, root_rank: int, group: G
 
         return differentiable_move(reduced, backward, tensor)
 
-    return Operation(
-        "reduce",
-        group,
-        [tensor],
-        body,
-        results=lambda: tf.TensorSpec(tensor.shape, reduced_dtype(tensor.dtype, reduction)),
-        same={"reduction": reduction, "root_rank": root_rank},
-    ).run(job)
+    results, same = _reduced_spec(tensor, reduction), {"reduction": reduction, "root_rank": root_rank}
+    return Operation("reduce", group, [tensor], body, results=results, same=same).run(job)
 
 
 def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
@@ -121,18 +105,13 @@ def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) ->
         reduced = fold(tf.unstack(blocks, num=group.size), reduction)
         return shapes.with_first_dimension(reduced, tensor, lambda rows: rows // group.size)
 
-    def results() -> tf.TensorSpec:
-        block = shapes.spec_with_first_dimension(tensor, lambda rows: rows // group.size)
-        return tf.TensorSpec(block.shape, reduced_dtype(tensor.dtype, reduction))
+    block = shapes.spec_with_first_dimension(tensor, lambda rows: rows // group.size)
+    results, same = _reduced_spec(block, reduction), {"reduction": reduction}
+    return Operation("reduce_scatter", group, [tensor], body, results=results, same=same).run(job)
 
-    return Operation(
-        "reduce_scatter",
-        group,
-        [tensor],
-        body,
-        results=results,
-        same={"reduction": reduction},
-    ).run(job)
+
+def _reduced_spec(tensor: tf.Tensor | tf.TensorSpec, reduction: str) -> Callable[[], tf.TensorSpec]:
+    return lambda: tf.TensorSpec(tensor.shape, reduced_dtype(tensor.dtype, reduction))
 
 
 def broadcast(job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Group) -> list[tf.Tensor]:
@@ -148,23 +127,18 @@ def broadcast(job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Gro
         require_bits(tensor.dtype)
 
     def body(agreement: Agreement, *tensors: tf.Tensor) -> list[tf.Tensor]:
-        def backward(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
-            return [
-                reduce(job, value, "sum", root_rank, group) if floating else None
-                for value, floating in zip(upstream, floats)
-            ]
-
         floats = [tensor.dtype.is_floating for tensor in tensors]
+
+        def backward(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
+            floating = zip(upstream, floats)
+            return [reduce(job, value, "sum", root_rank, group) if is_float else None for value, is_float in floating]
+
         return differentiable(spread(agreement, tensors, root_rank, group), backward, tensors)
 
-    return Operation(
-        "broadcast",
-        group,
-        tensors,
-        body,
-        results=lambda: [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors],
-        same={"root_rank": root_rank},
-    ).run(job)
+    def results() -> list[tf.TensorSpec]:
+        return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+
+    return Operation("broadcast", group, tensors, body, results=results, same={"root_rank": root_rank}).run(job)
 
 
 def barrier(job: Job, group: Group) -> tf.Tensor:
@@ -173,13 +147,11 @@ def barrier(job: Job, group: Group) -> tf.Tensor:
     Returns the number of ranks that came, int32 of shape []. In a ``tf.function`` the wait is over when this tensor
     exists, so make later operations depend on it (``tf.control_dependencies``).
     """
-    return Operation(
-        "barrier",
-        group,
-        [],
-        body=lambda agreement: reduce_segments(agreement, [[tf.constant(1)]], "sum", group)[0][0],
-        results=lambda: tf.TensorSpec([], tf.int32),
-    ).run(job)
+
+    def body(agreement: Agreement) -> tf.Tensor:
+        return reduce_segments(agreement, [[tf.constant(1)]], "sum", group)[0][0]
+
+    return Operation("barrier", group, [], body, results=lambda: tf.TensorSpec([], tf.int32)).run(job)
 
 
 def require_reduction(operation: str, dtype: tf.DType, reduction: str) -> None:
@@ -205,11 +177,7 @@ def require_differentiable(operation: str, reduction: str) -> None:
 
 
 def reduce_segments(
-    agreement: Agreement,
-    segments: Sequence[Sequence[tf.Tensor]],
-    reduction: str,
-    group: Group,
-    wire: tf.DType | None = None,
+    agreement: Agreement, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire = None
 ) -> list[list[tf.Tensor]]:
     """Reduce segments, each of one dtype, as soon as its own tensors are ready. Return the results in the same lists,
     as ``all_reduce`` gives them, and differentiable like those. float32 and float64 may be sent in the dtype ``wire``.

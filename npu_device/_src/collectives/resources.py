@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from fractions import Fraction
 
 import tensorflow as tf
@@ -33,33 +32,20 @@ LEAST_INTER_OP_THREADS = 2
 
 
 def count_cores(running: Job) -> None:
-    """Set ``running.cores`` and ``running.has_own_core``, together with the other ranks of the host.
-
-    The launcher may have bound each rank to cores of its own (Open MPI and Slurm do), so the ranks compare theirs.
+    """Set ``running.cores`` and ``running.has_own_core``. The launcher may have bound each rank to cores of its own, as
+    Open MPI and Slurm do, so the ranks of the host compare theirs.
     """
     cluster, mine = running.cluster, sorted(os.sched_getaffinity(0))
     key = f"cores/{cluster.neighbours[0]}"
     found = running.store.gather_from(key, mine, cluster.neighbours, LATEST_ANSWER_SECONDS)
-    share = share_of_cores(mine, list(found.values()))
+    users = Counter(core for cores in found.values() for core in cores)
+    share = sum((Fraction(1, users[core]) for core in mine), Fraction())
     running.cores, running.has_own_core = max(1, int(share)), share >= 1
 
 
-def share_of_cores(mine: Sequence[int], ranks: Sequence[Sequence[int]]) -> Fraction:
-    """Return a rank's share of the cores that it may use, given those of each rank of the host, including itself.
-
-    Examples:
-        >>> print(share_of_cores(range(8), [range(8)] * 3), share_of_cores(range(8), [range(8), range(8, 16)]))
-        8/3 8
-    """
-    users = Counter(core for cores in ranks for core in cores)
-    return sum((Fraction(1, users[core]) for core in mine), Fraction())
-
-
 def divide_cores(running: Job) -> None:
-    """Give each rank of a host its share of the cores, unless the user has set the number of threads.
-
-    TensorFlow starts a thread pool as wide as the machine in every process; several of them on a host compete for the
-    cores. If TensorFlow has already been used, it has already started them.
+    """Give each rank of a host its share of the cores, unless the user has set the number of threads: TensorFlow starts
+    a thread pool as wide as the machine in every process.
     """
     if environment.TF_NUM_INTRAOP_THREADS.is_set() or environment.TF_NUM_INTEROP_THREADS.is_set():
         return
@@ -70,8 +56,7 @@ def divide_cores(running: Job) -> None:
             running.cluster.rank,
         )
         return
-    threading = tf.config.threading
-    share = running.cores
+    threading, share = tf.config.threading, running.cores
     if running.cluster.local_size > 1 and threading.get_intra_op_parallelism_threads() == 0:
         threading.set_intra_op_parallelism_threads(share)
     if threading.get_inter_op_parallelism_threads() == 0:
@@ -85,31 +70,27 @@ def divide_cores(running: Job) -> None:
 
 
 def choose_device(cluster: Cluster) -> Device:
-    """Let this rank see only its own GPU, and return its device. No memory is taken on any GPU.
-
-    Raises:
-        ClusterError: TensorFlow has been used before, with several GPUs.
-    """
+    """Let this rank see only its own GPU, and return its device. No memory is taken on any GPU."""
     cuda, nvidia = environment.CUDA_VISIBLE_DEVICES.text(), environment.NVIDIA_VISIBLE_DEVICES.text()
     instance = gpu_choice.own_instance(cuda, nvidia, cluster.device_id)
     late = compat.context_is_initialized()
     if instance is not None and not late:
         environment.CUDA_VISIBLE_DEVICES.set(cuda := instance)
     gpus = tf.config.get_visible_devices("GPU")
-    index = gpu_choice.own_index(len(gpus), cluster.device_id)
-    if index is None:
+    if not gpus:
         return Device("CPU", gpu_choice.why_none(cuda, nvidia))
+    gpu = gpus[cluster.device_id % len(gpus)]  # in turn if there are fewer GPUs than devices
     if late and (len(gpus) > 1 or instance is not None):
         raise ClusterError(
             f"{cluster.name} can't take its own GPU: TensorFlow has been used before "
-            f"npu.open(), and has taken memory on {', '.join(gpu.name for gpu in gpus)}.\n"
+            f"npu.open(), and has taken memory on {', '.join(each.name for each in gpus)}.\n"
             "What to do: call `npu.open().as_default()` right after the imports, before the first tensor, variable, "
             "model, dataset or tf.config.list_logical_devices() of the script; or let CUDA_VISIBLE_DEVICES of each "
             "rank name its own GPU."
         )
     if len(gpus) > 1:
-        tf.config.set_visible_devices([gpus[index]], "GPU")
-    number = int(gpus[index].name.rsplit(":", 1)[1])
+        tf.config.set_visible_devices([gpu], "GPU")
+    number = int(gpu.name.rsplit(":", 1)[1])
     name = gpu_choice.name_of(cuda, number)
     model, unit, chip = identity(number) or ("", name, name)  # AMD's GPUs have another driver
     return Device(name, model, unit, chip, compat.has_nccl())
@@ -152,17 +133,15 @@ def _let_memory_grow(rank: int) -> None:
 
 # NVIDIA's driver: which GPU is behind one of CUDA's numbers. This makes no CUDA context and takes no GPU memory.
 
-_LIBRARY = "libcuda.so.1"
 _NAME_BYTES, _BUS_BYTES, _UUID_BYTES = 256, 32, 16
 
 
 def identity(index: int) -> tuple[str, str, str] | None:
-    """Return what the driver says about a GPU, by CUDA's and TensorFlow's number of it; None without a driver.
-
-    Its model; the UUID of the GPU or MIG instance, in hexadecimal; and the PCI bus id of the GPU.
+    """Return a GPU's model, the UUID of it or its MIG instance, in hexadecimal, and its PCI bus id, by CUDA's number of
+    it; None without a driver.
     """
     try:
-        driver = ctypes.CDLL(_LIBRARY)
+        driver = ctypes.CDLL("libcuda.so.1")
     except OSError:  # no NVIDIA driver
         return None
     # Unlike cuDeviceGetUuid, its second version (CUDA 11.4) tells the MIG instances of a GPU apart.

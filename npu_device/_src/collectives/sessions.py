@@ -25,10 +25,9 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.time_limits import QUEUE_CHECK_SECONDS
-from npu_device._src.collectives.call import Agreement, Call, calling_thread
+from npu_device._src.collectives.call import Agreement, Call, MismatchError, calling_thread
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.mismatch import MismatchError
 from npu_device._src.collectives.operation import Operation
 from npu_device._src.collectives.ops import spread
 
@@ -50,7 +49,15 @@ class Sessions:
         given = list(operation.values if operation.inputs is None else operation.inputs)
         inputs = tf.nest.map_structure(tf.convert_to_tensor, given, expand_composites=True)
         group = operation.group.of_one_order()
-        order, number = self._order_of(group), self._next_number(group)
+        with self._lock:
+            if group not in self._orders:
+                self._orders[group] = SessionOrder(self._job, group)
+            order = self._orders[group]
+        with tf.init_scope():  # outside functions, branches and loops
+            graph = tf.compat.v1.get_default_graph()
+        counter = self._made.setdefault(graph, Counter())
+        counter[group] += 1
+        number = counter[group]  # the same on each rank, where scripts build the same graph
         structure = operation.results() if operation.results else None
         specs = tf.nest.flatten(structure, True) if operation.results else [tf.TensorSpec([], tf.int32)]
 
@@ -60,9 +67,6 @@ class Sessions:
             results = replace(operation, values=compared, inputs=now).run(self._job, call)
             return tf.nest.flatten(results, True) if operation.results else [tf.constant(0)]
 
-        def run(*arrays: Any) -> list[Any]:
-            return order.run(number, call, arrays, eagerly)
-
         def gradient(*upstream: tf.Tensor) -> Sequence[tf.Tensor]:
             if operation.gradient is None:
                 raise LookupError(f"{operation.name} has no gradient in the graph of a session, as on Ascend")
@@ -70,7 +74,7 @@ class Sessions:
 
         @tf.custom_gradient
         def differentiable(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
-            return call_python(run, tensors, specs), gradient
+            return call_python(lambda *arrays: order.run(number, call, arrays, eagerly), tensors, specs), gradient
 
         results = tf.nest.flatten(differentiable(*tf.nest.flatten(inputs, True)))
         if structure is None:
@@ -83,20 +87,6 @@ class Sessions:
             closed = [self._orders.pop(group) for group in list(self._orders) if name in (group.name, group.parent)]
         for order in closed:
             order.close()
-
-    def _order_of(self, group: Group) -> SessionOrder:
-        with self._lock:
-            if group not in self._orders:
-                self._orders[group] = SessionOrder(self._job, group)
-            return self._orders[group]
-
-    def _next_number(self, group: Group) -> int:
-        # Scripts build the same graph on each rank.
-        with tf.init_scope():  # outside functions, branches and loops
-            graph = tf.compat.v1.get_default_graph()
-        counter = self._made.setdefault(graph, Counter())
-        counter[group] += 1
-        return counter[group]
 
 
 # The order
@@ -132,19 +122,16 @@ class SessionOrder:
     def run(
         self, number: int, call: Call, values: Sequence[np.ndarray], function: Callable[..., Sequence[tf.Tensor]]
     ) -> list[np.ndarray]:
-        """Run a collective when its turn comes, in another thread, and return its results. Its number in the graph is
-        the same on all ranks.
-        """
+        """Run a collective when its turn comes, in another thread, and return its results."""
         queued = _Queued(call, values, function, Future())
         with self._changed:
             if self._closed:
-                raise RuntimeError(f"group {self._group.name!r} was destroyed on this rank")
+                raise self._destroyed()
             self._queues.setdefault(number, deque()).append(queued)
             self._changed.notify_all()
         return queued.result.result()
 
     def close(self) -> None:
-        """End the thread; later calls fail."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -155,7 +142,7 @@ class SessionOrder:
                 with self._changed:
                     self._changed.wait_for(lambda: self._queues or self._closed)
                 if self._closed:
-                    self._refuse(RuntimeError(f"group {self._group.name!r} was destroyed on this rank"))
+                    self._refuse(self._destroyed())
                     return
                 try:
                     for number in self._order():
@@ -196,6 +183,9 @@ class SessionOrder:
             if not queue:
                 del self._queues[number]
             return first
+
+    def _destroyed(self) -> Exception:
+        return RuntimeError(f"group {self._group.name!r} was destroyed on this rank")
 
     def _refuse(self, error: Exception) -> None:
         with self._changed:
@@ -255,7 +245,10 @@ def call_python(
     # before that was switched off, and place the function on the device of the job's task, which no session has
     # (``tf.numpy_function`` names the device of the eager context, TensorFlow 2.20). Can go when it names none in a
     # graph.
-    with _outermost(graph).as_default():
+    outermost = graph
+    while hasattr(outermost, "outer_graph"):
+        outermost = outermost.outer_graph
+    with outermost.as_default():
         signature = [tf.TensorSpec(None, tensor.dtype) for tensor in inputs]
         concrete = tf.function(body, autograph=False).get_concrete_function(*signature)
     concrete.add_to_graph(graph)
@@ -276,9 +269,7 @@ def call_python(
 
 
 def in_first_run(name: str, function: Callable[..., None], inputs: Callable[[], Sequence[tf.Tensor]]) -> tf.Tensor:
-    """Return a tensor that is there when a function has been called with inputs as arrays, once in each session;
-    ``name`` tells such calls apart.
-    """
+    """Return a tensor that is there when a function has been called with inputs as arrays, once in each session."""
     done = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=f"npu_device {name}")
 
     def run(*arrays: np.ndarray) -> list[Any]:
@@ -291,9 +282,3 @@ def in_first_run(name: str, function: Callable[..., None], inputs: Callable[[], 
             return tf.identity(result)
 
     return tf.cond(tf.raw_ops.VarIsInitializedOp(resource=done), lambda: tf.constant(0), call)
-
-
-def _outermost(graph: tf.Graph) -> tf.Graph:
-    while hasattr(graph, "outer_graph"):
-        graph = graph.outer_graph
-    return graph

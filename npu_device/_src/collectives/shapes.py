@@ -22,7 +22,6 @@ def require_member(what: str, rank: int, group: Group) -> None:
 
 
 def require_first_dimension(operation: str, tensor: tf.Tensor) -> None:
-    """Raise ValueError for a scalar."""
     if tensor.shape.rank == 0:
         raise ValueError(
             f"{operation} works along the first dimension and was given a scalar; give it shape [1]: tensor[tf.newaxis]"
@@ -48,7 +47,6 @@ def with_first_dimension(elements: tf.Tensor, like: tf.Tensor, rows: Callable[[C
 
 
 def require_vector(operation: str, data: tf.Tensor) -> None:
-    """Raise ValueError if a buffer isn't one-dimensional."""
     if data.shape.rank not in (None, 1):
         raise ValueError(
             f"{operation} exchanges blocks of a one-dimensional buffer; found shape {data.shape}. What to do: "
@@ -106,10 +104,8 @@ def whole_numbers(name: str, values: Any, shape: list[int]) -> tf.Tensor:
 def pad_blocks(data: tf.Tensor, blocks: Blocks, longest: tf.Tensor) -> tf.Tensor:
     """Return the blocks of a buffer as rows of equal length, padded with zeros: shape [number of blocks, longest]."""
     rows = []
-    for rank in range(blocks.counts.shape[0]):
-        count = blocks.counts[rank]
-        block = tf.slice(data, [blocks.displacements[rank]], [count])
-        rows.append(tf.pad(block, [[0, longest - count]]))
+    for count, start in zip(*map(tf.unstack, blocks)):
+        rows.append(tf.pad(tf.slice(data, [start], [count]), [[0, longest - count]]))
     return tf.stack(rows)
 
 
@@ -117,11 +113,8 @@ def join(rows: tf.Tensor, blocks: Blocks) -> tf.Tensor:
     """Return the buffer made of rows: block i is the beginning of row i. Zeros where there is no block."""
     # Blocks without elements may have any displacement.
     starts = tf.where(blocks.counts == 0, tf.zeros_like(blocks.displacements), blocks.displacements)
-    order = tf.cast(tf.argsort(starts, stable=True), tf.int64)
-    parts = []
-    end = tf.constant(0, tf.int64)
-    for position in range(blocks.counts.shape[0]):
-        rank = order[position]
+    parts, end = [], tf.constant(0, tf.int64)
+    for rank in tf.unstack(tf.cast(tf.argsort(starts, stable=True), tf.int64)):
         count = blocks.counts[rank]
         gap = starts[rank] - end
         # If blocks overlap, the gap is negative, and tf.pad refuses it.

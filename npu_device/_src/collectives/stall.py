@@ -39,20 +39,18 @@ class TransferWatch:
             self._begun, self._ended = (compat.plain_variable(tf.constant(0, tf.int32)) for _ in range(2))
 
     def begin(self, tensor: tf.Tensor) -> None:
-        """Note that a tensor which is to be sent is ready. Nothing waits for the note."""
         self._count(self._begun, tensor)
 
     def end(self, result: tf.Tensor) -> None:
-        """Note that the result of a transfer is there."""
         self._count(self._ended, result)
 
     def _count(self, variable: Any, after: tf.Tensor) -> None:
+        """Note that a tensor to be sent, or a result, is ready. Nothing waits for the note."""
         with tf.control_dependencies([after]), tf.device(self._device):
             counter = compat.through_outer_graphs(variable.handle)
             tf.raw_ops.ResourceCountUpTo(resource=counter, limit=_LARGEST, T=tf.int32)
 
     def position(self) -> dict[str, Any]:
-        """Return the position of this rank, as ``CallCount`` does."""
         with compat.eager_mode():
             ended, begun = int(self._ended), int(self._begun)
         return {"begun": begun, "waiting": begun > ended, "call": _TRANSFER}
@@ -82,10 +80,9 @@ class StallWatch:
     def calls_of(self, group: Group) -> CallCount:
         """Return the count of the calls of a group, made at its first use."""
         with self._making:
-            count = self._watches.get(group)
-            if count is None:
-                count = self._watches[group] = CallCount()
-            return cast(CallCount, count)
+            if group not in self._watches:
+                self._watches[group] = CallCount()
+            return cast(CallCount, self._watches[group])
 
     def transfers_of(self, group: Group, device: str) -> TransferWatch:
         """Return the watch of a group's transfers through TensorFlow, made at its first use on the CPU of this rank."""
@@ -178,12 +175,10 @@ def _table(group: Group, hosts: Sequence[str], answers: Mapping[int, dict[str, A
     """Return one line per rank; for a large group, list only some of the ranks that have come."""
     ready = [rank for rank in group.ranks if rank in answers and answers[rank]["begun"] >= wanted]
     shown = max(0, _MOST_LINES - (group.size - len(ready)))
-    omitted = set(ready[shown:])
-    lines = [
-        f"  rank {rank} on host {hosts[rank]}: {_position_text(answers.get(rank), wanted)}"
-        for rank in group.ranks
-        if rank not in omitted
-    ]
+    omitted = ready[shown:]
+    lines = []
+    for rank in sorted(set(group.ranks).difference(omitted)):
+        lines.append(f"  rank {rank} on host {hosts[rank]}: {_position_text(answers.get(rank), wanted)}")
     return lines + ([f"  {len(omitted)} more ranks are waiting"] if omitted else [])
 
 

@@ -1,4 +1,4 @@
-"""The reduction of a list of tensors: cut into segments, one collective each, handed back in order.
+"""The reduction of a list of tensors, dense and sparse: cut into segments, one collective each, handed back in order.
 
 The job remembers which tensors are results: whoever applies gradients is asked later whether they were reduced.
 """
@@ -9,35 +9,27 @@ import contextlib
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional, Union
+from typing import Any, Optional, Union, cast
 
 import tensorflow as tf
 
 from npu_device._src.collectives.call import Agreement
-from npu_device._src.collectives.dtypes import reduced_dtype
-from npu_device._src.collectives.graph import in_one_or_apart, origin
+from npu_device._src.collectives.dtypes import reduced_dtype, sum_dtype, wire_dtype
+from npu_device._src.collectives.graph import origin, runs_if_fetched
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
+from npu_device._src.collectives.moves import gather, gather_ragged
 from npu_device._src.collectives.operation import Operation
-from npu_device._src.collectives.ops import (
-    REDUCTIONS,
-    reduce_segments,
-    require_differentiable,
-    require_reduction,
-)
+from npu_device._src.collectives.ops import REDUCTIONS, reduce_segments, require_differentiable, require_reduction
 from npu_device._src.gradients.segments import FirstOrders, cut
-from npu_device._src.gradients.sparse import gather_slices, reduce_slices, require_sparse_reduction
 from npu_device._src.gradients.split_strategy import MAX_SEGMENTS
 from npu_device._src.options import global_options
 from npu_device._src.trace.steps import traced_reduction
 from npu_device._src.trace.trace import Tracer
 
 Gradient = Optional[Union[tf.Tensor, tf.IndexedSlices]]
-_Part = tuple[Sequence[int], Sequence[Sequence[int]]]
-"""Positions in a list, and the segments among the values there."""
-
 _LARGEST_FUSION_ID = 0x7FFFFFFF
 WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16, None: None}
 _LATEST = 4096  # eager results that are remembered
@@ -97,19 +89,17 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
 
     ``tf.IndexedSlices`` may have a different number of rows on each rank, and ``None`` stays. The collective of a
     segment depends only on its own tensors, so it starts as soon as backward has produced them.
-
-    Raises:
-        ValueError: the split strategy doesn't fit; min, max or prod of ``tf.IndexedSlices``.
-        TypeError: a dtype that can't be reduced.
-        MismatchError: the ranks' calls differ.
     """
     segments, rows = [[0]], []
-    parts: list[_Part] = [([0], segments)]
+    # Positions in the list, and the segments among the values there. In a session's graph each call waits for all of
+    # its inputs.
+    parts: list[tuple[Sequence[int], Sequence[Sequence[int]]]] = [([0], segments)]
     if len(values) != 1 or not isinstance(values[0], tf.Tensor):
         segments = cut(job.made(FirstOrders), values, options.kind, options.fusion, group.name)
         rows = [[position] for position, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
-        apart: list[_Part] = [*((part, [range(len(part))]) for part in segments), *((part, []) for part in rows)]
-        parts = in_one_or_apart((range(len(values)), segments), apart)
+        parts = [(range(len(values)), segments)]
+        if runs_if_fetched():
+            parts = [*((part, [range(len(part))]) for part in segments), *((part, []) for part in rows)]
     results: list[Gradient] = [None] * len(values)
     # Without hcom_parallel nothing is sent before everything is there.
     waits_for_all = not tf.executing_eagerly() and not global_options().hcom_parallel.typed
@@ -123,7 +113,8 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
             for position, result in zip(positions, reduced):
                 results[position] = result
         for [position] in rows:
-            results[position] = _of_the_shape_of(values[position], results[position])
+            sparse: Any = results[position]  # with what the graph knows of the shape, unlike a session's operation
+            results[position] = tf.IndexedSlices(sparse.values, sparse.indices, cast(Any, values[position]).dense_shape)
         if trace is not None:
             for part in (*segments, *rows):
                 trace.segment([results[position] for position in part])
@@ -134,16 +125,15 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
 
 
 def _reduce_at_once(
-    job: Job,
-    values: Sequence[Gradient],
-    segments: Sequence[Sequence[int]],
-    options: ReductionOptions,
-    group: Group,
+    job: Job, values: Sequence[Gradient], segments: Sequence[Sequence[int]], options: ReductionOptions, group: Group
 ) -> list[Gradient]:
     """Reduce a list whose segments are known, positions of dense tensors, as one operation; see ``ops``."""
     for value in values:
-        if isinstance(value, tf.IndexedSlices):
-            require_sparse_reduction(options.kind)
+        if isinstance(value, tf.IndexedSlices) and options.kind not in ("sum", "mean"):
+            raise ValueError(
+                f"reduction {options.kind!r} of IndexedSlices is not defined; expected 'sum' or 'mean', or dense "
+                "tensors (tf.convert_to_tensor)"
+            )
         if value is not None:
             require_reduction("all_reduce", value.dtype, options.kind)
 
@@ -157,7 +147,7 @@ def _reduce_at_once(
                 results[position] = tensor
         for position, value in enumerate(values):
             if isinstance(value, tf.IndexedSlices):
-                reduce_rows = reduce_slices if options.adds_rows else gather_slices
+                reduce_rows = _reduce_slices if options.adds_rows else _gather_slices
                 results[position] = reduce_rows(agreement, value, options.kind, group, wire)
         return results
 
@@ -165,18 +155,14 @@ def _reduce_at_once(
         require_differentiable("all_reduce", options.kind)
         return _reduce_at_once(job, upstream, segments, options, group)
 
+    def results() -> list[tf.TypeSpec | None]:
+        return [_spec_of_result(value, options.kind) for value in values]
+
+    compression = options.compression or "none"
+    same = {"reduction": options.kind, "segments": _summary(segments), "compression": compression}
+    backward = gradient if segments else None
     reduced: list[Gradient] = Operation(
-        "all_reduce",
-        group,
-        values,
-        body,
-        results=lambda: [_spec_of_result(value, options.kind) for value in values],
-        same={
-            "reduction": options.kind,
-            "segments": _summary(segments),
-            "compression": options.compression or "none",
-        },
-        gradient=gradient if segments else None,
+        "all_reduce", group, values, body, results=results, same=same, gradient=backward
     ).run(job)
     return reduced
 
@@ -191,18 +177,86 @@ def _spec_of_result(value: Gradient, kind: str) -> tf.TypeSpec | None:
     return tf.IndexedSlicesSpec(value.values.shape, dtype, value.indices.dtype, lengths)
 
 
-def _of_the_shape_of(value: Any, result: Any) -> tf.IndexedSlices:
-    """Return a result with what the graph knows of the shape, which the operation of a session doesn't."""
-    return tf.IndexedSlices(result.values, result.indices, value.dense_shape)
-
-
 def _summary(segments: Sequence[Sequence[int]]) -> str:
     """Return the number and lengths of the segments and a checksum of their content, for comparison."""
     if len(segments) <= 1 and sum(map(len, segments)) <= 1:
         return str(len(segments))
-    lengths = "+".join(str(len(positions)) for positions in segments[:MAX_SEGMENTS])
+    lengths = "+".join(map(str, map(len, segments[:MAX_SEGMENTS])))
     more = "+…" if len(segments) > MAX_SEGMENTS else ""
     return f"{len(segments)} ({lengths}{more}, order {zlib.crc32(repr(segments).encode()):08x})"
+
+
+# ``tf.IndexedSlices``: rows gathered, or a dense sum where that moves fewer bytes
+
+
+def _reduce_slices(
+    agreement: Agreement, slices: tf.IndexedSlices, reduction: str, group: Group, wire: tf.DType | None
+) -> tf.IndexedSlices:
+    """Return the sum or mean of sparse gradients, of which each rank may have another number of rows.
+
+    The result is the same on every rank. Each rank adds up its own rows of the same index first. When the rows of all
+    ranks would move more bytes than the dense tensor, they are taken from the dense sum.
+    """
+    dtype = reduced_dtype(slices.values.dtype, reduction)
+    values, indices = _add_up_duplicates(slices.values, slices.indices)
+
+    def gathered() -> tuple[tf.Tensor, tf.Tensor]:
+        # One row per index, as in the dense table: a norm over the rows must not depend on how they were reduced.
+        everybody = tf.cast(_gather_rows(agreement, values, group, wire), sum_dtype(dtype))
+        rows, row_indices = _add_up_duplicates(everybody, gather_ragged(agreement, indices, group))
+        return tf.cast(rows / group.size if reduction == "mean" else rows, dtype), row_indices
+
+    if slices.dense_shape is None:
+        return tf.IndexedSlices(*gathered())
+    length = tf.cast(slices.dense_shape[0], tf.int32)
+
+    def dense() -> tuple[tf.Tensor, tf.Tensor]:
+        table = tf.math.unsorted_segment_sum(values, indices, length)
+        [[total]] = reduce_segments(agreement, [[table]], reduction, group, wire)
+        # Not all rows: an optimizer may move those that it is given, even by a gradient of 0.
+        present, _ = tf.unique(gather_ragged(agreement, indices, group))
+        return tf.gather(total, present), present
+
+    # Every rank knows all ranks' numbers of rows, so all decide alike. A gather sends the longest rank's rows to all
+    # others; a ring all-reduce sends the dense tensor twice, less one n-th. Both gather the indices.
+    counts = gather(agreement, tf.shape(values)[tf.newaxis, :1], group)
+    rows, row_indices = tf.cond(tf.reduce_max(counts) * group.size > 2 * length, dense, gathered)
+    rows.set_shape([None, *slices.values.shape[1:]])
+    return tf.IndexedSlices(rows, row_indices, slices.dense_shape)
+
+
+def _gather_slices(
+    agreement: Agreement, slices: tf.IndexedSlices, reduction: str, group: Group, wire: tf.DType | None
+) -> tf.IndexedSlices:
+    """Return the rows of all ranks in the order of the ranks, also those of the same index.
+
+    An optimizer that squares each row, as Keras 3's Adam does, then computes what it does for the rows of one process.
+    """
+    rows = _gather_rows(agreement, slices.values, group, wire)
+    if reduction == "mean":
+        rows = tf.cast(rows / group.size, reduced_dtype(rows.dtype, reduction))
+    return tf.IndexedSlices(rows, gather_ragged(agreement, slices.indices, group), slices.dense_shape)
+
+
+def _gather_rows(agreement: Agreement, rows: tf.Tensor, group: Group, wire: tf.DType | None) -> tf.Tensor:
+    return tf.cast(gather_ragged(agreement, tf.cast(rows, wire_dtype(rows.dtype, wire)), group), rows.dtype)
+
+
+def _add_up_duplicates(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    unique, position = tf.unique(indices)
+    return tf.math.unsorted_segment_sum(values, position, tf.size(unique)), unique
+
+
+def with_values(gradient: Any, change: Callable[[tf.Tensor], tf.Tensor]) -> Any:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(change(gradient.values), gradient.indices, gradient.dense_shape)
+    return change(tf.convert_to_tensor(gradient))
+
+
+def weighted(gradient: Any, weight: Any) -> Any:
+    return with_values(gradient, lambda values: values * tf.cast(weight, values.dtype))
 
 
 # The results of reductions

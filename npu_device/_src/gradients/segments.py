@@ -78,11 +78,8 @@ _log = logging.getLogger("npu_device")
 _MAX_REMEMBERED = 1000
 
 
-class FirstOrders:
+class FirstOrders(dict[tuple[str, ...], list[int]]):
     """The order of production in the first graph of each function; a part of the job."""
-
-    def __init__(self) -> None:
-        self.orders: dict[tuple[str, ...], list[int]] = {}
 
 
 def cut(first: FirstOrders, tensors: Sequence[Any], reduction: str, fusion: int, group: str) -> list[list[int]]:
@@ -107,11 +104,10 @@ def cut(first: FirstOrders, tensors: Sequence[Any], reduction: str, fusion: int,
             alone.append([position])
     found: list[list[int]] = []
     for dtype, positions in buckets.items():
-        if len(positions) == 1:
-            found.append(positions)
-            continue
-        order = [positions[i] for i in _order(first, [tensors[position] for position in positions], group)]
-        if fusion == 2 or reduction not in ("sum", "mean"):
+        order = positions
+        if len(positions) > 1:
+            order = [positions[i] for i in _order(first, [tensors[position] for position in positions], group)]
+        if len(order) == 1 or fusion == 2 or reduction not in ("sum", "mean"):
             found.append(order)
             continue
         sizes = [tensors[position].shape.num_elements() * dtype.size for position in order]
@@ -133,8 +129,8 @@ def _order(first: FirstOrders, tensors: Sequence[tf.Tensor], group: str) -> list
         return production_order(tensors)
     name = re.sub(r"\d+", "", graph.name)
     key = (name, group, *(f"{tensor.dtype.name}{tensor.shape}" for tensor in tensors))
-    if key not in first.orders:
-        if len(first.orders) == _MAX_REMEMBERED:
-            first.orders.clear()
-        first.orders[key] = production_order(tensors)
-    return first.orders[key]
+    if key not in first:
+        if len(first) == _MAX_REMEMBERED:
+            first.clear()
+        first[key] = production_order(tensors)
+    return first[key]

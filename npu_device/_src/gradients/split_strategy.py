@@ -110,7 +110,12 @@ def segments(sizes: Sequence[int], group: str) -> list[int]:
         return cut_by_size(sizes, by_size)
     if by_idx is not None:
         return list(by_idx)
-    return _cut_by_environment(sizes, group) or cut_by_default(sizes)
+    ends = _cut_by_environment(sizes, group)
+    if ends is not None:
+        return ends
+    running = _running_sums(sizes)
+    first = _search(running, _share(_DEFAULT_FIRST, running[-1]))
+    return [first, last] if first < last else [last]
 
 
 def _cut_by_environment(sizes: Sequence[int], group: str) -> list[int] | None:
@@ -118,27 +123,22 @@ def _cut_by_environment(sizes: Sequence[int], group: str) -> list[int] | None:
     if wanted is None:
         return None
     if wanted == "auto":  # until 0.3.0; since 0.2.0: percentages
-        _warn_once(
-            sizes,
+        text = (
             "NPU_DEVICE_SPLIT=auto has no effect any more: saved splits are gone. What to do: set it to the "
-            "percentages such as 25%,25%,25%,25%",
+            "percentages such as 25%,25%,25%,25%"
         )
-        return None
-    if isinstance(wanted[0], float):
+    elif isinstance(wanted[0], float):
         return cut_by_size(sizes, [float(part) for part in wanted])
-    if wanted[-1] == len(sizes) - 1:
+    elif wanted[-1] == len(sizes) - 1:
         return [int(end) for end in wanted]
-    _warn_once(
-        sizes,
-        f"NPU_DEVICE_SPLIT={','.join(map(str, wanted))} is not applied to {len(sizes)} gradients of one dtype in group "
-        f"{group!r}: its last number has to be {len(sizes) - 1}",
-    )
-    return None
-
-
-def _warn_once(sizes: Sequence[int], text: str) -> None:
+    else:
+        text = (
+            f"NPU_DEVICE_SPLIT={','.join(map(str, wanted))} is not applied to {len(sizes)} gradients of one dtype in "
+            f"group {group!r}: its last number has to be {len(sizes) - 1}"
+        )
     if len(sizes) >= _FEWEST_GRADIENTS:
         log_once(logging.WARNING, text)
+    return None
 
 
 def log_once(level: int, text: str) -> None:
@@ -168,13 +168,6 @@ def _running_sums(sizes: Sequence[int]) -> np.ndarray:
 
 def _share(percentage: float, total: np.float32) -> np.float32:
     return np.float32(percentage / 100 * float(total))
-
-
-def cut_by_default(sizes: Sequence[int]) -> list[int]:
-    """Cut by Ascend's default (96.54 % of the bytes and the rest); return the last gradient of each segment."""
-    running = _running_sums(sizes)
-    first, last = _search(running, _share(_DEFAULT_FIRST, running[-1])), len(sizes) - 1
-    return [first, last] if first < last else [last]
 
 
 def cut_by_size(sizes: Sequence[int], percentages: Sequence[float]) -> list[int]:

@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.collectives import ops
+from npu_device._src.collectives.call import MismatchError
 from npu_device._src.collectives.graph import differentiable
-from npu_device._src.collectives.mismatch import MismatchError
 from npu_device._src.gradients.reduction import ReductionOptions
 from npu_device._src.horovod.shared_arguments import described, with_effect
 from npu_device._src.training import hccl_ops

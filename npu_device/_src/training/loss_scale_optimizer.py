@@ -14,8 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.gradients.reduction import dense_of
-from npu_device._src.gradients.sparse import with_values
+from npu_device._src.gradients.reduction import dense_of, with_values
 from npu_device._src.training.applied_gradients import is_wrapped, reduction_of
 from npu_device._src.training.reduce_values import all_reduce
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
-from npu_device._src.gradients.sparse import weighted, with_values
+from npu_device._src.gradients.reduction import ReductionOptions, reduce_list, weighted, with_values
 from npu_device._src.training import device
 from npu_device._src.training.reduce_values import floating
 from npu_device._src.training.world import world, world_unless_child

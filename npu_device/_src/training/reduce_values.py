@@ -12,8 +12,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.collectives.dtypes import mean_dtype
 from npu_device._src.collectives.group import WORLD_GROUP
-from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
-from npu_device._src.gradients.sparse import weighted, with_values
+from npu_device._src.gradients.reduction import ReductionOptions, reduce_list, weighted, with_values
 from npu_device._src.training import same_variables
 from npu_device._src.training.applied_gradients import AppliedGradients
 from npu_device._src.training.fit.current import CurrentStep, current_step

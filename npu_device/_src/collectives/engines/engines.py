@@ -34,13 +34,9 @@ class Backend(Protocol):
     ) -> list[list[tf.Tensor]]:
         """Reduce segments, lists of tensors of one dtype; return the results of each, the same bits on every rank.
 
-        Args:
-            agreement: on the call. A backend that compares calls with the data takes its terms.
-            segments: of the same shapes on every rank.
-            reduction: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"prod"``; a mean of integers is floating-point.
-            group: the group; a mean is over all ranks that its members stand for (``counts``).
-            wire: dtype in which float32 and float64 tensors are sent, or None for their own. Sums are exact to
-                float32 either way, and never infinite if the true sum is finite.
+        A backend that compares calls with the data takes the agreement's terms. A mean is over all ranks that the
+        members stand for (``Group.counts``). float32 and float64 tensors are sent in the dtype ``wire``; sums are exact
+        to float32 either way, and never infinite if the true sum is finite.
         """
 
     def reduce(
@@ -100,10 +96,8 @@ class TwoLevelBackend:
     def all_reduce(
         self, agreement: Agreement, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
     ) -> list[list[tf.Tensor]]:
-        """Reduce segments. The ranks between the hosts take the mean, of whole sums.
-
-        A segment is spread within the hosts after the next one has started between them: the operations in shared
-        memory run in order, and would otherwise keep the next segment waiting for the network.
+        """Reduce segments. A segment is spread within the hosts after the next one has started between them: the
+        operations in shared memory run in order, and would otherwise keep the next segment waiting for the network.
         """
         host, _ = _levels(agreement.job, group)
         results: list[list[tf.Tensor]] = []
@@ -117,7 +111,9 @@ class TwoLevelBackend:
     def _reduce(
         self, agreement: Agreement, segment: Tensors, reduction: str, group: Group, wire: Wire
     ) -> list[tf.Tensor]:
-        """Return the results of a segment on the lowest rank of each host, and values of their shapes on the others."""
+        """Return the results of a segment on the lowest rank of each host, and values of their shapes on the others.
+        The ranks between the hosts take the mean, of whole sums.
+        """
         host, between = _levels(agreement.job, group)
         dtype = reduced_dtype(segment[0].dtype, reduction)
         # A host's sum keeps the precision and range of the dtype it is added in; it is sent as narrow as one rank's
@@ -133,8 +129,7 @@ class TwoLevelBackend:
     def reduce(
         self, agreement: Agreement, tensors: Tensors, reduction: str, root: int, group: Group
     ) -> list[tf.Tensor]:
-        """Reduce tensors to all ranks."""
-        del root
+        del root  # all ranks get the results
         [reduced] = self.all_reduce(agreement, [tensors], reduction, group, None)
         return reduced
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -16,13 +16,6 @@ from npu_device._src.collectives.engines.host.queue import BufferPool, Head, Pro
 
 _PART_BYTES = 512 << 10  # a member's part of a slot, so that it stays in the cache (docs/notes.md)
 _MOST_SLOT_BYTES = 8 << 20
-
-
-class Message(Protocol):
-    """One message that is sent or received, as mpi4py has it."""
-
-    def Test(self) -> bool:
-        """Advance the message without waiting; return whether it has ended."""
 
 
 class MessageChannel:
@@ -35,11 +28,14 @@ class MessageChannel:
         self.size, self.rank, self.counts, self.buffers = size, rank, counts, buffers
         self.slot_bytes = min(_MOST_SLOT_BYTES, size * _PART_BYTES)
 
-    def send(self, member: int, data: np.ndarray) -> Message:
-        """Start to send bytes to a member: uint8, shape [n]. They must stay as they are until the message has ended."""
+    def send(self, member: int, data: np.ndarray) -> Any:
+        """Start to send bytes to a member: uint8, shape [n]. They must stay as they are until the message has ended.
+
+        As in mpi4py, ``Test()`` advances a message without waiting, and returns whether it has ended.
+        """
         raise NotImplementedError
 
-    def receive(self, member: int, data: np.ndarray) -> Message:
+    def receive(self, member: int, data: np.ndarray) -> Any:
         """Start to receive the next message of a member: uint8, shape [n], as many as it has sent."""
         raise NotImplementedError
 
@@ -49,7 +45,7 @@ class MessageChannel:
     def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
         """Run rounds, of which several are on their way. The members have agreed on the call: there is no head."""
         del head
-        under_way: deque[tuple[list[Message], Round, Any]] = deque()
+        under_way: deque[tuple[list[Any], Round, Any]] = deque()
         number = 0  # of rounds that have been read
         upcoming = next(rounds, None)
         while upcoming is not None or under_way:
@@ -64,7 +60,7 @@ class MessageChannel:
             one.read(rows)
             number += 1
 
-    def _start(self, one: Round) -> tuple[list[Message], Round, Any]:
+    def _start(self, one: Round) -> tuple[list[Any], Round, Any]:
         """Start a round's messages, but empty ones; return them, the round, and where its values will be."""
         messages, rows = [], dict(one.targets)
         others = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all begin with the same one

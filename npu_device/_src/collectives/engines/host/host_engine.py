@@ -81,13 +81,7 @@ class ArrayEngine:
 
 
 class HostEngine(ArrayEngine):
-    """An engine whose programs Python runs; see ``engines.Backend``.
-
-    Args:
-        connect: makes the channel of the members of a group.
-        background_from: the size in bytes from which an operation goes to the background thread if TensorFlow computes
-            between its start and its finish.
-    """
+    """An engine whose programs Python runs; see ``engines.Backend``, and for ``background_from`` ``HostQueue``."""
 
     def __init__(self, connect: Callable[[Job, Group], Channel], background_from: Callable[[Job], int]) -> None:
         def make(job: Job, group: Group) -> HostQueue:
@@ -99,20 +93,17 @@ class HostEngine(ArrayEngine):
     def all_reduce(
         self, agreement: Agreement, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
     ) -> list[list[tf.Tensor]]:
-        """Reduce segments to all ranks."""
         make = partial(_reduction, reduction=reduction, wire=wire, readers=range(group.size), rank=group.rank)
         return self.run(agreement, group, list(map(make, segments)), segments)
 
     def reduce(
         self, agreement: Agreement, tensors: Tensors, reduction: str, root: int, group: Group
     ) -> list[tf.Tensor]:
-        """Reduce tensors of one dtype to the root."""
         operation = _reduction(tensors, reduction, None, [root], group.rank)
         [results] = self.run(agreement, group, [operation], [tensors])
         return results or [tf.cast(tensor, reduced_dtype(tensor.dtype, reduction)) for tensor in tensors]
 
     def broadcast(self, agreement: Agreement, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
-        """Return the tensors of the root on every rank."""
         sends = group.rank == root
         known = all(tensor.shape.is_fully_defined() for tensor in tensors)
         inputs = tensors if sends or not known else []  # unknown shapes are those of the rank's own tensors
@@ -120,20 +111,18 @@ class HostEngine(ArrayEngine):
         return [tf.identity(tensor) for tensor in tensors] if sends else received
 
     def all_gather(self, agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
-        """Return all ranks' rows on every rank: [n] in, [group.size, n] out."""
         return self._rows(agreement, programs.all_gather, row, group)
 
     def all_to_all(self, agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
-        """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out."""
         return self._rows(agreement, programs.all_to_all, rows, group)
 
     def _rows(self, agreement: Agreement, program: Callable[..., Any], tensor: tf.Tensor, group: Group) -> tf.Tensor:
-        def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
-            [mine] = arrays
-            result = buffers.array((size, mine.shape[-1]), mine.dtype)
-            return partial(program, rows=mine, result=result), [result]
-
         size = group.size
+
+        def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
+            result = buffers.array((size, arrays[0].shape[-1]), arrays[0].dtype)
+            return partial(program, rows=arrays[0], result=result), [result]
+
         operation = OnArrays([tf.TensorSpec([size, tensor.shape[-1]], tensor.dtype)], prepare)
         [[found]] = self.run(agreement, group, [operation], [[tensor]])
         return found
@@ -191,9 +180,7 @@ class Orders:
     """The orders in which the starts and the finishes of a rank's graphs run, on its CPU, and what is between them."""
 
     def __init__(self, device: str) -> None:
-        self._device = device
-        self._starts = Order(device)
-        self._finishes = Order(device)
+        self._device, self._starts, self._finishes = device, Order(device), Order(device)
         self._pending: dict[int, Finish] = {}
         self._tickets = itertools.count()
 
@@ -264,7 +251,7 @@ def _waited_for(
 
 
 def end_of(operation: tf.Operation) -> tf.Tensor | None:
-    """Return when the collective that an operation of a graph waits for ended, possibly long before its results
-    were needed: seconds since the epoch, float64, shape []. None for operations that aren't an engine's of this kind.
+    """Return when the collective that an operation of a graph waits for ended: seconds since the epoch, float64, shape
+    []. None for operations that aren't an engine's of this kind.
     """
     return tf.cast(operation.outputs[0], tf.float64) / 1e9 if operation in _waiting else None

@@ -34,13 +34,7 @@ _MASK = (1 << 32) - 1
 # Only for processors whose stores become visible to other processes in program order: Python has no memory
 # barriers. The number is that of the system call.
 _SYSTEM_CALLS = {"x86_64": 202}
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
-
-
-_slice = _Timespec(0, int(CHECK_SECONDS * 1e9))
+_slice = (ctypes.c_long * 2)(0, int(CHECK_SECONDS * 1e9))  # a timespec: seconds and nanoseconds
 _number = _SYSTEM_CALLS.get(platform.machine(), 0) if sys.platform == "linux" else 0
 _system_call = getattr(ctypes.CDLL(None), "syscall", None) if _number else None
 if _system_call is not None:
@@ -64,12 +58,10 @@ class Counter:
         self._address = ctypes.addressof(self._word)
 
     def advance_to(self, number: int) -> None:
-        """Write the number, and wake the threads that sleep on it."""
         self._word.value = number & _MASK
         _system_call(_number, self._address, _WAKE, _ALL, None)  # type: ignore[misc]
 
     def has_reached(self, number: int) -> bool:
-        """Return whether the counter has reached the number."""
         return (self._word.value - number) & _MASK < _HALF
 
     def wait_for(self, number: int, looks: int) -> bool:
@@ -100,8 +92,7 @@ class Layout:
 
     Slots are a compromise between the cost of a step, some microseconds of Python, and that of leaving one core's
     cache (512 KiB), and so many that ranks may run apart for a while, but no more: a ring that is written anew stays in
-    the cache (docs/notes.md). All rings together take at most 32 MiB, half of the /dev/shm of a default container,
-    though this mapping isn't in it.
+    the cache (docs/notes.md). All rings together take at most 32 MiB.
     """
 
     def __init__(self, size: int) -> None:
@@ -114,13 +105,10 @@ class Layout:
 
 
 class MemoryRing:
-    """The end of one member; see ``queue.Channel``.
+    """The end of one member; see ``queue.Channel``. The mapping, from ``first`` on, is zeros when the first one comes.
 
     Args:
-        memory: a mapping with ``Layout(size).bytes`` bytes from ``first`` on, zeros when the first member comes.
         while_waiting: called between two slices of a long wait; raises when waiting is pointless.
-        first: where in the mapping the channel begins, in bytes.
-        settle: called after each operation, when all members have come.
         spins: look for a while before sleeping; with more ranks than cores, that takes the core from the awaited ones.
     """
 
@@ -185,8 +173,7 @@ class MemoryRing:
                 self._read[self.rank].advance_to(step + 1)
 
     def close(self) -> None:
-        """Give up the channel; its memory goes with its last reader."""
-        self.settle()
+        self.settle()  # the memory goes with its last reader
 
     def advance(self, program: Program, wait: Wait) -> bool:
         """Run a program, which yields the counter and the number to wait for; see ``queue.Channel``."""

@@ -6,6 +6,7 @@ pause, then with sleeps in between, so that TensorFlow computes meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -60,11 +61,9 @@ class MpiMessages(MessageChannel):
         self._meeting = self._meet()
 
     def send(self, member: int, data: np.ndarray) -> Any:
-        """Start to send bytes to a member."""
         return self._comm.Isend(data, member, _TAG)
 
     def receive(self, member: int, data: np.ndarray) -> Any:
-        """Start to receive the next message of a member, which has as many bytes."""
         return _Incoming(self._world.mpi.Status(), self._comm.Irecv(data, member, _TAG), member, data.nbytes)
 
     def advance(self, program: Program, wait: Wait) -> bool:
@@ -104,7 +103,6 @@ class MpiMessages(MessageChannel):
         return True
 
     def close(self) -> None:
-        """Free the communicator."""
         comm, self._comm = self._comm, None
         if comm is not None:
             comm.Free()
@@ -166,12 +164,16 @@ def open_world(job: Job, wanted: bool) -> Sequence[str]:
     if not any(problems):
         problems = job.store.gather("mpi/started", _start(job), limits.LATEST_ANSWER_SECONDS)
     if not any(problems):
-        world = job.mpi_world = _world(job)
+        mpi: Any = importlib.import_module("mpi4py.MPI")
+        comm = mpi.COMM_WORLD.Split(0, job.cluster.rank)
+        comm.Set_errhandler(mpi.ERRORS_RETURN)
+        tags = min(comm.Get_attr(mpi.TAG_UB) or _TAGS_OF_ALL, _MOST_TAGS)
+        world = job.mpi_world = MpiWorld(mpi, comm, tags, _library(mpi))
         problems = job.store.gather("mpi/checked", _check_sum(job, world), limits.LATEST_ANSWER_SECONDS)
         if any(problems):
             job.mpi_world = None
         else:
-            _keep_going(world)
+            threading.Thread(target=_keep_going, args=(world,), name="npu_device-mpi", daemon=True).start()
     return list(problems) if any(problems) else []
 
 
@@ -202,7 +204,10 @@ def _start(job: Job) -> str:
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
     jobs.on_exit(lambda: _end(job, mpi, starts))
     library = _library(mpi)
-    card = [mpi.Get_processor_name(), _host()]
+    card = [mpi.Get_processor_name(), ""]
+    with contextlib.suppress(OSError):  # what processes of one host have in common: the running kernel, and its network
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        card[1] = f"{kernel} {os.readlink('/proc/self/ns/net')}"
     cards = job.store.gather("mpi/hosts", card, limits.LATEST_ANSWER_SECONDS)
     size = mpi.COMM_WORLD.Get_size()
     if size != job.cluster.world_size:
@@ -218,25 +223,10 @@ def _start(job: Job) -> str:
     return ""
 
 
-def _world(job: Job) -> MpiWorld:
-    mpi: Any = importlib.import_module("mpi4py.MPI")
-    comm = mpi.COMM_WORLD.Split(0, job.cluster.rank)
-    comm.Set_errhandler(mpi.ERRORS_RETURN)
-    return MpiWorld(mpi, comm, min(comm.Get_attr(mpi.TAG_UB) or _TAGS_OF_ALL, _MOST_TAGS), _library(mpi))
-
-
 def _library(mpi: Any) -> str:
     """Return the name and the version of the library, such as "MPICH 5.0.2" or "Open MPI v5.0.11"."""
     first = str(mpi.Get_library_version()).split("\n")[0].split(",")[0]
     return " ".join(first.replace("Version:", " ").split())
-
-
-def _host() -> str:
-    """Return what processes of one host have in common: the running kernel, and its network."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return ""
 
 
 def _check_sum(job: Job, world: MpiWorld) -> str:
@@ -258,12 +248,8 @@ def _check_sum(job: Job, world: MpiWorld) -> str:
 
 def _keep_going(world: MpiWorld) -> None:
     """Let MPI proceed now and then: it may still have to send what an operation that is over here has left to it."""
-
-    def run() -> None:
-        while not world.ended.wait(limits.MPI_TICK_SECONDS):
-            world.comm.Iprobe()
-
-    threading.Thread(target=run, name="npu_device-mpi", daemon=True).start()
+    while not world.ended.wait(limits.MPI_TICK_SECONDS):
+        world.comm.Iprobe()
 
 
 def _end(job: Job, mpi: Any, starts: bool) -> None:

@@ -92,8 +92,7 @@ class Stream:
         return flat, arrays
 
 
-def nothing(rows: Any) -> None:
-    """Read nothing."""
+def _nothing(rows: Any) -> None: ...
 
 
 class Round(NamedTuple):
@@ -119,7 +118,7 @@ class Round(NamedTuple):
     source: Optional[Stream] = None
     readers: Optional[Sequence[int]] = None
     targets: Mapping[int, np.ndarray] = {}
-    read: Callable[[Any], None] = nothing
+    read: Callable[[Any], None] = _nothing
     after: int = 0
 
     def span(self, member: int) -> Span:
@@ -139,7 +138,7 @@ class Round(NamedTuple):
         begin = rank * self.stride
         for member, target in self.targets.items():
             target[:] = slots[member, begin : begin + len(target)]
-        if self.read is not nothing:
+        if self.read is not _nothing:
             first, last = self.span(rank)
             self.read(slots[:, begin : begin + last - first])
 
@@ -170,7 +169,7 @@ def _each_by_itself(
 ) -> Iterator[Round]:
     everybody = range(channel.size)
     for first, last in _chunks(stream.length, channel.slot_bytes // stream.dtype.itemsize):
-        read = nothing if result is None else partial(fold, result=result[first:last])
+        read = _nothing if result is None else partial(fold, result=result[first:last])
         yield Round(stream.dtype, [(first, last)], everybody, 0, stream, readers, read=read)
 
 
@@ -216,7 +215,7 @@ def _in_parts(
         if result is not None:
             others = [(rank + step) % size for step in range(1, size)]
             targets = {member: whole[bounds[member] - first : bounds[member + 1] - first] for member in others}
-        widen = partial(_widen, whole, result[first:last], scale) if compresses and result is not None else nothing
+        widen = partial(_widen, whole, result[first:last], scale) if compresses and result is not None else _nothing
         source = Stream([mine.shape], sent, [mine])
         ready.append(Round(sent, [(0, len(mine))], everybody, 0, source, readers, targets, widen, number))
         if number - ready[0].after >= channel.ahead:
@@ -279,13 +278,11 @@ def all_gather(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Hea
     """Gather all members' ``rows``, one of each, shape [n], into ``result``, shape [size, n]."""
     source, everybody = Stream([rows.shape], rows.dtype, [rows]), range(channel.size)
     result[channel.rank] = rows
-    return channel.run(
-        (
-            Round(rows.dtype, [span], everybody, 0, source, targets=_targets(channel, result, *span))
-            for span in _chunks(len(rows), channel.slot_bytes // rows.dtype.itemsize)
-        ),
-        head,
+    spans = _chunks(len(rows), channel.slot_bytes // rows.dtype.itemsize)
+    rounds = (
+        Round(rows.dtype, [span], everybody, 0, source, targets=_targets(channel, result, *span)) for span in spans
     )
+    return channel.run(rounds, head)
 
 
 def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Head | None) -> Program:
@@ -293,20 +290,14 @@ def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Hea
     size, length = rows.shape
     source, everybody = Stream([(rows.size,)], rows.dtype, [rows.reshape(-1)]), range(size)
     result[channel.rank] = rows[channel.rank]
-    return channel.run(
-        (
-            Round(
-                rows.dtype,
-                [(member * length + first, member * length + last) for member in everybody],
-                everybody,
-                last - first,
-                source,
-                targets=_targets(channel, result, first, last),
-            )
-            for first, last in _chunks(length, channel.slot_bytes // rows.dtype.itemsize // size)
-        ),
-        head,
-    )
+
+    def rounds() -> Iterator[Round]:
+        for first, last in _chunks(length, channel.slot_bytes // rows.dtype.itemsize // size):
+            spans = [(member * length + first, member * length + last) for member in everybody]
+            targets = _targets(channel, result, first, last)
+            yield Round(rows.dtype, spans, everybody, last - first, source, targets=targets)
+
+    return channel.run(rounds(), head)
 
 
 def meet(channel: Channel, head: Head | None) -> Program:

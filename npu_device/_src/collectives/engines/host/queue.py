@@ -136,8 +136,7 @@ class Wait(enum.Enum):
 
     NOT = enum.auto()
     SLEEPING = enum.auto()
-    SPINNING = enum.auto()
-    """It needs the result, and may use its core for a while before it sleeps."""
+    SPINNING = enum.auto()  # for a while before it sleeps, as it needs the result
 
 
 class Channel(Protocol):
@@ -164,8 +163,7 @@ class Channel(Protocol):
     def settle(self) -> None:
         """Note that the first operation has ended, and so all members have come; or that the group is destroyed."""
 
-    def close(self) -> None:
-        """Give up the channel."""
+    def close(self) -> None: ...
 
 
 Finish = Callable[[], tuple[int, list[np.ndarray]]]
@@ -180,17 +178,15 @@ class CallCount:
         self._row: Callable[[], dict[str, Any] | None] = lambda: None
 
     def begin(self, terms: Terms | None) -> int:
-        """Note that a collective begins, without terms as part of the last call; return its position in the group."""
+        """Note a collective, without terms as part of the last call; return its position in the group."""
         self.begun += 1
         self._row = terms.row if terms is not None else self._row
         return self.begun - 1
 
     def end(self) -> None:
-        """Note that it has ended."""
         self._ended += 1
 
     def position(self) -> dict[str, Any]:
-        """Return how many calls this rank has begun, and the last one: what it is, and whether it waits for others."""
         return {"begun": self.begun, "waiting": self.begun > self._ended, "call": self._row()}
 
 
@@ -217,9 +213,7 @@ class HostQueue:
     def __init__(
         self, connect: Callable[[], Channel], count: CallCount, buffers: BufferPool, background_from: int
     ) -> None:
-        self._connect = connect
-        self._count = count
-        self._buffers = buffers
+        self._connect, self._count, self._buffers = connect, count, buffers
         self._background_from = background_from
         self._channel: Channel | None = None
         self._queue: deque[PendingOperation] = deque()
@@ -236,9 +230,8 @@ class HostQueue:
         TensorFlow computes meanwhile.
         """
         act, results = operation.prepare(arrays, self._buffers)
-        position = self._count.begin(terms)
-        make = partial(act, head=head_of(terms))
-        pending = PendingOperation(make, results, partial(refusal, terms, position))
+        refuse = partial(refusal, terms, self._count.begin(terms))
+        pending = PendingOperation(partial(act, head=head_of(terms)), results, refuse)
         self._queue.append(pending)
         self._arrivals += 1
         self._publish()

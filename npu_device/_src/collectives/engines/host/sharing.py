@@ -88,12 +88,6 @@ def attach(path: str, size: int, token: str) -> mmap.mmap:
     return memory
 
 
-def identity() -> str:
-    """Return what processes that can share memory have in common: the running kernel, the PID namespace, the user."""
-    kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{kernel} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
-
-
 def connect(job: Job, group: Group, size: int) -> tuple[mmap.mmap, Callable[[], None]]:
     """Share memory with the other members of a group. The first member to come makes it, so nothing waits here.
     Return the mapping, ``FIRST_BYTE`` bytes longer than ``size``; and what to call when all members have come, or when
@@ -160,32 +154,21 @@ def _join(job: Job, group: Group, key: str, size: int) -> mmap.mmap | None:
 
 @dataclass(frozen=True)
 class Hosts:
-    """What the ranks know of each other, the same on every rank.
+    """What the ranks know of each other, the same on every rank."""
 
-    Attributes:
-        leaders: for each rank the lowest rank with which it shares memory; the rank itself when there is none.
-        devices: of each rank.
-        late: ranks on which TensorFlow has already made its devices.
-        problems: for each rank why it can't share memory with the lowest rank of its host; "" if it can.
-        engine: the one between hosts (``engine_choice``).
-        no_nccl: why floating-point tensors don't go from GPU to GPU; "" if they do.
-    """
-
-    leaders: tuple[int, ...]
-    devices: tuple[Device, ...]
-    late: tuple[int, ...]
-    problems: tuple[str, ...]
-    engine: str = ""
-    no_nccl: str = ""
+    leaders: tuple[int, ...]  # for each rank the lowest rank with which it shares memory, or the rank itself
+    devices: tuple[Device, ...]  # of each rank
+    late: tuple[int, ...]  # ranks on which TensorFlow has already made its devices
+    problems: tuple[str, ...]  # for each rank why it can't share memory with the lowest rank of its host; "" if it can
+    engine: str = ""  # the one between hosts (``engine_choice``)
+    no_nccl: str = ""  # why floating-point tensors don't go from GPU to GPU; "" if they do
 
     @property
     def needs_server(self) -> bool:
-        """Return whether tensors go through TensorFlow's collectives, which need its server."""
         return self.engine == "nccl" or (self.engine == "tensorflow" and not self.share_memory)
 
     @property
     def share_memory(self) -> bool:
-        """Return whether all ranks share memory."""
         return len(set(self.leaders)) == 1
 
     def uses_nccl(self, dtype: tf.DType) -> bool:
@@ -196,14 +179,16 @@ class Hosts:
 
 
 def detect_hosts(job: Job, device: Device) -> Hosts:
-    """Find out which ranks share memory, and which devices they have. Called once on every rank, when all have met.
-
-    Raises:
-        ClusterError: ``NPU_DEVICE_SHARED_MEMORY`` is ``required`` while ranks of one host can't share memory.
-        TimeoutError: a rank did not come.
-    """
-    cluster, store = job.cluster, job.store
-    wanted = _wanted(cluster.rank)
+    """Find out which ranks share memory, and which devices they have. Called once on every rank, when all have met."""
+    cluster, store, wanted = job.cluster, job.store, environment.NPU_DEVICE_SHARED_MEMORY.get()
+    if environment.NPU_DEVICE_BACKEND.get() == "shared_memory":
+        wanted = "required"
+        if cluster.rank == 0:
+            _log.warning(
+                "NPU_DEVICE_BACKEND=shared_memory stands for NPU_DEVICE_SHARED_MEMORY=required in this release, and "
+                "will be an error in the next: NPU_DEVICE_BACKEND now names the engine between hosts.\n"
+                "What to do: set NPU_DEVICE_SHARED_MEMORY=required, and unset NPU_DEVICE_BACKEND."
+            )
     card, offer = _card(cluster.local_rank == 0)
     key = f"memory/{cluster.hosts.index(cluster.host)}"
     if cluster.local_rank == 0:
@@ -220,25 +205,10 @@ def detect_hosts(job: Job, device: Device) -> Hosts:
         leaders = tuple(range(cluster.world_size))
     else:
         _report(wanted, problems, cluster.hosts, cluster.rank)
-        leaders = tuple(
-            rank if problem else cluster.hosts.index(host)
-            for rank, (problem, host) in enumerate(zip(problems, cluster.hosts))
-        )
+        lowest = map(cluster.hosts.index, cluster.hosts)
+        leaders = tuple(rank if problems[rank] else first for rank, first in enumerate(lowest))
     late_ranks = tuple(rank for rank, is_late in enumerate(late) if is_late)
     return Hosts(leaders, tuple(Device(**each) for each in described), late_ranks, tuple(problems))
-
-
-def _wanted(rank: int) -> str:
-    """Return ``NPU_DEVICE_SHARED_MEMORY``, or what stands for it; the same on all ranks."""
-    if environment.NPU_DEVICE_BACKEND.get() != "shared_memory":
-        return environment.NPU_DEVICE_SHARED_MEMORY.get()
-    if rank == 0:
-        _log.warning(
-            "NPU_DEVICE_BACKEND=shared_memory stands for NPU_DEVICE_SHARED_MEMORY=required in this release, and will "
-            "be an error in the next: NPU_DEVICE_BACKEND now names the engine between hosts.\n"
-            "What to do: set NPU_DEVICE_SHARED_MEMORY=required, and unset NPU_DEVICE_BACKEND."
-        )
-    return "required"
 
 
 def _card(leads: bool) -> tuple[dict[str, Any], Offer | None]:
@@ -246,7 +216,10 @@ def _card(leads: bool) -> tuple[dict[str, Any], Offer | None]:
     if not is_supported():
         return {"problem": "needs Linux on x86-64 with memfd_create"}, None
     try:
-        who, offer = identity(), Offer(PAGE) if leads else None
+        # What processes that can share memory have in common: the running kernel, the PID namespace, the user.
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        who = f"{kernel} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+        offer = Offer(PAGE) if leads else None
     except OSError as error:
         return {"problem": f"no shared memory: {error}"}, None
     card = {"who": who, "problem": ""}

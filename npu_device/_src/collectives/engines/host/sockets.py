@@ -24,17 +24,10 @@ import tensorflow as tf
 
 from npu_device._src.cluster.peers import Peers
 from npu_device._src.cluster.time_limits import CHECK_SECONDS, SPIN_SECONDS
+from npu_device._src.collectives.engines.host import queue
 from npu_device._src.collectives.engines.host.exchange import MessageChannel
 from npu_device._src.collectives.engines.host.programs import Round
-from npu_device._src.collectives.engines.host.queue import (
-    ALIGNMENT,
-    HEAD_WORDS,
-    Head,
-    Program,
-    Wait,
-    compares,
-    require_same,
-)
+from npu_device._src.collectives.engines.host.queue import Head, Program, Wait
 from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.collectives.job import Job
 
@@ -52,7 +45,6 @@ class SocketMessage:
 
     @property
     def ended(self) -> bool:
-        """Return whether all of it has been sent or received."""
         return not self.left
 
     def Test(self) -> bool:
@@ -155,12 +147,7 @@ class SocketMesh(MessageChannel):
     """
 
     def __init__(
-        self,
-        job: Job,
-        group: Group,
-        to: Sequence[int] | None = None,
-        source: Sequence[int] | None = None,
-        purpose: int = 0,
+        self, job: Job, group: Group, to: Sequence[int] = (), source: Sequence[int] = (), purpose: int = 0
     ) -> None:
         super().__init__(group.size, group.rank, counts_of(group), job.buffers)
         self._peers, self._health, self._ranks = job.peers, job.health, group.ranks
@@ -168,17 +155,15 @@ class SocketMesh(MessageChannel):
         self._spins = job.has_own_core
         self._busy = Busy()
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        self._outgoing = {member: self._wire(member, True) for member in (others if to is None else to)}
-        self._incoming = {member: self._wire(member, False) for member in (others if source is None else source)}
+        wire = partial(Wire, self._busy, self._peers)
+        self._outgoing = {member: wire(self._ranks[member], True) for member in to or others}
+        self._incoming = {member: wire(self._ranks[member], False) for member in source or others}
         self._wires = [*self._outgoing.values(), *self._incoming.values()]
         self._connected = threading.Event()
         self._problem: BaseException | None = None
         self._closing = threading.Lock()
         self._closed = False
         threading.Thread(target=self._connect, name="npu_device-connect", daemon=True).start()
-
-    def _wire(self, member: int, sends: bool) -> Wire:
-        return Wire(self._busy, self._peers, self._ranks[member], sends)
 
     def _connect(self) -> None:
         try:
@@ -199,11 +184,9 @@ class SocketMesh(MessageChannel):
                     connection.close()
 
     def send(self, member: int, data: np.ndarray) -> SocketMessage:
-        """Start to send bytes to a member; as many as the kernel takes leave at once."""
         return self._outgoing[member].add(data)
 
     def receive(self, member: int, data: np.ndarray) -> SocketMessage:
-        """Start to receive the next message of a member, which has as many bytes."""
         return self._incoming[member].add(data)
 
     def advance(self, program: Program, wait: Wait) -> bool:
@@ -218,7 +201,9 @@ class SocketMesh(MessageChannel):
             # Only for the first news of a message: those of a slow link come later anyway.
             while not message.ended:
                 if not self._busy.advance(CHECK_SECONDS, spins):
-                    self._check()
+                    self._health.require_running()
+                    for wire in self._wires:
+                        wire.check()
                 spins = False
         return True
 
@@ -230,11 +215,6 @@ class SocketMesh(MessageChannel):
         if self._problem is not None:
             raise self._problem
         return True
-
-    def _check(self) -> None:
-        self._health.require_running()
-        for wire in self._wires:
-            wire.check()
 
     def close(self) -> None:
         """Close the connections."""
@@ -248,10 +228,10 @@ class SocketMesh(MessageChannel):
 # The members' heads, and beside them little data: one round, in which every member gets all of it. The message always
 # has the same form, whatever the operation, so that members whose calls differ find that out.
 
-_HEAD = struct.Struct(f"<{HEAD_WORDS}i")
+_HEAD = struct.Struct(f"<{queue.HEAD_WORDS}i")
 _PURPOSE = 1
 _ROOM_OF_ALL_BYTES = 64 << 10
-_LEAST_ROOM_BYTES = ALIGNMENT  # a scalar's
+_LEAST_ROOM_BYTES = queue.ALIGNMENT  # a scalar's
 MOST_ROOM_BYTES = 1024
 
 
@@ -262,11 +242,9 @@ def room(members: int) -> int:
 
 def fits(members: int, tensors: Sequence[Union[tf.Tensor, tf.TensorSpec]]) -> Union[bool, tf.Tensor]:
     """Return whether tensors fit into a message: a bool tensor if only the running graph knows. Ranks that have traced
-    with different static shapes come to the same answer.
-
-    A call without tensors moves a scalar.
+    with different static shapes come to the same answer. A call without tensors moves a scalar.
     """
-    known, unknown = 0 if tensors else ALIGNMENT, []
+    known, unknown = 0 if tensors else queue.ALIGNMENT, []
     for tensor in tensors:
         elements = tensor.shape.num_elements()
         if elements is None:
@@ -279,7 +257,7 @@ def fits(members: int, tensors: Sequence[Union[tf.Tensor, tf.TensorSpec]]) -> Un
 
 
 def _aligned(size: Any) -> Any:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return -(-size // queue.ALIGNMENT) * queue.ALIGNMENT
 
 
 class SmallMessages(SocketMesh):
@@ -306,8 +284,10 @@ class SmallMessages(SocketMesh):
             if one.source is not None:
                 one.fill(mine)
             row = _HEAD.pack(*head) + mine.tobytes()
-            rows = yield from self._gather(row.ljust(_HEAD.size + self.slot_bytes, b"\0") if compares(head) else row)
-            require_same([_HEAD.unpack_from(row) for row in rows])
+            if queue.compares(head):
+                row = row.ljust(_HEAD.size + self.slot_bytes, b"\0")
+            rows = yield from self._gather(row)
+            queue.require_same([_HEAD.unpack_from(row) for row in rows])
             if len(mine):
                 slots = [np.frombuffer(row, one.dtype, len(mine), _HEAD.size) for row in rows]
                 one.take(np.stack(slots), self.rank)

@@ -64,7 +64,6 @@ class PairCalls:
         job.peers.open(job.store)
 
     def start(self, operation: OnArrays, terms: Terms | None, arrays: list[np.ndarray], overlaps: bool) -> Finish:
-        """Start a transfer without waiting for the other rank."""
         assert terms is not None
         act, results = operation.prepare(arrays, self._job.buffers)
         refuse = partial(refusal, terms, self._count.begin(terms))
@@ -74,12 +73,12 @@ class PairCalls:
             queue.append(transfer)
             is_first = len(queue) == 1
         if is_first and overlaps:
-            self._in_a_thread(queue)
+            self._move_in_a_thread(queue)
 
         def finish() -> tuple[int, list[np.ndarray]]:
             try:
                 if is_first and not overlaps and self._move_first(queue):
-                    self._in_a_thread(queue)
+                    self._move_in_a_thread(queue)
                 return transfer.ended.result(), results
             finally:
                 self._count.end()
@@ -87,13 +86,12 @@ class PairCalls:
         return finish
 
     def close(self) -> None:
-        """End what is in progress: the group is destroyed."""
         with self._lock:
             self._closed = True
             for connection in self.kept.values():
                 connection.close()
 
-    def _in_a_thread(self, queue: deque[_Transfer]) -> None:
+    def _move_in_a_thread(self, queue: deque[_Transfer]) -> None:
         def run() -> None:
             while self._move_first(queue):
                 pass
@@ -148,7 +146,7 @@ class PairCalls:
         """Receive; return whether the other rank sends what is expected."""
         while True:
             connection = self.kept.pop(transfer.number, None)
-            connection = connection or self._job.peers.accept(self._rank, transfer.number, lambda: self._is_over)
+            connection = connection or self._job.peers.accept(self._rank, transfer.number, self._is_over)
             if connection is None:
                 self._check()
                 continue
@@ -174,14 +172,13 @@ class PairCalls:
                 while len(self.kept) > _MOST_KEPT:
                     self.kept.pop(next(iter(self.kept))).close()
 
-    @property
     def _is_over(self) -> bool:
         return self._closed or self._job.health.is_over
 
     def _check(self) -> None:
         """Raise PeerError or RuntimeError if transfers aren't wanted any more."""
         self._job.health.require_running()
-        if self._is_over:
+        if self._is_over():
             raise RuntimeError("a send or receive was in progress when its group was destroyed on this rank")
 
     def _move_all(self, move: Callable[[memoryview], int], data: Any) -> Any:
@@ -205,20 +202,17 @@ _engine = ArrayEngine(PairCalls)
 def send(agreement: Agreement, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
     """Send to the other rank of a pair; return a tensor that is ready once the other rank has received."""
 
-    def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
-        del buffers
+    def prepare(arrays: list[np.ndarray], _: BufferPool) -> Action:
         return partial(_transfer, pair, True, np.ascontiguousarray(arrays[0])), [np.array(0, np.int32)]
 
-    operation = OnArrays([tf.TensorSpec([], tf.int32)], prepare)
-    [[sent]] = _engine.run(agreement, pair, [operation], [[tensor]])
+    [[sent]] = _engine.run(agreement, pair, [OnArrays([tf.TensorSpec([], tf.int32)], prepare)], [[tensor]])
     return sent
 
 
 def receive(agreement: Agreement, like: tf.TensorSpec, pair: Group) -> tf.Tensor:
     """Return the tensor that the other rank of a pair sends; this rank knows its shape and dtype."""
 
-    def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
-        del arrays
+    def prepare(_: list[np.ndarray], buffers: BufferPool) -> Action:
         result = buffers.array(tuple(like.shape.as_list()), np.dtype(like.dtype.as_numpy_dtype))
         return partial(_transfer, pair, False, result), [result]
 

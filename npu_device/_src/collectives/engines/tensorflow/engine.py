@@ -15,17 +15,9 @@ from typing import Callable
 import numpy as np
 import tensorflow as tf
 
+from npu_device._src.collectives import dtypes
 from npu_device._src.collectives.call import Agreement
-from npu_device._src.collectives.dtypes import (
-    Tensors,
-    Wire,
-    fold,
-    mean_dtype,
-    require_bits,
-    sum_dtype,
-    wire_dtype,
-    wire_scales,
-)
+from npu_device._src.collectives.dtypes import Tensors, Wire, fold, sum_dtype
 from npu_device._src.collectives.engines.tensorflow import kernels
 from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.collectives.shapes import Count
@@ -42,23 +34,19 @@ _Move = Callable[[tf.Tensor], tf.Tensor]
 def all_reduce(
     agreement: Agreement, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
 ) -> list[list[tf.Tensor]]:
-    """Reduce segments, as ``engines.Backend`` says. The collectives run concurrently."""
     return [_all_reduce_segment(agreement, segment, reduction, group, wire) for segment in segments]
 
 
 def all_gather(agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
-    """Return all ranks' rows on every rank: [n] in, [group.size, n] out; n is the same on all ranks."""
     return _carried(row[tf.newaxis], lambda carrier: kernels.all_gather(agreement.job, carrier, group), group.size)
 
 
 def all_to_all(agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
-    """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out."""
     return _carried(rows, lambda carrier: kernels.all_to_all(agreement.job, carrier, group), group.size)
 
 
 def reduce(agreement: Agreement, tensors: Tensors, reduction: str, root: int, group: Group) -> list[tf.Tensor]:
-    """Reduce tensors, as ``engines.Backend`` says, but to all ranks: TensorFlow has nothing else."""
-    del root
+    del root  # all ranks get the results: TensorFlow has nothing else
     return _all_reduce_segment(agreement, tensors, reduction, group, None)
 
 
@@ -66,9 +54,8 @@ def broadcast(agreement: Agreement, tensors: Tensors, root: int, group: Group) -
     """Return the root's tensors on every rank, in few large transfers; shapes and dtypes are the same everywhere."""
     results: list[tf.Tensor] = []
     for transfer in _transfers(tensors):
-        received = _with_an_element(
-            lambda vector: kernels.broadcast(agreement.job, vector, root, group), pack_words(transfer)
-        )
+        words = pack_words(transfer)
+        received = _with_an_element(lambda vector: kernels.broadcast(agreement.job, vector, root, group), words)
         results.extend(unpack_words(received, transfer))
     return results
 
@@ -77,20 +64,12 @@ def _all_reduce_segment(
     agreement: Agreement, tensors: Tensors, reduction: str, group: Group, wire: Wire
 ) -> list[tf.Tensor]:
     has_elements = any(tensor.shape.num_elements() for tensor in tensors)
-    together = tensors[0] if len(tensors) == 1 else pack(tensors)
+    if len(tensors) == 1:
+        return [_all_reduce_one(agreement, tensors[0], has_elements, reduction, group, wire)]
+    together = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
     reduced = _all_reduce_one(agreement, together, has_elements, reduction, group, wire)
-    return [reduced] if len(tensors) == 1 else unpack(reduced, tensors)
-
-
-def pack(tensors: Tensors) -> tf.Tensor:
-    """Return the elements of tensors of one dtype, concatenated."""
-    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
-
-
-def unpack(elements: tf.Tensor, like: Tensors) -> list[tf.Tensor]:
-    """Return the tensors that ``pack`` concatenated, in the shapes of ``like``."""
-    parts = tf.split(elements, [_count(tensor) for tensor in like])
-    return [tf.reshape(part, _shape(tensor)) for part, tensor in zip(parts, like)]
+    parts = tf.split(reduced, list(map(_count, tensors)))
+    return [tf.reshape(part, _shape(tensor)) for part, tensor in zip(parts, tensors)]
 
 
 def _count(tensor: tf.Tensor) -> int | tf.Tensor:
@@ -106,7 +85,7 @@ def _all_reduce_one(
     agreement: Agreement, tensor: tf.Tensor, has_elements: bool, reduction: str, group: Group, wire: Wire
 ) -> tf.Tensor:
     if reduction == "mean":
-        tensor = tf.cast(tensor, mean_dtype(tensor.dtype))
+        tensor = tf.cast(tensor, dtypes.mean_dtype(tensor.dtype))
     merge = "sum" if reduction == "mean" else reduction
 
     def kernel(value: tf.Tensor) -> tf.Tensor:
@@ -116,7 +95,7 @@ def _all_reduce_one(
         return kernel(value) if has_elements else _with_an_element(kernel, value)
 
     dtype = tensor.dtype
-    travels = wire_dtype(dtype, wire)
+    travels = dtypes.wire_dtype(dtype, wire)
     carrier = _CARRIERS.get(dtype, dtype)
     if merge in ("sum", "prod") and sum_dtype(travels) != travels:
         carrier = sum_dtype(dtype)
@@ -132,7 +111,7 @@ def _all_reduce_one(
 def _reduce_narrow(agreement: Agreement, tensor: tf.Tensor, wire: tf.DType, reduction: str, group: Group) -> tf.Tensor:
     """Return the sum, mean or product of values sent in 16 bits and combined in float32 (float64 stays float64)."""
     wide, size, counts = sum_dtype(tensor.dtype), group.size, counts_of(group)
-    shares, scale = wire_scales(reduction, counts)
+    shares, scale = dtypes.wire_scales(reduction, counts)
     if tensor.dtype != wide:
         scale = 1  # the result has 16 bits, too
     divisor = sum(counts) if reduction == "mean" else scale
@@ -211,7 +190,7 @@ def _transfers(tensors: Tensors) -> list[list[tf.Tensor]]:
 
 def words_of(tensor: tf.Tensor) -> Count:
     """Return how many words a tensor takes; an int if its shape is statically known."""
-    require_bits(tensor.dtype)
+    dtypes.require_bits(tensor.dtype)
     elements, size = _count(tensor), tensor.dtype.size
     return -(-elements // (4 // size)) if size < 4 else elements * (size // 4)
 

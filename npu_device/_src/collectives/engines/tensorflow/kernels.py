@@ -52,11 +52,8 @@ class Sequence:
         self._made: weakref.WeakKeyDictionary[tf.Graph, defaultdict[Hashable, list[str]]] = weakref.WeakKeyDictionary()
 
     def draw(self, kind: Hashable, dtype: tf.DType, shape: tf.TensorShape | tf.Tensor) -> tf.Tensor:
-        """Return the next key: int32, shape []. An operation of the graph in a tf.function, a value in eager mode.
-
-        Args:
-            kind: the operation, and whatever else TensorFlow remembers with a key, such as the root.
-            dtype, shape: of the tensor that is sent; a vector if only the running graph knows the shape.
+        """Return the next key, int32, for what TensorFlow remembers with a key: the operation and its root (``kind``),
+        and dtype and shape of the tensor that is sent; the shape is a vector if only the running graph knows it.
         """
         known = shape.as_list() if isinstance(shape, tf.TensorShape) else None
         if tf.executing_eagerly():
@@ -80,7 +77,6 @@ class Sequence:
             return ring[0] + ring[1] % RING
 
     def note(self, kind: Hashable, result: tf.Tensor) -> None:
-        """Note the result of the collective for which a key was drawn."""
         if not tf.executing_eagerly():
             self._made_in_graph()[kind, result.dtype.name].append(result.op.name)
 
@@ -133,14 +129,12 @@ _MERGE_OPS = {"sum": "Add", "prod": "Mul", "min": "Min", "max": "Max"}
 
 
 def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
-    """Reduce one tensor over the group: sum, prod, min or max."""
     how = {"merge_op": _MERGE_OPS[reduction], "final_op": "Id", "max_subdivs_per_device": _SUBDIVISIONS}
     kernel = partial(tf.raw_ops.CollectiveReduceV2, input=tensor, **how)
     return _run(job, tensor, group, ("all_reduce", reduction), kernel)
 
 
 def all_gather(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
-    """Concatenate the tensors of all ranks of the group along the first dimension."""
     return _run(job, tensor, group, "all_gather", partial(tf.raw_ops.CollectiveGatherV2, input=tensor))
 
 

@@ -23,12 +23,7 @@ _MOST = 2**31 - 1  # mallopt takes an int
 
 
 def start(job: Job) -> None:
-    """Start this rank's server and wait until all ranks have started theirs. Every rank calls this.
-
-    Raises:
-        ClusterError: the server can't be started, or a rank has gone.
-        TimeoutError: a rank's server didn't come up in time.
-    """
+    """Start this rank's server and wait until all ranks have started theirs. Every rank calls this."""
     cluster = job.cluster
     timeout = environment.HCCL_CONNECT_TIMEOUT.get()
     try:
