@@ -12,13 +12,14 @@ import itertools
 import re
 import weakref
 from collections.abc import Sequence
-from typing import Any, Callable
+from typing import Any, Callable, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
 
+_Call = TypeVar("_Call")
 _numbers = itertools.count()
 
 # Which graph is being built
@@ -50,6 +51,13 @@ def after(operation: Any) -> contextlib.AbstractContextManager[Any]:
 def fetchable(operations: Sequence[Any]) -> tf.Operation | None:
     """Return one operation for a session to fetch; None if operations run without being fetched."""
     return tf.group(*operations) if runs_if_fetched() else None
+
+
+def in_one_or_apart(whole: _Call, parts: list[_Call]) -> list[_Call]:
+    """Return one call for all, whose parts start as soon as their own inputs are there; or in a session's graph, where
+    a call waits for all of its inputs, one for each part.
+    """
+    return parts if runs_if_fetched() else [whole]
 
 
 def fetchable_call(function: Callable[[np.ndarray], None], values: tf.Tensor) -> tf.Operation | None:

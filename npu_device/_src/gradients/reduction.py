@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from npu_device._src.collectives.call import Agreement
 from npu_device._src.collectives.dtypes import reduced_dtype, sum_dtype, wire_dtype
-from npu_device._src.collectives.graph import origin, runs_if_fetched
+from npu_device._src.collectives.graph import in_one_or_apart, origin
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.moves import gather, gather_ragged
@@ -91,15 +91,13 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
     segment depends only on its own tensors, so it starts as soon as backward has produced them.
     """
     segments, rows = [[0]], []
-    # Positions in the list, and the segments among the values there. In a session's graph each call waits for all of
-    # its inputs.
+    # Positions in the list, and the segments among the values there.
     parts: list[tuple[Sequence[int], Sequence[Sequence[int]]]] = [([0], segments)]
     if len(values) != 1 or not isinstance(values[0], tf.Tensor):
         segments = cut(job.made(FirstOrders), values, options.kind, options.fusion, group.name)
         rows = [[position] for position, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
-        parts = [(range(len(values)), segments)]
-        if runs_if_fetched():
-            parts = [*((part, [range(len(part))]) for part in segments), *((part, []) for part in rows)]
+        apart: list[Any] = [*((part, [range(len(part))]) for part in segments), *((part, []) for part in rows)]
+        parts = in_one_or_apart((range(len(values)), segments), apart)
     results: list[Gradient] = [None] * len(values)
     # Without hcom_parallel nothing is sent before everything is there.
     waits_for_all = not tf.executing_eagerly() and not global_options().hcom_parallel.typed
