@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.gradients.reduction import Gradient, ReductionOptions
-from npu_device._src.gradients.sparse import weighted
+from npu_device._src.gradients.reduction import Gradient, ReductionOptions, weighted
 from npu_device._src.training.applied_gradients import REDUCTION, reduction_of
 from npu_device._src.training.fit.current import CurrentStep, current_step, reduced_by_step
 from npu_device._src.training.optimizer_wrapper import GradientReduction, install, with_rows_for
