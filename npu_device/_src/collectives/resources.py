@@ -137,8 +137,8 @@ _NAME_BYTES, _BUS_BYTES, _UUID_BYTES = 256, 32, 16
 
 
 def identity(index: int) -> tuple[str, str, str] | None:
-    """Return a GPU's model, the UUID of it or its MIG instance, in hexadecimal, and its PCI bus id, by CUDA's number of
-    it; None without a driver.
+    """Return model, UUID (of the GPU or MIG instance, in hexadecimal) and PCI bus id of a GPU, by the number that CUDA
+    gives it; None without a driver.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
