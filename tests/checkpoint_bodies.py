@@ -133,9 +133,7 @@ def body_forgotten(directory: str) -> str:
 
 
 def body_full_disk(directory: str) -> dict[str, Any]:
-    """Save; with a limit of the size of files on the last rank, then for the manifest; with notes that are none; and at
-    last without npurun's file.
-    """
+    """Save; on a full disk of one rank, and for the manifest; with bad notes; without npurun's file; in another job."""
     large, count = tf.Variable(tf.zeros([500_000])), tf.Variable(0)
     things = {"preemption": False, "per_rank": {"large": large}, "count": count}
     checkpoint = npu.train.JobCheckpoint(directory, every=1, **things)
@@ -148,51 +146,21 @@ def body_full_disk(directory: str) -> dict[str, Any]:
             errors.append(error_of(checkpoint.save, 2, {"long": "x" * 4_000_000}))  # fails when all else is written
         errors.append(error_of(checkpoint.save, 2, {"score": np.float32(0.5)}))
         there = sorted(os.listdir(directory))
-        latest = npu.train.JobCheckpoint(directory, **things).restore()
+        other = npu.train.JobCheckpoint(directory, **things)
+        latest = other.restore()
         with settings(NPU_DEVICE_PROGRESS_FILE=f"{directory}/not/there"):
             checkpoint.step_done(3)
+        errors.append(error_of(other.save, 4))
     return {"warnings": texts, "errors": errors, "there": there, "latest": latest, "end": sorted(os.listdir(directory))}
 
 
-def body_two_jobs(directory: str) -> list[Any]:
-    """Return what two jobs that write into one directory are told, and its content."""
-    first, second = (
-        npu.train.JobCheckpoint(directory, every=1, preemption=False, count=tf.Variable(0)) for _ in range(2)
-    )
-    assert [first.restore(), second.restore()] == [0, 0]
-    first.save(3)
-    with warnings_of_package() as texts:
-        second.step_done(1)
-    return [texts, error_of(second.save, 3), sorted(os.listdir(directory))]
-
-
 def body_fewer_things(directory: str) -> Any:
-    """Return what isn't kept of two variables by a script that has one."""
+    """Return what isn't kept of two variables by a script that has one, and what a second object says."""
     both = {"one": tf.Variable(1.0), "other": tf.Variable(2.0)}
-    npu.train.JobCheckpoint(directory, preemption=False, **both).save(1)
-    checkpoint = npu.train.JobCheckpoint(directory, preemption=False, one=tf.Variable(0.0))
-    return checkpoint.restore(), checkpoint.not_kept
-
-
-def body_many_descriptors(directory: str) -> list[str]:
-    """Be asked to stop in a process with more open files than ``select`` takes; return what a second object says."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
-    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-    try:
-        with warnings_of_package() as texts:
-            idle, watch = (preemption.Preemption(None, 1, signal.SIGUSR2, 20.0) for _ in range(2))
-        os.kill(os.getpid(), signal.SIGUSR2)
-        deadline = time.monotonic() + 10.0
-        while not watch.is_last_step():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        watch.close()
-        idle.close()
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
-    return texts
+    with warnings_of_package() as texts, npu.train.JobCheckpoint(directory, **both) as first:
+        first.save(1)
+        with npu.train.JobCheckpoint(directory, one=tf.Variable(0.0)) as checkpoint:
+            return checkpoint.restore(), checkpoint.not_kept, texts
 
 
 def body_two_ask() -> None:
@@ -268,3 +236,7 @@ def main_slow() -> None:
     # Python's handlers of signals don't run meanwhile.
     tf.numpy_function(lambda: time.sleep(60.0) or 0.0, [], tf.float64)
     checkpoint.step_done(2)
+
+
+if __name__ == "__main__":
+    {"main": main, "main_slow": main_slow}[sys.argv.pop(1)]()

@@ -19,8 +19,6 @@ import npu_device as npu
 from hccl.manage.api import create_group, destroy_group
 from npu_device._src.collectives import graph
 from npu_device._src.collectives.engines.tensorflow.kernels import RING, sequence_of
-from npu_device._src.collectives.group import group_of
-from npu_device._src.collectives.job import current
 from npu_device._src.collectives.moves import all_gather_v
 from npu_device._src.collectives.ops import all_reduce, broadcast
 from npu_device.distribute import hccl_ops
@@ -68,51 +66,40 @@ def test_python_numbers(two_ranks: Pool) -> None:
     assert max(two_ranks.run(body_new_numbers)) < 60 << 10
 
 
-def body_many_at_once() -> tuple[list[float], int]:
-    """Return sums that one function makes, more of a kind than there are keys, and how many rings of keys."""
+def body_rings(calls: int) -> tuple[list[float], int, int]:
+    """Return sums of one function, more of a kind than there are keys; and how many rings of keys these take, and the
+    second half of calls of other lengths.
+    """
     job, mine = group("world")
-    rings = sequence_of(job, mine)._drawn
-    before = len(rings)
+    rank, size, drawn = mine.rank, mine.size, sequence_of(job, mine)._drawn
+    before = len(drawn)
     sums = in_graph(lambda value: [all_reduce(job, value + float(n), "sum", mine)[-1] for n in range(2 * RING + 1)])
     for _ in range(3):
         found = [float(one) for one in sums(tf.zeros([1357]))]
-    return found, len(rings) - before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tensorflow_ranks", [2], indirect=True)
-def test_more_sums_at_once_than_keys(tensorflow_ranks: Pool) -> None:
-    for sums, rings in tensorflow_ranks.run(body_many_at_once):
-        assert sums == [2 * number for number in range(33)]
-        assert rings == 1
-
-
-def body_signatures(calls: int) -> int:
-    """Return how many rings of keys calls of other lengths take after the first half of them."""
-    rank, size = npu.open().worker_id, npu.open().workers_num
-    running = current()
-    world = group_of(running, "hccl_world_group")
-    gather = in_graph(lambda rows: all_gather_v(running, rows, world), input_signature=[tf.TensorSpec([None, 3])])
+    of_sums = len(drawn) - before
+    gather = in_graph(lambda rows: all_gather_v(job, rows, mine), input_signature=[tf.TensorSpec([None, 3])])
     rings = []
     for number in range(calls):
         lengths = [1000 + 7 * (number + other) for other in range(size)]
         rows = tf.fill([lengths[rank], 3], float(rank))
-        for gathered in (gather(rows), all_gather_v(running, rows, world)):
+        for gathered in (gather(rows), all_gather_v(job, rows, mine)):
             ends = [sum(lengths[: other + 1]) for other in range(size)]
             assert gathered.shape == [ends[-1], 3]
             assert [gathered.numpy()[end - 1, 2] for end in ends] == list(range(size))
         matrix = [[number + 500 + other] * size for other in range(size)]
         exchanged = hccl_ops.alltoallvc(tf.fill([sum(matrix[rank])], rank), matrix, rank)
         assert exchanged.shape == [sum(row[rank] for row in matrix)]
-        rings.append(len(sequence_of(running, world)._drawn))
-    return rings[-1] - rings[calls // 2]
+        rings.append(len(drawn))
+    return found, of_sums, rings[-1] - rings[calls // 2]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tensorflow_ranks", [2], indirect=True)
-def test_lengths_that_vary(tensorflow_ranks: Pool) -> None:
-    # Each length took keys of its own: 30 more for the ten of the second half, and so on.
-    assert max(tensorflow_ranks.run(body_signatures, 20)) <= 3
+def test_keys_of_tensorflow(tensorflow_ranks: Pool) -> None:
+    for sums, rings, of_lengths in tensorflow_ranks.run(body_rings, 20):
+        assert sums == [2 * number for number in range(33)]
+        assert rings == 1
+        assert of_lengths <= 3  # where each length took keys of its own, 30 more for the ten of the second half
 
 
 def body_graphs(known: bool) -> dict[str, int]:
@@ -221,7 +208,7 @@ def body_tags_and_groups(tags: int, length: int, groups: int) -> list[bool]:
         held = []
         for number in range(rounds):
             call(number)
-            if number in (10, rounds - 1):
+            if number in (rounds // 2, rounds - 1):
                 npu.distribute.all_reduce(tf.ones([]))  # nobody is in a group any more
                 held.append(_held())
         return all(late <= early for early, late in zip(*held))

@@ -20,39 +20,27 @@ INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 DTYPES = (*FLOATS, *INTEGERS, "bool")
 
 
-def body_variables(root: int) -> Any:
-    rank = npu.open().worker_id
+def body_variables(root: int) -> None:
+    rank = npu.distribute.rank()
     variables = [
         tf.Variable(tf.cast(tf.fill([5], rank + 1 if dtype != "bool" else rank % 2), dtype)) for dtype in DTYPES
     ]
     odd = tf.Variable(tf.cast(tf.range(3) + rank, tf.int8))
-    scalar = tf.Variable(float(rank))
-    matrix = tf.Variable(tf.fill([2, 3], float(rank)))
-    empty = tf.Variable(tf.zeros([0, 2]))
+    scalar, alone = tf.Variable(float(rank)), tf.Variable(rank)
+    matrix, empty = tf.Variable(tf.fill([2, 3], float(rank))), tf.Variable(tf.zeros([0, 2]))
     npu.distribute.broadcast([*variables, odd, scalar], root_rank=root)
     npu.distribute.broadcast({"matrix": matrix, "rest": [empty]}, root)
-    alone = tf.Variable(rank)
     npu.distribute.broadcast(alone, root)
     npu.distribute.broadcast([], root_rank=root)
-    return (
-        [tf.cast(variable, tf.float32).numpy().tolist() for variable in variables],
-        odd.numpy().tolist(),
-        float(scalar),
-        matrix.numpy(),
-        int(alone),
-    )
+    for dtype, variable in zip(DTYPES, variables):
+        assert (tf.cast(variable, tf.float32).numpy() == (root % 2 if dtype == "bool" else root + 1)).all(), dtype
+    assert odd.numpy().tolist() == [root, root + 1, root + 2]
+    assert float(scalar) == int(alone) == root and (matrix.numpy() == root).all()
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["from first", "from last"])
 def test_every_dtype_from_any_root(ranks: Pool, last: bool) -> None:
-    root = ranks.size - 1 if last else 0
-    for variables, odd, scalar, matrix, alone in ranks.run(body_variables, root):
-        for dtype, value in zip(DTYPES, variables):
-            assert value == [root % 2 if dtype == "bool" else root + 1] * 5, dtype
-        assert odd == [root, root + 1, root + 2]
-        assert scalar == root
-        np.testing.assert_array_equal(matrix, np.full([2, 3], root))
-        assert alone == root
+    ranks.run(body_variables, ranks.size - 1 if last else 0)
 
 
 def body_models() -> Any:
@@ -71,32 +59,23 @@ def test_keras_models(keras_two_ranks: Pool) -> None:
     same_bits(root, *sent, *received)
 
 
-def body_transfers() -> Any:
-    rank = npu.open().worker_id
+def body_transfers() -> tuple[int, int]:
+    rank = npu.distribute.rank()
     variables = [tf.Variable(tf.fill([1000], float(rank))) for _ in range(60)]
-
-    @tf.function
-    def send() -> None:
-        npu.distribute.broadcast(variables)
-
-    graph = send.get_concrete_function().graph
-    kinds = [op.type for op in graph.get_operations()]
-    transfers = sum(kind.startswith("CollectiveBcast") for kind in kinds)
-    # In shared memory the transfer; else the agreement, and the transfer or its key.
-    calls = kinds.count("PyFuncStateless")
-    whole = TRANSFER_BYTES // 4
-    large = [tf.Variable(tf.fill([whole // 2 + 1], float(rank))), tf.Variable(tf.fill([whole // 2 + 1], 2.0 * rank))]
+    send = tf.function(lambda: npu.distribute.broadcast(variables))
+    kinds = [op.type for op in send.get_concrete_function().graph.get_operations()]
+    half = TRANSFER_BYTES // 4 // 2 + 1
+    large = [tf.Variable(tf.fill([half], float(rank))), tf.Variable(tf.fill([half], 2.0 * rank))]
     npu.distribute.broadcast(large)
-    return transfers, calls, [float(tf.reduce_max(tf.abs(value))) for value in large]
+    assert all(float(tf.reduce_max(tf.abs(value))) == 0.0 for value in large)
+    # Calls: in shared memory the transfer; else the agreement, and the transfer or its key.
+    return sum(kind.startswith("CollectiveBcast") for kind in kinds), kinds.count("PyFuncStateless")
 
 
 @pytest.mark.both_backends
-def test_many_variables_take_few_transfers(ranks: Pool, backend: str) -> None:
-    for transfers, calls, largest in ranks.run(body_transfers):
-        if ranks.size > 1:
-            expected = {"shared_memory": (0, 1), "tensorflow": (1, 2)}.get(backend, (0, 2))
-            assert (transfers, calls) == expected
-        assert largest == [0.0, 0.0]
+def test_many_variables_take_few_transfers(two_ranks: Pool, backend: str) -> None:
+    expected = {"shared_memory": (0, 1), "tensorflow": (1, 2)}.get(backend, (0, 2))
+    assert two_ranks.run(body_transfers) == [expected] * 2
 
 
 def body_refusals() -> list[str]:

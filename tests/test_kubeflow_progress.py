@@ -78,12 +78,12 @@ def body(texts: list[str], variables: dict[str, str]) -> list[str]:
     return texts
 
 
-def test_progress(keras_two_ranks: Pool, server: tuple[_Server, dict[str, str]]) -> None:
+def test_progress(two_ranks: Pool, server: tuple[_Server, dict[str, str]]) -> None:
     found, variables = server
-    texts = keras_two_ranks.run(body, {**variables, "KUBEFLOW_TRAINER_SERVER_TOKEN": "/no/such/file"})
+    texts = two_ranks.run(body, {**variables, "KUBEFLOW_TRAINER_SERVER_TOKEN": "/no/such/file"})
     assert [sum("was not reported to Kubeflow" in text for text in each) for each in texts] == [2, 0]
     assert found.received == []
-    texts = keras_two_ranks.run(body, variables)
+    texts = two_ranks.run(body, variables)
     assert not any("Kubeflow" in text for each in texts for text in each)
     (first, one), (_, last) = found.received  # the second epoch is less than 5 s after the first
     assert first == "Bearer secret"

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import job
 import pytest
@@ -36,47 +35,34 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.parametrize("scheme", ["rank table", "CM_*", "TF_CONFIG"])
-def test_two_ranks_by_every_scheme(tmp_path: Path, scheme: str) -> None:
-    port = free_port()
-    environments = {
-        "rank table": [by_table(tmp_path, 2, rank) for rank in range(2)],
-        "CM_*": [without_table(port, 2, rank) for rank in range(2)],
-        "TF_CONFIG": [by_tf_config(port, 2, rank) for rank in range(2)],
-    }[scheme]
-    patient = [{**environment, "HCCL_CONNECT_TIMEOUT": "60"} for environment in environments]
-    results = job.finish(job.start_each(tmp_path, SCRIPT + ANOTHER_JOB, patient))
+@pytest.mark.parametrize("by_cm", [True, False], ids=["CM_*", "TF_CONFIG"])
+def test_two_ranks_without_a_rank_table(tmp_path: Path, by_cm: bool) -> None:
+    port, scheme = free_port(), without_table if by_cm else by_tf_config
+    environments = [{**scheme(port, 2, rank), "HCCL_CONNECT_TIMEOUT": "60"} for rank in range(2)]
+    results = job.finish(job.start_each(tmp_path, SCRIPT + ANOTHER_JOB, environments))
     for rank, result in enumerate(results):
         assert result.code == 0, result.output
         assert f"rank {rank} of 2 sum 3.0 /job:localhost/replica:0/task:0/device:NPU:" in result.output
-        if scheme == "TF_CONFIG":
+        if by_cm:  # these take precedence over TF_CONFIG
+            assert "same\n" in result.output
+        else:
             assert f"rank 2 of 3, but npu.open() has made it rank {rank} of 2 of another job" in result.output
             assert "spark.python.worker.reuse=false" in result.output
-        else:  # these take precedence over TF_CONFIG
-            assert "same\n" in result.output
 
 
-def body_handle() -> Any:
-    handle = npu.open()
-    same = npu.open() is handle and handle.as_default() is handle and npu.npu_device.global_npu_ctx() is handle
-    try:
+def body_handle() -> None:
+    handle, rank, size = npu.open(), npu.distribute.rank(), npu.distribute.size()
+    assert npu.open() is handle and handle.as_default() is handle and npu.npu_device.global_npu_ctx() is handle
+    with pytest.raises(RuntimeError, match=r"device 7 can't be opened(.|\n)*one process per device"):
         npu.open(7)
-        other = "opened"
-    except RuntimeError as error:
-        other = str(error)
     with handle.scope():
-        device = tf.constant(1.0).device
-    return same, other, device, handle.name(), handle.is_cluster_worker(), handle.workers_num, handle.worker_id
+        assert tf.constant(1.0).device.endswith("CPU:0")
+    assert handle.name() == f"/job:localhost/replica:0/task:0/device:NPU:{rank}"
+    assert (handle.is_cluster_worker(), handle.workers_num, handle.worker_id) == (size > 1, size, rank)
 
 
 def test_the_handle(ranks: Pool) -> None:
-    for rank, result in enumerate(ranks.run(body_handle)):
-        same, other, device, name, worker, workers, worker_id = result
-        assert same
-        assert "device 7 can't be opened" in other and "one process per device" in other
-        assert device.endswith("CPU:0")
-        assert name == f"/job:localhost/replica:0/task:0/device:NPU:{rank}"
-        assert (worker, workers, worker_id) == (ranks.size > 1, ranks.size, rank)
+    ranks.run(body_handle)
 
 
 THREADS = """
@@ -90,7 +76,7 @@ threading = tf.config.threading
 print("cores", len(os.sched_getaffinity(0)), "intra", threading.get_intra_op_parallelism_threads(),
       "inter", threading.get_inter_op_parallelism_threads(),
       "spin", not compat.eager_context().config.experimental.disable_thread_spinning,
-      "mine", getattr(current(), "cores", None))
+      "mine", current().cores)
 """
 BOUND = """
 import os
@@ -98,34 +84,25 @@ cores = sorted(os.sched_getaffinity(0))
 os.sched_setaffinity(0, cores[: len(cores) // 2] if os.environ["RANK_ID"] == "0" else cores[len(cores) // 2 :])
 """
 BY_SCRIPT = "import tensorflow as tf\ntf.config.threading.set_intra_op_parallelism_threads(3)\n"
-ON_ONE_CORE = """
-import os
-from types import SimpleNamespace
-from npu_device._src.collectives.resources import divide_cores
-import npu_device as npu
-os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
-npu.open = lambda: divide_cores(SimpleNamespace(cluster=SimpleNamespace(local_size=1), cores=1))
-"""
 _TWO_CORES = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 
 
 @pytest.mark.parametrize(
-    ("size", "before", "environment", "expected"),
+    ("before", "environment", "expected"),
     [
-        pytest.param(2, "", {}, "intra {share} inter {inter} spin {spins}", id="the ranks divide the cores"),
-        pytest.param(2, BOUND, {}, "mine {cores}", id="ranks bound to cores keep them", marks=_TWO_CORES),
-        pytest.param(1, ON_ONE_CORE, {}, "cores 1 intra 0 inter 2 spin False", id="enough for the order of backward"),
+        pytest.param("", {}, "intra {share} inter {inter} spin {spins}", id="the ranks divide the cores"),
+        pytest.param(BOUND, {}, "mine {cores}", id="ranks bound to cores keep them", marks=_TWO_CORES),
         # TensorFlow reads the variable by itself.
-        pytest.param(2, "", {"TF_NUM_INTRAOP_THREADS": "3"}, "intra 0 inter 0 spin True", id="of the environment"),
-        pytest.param(2, BY_SCRIPT, {}, "intra 3 inter", id="of the script"),
+        pytest.param("", {"TF_NUM_INTRAOP_THREADS": "3"}, "intra 0 inter 0 spin True", id="of the environment"),
+        pytest.param(BY_SCRIPT, {}, "intra 3 inter", id="of the script"),
     ],
 )
-def test_threads(tmp_path: Path, size: int, before: str, environment: dict[str, str], expected: str) -> None:
-    for result in job.run(tmp_path, size, before + THREADS, **environment):
-        words = result.output.split()
+def test_threads(tmp_path: Path, before: str, environment: dict[str, str], expected: str) -> None:
+    for output in job.outputs(tmp_path, 2, before + THREADS, **environment):
+        words = output.split()
         cores = int(words[words.index("cores") + 1])
         share = max(1, cores // 2)
-        assert expected.format(cores=cores, share=share, inter=max(2, share), spins=share > 1) in result.output
+        assert expected.format(cores=cores, share=share, inter=max(2, share), spins=share > 1) in output
 
 
 def test_a_failing_open_names_the_device_and_the_reason(tmp_path: Path) -> None:

@@ -245,23 +245,3 @@ def body_refusals_and_copies() -> list[str]:
 
 def test_refusals_and_copies(keras_ranks: Pool) -> None:
     assert keras_ranks.run(body_refusals_and_copies) == [[]] * keras_ranks.size
-
-
-def body_inner_wrapped_late() -> list[float]:
-    last = npu.distribute.rank() == npu.distribute.size() - 1
-    weight = tf.keras.Variable(tf.zeros([2]))
-    inner = tf.keras.optimizers.SGD(1.0)
-    outer = tf.keras.optimizers.LossScaleOptimizer(inner, initial_scale=1.0)
-    outer.build([weight])
-    wrap(inner)
-    values = []
-    for gradient in (float("inf") if last else 1.0, 3.0 if last else 1.0):
-        outer.apply_gradients([(tf.fill([2], gradient * float(outer.dynamic_scale)), weight)])
-        values.append(float(tf.reduce_sum(weight)))
-    return values
-
-
-@pytest.mark.only_keras("3")
-def test_an_inner_optimizer_that_is_wrapped_late(keras_two_ranks: Pool) -> None:
-    """The ranks agree on the steps to skip: the gradients are reduced before Keras looks whether they are finite."""
-    assert keras_two_ranks.run(body_inner_wrapped_late) == [[0.0, -4.0]] * 2
