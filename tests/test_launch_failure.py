@@ -108,12 +108,12 @@ def test_the_line_about_an_error_says_what_it_is(tmp_path: Path) -> None:
         + """
     if rank == 0:
         sys.exit(0)
-    time.sleep(0.5)
+    time.sleep(0.3)
     if rank == 1:
         record("  File 'mine.py', line 1\\n    (\\n    ^\\nSyntaxError: invalid syntax".replace("'", '"'))
     else:
         record("ValueError: these differ:\\n  rank 0: 1\\n  rank 1: 2")
-    time.sleep(rank)
+    time.sleep(0.2 * rank)
     sys.exit(1)
     """,
     )

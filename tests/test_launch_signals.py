@@ -37,7 +37,7 @@ SCRIPT = """
     note(os.getpid(), "rank")
     while not got:
         time.sleep(0.01)
-    time.sleep(1.0)
+    time.sleep(1.0 if mode == "every" else 0.3)
     if mode in ("step", "every"):
         assert len(got) == 1 or mode == "every"
         assert child.poll() is None, "the step still needs it"

@@ -58,11 +58,13 @@ class Nodes:
         self._script = script(directory, TOGETHER + text)
         self._launches: list[subprocess.Popen[bytes]] = []
 
-    def start(self, node: int, *options: str, on: Callable[[list[str]], list[str]] = list) -> subprocess.Popen[bytes]:
+    def start(
+        self, node: int, *options: str, on: Callable[[list[str]], list[str]] = list, **limits: float
+    ) -> subprocess.Popen[bytes]:
         launch = start(
             *self._common,
             *("--node-rank", str(node), *options, self._script, str(self.here)),
-            on=on,
+            on=lambda command: on(hurried(command, RANKS_NOTICE_SECONDS=0.2, **limits)),
             NPU_DEVICE_SECRET="ours",
         )
         self._launches.append(launch)
@@ -147,8 +149,8 @@ def test_a_node_stops_an_attempt_that_it_is_told_to_begin_and_to_stop_at_once(tm
 def test_a_node_that_waits_for_a_stopped_node_0_gives_up(tmp_path: Path) -> None:
     options = ("--max-restarts", "1", "--restart-backoff", "60", "--rejoin-timeout", "1")
     with Nodes(tmp_path, "    os._exit(3 * rank)", *options) as nodes:
-        limits = functools.partial(hurried, NODE_ALIVE_SECONDS=0.5, NODE_SILENT_SECONDS=3)
-        leader, waiting = (nodes.start(node, on=limits) for node in (0, 1))
+        limits = {"NODE_ALIVE_SECONDS": 0.5, "NODE_SILENT_SECONDS": 3.0}
+        leader, waiting = (nodes.start(node, **limits) for node in (0, 1))
         assert any(b"restart 1 of 1 in 60 s" in line for line in waiting.stderr)
         leader.send_signal(signal.SIGSTOP)
         code, stderr = ends(waiting)
@@ -291,11 +293,7 @@ def test_the_job_goes_on_with_fewer_nodes_and_takes_one_back(tmp_path: Path, cut
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(100)
     """
-
-    def on(node: int, command: list[str]) -> list[str]:
-        hurry = {"KEEPALIVE_AFTER_SECONDS": 1, "UNACKNOWLEDGED_MILLISECONDS": 2000, "NODE_CONNECT_SECONDS": 1}
-        return hosts.on_host(node, hurried(command, **hurry)) if cut_off else command
-
+    limits = {"KEEPALIVE_AFTER_SECONDS": 1, "UNACKNOWLEDGED_MILLISECONDS": 2000, "NODE_CONNECT_SECONDS": 1}
     most = 2 if cut_off else 3
     address = hosts.address(0) if cut_off else "127.0.0.1"
     options = ("--grace", "1", "--max-restarts", "2" if cut_off else "1", "--max-preemptions", "1")
@@ -303,7 +301,12 @@ def test_the_job_goes_on_with_fewer_nodes_and_takes_one_back(tmp_path: Path, cut
     with hosts.hosts(2, gbit=1.0) if cut_off else contextlib.nullcontext(), job as nodes:
         # Node 0's limit counts. It comes last, so that the others come within it.
         launches = {
-            node: nodes.start(node, "--rejoin-timeout", "100" if node else "4", on=functools.partial(on, node))
+            node: nodes.start(
+                node,
+                *("--rejoin-timeout", "100" if node else "4"),
+                on=functools.partial(hosts.on_host, node) if cut_off else list,
+                **(limits if cut_off else {}),
+            )
             for node in reversed(range(most))
         }
         nodes.wait_for(*(f"armed.0.{rank}" for rank in range(most)))
