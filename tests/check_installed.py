@@ -13,7 +13,11 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ("npurun", "npu-trace")
+BIN = Path(sys.executable).parent
+
+
+def printed(*command: str | Path) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 @pytest.mark.parametrize("name", ["npu_device", "npu_bridge", "hccl"])
@@ -23,28 +27,19 @@ def test_the_package_is_the_installed_one(name: str) -> None:
     assert Path(file).is_relative_to(sys.prefix), file
 
 
-def test_its_version_is_that_of_the_wheel() -> None:
+def test_version_and_types_are_shipped() -> None:
     import npu_device
 
     assert npu_device.__version__ == importlib.metadata.version("npu_device")
-
-
-def test_types_are_shipped() -> None:
-    import npu_device
-
     assert (Path(npu_device.__file__).parent / "py.typed").exists()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ["npurun", "npu-trace"])
 def test_commands_explain_themselves(command: str) -> None:
-    path = Path(sys.executable).parent / command
-    done = subprocess.run([path, "--help"], capture_output=True, text=True, timeout=60, check=True)
-    assert command in done.stdout
+    assert command in printed(BIN / command, "--help")
 
 
 def test_pages_are_shipped() -> None:
-    command = [Path(sys.executable).parent / "npurun", "docs"]
-    listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    listed = printed(BIN / "npurun", "docs")
     assert "messages  " in listed and "two_machines  " in listed
-    page = subprocess.run([*command, "messages"], capture_output=True, text=True, timeout=60, check=True).stdout
-    assert page.startswith("# Messages and what to do\n")
+    assert printed(BIN / "npurun", "docs", "messages").startswith("# Messages and what to do\n")

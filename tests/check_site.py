@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import chromium
@@ -20,7 +19,7 @@ STYLE = re.compile(r"""url\(\s*["']?(?P<place>[^"')]+)|@import\s+["'](?P<other>[
 NO_NETWORK = ("--host-resolver-rules=MAP * ~NOTFOUND", "--proxy-server=127.0.0.1:9", "--proxy-bypass-list=<-loopback>")
 
 needs_chromium = pytest.mark.skipif(
-    not chromium.AVAILABLE and not os.environ.get("CI"), reason="needs Chromium: apt-get install chromium"
+    not chromium.PROGRAM and not os.environ.get("CI"), reason="needs Chromium: apt-get install chromium"
 )
 
 
@@ -47,7 +46,8 @@ def test_every_asset_is_there() -> None:
 
 @needs_chromium
 def test_search_works_without_a_network(tmp_path: Path) -> None:
-    found = dom(f"{SITE.as_uri()}/search.html?q=replicate", tmp_path)
+    flags = (*NO_NETWORK, "--virtual-time-budget=10000", "--dump-dom")
+    found = chromium.visit(f"{SITE.as_uri()}/search.html?q=replicate", tmp_path, *flags)
     assert re.search(r'class="search-summary"[^>]*>[^<]*found \d+ page', found), found[-3000:]
     assert "npu_device.distribute.html" in found
 
@@ -73,30 +73,4 @@ def test_pages_can_be_drawn(page: str, size: str, dark: bool, tmp_path: Path) ->
     flags = ["--blink-settings=preferredColorScheme=0"] if dark else []
     query = "?q=replicate" if page == "search" else ""
     url = f"{SITE.as_uri()}/{page}.html{query}"
-    browser = chromium.start(
-        url,
-        tmp_path,
-        *NO_NETWORK,
-        *flags,
-        "--virtual-time-budget=5000",
-        f"--window-size={size}",
-        f"--screenshot={picture}",
-    )
-    try:
-        assert browser.wait(60) == 0
-    finally:
-        chromium.stop(browser)
-    assert picture.stat().st_size > 20_000
-
-
-def dom(url: str, directory: Path) -> str:
-    """Return a page as a browser without a network has it after a while."""
-    command = [chromium.PROGRAM, *chromium.FLAGS, *NO_NETWORK, "--virtual-time-budget=10000", "--dump-dom"]
-    return subprocess.run(
-        [*command, f"--user-data-dir={directory / 'profile'}", url],
-        env={**os.environ, "HOME": str(directory)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    ).stdout
+    chromium.draw(url, tmp_path, picture, size, *NO_NETWORK, *flags, "--virtual-time-budget=5000")

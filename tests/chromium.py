@@ -7,33 +7,19 @@ import shutil
 import subprocess
 from pathlib import Path
 
-PROGRAM = shutil.which("chromium") or shutil.which("google-chrome") or ""
+PROGRAM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking")
-AVAILABLE = bool(PROGRAM)
 
 
-def start(url: str, directory: Path, *flags: str) -> subprocess.Popen[bytes]:
-    """Open a page; ``directory`` is for what the browser writes of its own. Who starts it ends it with ``stop``."""
-    assert AVAILABLE
-    command = [PROGRAM, *FLAGS, *flags]
-    return subprocess.Popen(
-        [*command, f"--user-data-dir={directory / 'profile'}", url],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "HOME": str(directory)},
-    )
+def visit(url: str, directory: Path, *flags: str) -> str:
+    """Open a page, and return what the browser prints; ``directory`` is for what it writes of its own."""
+    assert PROGRAM
+    command = [PROGRAM, *FLAGS, *flags, f"--user-data-dir={directory / 'profile'}", url]
+    home = {**os.environ, "HOME": str(directory)}
+    return subprocess.run(command, env=home, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
-def stop(browser: subprocess.Popen[bytes]) -> None:
-    """End it, if it hasn't ended yet."""
-    browser.terminate()
-    browser.wait()
-
-
-def draw(url: str, directory: Path, picture: Path, size: str) -> None:
+def draw(url: str, directory: Path, picture: Path, size: str, *flags: str) -> None:
     """Write a page's picture as PNG; ``size`` is its width and height, such as ``640,1400``."""
-    browser = start(url, directory, f"--window-size={size}", f"--screenshot={picture}")
-    try:
-        assert browser.wait(60) == 0
-    finally:
-        stop(browser)
+    visit(url, directory, f"--window-size={size}", f"--screenshot={picture}", *flags)
+    assert picture.stat().st_size > 20_000, "an empty page takes a tenth"

@@ -13,17 +13,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
+PACKAGES = ("npu_device", "hccl", "npu_bridge")
 
 GENERATED = {"environment.md", "options.md"}
 CONTRIBUTORS = {"CONTRIBUTING.md", "architecture.md", "notes.md"}
 
 WORDS = {"README.md": 500, "pages for users": 22_000, "pages for contributors": 8_000}
-LONG_SENTENCES = 0  # in pages for users
-POSSESSIVES = {"pages": 17, "docstrings and messages": 200}  # on things; one in a sentence
+_LONG, _CROWDED = "sentences above 30 words", "sentences with two possessives"  # the first in pages for users
+LIMITS = {_LONG: 0, _CROWDED: 0, "possessives in pages": 17, "possessives in docstrings and messages": 200}  # on things
 
 _GENERATED_FROM = {"porting.md": "\n## Rules", "verify.md": "\n[when results differ"}
 _MOST_WORDS = 30  # in a sentence
-_LONG = 120  # characters of a line outside of tables
+_WIDE = 120  # characters of a line outside of tables
 _NAMES = "Ascend|Keras|TensorFlow|Horovod|Python|MPI|NCCL|Kubeflow|Slurm|Ray|Spark|PyTorch|glibc|Linux|gRPC"
 _NAMES += "|numpy|NVIDIA|npurun|Perfetto|pytest|torchrun|user|author|caller"  # products, and people
 _POSSESSIVE = re.compile(
@@ -47,40 +48,36 @@ def main() -> int:
     """Print what breaks a rule, and return the exit code."""
     problems: list[str] = []
     words = dict.fromkeys(WORDS, 0)
-    long: list[str] = []
-    crowded: list[str] = []
-    possessives: dict[str, list[str]] = {kind: [] for kind in POSSESSIVES}
+    found: dict[str, list[str]] = {name: [] for name in LIMITS}
     for path in pages():
         name, text = path.relative_to(ROOT).as_posix(), hand_written(path)
+        prose = plain(text)
         kind = "pages for contributors" if path.name in CONTRIBUTORS else "pages for users"
         words["README.md" if name == "README.md" else kind] += len(text.split())
         problems += [f"{name}: a line of {len(line)} characters: {line[:60]}…" for line in too_wide(text)]
-        problems += [f"{name}: {found!r}; write {instead!r}" for found, instead in banned(plain(text))]
-        problems += [
-            f"{name}: a possessive in a heading: {line}" for line in headings(text) if _POSSESSIVE.search(line)
-        ]
-        possessives["pages"] += [f"{name}: {found}" for found in _POSSESSIVE.findall(plain(text))]
-        crowded += [f"{name}: {sentence}" for sentence in sentences(text) if len(_POSSESSIVE.findall(sentence)) > 1]
+        problems += [f"{name}: {phrase!r}; write {instead!r}" for phrase, instead in banned(prose)]
+        headings = re.findall(r"^#+ .*", prose, re.MULTILINE)
+        problems += [f"{name}: a possessive in a heading: {line}" for line in headings if _POSSESSIVE.search(line)]
+        found["possessives in pages"] += [f"{name}: {one}" for one in _POSSESSIVE.findall(prose)]
+        found[_CROWDED] += [f"{name}: {one}" for one in sentences(prose) if len(_POSSESSIVE.findall(one)) > 1]
         if kind == "pages for users":
-            long += [f"{name}: {sentence}" for sentence in sentences(text) if len(sentence.split()) > _MOST_WORDS]
-    for path in modules():
+            found[_LONG] += [f"{name}: {one}" for one in sentences(prose) if len(one.split()) > _MOST_WORDS]
+    for path in (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))):
         for text in literals(path):
             each = re.split(r"(?<=[.!?:;])\s+|\n\s*\n", text)
-            crowded += [f"{path.name}: {one.strip()}" for one in each if len(_POSSESSIVE.findall(one)) > 1]
-            found = _POSSESSIVE.findall(text)
-            possessives["docstrings and messages"] += [f"{path.relative_to(ROOT)}: {one}" for one in found]
-    for name, limit in WORDS.items():
-        if words[name] > limit:
-            problems.append(f"{name}: {words[name]} words, at most {limit}")
-    counted = {"sentences above 30 words": (long, LONG_SENTENCES), "sentences with two possessives": (crowded, 0)}
-    counted |= {f"possessives in {kind}": (possessives[kind], limit) for kind, limit in POSSESSIVES.items()}
-    for name, (found, limit) in counted.items():
-        if len(found) > limit:
-            problems.append(f"{len(found)} {name}, at most {limit}; those of the last pages:")
-            problems += [f"  {one}" for one in found[-10:]]
+            found[_CROWDED] += [f"{path.name}: {one.strip()}" for one in each if len(_POSSESSIVE.findall(one)) > 1]
+            possessives = _POSSESSIVE.findall(text)
+            found["possessives in docstrings and messages"] += [f"{path.relative_to(ROOT)}: {o}" for o in possessives]
+    problems += [
+        f"{name}: {words[name]} words, at most {limit}" for name, limit in WORDS.items() if words[name] > limit
+    ]
+    for name, limit in LIMITS.items():
+        if len(found[name]) > limit:
+            problems.append(f"{len(found[name])} {name}, at most {limit}; those of the last pages:")
+            problems += [f"  {one}" for one in found[name][-10:]]
     print("\n".join(problems), file=sys.stderr)
     if "--counts" in sys.argv[1:]:
-        print(words, {name: len(found) for name, (found, _) in counted.items()})
+        print(words, {name: len(each) for name, each in found.items()})
     return 1 if problems else 0
 
 
@@ -106,21 +103,16 @@ def plain(text: str) -> str:
     return re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", text))
 
 
-def headings(text: str) -> list[str]:
-    """Return the headings."""
-    return re.findall(r"^#+ .*", plain(text), re.MULTILINE)
-
-
-def sentences(text: str) -> Iterator[str]:
+def sentences(prose: str) -> Iterator[str]:
     """Yield the sentences of paragraphs, list items and cells."""
-    for block in re.split(r"\n\s*\n|\n(?=\s*[-*|] |\s*\d+\. )|(?<=[^|])\|", plain(text)):
+    for block in re.split(r"\n\s*\n|\n(?=\s*[-*|] |\s*\d+\. )|(?<=[^|])\|", prose):
         yield from re.split(r"(?<=[.!?:;])\s+", " ".join(block.split()))
 
 
 def too_wide(text: str) -> list[str]:
     """Return the lines that are too long, outside of tables and code."""
     outside = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    return [line for line in outside.splitlines() if len(line) > _LONG and not line.lstrip().startswith(("|", "<!--"))]
+    return [line for line in outside.splitlines() if len(line) > _WIDE and not line.lstrip().startswith(("|", "<!--"))]
 
 
 def banned(text: str) -> Iterator[tuple[str, str]]:
@@ -128,12 +120,6 @@ def banned(text: str) -> Iterator[tuple[str, str]]:
     for phrase, instead in _BANNED.items():
         for match in re.finditer(phrase, " ".join(text.split()), re.IGNORECASE):
             yield match[0], instead
-
-
-def modules() -> Iterator[Path]:
-    """Yield the modules of the packages."""
-    for package in ("npu_device", "hccl", "npu_bridge"):
-        yield from sorted((ROOT / package).rglob("*.py"))
 
 
 def literals(path: Path) -> Iterator[str]:

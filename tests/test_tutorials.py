@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launcher import npurun
@@ -40,10 +41,7 @@ def same(printed: str, lines: list[str]) -> None:
         assert any(value == pytest.approx(numbers, abs=0.02) for value in values), f"{line!r} is not in\n{printed}"
 
 
-def body_script(text: str) -> Any:
-    import contextlib
-    import io
-
+def body_script(text: str) -> str:
     import keras
 
     from npu_device._src.training import device
@@ -68,26 +66,16 @@ def test_scripts_print_what_is_shown(single: Pool, two_ranks: Pool, page: str) -
 
 def test_two_machines(tmp_path: Path) -> None:
     """What ``fit`` prints on two hosts is what it prints on one; the command of the page starts a rank on each."""
-    of_two, of_one = (
-        [line for line in shown(page, command) if "ranks (" not in line]
-        for page, command in (
-            ("two_machines", "npurun --hosts hostA:1,hostB:1 train.py"),
-            ("fit", "npurun -n 2 train.py"),
-        )
-    )
-    assert set(of_two) <= set(of_one)
+    command = "npurun --hosts hostA:1,hostB:1 train.py"
+    of_two = {line for line in shown("two_machines", command) if "ranks (" not in line}
+    assert of_two <= set(shown("fit", "npurun -n 2 train.py"))
     ssh = tmp_path / "ssh"
     ssh.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
     ssh.chmod(0o755)
     (tmp_path / "train.py").write_text("import os; print(os.environ['RANK_ID'], 'of', os.environ['RANK_SIZE'])")
-    [options] = {
-        line.split(" train.py")[0].removeprefix("$ npurun ")
-        for line in (FOLDER / "two_machines.md").read_text().splitlines()
-        if line.startswith("$ npurun --hosts hostA:1,hostB:1 train.py")
-    }
     meeting = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
     variables = {"NPU_DEVICE_SSH": str(ssh), "PATH": os.environ["PATH"]}
-    done = npurun(*options.split(), *meeting, "train.py", cwd=tmp_path, **variables)
+    done = npurun(*command.split()[1:-1], *meeting, "train.py", cwd=tmp_path, **variables)
     printed = (done.stdout + done.stderr).decode()
     assert done.returncode == 0, printed
     assert "[0] 0 of 2" in printed and "[1] 1 of 2" in printed, printed

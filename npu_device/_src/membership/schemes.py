@@ -27,7 +27,11 @@ _log = logging.getLogger("npu_device")
 
 
 def world_size_from_environment() -> int:
-    """Return the number of ranks in the environment; 1 if it describes no job. Contacts no other rank."""
+    """Return the number of ranks in the environment; 1 if it describes no job. Contacts no other rank.
+
+    Raises:
+        ClusterError, ValueError: its variables contradict each other.
+    """
     return _size_and_launcher()[0]
 
 
