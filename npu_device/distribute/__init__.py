@@ -23,10 +23,7 @@ from npu_device._src.training.ranks import (
     size as size,
     weighted_mean as weighted_mean,
 )
-from npu_device._src.training.reduce_values import (
-    all_gather as all_gather,
-    all_reduce as all_reduce,
-)
+from npu_device._src.training.reduce_values import all_gather as all_gather, all_reduce as all_reduce
 from npu_device._src.training.variables import (
     broadcast as broadcast,
     grouping_broadcast as grouping_broadcast,
