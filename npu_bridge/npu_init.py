@@ -55,14 +55,16 @@ from npu_bridge.npu_cpu import npu_cpu_ops
 from npu_device._src.compat import config_pb2, rewriter_config_pb2, session, session_run_hook
 from npu_device._src.tf1.config import (
     RewriterConfig,
+    backend,
     experimental_options,
+    npu_clear_session,
     npu_config_proto,
     npu_graph_options,
     npu_optimizer_options,
     npu_session_config_init,
+    set_keras_session_npu_config,
 )
 from npu_device._src.tf1.hooks import npu_hooks_append
-from npu_device._src.tf1.keras_session import backend, npu_clear_session, set_keras_session_npu_config
 from npu_device._src.tf1.run_config import npu_run_config_init
 from npu_device._src.tf1.system import (
     close_session,

@@ -14,10 +14,14 @@ from pool import Pool
 
 import npu_device as npu
 from npu_device._src import compat
-from npu_device._src.tf1 import distributed_optimizer as optimizers, hooks as all_hooks, loss_scale as scaling, system
-from npu_device._src.tf1.distributed_optimizer import NPUDistributedOptimizer, npu_distributed_optimizer_wrapper
+from npu_device._src.tf1 import distributed_optimizer as optimizers, hooks as all_hooks, system
+from npu_device._src.tf1.distributed_optimizer import (
+    ExponentialUpdateLossScaleManager,
+    NPUDistributedOptimizer,
+    NPULossScaleOptimizer,
+    npu_distributed_optimizer_wrapper,
+)
 from npu_device._src.tf1.hooks import SetIterationsVarHook, broadcast_global_variables
-from npu_device._src.tf1.loss_scale import ExponentialUpdateLossScaleManager, NPULossScaleOptimizer
 from npu_device.distribute.npu_callbacks import NPUBroadcastGlobalVariablesCallback
 
 STEPS = 4
@@ -38,10 +42,10 @@ def train(kind: str) -> dict[str, Any]:
     def make(opt: Any) -> Any:
         if kind == "NPUOptimizer":
             manager = ExponentialUpdateLossScaleManager(8.0, 2)
-            return scaling.NPUOptimizer(opt, manager, is_distributed=True, is_loss_scale=True)
+            return optimizers.NPUOptimizer(opt, manager, is_distributed=True, is_loss_scale=True)
         opt = NPUDistributedOptimizer(opt, is_weight_update_sharding=kind == "sharded")
         if kind == "loss scale":
-            return NPULossScaleOptimizer(opt, scaling.FixedLossScaleManager(1024.0), is_distributed=size > 1)
+            return NPULossScaleOptimizer(opt, optimizers.FixedLossScaleManager(1024.0), is_distributed=size > 1)
         return opt
 
     with tf.Graph().as_default():
@@ -88,8 +92,8 @@ def refusals() -> list[str]:
         cases += [("ValueError", says, second, wrapped) for says in ("twice", "What to do")]
     return wrong_refusals(
         *cases,
-        ("ValueError", "at least 1", scaling.FixedLossScaleManager, 0.5),
-        ("ValueError", "loss_scale_manager", lambda: scaling.NPUOptimizer(None, is_loss_scale=True)),
+        ("ValueError", "at least 1", optimizers.FixedLossScaleManager, 0.5),
+        ("ValueError", "loss_scale_manager", lambda: optimizers.NPUOptimizer(None, is_loss_scale=True)),
         ("ValueError", "tf.Operation", all_hooks.set_iteration_per_loop, None, tf.constant(1), 2),
         ("RuntimeError", "eager mode", system.initialize_system),
     )

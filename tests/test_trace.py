@@ -8,8 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from npu_device._src.trace.recorder import PointSchema, Recorder, Schedule, read_options, settings
-from npu_device._src.trace.records import FILE, GradientRecord, RankTrace, read
+from npu_device._src.trace.records import (
+    FILE,
+    GradientRecord,
+    PointSchema,
+    RankTrace,
+    Recorder,
+    Schedule,
+    read,
+    read_options,
+    settings,
+)
 
 
 def test_nothing_is_traced_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

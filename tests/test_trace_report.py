@@ -14,8 +14,7 @@ import pytest
 from npu_device._src.gradients import split_strategy
 from npu_device._src.report.__main__ import main
 from npu_device._src.report.analysis import Analysis, analyse
-from npu_device._src.report.output import summary, write_all
-from npu_device._src.report.trace_page import COLOURS
+from npu_device._src.report.output import COLOURS, summary, write_all
 from npu_device._src.trace.records import FILE, GradientRecord, Iteration, RankTrace
 
 GRADIENTS = 10
@@ -106,7 +105,7 @@ def test_the_situations_of_the_guide(
     diagnosis = found(*(trace(rank, segments, takes) for rank in range(2))).diagnosis
     assert situation in diagnosis.situation
     assert reason in diagnosis.reasons
-    assert diagnosis.good == (takes < 1)
+    assert (diagnosis.call is None) == (takes < 1)
 
 
 def test_the_call_can_be_pasted_and_helps() -> None:

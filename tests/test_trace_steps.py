@@ -19,8 +19,7 @@ from hccl.split.api import set_split_strategy_by_idx
 from npu_device._src.collectives.job import current
 from npu_device._src.gradients import split_strategy
 from npu_device._src.trace import trace as tracing
-from npu_device._src.trace.recorder import Settings
-from npu_device._src.trace.records import read
+from npu_device._src.trace.records import Settings, read
 
 STEPS = 5
 PAUSE = 0.06

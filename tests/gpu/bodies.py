@@ -14,7 +14,7 @@ from hccl.split.api import set_split_strategy_by_size
 from npu_device._src.collectives.job import current
 from npu_device._src.gradients import split_strategy
 from npu_device._src.trace import trace
-from npu_device._src.trace.recorder import Settings
+from npu_device._src.trace.records import Settings
 from npu_device.distribute import hccl_ops
 from npu_device.distribute.npu_callbacks import NPUBroadcastGlobalVariablesCallback
 

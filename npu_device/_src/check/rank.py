@@ -84,8 +84,8 @@ def _facts(job: Job | None) -> Facts:
     ahead: float | None = 0.0
     if job is not None:
         host, address = job.cluster.host, job.cluster.addresses[job.cluster.rank]
-        measured = measure_clock(job)
-        ahead = None if measured.error_us is None else -measured.offset_us / 1e6
+        offset, error = measure_clock(job)
+        ahead = None if error is None else -offset / 1e6
     interface, cores = interface_of(address), os.sched_getaffinity(0)
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return Facts(

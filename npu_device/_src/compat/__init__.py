@@ -6,7 +6,7 @@ known otherwise. It also says when the function can go, or else it stays until t
 """
 
 from npu_device._src.compat.graphs import *  # noqa: F403
-from npu_device._src.compat.keras import *  # noqa: F403  # noqa: F403
+from npu_device._src.compat.keras import *  # noqa: F403
 from npu_device._src.compat.keras_models import *  # noqa: F403
 from npu_device._src.compat.tensorflow import *  # noqa: F403
 from npu_device._src.compat.traced import *  # noqa: F403

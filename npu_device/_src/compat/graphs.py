@@ -11,7 +11,6 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
-from tensorflow.python.eager import record as _record
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import (
@@ -36,9 +35,7 @@ def variables_read() -> list[tuple[Any, tf.Tensor]]:
 
 
 def plain_variable(initial_value: Any, name: str | None = None, shape: Any = None) -> Any:
-    """Return a variable that no surrounding tf.distribute or Keras scope sees (tf.Variable goes through their
-    creators).
-    """
+    """Return a variable that no surrounding scope of tf.distribute or Keras sees; they see each tf.Variable."""
     return _resource_variable_ops.ResourceVariable(initial_value, trainable=False, name=name, shape=shape)
 
 
@@ -103,19 +100,14 @@ def keep_whole(result: tf.Tensor) -> None:
 
 
 def run_independently(operation: Any) -> None:
-    """Run a stateful operation of a tf.function in no order with others of its kind.
-
-    There is no public way; without this, automatic control dependencies run them one by one.
-    """
+    """Keep automatic control dependencies from running a stateful operation of a tf.function after others."""
     manager = operation.graph.experimental_acd_manager
     if manager is not None:
         manager.run_independently(operation)
 
 
 def operations_of_call(graph: Any, call: Any) -> set[str]:
-    """Return the types of the operations in the function that an operation of a graph calls, and in what that one
-    calls.
-    """
+    """Return the types of the operations in the function that an operation calls, and in those that it calls."""
     kinds: set[str] = set()
     names, seen = [call.get_attr("f").name], set()
     while names:
@@ -138,32 +130,24 @@ _CALLS = {
 
 
 def functions_of(operation: Any) -> dict[str, list[Any]]:
-    """Return the graphs of the functions that an operation calls, by the name of its attribute; none for most.
-
-    The graph of a function that another one calls has no public name.
-    """
+    """Return the graphs of the functions that an operation calls, by the name of its attribute; none for most."""
     kind = operation.type.replace("Stateless", "").replace("Stateful", "")
-    found: dict[str, list[Any]] = {}
-    for name in _CALLS.get(kind, ()):
-        value = operation.get_attr(name)
-        functions = value if isinstance(value, list) else [value]
-        found[name] = [operation.graph._get_function(function.name).graph for function in functions]
-    return found
+    called = {name: operation.get_attr(name) for name in _CALLS.get(kind, ())}
+    return {
+        name: [
+            operation.graph._get_function(each.name).graph for each in (value if isinstance(value, list) else [value])
+        ]
+        for name, value in called.items()
+    }
 
 
 def replace_input(operation: Any, index: int, tensor: Any) -> None:
-    """Replace an input of an operation by another tensor, in a graph that has not run yet.
-
-    There is no public way to change an operation.
-    """
+    """Replace an input of an operation by another tensor, in a graph that has not run yet."""
     operation._update_input(index, tensor)
 
 
 def set_seed_of(operation: Any, seed: int) -> None:
-    """Set the graph-level part of the seed of a random operation, in a graph that has not run yet.
-
-    There is no public way to change an operation.
-    """
+    """Set the graph-level part of the seed of a random operation, in a graph that has not run yet."""
     operation._set_attr("seed", attr_value_pb2.AttrValue(i=seed % (2**31 - 1)))  # as random_seed.get_seed does
 
 
@@ -181,10 +165,6 @@ def tensors_behind(tensors: Iterable[Any], until: Callable[[Any], bool] = lambda
             seen.add(tensor.name)
             yield tensor
             waiting += tensor.op.inputs
-
-
-def record_operation(name: str, outputs: Any, inputs: Any, backward: Any) -> None:
-    _record.record_operation(name, outputs, inputs, backward)
 
 
 def compiled_by_xla() -> bool:

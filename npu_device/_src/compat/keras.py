@@ -73,10 +73,7 @@ def is_generator(thing: Any) -> bool:
 
 
 def seed_generator_of_keras_3() -> Any:
-    """Return what ``keras.random`` draws from without a seed; None if nothing has been drawn so far.
-
-    Keras 3 has no public name for it.
-    """
+    """Return what ``keras.random`` draws from without a seed; None if nothing has been drawn so far."""
     state = sys.modules.get("keras.src.backend.common.global_state")
     return state.get_global_attribute("global_seed_generator") if state is not None else None
 
@@ -93,10 +90,7 @@ def build_optimizer(optimizer: Any, variables: Any) -> None:
 
 
 def begin_fit_at(model: Any, epoch: int | None) -> None:
-    """Let the ``fit`` that has called ``on_train_begin`` begin with an epoch; None undoes it, for later ones.
-
-    No Keras has a public way; their own ``BackupAndRestore`` does the same.
-    """
+    """Let the ``fit`` that has called ``on_train_begin`` begin with an epoch, as their backups do; None undoes it."""
     if is_keras_3(keras_of(model)):
         model._initial_epoch = epoch
     else:
@@ -112,13 +106,7 @@ class _Counters:
 
 
 def iterators_made(model: Any, used: int, knows_length: bool) -> list[int]:
-    """Return how many iterators of its data ``fit`` may have made when it has used some, most likely one last.
-
-    Args:
-        model: the model.
-        used: the number of iterators from which it has taken batches.
-        knows_length: ``fit`` knows the number of steps in an epoch.
-    """
+    """Return how many iterators of its data ``fit`` may have made when it has ``used`` some, most likely one last."""
     # From Keras 3.7 on, an epoch ends by making an iterator; the next one uses it only if steps_per_epoch is given.
     version = str(getattr(keras_of(model), "__version__", "2.0")).split(".")
     makes_more = knows_length and (int(version[0]), int(version[1])) >= (3, 7)
@@ -178,7 +166,7 @@ def gradients_and_variables(optimizer: Any, given: Any, variables: Any = None) -
     """Return pairs from the arguments of one of the ``gradient_entries``: gradients and variables, or pairs."""
     if not is_keras_3(keras_of(optimizer)):
         return list(given)
-    return list(zip(given, optimizer._trainable_variables if variables is None else variables))
+    return list(zip(given, variables_to_update(optimizer, variables)))
 
 
 def loss_scale_class_of_tf_keras(keras: Any, optimizer: object) -> Any:

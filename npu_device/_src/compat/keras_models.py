@@ -109,12 +109,9 @@ def layers_that_add_up_activity(model: Any) -> list[Any]:
 
     Keras 3 divides by their number from 3.14 on, as tf-keras always did. Can go with the versions before that.
     """
-    layers = [layer for layer in all_layers(model) if _adds_up(getattr(layer, "activity_regularizer", None))]
-    return layers if layers and _adds_up_activity(keras_of(model)) else []
-
-
-def _adds_up(regularizer: Any) -> bool:
-    return type(regularizer).__name__ in ("L1", "L2", "L1L2") and belongs_to_keras(type(regularizer))
+    kinds = [(layer, type(getattr(layer, "activity_regularizer", None))) for layer in all_layers(model)]
+    found = [each for each, kind in kinds if kind.__name__ in ("L1", "L2", "L1L2") and belongs_to_keras(kind)]
+    return found if found and _adds_up_activity(keras_of(model)) else []
 
 
 @functools.cache
@@ -191,11 +188,6 @@ def moments_method(layer: Any) -> str:
 
 def reduction_axes(layer: Any) -> Any:
     return layer._reduction_axes
-
-
-def trained_variables(optimizer: Any) -> Any:
-    """Return the variables that a Keras 3 optimizer was built for. There is no public name."""
-    return optimizer._trainable_variables
 
 
 def learning_rate_of(optimizer: Any) -> Any:

@@ -18,8 +18,15 @@ from tensorflow.python.client import (
     session,  # noqa: F401
 )
 
-# The eager context has no public counterpart for collective ops over several processes and for idle threads.
-from tensorflow.python.eager import context as _context, record as _record
+# In ``eager_mode``, a thread runs eagerly also after ``tf.compat.v1.disable_v2_behavior()``. The context has no public
+# counterpart for collective ops over several processes and for idle threads; nothing public asks what tapes record.
+from tensorflow.python.eager import context as _context
+from tensorflow.python.eager.context import context as eager_context, eager_mode  # noqa: F401
+from tensorflow.python.eager.record import (
+    could_possibly_record as a_tape_records,  # noqa: F401
+    record_operation,  # noqa: F401
+    should_record_backprop as are_recorded,  # noqa: F401
+)
 from tensorflow.python.lib.io import _pywrap_file_io
 from tensorflow.python.ops import summary_ops_v2 as _summary_ops_v2
 from tensorflow.python.training import session_run_hook  # noqa: F401
@@ -28,11 +35,6 @@ from tensorflow.python.training import session_run_hook  # noqa: F401
 def file_functions() -> dict[str, Any]:
     """Return the modules below ``tf.io.gfile`` and the summaries, of which Keras and hooks use other public forms."""
     return {"gfile": _pywrap_file_io, "summary": _summary_ops_v2, "events": _pywrap_events_writer}
-
-
-def eager_context() -> Any:
-    """Return the eager context of the process (not created by this call)."""
-    return _context.context()
 
 
 def random_state() -> tuple[int | None, Any]:
@@ -46,13 +48,6 @@ def set_random_state(state: tuple[int | None, Any]) -> None:
     tf.random.set_seed(seed)
     if position is not None:
         _context.context()._rng.setstate(position)
-
-
-def eager_mode() -> Any:
-    """Return a context manager in which the calling thread runs eagerly, whatever graph the process builds, also after
-    ``tf.compat.v1.disable_v2_behavior()``.
-    """
-    return _context.eager_mode()
 
 
 def to_tensor(value: Any) -> tf.Tensor:
@@ -117,10 +112,6 @@ def has_nccl() -> bool:
     return bool(kernels.get_registered_kernels_for_op("NcclAllReduce").kernel)
 
 
-def tensorflow_version() -> str:
-    return str(tf.__version__)
-
-
 def estimator_module() -> Any:
     """Return ``tf.compat.v1.estimator`` in TensorFlow 2.15; None from 2.16 on, which dropped it. Can go with 2.15."""
     return getattr(tf.compat.v1, "estimator", None)
@@ -139,16 +130,6 @@ def is_trackable(thing: Any) -> bool:
 def warm_start_of(estimator: Any) -> Any:
     """Return the settings with which an Estimator of a Keras model starts from its weights. Can go with 2.15."""
     return estimator._warm_start_settings
-
-
-def a_tape_records() -> bool:
-    """Return True if a gradient tape of the calling thread records, in eager mode or while a function is traced."""
-    return bool(_record.could_possibly_record())
-
-
-def are_recorded(tensors: Any) -> bool:
-    """Return True if a gradient tape follows one of the tensors, because it depends on variables or is watched."""
-    return bool(_record.should_record_backprop(tensors))
 
 
 def lines_of_stack(frame: Any) -> Iterator[tuple[str, int, str]]:

@@ -50,7 +50,7 @@ def without_noise(graph: Any) -> None:
             operation._set_attr("output_stream", attr_value_pb2.AttrValue(s=b"file:///dev/null"))
         if operation.type in _HELD:
             output = operation.outputs[0]
-            users = output.consumers()
+            users = output.consumers()  # before the constant is one
             constant = operation.inputs[-2] if _HELD[operation.type] is None else _HELD[operation.type]
             same = tf.fill(tf.shape(output), tf.cast(constant, output.dtype))
             for user in users:
@@ -104,10 +104,8 @@ def _inside(graph: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _called(node: Any) -> list[str]:
-    lists = [list(value.list.func) for value in node.attr.values()]
-    return [value.func.name for value in node.attr.values() if value.func.name] + [
-        function.name for functions in lists for function in functions
-    ]
+    functions = [each for value in node.attr.values() for each in (value.func, *value.list.func)]
+    return [function.name for function in functions if function.name]
 
 
 def changed_by(graph: Any) -> tuple[list[Any], Any]:
@@ -153,10 +151,6 @@ def _kind_of_variable(handle: Any) -> Any:
     if data is None or not data.is_set or len(data.shape_and_type) != 1:
         return None
     return tf.as_dtype(data.shape_and_type[0].dtype)
-
-
-def set_handle(handle: Any, value: Any) -> None:
-    tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
 @contextlib.contextmanager

@@ -26,19 +26,16 @@ def adam_apply_one_assign(
     add2_y: Any,
     name: str | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Make a step of Adam without bias correction. Reduce the gradient first.
+    """Return the new second moment, first moment and weights of a step of Adam without bias correction.
 
     Args:
-        input0: the gradient.
+        input0: the gradient, reduced.
         input1, input2, input3: second moment, first moment and weights; each is assigned if it is a variable.
         input4: learning rate.
         mul0_x, mul1_x: beta_1 and 1 - beta_1.
         mul2_x, mul3_x: beta_2 and 1 - beta_2.
         add2_y: epsilon, added to the root of the second moment.
         name: of the operation.
-
-    Returns:
-        The new second moment, first moment and weights.
 
     Source: Ascend operator AdamApplyOneAssign.
     """
@@ -63,15 +60,12 @@ def adam_apply_one_with_decay_assign(
     add2_y: Any,
     name: str | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Do the same as ``adam_apply_one_assign`` with decoupled weight decay, whose rate is ``mul4_x``.
+    """Return what ``adam_apply_one_assign`` returns, with decoupled weight decay.
 
     Args:
         input0, input1, input2, input3, input4: as in ``adam_apply_one_assign``.
         mul0_x, mul1_x, mul2_x, mul3_x, add2_y, name: as in ``adam_apply_one_assign``.
         mul4_x: the rate of the weight decay.
-
-    Returns:
-        The new second moment, first moment and weights.
 
     Source: Ascend operator AdamApplyOneWithDecayAssign.
     """
@@ -97,7 +91,8 @@ def lamb_apply_optimizer_assign(
     weight_decay_rate: Any,
     name: str | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Make the first half of a step of LAMB: the moments, and the update before the norms of the layer scale it.
+    """Return the first half of a step of LAMB: the update before the norms of the layer scale it, and the new second
+    and first moment.
 
     Args:
         input0: the gradient, reduced.
@@ -110,9 +105,6 @@ def lamb_apply_optimizer_assign(
         do_use_weight: 1 for weight decay, 0 for none.
         weight_decay_rate: the decay.
         name: of the operation.
-
-    Returns:
-        The update, the new second moment and the new first moment.
 
     Source: Ascend operator LambApplyOptimizerAssign; You et al. 2019.
     """

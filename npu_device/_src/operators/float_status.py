@@ -40,7 +40,8 @@ def npu_get_float_status(input: Any = None, name: str | None = None) -> tf.Tenso
     Source: Ascend operator NPUGetFloatStatus.
     """
     with tf.name_scope(name or "NpuGetFloatStatus"):
-        watched = _tensors_waited_for()
+        operations = [] if tf.executing_eagerly() else tf.no_op().control_inputs
+        watched = [tensor for each in operations for tensor in each.outputs if tensor.dtype.is_floating]
         if not watched:
             _LOGGER.warning(
                 "npu_get_float_status waits for no tensor, so it can't detect an overflow and reports none. "
@@ -87,11 +88,3 @@ def npu_clear_float_status_v2(input: Any = None, name: str | None = None) -> tf.
         input, name: as in ``npu_get_float_status``.
     """
     return tf.zeros([_LENGTH], tf.int32, name=name or "NpuClearFloatStatusV2")
-
-
-def _tensors_waited_for() -> list[tf.Tensor]:
-    """Return the floating-point results of the operations in the surrounding control dependencies."""
-    if tf.executing_eagerly():
-        return []
-    waiting = tf.no_op()
-    return [tensor for operation in waiting.control_inputs for tensor in operation.outputs if tensor.dtype.is_floating]

@@ -135,7 +135,7 @@ def dynamic_rnn(
         x = tf.convert_to_tensor(x)
         hidden = tf.shape(w)[1] // 4
         states = [_initial_state(x, state, hidden) for state in (init_h, init_c)]
-        return _over_time(cell, states, 5, seq_length, x)
+        return _over_time(cell, states, seq_length, x)
 
 
 def dynamic_gru_v2(
@@ -216,11 +216,6 @@ def dynamic_augru(
         return _forward(tf.convert_to_tensor(x), weights, weight_att, seq_length, init_h)
 
 
-def _attention(x: tf.Tensor, weight_att: Any) -> tf.Tensor:
-    shape = [*tf.unstack(tf.shape(x)[:2]), 1]
-    return tf.zeros(shape, x.dtype) if weight_att is None else tf.reshape(weight_att, shape)
-
-
 def _forward(
     x: tf.Tensor, weights: tuple[Any, ...], weight_att: Any, seq_length: Any, init_h: Any
 ) -> tuple[tf.Tensor, ...]:
@@ -236,13 +231,15 @@ def _forward(
         return update_att * h + (1 - update_att) * new, update, update_att, reset, new, from_hidden[2]
 
     states = [_initial_state(x, init_h, tf.shape(weight_hidden)[0])]
-    return _over_time(cell, states, 5, seq_length, x, _attention(x, weight_att))
+    shape = [*tf.unstack(tf.shape(x)[:2]), 1]
+    attention = tf.zeros(shape, x.dtype) if weight_att is None else tf.reshape(weight_att, shape)
+    return _over_time(cell, states, seq_length, x, attention)
 
 
 def _over_time(
-    cell: Callable[..., tuple[tf.Tensor, ...]], states: list[tf.Tensor], gates: int, seq_length: Any, *inputs: tf.Tensor
+    cell: Callable[..., tuple[tf.Tensor, ...]], states: list[tf.Tensor], seq_length: Any, *inputs: tf.Tensor
 ) -> tuple[tf.Tensor, ...]:
-    """Run a cell, which returns new states and gates, over sequences; return the outputs, states and gates by step."""
+    """Run a cell, which returns new states and five gates, over sequences; return outputs, states and gates by step."""
 
     def step(previous: tuple[tf.Tensor, ...], now: tuple[tf.Tensor, ...]) -> tuple[tf.Tensor, ...]:
         within, *inputs_now = now
@@ -251,16 +248,11 @@ def _over_time(
         after = [tf.where(within, new, old) for new, old in zip(made, before)]
         return (tf.where(within, made[0], tf.zeros_like(made[0])), *after, *made[len(states) :])
 
+    steps, batch = tf.unstack(tf.shape(inputs[0])[:2])
+    lengths = tf.fill([batch], steps) if seq_length is None else seq_length
+    mask = tf.transpose(tf.sequence_mask(lengths, steps))[:, :, tf.newaxis]
     zeros = tf.zeros_like(states[0])
-    return tuple(tf.scan(step, (_mask(inputs[0], seq_length), *inputs), (zeros, *states, *[zeros] * gates)))
-
-
-def _mask(x: tf.Tensor, seq_length: Any) -> tf.Tensor:
-    """Return bool ``[time, batch, 1]``, True within sequences; ``seq_length`` is ``[batch]``, None for all steps."""
-    steps, batch = tf.shape(x)[0], tf.shape(x)[1]
-    if seq_length is None:
-        return tf.ones([steps, batch, 1], tf.bool)
-    return tf.transpose(tf.sequence_mask(seq_length, steps))[:, :, tf.newaxis]
+    return tuple(tf.scan(step, (mask, *inputs), (zeros, *states, *[zeros] * 5)))
 
 
 def _initial_state(x: tf.Tensor, state: Any, hidden: Any) -> tf.Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Callable
 
 from npu_device._src.collectives.group import WORLD_GROUP
-from npu_device._src.trace.records import Iteration, RankTrace, on_all_ranks
+from npu_device._src.trace.records import Iteration, RankTrace
 
 WARM_UP = 2
 """Recorded iterations at the beginning that don't count: they compile, and fill caches."""
@@ -51,12 +51,14 @@ def steady(traces: Sequence[RankTrace]) -> list[RankTrace]:
     if len({(trace.model, trace.segments) for trace in traces}) > 1:
         lines = "\n".join(f"rank {trace.rank}: model {trace.model}, segments {trace.segments}" for trace in traces)
         raise ValueError(f"the ranks reduced different segments:\n{lines}\nLikely cause: traces of several runs.")
-    together = on_all_ranks(traces)
-    if not together:
+    by_number = [{one.iteration: one for one in trace.iterations} for trace in traces]
+    common = sorted(set.intersection(*map(set, by_number)))
+    if not common:
         counts = "\n".join(f"rank {trace.rank}: {len(trace.iterations)} iterations" for trace in traces)
         raise ValueError(f"no iteration was recorded on every rank:\n{counts}")
-    kept = zip(*(together[WARM_UP:] or together[-1:]))
-    return [replace(trace, iterations=iterations) for trace, iterations in zip(traces, kept)]
+    kept = common[WARM_UP:] or common[-1:]
+    pairs = zip(traces, by_number)
+    return [replace(trace, iterations=tuple(iterations[number] for number in kept)) for trace, iterations in pairs]
 
 
 def figures(trace: RankTrace) -> RankFigures:
@@ -115,7 +117,6 @@ slower is bound by the network.
 
 @dataclass(frozen=True)
 class Diagnosis:
-    good: bool  # there is nothing to gain
     situation: str
     reasons: str  # the figures that say so
     call: str | None  # the call to paste; None when there is none to try
@@ -127,12 +128,12 @@ def diagnose(traces: Sequence[RankTrace], ranks: Sequence[RankFigures]) -> Diagn
     trace = next(one for one in traces if one.rank == last.rank)
     if last.exposed < _LITTLE * last.step:
         reasons = f"Only {_ms(last.exposed)} of each step is exposed."
-        return Diagnosis(True, "Communication is hidden behind backward.", reasons, None, "There is nothing to change.")
+        return Diagnosis("Communication is hidden behind backward.", reasons, None, "There is nothing to change.")
     situation, remedy, reasons = _situation(trace, last)
     where = "" if trace.group == WORLD_GROUP else f", group={trace.group!r}"
     call = None if len(trace.segments) == _EQUAL else f"set_split_strategy_by_size({[100 // _EQUAL] * _EQUAL}{where})"
     expectation = "npurun trace A B compares the steps of two traces." + _send_less(traces, last)
-    return Diagnosis(False, f"{situation}: {remedy}.", reasons, call, expectation)
+    return Diagnosis(f"{situation}: {remedy}.", reasons, call, expectation)
 
 
 def _situation(trace: RankTrace, rank: RankFigures) -> tuple[str, str, str]:

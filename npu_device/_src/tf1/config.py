@@ -12,10 +12,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.compat import rewriter_config_pb2
+from npu_device._src import compat
 from npu_device._src.options import global_options
 
-RewriterConfig = rewriter_config_pb2.RewriterConfig
+RewriterConfig = compat.rewriter_config_pb2.RewriterConfig
 
 _NAME = "NpuOptimizer"
 
@@ -186,3 +186,35 @@ def set_option(key: str, value: Any) -> None:
 def _optimizer_of(config: Any) -> Any:
     optimizers = config.graph_options.rewrite_options.custom_optimizers
     return next((optimizer for optimizer in optimizers if optimizer.name == _NAME), None)
+
+
+backend = compat.session_backend()
+"""The Keras backend that scripts take from the star import. Keras 3 has no sessions: there it is that of the Keras
+inside TensorFlow, which ``tf.keras`` models don't use.
+"""
+
+
+def set_keras_session_npu_config(config: Any = None) -> Any:
+    """Return a session with ``npu_config_proto(config)``, which Keras uses from now on.
+
+    Args:
+        config: a ``tf.compat.v1.ConfigProto``, which is changed; anything else counts as a new one.
+
+    Source: Ascend TF Adapter 1.x, ``set_keras_session_npu_config``.
+    """
+    with tf.compat.v1.get_default_graph().as_default():  # a session needs a graph, in eager mode too
+        session = tf.compat.v1.Session(config=npu_config_proto(config))
+    backend.set_session(session)
+    return session
+
+
+def npu_clear_session(config: Any = None) -> None:
+    """Drop Keras's graph and session, and give it a new session with ``npu_config_proto(config)``.
+
+    Args:
+        config: a ``ConfigProto`` or None.
+
+    Source: Ascend TF Adapter 1.x, ``npu_clear_session``.
+    """
+    backend.clear_session()
+    set_keras_session_npu_config(config)

@@ -1,6 +1,5 @@
-"""Optimizers of TensorFlow 1 that reduce their gradients over all ranks, and the calls that do it by hand.
-
-Keras optimizers are left to ``training.optimizer_wrapper``, loss scaling to ``loss_scale``.
+"""Optimizers of TensorFlow 1 that reduce their gradients over all ranks, the calls that do it by hand, and loss
+scaling: the scale, how it changes, and the step that is skipped on overflow. Keras's are left to ``training``.
 """
 
 from __future__ import annotations
@@ -12,11 +11,13 @@ import tensorflow as tf
 
 from npu_device._src.training import device, hccl_ops
 from npu_device._src.training.groups import get_rank_size
+from npu_device._src.training.loss_scale_optimizer import all_finite, on_all_ranks, unscaled
 from npu_device._src.training.optimizer_wrapper import npu_distributed_keras_optimizer_wrapper
 from npu_device._src.training.reduce_values import all_reduce
 from npu_device._src.training.variables import grouping_gradients_apply
 
 _WRAPPED = "_npu_reduces_gradients"
+_LARGEST = 3.4e38
 
 
 class DelegatingOptimizer(tf.compat.v1.train.Optimizer):
@@ -170,3 +171,183 @@ def reduce(tensor: Any, root_rank: int, average: bool = True, fusion: int = 0, f
     total = hccl_ops.reduce(tensor, "sum", root_rank, fusion, fusion_id)
     size = get_rank_size()
     return total / tf.cast(size, total.dtype) if average and size > 1 else total
+
+
+class FixedLossScaleManager:
+    """A constant loss scale.
+
+    Args:
+        loss_scale: from 1.
+        enable_overflow_check: skip steps whose gradients overflow (default); otherwise every step is made.
+
+    Raises:
+        ValueError: ``loss_scale`` is below 1.
+
+    Source: Ascend TF Adapter 1.15, ``FixedLossScaleManager``.
+    """
+
+    def __init__(self, loss_scale: float, enable_overflow_check: bool = True) -> None:
+        if loss_scale < 1:
+            raise ValueError(f"the loss scale must be at least 1; found {loss_scale!r}")
+        self._loss_scale = float(loss_scale)
+        self.enable_overflow_check = enable_overflow_check
+
+    def get_loss_scale(self) -> tf.Tensor:
+        """Return the scale: float32, shape []."""
+        return tf.constant(self._loss_scale, tf.float32)
+
+    def update_loss_scale(self, finite_grads: tf.Tensor) -> Any:
+        """Return an operation that does nothing.
+
+        Args:
+            finite_grads: ignored.
+        """
+        return tf.no_op()
+
+
+class ExponentialUpdateLossScaleManager:
+    """A loss scale that grows while gradients are finite and shrinks when they aren't, never below 1.
+
+    Args:
+        init_loss_scale: the first scale, from 1.
+        incr_every_n_steps: after so many finite steps in a row the scale grows.
+        decr_every_n_nan_or_inf: after so many steps with overflow since the last change it shrinks.
+        incr_ratio: the factor by which it grows.
+        decr_ratio: the factor by which it shrinks.
+
+    Raises:
+        ValueError: ``init_loss_scale`` is below 1.
+
+    Its variables are global ones of the graph: initialised and saved with the others.
+
+    Source: Ascend TF Adapter 1.15, ``ExponentialUpdateLossScaleManager``.
+    """
+
+    enable_overflow_check = True
+
+    def __init__(
+        self,
+        init_loss_scale: float,
+        incr_every_n_steps: int,
+        decr_every_n_nan_or_inf: int = 2,
+        incr_ratio: float = 2,
+        decr_ratio: float = 0.8,
+    ) -> None:
+        if init_loss_scale < 1:
+            raise ValueError(f"the loss scale must be at least 1; found {init_loss_scale!r}")
+        self._incr_every, self._decr_every = incr_every_n_steps, decr_every_n_nan_or_inf
+        self._incr_ratio, self._decr_ratio = incr_ratio, decr_ratio
+        self._scale = _variable(float(init_loss_scale), tf.float32, "loss_scale")
+        self._good = _variable(0, tf.int32, "good_steps")
+        self._bad = _variable(0, tf.int32, "bad_steps")
+
+    def get_loss_scale(self) -> tf.Tensor:
+        """Return the scale: float32, shape []."""
+        return tf.convert_to_tensor(self._scale)
+
+    def update_loss_scale(self, finite_grads: tf.Tensor) -> Any:
+        """Return the operation that counts a step, and changes the scale if it is time.
+
+        Args:
+            finite_grads: whether the gradients of the step were finite; bool, shape [].
+        """
+        scale = self._scale.read_value()
+        good = tf.where(finite_grads, self._good.read_value() + 1, 0)
+        bad = self._bad.read_value() + tf.cast(tf.logical_not(finite_grads), tf.int32)
+        grow = tf.logical_and(finite_grads, good >= self._incr_every)
+        shrink = tf.logical_and(tf.logical_not(finite_grads), bad >= self._decr_every)
+        larger = tf.where(scale < _LARGEST / self._incr_ratio, scale * self._incr_ratio, scale)
+        smaller = tf.maximum(scale * self._decr_ratio, 1.0)
+        kept = tf.cast(tf.logical_not(tf.logical_or(grow, shrink)), tf.int32)
+        # A read of a TensorFlow 1 variable may see what another operation of the same run writes.
+        with tf.control_dependencies([grow, shrink, larger, smaller, good, bad]):
+            return tf.group(
+                self._scale.assign(tf.where(grow, larger, tf.where(shrink, smaller, scale))),
+                self._good.assign(good * kept),
+                self._bad.assign(bad * kept),
+            )
+
+
+def _variable(value: Any, dtype: tf.DType, name: str) -> Any:
+    return tf.compat.v1.Variable(value, trainable=False, dtype=dtype, name=name)
+
+
+class NPULossScaleOptimizer(DelegatingOptimizer):
+    """Scales the loss, divides the gradients by the scale, and skips steps whose gradients are not finite.
+
+    Args:
+        opt: a ``tf.compat.v1.train`` optimizer, an ``NPUDistributedOptimizer`` for instance.
+        loss_scale_manager: one of the managers of this module.
+        is_distributed: let the ranks agree on whether the gradients are finite on all of them. Without it they must be
+            the same on all ranks, as those of an ``NPUDistributedOptimizer`` are.
+
+    Source: Ascend TF Adapter 1.15, ``NPULossScaleOptimizer``; instead of the overflow flag of an NPU, the gradients
+    themselves are checked here.
+    """
+
+    def __init__(self, opt: Any, loss_scale_manager: Any, is_distributed: bool = False) -> None:
+        super().__init__(opt, f"NPULossScaleOptimizer{type(opt).__name__}")
+        self._manager = loss_scale_manager
+        self._is_distributed = is_distributed
+
+    def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        scale = self._manager.get_loss_scale()
+
+        def scaled() -> tf.Tensor:
+            value = loss() if callable(loss) else loss
+            return value * tf.cast(scale, value.dtype)
+
+        pairs = super().compute_gradients(scaled if callable(loss) else scaled(), *args, **kwargs)
+        return [(unscaled(gradient, scale), variable) for gradient, variable in pairs]
+
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
+        pairs = list(grads_and_vars)
+        finite = self._finite([gradient for gradient, _ in pairs])
+
+        def apply() -> Any:
+            return tf.group(super(NPULossScaleOptimizer, self).apply_gradients(pairs, global_step, name))
+
+        if self._manager.enable_overflow_check:
+            applied = tf.cond(finite, lambda: _done(apply()), lambda: tf.constant(False))
+        else:
+            applied = apply()
+        return tf.group(applied, self._manager.update_loss_scale(finite))
+
+    def _finite(self, gradients: list[Any]) -> tf.Tensor:
+        finite = all_finite(gradients)
+        return on_all_ranks(finite) if self._is_distributed else finite
+
+
+def _done(operation: Any) -> tf.Tensor:
+    with tf.control_dependencies([operation]):
+        return tf.constant(True)
+
+
+def NPUOptimizer(
+    opt: Any,
+    loss_scale_manager: Any = None,
+    is_distributed: bool = False,
+    is_loss_scale: bool = False,
+    is_tailing_optimization: bool = False,
+    name: str | None = None,
+) -> Any:
+    """Return an ``NPUDistributedOptimizer``, an ``NPULossScaleOptimizer``, the latter around the former, or ``opt``.
+
+    Args:
+        opt: a ``tf.compat.v1.train`` optimizer.
+        loss_scale_manager: one of the managers of this module; needed with ``is_loss_scale``.
+        is_distributed: average the gradients over all ranks.
+        is_loss_scale: scale the loss.
+        is_tailing_optimization: without effect: it is about when an NPU looks for overflows.
+        name: name of the averaging optimizer.
+
+    Raises:
+        ValueError: ``is_loss_scale`` without a manager.
+
+    Source: Ascend TF Adapter 1.15, ``NPUOptimizer``.
+    """
+    if is_loss_scale and loss_scale_manager is None:
+        raise ValueError("NPUOptimizer(is_loss_scale=True) needs a loss_scale_manager, and there is none")
+    if is_distributed:
+        opt = NPUDistributedOptimizer(opt, name=name)
+    return NPULossScaleOptimizer(opt, loss_scale_manager, is_distributed) if is_loss_scale else opt

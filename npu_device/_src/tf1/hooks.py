@@ -125,7 +125,8 @@ class SetIterationsVarHook(tf.compat.v1.train.SessionRunHook):
         self._iterations_per_loop = iterations_per_loop or 1
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        load_all(session, self._iterations_per_loop)
+        for loop in _made.get(session.graph, ()):
+            loop.load_iteration_per_loop_var(session, self._iterations_per_loop)
 
 
 class IterationPerLoop:
@@ -145,9 +146,7 @@ class IterationPerLoop:
             train_op: an operation that makes one step; it gets its data from an iterator or a variable, since what is
                 fed to the outer ``session.run`` does not reach it.
 
-        Returns:
-            An operation named "IterationOp". Anything else fetched together with it is computed once more, in addition
-            to the steps.
+        The operation is named "IterationOp". Anything else fetched together with it is computed once more.
 
         Raises:
             ValueError: ``train_op`` is not an operation.
@@ -180,11 +179,6 @@ class IterationPerLoop:
 
 # Weak on both sides: a loop knows its session, which knows the graph. The operation keeps the loop alive.
 _made: weakref.WeakKeyDictionary[tf.Graph, weakref.WeakSet[IterationPerLoop]] = weakref.WeakKeyDictionary()
-
-
-def load_all(session: Any, iterations_per_loop: int) -> None:
-    for loop in _made.get(session.graph, ()):
-        loop.load_iteration_per_loop_var(session, iterations_per_loop)
 
 
 def set_iteration_per_loop(sess: Any, train_op: Any, iterations_per_loop: int = 1) -> Any:

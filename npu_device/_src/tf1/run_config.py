@@ -6,6 +6,7 @@ It can be made under every TensorFlow; where TensorFlow has Estimators it is one
 from __future__ import annotations
 
 import enum
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,21 +21,8 @@ from npu_device._src.training.device import unless_child
 
 _estimator = compat.estimator_module()
 _RunConfig: Any = _estimator.RunConfig if _estimator else object
-
-# Those of the arguments below that TensorFlow's RunConfig takes.
-_TENSORFLOWS = (
-    "model_dir",
-    "tf_random_seed",
-    "save_summary_steps",
-    "save_checkpoints_steps",
-    "save_checkpoints_secs",
-    "session_config",
-    "keep_checkpoint_max",
-    "keep_checkpoint_every_n_hours",
-    "log_step_count_steps",
-    "train_distribute",
-    "eval_distribute",
-)
+_Estimator: Any = _estimator.Estimator if _estimator else object
+_EstimatorSpec: Any = _estimator.EstimatorSpec if _estimator else object
 
 # The first ones in Ascend's order, since scripts may give them by position. The others are keywords here.
 _ARGUMENTS: dict[str, Any] = {
@@ -204,8 +192,8 @@ class NPURunConfig(_RunConfig):
         if _estimator:
             # TensorFlow's RunConfig would take the variable to mean servers; here each rank has sessions of its own.
             with environment.TF_CONFIG.hidden():
-                super().__init__(**{name: values[name] for name in _TENSORFLOWS if name in values})
-            values = {name: value for name, value in values.items() if name not in _TENSORFLOWS}
+                known = inspect.signature(_RunConfig).parameters.keys() & values.keys()
+                super().__init__(**{name: values.pop(name) for name in known})
         self.__dict__.update(values)
 
 
@@ -232,7 +220,7 @@ def require_estimator(name: str) -> None:
     if _estimator is None:
         raise NotImplementedError(
             f"{name} depends on tf.estimator, which TensorFlow dropped with 2.16; this is TensorFlow "
-            f"{compat.tensorflow_version()}.\n"
+            f"{tf.__version__}.\n"
             "What to do: run the script with TensorFlow 2.15 (pip install 'tensorflow==2.15.*', Python 3.9 to 3.11), "
             "or train with tf.compat.v1.train.MonitoredTrainingSession or with Keras."
         )
@@ -250,11 +238,6 @@ def _check(values: dict[str, Any]) -> None:
         raise ValueError(f"graph_run_mode must be 0 (inference) or 1 (training); found {values['graph_run_mode']!r}")
     if not isinstance(values.get("jit_compile", "auto"), str):
         raise TypeError(f"jit_compile must be a string, 'true', 'false' or 'auto'; found {values['jit_compile']!r}")
-
-
-_estimator = compat.estimator_module()
-_Estimator: Any = _estimator.Estimator if _estimator else object
-_EstimatorSpec: Any = _estimator.EstimatorSpec if _estimator else object
 
 
 class NPUEstimator(_Estimator):

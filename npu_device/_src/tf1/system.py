@@ -66,13 +66,10 @@ def _require_graph(operation: str) -> None:
 
 
 def init_resource(config: Any = None) -> tuple[Any, Any]:
-    """Join the job. Return a session and the operation for ``shutdown_resource``.
+    """Return a session and the operation for ``shutdown_resource``, once the job is joined.
 
     Args:
         config: a ``ConfigProto`` or None.
-
-    Returns:
-        The two. ``get_npu_rank_id`` and similar calls work from now on.
 
     Raises:
         RuntimeError: the job can't be joined, as in ``npu.open``.

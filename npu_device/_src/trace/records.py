@@ -1,4 +1,4 @@
-"""The parts of a trace, and how to read it from disk. Imports no TensorFlow.
+"""The parts of a trace, how the points of an iteration become a record, and how to read it. Imports no TensorFlow.
 
 ``DIR/rank<rank>/iterations.jsonl``: the first line describes the rank and its model, each further line an iteration.
 When the split changes, a new first line follows; the part with the most iterations counts.
@@ -6,11 +6,20 @@ When the split changes, a new first line follows; the part with the most iterati
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
+import re
+import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from npu_device._src import environment
+
+_log = logging.getLogger("npu_device")
 
 VERSION = 1
 FILE = "iterations.jsonl"
@@ -97,13 +106,6 @@ class RankTrace:
         return {"version": VERSION, **values}
 
 
-def on_all_ranks(traces: Sequence[RankTrace]) -> list[tuple[Iteration, ...]]:
-    """Return the iterations that every rank has, in order, as one record per rank. Needs at least one trace."""
-    by_number = [{one.iteration: one for one in trace.iterations} for trace in traces]
-    common = sorted(set.intersection(*map(set, by_number)))
-    return [tuple(iterations[number] for iterations in by_number) for number in common]
-
-
 def read(directory: str | Path) -> list[RankTrace]:
     """Return the traces in a directory, by rank, without a line that a process was writing when it died.
 
@@ -154,3 +156,181 @@ def _trace(header: dict[str, Any], iterations: list[Iteration]) -> RankTrace:
 def _iteration(values: dict[str, Any]) -> Iteration:
     allreduce = tuple((start, end) for start, end in values["allreduce"])
     return Iteration(**{**values, "allreduce": allreduce, "ready": tuple(values["ready"])})
+
+
+@dataclass(frozen=True)
+class PointSchema:
+    """The points of an iteration: fp_start (with ``has_start``), when each gradient was there, the ends of segments."""
+
+    gradients: tuple[GradientRecord, ...]  # segment by segment, in the order of production
+    shapes: tuple[str, ...]  # their shapes, as text
+    segments: tuple[tuple[int, int], ...]  # first and last gradient of each
+    group: str
+    backend: str
+    has_start: bool = True
+    has_end: bool = False  # the end of the update is known; otherwise the last reduction ends the iteration
+    waits_for_all: bool = False  # no segment starts before all gradients are there
+
+    @cached_property
+    def model(self) -> str:
+        described = [[gradient.dtype, shape] for gradient, shape in zip(self.gradients, self.shapes)]
+        return hashlib.blake2b(json.dumps(described).encode(), digest_size=8).hexdigest()
+
+    @cached_property
+    def bytes(self) -> int:
+        return sum(gradient.bytes for gradient in self.gradients)
+
+    def iteration(
+        self, number: int, points: Sequence[float], offset_us: float, previous_end: float | None
+    ) -> Iteration:
+        # A tenth of a microsecond is finer than the clock.
+        times = [round(point * 1e6 + offset_us, 1) for point in points]
+        end = times.pop() if self.has_end else None
+        fp_start = times.pop(0) if self.has_start else previous_end
+        ready, ends = times[: len(self.gradients)], times[len(self.gradients) :]
+        last = max(ready)
+        allreduce = []
+        for (first, final), reduced in zip(self.segments, ends):
+            start = last if self.waits_for_all else max(ready[first : final + 1])
+            allreduce.append((start, max(start, reduced)))
+        last_reduced = max(reduced for _, reduced in allreduce)
+        return Iteration(
+            iteration=number,
+            fp_start=min(ready) if fp_start is None else min(fp_start, *ready),
+            bp_end=last,
+            iteration_end=last_reduced if end is None else max(end, last_reduced),
+            allreduce=tuple(allreduce),
+            ready=tuple(ready),
+            previous_end=previous_end,
+        )
+
+
+class Recorder:
+    """The file of one rank."""
+
+    def __init__(self, directory: Path, head: RankTrace, schedule: Schedule) -> None:
+        self._path = directory / f"rank{head.rank}" / FILE
+        self._head = head
+        self._schedule = schedule
+        self._lock = threading.Lock()
+        self._schema: PointSchema | None = None
+        self._iteration = 0
+        self._previous_end: float | None = None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO | None = self._path.open("w", encoding="utf-8")
+
+    def add(self, schema: PointSchema, points: Sequence[float]) -> None:
+        with self._lock:
+            if self._file is None or not self._accepts(schema):
+                return
+            self._iteration += 1
+            iteration = schema.iteration(self._iteration, points, self._head.clock_offset_us, self._previous_end)
+            self._previous_end = iteration.iteration_end
+            if self._schedule.wants(self._iteration):
+                self._write(iteration.__dict__)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _accepts(self, schema: PointSchema) -> bool:
+        """Accept the schema if it is the first, another cut of the same model, or has more bytes."""
+        old = self._schema
+        if schema is old:
+            return True
+        if old is not None and old.model != schema.model:
+            if schema.bytes <= old.bytes:
+                return False
+            assert self._file is not None
+            self._file.seek(0)
+            self._file.truncate()
+            self._iteration, self._previous_end = 0, None
+        self._schema = schema
+        if old is None or (old.model, old.segments) != (schema.model, schema.segments):
+            about = {name: getattr(schema, name) for name in ("model", "backend", "group", "gradients", "segments")}
+            self._write(replace(self._head, **about).header())
+        return True
+
+    def _write(self, line: dict[str, object]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            self._file.flush()
+        except OSError as error:
+            _log.warning("rank %d: tracing ends here, %s can't be written: %s", self._head.rank, self._path, error)
+            self._file.close()
+            self._file = None
+
+
+# A name and its value, whatever the quotes around them.
+_PAIR = re.compile(r"""["']?(\w+)["']?\s*:\s*["']?([^"',}]*)["']?""")
+
+_DENSE = 100
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The iterations to record: those in the windows, or without windows the first 100 and then fewer and fewer (every
+    2nd up to 200, every 4th up to 400, …), so that a run of a million steps leaves some 800 lines.
+    """
+
+    windows: tuple[tuple[int, int], ...] = ()
+
+    def wants(self, iteration: int) -> bool:
+        """Return True for an iteration to record, from 1.
+
+        >>> [number for number in range(95, 112) if Schedule().wants(number)]
+        [95, 96, 97, 98, 99, 100, 102, 104, 106, 108, 110]
+        """
+        if self.windows:
+            return any(first <= iteration <= last for first, last in self.windows)
+        doublings = ((iteration - 1) // _DENSE).bit_length()
+        return iteration % (1 << doublings) == 0
+
+
+@dataclass(frozen=True)
+class Settings:
+    output: Path  # directory, made when it is missing
+    schedule: Schedule = field(default_factory=Schedule)  # which iterations are recorded
+
+
+def settings(enabled: bool, options: str | None) -> Settings | None:
+    """Return the settings of the trace, None without one: those of the script if it turns the trace on, else those of
+    ``PROFILING_MODE`` and ``PROFILING_OPTIONS``; ValueError if these are malformed."""
+    if not enabled:
+        if environment.PROFILING_MODE.get() != "true":
+            return None
+        options = environment.PROFILING_OPTIONS.get()
+    found = read_options(options or "")
+    if found.get("training_trace", "on").lower() == "off":
+        return None
+    ignored = [name for name in ("fp_point", "bp_point", "storage_limit") if found.get(name)]
+    if ignored:  # until 0.3.0; they have an effect in 0.1.0
+        _log.warning(
+            "profiling options without effect: %s. The points of a step are found, and a trace stays small",
+            ", ".join(ignored),
+        )
+    schedule = Schedule(environment.NPU_DEVICE_TRACE_ITERATIONS.get())
+    return Settings(Path(found.get("output") or "./").resolve(), schedule)
+
+
+def read_options(text: str) -> dict[str, str]:
+    """Read Ascend's JSON; where a quote or comma is missing, as in many scripts, read what is readable and warn.
+
+    >>> read_options('{"output":"/tmp/x","training_trace":"on}')
+    {'output': '/tmp/x', 'training_trace': 'on'}
+    """
+    if not text.strip():
+        return {}
+    try:
+        values = json.loads(text)
+        if isinstance(values, dict):
+            return {str(name): str(value) for name, value in values.items()}
+    except ValueError:
+        pass
+    found = {name: value.strip() for name, value in _PAIR.findall(text)}
+    _log.warning("profiling options %r are not a JSON object; read as %s", text, found)
+    return found

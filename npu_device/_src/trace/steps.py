@@ -1,6 +1,8 @@
 """Marks an iteration: around the reduction of its gradients, and around their use by an optimizer.
 
-Both are context managers that add nothing while no trace runs (``trace``).
+Both are context managers that add nothing while no trace runs (``trace``). In a graph, a point in time is a
+``Timestamp`` behind control dependencies, which takes well under a microsecond. It is marked as independent of other
+stateful operations, which ``tf.function`` runs one after the other.
 """
 
 from __future__ import annotations
@@ -8,19 +10,80 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
 
+from npu_device._src import compat
 from npu_device._src.collectives.dtypes import wire_dtype
+from npu_device._src.collectives.engines.host.host_engine import end_of
+from npu_device._src.collectives.graph import origin
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.operation import backend_name
-from npu_device._src.trace import points, trace
-from npu_device._src.trace.recorder import PointSchema
-from npu_device._src.trace.records import GradientRecord
+from npu_device._src.trace import trace
+from npu_device._src.trace.records import GradientRecord, PointSchema
+
+# A step's inputs from outside; forward starts when they are there.
+_INPUTS = ("Placeholder", "IteratorGetNext", "IteratorGetNextAsOptional", "OptionalGetValue")
+
+
+def when(values: Iterable[Any]) -> Any:
+    """Return the time when values, of this graph or one around it, are there: a float eagerly, a scalar in a graph."""
+    if tf.executing_eagerly():
+        return time.time()
+    operations = [_operation(value) for value in values]
+    return _read(operations, operations[0].graph if operations else tf.compat.v1.get_default_graph())
+
+
+def reduced(value: Any) -> Any:
+    """Return the time when the collective that makes a value was over, perhaps before a thread has made the value."""
+    ended = None if tf.executing_eagerly() else end_of(_operation(value))
+    return when([value]) if ended is None else ended
+
+
+def forward_start(gradients: Sequence[Any]) -> Any:
+    """Return the time when all inputs of a step with these gradients are there; None in eager mode."""
+    if tf.executing_eagerly():
+        return None
+    targets = [_operation(gradient) for gradient in gradients]
+    return _read([operation for operation in leading_to(targets) if operation.type in _INPUTS], targets[0].graph)
+
+
+def _read(operations: Sequence[tf.Operation], graph: tf.Graph) -> tf.Tensor:
+    with graph.as_default():
+        if getattr(graph, "building_function", False):
+            # Otherwise a block of control dependencies around the caller would apply.
+            with tf.control_dependencies(None), tf.control_dependencies(operations):
+                point = tf.timestamp()
+        else:
+            with tf.control_dependencies(operations):
+                point = tf.timestamp()
+    compat.run_independently(point.op)
+    return point
+
+
+def _operation(value: Any) -> tf.Operation:
+    """Return the operation that makes a value, in its own graph; not the input of a branch or loop."""
+    if isinstance(value, tf.Operation):
+        return value
+    return origin(value.values if isinstance(value, tf.IndexedSlices) else value).op
+
+
+def leading_to(targets: Sequence[tf.Operation]) -> Iterator[tf.Operation]:
+    """Yield operations of a graph and all those on which they depend."""
+    seen: set[tf.Operation] = set()
+    waiting = list(targets)
+    while waiting:
+        operation = waiting.pop()
+        if operation not in seen:
+            seen.add(operation)
+            waiting += (tensor.op for tensor in operation.inputs)
+            waiting += operation.control_inputs
+            yield operation
 
 
 class TracedReduction:
@@ -31,7 +94,7 @@ class TracedReduction:
 
     def segment(self, results: Sequence[Any]) -> None:
         """Note that a segment has been reduced to these tensors; in the order of the segments."""
-        self._points.append(points.reduced(results[0]))
+        self._points.append(reduced(results[0]))
 
     def hand_over(self, end: Any = None) -> None:
         """Record the iteration; its end is a point of its own or the end of the last segment."""
@@ -82,7 +145,7 @@ def iteration() -> Iterator[None]:
         _current.iteration = None
     if mine.reduction is not None:
         made = [] if mine.graph is None else mine.graph.get_operations()[known:]
-        mine.reduction.hand_over(points.when([one for one in made if _changes_a_variable(one)]))
+        mine.reduction.hand_over(when([one for one in made if _changes_a_variable(one)]))
 
 
 @contextlib.contextmanager
@@ -103,7 +166,7 @@ def traced_reduction(
     if not flat:
         yield None
         return
-    start = points.forward_start(flat)
+    start = forward_start(flat)
     schema = PointSchema(
         gradients=tuple(_gradient(value, wire) for value in flat),
         shapes=tuple(str(value.shape) for value in flat),
@@ -114,7 +177,7 @@ def traced_reduction(
         waits_for_all=waits_for_all,
     )
     begun = [] if start is None else [start]
-    seen = TracedReduction(tracer, schema, [*begun, *(points.when([value]) for value in flat)])
+    seen = TracedReduction(tracer, schema, [*begun, *(when([value]) for value in flat)])
     yield seen
     if _current.iteration is not None and _current.iteration.graph is _graph():
         _current.iteration.reduction = seen

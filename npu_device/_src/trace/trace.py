@@ -9,8 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any
 
 import tensorflow as tf
 
@@ -18,8 +17,7 @@ from npu_device._src import compat, environment
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.collectives.graph import fetchable_call
 from npu_device._src.collectives.job import Job, current
-from npu_device._src.trace.recorder import PointSchema, Recorder, Settings
-from npu_device._src.trace.records import FILE, RankTrace
+from npu_device._src.trace.records import FILE, PointSchema, RankTrace, Recorder, Settings
 
 _WAITING = 10_000  # iterations that the queue holds; a step would wait when it is full
 
@@ -31,20 +29,14 @@ class Tracer:
 
     def __init__(self, job: Job, settings: Settings) -> None:
         cluster = job.cluster
-        offset = measure_clock(job)
-        head = RankTrace(
-            rank=cluster.rank,
-            world_size=cluster.world_size,
-            host=cluster.host,
-            pid=os.getpid(),
-            clock_offset_us=offset.offset_us,
-            clock_error_us=offset.error_us,
-        )
+        head = RankTrace(cluster.rank, cluster.world_size, cluster.host, os.getpid(), *measure_clock(job))
         self.rank = cluster.rank
         self.settings = settings
         self._recorder = Recorder(settings.output, head, settings.schedule)
-        if cluster.rank == 0:
-            _remove_others(settings.output, cluster.world_size)
+        for path in settings.output.glob(f"rank*/{FILE}") if cluster.rank == 0 else ():
+            number = path.parent.name[4:]
+            if number.isdecimal() and int(number) >= cluster.world_size:  # an earlier job had more ranks
+                path.unlink(missing_ok=True)
         self._schemas: list[PointSchema] = []
         with compat.eager_mode():
             self._queue = tf.queue.FIFOQueue(_WAITING, [tf.int32, tf.float64])
@@ -85,13 +77,6 @@ class Tracer:
                     self._recorder.close()
 
 
-def _remove_others(directory: Path, world_size: int) -> None:
-    """Remove files that an earlier job with more ranks left in the directory."""
-    for path in directory.glob(f"rank*/{FILE}"):
-        if path.parent.name[4:].isdecimal() and int(path.parent.name[4:]) >= world_size:
-            path.unlink(missing_ok=True)
-
-
 def running() -> Tracer | None:
     job = current()
     return None if job is None else job.part(Tracer)
@@ -111,19 +96,14 @@ def stop() -> None:
 _ROUNDS = 20
 
 
-class Offset(NamedTuple):
-    """The correction of the clock of this rank, and its uncertainty, in microseconds; None when unknown."""
-
-    offset_us: float
-    error_us: Optional[float]
-
-
-def measure_clock(job: Job) -> Offset:
-    """Compare clocks, and return the offset, the same on all ranks of a host. Every rank calls this."""
+def measure_clock(job: Job) -> tuple[float, float | None]:
+    """Compare clocks; return the correction of this one, the same on all ranks of a host, and its uncertainty (None if
+    unknown), in microseconds. Every rank calls this.
+    """
     cluster, timeout = job.cluster, environment.HCCL_CONNECT_TIMEOUT.get()
     first = cluster.neighbours[0]
     if first == 0:
-        return Offset(0.0, 0.0)
+        return 0.0, 0.0
     try:
         mine = min(_ask(job, number, timeout) for number in range(_ROUNDS)) if cluster.rank == first else None
         found = job.store.gather_from(f"clock of {cluster.host}", mine, cluster.neighbours, timeout).get(first)
@@ -136,9 +116,9 @@ def measure_clock(job: Job) -> Offset:
             cluster.rank,
             error,
         )
-        return Offset(0.0, None)
+        return 0.0, None
     took, offset = found
-    return Offset(offset * 1e6, took / 2 * 1e6)
+    return offset * 1e6, took / 2 * 1e6
 
 
 def _ask(job: Job, number: int, timeout: float) -> tuple[float, float]:

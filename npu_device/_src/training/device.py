@@ -33,7 +33,7 @@ from npu_device._src.membership.parent_rank import ParentRank
 from npu_device._src.options import global_options
 from npu_device._src.report.output import write_report
 from npu_device._src.trace import trace
-from npu_device._src.trace.recorder import Settings, settings
+from npu_device._src.trace.records import Settings, settings
 from npu_device._src.training import seed as seeds
 from npu_device._src.training.applied_gradients import AppliedGradients
 from npu_device._src.training.last_word import LastWord

@@ -121,8 +121,7 @@ class Rehearsal:
 
         def apply(own: Any, grads: Any, trainable_variables: Any = None) -> Any:
             del own
-            found = trainable_variables
-            return take(grads, compat.trained_variables(optimizer) if found is None else found)
+            return take(grads, compat.variables_to_update(optimizer, trainable_variables))
 
         def apply_gradients(own: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             del own, args, kwargs
@@ -173,7 +172,7 @@ class Rehearsal:
             state = self.values()
         finally:
             for handle, value in zip(self.handles, before):
-                compat.set_handle(handle, value)
+                tf.raw_ops.AssignVariableOp(resource=handle, value=value)
         arrays = tf.nest.map_structure(lambda tensor: tensor.numpy(), (gradients, losses, chosen))
         return Outcome(arrays[0], arrays[1], state, arrays[2]), sent
 
