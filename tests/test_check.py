@@ -156,45 +156,35 @@ def _with(**there: Any) -> Findings:
     return replace(WELL, facts=(HERE, replace(THERE, **there)))
 
 
+SLOW = replace(WELL, facts=(replace(HERE, bits=25e9), replace(THERE, bits=100e9)))
+APART = replace(WELL, facts=(HERE, HERE), sharing=("", "a different kernel"), between={})
+
+
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("kind", "found", "expected"),
     [
-        (_with(versions={"Python": "3.11.7", "Keras": "2.15.0"}), "versions of Keras:\n  3.9.0: rank(s) 0\n  2.15.0: "),
-        (_with(address="127.0.0.1"), "rank 1 on host node1 (b) is known to the others as 127.0.0.1"),
-        (replace(WELL, right=False), "wrong sum"),
+        ("problem", _with(versions={"Python": "3.11.7", "Keras": "2.15.0"}), "Keras:\n  3.9.0: rank(s) 0\n  2.15.0: "),
+        ("problem", _with(address="127.0.0.1"), "rank 1 on host node1 (b) is known to the others as 127.0.0.1"),
+        ("problem", replace(WELL, right=False), "wrong sum"),
+        ("warning", _with(versions={"Python": "3.12.1", "Keras": "3.9.0"}), "different versions of Python"),
+        ("warning", _with(clock=-7.25), "host node1 (b) is 7.2 s behind that of rank 0"),
+        ("warning", _with(kernel="1"), "hosts node0, node1 are the same machine"),
+        ("warning", _with(cores=[]), "0 core(s) for 1 ranks"),
+        ("warning", _with(free=600 << 20), "0.6 GiB of free memory for 1 rank"),
+        ("warning", SLOW, "node0 is rated at 25 Gbit/s, but the fastest engine sends 3.4 Gbit/s"),
+        ("warning", APART, "rank 1 on host node0 (a) can't share memory with the others of its host: a different"),
     ],
 )
-def test_a_problem(found: Findings, expected: str) -> None:
-    (text,) = judge.problems(found)
+def test_a_problem_or_a_warning(kind: str, found: Findings, expected: str) -> None:
+    assert judge.problems(WELL) == judge.warnings(WELL) == []
+    problems, warnings = judge.problems(found), judge.warnings(found)
+    (text,) = problems + warnings
     assert expected in text and "What to do: " in text
-    assert "training would not work: 1 problem" in judge.text(found, [text], [])
+    shown = judge.text(found, problems, warnings)
+    assert f"{kind} 1: {text.splitlines()[0]}" in shown
+    assert ("training would not work: 1 problem" in shown) == (kind == "problem")
 
 
 def test_ports_that_are_blocked_in_both_directions() -> None:
     both = judge.problems(replace(WELL, unreachable=({1: "b:1: no answer"}, {0: "a:1: no answer"})))
     assert len(both) == 2 and all("and not in the other direction either" in text for text in both)
-
-
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [
-        (_with(versions={"Python": "3.12.1", "Keras": "3.9.0"}), "different versions of Python"),
-        (_with(clock=-7.25), "host node1 (b) is 7.2 s behind that of rank 0"),
-        (_with(kernel="1"), "hosts node0, node1 are the same machine"),
-        (_with(cores=[]), "0 core(s) for 1 ranks"),
-        (_with(free=600 << 20), "0.6 GiB of free memory for 1 rank"),
-        (
-            replace(WELL, facts=(replace(HERE, bits=25e9), replace(THERE, bits=100e9))),
-            "eth0 of host node0 is rated at 25 Gbit/s, but the fastest engine sends 3.4 Gbit/s",
-        ),
-        (
-            replace(WELL, facts=(HERE, HERE), sharing=("", "a different kernel"), between={}),
-            "rank 1 on host node0 (a) can't share memory with the others of its host: a different kernel",
-        ),
-    ],
-)
-def test_a_warning(found: Findings, expected: str) -> None:
-    assert judge.problems(found) == judge.problems(WELL) == judge.warnings(WELL) == []
-    (text,) = judge.warnings(found)
-    assert expected in text and "What to do: " in text
-    assert f"warning 1: {text.splitlines()[0]}" in judge.text(found, [], [text])

@@ -15,25 +15,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
+import fuzzing
 import numpy as np
 import pytest
-from fuzzing import (
-    GREETING,
-    PLACE,
-    SECRET,
-    SOON,
-    both_met,
-    changed,
-    ends,
-    frame,
-    given,
-    hub_of_two,
-    hypothesis,
-    memory_of,
-    send,
-    st,
-    streams,
-)
+from fuzzing import SECRET, SOON, changed, ends, frame, given, send, st, streams
 
 from npu_device._src.cluster import frames, handshake
 from npu_device._src.cluster.control_channel import ControlChannel
@@ -52,10 +37,10 @@ _numbers = itertools.count()
 
 @pytest.fixture()
 def hub() -> Iterator[HubProcess]:
-    running = hub_of_two(stays=True)
+    running = fuzzing.hub_of_two(stays=True)
     yield running
     assert running._process.poll() is None, "the hub has ended"
-    assert memory_of(running._process.pid) < 600 << 20
+    assert fuzzing.memory_of(running._process.pid) < 600 << 20
     running.end()
 
 
@@ -70,7 +55,7 @@ def _proved(hub: HubProcess) -> handshake.TimedConnection:
 @contextlib.contextmanager
 def _job(hub: HubProcess) -> Iterator[tuple[ControlChannel, list[dict[str, Any]], socket.socket]]:
     """Let two ranks meet; yield the first one's channel and its news, and the second one's socket."""
-    channels = [channel for _, channel in both_met(hub)]
+    channels = [channel for _, channel in fuzzing.both_met(hub)]
     news: list[dict[str, Any]] = []
     channels[0].listen(news.append, lambda reason: news.append({"push": "lost", "text": reason}))
     try:
@@ -111,8 +96,8 @@ _LAST = [
 _WITHOUT_RANK = {"hello": {name: value for name, value in _HELLO["hello"].items() if name != "rank"}}
 
 
-@given(streams(GREETING, {"proof": "0"}, _HELLO, {"stopping": "x"}, *_TABLE), st.booleans())
-@hypothesis.example([frame(_WITHOUT_RANK)], True)
+@given(streams(fuzzing.GREETING, {"proof": "0"}, _HELLO, {"stopping": "x"}, *_TABLE), st.booleans())
+@fuzzing.hypothesis.example([frame(_WITHOUT_RANK)], True)
 def test_a_process_that_is_no_rank(hub: HubProcess, pieces: list[bytes], knows_the_secret: bool) -> None:
     with _proved(hub).connection if knows_the_secret else _connect(hub) as client:
         send(client, pieces)
@@ -170,7 +155,7 @@ def test_a_refused_process_that_goes_on_sending(hub: HubProcess) -> None:
         while time.monotonic() < began + 1:
             line.connection.sendall(chunk)
     _proved(hub).connection.close()
-    assert memory_of(hub._process.pid) < 60 << 20
+    assert fuzzing.memory_of(hub._process.pid) < 60 << 20
 
 
 def test_a_world_that_nobody_has(hub: HubProcess) -> None:
@@ -209,7 +194,7 @@ def test_a_rank_and_any_answers_at_the_hubs_address(pieces: list[bytes], proves:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        place = replace(PLACE, chief_port=listener.getsockname()[1], connect_timeout=0.0)
+        place = replace(fuzzing.PLACE, chief_port=listener.getsockname()[1], connect_timeout=0.0)
         began = time.monotonic()
         with contextlib.suppress(ClusterError):
             meet(place)[1].close()
@@ -254,8 +239,8 @@ def test_a_rank_and_any_messages_of_the_hub(pieces: list[bytes]) -> None:
 @pytest.fixture()
 def rank() -> Iterator[tuple[Peers, int, bytes]]:
     """Rank 0 of two: its connections, its port, and what a rank must know to connect."""
-    hub = hub_of_two(stays=False)
-    met = both_met(hub)
+    hub = fuzzing.hub_of_two(stays=False)
+    met = fuzzing.both_met(hub)
     cluster, channel = met[0]
     channel.listen(lambda push: None, lambda reason: None)
     peers = Peers(cluster, Health(cluster, channel), SECRET)
@@ -282,7 +267,10 @@ def _require_connections(peers: Peers, port: int, secret: bytes) -> None:
         assert theirs.recv(1) == b""
 
 
-@given(streams({**GREETING, "rank": 1, "number": 2}, {"proof": "0"}), st.none() | changed({"rank": 1, "number": 2}))
+_PLACE = {"rank": 1, "number": 2}
+
+
+@given(streams({**fuzzing.GREETING, **_PLACE}, {"proof": "0"}), st.none() | changed(_PLACE))
 def test_anything_at_a_ranks_port(
     rank: tuple[Peers, int, bytes], pieces: list[bytes], said: dict[str, Any] | None
 ) -> None:

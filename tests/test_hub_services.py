@@ -28,7 +28,6 @@ class Job:
         return lambda: None
 
     def gather(self, rank: int, value: Any) -> None:
-        """Send a rank's part."""
         fields = {"name": "calls", "seconds": 2, "value": value, "ranks": "0-2", "partial": True}
         self.services.handle(rank, {"do": "gather", "id": 10 + rank, **fields})
 

@@ -82,7 +82,11 @@ class Hub:
                         key.data()
                     elif key.fileobj in self._connections:  # else it has just been closed
                         self._serve(self._connections[key.fileobj], events)
-                self._run_timers()
+                now = time.monotonic()
+                self._timers.run(now)
+                self._timers_of_job.run(now)
+                while self._unproved and (oldest := next(iter(self._unproved))).until <= now:
+                    self._close(oldest, _SILENT)
                 if self._services is not None:
                     self._services.report_losses()
                 elif self._began is not None:
@@ -111,13 +115,6 @@ class Hub:
         if self._services is None and self._began is not None:
             dues += [self._candidates_until or self._deadline(), self._next_progress]
         return max(0.0, min(dues) - time.monotonic()) if dues else None
-
-    def _run_timers(self) -> None:
-        now = time.monotonic()
-        self._timers.run(now)
-        self._timers_of_job.run(now)
-        while self._unproved and (oldest := next(iter(self._unproved))).until <= now:
-            self._close(oldest, _SILENT)
 
     def _accept(self) -> None:
         try:

@@ -256,7 +256,10 @@ class Roster:
     def complaint(self) -> str:
         """Return the text of the error: what happened, one line per rank, likely cause, what to do."""
         assert self.reference is not None
-        kinds, timeout, job = self._kinds(), self.reference.seconds, self._job_id
+        found = {kind for arrival in self._arrivals() for kind, _ in self._differences(arrival.hello)}
+        found |= {"doubled rank"} if self._count > len(self._present) else set()
+        found |= {"missing"} if self._absent() else set()
+        kinds, timeout, job = [kind for kind in _REMEDIES if kind in found], self.reference.seconds, self._job_id
         head = (
             f"EI0015: {self._absent()} of the {self._size} ranks of job {job!r} did not come within {timeout:g} s "
             "(HCCL_CONNECT_TIMEOUT):"
@@ -291,12 +294,6 @@ class Roster:
         for address, what in list(self._unknown_clients.items())[-_UNKNOWN_SHOWN:]:
             lines.append(f"an unknown client at {address} {what}; not counted")
         return lines
-
-    def _kinds(self) -> list[str]:
-        found = {kind for arrival in self._arrivals() for kind, _ in self._differences(arrival.hello)}
-        found |= {"doubled rank"} if self._count > len(self._present) else set()
-        found |= {"missing"} if self._absent() else set()
-        return [kind for kind in _REMEDIES if kind in found]
 
     def _absent(self) -> int:
         if self._numbers_ranks:

@@ -44,26 +44,21 @@ def is_users(file: str) -> bool:
 
 def without_libraries(text: str) -> tuple[str, int]:
     """Return a traceback without the frames of libraries, and how many those are; without frames of the user, all."""
-    kept, left_out = _own_frames(text.splitlines())
-    if not any(FRAME.match(line) for line in kept):
-        return text, 0
-    return "\n".join(_without_repeats(kept)) + "\n", left_out
-
-
-def _own_frames(lines: list[str]) -> tuple[list[str], int]:
     kept: list[str] = []
     left_out = 0
     indent = None  # of the frame that is being left out; the lines that belong to it are indented further, or empty
-    for line in lines:
+    for line in text.splitlines():
         frame = FRAME.match(line)
-        text = line.lstrip(" |")
+        code = line.lstrip(" |")
         if frame and not is_users(frame["file"]):
             left_out += 1
             indent = len(frame["indent"])
-        elif indent is None or (text and len(line) - len(text) <= indent and not text.startswith(_REPEATED)):
+        elif indent is None or (code and len(line) - len(code) <= indent and not code.startswith(_REPEATED)):
             indent = None
             kept.append(line)
-    return kept, left_out
+    if not any(map(FRAME.match, kept)):
+        return text, 0
+    return "\n".join(_without_repeats(kept)) + "\n", left_out
 
 
 def _without_repeats(lines: list[str]) -> list[str]:
