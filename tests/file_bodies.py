@@ -79,17 +79,6 @@ def body_next_line(keras_version: str, directory: str) -> Any:
     return found
 
 
-def body_by_function(directory: str) -> list[str]:
-    """Return what is said when a model is saved by its method, and then twice by a function, to a path of each rank."""
-    model, _ = make(1)
-    with warnings_of_package() as said:
-        model.save(f"{directory}/model.keras")
-        assert said == []
-        for _ in range(2):
-            tf.keras.models.save_model(model, f"{directory}/{npu.distribute.rank()}.keras")
-    return said
-
-
 def body_other_numbers_of_saves(directory: str) -> Any:
     """Rank 0 saves alone and more often; each rank reads what its own save stands for."""
     main, rank = npu.distribute.is_main(), npu.distribute.rank()
@@ -126,15 +115,19 @@ def body_other_numbers_of_saves(directory: str) -> Any:
 
 
 def body_fails_and_apart(directory: str) -> Any:
-    """Return each rank's error when rank 0 can't write, and the value that is read after another try; then the value,
-    what has been written, and the files of each rank in a directory of its own, as on hosts without a common file
-    system.
+    """Return each rank's error when rank 0 can't write, and the value that is read after another try; what is said when
+    the model is saved twice by a function, to a path of each rank; then the value, what has been written, and the files
+    of each rank in a directory of its own, as on hosts without a common file system.
     """
     model, written = make(4)
     (Path(directory) / "file").touch()
     error = error_of(model.save, f"{directory}/file/model.keras")
     path = f"{directory}/model.keras"
-    model.save(path)
+    with warnings_of_package() as said:
+        model.save(path)
+        assert said == []
+        for _ in range(2):
+            tf.keras.models.save_model(model, f"{directory}/{npu.distribute.rank()}.keras")
     value = value_in(tf.keras.models.load_model(path).get_weights())
     here, mine = os.getcwd(), Path(directory) / str(npu.distribute.rank())
     mine.mkdir()
@@ -142,9 +135,10 @@ def body_fails_and_apart(directory: str) -> Any:
     try:
         written.clear()
         model.save("model.keras")
-        return error, value, (value_in(tf.keras.models.load_model("model.keras").get_weights()), written, os.listdir())
+        apart = value_in(tf.keras.models.load_model("model.keras").get_weights()), written, os.listdir()
     finally:
         os.chdir(here)
+    return error, value, said, apart
 
 
 def body_in_fit(keras_version: str, directory: str) -> Any:

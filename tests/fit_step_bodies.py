@@ -67,12 +67,12 @@ def body_masked(kind: str) -> Any:
     return outcome(model, model.fit(x, y, batch_size=16, epochs=2, verbose=0, shuffle=False))
 
 
-def body_one_optimizer(directory: str) -> Any:
+def body_one_optimizer(kind: str) -> Any:
     """Two replicated models that share their layers and one optimizer; the second one without ``fit``: batch by batch,
     on numpy's arrays.
     """
     keras = tf.keras
-    model = make_model("functional", directory)
+    model = make_model("functional")
     second = keras.Model(model.inputs, model.outputs)
     optimizer = make_optimizer("sgd")
     x, y = samples()
@@ -121,7 +121,7 @@ def body_logs() -> dict[str, Any]:
     return found
 
 
-def body_sent_as_bytes() -> Any:
+def body_sent_as_bytes(kind: str) -> Any:
     """``fit`` on strings, sparse and ragged data that each rank shuffles in another order."""
     keras = tf.keras
 
@@ -147,10 +147,10 @@ def _ragged(x: Any) -> Any:
     return tf.RaggedTensor.from_row_lengths(x.ravel(), [3, 9] * (len(x) // 2) + [6] * (len(x) % 2))
 
 
-def body_with_the_callback(kind: str, directory: str) -> Any:
+def body_with_the_callback(kind: str) -> Any:
     """Ascend's callback in the ``fit`` of a replicated model, and its wrapped optimizer: as on one process."""
     keras = tf.keras
-    model = make_model(kind, directory)
+    model = make_model(kind)
     optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(keras.optimizers.Adam(0.02))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"], run_eagerly=kind == "subclassed")

@@ -1,8 +1,9 @@
-"""The broadcasting callback, in ``fit``, under either Keras."""
+"""Calls of Ascend under either Keras: the broadcasting callback, in ``fit``; ``grouping_gradients_apply`` and
+``grouping_broadcast``, whose sharded update equals the plain one.
+"""
 
 from __future__ import annotations
 
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import fit_models
 import numpy as np
 import pytest
 import tensorflow as tf
+from compared import same, same_bits
 from fit_models import samples
 from heard import error_of, warnings_of_package
 from pool import Pool
@@ -161,10 +163,8 @@ def body_fit(built: bool) -> Any:
         model.build([None, 2])
     found = [model.get_weights()[0] if built else None]
     model.compile(optimizer=tf.keras.optimizers.SGD(0.0), loss="mse")
-    x, callbacks = (
-        np.full([8, 2], rank + 1, np.float32),
-        [NPUBroadcastGlobalVariablesCallback(npu.distribute.size() - 1)],
-    )
+    x = np.full([8, 2], rank + 1, np.float32)
+    callbacks = [NPUBroadcastGlobalVariablesCallback(npu.distribute.size() - 1)]
     for _ in range(2):
         model.fit(x, np.ones([8, 3], np.float32), batch_size=8, verbose=0, callbacks=callbacks)
         found.append(model.get_weights()[0])
@@ -198,7 +198,7 @@ def test_npu_callbacks_append(single: Pool) -> None:
 def body_scope() -> Any:
     rank = npu.open().worker_id
     strategy = tf.distribute.OneDeviceStrategy("CPU:0")
-    same = npu_broadcast_scope_wrapper(strategy) is strategy
+    unchanged = npu_broadcast_scope_wrapper(strategy) is strategy
     tf.keras.utils.set_random_seed(rank)
     with strategy.scope():
         counter = tf.Variable(float(rank), trainable=False)
@@ -206,13 +206,13 @@ def body_scope() -> Any:
     with strategy.scope():
         later = tf.Variable(float(rank))
     inside = float(strategy.run(lambda: later + 1.0))
-    return same, model.get_weights()[0].tolist(), float(counter), float(later), inside
+    return unchanged, model.get_weights()[0].tolist(), float(counter), float(later), inside
 
 
 def test_variables_of_a_strategys_scope(keras_two_ranks: Pool) -> None:
     results = keras_two_ranks.run(body_scope)
-    for rank, (same, weights, counter, later, inside) in enumerate(results):
-        assert same
+    for rank, (unchanged, weights, counter, later, inside) in enumerate(results):
+        assert unchanged
         assert weights == results[0][1]
         assert (counter, later, inside) == (rank, rank, rank + 1), "nothing but the first trainable ones is sent"
 
@@ -238,12 +238,9 @@ def test_training_goes_on_from_the_checkpoint_of_the_root_as_in_one_process(
     results = keras_ranks.run(body_resume, str(tmp_path), *case.split("-"))
     of_root, expected, _ = results[0]
     assert len(expected) > 4
-    for own, of_one_process in zip_longest(of_root, expected):
-        np.testing.assert_allclose(own, of_one_process, rtol=2e-4, atol=2e-6, err_msg="one process")
-    for rank, (after, _, warnings) in enumerate(results):
-        assert not warnings
-        for own, of_rank_0 in zip_longest(after, of_root):
-            np.testing.assert_array_equal(own, of_rank_0, err_msg=f"rank {rank} and rank 0")
+    same(of_root, expected, 1e-4)
+    same_bits(*(after for after, _, _ in results))
+    assert not any(warnings for *_, warnings in results)
 
 
 def test_a_model_that_cant_be_built_before_its_first_step(keras_two_ranks: Pool) -> None:
@@ -256,3 +253,55 @@ def test_what_cant_be_sent_before_the_first_step_is_said(keras_two_ranks: Pool) 
     for case, part in parts.items():
         for [warning] in keras_two_ranks.run(body_warned, case):
             assert part in warning and "What to do: " in warning
+
+
+def body_sharded(graph: bool) -> Any:
+    def train(sharded: bool) -> Any:
+        variables = [tf.Variable(tf.fill(shape, 1.0)) for shape in ([3, 2], [5], [], [4, 4], [2])]
+        optimizer = tf.keras.optimizers.Adam(0.1)
+
+        def step(scale: Any) -> None:
+            gradients = [tf.ones(v.shape) * (i + 1.0) * scale for i, v in enumerate(variables)]
+            pairs = list(zip(gradients, variables))
+            if sharded:
+                npu.distribute.grouping_gradients_apply(optimizer.apply_gradients, pairs)
+            else:
+                optimizer.apply_gradients(pairs)
+
+        call = tf.function(step) if graph else step
+        for scale in (1.0, -0.5, 2.0):
+            call(tf.constant(scale))
+        state = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
+        return [v.numpy() for v in variables], sum(int(np.prod(v.shape)) for v in state if len(v.shape))
+
+    sharded, sharded_state = train(True)
+    plain, plain_state = train(False)
+    equal = [np.array_equal(a, b) for a, b in zip(sharded, plain)]
+    return equal, sharded_state, plain_state
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_equal_to_the_plain_update(keras_ranks: Pool, graph: bool) -> None:
+    results = keras_ranks.run(body_sharded, graph)
+    for equal, state, plain_state in results:
+        assert all(equal)
+        if keras_ranks.size > 1:
+            assert state < plain_state, "the optimizer's state is sharded"
+    assert sum(state for _, state, _ in results) == results[0][2], "each rank holds its own share of the state"
+
+
+def body_refused() -> list[str]:
+    keras = tf.keras
+    scaling = getattr(keras.optimizers, "LossScaleOptimizer", None) or keras.mixed_precision.LossScaleOptimizer
+    found = []
+    for optimizer in (keras.optimizers.Adam(0.1, global_clipnorm=1.0), scaling(keras.optimizers.SGD(0.1))):
+        pairs = [(tf.ones([]), tf.Variable(1.0)) for _ in range(4)]
+        found.append(error_of(npu.distribute.grouping_gradients_apply, optimizer.apply_gradients, pairs))
+    return [*found, error_of(npu.distribute.grouping_broadcast, [tf.Variable([1.0])])]
+
+
+def test_what_cannot_be_divided_is_refused(keras_two_ranks: Pool) -> None:
+    for clips, scales, single in keras_two_ranks.run(body_refused):
+        assert "clips by global_clipnorm, for which it needs all gradients" in clips
+        assert "scales the loss, for which it needs all gradients" in scales
+        assert "can't be divided among" in single

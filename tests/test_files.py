@@ -33,12 +33,6 @@ def test_the_next_line_reads_the_file(keras_two_ranks: Pool, tmp_path: Path) -> 
             assert (value, written) == (number, int(rank == 0)), (rank, name)
 
 
-def test_a_save_by_a_function_is_named(keras_two_ranks: Pool, tmp_path: Path) -> None:
-    none, [warning] = keras_two_ranks.run(file_bodies.body_by_function, str(tmp_path))
-    assert none == []
-    assert warning.startswith("rank 1 ") and "model.save(path)" in warning
-
-
 def test_ranks_that_save_more_often_than_others(several_keras_ranks: Pool, tmp_path: Path) -> None:
     for rank, found in enumerate(several_keras_ranks.run(file_bodies.body_other_numbers_of_saves, str(tmp_path))):
         expected = [f"own{rank}.keras"]
@@ -53,10 +47,11 @@ def test_ranks_that_save_more_often_than_others(several_keras_ranks: Pool, tmp_p
 
 def test_a_save_that_fails_and_directories_of_each_rank(keras_two_ranks: Pool, tmp_path: Path) -> None:
     for rank, found in enumerate(keras_two_ranks.run(file_bodies.body_fails_and_apart, str(tmp_path))):
-        error, value, apart = found
+        error, value, said, apart = found
         assert rank == 0 or f"rank 0 failed to write {tmp_path}/file/model.keras: " in error
         assert error and value == 4, "the next save is another one"
         assert apart == (4, ["model.keras"], ["model.keras"])
+        assert [text.startswith("rank 1 ") and "model.save(path)" in text for text in said] == [True] * rank
 
 
 def test_callbacks_write_and_print_on_rank_0(keras_two_ranks: Pool, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def body_losses(kind: str) -> Any:
     return outcome(model, history, scores=np.asarray(scores))
 
 
-def body_two_lengths() -> Any:
+def body_two_lengths(kind: str) -> Any:
     """40 unlabelled and 10 labelled samples a batch; then 8 and 2, so that some ranks have none; then 8 and 5."""
 
     def step(self: Any, data: Any) -> Any:
@@ -100,10 +100,10 @@ def body_two_lengths() -> Any:
     )
 
 
-def body_optimizers(legacy: bool) -> Any:
+def body_optimizers(kind: str) -> Any:
     """Optimizers that aren't attributes of the model: of a part, in a dictionary and an object, and in a closure."""
     keras = tf.keras
-    kinds = keras.optimizers.legacy if legacy else keras.optimizers
+    kinds = keras.optimizers.legacy if kind == "legacy" else keras.optimizers
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
     first, second, third = kinds.SGD(schedule), kinds.Adam(0.01), kinds.SGD(0.05)
     keras.utils.set_random_seed(3 + npu.distribute.rank())
@@ -267,31 +267,25 @@ def body_statement(kind: str) -> list[str]:
     return start.statement(world(), model, 8, 1, "checked")
 
 
+KERAS_2, KERAS_3 = pytest.mark.only_keras("2"), pytest.mark.only_keras("3")
+
+
 @pytest.mark.parametrize(
-    "kind",
+    ("body", "kind"),
     [
-        "added alone",
-        pytest.param("activity", marks=pytest.mark.only_keras("2")),
-        pytest.param("added, activity", marks=pytest.mark.only_keras("3")),
-        "not reduced",
+        (body_losses, "added alone"),
+        (body_losses, "not reduced"),
+        pytest.param(body_losses, "activity", marks=KERAS_2),
+        pytest.param(body_losses, "added, activity", marks=KERAS_3),
+        (body_two_lengths, "tensors"),
+        (body_optimizers, "optimizers"),
+        pytest.param(body_optimizers, "legacy", marks=KERAS_2),
+        (body_step, "a variable, and a part for testing only"),
+        (body_step, "synchronised, of another model"),
     ],
 )
-def test_losses_per_sample(several_keras_ranks: Pool, keras_single: Pool, kind: str) -> None:
-    compare(several_keras_ranks, keras_single, body_losses, kind)
-
-
-def test_tensors_of_different_lengths(several_keras_ranks: Pool, keras_single: Pool) -> None:
-    compare(several_keras_ranks, keras_single, body_two_lengths)
-
-
-@pytest.mark.parametrize("legacy", [False, pytest.param(True, marks=pytest.mark.only_keras("2"))])
-def test_optimizers_anywhere(several_keras_ranks: Pool, keras_single: Pool, legacy: bool) -> None:
-    compare(several_keras_ranks, keras_single, body_optimizers, legacy)
-
-
-@pytest.mark.parametrize("kind", ["a variable, and a part for testing only", "synchronised, of another model"])
-def test_own_steps(several_keras_ranks: Pool, keras_single: Pool, kind: str) -> None:
-    compare(several_keras_ranks, keras_single, body_step, kind)
+def test_steps(several_keras_ranks: Pool, keras_single: Pool, body: Any, kind: str) -> None:
+    compare(several_keras_ranks, keras_single, body, kind)
 
 
 def test_float64(several_keras_ranks: Pool, keras_single: Pool) -> None:

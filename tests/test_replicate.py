@@ -6,6 +6,7 @@ Each body runs on one process and on each of several ranks, which begin with oth
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import fit_bodies
 import fit_step_bodies
@@ -54,18 +55,22 @@ def test_masks(several_keras_ranks: Pool, keras_single: Pool, kind: str) -> None
     compare(several_keras_ranks, keras_single, fit_step_bodies.body_masked, kind)
 
 
-def test_two_models_with_one_optimizer(keras_two_ranks: Pool, keras_single: Pool, tmp_path: Path) -> None:
-    compare(keras_two_ranks, keras_single, fit_step_bodies.body_one_optimizer, directory=tmp_path)
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (fit_step_bodies.body_with_the_callback, "unbuilt"),
+        (fit_step_bodies.body_with_the_callback, "subclassed"),
+        (fit_step_bodies.body_one_optimizer, "batch by batch"),
+        (fit_step_bodies.body_sent_as_bytes, "strings and rows in another order"),
+    ],
+)
+def test_other_trainings(keras_two_ranks: Pool, keras_single: Pool, body: Any, kind: str) -> None:
+    compare(keras_two_ranks, keras_single, body, kind)
 
 
 @pytest.mark.slow
 def test_metrics(keras_two_ranks: Pool, keras_single: Pool) -> None:
     compare(keras_two_ranks, keras_single, fit_bodies.body_metrics)
-
-
-@pytest.mark.parametrize("kind", ["unbuilt", "subclassed"])
-def test_ascends_callback_and_wrapper(keras_two_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
-    compare(keras_two_ranks, keras_single, fit_step_bodies.body_with_the_callback, kind, directory=tmp_path)
 
 
 def test_the_callback_chooses_the_rank_that_sends(several_keras_ranks: Pool) -> None:
@@ -82,10 +87,6 @@ def test_another_order_on_each_rank_becomes_rank_0s(keras_two_ranks: Pool, keras
     (first, said), (second, _) = keras_two_ranks.run(fit_bodies.body_unshuffled, "shuffle")
     same([first, second], [alone, alone])
     assert ["Rank 0's batches are sent to all" in text for text in said] == [True]
-
-
-def test_strings_and_rows_of_another_order_are_sent(keras_two_ranks: Pool, keras_single: Pool) -> None:
-    compare(keras_two_ranks, keras_single, fit_step_bodies.body_sent_as_bytes)
 
 
 def test_logs(keras_two_ranks: Pool) -> None:
