@@ -45,9 +45,7 @@ _WORKER_BYTES = 6 << 30  # with its ranks, and the processes that fork them
 
 
 def _kind(size: int, keras: str, backend: str | None = None) -> Any:
-    if size == 1 or (backend == "shared_memory" and not CHOSEN_BACKEND):
-        backend = None  # ranks of one host share memory by themselves
-    return run.kind_of(size, keras, all_through(backend))
+    return run.kind_of(size, keras, all_through(None if size == 1 else backend))
 
 
 def _pool(size: int, keras: str, backend: str | None = None) -> Any:
@@ -71,12 +69,10 @@ _TURNS = ((2, 1), (3, 0), (2, 1), (1, 0), (3, 1), (2, 0))
 def pytest_addoption(parser: pytest.Parser) -> None:
     quick = "each test once, of the whole suite every other one, with 2 ranks, Keras 3 and one backend; no slow tests"
     parser.addoption("--quick", action="store_true", help=quick)
-    parser.addoption(
-        "--device", choices=("gpu", "cpu"), help="run tests/gpu on GPUs, or on CPUs to check the tests themselves"
-    )
-    parser.addoption(
-        "--full", action="store_true", help="every number of ranks with each Keras and each backend, and all tests"
-    )
+    full = "every number of ranks with each Keras and each backend, and all tests"
+    parser.addoption("--full", action="store_true", help=full)
+    device = "run tests/gpu on GPUs, or on CPUs to check the tests themselves"
+    parser.addoption("--device", choices=("gpu", "cpu"), help=device)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -174,7 +170,7 @@ def _nearest(items: list[pytest.Item], size: int, keras: str, backend: str) -> p
     return min(items, key=distance)
 
 
-_SIZES = {"single": 1, "keras_single": 1, "two_ranks": 2, "keras_two_ranks": 2, "four_ranks": 4}
+_SIZES = {"single": 1, "keras_single": 1, "two_ranks": 2, "keras_two_ranks": 2}
 _POOLS = (*_SIZES, "ranks", "several_ranks", "tensorflow_ranks", "keras_ranks", "several_keras_ranks")
 
 
@@ -241,12 +237,6 @@ def several_ranks(request: pytest.FixtureRequest, backend: str | None) -> Pool:
 def tensorflow_ranks(request: pytest.FixtureRequest) -> Pool:
     """2 and 3 ranks on TensorFlow's backend, under Keras 3."""
     return _pool(request.param, "3", "tensorflow")
-
-
-@pytest.fixture
-def four_ranks() -> Pool:
-    """4 ranks on one host, the world of Ascend's examples."""
-    return _pool(4, "3")
 
 
 @pytest.fixture

@@ -97,7 +97,8 @@ def body_table() -> Any:
     return wrong
 
 
-def test_ascends_behaviour_table(four_ranks: Pool) -> None:
+def test_ascends_behaviour_table(pool_with: Callable[..., Pool]) -> None:
+    four_ranks = pool_with(4, "3")
     worlds = four_ranks.run(body_questions)
     assert worlds == [(4, rank, 4, rank) for rank in range(4)]
     assert all(type(value) is int for value in worlds[0])
@@ -125,8 +126,8 @@ def body_disjoint(graph: bool) -> None:
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_one_name_for_disjoint_groups(four_ranks: Pool, graph: bool) -> None:
-    four_ranks.run(body_disjoint, graph)
+def test_one_name_for_disjoint_groups(pool_with: Callable[..., Pool], graph: bool) -> None:
+    pool_with(4, "3").run(body_disjoint, graph)
 
 
 @forgets

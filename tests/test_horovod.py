@@ -173,21 +173,20 @@ def body_session() -> Any:
         )
         scale = float(hvd.rank() + 1)
         gradients = [found.tolist() for found in session.run([tf.gradients(one * scale, mine)[0] for one in moved])]
-        if hvd.size() > 1:
-            with pytest.raises(tf.errors.FailedPreconditionError, match=r"rank 1[\s\S]*What to do"):
-                session.run(hvd.allreduce(tf.zeros([1 + hvd.rank()])))
-            with pytest.raises(tf.errors.FailedPreconditionError, match="alltoall of rows with shape"):
-                session.run(hvd.alltoall(tf.zeros([6, 1 + hvd.rank()])))
-            with pytest.raises(tf.errors.InvalidArgumentError, match="pass splits"):
-                hvd.alltoall(tf.zeros([7 * hvd.size() + 1]))
+        with pytest.raises(tf.errors.FailedPreconditionError, match=r"rank 1[\s\S]*What to do"):
+            session.run(hvd.allreduce(tf.zeros([1 + hvd.rank()])))
+        with pytest.raises(tf.errors.FailedPreconditionError, match="alltoall of rows with shape"):
+            session.run(hvd.alltoall(tf.zeros([6, 1 + hvd.rank()])))
+        with pytest.raises(tf.errors.InvalidArgumentError, match="pass splits"):
+            hvd.alltoall(tf.zeros([7 * hvd.size() + 1]))
     return end, gradients
 
 
-def test_session(ranks: Pool) -> None:
+def test_session(several_ranks: Pool) -> None:
     """Gradients are those of Horovod, also of what Ascend doesn't differentiate."""
-    size = ranks.size
+    size = several_ranks.size
     mean, numbers = (size + 1) / 2, [float(rank + 1) for rank in range(size)]
-    for rank, (end, gradients) in enumerate(ranks.run(body_session)):
+    for rank, (end, gradients) in enumerate(several_ranks.run(body_session)):
         assert end == pytest.approx(1 - 0.5 * mean)
         sent = [mean if rank == 0 else 0.0] * size
         assert gradients == [[mean] * size, sent, numbers, numbers, [size * one for one in numbers]]
@@ -227,11 +226,9 @@ def test_callbacks(keras_ranks: Pool, graph: bool = False) -> None:
     assert ends[0][0]["lr"] == pytest.approx([0.1 * (1 + (size - 1) / 2), 0.1 * size, 0.01 * size])
 
 
-@pytest.mark.parametrize("size", [2], indirect=True)
-@pytest.mark.parametrize("keras", ["2"], indirect=True)
-@pytest.mark.every_combination
-def test_callbacks_in_a_graph(keras_ranks: Pool) -> None:
-    test_callbacks(keras_ranks, graph=True)
+@pytest.mark.only_keras("2")
+def test_callbacks_in_a_graph(keras_two_ranks: Pool) -> None:
+    test_callbacks(keras_two_ranks, graph=True)
 
 
 TRAIN = """

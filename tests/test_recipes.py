@@ -1,4 +1,4 @@
-"""The scripts of ``examples/recipes`` and ``examples/keras_fit``, unedited, on one process and on 2 and 3 ranks."""
+"""The scripts of ``examples/recipes`` and ``examples/keras_fit``, unedited, on one process and on 2 ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from pool import Pool
 import npu_device as npu
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+pytestmark = pytest.mark.slow
 
 
-def body_example(name: str, *arguments: str) -> Any:
+def run_example(name: str, *arguments: str) -> Any:
     import runpy
 
     before = sys.argv
@@ -26,40 +27,30 @@ def body_example(name: str, *arguments: str) -> Any:
         sys.argv = before
 
 
-def body_recipe(name: str, directory: str) -> Any:
-    if name == "keras_fit":
-        return body_keras_fit(directory)
-    return body_example(f"recipes/{name}.py")
-
-
-def body_keras_fit(directory: str) -> Any:
+def body_recipe(name: str, directory: str = "") -> Any:
+    if name != "keras_fit":
+        return run_example(f"recipes/{name}.py")
     place = f"{directory}/{npu.distribute.size()}"
-    stopped = body_example("keras_fit/train.py", "--directory", place, "--stop_after", "2")
-    resumed = body_example("keras_fit/train.py", "--directory", place, "--epochs", "5")
-    assert stopped["epochs"] == [0, 1]
-    assert resumed["epochs"][0] == 2
-    assert resumed["accuracy"] > 0.9
+    stopped = run_example("keras_fit/train.py", "--directory", place, "--stop_after", "2")
+    resumed = run_example("keras_fit/train.py", "--directory", place, "--epochs", "5")
+    assert stopped["epochs"] == [0, 1] and resumed["epochs"][0] == 2 and resumed["accuracy"] > 0.9
     return {**resumed, "stopped": stopped}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["contrastive", "custom_loop", "data", "gan", "keras_fit", "memory_bank"])
-def test_recipe(several_keras_ranks: Pool, keras_single: Pool, name: str, tmp_path: Path) -> None:
+def test_recipe(keras_two_ranks: Pool, keras_single: Pool, name: str, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    if name == "data" and several_keras_ranks.size == 3:
-        pytest.skip("64 samples are no multiple of 3: parts make other batches than one process")
     # The some two hundred steps of keras_fit let rounding grow.
     tolerance = 2e-3 if name == "keras_fit" else TOLERANCE
-    compare(several_keras_ranks, keras_single, body_recipe, name, directory=tmp_path, tolerance=tolerance)
+    compare(keras_two_ranks, keras_single, body_recipe, name, directory=tmp_path, tolerance=tolerance)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "figure"), [("resuming", "equal"), ("resuming_fit", "equal"), ("batch_norm", "accuracy")]
 )
-def test_recipe_that_says_how_good_it_is(several_keras_ranks: Pool, name: str, figure: str) -> None:
+def test_recipe_that_says_how_good_it_is(keras_two_ranks: Pool, name: str, figure: str) -> None:
     """Resumed trainings end with equal bits; batch normalisation isn't what one process does."""
     pytest.importorskip("sklearn")
-    results = several_keras_ranks.run(body_recipe, name, "")
+    results = keras_two_ranks.run(body_recipe, name)
     same_bits(*results)
     assert results[0][figure] > 0.9
