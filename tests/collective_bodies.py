@@ -17,16 +17,12 @@ from npu_device._src.training import device
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-OTHERS = ("bool", "complex64", "complex128")
 REDUCTIONS = {"sum": np.sum, "mean": np.mean, "min": np.min, "max": np.max, "prod": np.prod}
 
 
-def values(rank: int, shape: tuple[int, ...], dtype: str = "float64") -> np.ndarray:
-    """Small whole numbers, different on each rank; what numpy has no dtype for stays float64."""
-    whole = (np.arange(np.prod(shape)).reshape(shape) % 5 + 3 * rank + 1).astype(np.float64)
-    if dtype == "bool":
-        return whole % 2 == 0
-    return whole + 1j * whole if dtype.startswith("complex") else whole
+def values(rank: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Small whole numbers, different on each rank."""
+    return (np.arange(np.prod(shape)).reshape(shape) % 5 + 3 * rank + 1).astype(np.float64)
 
 
 def members(size: int, rank: int, kind: str) -> tuple[int, ...]:
@@ -54,10 +50,8 @@ def all_to_all(job: Any, tensor: Any, mine: Any) -> Any:
 
 
 def wrong_refusals(*cases: tuple[Any, ...]) -> list[str]:
-    """Call what is to be refused, and return the answers that are others.
-
-    Args:
-        cases: for each, how the error begins, with its type, what else it says, the call, and its arguments.
+    """Call what is to be refused, and return the answers that are others. Each case is how the error begins, with its
+    type, what else it says, the call, and its arguments.
     """
     wrong = []
     for begin, says, call, *arguments in cases:
@@ -73,9 +67,7 @@ def wrong_refusals(*cases: tuple[Any, ...]) -> list[str]:
 @contextlib.contextmanager
 def small_data_in_messages() -> Iterator[int]:
     """Let messages carry small data on TensorFlow's backend, as for users; the pools' ranks send all data through it.
-
-    Yields:
-        the largest size of a rank's data in a message, in bytes.
+    Yield the largest size of a rank's data in a message, in bytes.
     """
 
     def let(most: int) -> None:
@@ -101,12 +93,6 @@ def in_graph(function: Any, **options: Any) -> Any:
 def as_they_are(*functions: Any) -> Any:
     """The package's functions for a ``tf.function`` that rewrites its own loops, but not them: see ``in_graph``."""
     return map(tf.autograph.experimental.do_not_convert, functions)
-
-
-def plain(value: Any) -> Any:
-    """A tensor as a numpy array that every process can read."""
-    array = tf.cast(value, tf.float64) if value.dtype == tf.bfloat16 else value
-    return array.numpy()
 
 
 def counts(size: int) -> np.ndarray:

@@ -12,6 +12,7 @@ import job
 import numpy as np
 import pytest
 import tensorflow as tf
+from heard import error_of
 from pool import Pool
 from ranks import table_environment
 
@@ -57,12 +58,7 @@ EXPECTED = {
 def body_mismatch(case: str) -> tuple[float, float, str, list[float]]:
     call = _calls(npu.open().worker_id)[case]
     npu.distribute.all_reduce(tf.ones([3]))
-    began = time.time()
-    try:
-        call()
-        text = "none"
-    except RuntimeError as error:
-        text = f"{type(error).__name__}: {error}"
+    began, text = time.time(), error_of(call)
     # Nothing had moved: the next call works.
     return began, time.time(), text, npu.distribute.all_reduce(tf.ones([2]), "sum").numpy().tolist()
 

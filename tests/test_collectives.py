@@ -1,4 +1,6 @@
-"""Every operation × dtype × world size × group × eager and graph, against numpy."""
+"""The operations that move data × dtype × world size × group × eager and graph, in loops and in pairs of ranks; and the
+barrier. Reductions are in ``test_collective_numbers.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,21 @@ import tensorflow as tf
 from pool import Pool
 
 from npu_device._src.collectives.moves import all_gather, all_gather_v, all_to_all_v, all_to_all_vc, receive, send
-from npu_device._src.collectives.ops import all_reduce, barrier, broadcast, reduce, reduce_scatter
+from npu_device._src.collectives.ops import barrier, broadcast, reduce_scatter
 
 pytestmark = pytest.mark.both_backends
 
-
 # All dtypes eagerly, and a few in graphs and in a group of some ranks: TensorFlow traces a function for each.
-EVERY_DTYPE = bodies.FLOATS + bodies.INTEGERS + bodies.OTHERS
-FEW_DTYPES = ("bfloat16", "float64", "int8", "int64", "bool", "complex64")
-KINDS_MODES_AND_DTYPES = [
-    pytest.param("world", "eager", EVERY_DTYPE, id="world-eager"),
-    pytest.param("world", "graph", ("bfloat16", "bool"), id="world-graph"),
-    pytest.param("sub", "graph", ("int8",), id="sub-graph"),
-]
+EVERY_DTYPE = (*bodies.FLOATS, *bodies.INTEGERS, "bool", "complex64", "complex128")
+FEW_DTYPES = ("bfloat16", "int8", "bool", "complex64")
+
+
+def bits(rank: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Return random bits, also of numbers that are none."""
+    kind, chance = np.dtype(tf.as_dtype(dtype).as_numpy_dtype), np.random.default_rng(rank)
+    if dtype == "bool":
+        return chance.integers(0, 2, shape).astype(bool)
+    return np.frombuffer(chance.bytes(int(np.prod(shape)) * kind.itemsize), np.uint8).view(kind).reshape(shape)
 
 
 def body_moves(kind: str, mode: str, dtypes: tuple[str, ...]) -> dict[str, dict[str, Any]]:
@@ -34,13 +38,12 @@ def body_moves(kind: str, mode: str, dtypes: tuple[str, ...]) -> dict[str, dict[
 
     def moves(tensor: tf.Tensor) -> dict[str, tf.Tensor]:
         flat = tf.reshape(tensor, [-1])
+        sends, receives = matrix[me], matrix[:, me]
         results = {
             "all_gather": all_gather(job, tensor, mine),
             "all_gather_v": all_gather_v(job, tensor[: me + 1], mine),
             "all_to_all": bodies.all_to_all(job, tensor, mine),
-            "all_to_all_v": all_to_all_v(
-                job, flat, matrix[me], bodies.apart(matrix[me]), matrix[:, me], bodies.apart(matrix[:, me]), mine
-            ),
+            "all_to_all_v": all_to_all_v(job, flat, sends, bodies.apart(sends), receives, bodies.apart(receives), mine),
             "all_to_all_vc": all_to_all_vc(job, flat, matrix, mine),
             "broadcast": broadcast(job, [flat[:1], tensor], size - 1, mine)[1],
         }
@@ -55,8 +58,8 @@ def body_moves(kind: str, mode: str, dtypes: tuple[str, ...]) -> dict[str, dict[
     rank = job.cluster.rank
     return {
         dtype: {
-            name: (value.dtype.name, bodies.plain(value))
-            for name, value in call(tf.cast(bodies.values(rank, (2 * size, 3), dtype), dtype)).items()
+            name: (value.dtype.name, tuple(value.shape), value.numpy().tobytes())
+            for name, value in call(tf.constant(bits(rank, (2 * size, 3), dtype))).items()
         }
         for dtype in dtypes
     }
@@ -64,7 +67,7 @@ def body_moves(kind: str, mode: str, dtypes: tuple[str, ...]) -> dict[str, dict[
 
 def moved(ranks: tuple[int, ...], me: int, dtype: str) -> dict[str, np.ndarray]:
     size = len(ranks)
-    tensors = [bodies.values(rank, (2 * size, 3), dtype) for rank in ranks]
+    tensors = [bits(rank, (2 * size, 3), dtype) for rank in ranks]
     matrix = bodies.counts(size)
     places = bodies.apart(matrix[:, me])
     result = np.zeros(max((matrix[:, me] + places)[matrix[:, me] > 0], default=0), tensors[0].dtype)
@@ -88,89 +91,18 @@ def moved(ranks: tuple[int, ...], me: int, dtype: str) -> dict[str, np.ndarray]:
     return expected
 
 
-@pytest.mark.parametrize(("kind", "mode", "dtypes"), KINDS_MODES_AND_DTYPES)
+@pytest.mark.parametrize(
+    ("kind", "mode", "dtypes"),
+    [("world", "eager", EVERY_DTYPE), ("world", "graph", ("bfloat16", "bool")), ("sub", "graph", ("int8",))],
+    ids=["world-eager", "world-graph", "sub-graph"],
+)
 def test_moves(several_ranks: Pool, kind: str, mode: str, dtypes: tuple[str, ...]) -> None:
     for rank, results in enumerate(several_ranks.run(body_moves, kind, mode, dtypes)):
         ranks = bodies.members(several_ranks.size, rank, kind)
         for dtype, found in results.items():
-            expected = moved(ranks, ranks.index(rank), dtype)
-            assert found.keys() == expected.keys()
-            for name, (found_dtype, array) in found.items():
-                assert found_dtype == dtype, name
-                np.testing.assert_array_equal(array, expected[name], err_msg=f"{name} {dtype} rank {rank}")
-
-
-def body_reductions(kind: str, mode: str, dtypes: tuple[str, ...]) -> dict[str, dict[Any, Any]]:
-    job, mine = bodies.group(kind)
-
-    def reductions(tensor: tf.Tensor) -> dict[Any, tf.Tensor]:
-        results = {}
-        for reduction in bodies.REDUCTIONS:
-            results["all_reduce", reduction] = all_reduce(job, tensor, reduction, mine)
-            results["reduce", reduction] = reduce(job, tensor, reduction, mine.size - 1, mine)
-            results["reduce_scatter", reduction] = reduce_scatter(job, tensor, reduction, mine)
-        return results
-
-    call = bodies.in_graph(reductions) if mode == "graph" else reductions
-    return {
-        dtype: {
-            key: (value.dtype.name, bodies.plain(value))
-            for key, value in call(tf.cast(bodies.values(job.cluster.rank, (2 * mine.size, 3)), dtype)).items()
-        }
-        for dtype in dtypes
-        if dtype not in bodies.OTHERS
-    }
-
-
-@pytest.mark.parametrize(("kind", "mode", "dtypes"), KINDS_MODES_AND_DTYPES)
-def test_reductions(several_ranks: Pool, kind: str, mode: str, dtypes: tuple[str, ...]) -> None:
-    for rank, results in enumerate(several_ranks.run(body_reductions, kind, mode, dtypes)):
-        ranks = bodies.members(several_ranks.size, rank, kind)
-        size, me = len(ranks), ranks.index(rank)
-        everybody = np.stack([bodies.values(other, (2 * size, 3)) for other in ranks])
-        for dtype, found in results.items():
-            for (operation, reduction), (found_dtype, array) in found.items():
-                expected = bodies.REDUCTIONS[reduction](everybody, axis=0)
-                if dtype in bodies.INTEGERS and reduction == "mean":
-                    assert found_dtype == ("float32" if dtype.endswith(("t8", "t16")) else "float64")
-                else:
-                    assert found_dtype == dtype
-                    if dtype in bodies.INTEGERS:  # products of narrow integers wrap around
-                        expected = expected.astype(np.int64).astype(dtype)
-                if operation == "reduce" and me != size - 1:
-                    expected = np.zeros_like(expected)
-                if operation == "reduce_scatter":
-                    expected = expected[2 * me : 2 * me + 2]
-                tolerance = {"float16": 2e-3, "bfloat16": 2e-2}.get(dtype, 1e-6)
-                np.testing.assert_allclose(
-                    array, expected, rtol=tolerance, err_msg=f"{operation} {reduction} {dtype} rank {rank}"
-                )
-
-
-def body_bits() -> dict[str, Any]:
-    job, mine = bodies.group("world")
-    bits = np.frombuffer(np.random.default_rng(mine.rank).bytes(96), np.uint8)
-    results = {}
-    for dtype in ("float16", "bfloat16", "float32", "float64", "uint64", "int64", "complex64", "int8"):
-        size = tf.as_dtype(dtype).size
-        own = tf.bitcast(tf.reshape(bits, [-1, size]) if size > 1 else bits, dtype)
-        results[dtype] = all_gather(job, own, mine).numpy().tobytes()
-    high = tf.constant([2**63 + mine.rank, 5 + mine.rank, 2**64 - 1], tf.uint64)
-    for reduction in ("min", "max", "sum"):
-        results[reduction] = all_reduce(job, high, reduction, mine).numpy().tolist()
-    return results
-
-
-def test_moved_bits_stay_as_they_are(several_ranks: Pool) -> None:
-    n = several_ranks.size
-    bits = b"".join(np.random.default_rng(rank).bytes(96) for rank in range(n))
-    for results in several_ranks.run(body_bits):
-        assert results.pop("min") == [2**63, 5, 2**64 - 1]
-        assert results.pop("max") == [2**63 + n - 1, 5 + n - 1, 2**64 - 1]
-        total = n * (n - 1) // 2
-        assert results.pop("sum") == [(n * 2**63 + total) % 2**64, 5 * n + total, n * (2**64 - 1) % 2**64]
-        for dtype, found in results.items():
-            assert found == bits, dtype
+            for name, right in moved(ranks, ranks.index(rank), dtype).items():
+                assert found.pop(name) == (dtype, right.shape, right.tobytes()), f"{name} {dtype} rank {rank}"
+            assert not found
 
 
 def body_loop() -> Any:
@@ -197,8 +129,7 @@ def test_in_a_loop(several_ranks: Pool) -> None:
     for step in range(5):
         moved = np.arange(1, n + 1) + step
         expected += n * moved + sum(moved[: rank + 1].sum() for rank in range(n))
-    for rank, found in enumerate(several_ranks.run(body_loop)):
-        assert found == [expected[rank], expected[rank]]
+    assert several_ranks.run(body_loop) == [[total, total] for total in expected]
 
 
 def body_barrier() -> tuple[float, float, int]:
@@ -217,3 +148,74 @@ def test_barrier(several_ranks: Pool) -> None:
     for waited, came, came_in_graph in several_ranks.run(body_barrier):
         assert 0.4 < waited < 5
         assert came == came_in_graph == several_ranks.size
+
+
+# send and receive
+
+
+def body_ring(length: int) -> Any:
+    job, mine = bodies.group("world")
+    send_as_it_is, receive_as_it_is = bodies.as_they_are(send, receive)
+    following, before = (mine.rank + 1) % mine.size, (mine.rank - 1) % mine.size
+
+    @tf.function
+    def ring(steps: tf.Tensor) -> tf.Tensor:
+        value = tf.fill([length], tf.cast(mine.rank, tf.int16))
+        for _ in tf.range(steps):
+            send_as_it_is(job, value, 3, following, mine)  # everybody sends before anybody receives
+            value = receive_as_it_is(job, [length], tf.int16, 3, before, mine)
+        return value
+
+    return ring(tf.constant(1)).numpy(), ring(tf.constant(mine.size)).numpy()
+
+
+def test_everybody_sends_first_in_a_graph(several_ranks: Pool) -> None:
+    n = several_ranks.size
+    for length in (0, 1, 2_000_001):  # the last one is more than sockets hold
+        for rank, (once, around) in enumerate(several_ranks.run(body_ring, length, timeout=30)):
+            np.testing.assert_array_equal(once, np.full(length, (rank - 1) % n))
+            np.testing.assert_array_equal(around, np.full(length, rank))
+
+
+def body_tags() -> Any:
+    job, mine = bodies.group("world")
+    last = mine.size - 1
+
+    def crossed() -> list[tf.Tensor]:
+        if mine.rank == 0:
+            for tag in (1, 2, 3):
+                send(job, tf.fill([4], float(tag)), tag, last, mine)
+        elif mine.rank == last:
+            return [receive(job, [4], tf.float32, tag, 0, mine) for tag in (3, 1, 2)]
+        return []
+
+    found = [value.numpy().tolist() for value in bodies.in_graph(crossed)()]
+    for call in range(14):  # the same tag again is a queue; more tags than connections that are kept
+        tag = 1 if call < 2 else call % 6
+        if mine.rank == 0:
+            send(job, tf.constant([call, call]), tag, last, mine)
+        elif mine.rank == last:
+            found.append(receive(job, (2,), tf.int32, tag, 0, mine).numpy().tolist())
+    return found
+
+
+def test_tags_are_not_mixed_up(several_ranks: Pool) -> None:
+    *others, last = several_ranks.run(body_tags, timeout=30)
+    assert others == [[]] * (several_ranks.size - 1)
+    assert last == [[3.0] * 4, [1.0] * 4, [2.0] * 4, *([call] * 2 for call in range(14))]
+
+
+def body_refusals() -> list[str]:
+    job, mine = bodies.group("world")
+    one, other, size = tf.constant([1.0]), (mine.rank + 1) % mine.size, mine.size
+    return bodies.wrong_refusals(
+        ("ValueError", "with itself", send, job, one, 0, mine.rank, mine),
+        (f"ValueError: dest_rank {size} ", f"expected 0 to {size - 1}", send, job, one, 0, size, mine),
+        ("ValueError: src_rank -1 ", "", receive, job, [1], tf.float32, 0, -1, mine),
+        ("TypeError", "string", send, job, tf.constant("text"), 0, other, mine),
+        ("ValueError", "every dimension", receive, job, [None, 2], tf.float32, 0, other, mine),
+    )
+
+
+def test_refusals(several_ranks: Pool) -> None:
+    assert several_ranks.run(body_refusals) == [[]] * several_ranks.size

@@ -25,9 +25,8 @@ MIG1 = Device(MIG_B, "NVIDIA H100 MIG 1g.10gb", "b1", "0000:01", True)
 NO_NCCL = Device("GPU 1", "", "a1", "0000:02", False)
 
 
-@pytest.mark.parametrize(
-    ("cuda", "names"),
-    [
+def test_cuda_visible_devices() -> None:
+    for cuda, names in (
         (None, None),
         ("-1", ()),
         ("NoDevFiles", ()),  # Slurm, in a step without GPUs
@@ -37,10 +36,8 @@ NO_NCCL = Device("GPU 1", "", "a1", "0000:02", False)
         ("GPU-8f6b4f2e,GPU-11", ("GPU-8f6b4f2e", "GPU-11")),
         (f"{MIG_A},{MIG_B}", (MIG_A, MIG_B)),
         (OLD_MIG, (OLD_MIG,)),
-    ],
-)
-def test_cuda_visible_devices(cuda: str | None, names: tuple[str, ...] | None) -> None:
-    assert gpu_choice.visible_names(cuda) == names
+    ):
+        assert gpu_choice.visible_names(cuda) == names
 
 
 @pytest.mark.parametrize(
@@ -67,18 +64,9 @@ def test_names() -> None:
     assert gpu_choice.name_of(None, 2) == "GPU 2"
     assert gpu_choice.name_of("GPU-8f,GPU-11", 1) == "GPU-11"
     assert gpu_choice.name_of("6", 1) == "GPU 1"  # set after CUDA had started
-
-
-@pytest.mark.parametrize(
-    ("cuda", "nvidia", "why"),
-    [
-        ("", "all", "CUDA_VISIBLE_DEVICES is ''"),
-        ("0", "none", "NVIDIA_VISIBLE_DEVICES is 'none'"),
-        (None, None, "TensorFlow sees no GPU"),
-    ],
-)
-def test_why_there_is_none(cuda: str | None, nvidia: str | None, why: str) -> None:
-    assert gpu_choice.why_none(cuda, nvidia) == why
+    assert gpu_choice.why_none("", "all") == "CUDA_VISIBLE_DEVICES is ''"
+    assert gpu_choice.why_none("0", "none") == "NVIDIA_VISIBLE_DEVICES is 'none'"
+    assert gpu_choice.why_none(None, None) == "TensorFlow sees no GPU"
 
 
 @pytest.mark.parametrize(

@@ -55,20 +55,20 @@ def body_group_made_again() -> float:
     def add_up() -> None:
         sums.append(float(npu.distribute.all_reduce(tf.constant(1.0), "sum", group="again")))
 
+    def make_again() -> None:
+        destroy_group("again")
+        create_group("again", size, list(range(size)))
+        thread.start()
+
+    thread = threading.Thread(target=add_up, name="of the group")
     create_group("again", size, list(range(size)))
     npu.distribute.all_reduce(tf.constant(1.0), "sum", group="again")
     if rank == 0:
-        destroy_group("again")
-        create_group("again", size, list(range(size)))
-    thread = threading.Thread(target=add_up, name="of the group")
-    if rank == 0:
-        thread.start()
+        make_again()
         time.sleep(0.5)  # its message is on its way
     npu.distribute.all_reduce(tf.constant(1.0), "sum")  # the others read it, before this one
     if rank > 0:
-        destroy_group("again")
-        create_group("again", size, list(range(size)))
-        thread.start()
+        make_again()
     thread.join()
     destroy_group("again")
     return sums[0]

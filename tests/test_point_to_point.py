@@ -1,25 +1,34 @@
-"""The backends whose messages travel between two ranks at a time, MPI and TCP: all kinds of calls on three ranks."""
+"""The engines whose messages travel between two ranks at a time, MPI and TCP: all kinds of calls on three ranks; Open
+MPI's ranks; and a rank that stops.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
+import re
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Callable, Optional
 
+import job
 import pytest
+import tensorflow as tf
 import test_agreement
 import test_all_reduce
 import test_collective_numbers
-import test_collective_sizes
 import test_collectives
 import test_groups
-import test_mpi
 import test_segments
-import test_send_receive
 import test_sessions_collectives
 from mpi_ranks import MpiPool
 from pool import Pool
 from ranks import all_through
+
+import npu_device as npu
+from npu_device._src.collectives.job import current
 
 pytestmark = pytest.mark.xdist_group("point to point")
 
@@ -35,10 +44,8 @@ def moves(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def mpi_ranks(moves: str) -> Iterator[Optional[Pool]]:
     """Three ranks of MPICH, where the backend is MPI."""
-    pool = MpiPool(3, "MPICH") if moves == "mpi" else None
-    yield pool
-    if pool is not None:
-        pool.close()
+    with contextlib.closing(MpiPool(3, "MPICH")) if moves == "mpi" else contextlib.nullcontext() as pool:
+        yield pool
 
 
 @pytest.fixture
@@ -49,21 +56,16 @@ def three(moves: str, mpi_ranks: Optional[Pool], pool_with: Callable[..., Pool])
 
 @pytest.mark.slow
 def test_operations(three: Pool, moves: str) -> None:
-    test_collectives.test_moves(three, "world", "eager", test_collectives.FEW_DTYPES[::2])
-    test_collectives.test_moved_bits_stay_as_they_are(three)
+    test_collectives.test_moves(three, "world", "eager", test_collectives.FEW_DTYPES)
     test_collectives.test_in_a_loop(three)
     test_collectives.test_barrier(three)
-    test_collectives.test_reductions(three, "world", "eager", test_collectives.EVERY_DTYPE)
+    test_collectives.test_everybody_sends_first_in_a_graph(three)
+    test_collectives.test_tags_are_not_mixed_up(three)
+    test_collective_numbers.test_every_operation_on_both_sides_of_a_slot(three, "tensorflow")
     test_collective_numbers.test_no_sum_is_infinite_that_has_a_number(three)
     test_collective_numbers.test_the_mean_of_equal_values_is_that_value(three)
     test_collective_numbers.test_reduce_scatter_gives_the_bits_of_all_reduce(three, moves)
-    test_collective_sizes.test_without_elements(three, "eager")
-
-
-@pytest.mark.slow
-def test_transfers(three: Pool) -> None:
-    test_send_receive.test_everybody_sends_first_in_a_graph(three)
-    test_send_receive.test_tags_are_not_mixed_up(three)
+    test_collective_numbers.test_without_elements(three, "eager")
 
 
 @pytest.mark.slow
@@ -86,8 +88,49 @@ def test_sessions_and_calls_that_do_not_match(three: Pool) -> None:
     test_agreement.test_calls_that_do_not_match(three, "dense against sparse")
 
 
+@_NEEDS_MPI4PY
+def test_open_mpi() -> None:
+    """Two ranks, for less: what differs from MPICH is in the library."""
+    with contextlib.closing(MpiPool(2, "Open MPI")) as pool:
+        test_collectives.test_moves(pool, "world", "eager", test_collectives.FEW_DTYPES)
+        test_collectives.test_tags_are_not_mixed_up(pool)
+        test_collective_numbers.test_every_operation_on_both_sides_of_a_slot(pool, "tensorflow")
+        test_agreement.test_calls_that_do_not_match(pool, "dtype")
+        assert_a_stopped_rank_is_named(pool)
+
+
+def body_stopped() -> str:
+    """Rank 1 stops until rank 0 has given up waiting for it. (If it is killed, mpiexec kills rank 0, too.)"""
+    running, big = current(), tf.ones([1_000_000])
+    other = npu.distribute.broadcast_object(os.getpid(), root_rank=1)
+    running.stall_watch._warn_after, running.stall_watch._give_up_after = 1.0, 2.0
+    if running.cluster.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        tf.function(lambda: npu.distribute.all_reduce(big, "sum"))()
+    except Exception as error:
+        return str(error)
+    finally:
+        if running.cluster.rank == 0:
+            os.kill(other, signal.SIGCONT)
+    return ""
+
+
+def assert_a_stopped_rank_is_named(pool: Pool) -> None:
+    """Assert it; it ends the job of the pool."""
+    error = pool.run(body_stopped, timeout=60)[0]
+    assert re.search(r"rank 1 on host \S+: does not answer", error), error
+
+
 def test_a_rank_that_stops_is_named(three: Pool, moves: str) -> None:
     """The last one, whose ranks end; not marked as slow, since those come first."""
     if moves == "tcp":
         pytest.skip("test_failures.py has it")
-    test_mpi.assert_a_stopped_rank_is_named(three)
+    assert_a_stopped_rank_is_named(three)
+
+
+def test_without_an_mpiexec_every_rank_says_what_to_do(tmp_path: Path) -> None:
+    for result in job.run(tmp_path, 2, "import npu_device as npu\nnpu.open()", NPU_DEVICE_BACKEND="mpi"):
+        assert result.code == 1
+        assert "NPU_DEVICE_BACKEND is mpi, but MPI can't be used:\n  rank 0 on host node0: " in result.output
+        assert "start all ranks with one mpiexec" in result.output

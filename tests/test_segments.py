@@ -1,4 +1,4 @@
-"""Gradients are cut into segments that travel while backward still runs; and what they look like on the wire."""
+"""Gradients are cut, in the order of their production, into segments that travel while backward still runs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ import npu_device as npu
 from hccl.manage.api import create_group, destroy_group
 from hccl.split.api import set_split_strategy_by_idx, set_split_strategy_by_size
 from npu_device._src.collectives.engines.host.host_engine import end_of
+from npu_device._src.collectives.graph import origin
 from npu_device._src.collectives.job import current
 from npu_device._src.gradients import split_strategy
+from npu_device._src.gradients.segments import production_order
 
 WIDTH = 512
 
@@ -106,24 +108,18 @@ def body_times(overlap: bool, cores: int) -> Any:
     weights = [tf.Variable(tf.eye(WIDTH)) for _ in range(12)]
     times: dict[str, list[float]] = {"first reduced": [], "last made": []}
 
-    def over(tensor: Any) -> Any:
-        """Return when the reduction of a tensor was over; in shared memory that is before its result is asked for."""
-        operation = tensor.op
-        while operation.type in ("Identity", "IdentityN"):
-            operation = operation.inputs[int(tensor.name.rpartition(":")[2])].op
-        return end_of(operation)
-
     def note(name: str, tensor: Any) -> Any:
         def now(_: Any, ended: Any) -> Any:
             times[name].append(float(ended) or time.time())
             return np.float32(0)
 
+        # In shared memory a reduction is over before its result is asked for.
+        ended = end_of(origin(tensor).op)
         # Not stateful: TensorFlow would run these one after the other in the order of the script.
-        ended = tf.constant(0.0) if over(tensor) is None else over(tensor)
-        return tf.numpy_function(now, [tensor[0, 0], ended], tf.float32, stateful=False)
+        inputs = [tensor[0, 0], tf.constant(0.0) if ended is None else ended]
+        return tf.numpy_function(now, inputs, tf.float32, stateful=False)
 
     running = current()
-    assert running is not None
     real, running.cores = running.cores, cores
     create_group("overlapping", npu.distribute.size(), list(range(npu.distribute.size())))
     set_split_strategy_by_idx([0, len(weights) - 1], "overlapping")
@@ -220,3 +216,44 @@ def test_results_come_back_in_the_callers_order(ranks: Pool, eager: bool) -> Non
     expected: list[Any] = [(name, [n * i + n * (n - 1) // 2] * (i + 1)) for i, name in enumerate(names)]
     for found in ranks.run(body_order_kept, eager):
         assert found == [*expected, None]
+
+
+# The order of production, read off the graph, or off the numbers of eager tensors
+
+KINDS: dict[str, tuple[list[list[int]], list[int], list[int]]] = {
+    # Chains of layers, the variables in the order in which a script would list them, and their places in the order.
+    "chain": ([[0, 1, 2, 3, 4, 5]], [0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]),
+    "shuffled list": ([[0, 1, 2, 3, 4, 5]], [3, 0, 5, 1, 4, 2], [2, 4, 0, 5, 3, 1]),
+    # Layer 1 is used at the bottom and at the top: its gradient is there only when backward has come to the bottom.
+    "shared layer": ([[0, 1, 2, 3, 4, 1, 5]], [0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]),
+    "frozen layers": ([[0, 1, 2, 3, 4, 5]], [0, 2, 5], [2, 1, 0]),
+    # A short branch beside a long one: the short one's bottom is there before the long one's.
+    "branches": ([[0, 1, 2, 3, 4], [5]], [5, 0, 1, 2, 3, 4], [0, 5, 4, 3, 2, 1]),
+}
+
+
+def gradients_of(kind: str) -> list[Any]:
+    chains, listed, _ = KINDS[kind]
+    layers = [tf.Variable(tf.random.stateless_normal([4, 4], [1, 2])) for _ in range(6)]
+    with tf.GradientTape() as tape:
+        loss = 0.0
+        for chain in chains:
+            x = tf.ones([2, 4])
+            for place in chain:
+                x = tf.tanh(x @ layers[place])
+            loss += tf.reduce_sum(x)
+    return list(tape.gradient(loss, [layers[place] for place in listed]))
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled one by one"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_a_graph(kind: str, scaled: bool) -> None:
+    with tf.Graph().as_default():
+        gradients = [gradient / 8.0 if scaled else gradient for gradient in gradients_of(kind)]
+        assert production_order(gradients) == KINDS[kind][2]
+
+
+def test_eager_gradients() -> None:
+    gradients = gradients_of("shuffled list")
+    assert production_order(gradients) == [2, 4, 0, 5, 3, 1]
+    assert production_order([gradient * 2.0 for gradient in gradients]) == [5, 4, 3, 2, 1, 0]

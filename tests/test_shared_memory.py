@@ -13,12 +13,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from pool import Pool
-from ranks import table_environment
 
 import npu_device as npu
-from hccl.split.api import set_split_strategy_by_idx
 from npu_device._src.collectives.engines.host import sharing
-from npu_device._src.gradients import split_strategy
 
 pytestmark = pytest.mark.skipif(
     not sharing.is_supported() or os.environ.get("NPU_DEVICE_BACKEND") == "tensorflow",
@@ -45,35 +42,6 @@ def body_kept() -> Any:
 def test_a_tensor_that_is_kept_never_changes(several_ranks: Pool) -> None:
     for same in several_ranks.run(body_kept):
         assert len(same) > 30 and all(same)
-
-
-def body_strategies() -> Any:
-    rank = npu.open().worker_id
-    tensors = [tf.random.stateless_normal([1000 * (i + 1)], [rank, i]) for i in range(8)]
-    found = []
-    for ends in ([7], [0, 7], [2, 5, 7], list(range(8))):
-        set_split_strategy_by_idx(ends)
-        try:
-            results = tf.function(lambda: npu.distribute.all_reduce(tensors, "mean"))()
-        finally:
-            split_strategy._strategies.clear()
-        found.append(b"".join(result.numpy().tobytes() for result in results))
-    return found
-
-
-def test_every_split_gives_the_same_bits_on_every_rank(several_ranks: Pool) -> None:
-    results = several_ranks.run(body_strategies)
-    assert len({digest for found in results for digest in found}) == 1
-
-
-def test_a_backend_that_differs_is_an_error(tmp_path: Path) -> None:
-    environments = [
-        {**table_environment(tmp_path, 2, rank), "NPU_DEVICE_BACKEND": backend}
-        for rank, backend in enumerate(["tensorflow", "auto"])
-    ]
-    for result in job.finish(job.start_each(tmp_path, "import npu_device as npu\nnpu.open()", environments)):
-        assert result.code != 0
-        assert "another setting, NPU_DEVICE_BACKEND default (the chief: tensorflow)" in result.output
 
 
 APART = """

@@ -42,10 +42,6 @@ class Members:
             return [future.result(30) for future in futures]
 
 
-def run(engine: HostQueue, program: Callable[[MemoryRing], Any], background: bool = False) -> None:
-    started(engine, program, background)()
-
-
 def started(engine: HostQueue, program: Callable[[MemoryRing], Any], background: bool) -> Finish:
     def act(channel: MemoryRing, head: Any) -> Any:
         return program(channel)
@@ -64,7 +60,7 @@ def reduced(
     flats = [array.reshape(-1) for array in arrays]
     stream = Stream([array.shape for array in arrays], np.dtype(wire or arrays[0].dtype), flats)
     flat, results = stream.results(BufferPool(), np.dtype(result or arrays[0].dtype))
-    run(engine, lambda channel: summed(channel, stream, flat, reduction, (1, 2, 3, 4)))
+    started(engine, lambda channel: summed(channel, stream, flat, reduction, (1, 2, 3, 4)), False)()
     return results
 
 
@@ -120,29 +116,6 @@ def test_every_dtype_and_wire_on_both_sides_of_every_buffer(size: int) -> None:
                 for [found] in members.together(act):
                     assert found.tobytes() == expected.tobytes(), (dtype, wire, reduction, length)
                     assert found.size == 0 or found.ctypes.data % ALIGNMENT == 0, "TensorFlow would copy it"
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("length", [0, 1, SLOT // 4, SLOT // 4 + 1, (Layout(2).slots + 3) * SLOT // 4])
-def test_moves(size: int, length: int) -> None:
-    members = Members(size)
-    rows = [np.arange(size * length, dtype=np.int16).reshape(size, length) + 7 * rank for rank in range(size)]
-
-    def moves(rank: int, engine: HostQueue) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        mine = np.ascontiguousarray(rows[rank])
-        gathered, exchanged, sent = np.empty_like(mine), np.empty_like(mine), np.empty(size * length, np.int16)
-        run(engine, lambda channel: programs.all_gather(channel, mine[0], gathered, None))
-        run(engine, lambda channel: programs.all_to_all(channel, mine, exchanged, None))
-        stream = Stream([(size * length,)], mine.dtype, [mine.reshape(-1)])
-        out = None if rank == size - 1 else np.zeros(stream.length, np.int16)
-        run(engine, lambda channel: programs.broadcast(channel, stream, out, size - 1, None))
-        sent[:] = mine.reshape(-1) if out is None else out[: size * length]
-        return gathered, exchanged, sent
-
-    for rank, (gathered, exchanged, sent) in enumerate(members.together(moves)):
-        assert (gathered == np.stack([table[0] for table in rows])).all()
-        assert (exchanged == np.stack([table[rank] for table in rows])).all()
-        assert (sent == rows[-1].reshape(-1)).all()
 
 
 def test_starting_never_waits_and_long_jobs_proceed_by_themselves() -> None:

@@ -68,12 +68,11 @@ def test_the_last_number_has_to_fit(with_sizes: bool) -> None:
         segments([1] * 20, WORLD_GROUP)
 
 
-def test_percentages_go_before_numbers_whatever_came_first() -> None:
-    for first, second in (SETTERS, SETTERS[::-1]):
-        split_strategy._strategies.clear()
-        first(GOOD[first])
-        second(GOOD[second])
-        assert segments([1] * 20, WORLD_GROUP) == [11, 19]
+@pytest.mark.parametrize("setters", [SETTERS, SETTERS[::-1]])
+def test_percentages_go_before_numbers_whatever_came_first(setters: Any) -> None:
+    for setter in setters:
+        setter(GOOD[setter])
+    assert segments([1] * 20, WORLD_GROUP) == [11, 19]
 
 
 def test_a_later_call_wins_in_its_group_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -133,30 +132,18 @@ def test_the_log_line() -> None:
     assert segment_result([0]) == "segment result: 1 segment [0,0]"
 
 
-def _gradients(chance: random.Random) -> list[int]:
-    """Sizes as models have them: a few large, many small; or equal ones, empty ones, and tiny ones after huge ones."""
-    few = [int(10 ** chance.uniform(0, 8)) for _ in range(chance.randint(1, 5))]
-    return chance.choice([few, [10**9] * chance.randint(0, 3), [0, 0, 4]]) + chance.choices(
-        few, k=chance.randint(1, 200)
-    )
-
-
-def _percentages(chance: random.Random) -> list[float]:
-    cuts = sorted(chance.randint(0, 100) for _ in range(chance.randint(0, 7)))
-    return [high - low for low, high in zip([0, *cuts], [*cuts, 100])]
-
-
 def test_ends_ascend_and_reach_the_last_gradient() -> None:
+    """For sizes as models have them; for equal ones, empty ones, and tiny ones after huge ones."""
     chance = random.Random(1)
     for _ in range(500):
-        sizes, percentages = _gradients(chance), _percentages(chance)
+        some = [int(10 ** chance.uniform(0, 8)) for _ in range(chance.randint(1, 200))]
+        sizes = chance.choice([some, [10**9] * 3 + some, [0, 0, 4], [4] * 160])
+        percentages = chance.choice([None, [100], [0, 100], [1, 59, 40], [90, 0, 8, 2], [12.5] * 8])
         split_strategy._strategies.clear()
-        default = segments(sizes, WORLD_GROUP)
-        assert len(default) <= 2
-        set_split_strategy_by_size(percentages)
-        by_size = segments(sizes, WORLD_GROUP)
-        for ends in (default, by_size):
-            assert ends == sorted(set(ends)) and ends[0] >= 0 and ends[-1] == len(sizes) - 1, (sizes, percentages)
+        if percentages:
+            set_split_strategy_by_size(percentages)
+        ends = segments(sizes, WORLD_GROUP)
+        assert ends == sorted(set(ends)) and ends[0] >= 0 and ends[-1] == len(sizes) - 1, (sizes, percentages)
 
 
 def test_needs_neither_tensorflow_nor_an_open_device() -> None:

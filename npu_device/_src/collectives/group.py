@@ -34,21 +34,15 @@ def check_group_name(name: Any) -> None:
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks of the job, in ascending order.
-
-    Attributes:
-        ranks: world ranks of the members; a member's group rank is its position here.
-        rank: the group rank of this process.
-        parent: name of the script's group, if this group was made for one of its operations.
-        tag: in a group of two for send and receive, the queue of an operation; None if all are in one order.
-        counts: for each member, the number of ranks whose sum it contributes; None where each stands for itself.
-    """
+    """Some ranks of the job, in ascending order."""
 
     name: str
-    ranks: tuple[int, ...]
-    rank: int
-    parent: str = field(default="", compare=False)
+    ranks: tuple[int, ...]  # world ranks of the members; a member's group rank is its position here
+    rank: int  # the group rank of this process
+    parent: str = field(default="", compare=False)  # the script's group for one of whose operations this one was made
+    # In a group of two for send and receive, the queue of an operation; None if all are in one order.
     tag: int | None = field(default=None, compare=False)
+    # For each member, the number of ranks whose sum it contributes; None where each stands for itself.
     counts: tuple[int, ...] | None = field(default=None, compare=False)
 
     @property

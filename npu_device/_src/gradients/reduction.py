@@ -38,20 +38,13 @@ _TAPE = "gradient_tape/"  # before the name of an operation that computes a grad
 
 @dataclass(frozen=True)
 class ReductionOptions:
-    """The settings of the reduction of a list.
-
-    Attributes:
-        fusion: 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment per dtype.
-        fusion_id: -1, or with ``fusion=2`` any number from 0.
-        compression: the 16 bits that are sent of float32 and float64, which are added up in their own dtype; or None.
-        adds_rows: add up the rows of ``tf.IndexedSlices`` that have the same index; else keep those of all ranks.
-    """
+    """The settings of the reduction of a list."""
 
     kind: str
-    fusion: int = 1
-    fusion_id: int = -1
-    compression: str | None = None
-    adds_rows: bool = True
+    fusion: int = 1  # 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment per dtype
+    fusion_id: int = -1  # or with ``fusion=2`` any number from 0
+    compression: str | None = None  # the 16 bits that are sent of float32 and float64, added up in their own dtype
+    adds_rows: bool = True  # add up the rows of ``tf.IndexedSlices`` of the same index; else keep those of all ranks
 
     def __post_init__(self) -> None:
         if self.kind not in REDUCTIONS:

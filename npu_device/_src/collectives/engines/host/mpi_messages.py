@@ -24,8 +24,7 @@ from npu_device._src.cluster import time_limits as limits
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.collectives import job as jobs
 from npu_device._src.collectives.engines.host import programs
-from npu_device._src.collectives.engines.host.exchange import MessageChannel
-from npu_device._src.collectives.engines.host.programs import Stream
+from npu_device._src.collectives.engines.host.programs import MessageChannel, Stream
 from npu_device._src.collectives.engines.host.queue import Program, Wait, head_of
 from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.collectives.job import Job

@@ -25,8 +25,7 @@ import tensorflow as tf
 from npu_device._src.cluster.peers import Peers
 from npu_device._src.cluster.time_limits import CHECK_SECONDS, SPIN_SECONDS
 from npu_device._src.collectives.engines.host import queue
-from npu_device._src.collectives.engines.host.exchange import MessageChannel
-from npu_device._src.collectives.engines.host.programs import Round
+from npu_device._src.collectives.engines.host.programs import MessageChannel, Round
 from npu_device._src.collectives.engines.host.queue import Head, Program, Wait
 from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.collectives.job import Job
