@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from fit_models import CLASS_WEIGHT, SAMPLES, compile_model, make_model, make_optimizer, outcome, samples
+from fit_models import CLASS_WEIGHT, SAMPLES, compile_model, make_model, make_optimizer, outcome, replicated, samples
 from heard import error_of, warnings_of_package
 
 import npu_device as npu
@@ -46,9 +46,7 @@ def body_arrays(kind: str, directory: str) -> Any:
 
 def body_data(*kinds: str) -> Any:
     """One model's ``fit`` and ``evaluate`` on each kind of data, one after the other; the results by kind."""
-    model = make_model("functional")
-    compile_model(model)
-    model = npu.distribute.replicate(model)
+    model = replicated()
     found = {kind: _fit_on(model, kind) for kind in kinds}
     return {"weights": found[kinds[-1]]["weights"], **found}
 
@@ -183,9 +181,7 @@ def body_metrics() -> Any:
 def body_unshuffled(kind: str) -> Any:
     """Data that aren't the same on all ranks; returns the error or the logs."""
     rank = npu.open().worker_id
-    model = make_model("functional")
-    compile_model(model)
-    model = npu.distribute.replicate(model)
+    model = replicated()
     x, y = samples()
     dataset = tf.data.Dataset.from_tensor_slices((x, y))
     noise = tf.keras.layers.GaussianNoise(0.1)  # in Keras 3 with a generator of its own
@@ -261,9 +257,7 @@ def body_callback_of_rank_0(kind: str, directory: str) -> tuple[str, Any]:
 def body_divided() -> Any:
     """Each rank reads its own part; the parts of a step together are one process's batch."""
     rank, size = npu.distribute.rank(), npu.distribute.size()
-    model = make_model("functional")
-    compile_model(model)
-    model = npu.distribute.replicate(model)
+    model = replicated()
     x, y = samples(90)
     # Ranks have 6 batches of 5 in every step but the last ones, where the first rank alone has some left.
     batches = [(x[begin : begin + 30], y[begin : begin + 30]) for begin in range(0, 60, 30)]

@@ -92,12 +92,16 @@ def make_optimizer(kind: str) -> Any:
     return optimizers.SGD(0.2, momentum=0.9)
 
 
-def compile_model(model: Any, optimizer: str = "sgd", **more: Any) -> None:
+def compile_model(model: Any, optimizer: str = "sgd") -> None:
     """Compile a model of ``make_model``."""
-    keras = tf.keras
-    more.setdefault("metrics", ["accuracy"])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer=make_optimizer(optimizer), loss=loss, **more)
+    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=make_optimizer(optimizer), loss=loss, metrics=["accuracy"])
+
+
+def replicated() -> Any:
+    model = make_model("functional")
+    compile_model(model)
+    return npu.distribute.replicate(model)
 
 
 def descend(model: Any, loss_of: Callable[[], Any], optimizer: Any = None, reduced: Callable[[Any], Any] = list) -> Any:

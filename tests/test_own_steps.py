@@ -53,20 +53,18 @@ def body_losses(kind: str) -> Any:
 
     keras.utils.set_random_seed(7)  # layers draw the seeds of their initial values when they are made
     regularized = keras.layers.Dense(3, activity_regularizer=keras.regularizers.L2(0.01))
-    per_sample = keras.losses.MeanSquaredError(reduction="none")
     more, loss = {
         "added alone": ([PerSample()], None),
         "added, activity": ([PerSample(), regularized], "mse"),
         "activity": ([regularized], "mse"),
-        "not reduced": ([], per_sample),
+        "not reduced": ([], keras.losses.MeanSquaredError(reduction="none")),
     }[kind]
     model = _model(None, *more)
     model.compile(keras.optimizers.SGD(0.01), loss)
     model = npu.distribute.replicate(model)
     x, y = _data()
     history = model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)
-    scores = model.evaluate(x, y, batch_size=10, verbose=0)
-    return outcome(model, history, scores=np.asarray(scores))
+    return outcome(model, history, scores=model.evaluate(x, y, batch_size=10, verbose=0))
 
 
 def body_two_lengths(kind: str) -> Any:
@@ -83,21 +81,14 @@ def body_two_lengths(kind: str) -> Any:
     (free, _), (x, y) = _data(56), _data(17)
 
     def batches() -> Any:
-        for one, other in (
-            (slice(0, 40), slice(0, 10)),
-            (slice(40, 48), slice(10, 12)),
-            (slice(48, 56), slice(12, 17)),
-        ):
-            yield free[one], (x[other], y[other])
+        yield from zip(np.split(free, [40, 48]), zip(np.split(x, [10, 12]), np.split(y, [10, 12])))
 
     number = tf.TensorSpec([None, 6], tf.float32)
     spec = (number, (number, tf.TensorSpec([None, 1], tf.float32)))
     model = _model(step)
     model.compile(tf.keras.optimizers.SGD(0.1))
-    model = npu.distribute.replicate(model)
-    return outcome(
-        model, model.fit(tf.data.Dataset.from_generator(batches, output_signature=spec), epochs=2, verbose=0)
-    )
+    dataset = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    return outcome(model, npu.distribute.replicate(model).fit(dataset, epochs=2, verbose=0))
 
 
 def body_optimizers(kind: str) -> Any:

@@ -10,50 +10,52 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from compared import compare
-from fit_models import CLASS_WEIGHT, compile_model, make_model, outcome, samples
+from fit_models import CLASS_WEIGHT, outcome, replicated, samples
 from heard import error_of, warnings_of_package
 from pool import Pool
 
 import npu_device as npu
 
 SAMPLES = 31
-KINDS = ("shuffled", "repeated", "records", "seeds", "structures", "tiny", "full")
 
 
-def _made(kind: str, directory: str) -> Any:
-    """Return a pipeline of one kind."""
-    numbers = tf.data.Dataset.range(11)
+def _pipelines(directory: str) -> dict[str, Any]:
+    """Return a pipeline of each kind."""
+    pipeline, numbers = npu.distribute.pipeline, tf.data.Dataset.range(11)
+    cached = numbers.map(lambda number: number + 1).cache()
+    files = tf.data.Dataset.list_files(f"{directory}/*.records", seed=5)
+    records = files.interleave(tf.data.TFRecordDataset, num_parallel_calls=2)
+    pairs = tf.data.Dataset.zip((numbers, numbers.map(lambda number: {"text": tf.strings.as_string(number)})))
 
     def square(number: Any) -> Any:
         if number > 4:  # AutoGraph converts the map
             number = -number
         return number * number
 
-    if kind == "shuffled":
-        cached = numbers.map(lambda number: number + 1).cache()
-        return npu.distribute.pipeline(cached.shuffle(20, seed=3).prefetch(2), square, 3)
-    if kind == "repeated":
-        return npu.distribute.pipeline(numbers.repeat(2), square, 4).repeat(2).take(9)
-    if kind == "records":
-        files = tf.data.Dataset.list_files(f"{directory}/*.records", seed=5)
-        records = files.interleave(tf.data.TFRecordDataset, num_parallel_calls=2)
-        return npu.distribute.pipeline(records, lambda record: tf.io.decode_raw(record, tf.uint8)[0], 4)
-    if kind == "seeds":
-        noisy = lambda number, seed: (number, tf.random.stateless_normal([2], seed))  # noqa: E731
-        return npu.distribute.pipeline(numbers, noisy, 4, seed=7)
-    if kind == "structures":
-        pairs = tf.data.Dataset.zip((numbers, numbers.map(lambda number: {"text": tf.strings.as_string(number)})))
-        return npu.distribute.pipeline(pairs, lambda one, other: {"a": (one, other["text"]), "b": [[one]] * 2}, 5)
-    python = lambda number: tf.numpy_function(abs, [number], tf.int64, stateful=False)  # noqa: E731
-    full = kind == "full"
-    return npu.distribute.pipeline(numbers, python, np.int64(4 if full else 1), drop_remainder=full)
+    def noisy(number: Any, seed: Any) -> Any:
+        return number, tf.random.stateless_normal([2], seed)
+
+    def nested(one: Any, other: Any) -> Any:
+        return {"a": (one, other["text"]), "b": [[one]] * 2}
+
+    def python(number: Any) -> Any:
+        return tf.numpy_function(abs, [number], tf.int64, stateful=False)
+
+    return {
+        "shuffled": pipeline(cached.shuffle(20, seed=3).prefetch(2), square, 3),
+        "repeated": pipeline(numbers.repeat(2), square, 4).repeat(2).take(9),
+        "records": pipeline(records, lambda record: tf.io.decode_raw(record, tf.uint8)[0], 4),
+        "seeds": pipeline(numbers, noisy, 4, seed=7),
+        "structures": pipeline(pairs, nested, 5),
+        "tiny": pipeline(numbers, python, 1),
+        "full": pipeline(numbers, python, np.int64(4), drop_remainder=True),
+    }
 
 
 def body_batches(directory: str) -> dict[str, Any]:
     """Two epochs of each pipeline, by kind, and what it says of itself."""
     found: dict[str, Any] = {}
-    for kind in KINDS:
-        data = _made(kind, directory)
+    for kind, data in _pipelines(directory).items():
         epochs = [
             [tf.nest.map_structure(lambda leaf: leaf.numpy(), each, expand_composites=True) for each in data]
             for _ in range(2)
@@ -112,9 +114,7 @@ def body_fit(kind: str, batch: int) -> Any:
         indices = tf.data.Dataset.range(SAMPLES).shuffle(SAMPLES, seed=3)
         return npu.distribute.pipeline(indices, lambda index: (tf.gather(x, index), tf.gather(y, index)), batch)
 
-    model = make_model("functional")
-    compile_model(model)
-    model = npu.distribute.replicate(model)
+    model = replicated()
     tf.keras.utils.set_random_seed(4)
     with warnings_of_package() as said:
         train, valid = data(), data()
@@ -143,11 +143,8 @@ def body_slow_input() -> list[str]:
 
     x = np.repeat(np.arange(28, dtype=np.float32), 4)[:, None] * np.ones(6, np.float32)
     y = np.zeros(len(x), np.int32)
-    model = make_model("functional")
-    compile_model(model)
     with warnings_of_package() as said:
-        dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4).map(prepare)
-        npu.distribute.replicate(model).fit(dataset, verbose=0)
+        replicated().fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(4).map(prepare), verbose=0)
     return said
 
 
@@ -178,11 +175,6 @@ def body_refused() -> list[str]:
         def rows(self, index: int, start: int, stop: int) -> Any:
             return np.full([stop - start, 6], index, np.float32), np.arange(stop - start)
 
-    def fit(data: Any) -> Any:
-        model = make_model("functional")
-        compile_model(model)
-        npu.distribute.replicate(model).fit(data, verbose=0)
-
     plain = pipeline(numbers, lambda number: number, 4)
     own_order = tf.data.Dataset.from_tensor_slices(np.roll(samples(8)[0], rank))
     calls: list[Any] = [
@@ -193,11 +185,11 @@ def body_refused() -> list[str]:
         lambda: plain.map(abs),
         lambda: pipeline(numbers.shuffle(8), abs, 4),
         lambda: pipeline(numbers.shuffle(8, seed=rank), abs, 4),
-        lambda: fit(pipeline(own_order, lambda x: (x, 0), 4)),
-        lambda: fit(Wrong()),
+        lambda: replicated().fit(pipeline(own_order, lambda x: (x, 0), 4), verbose=0),
+        lambda: replicated().fit(Wrong(), verbose=0),
         lambda: pipeline([1, 2], abs, 4),
         lambda: pipeline(numbers, abs, 0),
-        lambda: npu.distribute.replicate(make_model("functional")).predict(plain),
+        lambda: replicated().predict(plain),
     ]
     return [error_of(call) for call in calls]
 
