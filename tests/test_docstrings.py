@@ -1,8 +1,9 @@
-"""Public names say what they take, return and raise."""
+"""Public names say what they take, return and raise; the examples do what they show, on a single device."""
 
 from __future__ import annotations
 
 import ast
+import doctest
 import functools
 import importlib
 import inspect
@@ -10,11 +11,15 @@ import pkgutil
 import re
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 import hccl
 import npu_bridge
 import npu_device
+from npu_device._src.gradients import split_strategy
 
 _DEPTH = 2  # of calls in which an error is looked for
 _NOT_PUBLIC = re.compile(r"\b_src\b|\blaunch\b|__main__|\bsoak\b")
@@ -95,6 +100,25 @@ def _called(function: Any, node: ast.expr) -> Any:
 
 def test_public_names_are_described() -> None:
     names = public()
-    assert len(names) > 200
+    assert len(names) > 200 and len(MODULES) > 10
     lacking = {name: list(missing(thing)) for name, thing in names.items()}
     assert not {name: parts for name, parts in lacking.items() if parts}
+
+
+PACKAGE = Path(npu_device.__file__).parent
+MODULES = sorted(
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py")
+    if ">>> " in path.read_text()
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        failed, tried = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    finally:
+        split_strategy._strategies.clear()
+    assert tried
+    assert not failed, "see the output for what came instead"

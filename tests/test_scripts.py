@@ -1,4 +1,5 @@
-"""Whole scripts in the manner of ported ones, unedited on one process and on two: two ranks train what one does.
+"""Whole scripts in the manner of ported ones, unedited on one process and on two: two ranks train what one does. And
+single things that ported scripts in TensorFlow 2 style do.
 
 The scripts are in ``scripts/``; each leaves what it has to say in ``result``.
 """
@@ -8,11 +9,13 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from compared import same_bits
 from pool import Pool
 
@@ -50,3 +53,44 @@ def test_two_ranks_train_what_one_process_does(keras_single: Pool, keras_two_ran
         assert [rank["checkpoints"] for rank in ranks] == [3, 0]
     else:
         assert [(rank["skipped"], rank["loss_scale"]) for rank in (alone, *ranks)] == [([3], 2.0**14)] * 3
+
+
+def body_places() -> list[float]:
+    rank = npu.open().worker_id
+    metric = tf.keras.metrics.Mean()
+    metric.update_state(rank + 1.0)
+    found = [npu.distribute.all_reduce(np.float32(rank + 1), "sum")]
+    found += npu.distribute.all_reduce([metric.result()], "sum")
+
+    def replica() -> Any:
+        return npu.distribute.all_reduce(tf.constant(rank + 1.0), "sum")
+
+    for strategy in (tf.distribute.OneDeviceStrategy("CPU:0"), tf.distribute.MirroredStrategy(["CPU:0"])):
+        with strategy.scope():
+            found.append(strategy.run(replica))
+            found.append(tf.function(lambda run=strategy.run: run(replica))())
+    thread = threading.Thread(target=lambda: found.append(replica()))
+    thread.start()
+    thread.join(60)
+    return [float(value) for value in found]
+
+
+def test_wherever_all_reduce_is_called(keras_two_ranks: Pool) -> None:
+    assert keras_two_ranks.run(body_places) == [[3.0] * 7] * 2
+
+
+def body_thrown_away() -> list[float]:
+    rank = npu.open().worker_id
+
+    @tf.function
+    def step(value: Any) -> Any:
+        reduced = npu.distribute.all_reduce([value, value * 2], "sum")
+        return reduced[0] if rank else value  # rank 0 looks at none of them
+
+    results = [float(step(tf.constant(rank + 1.0))) for _ in range(3)]
+    npu.distribute.all_reduce(tf.constant(1.0))  # nor here
+    return [*results, float(npu.distribute.all_reduce(rank + 1.0, "sum"))]
+
+
+def test_a_result_that_a_rank_throws_away(two_ranks: Pool) -> None:
+    assert two_ranks.run(body_thrown_away) == [[1.0, 1.0, 1.0, 3.0], [3.0, 3.0, 3.0, 3.0]]

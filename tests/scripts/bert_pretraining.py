@@ -10,8 +10,6 @@ import npu_device as npu
 from npu_device import gen_npu_ops
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--train_batch_size", type=int, default=4)
-parser.add_argument("--num_accumulation_steps", type=int, default=2)
 parser.add_argument("--overflow_at", type=int, default=-1, help="the step whose loss overflows on the last rank")
 FLAGS, _ = parser.parse_known_args()
 
@@ -22,6 +20,7 @@ npu.open().as_default()
 RANK_SIZE = int(os.getenv("RANK_SIZE", "1"))
 RANK_ID = int(os.getenv("RANK_ID", "0"))
 VOCABULARY, LENGTH, WIDTH = 24, 6, 8
+BATCH, ACCUMULATED = 4, 2
 
 
 class LAMB(tf.keras.optimizers.SGD):
@@ -62,8 +61,7 @@ class Encoder(tf.Module):
 
 def data():
     ids = np.random.RandomState(5).randint(0, VOCABULARY, [48, LENGTH]).astype(np.int32)
-    dataset = tf.data.Dataset.from_tensor_slices(ids)
-    batch_size = FLAGS.train_batch_size
+    dataset, batch_size = tf.data.Dataset.from_tensor_slices(ids), BATCH
     if RANK_SIZE > 1:
         dataset, batch_size = npu.distribute.shard_and_rebatch_dataset(dataset, batch_size)
     return dataset.batch(batch_size, drop_remainder=True)
@@ -86,7 +84,7 @@ def main():
         gradients = tape.gradient(scaled, variables)
         gradients = optimizer.get_unscaled_gradients(gradients)
         for total, gradient in zip(accumulated, gradients):
-            total.assign_add(tf.convert_to_tensor(gradient) / FLAGS.num_accumulation_steps)
+            total.assign_add(tf.convert_to_tensor(gradient) / ACCUMULATED)
 
     @tf.function
     def update():
@@ -99,7 +97,7 @@ def main():
     skipped = []
     iterator = iter(data().repeat())
     for step in range(1, 5):
-        for _ in range(FLAGS.num_accumulation_steps):
+        for _ in range(ACCUMULATED):
             overflow = step == FLAGS.overflow_at and RANK_ID == RANK_SIZE - 1
             forward_backward(next(iterator), tf.constant(float("inf") if overflow else 1.0))
         update()

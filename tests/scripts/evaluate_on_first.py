@@ -1,6 +1,5 @@
 """Evaluation, summaries and checkpoints on rank 0 only, while the other ranks wait for it in the next epoch."""
 
-import argparse
 import tempfile
 import time
 
@@ -11,9 +10,6 @@ import npu_device as npu
 from hccl.manage.api import get_rank_id
 
 npu.open().as_default()
-parser = argparse.ArgumentParser()
-parser.add_argument("--epochs", type=int, default=3)
-args = parser.parse_args()
 
 random = np.random.RandomState(11)
 x_train, x_test = random.randn(24, 4).astype(np.float32), random.randn(16, 4).astype(np.float32)
@@ -29,7 +25,7 @@ dataset = dataset.batch(batch_size)
 
 scores, checkpoints = [], 0
 with tempfile.TemporaryDirectory() as directory:
-    for epoch in range(args.epochs):
+    for epoch in range(3):
         model.fit(dataset, verbose=0)
         if get_rank_id() == 0:
             scores.append(float(model.evaluate(x_test, y_test, verbose=0)))

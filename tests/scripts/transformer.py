@@ -1,7 +1,5 @@
 """A translation model: embeddings with sparse gradients, a frozen table without any, token counts as batch sizes."""
 
-import argparse
-
 import numpy as np
 import tensorflow as tf
 
@@ -10,11 +8,7 @@ from hccl.split.api import set_split_strategy_by_size
 
 set_split_strategy_by_size([60, 20, 20])
 handle = npu.open().as_default()
-parser = argparse.ArgumentParser()
-parser.add_argument("--batch_size", type=int, default=32, help="in tokens")
-parser.add_argument("--max_length", type=int, default=4)
-args = parser.parse_args()
-VOCABULARY, WIDTH = 40, 6
+VOCABULARY, WIDTH, LENGTH, TOKENS = 40, 6, 4, 32
 
 
 class Transformer(tf.Module):
@@ -23,7 +17,7 @@ class Transformer(tf.Module):
         self.embedding = tf.Variable(initial.normal([VOCABULARY, WIDTH]), name="embedding")
         self.query, self.key = (tf.Variable(initial.normal([WIDTH, WIDTH])) for _ in range(2))
         self.output = tf.Variable(initial.normal([WIDTH, VOCABULARY]))
-        self.position = tf.Variable(initial.normal([args.max_length, WIDTH]), trainable=False)
+        self.position = tf.Variable(initial.normal([LENGTH, WIDTH]), trainable=False)
         self.unused = tf.Variable(initial.normal([3]), name="relative_bias")
 
     def __call__(self, ids):
@@ -52,11 +46,11 @@ def main():
     npu.distribute.broadcast(tuple(model.variables), 0)
     # No token twice in a batch: what rows of the same index mean to a norm and to Adam differs from Keras to Keras.
     random = np.random.RandomState(2)
-    batches = [random.permutation(VOCABULARY)[: args.batch_size] for _ in range(4)]
-    ids = np.concatenate(batches).reshape([-1, args.max_length]).astype(np.int32)
+    batches = [random.permutation(VOCABULARY)[:TOKENS] for _ in range(4)]
+    ids = np.concatenate(batches).reshape([-1, LENGTH]).astype(np.int32)
     dataset = tf.data.Dataset.from_tensor_slices((ids, ids[:, ::-1]))
-    dataset, tokens = npu.distribute.shard_and_rebatch_dataset(dataset, args.batch_size)
-    dataset = dataset.batch(tokens // args.max_length, drop_remainder=True)
+    dataset, tokens = npu.distribute.shard_and_rebatch_dataset(dataset, TOKENS)
+    dataset = dataset.batch(tokens // LENGTH, drop_remainder=True)
     norms = [train_step(source, target) for _ in range(2) for source, target in dataset]
     return {"norms": [float(norm) for norm in norms], "weights": [v.numpy() for v in model.variables]}
 

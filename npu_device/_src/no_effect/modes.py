@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("npu_device")
 
-_SATURATION, _INF_NAN, _BY_BACK_END = 0, 1, 2
-
 _loop_size: int | None = None
 _schedule_early = False
 
@@ -74,9 +72,9 @@ def set_device_sat_mode(mode: int) -> None:
 
     Source: Ascend TF Adapter 2.x, ``npu.set_device_sat_mode``.
     """
-    if mode not in (_SATURATION, _INF_NAN, _BY_BACK_END):
+    if mode not in (0, 1, 2):
         _log.error("set_device_sat_mode: the mode must be 0, 1 or 2; found %r; nothing changes", mode)
-    elif mode == _SATURATION:
+    elif mode == 0:
         _log.warning("set_device_sat_mode(0) has no effect: on CPU and GPU numbers that overflow become infinite")
 
 

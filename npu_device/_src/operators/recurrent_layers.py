@@ -13,7 +13,7 @@ from npu_device._src.operators.recurrent import check_attributes, dynamic_augru,
 
 
 class _Recurrent(tf.Module):
-    def __init__(self, hidden_size: int, dtype: Any, **attributes: Any) -> None:
+    def __init__(self, hidden_size: int, dtype: Any, is_training: bool = True, **attributes: Any) -> None:
         super().__init__()
         check_attributes(type(self).__name__, **attributes)
         self._hidden_size = hidden_size
@@ -66,7 +66,7 @@ class DynamicRNN(_Recurrent):
     def __init__(
         self, hidden_size: int, dtype: Any, forget_bias: float = 0.0, is_training: bool = True, **attributes: Any
     ) -> None:
-        super().__init__(hidden_size, dtype, **attributes)
+        super().__init__(hidden_size, dtype, is_training, **attributes)
         self._forget_bias = forget_bias
 
     def _build(self, input_size: int) -> None:
@@ -80,9 +80,6 @@ class DynamicRNN(_Recurrent):
 
 
 class _Gru(_Recurrent):
-    def __init__(self, hidden_size: int, dtype: Any, is_training: bool = True, **attributes: Any) -> None:
-        super().__init__(hidden_size, dtype, **attributes)
-
     def _build(self, input_size: int) -> None:
         self._weight_input = self._weights("weight_input", input_size, 3)
         self._weight_hidden = self._weights("weight_hidden", self._hidden_size, 3)
@@ -131,7 +128,7 @@ class DynamicAUGRU(_Gru):
 def npu_dynamic_rnn(
     cell: Any, inputs: Any, initial_state: Any = None, dtype: Any = None, sequence_length: Any = None, scope: Any = None
 ) -> tuple[Any, Any]:
-    """Run ``tf.compat.v1.nn.static_rnn``, also on a single tensor.
+    """Return the outputs, a list or one tensor like the inputs, and the last state of ``tf.compat.v1.nn.static_rnn``.
 
     Args:
         cell: an RNN cell of TensorFlow 1.
@@ -140,9 +137,6 @@ def npu_dynamic_rnn(
         dtype: of the zeros.
         sequence_length: ``[batch]``, number of steps of each sequence; default all.
         scope: variable scope; default ``"rnn"``.
-
-    Returns:
-        The outputs, as a list or as one tensor like the inputs, and the last state.
 
     Raises:
         ValueError: the inputs are a tensor whose number of steps isn't known, or there is neither a state nor a dtype.

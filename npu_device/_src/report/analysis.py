@@ -63,14 +63,13 @@ def steady(traces: Sequence[RankTrace]) -> list[RankTrace]:
 
 def figures(trace: RankTrace) -> RankFigures:
     ones = trace.iterations
-    hidden = statistics.median(one.hidden for one in ones)
     return RankFigures(
         rank=trace.rank,
         host=trace.host,
         step=statistics.median(one.time for one in ones),
         input_wait=statistics.median(one.input_wait or 0.0 for one in ones),
         alone=statistics.median(one.bp_end - one.fp_start - one.hidden for one in ones),
-        hidden=hidden,
+        hidden=statistics.median(one.hidden for one in ones),
         exposed=statistics.median(one.exposed for one in ones),
         update=statistics.median(one.iteration_end - max(one.bp_end, one.last_reduced) for one in ones),
     )
@@ -138,10 +137,13 @@ def diagnose(traces: Sequence[RankTrace], ranks: Sequence[RankFigures]) -> Diagn
 
 def _situation(trace: RankTrace, rank: RankFigures) -> tuple[str, str, str]:
     """Return the situation, what the guide advises in it, and the figures that say so."""
-    order = _by_start(trace)
+
+    def starts(segment: int) -> float:
+        return _median(trace, lambda one: one.allreduce[segment][0] - one.fp_start)
+
+    order = sorted(range(len(trace.segments)), key=starts)
     share = [trace.bytes_of(segment) / max(1, sum(one.bytes for one in trace.gradients)) for segment in order]
     before = order[:-1]
-    start = _median(trace, lambda one: one.allreduce[order[0]][0] - one.fp_start)
     slack = _median(trace, lambda one: one.bp_end - max((one.allreduce[i][1] for i in before), default=one.bp_end))
     backward = rank.alone + rank.hidden
     hang = f"the reduction ends {_ms(rank.exposed)} after the backward pass, {rank.exposed / rank.step:.0%} of a step"
@@ -153,7 +155,7 @@ def _situation(trace: RankTrace, rank: RankFigures) -> tuple[str, str, str]:
         return situation, "add segments", f"{which} of the bytes; {hang}."
     first = (
         f"The backward pass ends {_ms(backward)} after the start of the step. The first segment ({share[0]:.0%} of the "
-        f"bytes) starts after {_ms(start)}"
+        f"bytes) starts after {_ms(starts(order[0]))}"
     )
     if slack < 0:
         return (
@@ -181,13 +183,6 @@ def _send_less(traces: Sequence[RankTrace], last: RankFigures) -> str:
         f" Each host sends {speed * 8e-9:.1f} Gbit/s, less than a core can send: the network is the limit. "
         'compression="bf16" halves the bytes, if you don\'t use it yet.'
     )
-
-
-def _by_start(trace: RankTrace) -> list[int]:
-    def start(segment: int) -> float:
-        return _median(trace, lambda one: one.allreduce[segment][0] - one.fp_start)
-
-    return sorted(range(len(trace.segments)), key=start)
 
 
 def _median(trace: RankTrace, value: Callable[[Iteration], float]) -> float:

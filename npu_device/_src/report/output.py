@@ -109,18 +109,8 @@ def write_report(directory: Path) -> None:
 
 
 def summary(found: Analysis) -> str:
-    lines = [
-        _headline(found),
-        *_notes(found),
-        "",
-        _HEAD,
-        *map(_row, found.ranks),
-        "",
-        _waiting(found),
-        _spread(found),
-        "",
-    ]
     diagnosis = found.diagnosis
+    lines = [*_notes(found), "", _HEAD, *map(_row, found.ranks), "", _waiting(found), _spread(found), ""]
     lines += [diagnosis.situation, diagnosis.reasons]
     if diagnosis.call is not None:
         lines += ["", "Paste before the first step:", f"    {diagnosis.call}"]
@@ -128,23 +118,19 @@ def summary(found: Analysis) -> str:
     return "\n".join(lines)
 
 
-def _headline(found: Analysis) -> str:
-    first = found.traces[0]
-    size = sum(gradient.bytes for gradient in first.gradients)
-    segments = f"{len(first.segments)} segment{'s' if len(first.segments) > 1 else ''}"
-    hosts = len({trace.host for trace in found.traces})
-    return (
-        f"{len(first.gradients)} gradients, {amount(size)}, in {segments}; {first.world_size} ranks on {hosts} "
-        f"host{'s' if hosts > 1 else ''}, group {first.group!r}, backend {first.backend}"
-    )
-
-
 def _notes(found: Analysis) -> list[str]:
-    """Return notes on reading the figures: iterations, clocks, ranks without a trace."""
-    numbers = [one.iteration for one in found.traces[0].iterations]
-    lines = [f"medians of {len(numbers)} iterations, from number {numbers[0]} to {numbers[-1]}"]
-    lines.append(_clocks(found.traces))
-    missing = sorted(set(range(found.traces[0].world_size)) - {trace.rank for trace in found.traces})
+    """Return what was traced, and notes on reading the figures: iterations, clocks, ranks without a trace."""
+    first, hosts = found.traces[0], len({trace.host for trace in found.traces})
+    size = amount(sum(gradient.bytes for gradient in first.gradients))
+    segments = f"{len(first.segments)} segment{'s' if len(first.segments) > 1 else ''}"
+    numbers = [one.iteration for one in first.iterations]
+    lines = [
+        f"{len(first.gradients)} gradients, {size}, in {segments}; {first.world_size} ranks on {hosts} "
+        f"host{'s' if hosts > 1 else ''}, group {first.group!r}, backend {first.backend}",
+        f"medians of {len(numbers)} iterations, from number {numbers[0]} to {numbers[-1]}",
+        _clocks(found.traces),
+    ]
+    missing = sorted(set(range(first.world_size)) - {trace.rank for trace in found.traces})
     if missing:
         lines.append(
             f"no trace of rank(s) {', '.join(map(str, missing))}. What to do: bring the directories rank<N> of all "
