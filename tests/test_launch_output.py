@@ -89,8 +89,8 @@ def test_lines_and_progress_come_while_the_rank_runs(tmp_path: Path) -> None:
         """,
     )
     launch = start(source, on=partial(hurried, REFRESH_SECONDS=1.0))
-    assert launch.stdout.readline() == b"[0] first\n"
     began = time.monotonic()
+    assert launch.stdout.readline() == b"[0] first\n"
     assert launch.stdout.readline().startswith(b"[0] step ")
     assert 0.9 < time.monotonic() - began < 12
     launch.terminate()

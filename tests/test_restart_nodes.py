@@ -162,8 +162,9 @@ def test_a_node_that_waits_for_a_stopped_node_0_gives_up(tmp_path: Path) -> None
 def test_too_few_nodes(tmp_path: Path) -> None:
     """Nobody comes; one has other arguments; nobody is there any more."""
     with Nodes(tmp_path, "", "--max-restarts", "1", "--rejoin-timeout", "4") as nodes:
+        other = nodes.start(1, "-n", "2", "--rejoin-timeout", "60")  # first, so that it comes in time
         leader = nodes.start(0)
-        code, stderr = ends(nodes.start(1, "-n", "2"))
+        code, stderr = ends(other)
         assert code == 2
         assert "node 1 doesn't match node 0: nproc 2 (node 0: 1)" in stderr
         code, stderr = ends(leader)
