@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import job
 import numpy as np
 import pytest
 from launcher import environment, npurun, script
@@ -321,8 +322,7 @@ def test_a_script_without_the_option(tmp_path: Path) -> None:
     assert done.returncode == 1 and "What to do: npurun --horovod" in done.stderr.decode()
 
 
-def test_horovods_launcher_is_refused() -> None:
+def test_horovods_launcher_is_refused(tmp_path: Path) -> None:
     text = "import npu_device.horovod.tensorflow as hvd; hvd.init()"
-    variables = environment(HOROVOD_SIZE="2", HOROVOD_RANK="0")
-    done = subprocess.run([sys.executable, "-c", text], env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "npurun" in done.stderr
+    [ended] = job.run(tmp_path, 1, text, HOROVOD_SIZE="2", HOROVOD_RANK="0")
+    assert ended.code == 1 and "npurun" in ended.output

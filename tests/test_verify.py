@@ -122,8 +122,13 @@ SAID = {
 """What stands in the line that the verdict names."""
 
 
-def verified(directory: Path, source: str, size: int, keras: str, steps: int = 2, **options: bool) -> report.Verdict:
-    """Run a script as ``npurun verify`` does, in forks of a process that has imported TensorFlow."""
+def verified(directory: Path, source: str, cause: str, number: int, steps: int = 2, **options: bool) -> report.Verdict:
+    """Run a script as ``npurun verify`` does, in forks of a process that has imported TensorFlow; check the cause.
+
+    Scripts have numbers: two or three ranks under either Keras occur, two ranks most often.
+    """
+    size = 3 if number % 8 == 1 else 2
+    keras = "32"[number // 8 % 2 if size == 3 else number % 2]
     path = directory / "script.py"
     path.write_text(source)
     start = Process(str(directory / "runs"), steps, **options)
@@ -135,22 +140,18 @@ def verified(directory: Path, source: str, size: int, keras: str, steps: int = 2
     [begun] = job.run(directory / "runs", 1, f"import os; os.chdir({str(directory)!r})\n{runner}", 120, **variables)
     problem = directory / "runs" / PROBLEM
     assert begun.code == 0, problem.read_text() if problem.exists() else begun.output
-    return report.judge(start.runs([size]))
-
-
-def combination(number: int) -> tuple[int, str]:
-    """Return the number of ranks and the Keras of a script; all four combinations occur, two ranks most often."""
-    return 3 if number % 8 == 1 else 2, "32"[number // 8 % 2 if number % 8 == 1 else number % 2]
+    verdict = report.judge(start.runs([size]))
+    assert verdict.cause == cause, report.text(verdict)
+    assert not verdict.code or (verdict.ranks == size and "\nWhat to do: " in verdict.text and "{" not in verdict.text)
+    return verdict
 
 
 @pytest.mark.parametrize("kind", list(WRONG))
 def test_causes_in_a_loop(kind: str, tmp_path: Path) -> None:
-    size, keras = combination(list(WRONG).index(kind))
     cause, _, seed = kind.partition(", ")
     source = LOOP.format(**{**RIGHT, **{key: value.strip("\n") for key, value in WRONG[kind].items()}})
     source = source.replace("seed=1", "" if seed == "none" else "seed=1")
-    verdict = verified(tmp_path, source, size, keras)
-    assert verdict.cause == cause, report.text(verdict)
+    verdict = verified(tmp_path, source, cause, list(WRONG).index(kind))
     assert verdict.code == (0 if not cause else 3 if cause == "random numbers" else 1)
     assert not list(tmp_path.glob("*.txt")) and all(line.split()[2] == "12" for line in verdict.table)
     assert any("clips its own gradients" in note for note in verdict.notes) == ("1e6" in source)
@@ -158,8 +159,6 @@ def test_causes_in_a_loop(kind: str, tmp_path: Path) -> None:
     if cause in SAID:
         line = next(number for number, text in enumerate(source.splitlines(), start=1) if SAID[cause] in text)
         assert f"script.py:{line}" in verdict.text
-    if verdict.code:
-        assert verdict.ranks == size and "\nWhat to do: " in verdict.text and "{" not in verdict.text
     for example in re.findall("```python\n(.+?)```", causes.TEXTS.get(kind, ""), flags=re.S):
         assert set(map(str.strip, example.splitlines())) <= set(map(str.strip, source.splitlines()))
 
@@ -215,12 +214,10 @@ FITS = {
 
 @pytest.mark.parametrize("name", list(FITS))
 def test_fit(name: str, tmp_path: Path) -> None:
-    size, keras = combination(list(FITS).index(name))
     cause, step, model, optimizer = FITS[name]
     eager, batch = name not in ("mixed", "queue"), 10 if cause == "sum averaged" else 11  # uneven shares aren't halves
     source = FIT.format(step=step.strip("\n"), model=model, optimizer=optimizer, eager=eager, batch=batch)
-    verdict = verified(tmp_path, source, size, keras)
-    assert verdict.cause == cause, report.text(verdict)
+    verdict = verified(tmp_path, source, cause, list(FITS).index(name))
     assert any("in 1 layers that aren't synchronized" in note for note in verdict.notes)
 
 
@@ -264,8 +261,7 @@ SESSIONS: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("cause", list(SESSIONS))
 def test_sessions(cause: str, tmp_path: Path) -> None:
-    verdict = verified(tmp_path, SESSION.format(**{**SESSION_RIGHT, **SESSIONS[cause]}), 2, "3", steps=3)
-    assert verdict.cause == cause, report.text(verdict)
+    verified(tmp_path, SESSION.format(**{**SESSION_RIGHT, **SESSIONS[cause]}), cause, 0, steps=3)
 
 
 HOROVOD = """
@@ -301,12 +297,10 @@ HOROVODS = {
 
 @pytest.mark.parametrize("name", list(HOROVODS))
 def test_horovod(name: str, tmp_path: Path) -> None:
-    size, keras = combination(list(HOROVODS).index(name))
     cause, fit, tape, sent = HOROVODS[name]
     source = HOROVOD.format(fit=fit, tape=tape, sent=sent or "pass")
     source = source.replace("shuffle(48)", "shuffle(48, seed=1)" if cause else "shuffle(48)")
-    verdict = verified(tmp_path, source, size, keras)
-    assert verdict.cause == cause, report.text(verdict)
+    verdict = verified(tmp_path, source, cause, list(HOROVODS).index(name))
     assert verdict.code == (1 if cause else 0)
     assert any("compared with each other only" in note for note in verdict.notes)
     assert any("all ranks read the same samples" in note for note in verdict.notes) == bool(cause)
@@ -346,11 +340,11 @@ model.fit(tf.data.Dataset.from_tensor_slices((given, np.ones([12, 1]))).batch(4)
 """
 
 
-@pytest.mark.parametrize("keras", ["2", "3"])
-def test_a_script_without_a_call(keras: str, tmp_path: Path) -> None:
-    verdict = verified(tmp_path, NO_CALL, 2, keras, replicate=keras == "3")
-    assert (verdict.code, verdict.cause) == ((0, "") if keras == "3" else (3, "no call"))
-    assert ("npurun port" in verdict.text) == (keras == "2")
+@pytest.mark.parametrize("replicate", [False, True])
+def test_a_script_without_a_call(replicate: bool, tmp_path: Path) -> None:
+    verdict = verified(tmp_path, NO_CALL, "" if replicate else "no call", 4 if replicate else 3, replicate=replicate)
+    assert verdict.code == (0 if replicate else 3)
+    assert ("npurun port" in verdict.text) != replicate
 
 
 def test_the_pages_and_json() -> None:
