@@ -42,9 +42,8 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[_Server, dict[str, str]]]:
     key, certificate, token = tmp_path / "key.pem", tmp_path / "certificate.pem", tmp_path / "token"
-    new = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
-    names = ["-addext", "subjectAltName=DNS:localhost"]
-    command = [*new, *names, "-keyout", str(key), "-out", str(certificate)]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     token.write_text("secret\n")
     found = _Server(("localhost", 0), _Handler)

@@ -21,11 +21,6 @@ INFINITE = (False, True, False, False)
 """Tells of each step if its gradients overflow, on the last rank only."""
 
 
-def _inner(kind: str) -> Any:
-    optimizers = tf.keras.optimizers.legacy if "legacy" in kind else tf.keras.optimizers
-    return optimizers.SGD(0.5, momentum=0.5)
-
-
 def body_steps(kind: str, place: str, dynamic: bool, style: str, graph: bool) -> Any:
     return _steps(kind, place, dynamic, style, graph, run=lambda step, infinite: step(infinite))
 
@@ -40,7 +35,8 @@ def _steps(kind: str, place: str, dynamic: bool, style: str, graph: bool, run: A
     handle = npu.open()
     last = handle.worker_id == handle.workers_num - 1
     wrap = npu.distribute.npu_distributed_keras_optimizer_wrapper
-    optimizer, kerass_own = _inner(kind), tf.keras.mixed_precision.LossScaleOptimizer
+    optimizers = tf.keras.optimizers.legacy if "legacy" in kind else tf.keras.optimizers
+    optimizer, kerass_own = optimizers.SGD(0.5, momentum=0.5), tf.keras.mixed_precision.LossScaleOptimizer
     if place == "inner":
         optimizer = wrap(optimizer, "sum")
     more = {"dynamic_growth_steps": 2} if dynamic else {}

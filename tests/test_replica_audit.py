@@ -70,9 +70,7 @@ def test_a_warning_on_request_or_nothing(keras_two_ranks: Pool) -> None:
     assert text.startswith("the ranks have drifted apart: seen after step 3 (after step 2 they were equal)")
     assert text.endswith("This optimizer is not audited any more.")
     assert results[1][1] == []
-    for every, drifts_at in (("1", 100), ("0", 1)):
-        found = keras_two_ranks.run(body_drift, "function", {"NPU_DEVICE_AUDIT": every}, drifts_at)
-        assert found == [("", [], 8)] * 2
+    assert keras_two_ranks.run(body_drift, "function", {"NPU_DEVICE_AUDIT": "0"}, 1) == [("", [], 8)] * 2
 
 
 def test_by_default_a_drift_is_found(two_ranks: Pool) -> None:

@@ -18,7 +18,7 @@ from npu_device._src.no_effect.modes import (
     set_schedule_aicore_task_early,
 )
 from npu_device._src.options import global_options
-from npu_device._src.training.compat_function import npu_compat_function
+from npu_device._src.training.small_names import npu_compat_function
 from npu_device.configs import npu_run_context, run_context_options
 from npu_device.utils import scope
 
@@ -27,7 +27,7 @@ from npu_device.utils import scope
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test begins as a new process would."""
     monkeypatch.setattr("npu_device._src.no_effect.modes._loop_size", None)
-    monkeypatch.setattr("npu_device._src.training.compat_function._warned", False)
+    monkeypatch.setattr("npu_device._src.training.small_names._warned", False)
     monkeypatch.delenv("NPU_LOOP_SIZE", raising=False)
 
 

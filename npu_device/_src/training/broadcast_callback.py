@@ -32,15 +32,14 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     moving averages, learning rates and loss scales are sent; random seeds and metrics stay as they are on
     each rank.
 
-    A model that would be built by its first step, and the optimizers of a custom ``train_step``, get their variables
-    beforehand: the step is traced but not run. A model that runs eagerly is called on the first batch instead; state of
-    optimizers that only its own ``train_step`` makes is sent after the first step, together with the weights. The ranks
-    then end up with the same values, unless ``steps_per_execution`` is above 1; a warning says so.
+    Variables that only the first step would make are made beforehand, by tracing it; a model that runs eagerly is
+    called on the first batch. State that only its own ``train_step`` makes is sent after the first step, with the
+    weights: with ``steps_per_execution`` above 1, some steps differ between the ranks, and a warning says so.
 
-    State that differs in number or shape between the ranks, as with ``grouping_gradients_apply``, stays as it is on
-    each rank, with a warning. A replicated model (``npu.distribute.replicate``) makes its variables equal by itself;
-    the callback only chooses the rank. The callback also turns ``jit_compile`` off, which Keras 3 turns on by itself on
-    a GPU: XLA can't compile a step that waits for other ranks. On a single device nothing happens.
+    State that differs in number or shape between the ranks, as with ``grouping_gradients_apply``, stays as it is, with
+    a warning. For a replicated model (``npu.distribute.replicate``), the callback only chooses the rank. It also turns
+    ``jit_compile`` off, which Keras 3 turns on by itself on a GPU: XLA can't compile a step that waits for other ranks.
+    On a single device nothing happens.
 
     Source: Ascend TF Adapter 2.x, ``NPUBroadcastGlobalVariablesCallback``, by its documentation: in the released code
         it is never called.

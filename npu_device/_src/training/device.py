@@ -10,10 +10,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import operator
 import os
+import random
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
@@ -34,7 +38,6 @@ from npu_device._src.options import global_options
 from npu_device._src.report.output import write_report
 from npu_device._src.trace import trace
 from npu_device._src.trace.records import Settings, settings
-from npu_device._src.training import seed as seeds
 from npu_device._src.training.applied_gradients import AppliedGradients
 from npu_device._src.training.last_word import LastWord
 
@@ -42,6 +45,7 @@ _TO_BE_A_RANK = (
     "To make it a rank of another job, start it with npurun, or with that job's variables and NPU_DEVICE_RANK_PROCESS "
     "unset."
 )
+_LARGEST_SEED = (1 << 32) - 1  # that numpy takes
 _log = logging.getLogger("npu_device")
 
 
@@ -124,7 +128,7 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
         device = parent.device_id if device_id is None else device_id
         _handle = _handle or NpuDeviceHandle(device, parent.world_size, parent.rank)
         return _handle
-    seed = None if seed is None else seeds.checked(seed)
+    seed = None if seed is None else _checked(seed)
     if _handle is not None:
         if device_id is not None and device_id != _handle._device_id:
             raise RuntimeError(
@@ -181,7 +185,44 @@ def _set_seed(seed: int | None) -> None:
             "since then depends on that.\nWhat to do: pass the seed in one place only."
         )
     _seed = seed
-    seeds.set_everywhere(seed)
+    # TensorFlow's context isn't made. A Keras that is imported later takes its seeds from Python's random state.
+    kerases = [sys.modules[name].utils for name in ("keras", "tf_keras") if name in sys.modules]
+    with contextlib.suppress(ImportError):  # TF_USE_LEGACY_KERAS without tf_keras
+        kerases.append(tf.keras.utils)
+    for utils in kerases:
+        utils.set_random_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    tf.random.set_seed(seed)
+
+
+def _checked(seed: Any) -> int:
+    """Return a seed as Python's integer."""
+    try:
+        number = -1 if isinstance(seed, bool) else operator.index(seed)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= _LARGEST_SEED:
+        raise ValueError(
+            f"npu.open(seed={seed!r}): expected an integer from 0 to {_LARGEST_SEED}.\n"
+            "What to do: pass one such number, the same on every rank."
+        )
+    return number
+
+
+def _require_same_seed(running: Job, seed: int | None) -> None:
+    """Compare the seeds that the ranks have passed; every rank of the job makes this call."""
+    seeds = running.store.gather("seed", seed, environment.HCCL_CONNECT_TIMEOUT.get())
+    if any(each != seeds[0] for each in seeds):
+        lines = "\n".join(
+            f"  {running.cluster.name_of(rank)}: npu.open({'' if each is None else f'seed={each}'})"
+            for rank, each in enumerate(seeds)
+        )
+        raise ValueError(
+            f"the ranks opened with different seeds:\n{lines}\nLikely cause: the seed is computed from the rank or "
+            "drawn at random.\nWhat to do: pass the same seed on every rank. Numbers that each rank should draw by "
+            "itself come from a generator made of the seed and the rank: np.random.default_rng([seed, rank])."
+        )
 
 
 def _require_same_job(opened: NpuDeviceHandle, device_id: int | None) -> None:
@@ -202,7 +243,7 @@ def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
     try:
         job.threads, job.sessions = CallingThreads(), Sessions(job)
         job.stall_watch = StallWatch(job)
-        seeds.require_same(job, seed)
+        _require_same_seed(job, seed)
         found = detect_hosts(job, resources.choose_device(job.cluster))
         hosts = job.hosts = choose_engine(job, found)
         resources.count_cores(job)

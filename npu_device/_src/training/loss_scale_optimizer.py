@@ -63,7 +63,15 @@ class NpuLossScaleOptimizer:
     def __new__(cls, inner_optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if issubclass(cls, _KerasFamily):
             return super().__new__(cls)
-        made = _class_for(cls, inner_optimizer)
+        public_class: Any = cls
+        keras = compat.keras_of(inner_optimizer)
+        if compat.is_keras_3(keras) and isinstance(inner_optimizer, keras.optimizers.Optimizer):
+            made: Any = _made(public_class, _Keras3Family, keras.optimizers.LossScaleOptimizer)
+        elif hasattr(inner_optimizer, "apply_gradients") and not compat.is_keras_3(keras):
+            made = _made(public_class, _TfKerasFamily, compat.loss_scale_class_of_tf_keras(keras, inner_optimizer))
+        else:
+            kind = f"{type(inner_optimizer).__module__}.{type(inner_optimizer).__name__}"
+            raise TypeError(f"expected a Keras optimizer to scale the loss for; found a {kind}")
         return made.__new__(made, inner_optimizer, *args, **kwargs)
 
     @classmethod
@@ -285,19 +293,6 @@ class _TfKerasFamily(_KerasFamily):
     def _update_scale(self, finite: tf.Tensor) -> None:
         # tf-keras's own state, which checks by itself whether its input is finite.
         self._loss_scale.update([tf.where(finite, 0.0, float("nan"))])
-
-
-def _class_for(public_class: type, optimizer: Any) -> Any:
-    """Return the class of a loss-scale optimizer around a Keras optimizer; see ``NpuLossScaleOptimizer.__new__``."""
-    keras = compat.keras_of(optimizer)
-    if compat.is_keras_3(keras) and isinstance(optimizer, keras.optimizers.Optimizer):
-        return _made(public_class, _Keras3Family, keras.optimizers.LossScaleOptimizer)
-    if not hasattr(optimizer, "apply_gradients") or compat.is_keras_3(keras):
-        raise TypeError(
-            f"expected a Keras optimizer to scale the loss for; found a {type(optimizer).__module__}."
-            f"{type(optimizer).__name__}"
-        )
-    return _made(public_class, _TfKerasFamily, compat.loss_scale_class_of_tf_keras(keras, optimizer))
 
 
 @functools.cache

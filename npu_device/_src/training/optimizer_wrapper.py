@@ -193,12 +193,14 @@ def install(optimizer: Any, keras: Any, reduction: Any) -> None:
     hooks: dict[str, Callable[..., Any]] = {"apply_gradients": _apply_gradients}
     if compat.is_keras_3(keras) and isinstance(optimizer, keras.optimizers.Optimizer):
         hooks["apply"] = _apply_keras_3
-    elif not hasattr(optimizer, "inner_optimizer"):
+    else:
         known = [name for name in ("aggregate_gradients", "_aggregate_gradients") if hasattr(optimizer, name)]
-        if not known or not hasattr(optimizer, "apply_gradients"):
+        is_scaling = hasattr(optimizer, "inner_optimizer")
+        if not hasattr(optimizer, "apply_gradients") or not (known or is_scaling):
             kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
             raise TypeError(f"expected a Keras optimizer (Keras 3, tf-keras, legacy); found a {kind}")
-        hooks[known[0]] = _aggregate_gradients
+        if not is_scaling:
+            hooks[known[0]] = _aggregate_gradients
     setattr(optimizer, REDUCTION, reduction)
     for name, hook in hooks.items():
         setattr(optimizer, name, MethodType(hook, optimizer))

@@ -209,17 +209,14 @@ def weighted_mean(values: Any, weight: Any) -> Any:
     if ranks is None:
         return values
     mine = tf.cast(weight, tf.float64)
+    found, wrong = tf.get_static_value(mine), ""
     if mine.shape.rank not in (0, None):
-        raise ValueError(
-            f"rank {ranks.job.cluster.rank}: weighted_mean was given a weight of shape {mine.shape}; expected a "
-            "scalar, such as the number of samples of this rank"
-        )
-    known = tf.get_static_value(mine)
-    if known is not None and known < 0:
-        raise ValueError(
-            f"rank {ranks.job.cluster.rank}: weighted_mean was given the weight {known:g}; expected 0 or more, "
-            "such as the number of samples of this rank"
-        )
+        wrong = f"a weight of shape {mine.shape}; expected a scalar"
+    elif found is not None and found < 0:
+        wrong = f"the weight {found:g}; expected 0 or more"
+    if wrong:
+        where = f"rank {ranks.job.cluster.rank}: weighted_mean was given "
+        raise ValueError(f"{where}{wrong}, such as the number of samples of this rank")
     part = tf.math.divide_no_nan(mine, ranks.add_up(mine))
     parts = [weighted(with_values(value, floating), part) for value in tf.nest.flatten(values)]
     return tf.nest.pack_sequence_as(values, reduce_list(ranks.job, parts, ReductionOptions("sum"), ranks.group))

@@ -102,8 +102,9 @@ def reduce_by_hand(
 
 def _by_samples(step: CurrentStep, tensors: list[Any], how: ReductionOptions) -> list[Any]:
     # In the step of a replicated model, in which a rank counts by its samples.
-    prepare, weight = (floating, step.weight) if how.kind == "mean" else (tf.identity, step.counts)
-    parts = [weighted(step.to_exchange(with_values(each, prepare)), weight) for each in tensors]
+    prepared = [with_values(each, floating) for each in tensors] if how.kind == "mean" else tensors
+    weight = step.weight if how.kind == "mean" else step.counts
+    parts = [weighted(step.to_exchange(each), weight) for each in prepared]
     reduced = [step.exchanged(each) for each in step.reduce(parts, replace(how, kind="sum"))]
     step.reduced += reduced
     return reduced

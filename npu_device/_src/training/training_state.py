@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import random
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Callable
 
+import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
@@ -91,6 +93,19 @@ def call_on(model: Any, batch: Any) -> None:
         ) from error
     if takes_kerass_own_step(model):
         build_optimizer(model)
+
+
+def random_states() -> tuple[Any, Any, Any]:
+    """Return the random states of Python, numpy and TensorFlow."""
+    return random.getstate(), np.random.get_state(), compat.random_state()
+
+
+def set_random_states(states: tuple[Any, Any, Any]) -> None:
+    python, numpy, tensorflow = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    if compat.random_state() != tensorflow:
+        compat.set_random_state(tensorflow)
 
 
 def unique(things: Iterable[Any]) -> list[Any]:

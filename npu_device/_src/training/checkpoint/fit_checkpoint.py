@@ -47,16 +47,12 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         CheckpointError: there are checkpoints, but none can be used, or it doesn't fit the model, or this ``fit`` has
             less data; from ``fit``.
 
-    Call ``fit`` with the same arguments again. It starts in the epoch of the checkpoint. Finished steps of that epoch
-    read their batches and call other callbacks, but compute nothing. Weights, optimizers, learning rates, metrics and
-    random states are then those of the checkpoint.
+    Call ``fit`` with the same arguments again. It starts in the epoch of the checkpoint, whose finished steps read
+    their batches and call other callbacks, but compute nothing. Then weights, optimizers, learning rates, metrics and
+    random states are those of the checkpoint, but not what other callbacks remember (``EarlyStopping``, ``History``).
 
-    Put it after callbacks that change the model when ``fit`` ends (``EarlyStopping(restore_best_weights=True)``).
-
-    If the script sets a seed before it makes the data, the batches come in the same order again. If the first batch
-    differs, a warning tells it. What other callbacks remember (the patience of ``EarlyStopping``, ``History``) isn't
-    in a checkpoint.
-
+    Put it after callbacks that change the model when ``fit`` ends (``EarlyStopping(restore_best_weights=True)``). With
+    a seed that is set before the data are made, the batches come in the same order again; if not, a warning tells it.
     Every rank has to use it, with or without ``replicate``. It works on a single device too.
     """
 

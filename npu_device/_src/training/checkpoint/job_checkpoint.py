@@ -84,7 +84,16 @@ class JobCheckpoint:
         self._last: int | None = None  # the step of the newest checkpoint; None before restore and save
         self._named: int | None = None  # by latest.json, when this job last read or wrote it
         self._found: selection.Chosen | None = None  # by peek, for restore
-        self._preemption = _watch_for_the_signal() if preemption else None
+        self._preemption: Preemption | None = None
+        if preemption and device.parent_of_this_process() is None:
+            ranks = world()
+            health, size = (None, 1) if ranks is None else (ranks.job.health, ranks.size)
+            number = signal.Signals[environment.NPU_DEVICE_PREEMPT_SIGNAL.get()]
+            try:
+                self._preemption = Preemption(health, size, number, environment.NPU_DEVICE_PREEMPT_TIMEOUT.get())
+            except ValueError:
+                what = "this thread can't handle %s. What to do: make the JobCheckpoint in the main thread."
+                _log.warning(what, number.name)
 
     def __enter__(self) -> JobCheckpoint:
         return self
@@ -218,7 +227,7 @@ class JobCheckpoint:
             return 0
         here = self._directory / folder.name_of(chosen.step)
         borrowed = self._directory / folder.partial_name(chosen.step, place.token)
-        takes = chosen.sends and place.keepers[chosen.holder] != place.keepers[place.rank]
+        takes = not chosen.own and place.keepers[chosen.holder] != place.keepers[place.rank]
         lost = list(chosen.not_kept)
         what = f"the checkpoint of step {chosen.step} in {self._directory} can't be read:"
         source = borrowed if takes else here
@@ -231,7 +240,7 @@ class JobCheckpoint:
                 lost.extend(self._own.names_of_states())
 
         try:
-            if chosen.sends and ranks is not None:
+            if not chosen.own and ranks is not None and len(set(place.keepers)) > 1:
                 selection.send_files(ranks, source, chosen.shared, chosen.holder, takes and place.is_keeper)
                 ranks.wait()
             on_all_ranks(ranks, read, what)
@@ -332,19 +341,6 @@ class JobCheckpoint:
 
         for stage in (finish, name_latest):
             on_all_ranks(ranks, stage if place.is_keeper else lambda: None, what)
-
-
-def _watch_for_the_signal() -> Preemption | None:
-    if device.parent_of_this_process() is not None:
-        return None
-    ranks = world()
-    health, size = (None, 1) if ranks is None else (ranks.job.health, ranks.size)
-    number = signal.Signals[environment.NPU_DEVICE_PREEMPT_SIGNAL.get()]
-    try:
-        return Preemption(health, size, number, environment.NPU_DEVICE_PREEMPT_TIMEOUT.get())
-    except ValueError:
-        _log.warning("this thread can't handle %s. What to do: make the JobCheckpoint in the main thread.", number.name)
-        return None
 
 
 def _latest(directory: Path) -> int | None:

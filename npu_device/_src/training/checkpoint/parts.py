@@ -13,11 +13,10 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.frames import counted
-from npu_device._src.training import seed
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.digests import checksum
 from npu_device._src.training.sent_objects import from_json, to_json
-from npu_device._src.training.training_state import unique
+from npu_device._src.training.training_state import random_states, set_random_states, unique
 
 _UNTRACKED = "npu_untracked"
 Digests = dict[str, tuple[tuple[int, ...], int]]
@@ -163,7 +162,7 @@ class Own:
             names, slices = list(differing), [""] * len(differing)
             tf.raw_ops.SaveV2(prefix=f"{prefix}.differing", tensor_names=names, shape_and_slices=slices, tensors=values)
         record = {
-            "random": seed.random_states(),
+            "random": random_states(),
             "generators": {
                 name: thing.getstate() if isinstance(thing, random.Random) else thing.bit_generator.state
                 for name, thing in self._generators.items()
@@ -199,5 +198,5 @@ class Own:
             )
             for variable, value in zip(known.values(), values):
                 variable.assign(value)
-        seed.set_random_states(record["random"])
+        set_random_states(record["random"])
         return lost

@@ -19,8 +19,7 @@ _log = logging.getLogger("npu_device")
 class Chosen(NamedTuple):
     step: int
     holder: int  # the lowest rank whose directory has the shared part
-    own: bool  # each rank restores its own part, too
-    sends: bool  # the holder sends the shared part to ranks with other directories
+    own: bool  # each rank restores its own part, too; else the holder sends the shared part to other directories
     shared: list[str]  # names of the shared part's files
     variables: list[str]  # paths of the shared part's variables
     notes: dict[str, Any]  # of rank 0
@@ -104,8 +103,7 @@ def _chosen(world: World | None, directory: Path, step: int, place: Place, holde
     manifest: Any = folder.manifest_of(directory, step) if place.rank == holder else None
     manifest = manifest if world is None else world.object_from_root(manifest, holder)
     shared = sorted(name for name in manifest["files"] if name.startswith(f"{folder.SHARED}."))
-    sends = bool(lost) and len(set(place.keepers)) > 1
-    return Chosen(step, holder, not lost, sends, shared, manifest["variables"], manifest["notes"], tuple(lost))
+    return Chosen(step, holder, not lost, shared, manifest["variables"], manifest["notes"], tuple(lost))
 
 
 _PIECE = 1 << 26  # bytes that are sent at a time

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.training import seed, training_state, xla
+from npu_device._src.training import training_state, xla
 from npu_device._src.training.fit import findings, start
 from npu_device._src.training.fit.rehearsal import NotChecked, Outcome, Part, Rehearsal
 from npu_device._src.training.fit.share import lengths_of, run_of, units_of, without_optional
@@ -45,12 +45,12 @@ def check(function: Function, batch: Any) -> str:
     if needs_no_check(function, batch):
         mine = _Verdict("needs no check: the layers, the loss and the step are Keras's own")
     else:
-        before = seed.random_states()  # a trace may draw seeds
+        before = training_state.random_states()  # a trace may draw seeds
         try:
             with compat.without_rewriting():
                 mine = _verdict(function, batch)
         finally:
-            seed.set_random_states(before)
+            training_state.set_random_states(before)
     found = [_Verdict(*one) for one in world.objects(tuple(mine), "first-step check")]
     wrong = [rank for rank, verdict in enumerate(found) if verdict.error]
     if wrong:

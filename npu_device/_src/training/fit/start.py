@@ -16,9 +16,10 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.cluster.frames import counted
 from npu_device._src.collectives.operation import explained, open_ports
-from npu_device._src.training import layer_state, seed, training_state, xla
+from npu_device._src.training import training_state, xla
 from npu_device._src.training.digests import checksum
 from npu_device._src.training.fit.share import without_optional
+from npu_device._src.training.variables import require_same_state
 from npu_device._src.training.world import World
 
 
@@ -27,9 +28,9 @@ def share_random_state(world: World) -> None:
     # If TensorFlow has no seed, one is set, so that Keras shuffles in the same order on all ranks.
     if world.is_main and compat.random_state()[0] is None:
         tf.random.set_seed(random.SystemRandom().randrange(1 << 31))
-    found = world.object_from_root(seed.random_states())
+    found = world.object_from_root(training_state.random_states())
     if not world.is_main:
-        seed.set_random_states(found)
+        training_state.set_random_states(found)
 
 
 def spec_of(model: Any, batches: Any, batch: Any) -> Any:
@@ -63,7 +64,7 @@ def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) ->
     """Send the model variables of the root to every rank, and those of its optimizers if it trains."""
     # An eager model's layers may keep tensors of their last call, which are of the rank's share.
     constants = not getattr(model, "run_eagerly", False)
-    layer_state.require_same(world, [model, *compat.layers_of(model)], constants)
+    require_same_state(world, [model, *compat.layers_of(model)], constants)
     variables = [variable for variable in compat.variables_of(model) if not compat.is_vocabulary(variable)]
     variables += training_state.loose_variables(model)
     if training:

@@ -1,4 +1,4 @@
-"""``npu_compat_function``: ``tf.function`` for scripts that ask for XLA, which an NPU does not have."""
+"""Ascend's ``npu_compat_function`` and ``npu_callbacks_append``, which import TensorFlow when they are called."""
 
 from __future__ import annotations
 
@@ -37,3 +37,22 @@ def npu_compat_function(func: Callable[..., Any] | None = None, **kwargs: Any) -
         _warned = True
         _log.warning("npu_compat_function ignores %s; use tf.function to compile with XLA", " and ".join(asked))
     return tf.function(func, **{name: value for name, value in kwargs.items() if name not in _XLA_FLAGS})
+
+
+def npu_callbacks_append(callbacks_list: Any = ()) -> list[Any]:
+    """Add ``NPUBroadcastGlobalVariablesCallback(0)`` to a list of Keras callbacks.
+
+    Args:
+        callbacks_list: the list to append to, in place; anything that isn't a list gives a new one, as on Ascend.
+
+    Returns:
+        The list.
+
+    Source: Ascend TF Adapter 2.x, ``npu_device.distribute.hccl.npu_callbacks_append``.
+    """
+    from npu_device._src.training.broadcast_callback import NPUBroadcastGlobalVariablesCallback
+
+    if not isinstance(callbacks_list, list):
+        callbacks_list = []
+    callbacks_list.append(NPUBroadcastGlobalVariablesCallback(0))
+    return callbacks_list
