@@ -123,8 +123,10 @@ def body_resume(directory: str, shape: str, kind: str, built: str) -> tuple[list
     return [np.asarray(variable) for variable in training_variables(model)], expected, warnings
 
 
-def body_uncallable() -> str:
-    """Fit a model that isn't built, runs eagerly and can't be called: the error."""
+def body_unsendable(case: str) -> tuple[str, list[str]]:
+    """Fit a model that isn't built and can't be called, or whose optimizer state can't be sent, or not in time; return
+    the error, and the warnings of the package.
+    """
 
     class Uncallable(tf.keras.Model):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -138,20 +140,12 @@ def body_uncallable() -> str:
             return {"loss": tf.reduce_mean(self.dense(batch[0]))}
 
     x, y = samples(ROWS)
-    model = Uncallable()
-    compile_model(model, "adam", wrap=True, run_eagerly=True)
-    return error_of(model.fit, x, y, verbose=0, callbacks=[NPUBroadcastGlobalVariablesCallback(0)])
-
-
-def body_warned(case: str) -> list[str]:
-    """Fit a model whose optimizer state can't be sent, or not in time: the warnings of the package."""
-    x, y = samples(ROWS)
-    eager = case == "eager_steps"
-    model = make_model("untraceable" if eager else "sharded")
-    compile_model(model, "adam", wrap=eager, run_eagerly=eager, steps_per_execution=2 if eager else 1)
+    eager = case != "sharded"
+    model = Uncallable() if case == "uncallable" else make_model(case)
+    compile_model(model, "adam", wrap=eager, run_eagerly=eager, steps_per_execution=2 if case == "untraceable" else 1)
     with warnings_of_package() as warnings:
-        model.fit(x, y, batch_size=3, verbose=0, callbacks=[NPUBroadcastGlobalVariablesCallback(0)])
-    return warnings
+        error = error_of(model.fit, x, y, batch_size=3, verbose=0, callbacks=[NPUBroadcastGlobalVariablesCallback(0)])
+    return error, warnings
 
 
 def body_fit(built: bool) -> Any:
@@ -184,17 +178,6 @@ def test_broadcasts_once_at_the_first_batch(several_keras_ranks: Pool, built: bo
             assert not np.array_equal(own, initial)
 
 
-def body_append() -> Any:
-    mine = ["first"]
-    returned = npu_callbacks_append(mine)
-    fresh = npu_callbacks_append(("a", "tuple"))
-    return returned is mine, len(returned), len(fresh), isinstance(fresh[0], NPUBroadcastGlobalVariablesCallback)
-
-
-def test_npu_callbacks_append(single: Pool) -> None:
-    assert single.run(body_append) == [(True, 2, 1, True)]
-
-
 def body_scope() -> Any:
     rank = npu.open().worker_id
     strategy = tf.distribute.OneDeviceStrategy("CPU:0")
@@ -206,10 +189,14 @@ def body_scope() -> Any:
     with strategy.scope():
         later = tf.Variable(float(rank))
     inside = float(strategy.run(lambda: later + 1.0))
+    mine = ["first"]
+    assert npu_callbacks_append(mine) is mine and len(mine) == 2
+    [fresh] = npu_callbacks_append(("a", "tuple"))
+    assert isinstance(fresh, NPUBroadcastGlobalVariablesCallback)
     return unchanged, model.get_weights()[0].tolist(), float(counter), float(later), inside
 
 
-def test_variables_of_a_strategys_scope(keras_two_ranks: Pool) -> None:
+def test_variables_of_a_strategys_scope_and_npu_callbacks_append(keras_two_ranks: Pool) -> None:
     results = keras_two_ranks.run(body_scope)
     for rank, (unchanged, weights, counter, later, inside) in enumerate(results):
         assert unchanged
@@ -243,16 +230,13 @@ def test_training_goes_on_from_the_checkpoint_of_the_root_as_in_one_process(
     assert not any(warnings for *_, warnings in results)
 
 
-def test_a_model_that_cant_be_built_before_its_first_step(keras_two_ranks: Pool) -> None:
-    for error in keras_two_ranks.run(body_uncallable):
-        assert "What to do: build the model before fit, on every rank" in error
-
-
 def test_what_cant_be_sent_before_the_first_step_is_said(keras_two_ranks: Pool) -> None:
-    parts = {"sharded": "the optimizers of the ranks have different variables", "eager_steps": "in the first 2 steps"}
+    for error, _ in keras_two_ranks.run(body_unsendable, "uncallable"):
+        assert "What to do: build the model before fit, on every rank" in error
+    parts = {"sharded": "the optimizers of the ranks have different variables", "untraceable": "in the first 2 steps"}
     for case, part in parts.items():
-        for [warning] in keras_two_ranks.run(body_warned, case):
-            assert part in warning and "What to do: " in warning
+        for error, [warning] in keras_two_ranks.run(body_unsendable, case):
+            assert error == "" and part in warning and "What to do: " in warning
 
 
 def body_sharded(graph: bool) -> Any:

@@ -77,8 +77,9 @@ def test_a_model_that_is_built_on_some_ranks_only(keras_two_ranks: Pool, by_hand
         same_bits(*(weights for _, weights, _ in found))
 
 
-def body_of_this_rank() -> tuple[list[float], list[float], list[float]]:
-    """A variable that belongs to each rank, beside one that all train; and one whose gradients no tape made."""
+@hears
+def body_of_this_rank(said: list[str]) -> tuple[list[str], list[float], list[float], list[float]]:
+    """A variable that belongs to each rank, beside one that all train; one whose gradients no tape made; and none."""
     rank = npu.open().worker_id
     shared, own, other = (tf.Variable(tf.fill([size], float(rank))) for size in (3, 3, 2))
 
@@ -90,22 +91,13 @@ def body_of_this_rank() -> tuple[list[float], list[float], list[float]]:
         return reduced, npu.distribute.all_reduce([other * 1.0])
 
     step()
-    return shared.numpy().tolist(), own.numpy().tolist(), other.numpy().tolist()
+    npu.distribute.broadcast([])
+    return said, shared.numpy().tolist(), own.numpy().tolist(), other.numpy().tolist()
 
 
 def test_what_may_belong_to_a_rank_is_left_alone(two_ranks: Pool) -> None:
-    for rank, found in enumerate(two_ranks.run(body_of_this_rank)):
-        assert found == ([rank] * 3, [rank] * 3, [rank] * 2)
-
-
-@hears
-def body_broadcast_of_nothing(said: list[str]) -> list[str]:
-    npu.distribute.broadcast([])
-    return said
-
-
-def test_broadcast_of_nothing_says_so(two_ranks: Pool) -> None:
-    for rank, [text] in enumerate(two_ranks.run(body_broadcast_of_nothing)):
+    for rank, ([text], *found) in enumerate(two_ranks.run(body_of_this_rank)):
+        assert found == [[rank] * 3, [rank] * 3, [rank] * 2]
         assert text.startswith(f"rank {rank}: broadcast was given an empty list") and "model.build" in text
 
 
