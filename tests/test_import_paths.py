@@ -1,10 +1,11 @@
-"""Every import statement that public scripts use resolves, with a process for each folder; the star import brings the
+"""Every import statement that public scripts use resolves, with a process for each tree; the star import brings the
 names that scripts take from it, and does nothing else.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -69,15 +70,6 @@ npu_keras_optimizer npu_tf_optimizer npu_clear_session
 """
 
 
-def _statements() -> list[str]:
-    by_module: dict[str, list[str]] = {}
-    for statement in STATEMENTS.splitlines():
-        module = statement.split()[1]
-        by_module.setdefault(module.rpartition(".")[0] or module, []).append(statement)
-    # Modules of a folder share a process: imports go down only (test_floors.py), so that their order doesn't matter.
-    return ["\n".join(statements) for statements in by_module.values()]
-
-
 def _star_import(module: str, before: str) -> str:
     return f"""
 import threading, time
@@ -107,7 +99,11 @@ assert v1.SessionConfigBuilder().session_config.allow_soft_placement
 REACHED = [name for name, status in test_docs_names.NAMES if status == "works" and ".distribute." in name]
 PROGRAMS = [
     "\n".join(["import npu_device", *(name for name in REACHED if name.startswith("npu_device."))]),
-    *_statements(),
+    # Imports go down only (test_floors.py), so that the order of the statements in a process doesn't matter.
+    *(
+        "\n".join(re.findall(rf"^\w+ {tree}\b.*", STATEMENTS, re.MULTILINE))
+        for tree in ("npu_device", "npu_bridge", "hccl")
+    ),
     _star_import("npu_bridge.npu_init", "import tensorflow as tf"),
     _star_import("npu_device.compat.v1.npu_init", ""),
     BOTH_TREES,
