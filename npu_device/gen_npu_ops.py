@@ -6,6 +6,12 @@ from npu_device._src.operators.activations import (
     fast_gelu as fast_gelu,
     fused_layer_norm as fused_layer_norm,
     layer_norm as layer_norm,
+    npu_alloc_float_status as npu_alloc_float_status,
+    npu_alloc_float_status_v2 as npu_alloc_float_status_v2,
+    npu_clear_float_status as npu_clear_float_status,
+    npu_clear_float_status_v2 as npu_clear_float_status_v2,
+    npu_get_float_status as npu_get_float_status,
+    npu_get_float_status_v2 as npu_get_float_status_v2,
     p_relu as p_relu,
     tanh_gelu as gelu,  # noqa: F401
 )
@@ -16,14 +22,6 @@ from npu_device._src.operators.adam_lamb import (
     lamb_apply_weight_assign as lamb_apply_weight_assign,
     lars as lars,
     lars_v2 as lars_v2,
-)
-from npu_device._src.operators.float_status import (
-    npu_alloc_float_status as npu_alloc_float_status,
-    npu_alloc_float_status_v2 as npu_alloc_float_status_v2,
-    npu_clear_float_status as npu_clear_float_status,
-    npu_clear_float_status_v2 as npu_clear_float_status_v2,
-    npu_get_float_status as npu_get_float_status,
-    npu_get_float_status_v2 as npu_get_float_status_v2,
 )
 from npu_device._src.operators.recurrent import (
     basic_lstm_cell as basic_lstm_cell,

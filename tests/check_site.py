@@ -28,20 +28,15 @@ def test_it_is_built() -> None:
     assert {"index.html", "messages.html", "tutorials/fit.html", "reference/npu_device.distribute.html"} <= names
 
 
-def test_nothing_is_loaded_from_elsewhere() -> None:
+def test_every_asset_is_there_and_nothing_is_loaded_from_elsewhere() -> None:
     places = [(page, match["place"]) for page in PAGES for match in ASSET.finditer(page.read_text())]
+    assert len(places) > 100
+    for page, place in places:
+        if not place.startswith(("data:", "#")):
+            assert (page.parent / place.partition("?")[0].partition("#")[0]).exists(), f"{page}: {place}"
     for sheet in SITE.rglob("*.css"):
         places += [(sheet, match["place"] or match["other"]) for match in STYLE.finditer(sheet.read_text())]
-    assert len(places) > 100
     assert not [place for place in places if re.match(r"(?:[a-z]+:)?//", place[1])]
-
-
-def test_every_asset_is_there() -> None:
-    for page in PAGES:
-        for match in ASSET.finditer(page.read_text()):
-            if not match["place"].startswith(("data:", "#")):
-                path = page.parent / match["place"].partition("?")[0].partition("#")[0]
-                assert path.exists(), f"{page}: {match['place']}"
 
 
 @needs_chromium

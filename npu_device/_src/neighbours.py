@@ -21,8 +21,6 @@ _OURS = {
 }
 """What stands at the top of each folder of the package; a test compares it with the repository."""
 
-_SUFFIXES = (".py", ".so", ".pyd")
-
 
 def require_own_folders(site: str) -> None:
     """Refuse to continue beside modules of another distribution.
@@ -57,6 +55,6 @@ def _modules(folder: str) -> list[str]:
     return sorted(
         entry.name
         for entry in entries
-        if entry.name.endswith(_SUFFIXES)
+        if entry.name.endswith((".py", ".so", ".pyd"))
         or (entry.is_dir() and os.path.exists(os.path.join(entry.path, "__init__.py")))
     )

@@ -1,6 +1,6 @@
 """Recurrent operators with weights."""
 
-from npu_device._src.operators.recurrent_layers import (
+from npu_device._src.operators.recurrent import (
     DynamicAUGRU as DynamicAUGRU,
     DynamicGRUV2 as DynamicGRUV2,
     DynamicRNN as DynamicRNN,

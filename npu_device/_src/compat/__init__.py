@@ -9,4 +9,3 @@ from npu_device._src.compat.graphs import *  # noqa: F403
 from npu_device._src.compat.keras import *  # noqa: F403
 from npu_device._src.compat.keras_models import *  # noqa: F403
 from npu_device._src.compat.tensorflow import *  # noqa: F403
-from npu_device._src.compat.traced import *  # noqa: F403

@@ -1,11 +1,9 @@
-"""Differences between Keras releases, Keras 3 and tf-keras, and the private parts of both that the package uses.
-
-Each function says when it can go; one that doesn't stays as long as Keras has no public counterpart.
-"""
+"""Differences between Keras releases, Keras 3 and tf-keras, and the private parts of both that the package uses."""
 
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import tensorflow as tf
@@ -94,15 +92,8 @@ def begin_fit_at(model: Any, epoch: int | None) -> None:
     if is_keras_3(keras_of(model)):
         model._initial_epoch = epoch
     else:
-        model._training_state = None if epoch is None else _Counters(epoch)
-
-
-class _Counters:
-    def __init__(self, epoch: int) -> None:
-        self._epoch = epoch
-
-    def maybe_load_initial_counters_from_ckpt(self, *_: Any, **__: Any) -> tuple[int, int]:
-        return self._epoch, 0
+        counters = SimpleNamespace(maybe_load_initial_counters_from_ckpt=lambda *_, **__: (epoch, 0))
+        model._training_state = None if epoch is None else counters
 
 
 def iterators_made(model: Any, used: int, knows_length: bool) -> list[int]:

@@ -1,7 +1,5 @@
 """What a Keras model consists of, in Keras 3 and in tf-keras: its layers, metrics, losses and moving statistics; and
 its own training step without the backward pass.
-
-Much of this has no public name in Keras.
 """
 
 from __future__ import annotations
@@ -126,8 +124,8 @@ def is_built(model: Any) -> bool:
     """Return True when a compiled model has all the variables that training it needs."""
     if not model.built or not all(getattr(layer, "built", True) for layer in model.layers):
         return False
-    parts = [getattr(model, name, None) for name in ("_compile_metrics", "compiled_metrics")]
-    parts += [getattr(model, name, None) for name in ("_compile_loss", "compiled_loss")]
+    names = ("_compile_metrics", "compiled_metrics", "_compile_loss", "compiled_loss")
+    parts = [getattr(model, name, None) for name in names]
     return all(getattr(part, "built", True) for part in parts if part is not None and _is_used(part))
 
 

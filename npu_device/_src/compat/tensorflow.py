@@ -1,7 +1,4 @@
-"""The private parts of TensorFlow's runtime that the package uses: the eager context, tapes, threads, the server.
-
-Each function says when it can go; one that doesn't stays as long as TensorFlow has no public counterpart.
-"""
+"""The private parts of TensorFlow's runtime that the package uses: the eager context, tapes, threads, the server."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 # Scripts take config_pb2, rewriter_config_pb2, session and session_run_hook from the adapter's star import.
-from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2  # noqa: F401
+from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2, tensorflow_server_pb2  # noqa: F401
 from tensorflow.python.client import (
     _pywrap_events_writer,
     session,  # noqa: F401
@@ -27,6 +24,7 @@ from tensorflow.python.eager.record import (
     record_operation,  # noqa: F401
     should_record_backprop as are_recorded,  # noqa: F401
 )
+from tensorflow.python.framework import kernels as _kernels
 from tensorflow.python.lib.io import _pywrap_file_io
 from tensorflow.python.ops import summary_ops_v2 as _summary_ops_v2
 from tensorflow.python.training import session_run_hook  # noqa: F401
@@ -93,8 +91,6 @@ def renew_context_of_graphs() -> None:
 
 def server_def(cluster: dict[str, list[str]], job: str, task: int, port: int, config: Any) -> Any:
     """Return the protobuf that starts TensorFlow's gRPC server inside the eager context."""
-    from tensorflow.core.protobuf import tensorflow_server_pb2
-
     return tensorflow_server_pb2.ServerDef(
         cluster=tf.train.ClusterSpec(cluster).as_cluster_def(),
         default_session_config=config,
@@ -107,9 +103,7 @@ def server_def(cluster: dict[str, list[str]], job: str, task: int, port: int, co
 
 def has_nccl() -> bool:
     """Return True if TensorFlow is built with NCCL. It has no public way to ask."""
-    from tensorflow.python.framework import kernels
-
-    return bool(kernels.get_registered_kernels_for_op("NcclAllReduce").kernel)
+    return bool(_kernels.get_registered_kernels_for_op("NcclAllReduce").kernel)
 
 
 def estimator_module() -> Any:

@@ -26,8 +26,7 @@ from npu_device._src.collectives.ops import REDUCTIONS, reduce_segments, require
 from npu_device._src.gradients.segments import FirstOrders, cut
 from npu_device._src.gradients.split_strategy import MAX_SEGMENTS
 from npu_device._src.options import global_options
-from npu_device._src.trace.steps import traced_reduction
-from npu_device._src.trace.trace import Tracer
+from npu_device._src.trace.trace import Tracer, traced_reduction
 
 Gradient = Optional[Union[tf.Tensor, tf.IndexedSlices]]
 _LARGEST_FUSION_ID = 0x7FFFFFFF

@@ -26,21 +26,14 @@ class DelegatingOptimizer(tf.compat.v1.train.Optimizer):
     def __init__(self, optimizer: Any, name: str) -> None:
         super().__init__(use_locking=False, name=name)
         self._optimizer = optimizer
+        for method in ("get_slot", "get_slot_names", "variables"):
+            setattr(self, method, getattr(optimizer, method))
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         return list(self._optimizer.compute_gradients(*args, **kwargs))
 
     def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
         return self._optimizer.apply_gradients(*args, **kwargs)
-
-    def get_slot(self, *args: Any, **kwargs: Any) -> Any:
-        return self._optimizer.get_slot(*args, **kwargs)
-
-    def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
-        return self._optimizer.get_slot_names(*args, **kwargs)
-
-    def variables(self, *args: Any, **kwargs: Any) -> Any:
-        return self._optimizer.variables(*args, **kwargs)
 
 
 class NPUDistributedOptimizer(DelegatingOptimizer):
@@ -302,25 +295,17 @@ class NPULossScaleOptimizer(DelegatingOptimizer):
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
         pairs = list(grads_and_vars)
-        finite = self._finite([gradient for gradient, _ in pairs])
+        finite = all_finite([gradient for gradient, _ in pairs])
+        finite = on_all_ranks(finite) if self._is_distributed else finite
 
-        def apply() -> Any:
-            return tf.group(super(NPULossScaleOptimizer, self).apply_gradients(pairs, global_step, name))
+        def apply() -> tf.Tensor:
+            applied = super(NPULossScaleOptimizer, self).apply_gradients(pairs, global_step, name)
+            with tf.control_dependencies([applied]):
+                return tf.constant(True)
 
-        if self._manager.enable_overflow_check:
-            applied = tf.cond(finite, lambda: _done(apply()), lambda: tf.constant(False))
-        else:
-            applied = apply()
+        is_checked = self._manager.enable_overflow_check
+        applied = tf.cond(finite, apply, lambda: tf.constant(False)) if is_checked else apply()
         return tf.group(applied, self._manager.update_loss_scale(finite))
-
-    def _finite(self, gradients: list[Any]) -> tf.Tensor:
-        finite = all_finite(gradients)
-        return on_all_ranks(finite) if self._is_distributed else finite
-
-
-def _done(operation: Any) -> tf.Tensor:
-    with tf.control_dependencies([operation]):
-        return tf.constant(True)
 
 
 def NPUOptimizer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import operator
+import numbers
 import weakref
 from typing import Any
 
@@ -182,15 +182,12 @@ _made: weakref.WeakKeyDictionary[tf.Graph, weakref.WeakSet[IterationPerLoop]] = 
 
 
 def set_iteration_per_loop(sess: Any, train_op: Any, iterations_per_loop: int = 1) -> Any:
-    """Return an operation that makes several training steps in one ``session.run``.
+    """Return an operation "IterationOp" that makes several training steps in one ``session.run``.
 
     Args:
         sess: the session that will run it.
         train_op: an operation that makes one step, see ``IterationPerLoop``.
-        iterations_per_loop: number of steps, from 1.
-
-    Returns:
-        An operation named "IterationOp"; ``train_op`` itself for one step.
+        iterations_per_loop: number of steps, from 1, for which ``train_op`` itself is returned.
 
     Raises:
         ValueError: ``train_op`` is not an operation; another number of steps.
@@ -212,10 +209,6 @@ def _require_operation(train_op: Any) -> None:
 
 
 def _checked(iterations_per_loop: int) -> int:
-    try:
-        steps = operator.index(iterations_per_loop)
-    except TypeError:
-        steps = 0
-    if steps < 1:
+    if not isinstance(iterations_per_loop, numbers.Integral) or iterations_per_loop < 1:
         raise ValueError(f"iterations_per_loop must be a whole number from 1; found {iterations_per_loop!r}")
-    return steps
+    return int(iterations_per_loop)

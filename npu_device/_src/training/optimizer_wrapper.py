@@ -21,7 +21,7 @@ from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.collectives.moves import all_gather
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, dense_of, origin_of, reduce_list
-from npu_device._src.trace.steps import iteration
+from npu_device._src.trace.trace import iteration
 from npu_device._src.training.applied_gradients import REDUCTION, is_wrapped
 from npu_device._src.training.digests import SHOWN_RANKS, SHOWN_VARIABLES, variable_name
 from npu_device._src.training.loss_scale_optimizer import all_finite

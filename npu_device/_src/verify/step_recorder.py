@@ -33,7 +33,7 @@ from npu_device._src.collectives.call import user_line
 from npu_device._src.comparison import noise
 from npu_device._src.comparison.compare import PROJECTIONS, Call, Record, Step, load
 from npu_device._src.gradients.reduction import WIRE_DTYPES
-from npu_device._src.trace.steps import leading_to
+from npu_device._src.trace.trace import leading_to
 from npu_device._src.training import training_state
 from npu_device._src.training.digests import checksum, variable_name
 from npu_device._src.training.fit.current import current_step
