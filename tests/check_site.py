@@ -54,7 +54,6 @@ def test_search_works_without_a_network(tmp_path: Path) -> None:
         ("index", "1280,900", False),
         ("recipes", "1280,1600", False),
         ("reference/npu_device.distribute", "1280,1600", False),
-        ("search", "1280,700", False),
         ("messages", "1280,1600", True),
         ("tutorials/fit", "390,844", False),
     ],
@@ -66,6 +65,5 @@ def test_pages_can_be_drawn(page: str, size: str, dark: bool, tmp_path: Path) ->
     picture = folder / f"{page.replace('/', '_')}.png"
     picture.unlink(missing_ok=True)
     flags = ["--blink-settings=preferredColorScheme=0"] if dark else []
-    query = "?q=replicate" if page == "search" else ""
-    url = f"{SITE.as_uri()}/{page}.html{query}"
+    url = f"{SITE.as_uri()}/{page}.html"
     chromium.draw(url, tmp_path, picture, size, *NO_NETWORK, *flags, "--virtual-time-budget=5000")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "messages.md"
-SOURCE, LAUNCH = ROOT / "npu_device" / "_src", ROOT / "npu_device"
+SOURCE = ROOT / "npu_device" / "_src"
 WORDS = 8  # of a message's beginning
 _BLOCK = re.compile(r"<!-- openings: (?P<paths>[^>]+) -->\n(?:\n```text\n.*?```\n)?", re.DOTALL)
 _VALUE = "…"
@@ -50,22 +50,17 @@ def opening(text: str) -> str | None:
 
 def openings() -> dict[str, list[str]]:
     """Return how messages begin, by file."""
-    found: dict[str, list[str]] = {}
-    for root in (SOURCE, LAUNCH / "launch"):
-        for path in sorted(root.rglob("*.py")):
-            name = path.relative_to(SOURCE if root == SOURCE else LAUNCH).with_suffix("").as_posix()
-            begun = {first for text in texts(ast.parse(path.read_text())) if (first := opening(text))}
-            if begun:
-                found[name] = sorted(begun)
+    found = {}
+    for path in [*sorted(SOURCE.rglob("*.py")), *sorted((SOURCE.parent / "launch").rglob("*.py"))]:
+        begun = {first for text in texts(ast.parse(path.read_text())) if (first := opening(text))}
+        if begun:
+            name = path.relative_to(SOURCE if SOURCE in path.parents else SOURCE.parent)
+            found[name.with_suffix("").as_posix()] = sorted(begun)
     return found
 
 
 def written(page: str) -> str:
-    """Return the page with the messages of each family.
-
-    Raises:
-        LookupError: no family has this file's messages.
-    """
+    """Return the page with the messages of each family; LookupError if no family has the messages of a file."""
     families = [match["paths"].split() for match in _BLOCK.finditer(page)]
     lines: dict[str, set[str]] = {}
     for name, begun in openings().items():

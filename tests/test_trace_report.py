@@ -16,7 +16,7 @@ import pytest
 
 from npu_device._src.gradients import split_strategy
 from npu_device._src.report.__main__ import main
-from npu_device._src.report.analysis import Analysis, analyse
+from npu_device._src.report.analysis import analyse
 from npu_device._src.report.output import COLOURS, summary, write_all
 from npu_device._src.trace.records import (
     FILE,
@@ -73,13 +73,9 @@ def write(directory: Path, traces: Sequence[RankTrace]) -> None:
         (directory / f"rank{one.rank}" / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def found(*traces: RankTrace) -> Analysis:
-    return analyse(traces)
-
-
 def test_where_the_time_goes() -> None:
     # Segment 0 is ready at 95 ms and takes 27 ms, segment 1 ends at 125 ms; backward ends at 100 ms.
-    result = found(trace(0), trace(1))
+    result = analyse([trace(0), trace(1)])
     first = result.ranks[0]
     parts = (first.step, first.input_wait, first.alone, first.hidden, first.exposed, first.update)
     assert parts == pytest.approx((140e3, 5e3, 95e3, 5e3, 25e3, 10e3))
@@ -87,7 +83,7 @@ def test_where_the_time_goes() -> None:
     assert "no rank is slower" in text
     assert "the clock of the same host" in text
     assert "on its slowest rank, a step takes 140.0 ms" in text
-    text = summary(found(trace(0)))
+    text = summary(analyse([trace(0)]))
     assert "no trace of rank(s) 1. What to do: bring the directories rank<N> of all hosts together" in text
 
 
@@ -95,7 +91,7 @@ def test_where_the_time_goes() -> None:
     ("changed", "cause"), [({"slower": 20.0}, "forward and backward"), ({"wait": 25.0}, "waiting for input")]
 )
 def test_the_slowest_rank_is_named_with_its_cause(changed: dict[str, float], cause: str) -> None:
-    result = found(trace(0, hosts=("a", "b")), trace(1, hosts=("a", "b"), **changed))  # type: ignore[arg-type]
+    result = analyse([trace(0, hosts=("a", "b")), trace(1, hosts=("a", "b"), **changed)])  # type: ignore[arg-type]
     assert result.slowest is not None
     assert (result.slowest.rank, result.slowest.host, result.slowest.cause) == (1, "b", cause)
     assert result.slowest.late == pytest.approx(20e3)
@@ -116,7 +112,7 @@ def test_the_slowest_rank_is_named_with_its_cause(changed: dict[str, float], cau
 def test_the_situations_of_the_guide(
     segments: tuple[tuple[int, int], ...], takes: float, situation: str, reason: str
 ) -> None:
-    diagnosis = found(*(trace(rank, segments, takes) for rank in range(2))).diagnosis
+    diagnosis = analyse([trace(rank, segments, takes) for rank in range(2)]).diagnosis
     assert situation in diagnosis.situation
     assert reason in diagnosis.reasons
     assert (diagnosis.call is None) == (takes < 1)
@@ -124,13 +120,13 @@ def test_the_situations_of_the_guide(
 
 def test_the_call_can_be_pasted_and_helps() -> None:
     """The proposed split is better than the present one, in the world that the trace comes from."""
-    before = found(trace(0, ((0, 9),)), trace(1, ((0, 9),)))
+    before = analyse([trace(0, ((0, 9),)), trace(1, ((0, 9),))])
     call = before.diagnosis.call
     assert call == "set_split_strategy_by_size([25, 25, 25, 25])"
     assert call in summary(before)
     ends = split_strategy.cut_by_size([MB] * GRADIENTS, [25, 25, 25, 25])
     segments = tuple(split_strategy.firsts_and_lasts(ends))
-    after = found(trace(0, segments), trace(1, segments))
+    after = analyse([trace(0, segments), trace(1, segments)])
     assert after.ranks[0].exposed < before.ranks[0].exposed / 2
     assert after.diagnosis.call is None
 
@@ -142,7 +138,7 @@ def test_the_call_can_be_pasted_and_helps() -> None:
 def test_16_bits_are_advised_where_the_network_is_the_limit(takes: float, hosts: str, dtype: str) -> None:
     """On two hosts at 1 Gbit/s, if the gradients have 32 bits."""
     ranks = [trace(rank, takes=takes, dtypes=(dtype,) * GRADIENTS, hosts=tuple(hosts)) for rank in range(2)]
-    said = found(*ranks).diagnosis.expectation
+    said = analyse(ranks).diagnosis.expectation
     advised = (takes, hosts, dtype) == (8.0, "ab", "float32")
     assert ("Each host sends 1.0 Gbit/s" in said) == ('compression="bf16"' in said) == advised
 
