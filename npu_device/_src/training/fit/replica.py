@@ -6,7 +6,7 @@ For good, on the model (``Replica._methods`` has the reasons): ``make_train_func
 the three that write files. On ranks but 0 ``save_own_variables`` and ``_trackable_children``, which functions that
 save a model call: a warning says that each rank writes (``files``).
 
-For good, on each optimizer that a step can reach (``weighting``):
+For good, on each optimizer that a step can reach (``weighting``, ``optimizer_wrapper``):
 
 - ``apply_gradients``, ``apply``, ``aggregate_gradients``, ``_aggregate_gradients``: they reduce gradients first
 - ``scale_loss``, ``minimize``: a loss that passes through is weighted by the samples of the rank, which costs less
