@@ -152,10 +152,11 @@ def checks(quick: bool, ranks: int) -> Case:
     so that fractions of a millisecond show.
     """
     rounds = []
-    for model, size, steps in (("resnet50", RESNET50_BYTES, 3), ("mlp", _MLP_BYTES, 130), ("chain", _CHAIN_BYTES, 200)):
+    models = (("resnet50", RESNET50_BYTES, 3, 10), ("mlp", _MLP_BYTES, 130, 40), ("chain", _CHAIN_BYTES, 200, 10))
+    for model, size, steps, turns in models:
         for what, side in (("traced", sides.SHARED_MEMORY), ("watched", sides.WATCHED)):
             rivals = tuple(Rival(f"{word}{what}", side, f"{word}{what}_training", (model,)) for word in ("un", ""))
-            rounds.append(Round(f"{model}, {what}", size, 1 if quick else steps, rivals, turns=1 if quick else 10))
+            rounds.append(Round(f"{model}, {what}", size, 1 if quick else steps, rivals, turns=1 if quick else turns))
     return Case("checks", "what checks cost", tuple(rounds))
 
 
