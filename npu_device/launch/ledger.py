@@ -14,6 +14,8 @@ from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import CANNOT_START, FAILED, Outcome
 from npu_device.launch.failures import in_order
 
+_TOLD = 100  # attempts in the end
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -101,7 +103,9 @@ class Ledger:
         lines = [decision.text] if decision.text else []
         if len(self.attempts) > 1:
             with_nodes = any(attempt.nodes != (0,) for attempt in self.attempts)
-            lines += ["the attempts of this job:", *(f"  {attempt.line(with_nodes)}" for attempt in self.attempts)]
+            told = [f"  {attempt.line(with_nodes)}" for attempt in self.attempts[-_TOLD:]]
+            of_those = f" (the last {_TOLD} of {len(self.attempts)})" if len(self.attempts) > _TOLD else ""
+            lines += [f"the attempts of this job{of_those}:", *told]
         return "\n".join(lines)
 
     def _decide(self) -> Decision:

@@ -42,14 +42,12 @@ class Cluster:
 
     rank: int
     device_id: int  # number of this process's device on its host
-    hosts: tuple[
-        str, ...
-    ]  # of each rank, as the scheme names it (server_id, IP address or name); equal names: one host
+    # Of each rank, as the scheme names it (server_id, IP address or name); equal names: one host.
+    hosts: tuple[str, ...]
     addresses: tuple[str, ...]  # of each rank, as the others reach it
     job_id: str
-    trusted: bool = (
-        False  # only ranks can have sent what comes from one: the job has a secret, or uses the loopback only
-    )
+    # Only ranks can have sent what comes from one: the job has a secret, or uses the loopback only.
+    trusted: bool = False
 
     @cached_property
     def world_size(self) -> int:

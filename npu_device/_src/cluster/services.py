@@ -81,9 +81,8 @@ class Services:
     _send: Callable[[int, bytes], None]
     _later: Callable[[float, Callable[[], None]], Callable[[], object]]
     _say: Callable[[str], None]
-    _waiting: dict[tuple[int, int], Callable[[], object]] = field(
-        default_factory=dict
-    )  # cancels the limit of a request
+    # Each cancels the limit of a request.
+    _waiting: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
     _values: dict[str, str] = field(default_factory=dict)
     _readers: dict[str, dict[tuple[int, int], None]] = field(default_factory=dict)
     _posts: dict[str, dict[int, str]] = field(default_factory=dict)
@@ -161,8 +160,9 @@ class Services:
         self._readers.setdefault(key, {})[rank, request] = None
 
     def _do_delete(self, rank: int, message: dict[str, Any]) -> None:
-        self._values.pop(str(message["key"]), None)
-        self._answer(rank, int(message["id"]), None)
+        key, request = str(message["key"]), int(message["id"])
+        self._values.pop(key, None)
+        self._answer(rank, request, None)
 
     def _do_post(self, rank: int, message: dict[str, Any]) -> None:
         name, request, text = str(message["name"]), int(message["id"]), _text(message["value"])

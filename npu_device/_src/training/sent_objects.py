@@ -51,8 +51,8 @@ def unpacked(data: bytes, ranks: Sequence[str], trusted: bool) -> list[Any]:
     for rank in ranks:
         try:
             kind, length = _HEADER.unpack_from(data, place)
-            part = data[place + _HEADER.size :][:length]
-            place += _HEADER.size + length
+            begin = place + _HEADER.size
+            part, place = data[begin : begin + length], begin + length
             if len(part) < length or kind not in (_PICKLED, _PLAIN, _REFUSED):
                 raise ValueError("cut off, or of no known kind")
             plain = from_json(part) if kind == _PLAIN else None

@@ -170,7 +170,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             for variable in metric.variables
         ]
         names = [name for name, _ in found]
-        saved = names if self._resume is None else self._resume["metrics"]
+        saved = (self._resume or {}).get("metrics", names)
         if sorted(saved) != sorted(names):
             raise CheckpointError(
                 f"the checkpoint in {self._directory} has other metrics than this fit: {', '.join(saved)}.\n"

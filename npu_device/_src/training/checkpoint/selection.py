@@ -106,7 +106,7 @@ def _chosen(world: World | None, directory: Path, step: int, place: Place, holde
     return Chosen(step, holder, not lost, shared, manifest["variables"], manifest["notes"], tuple(lost))
 
 
-_PIECE = 1 << 26  # bytes that are sent at a time
+_PIECE = 1 << 22  # bytes that are sent at a time, as text where pickle isn't read
 
 
 class Place(NamedTuple):

@@ -180,9 +180,8 @@ class Saves:
                     "What to do: let all ranks save to one path, or only rank 0 (`if npu.distribute.is_main():`); "
                     "set a larger limit if the file takes longer."
                 )
-            time.sleep(
-                time_limits.SAVE_PAUSE_SECONDS
-            )  # the hub tells that a rank has left a moment after it stops to wait for it
+            # The hub tells that a rank has left a moment after it stops to wait for it.
+            time.sleep(time_limits.SAVE_PAUSE_SECONDS)
             seconds = min(2 * seconds, time_limits.LONGEST_SAVE_CHECK_SECONDS)
 
     def _ask(self, rank: int, kind: str, body: list[Any], seconds: float) -> Any:

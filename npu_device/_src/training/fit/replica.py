@@ -173,7 +173,7 @@ class Replica:
             arguments.set(name, data.for_keras)
         elif isinstance(data, Divided):
             arguments.set(name, with_equal_length(self.world, data))
-        elif isinstance(data, compat.keras_of(self.model).utils.Sequence) and hasattr(data, "rows"):
+        elif isinstance(data, compat.keras_of(self.model).utils.Sequence) and callable(getattr(data, "rows", None)):
             arguments.set(name, rows_of_rank(self.world, self.model, data))
 
     def _compare_batches(self) -> None:
@@ -222,7 +222,8 @@ class Arguments:
         self._own, self._args, self._kwargs = own, list(args), kwargs
         self._parameters = inspect.signature(own).parameters
         self._kinds = {each.kind for each in self._parameters.values()}
-        self._in_order = [each.name for each in self._parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+        by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self._in_order = [each.name for each in self._parameters.values() if each.kind in by_place]
         if inspect.Parameter.VAR_POSITIONAL in self._kinds:  # passed on in the order of Keras
             self._in_order += _keras_names(model, own.__name__)[len(self._in_order) :]
 
