@@ -42,7 +42,9 @@ def _expected(size: int, length: int, dtype: Any, reduction: str) -> np.ndarray:
     return (total / total.dtype.type(size) if reduction == "mean" else total).astype(found.as_numpy_dtype)
 
 
-def body_operations(slots: bool, edge_bytes: int = SLOT) -> tuple[list[Any], int, int]:
+def body_operations(
+    slots: bool, edge_bytes: int = SLOT, dtypes: tuple[str, ...] = (*FLOATS, *INTEGERS)
+) -> tuple[list[Any], int, int]:
     """Return what came out wrong, how much was tried, and a checksum of what is the same on all ranks."""
     job, mine = group("world")
     size, rank = mine.size, mine.rank
@@ -56,7 +58,7 @@ def body_operations(slots: bool, edge_bytes: int = SLOT) -> tuple[list[Any], int
         if array.dtype != expected.dtype or array.tobytes() != expected.tobytes():
             wrong.append((*what, array.dtype.name, array.shape))
 
-    for name in (*FLOATS, *INTEGERS):
+    for name in dtypes:
         dtype = tf.as_dtype(name).as_numpy_dtype
         edge = edge_bytes // np.dtype(dtype).itemsize
         lengths = (edge - 1, edge + 1) if name == "float32" and (slots or edge_bytes != SLOT) else (edge + 1,)

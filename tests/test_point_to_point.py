@@ -54,6 +54,11 @@ def three(moves: str, mpi_ranks: Optional[Pool], pool_with: Callable[..., Pool])
     return mpi_ranks or pool_with(3, "3", **all_through(moves))
 
 
+def assert_numbers(pool: Pool, dtypes: tuple[str, ...]) -> None:
+    for wrong, *_ in pool.run(test_collective_numbers.body_operations, False, test_collective_numbers.SLOT, dtypes):
+        assert wrong == []
+
+
 @pytest.mark.slow
 def test_operations(three: Pool, moves: str) -> None:
     test_collectives.test_moves(three, "world", "eager", test_collectives.FEW_DTYPES)
@@ -61,7 +66,7 @@ def test_operations(three: Pool, moves: str) -> None:
     test_collectives.test_barrier(three)
     test_collectives.test_everybody_sends_first_in_a_graph(three)
     test_collectives.test_tags_are_not_mixed_up(three)
-    test_collective_numbers.test_every_operation_on_both_sides_of_a_slot(three, "tensorflow")
+    assert_numbers(three, ("float16", "float32", "int8", "uint32"))
     test_collective_numbers.test_no_sum_is_infinite_that_has_a_number(three)
     test_collective_numbers.test_the_mean_of_equal_values_is_that_value(three)
     test_collective_numbers.test_reduce_scatter_gives_the_bits_of_all_reduce(three, moves)
@@ -92,9 +97,9 @@ def test_sessions_and_calls_that_do_not_match(three: Pool) -> None:
 def test_open_mpi() -> None:
     """Two ranks, for less: what differs from MPICH is in the library."""
     with contextlib.closing(MpiPool(2, "Open MPI")) as pool:
-        test_collectives.test_moves(pool, "world", "eager", test_collectives.FEW_DTYPES)
+        test_collectives.test_moves(pool, "world", "eager", ("bfloat16",))
         test_collectives.test_tags_are_not_mixed_up(pool)
-        test_collective_numbers.test_every_operation_on_both_sides_of_a_slot(pool, "tensorflow")
+        assert_numbers(pool, ("float32",))
         test_agreement.test_calls_that_do_not_match(pool, "dtype")
         assert_a_stopped_rank_is_named(pool)
 

@@ -89,9 +89,9 @@ def numpys(values: list[np.ndarray], reduction: str, wire: Any, result: Any) -> 
     return np.asarray(total / wide(len(values)) if reduction == "mean" else total).astype(result)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_dtype_and_wire_on_both_sides_of_every_buffer(size: int) -> None:
-    members = Members(size)
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_dtype_and_wire_on_both_sides_of_every_buffer(count: int) -> None:
+    members, size = Members(count), count
     chance = np.random.default_rng(size)
     values = [chance.integers(0, 100, 3 << 20) for _ in range(size)]
     # Of dtypes of one width, one on both sides; the last lengths are longer than a ring.
