@@ -8,14 +8,13 @@ differentiable as well.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src.collectives import shapes
 from npu_device._src.collectives.call import Agreement
-from npu_device._src.collectives.dtypes import require_bits
+from npu_device._src.collectives.dtypes import Count, require_bits
 from npu_device._src.collectives.engines.host import transfers
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
@@ -31,15 +30,15 @@ def all_gather(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     The gradient is the sum of all ranks' incoming gradients of the part of this rank. For arguments and errors see
     ``training.hccl_ops.allgather``.
     """
-    shapes.require_first_dimension("all_gather", tensor)
+    require_first_dimension("all_gather", tensor)
     require_bits(tensor.dtype)
 
     def body(agreement: Agreement, tensor: tf.Tensor) -> tf.Tensor:
         gathered = gather(agreement, tf.reshape(tensor, [1, -1]), group)
-        return shapes.with_first_dimension(gathered, tensor, lambda rows: rows * group.size)
+        return with_first_dimension(gathered, tensor, lambda rows: rows * group.size)
 
     def results() -> tf.TensorSpec:
-        return shapes.spec_with_first_dimension(tensor, lambda rows: rows * group.size)
+        return spec_with_first_dimension(tensor, lambda rows: rows * group.size)
 
     return Operation("all_gather", group, [tensor], body, results=results).run(job)
 
@@ -50,14 +49,14 @@ def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "") -
     Each part is sent padded to the longest. ``purpose`` is what the tensors are for, so that unrelated calls aren't
     taken for one.
     """
-    shapes.require_first_dimension("all_gather_v", tensor)
+    require_first_dimension("all_gather_v", tensor)
     require_bits(tensor.dtype)
 
     def body(agreement: Agreement, tensor: tf.Tensor) -> tf.Tensor:
         return gather_ragged(agreement, tensor, group)
 
     def results() -> tf.TensorSpec:
-        return shapes.spec_with_first_dimension(tensor, lambda _: None)
+        return spec_with_first_dimension(tensor, lambda _: None)
 
     same = {"purpose": purpose} if purpose else {}
     return Operation("all_gather_v", group, [tensor], body, results=results, same=same, ragged=True).run(job)
@@ -72,20 +71,20 @@ def all_to_all_v(
     counts that don't fit each other are an InvalidArgumentError. For arguments, result and errors see
     ``training.hccl_ops.all_to_all_v``.
     """
-    shapes.require_vector("all_to_all_v", data)
+    _require_vector("all_to_all_v", data)
     require_bits(data.dtype)
     size = group.size
 
     def body(agreement: Agreement, data: tf.Tensor, sends: Any, sends_at: Any, recvs: Any, recvs_at: Any) -> tf.Tensor:
-        outgoing = shapes.checked("send", sends, sends_at, size, data.shape[0])
-        incoming = shapes.checked("recv", recvs, recvs_at, size)
+        outgoing = checked_blocks("send", sends, sends_at, size, data.shape[0])
+        incoming = checked_blocks("recv", recvs, recvs_at, size)
         mine = tf.concat([outgoing.counts, incoming.counts], axis=0)
         everybody = gather(agreement, mine[tf.newaxis], group)
         sent, expected = everybody[:, :size], tf.transpose(everybody[:, size:])
         with tf.control_dependencies(_require_equal(sent, expected)):
             longest = row_length(agreement.job, group, data.dtype, tf.reduce_max(sent))
-        rows = exchange(agreement, shapes.pad_blocks(data, outgoing, longest), group)
-        return shapes.join(rows, incoming)
+        rows = exchange(agreement, pad_blocks(data, outgoing, longest), group)
+        return join_blocks(rows, incoming)
 
     inputs = [data, send_counts, send_at, recv_counts, recv_at]
     results = partial(tf.TensorSpec, [None], data.dtype)
@@ -112,16 +111,16 @@ def all_to_all_vc(job: Job, data: tf.Tensor, send_count_matrix: Any, group: Grou
     The ranks compare their matrices, and each block is sent padded to the longest of all. For arguments, result and
     errors see ``training.hccl_ops.all_to_all_v_c``.
     """
-    shapes.require_vector("all_to_all_vc", data)
+    _require_vector("all_to_all_vc", data)
     require_bits(data.dtype)
-    matrix = shapes.whole_numbers("send_count_matrix", send_count_matrix, [group.size, group.size])
+    matrix = whole_numbers("send_count_matrix", send_count_matrix, [group.size, group.size])
     known = tf.get_static_value(matrix)
 
     def body(agreement: Agreement, data: tf.Tensor, matrix: tf.Tensor) -> tf.Tensor:
-        outgoing = shapes.checked("send", *shapes.packed(matrix[group.rank]), group.size, data.shape[0])
+        outgoing = checked_blocks("send", *packed_blocks(matrix[group.rank]), group.size, data.shape[0])
         longest = row_length(agreement.job, group, data.dtype, tf.reduce_max(matrix))
-        rows = exchange(agreement, shapes.pad_blocks(data, outgoing, longest), group)
-        return shapes.join(rows, shapes.packed(matrix[:, group.rank]))
+        rows = exchange(agreement, pad_blocks(data, outgoing, longest), group)
+        return join_blocks(rows, packed_blocks(matrix[:, group.rank]))
 
     results = partial(tf.TensorSpec, [None], data.dtype)
     same = {"send_count_matrix": "known to the running graph only" if known is None else known.tolist()}
@@ -161,8 +160,8 @@ def receive(job: Job, shape: Any, dtype: tf.DType, tag: int, source: int, group:
 
 def _pair_of(group: Group, source: int, destination: int, tag: int) -> Group:
     """Return the group of a send and its receive: the two ranks, with a queue for each tag and direction."""
-    shapes.require_member("src_rank", source, group)
-    shapes.require_member("dest_rank", destination, group)
+    require_member("src_rank", source, group)
+    require_member("dest_rank", destination, group)
     if source == destination:
         raise ValueError(
             f"group rank {source} of {group.name!r} can't exchange data with itself; expected another rank of 0 to "
@@ -218,3 +217,115 @@ def differentiable_move(moved: tf.Tensor, backward: Callable[[tf.Tensor], tf.Ten
     if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
         return moved
     return differentiable([moved], lambda upstream: [backward(upstream)], [tensor])[0]
+
+
+# Shapes: checks before anything is sent, and the first dimension of results
+
+
+def require_member(what: str, rank: int, group: Group) -> None:
+    """Raise ValueError if a group has no such rank; ``what`` names the argument."""
+    if not 0 <= rank < group.size:
+        raise ValueError(f"{what} {rank} is not in group {group.name!r}; expected 0 to {group.size - 1}")
+
+
+def require_first_dimension(operation: str, tensor: tf.Tensor) -> None:
+    if tensor.shape.rank == 0:
+        raise ValueError(
+            f"{operation} works along the first dimension and was given a scalar; give it shape [1]: tensor[tf.newaxis]"
+        )
+
+
+def spec_with_first_dimension(tensor: tf.Tensor, rows: Callable[[int], Any]) -> tf.TensorSpec:
+    """Return the spec of a tensor with another first dimension, ``rows(the tensor's)``; None means any."""
+    if tensor.shape.rank is None:
+        return tf.TensorSpec(None, tensor.dtype)
+    first, *others = tensor.shape.as_list()
+    return tf.TensorSpec([None if first is None else rows(first), *others], tensor.dtype)
+
+
+def with_first_dimension(elements: tf.Tensor, like: tf.Tensor, rows: Callable[[Count], Count]) -> tf.Tensor:
+    """Return the elements in the shape of ``like`` with another first dimension, ``rows(like's)``."""
+    if like.shape.is_fully_defined():
+        return tf.reshape(elements, [rows(like.shape[0]), *like.shape[1:]])
+    dynamic = tf.shape(like)
+    result = tf.reshape(elements, tf.concat([[rows(dynamic[0])], dynamic[1:]], axis=0))
+    result.set_shape(spec_with_first_dimension(like, rows).shape)
+    return result
+
+
+# Blocks of different lengths in a one-dimensional buffer, which are located, cut out and put together
+
+
+def _require_vector(operation: str, data: tf.Tensor) -> None:
+    if data.shape.rank not in (None, 1):
+        raise ValueError(
+            f"{operation} exchanges blocks of a one-dimensional buffer; found shape {data.shape}. What to do: "
+            "tf.reshape(data, [-1]), and counts and displacements in elements."
+        )
+
+
+class Blocks(NamedTuple):
+    """One block per rank: its elements, and the first one's position in the buffer; int64, shape [number of blocks]."""
+
+    counts: tf.Tensor
+    displacements: tf.Tensor
+
+
+def packed_blocks(counts: tf.Tensor) -> Blocks:
+    """Return blocks that lie one after the other."""
+    return Blocks(counts, tf.cumsum(counts, exclusive=True))
+
+
+def checked_blocks(name: str, counts: Any, displacements: Any, number: int, length: Optional[int] = None) -> Blocks:
+    """Check and return the blocks that a caller describes, one per rank. TensorFlow refuses what is known only at run
+    time. ``length`` is that of the buffer, if known; None for one that is made to fit: there, no blocks may overlap.
+    """
+    where, text = f"{name}_displacements", f"{name}_counts and {name}_displacements"
+    blocks = Blocks(whole_numbers(f"{name}_counts", counts, [number]), whole_numbers(where, displacements, [number]))
+    known = [tf.get_static_value(value) for value in blocks]
+    if known[0] is None or known[1] is None:
+        return blocks
+    end, last = 0, -1
+    for start, count, rank in sorted((int(d), int(c), rank) for rank, (c, d) in enumerate(zip(*known)) if c):
+        if length is not None and start + count > length:
+            raise ValueError(
+                f"{text}: the block of rank {rank} ends at element {start + count}, and there are {length}"
+            )
+        if length is None and start < end:
+            raise ValueError(f"{text}: the blocks of rank {last} and rank {rank} overlap at element {start}")
+        end, last = start + count, rank
+    return blocks
+
+
+def whole_numbers(name: str, values: Any, shape: list[int]) -> tf.Tensor:
+    """Return counts or displacements as int64, none of them negative."""
+    tensor = tf.cast(tf.convert_to_tensor(values), tf.int64)
+    if not tensor.shape.is_compatible_with(shape):
+        raise ValueError(f"{name} has shape {tensor.shape}; expected {tuple(shape)}, one number per rank of the group")
+    known = tf.get_static_value(tensor)
+    if known is not None and (known < 0).any():
+        raise ValueError(f"{name} must not be negative; found {known.tolist()}")
+    return tf.ensure_shape(tensor, shape)
+
+
+def pad_blocks(data: tf.Tensor, blocks: Blocks, longest: tf.Tensor) -> tf.Tensor:
+    """Return the blocks of a buffer as rows of equal length, padded with zeros: shape [number of blocks, longest]."""
+    rows = []
+    for count, start in zip(*map(tf.unstack, blocks)):
+        rows.append(tf.pad(tf.slice(data, [start], [count]), [[0, longest - count]]))
+    return tf.stack(rows)
+
+
+def join_blocks(rows: tf.Tensor, blocks: Blocks) -> tf.Tensor:
+    """Return the buffer made of rows: block i is the beginning of row i. Zeros where there is no block."""
+    # Blocks without elements may have any displacement.
+    starts = tf.where(blocks.counts == 0, tf.zeros_like(blocks.displacements), blocks.displacements)
+    parts, end = [], tf.constant(0, tf.int64)
+    for rank in tf.unstack(tf.cast(tf.argsort(starts, stable=True), tf.int64)):
+        count = blocks.counts[rank]
+        gap = starts[rank] - end
+        # If blocks overlap, the gap is negative, and tf.pad refuses it.
+        block = tf.slice(rows, [rank, 0], [1, count])[0]
+        parts.append(tf.pad(block, [[tf.where(count == 0, tf.zeros_like(gap), gap), 0]]))
+        end = tf.where(count == 0, end, starts[rank] + count)
+    return tf.concat(parts, axis=0)

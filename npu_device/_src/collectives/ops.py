@@ -12,13 +12,13 @@ from typing import Callable
 
 import tensorflow as tf
 
-from npu_device._src.collectives import shapes
+from npu_device._src.collectives import moves
 from npu_device._src.collectives.call import Agreement
 from npu_device._src.collectives.dtypes import REDUCED, Tensors, Wire, fold, reduced_dtype, require_bits, wire_dtype
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.moves import differentiable_move, exchange
+from npu_device._src.collectives.moves import differentiable_move, exchange, require_member
 from npu_device._src.collectives.operation import Operation, backend_of
 
 REDUCTIONS = ("sum", "mean", "min", "max", "prod")
@@ -54,7 +54,7 @@ def reduce(job: Job, tensor: tf.Tensor, reduction: str, root_rank: int, group: G
     TensorFlow can't reduce to one rank only: between hosts this moves as many bytes as ``all_reduce``.
     """
     require_reduction("reduce", tensor.dtype, reduction)
-    shapes.require_member("root_rank", root_rank, group)
+    require_member("root_rank", root_rank, group)
 
     def body(agreement: Agreement, tensor: tf.Tensor) -> tf.Tensor:
         backend = backend_of(agreement, group, tensor.dtype, divides=True)
@@ -84,7 +84,7 @@ def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) ->
     the bytes of an all_reduce.
     """
     require_reduction("reduce_scatter", tensor.dtype, reduction)
-    shapes.require_first_dimension("reduce_scatter", tensor)
+    moves.require_first_dimension("reduce_scatter", tensor)
     rows = tensor.shape[0] if tensor.shape.rank is not None else None
     text = (
         f"reduce_scatter: the first dimension (dim0) must be a multiple of rank_size, the {group.size} ranks of "
@@ -103,9 +103,9 @@ def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) ->
         with tf.control_dependencies(checks):
             blocks = exchange(agreement, tf.reshape(tensor, [group.size, -1]), group)
         reduced = fold(tf.unstack(blocks, num=group.size), reduction)
-        return shapes.with_first_dimension(reduced, tensor, lambda rows: rows // group.size)
+        return moves.with_first_dimension(reduced, tensor, lambda rows: rows // group.size)
 
-    block = shapes.spec_with_first_dimension(tensor, lambda rows: rows // group.size)
+    block = moves.spec_with_first_dimension(tensor, lambda rows: rows // group.size)
     results, same = _reduced_spec(block, reduction), {"reduction": reduction}
     return Operation("reduce_scatter", group, [tensor], body, results=results, same=same).run(job)
 
@@ -122,7 +122,7 @@ def broadcast(job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Gro
     """
     if not tensors:
         return []
-    shapes.require_member("root_rank", root_rank, group)
+    require_member("root_rank", root_rank, group)
     for tensor in tensors:
         require_bits(tensor.dtype)
 

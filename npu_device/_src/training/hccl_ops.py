@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.collectives import moves as _moves, ops as _ops, shapes as _shapes
+from npu_device._src.collectives import moves as _moves, ops as _ops
 from npu_device._src.collectives.graph import overwriting
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduction import ReducedTensors, check_fusion, check_fusion_0_or_2
@@ -247,9 +247,9 @@ def all_to_all_v(
     data = compat.to_tensor(send_data)
     ranks = world(group)
     if ranks is None:
-        outgoing = _shapes.checked("send", send_counts, send_displacements, 1, data.shape[0])
-        incoming = _shapes.checked("recv", recv_counts, recv_displacements, 1)
-        return _shapes.join(_shapes.pad_blocks(data, outgoing, incoming.counts[0]), incoming)
+        outgoing = _moves.checked_blocks("send", send_counts, send_displacements, 1, data.shape[0])
+        incoming = _moves.checked_blocks("recv", recv_counts, recv_displacements, 1)
+        return _moves.join_blocks(_moves.pad_blocks(data, outgoing, incoming.counts[0]), incoming)
     return _moves.all_to_all_v(
         ranks.job, data, send_counts, send_displacements, recv_counts, recv_displacements, ranks.group
     )
@@ -283,8 +283,8 @@ def all_to_all_v_c(
     if rank != own:
         raise ValueError(f"all_to_all_v_c: rank is the caller's own in group {group!r}; found {rank!r}, expected {own}")
     if ranks is None:
-        outgoing = _shapes.packed(_shapes.whole_numbers("send_count_matrix", send_count_matrix, [1, 1])[0])
-        return _shapes.join(_shapes.pad_blocks(data, outgoing, outgoing.counts[0]), outgoing)
+        outgoing = _moves.packed_blocks(_moves.whole_numbers("send_count_matrix", send_count_matrix, [1, 1])[0])
+        return _moves.join_blocks(_moves.pad_blocks(data, outgoing, outgoing.counts[0]), outgoing)
     return _moves.all_to_all_vc(ranks.job, data, send_count_matrix, ranks.group)
 
 

@@ -17,10 +17,9 @@ import tensorflow as tf
 
 from npu_device._src.collectives import dtypes
 from npu_device._src.collectives.call import Agreement
-from npu_device._src.collectives.dtypes import Tensors, Wire, fold, sum_dtype
+from npu_device._src.collectives.dtypes import Count, Tensors, Wire, fold, sum_dtype
 from npu_device._src.collectives.engines.tensorflow import kernels
 from npu_device._src.collectives.group import Group, counts_of
-from npu_device._src.collectives.shapes import Count
 
 # Of a broadcast, approximately: enough for the full bandwidth, and not so many as to double a large model's memory.
 TRANSFER_BYTES = 64 << 20
