@@ -58,11 +58,6 @@ def belongs_to_keras(thing: Any) -> bool:
     return str(thing.__module__).split(".", 1)[0] in ("keras", "tf_keras")
 
 
-def layers_of(model: Any) -> list[Any]:
-    """Return the layers of a model, including nested ones. No Keras has a public way to get those."""
-    return list(model._flatten_layers(include_self=False))  # in tf-keras 2.15 to 2.20, and Keras 3.0 to 3.15
-
-
 def is_generator(thing: Any) -> bool:
     """Return True for a ``tf.random.Generator``, and for a ``SeedGenerator`` of Keras 3."""
     if isinstance(thing, tf.random.Generator):

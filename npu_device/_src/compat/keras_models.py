@@ -15,6 +15,7 @@ from npu_device._src.compat.keras import belongs_to_keras, is_keras_3, is_vocabu
 
 
 def all_layers(model: Any) -> list[Any]:
+    """Return a model and its layers, including nested ones."""
     return list(model._flatten_layers())  # in tf-keras 2.15 to 2.20, and Keras 3.0 to 3.15
 
 

@@ -60,7 +60,7 @@ def attributes(model: Any) -> Iterable[Any]:
 
 
 def has_all_layers_built(model: Any) -> bool:
-    return all(layer.built for layer in compat.layers_of(model))
+    return all(layer.built for layer in compat.all_layers(model)[1:])
 
 
 def takes_kerass_own_step(model: Any) -> bool:

@@ -243,7 +243,7 @@ def _variables(function: Function) -> tuple[dict[int, Any], set[int]]:
 
 def _precision(model: Any) -> float:
     """Return how much rounding may change a value, relative."""
-    kinds = {str(getattr(layer, "compute_dtype", "float32")) for layer in compat.layers_of(model)}
+    kinds = {str(getattr(layer, "compute_dtype", "float32")) for layer in compat.all_layers(model)[1:]}
     has_gpu = bool(tf.config.list_logical_devices("GPU"))
     is_tf32 = has_gpu and tf.config.experimental.tensor_float_32_execution_enabled()
     return 5e-4 if is_tf32 or kinds & {"float16", "bfloat16"} else 1e-6

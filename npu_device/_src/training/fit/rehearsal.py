@@ -192,7 +192,7 @@ def _differs_in_noise_only(layer: Any) -> bool:
     """Return True for a layer of Keras's own that draws random numbers or normalises a batch when it trains."""
     if hasattr(layer, "train_step"):
         return False
-    parts = [layer, *compat.layers_of(layer)]
+    parts = compat.all_layers(layer)
     is_kerass = all(compat.belongs_to_keras(type(part).call) for part in parts)
     return is_kerass and "training" in inspect.signature(type(layer).call).parameters
 

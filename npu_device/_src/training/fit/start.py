@@ -64,7 +64,7 @@ def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) ->
     """Send the model variables of the root to every rank, and those of its optimizers if it trains."""
     # An eager model's layers may keep tensors of their last call, which are of the rank's share.
     constants = not getattr(model, "run_eagerly", False)
-    require_same_state(world, [model, *compat.layers_of(model)], constants)
+    require_same_state(world, compat.all_layers(model), constants)
     variables = [variable for variable in compat.variables_of(model) if not compat.is_vocabulary(variable)]
     variables += training_state.loose_variables(model)
     if training:
