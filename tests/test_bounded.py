@@ -103,11 +103,7 @@ def test_keys_of_tensorflow(tensorflow_ranks: Pool) -> None:
 
 
 def body_graphs(known: bool) -> dict[str, int]:
-    """Return how many of the graphs of retraced functions live on, by what the functions call.
-
-    Args:
-        known: the shapes are known while a function is traced.
-    """
+    """Return how many graphs of retraced functions stay, by what they call, with ``known`` shapes or unknown ones."""
     job, mine = group("world")
 
     def lists(values: list[tf.Tensor]) -> Any:

@@ -17,8 +17,7 @@ import npu_device as npu
 
 PLACES = ("inner", "outer")
 UNSCALED = "get_unscaled_gradients"
-INFINITE = (False, True, False, False)
-"""Tells of each step if its gradients overflow, on the last rank only."""
+INFINITE = (False, True, False, False)  # whether the gradients of a step overflow, on the last rank only
 
 
 def body_steps(kind: str, place: str, dynamic: bool, style: str, graph: bool) -> Any:

@@ -24,8 +24,7 @@ from npu_device._src.tf1.distributed_optimizer import (
 from npu_device._src.tf1.hooks import SetIterationsVarHook, broadcast_global_variables
 from npu_device.distribute.npu_callbacks import NPUBroadcastGlobalVariablesCallback
 
-STEPS = 4
-ROWS = 12  # shared by 1, 2 and 3 ranks
+STEPS, ROWS = 4, 12  # the rows shared by 1, 2 and 3 ranks
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
