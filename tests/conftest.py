@@ -137,10 +137,8 @@ def _variants(items: list[pytest.Item]) -> list[list[list[pytest.Item]]]:
     """Return for each test its variants, by its own parameters, and for each variant its combinations."""
     tests: dict[str, dict[str, list[pytest.Item]]] = {}
     for item in items:
-        own = {
-            name: value for name, value in _parameters(item).items() if name not in (*_SIZE_NAMES, "keras", "backend")
-        }
-        tests.setdefault(item.nodeid.partition("[")[0], {}).setdefault(str(own), []).append(item)
+        own = str([each for each in _parameters(item).items() if each[0] not in (*_SIZE_NAMES, "keras", "backend")])
+        tests.setdefault(item.nodeid.partition("[")[0], {}).setdefault(own, []).append(item)
     return [list(variants.values()) for variants in tests.values()]
 
 

@@ -207,7 +207,8 @@ def body_tags_and_groups(tags: int, length: int, groups: int) -> list[bool]:
             if number in (rounds // 2, rounds - 1):
                 npu.distribute.all_reduce(tf.ones([]))  # nobody is in a group any more
                 held.append(_held())
-        return all(late <= early for early, late in zip(*held))
+        # Up to four idle connections of a pair come and go; the rounds in between, from 5 on, would leave more.
+        return all(late <= early + 4 for early, late in zip(*held))
 
     def in_group(number: int) -> None:
         name = "again" if number % 2 else f"number {number}"
