@@ -338,7 +338,7 @@ REDUCTION = "_npu_gradient_reduction"
 
 def reduction_of(optimizer: Any) -> Any:
     """Return the ``GradientReduction`` of a wrapped optimizer; None for another one."""
-    return vars(optimizer).get(REDUCTION)
+    return getattr(optimizer, "__dict__", {}).get(REDUCTION)
 
 
 def is_wrapped(optimizer: Any) -> bool:
