@@ -46,8 +46,10 @@ def model_and_data(kind: str) -> tuple[Any, dict[str, Any]]:
             model.dense.build((None, 6))
             model(x[:2])  # the function keeps what it has been traced to
             data = {"x": whole.batch(SAMPLES), "verbose": 0}
-        elif kind == "pairs":
-            data = {"x": tf.data.Dataset.from_tensors(np.stack([x, x + 1])), "verbose": 0}
+        elif kind.startswith("pairs"):
+            pairs = np.stack([x, x + 1])
+            spec = tf.TensorSpec([None, 12, 6] if "any number" in kind else [2, 12, 6])
+            data = {"x": tf.data.Dataset.from_generator(lambda: [pairs], output_signature=spec), "verbose": 0}
         elif kind.startswith("fixed size"):
             data = {"x": whole.batch(6, drop_remainder=True), "verbose": 0}
     return model, data
@@ -76,10 +78,14 @@ def _with_step(kind: str) -> Any:
                     x = layer(x, training=True)
             elif kind == "shuffles":
                 x = tf.random.shuffle(x)
+            elif kind == "python":
+                x = tf.ensure_shape(tf.numpy_function(lambda array: array, [x], tf.float32), [None, 6])
+            elif kind == "draws in a branch":
+                x = tf.cond(tf.reduce_mean(x) > -9.0, lambda: x + tf.random.normal(tf.shape(x)), lambda: x)
             elif kind.startswith("fixed size"):
                 x += tf.zeros([x.shape[0], 6])
             with tf.GradientTape() as tape:
-                if kind == "pairs":
+                if kind.startswith("pairs"):
                     loss = tf.reduce_mean((self(x[0]) - self(x[1])) ** 2)
                 elif kind in ("contrastive", "gathered"):
                     out = self(x)
@@ -176,11 +182,11 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("kind", [*ERRORS, "fixed size, local bank"])
+@pytest.mark.parametrize("kind", [*ERRORS, "fixed size, local bank", "pairs of any number"])
 def test_errors(keras_two_ranks: Pool, kind: str) -> None:
     for rank, (error, _, said) in enumerate(keras_two_ranks.run(body_check, kind)):
         assert error.startswith(f"rank {rank}: ")
-        for part in ERRORS[kind.removeprefix("fixed size, ")]:
+        for part in ERRORS[kind.removeprefix("fixed size, ").removesuffix(" of any number")]:
             assert part in error
         assert said == []
 
@@ -206,7 +212,9 @@ def test_warnings(keras_two_ranks: Pool, kind: str) -> None:
 STATEMENTS = {
     "functional": "needs no check: the layers, the loss and the step are Keras's own",
     "eager": "not checked: the step runs eagerly",
+    "python": "not checked: the step runs PyFunc",
     "shuffles": "not checked: the step draws random numbers",
+    "draws in a branch": "not checked: the step draws random numbers in a branch or a loop",
     "fixed size, gathered bank": "not checked: the step can't run on a few samples",
     "applies in a branch": "not checked: the step applies gradients in a branch or a loop",
 }

@@ -27,14 +27,29 @@ class Job:
         self.later.append(act)
         return lambda: None
 
-    def gather(self, rank: int, value: Any) -> None:
-        fields = {"name": "calls", "seconds": 2, "value": value, "ranks": "0-2", "partial": True}
+    def gather(self, rank: int, value: Any, ranks: str | None = "0-2") -> None:
+        fields = {"name": "calls", "seconds": 2, "value": value, "ranks": ranks, "partial": ranks is not None}
         self.services.handle(rank, {"do": "gather", "id": 10 + rank, **fields})
 
     def answers(self) -> dict[int, Any]:
         """Return what each rank has been answered since the last call."""
         sent, self.sent = self.sent, []
         return {rank: message.get("value", message.get("error")) for rank, message in sent}
+
+
+def test_a_gather_ends_when_its_ranks_have_come_or_gone() -> None:
+    job = Job()
+    job.gather(0, "x", "0,2")
+    assert job.answers() == {}
+    job.gather(2, "x", "0,2")
+    assert job.answers() == {0: [["x", "0,2"]], 2: [["x", "0,2"]]}, "equal values are sent once"
+    job.gather(1, "y", None)
+    job.services.closed(2)
+    assert job.answers()[1] == "gone", "all ranks were asked for"
+    job.gather(0, "x")
+    assert job.answers() == {}
+    job.gather(1, "y")
+    assert job.answers() == {0: [["x", "0"], ["y", "1"]], 1: [["x", "0"], ["y", "1"]]}
 
 
 def test_late_ranks_are_left_out_and_still_get_the_others_values() -> None:

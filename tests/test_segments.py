@@ -209,6 +209,21 @@ def body_order_kept(eager: bool) -> Any:
     return [None if value is None else (value.dtype.name, value.numpy().tolist()) for value in result]
 
 
+def body_bits() -> set[bytes]:
+    values = [tf.random.stateless_normal([50], [npu.open().worker_id, place]) for place in range(8)]
+    found = set()
+    for ends in ([7], [0, 7], [2, 5, 7], list(range(8))):
+        split_strategy._strategies.clear()
+        set_split_strategy_by_idx(ends)
+        found.add(tf.concat(npu.distribute.all_reduce(values, "mean"), axis=0).numpy().tobytes())
+    split_strategy._strategies.clear()
+    return found
+
+
+def test_every_split_gives_the_same_bits_on_every_rank(several_ranks: Pool) -> None:
+    assert len(set().union(*several_ranks.run(body_bits))) == 1
+
+
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graph"])
 def test_results_come_back_in_the_callers_order(ranks: Pool, eager: bool) -> None:
     n = ranks.size
