@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from heard import error_of, settings, warnings_of_package
 
@@ -155,12 +156,23 @@ def body_full_disk(directory: str) -> dict[str, Any]:
 
 
 def body_fewer_things(directory: str) -> Any:
-    """Return what isn't kept of two variables by a script that has one, and what a second object says."""
+    """Return what isn't kept of two variables by a script that has one, and what a second object says. It is asked to
+    stop in a process with more open files than ``select`` takes.
+    """
     both = {"one": tf.Variable(1.0), "other": tf.Variable(2.0)}
-    with warnings_of_package() as texts, npu.train.JobCheckpoint(directory, **both) as first:
-        first.save(1)
-        with npu.train.JobCheckpoint(directory, one=tf.Variable(0.0)) as checkpoint:
-            return checkpoint.restore(), checkpoint.not_kept, texts
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    with warnings_of_package() as texts, contextlib.ExitStack() as opened:
+        for _ in range(1100):
+            opened.enter_context(open(os.devnull))
+        opened.enter_context(npu.train.JobCheckpoint(directory, **both)).save(1)
+        checkpoint = opened.enter_context(npu.train.JobCheckpoint(directory, one=tf.Variable(0.0)))
+        found = checkpoint.restore(), checkpoint.not_kept, texts
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit, match="75"):
+            for step in range(2, 1000):
+                checkpoint.step_done(step)
+                time.sleep(0.01)
+        return found
 
 
 def body_two_ask() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from checkpoint_bodies import random_generators
+from compared import same_bits
 from heard import error_of, settings, warnings_of_package
 
 import npu_device as npu
@@ -179,3 +181,24 @@ def body_others(directory: str) -> dict[str, Any]:
     others: list[tuple[str, dict[str, Any]]] = [("loop", {}), ("whole", {"epochs": 1}), ("whole", {})]
     errors = [error_of(fit, f"{directory}/{where}", "dataset", preemption=False, **more) for where, more in others]
     return {"whole": whole, "parts": parts, "there": there, "told": told, "errors": errors}
+
+
+def main() -> None:
+    """Train; with "interrupted", rank 1 is killed in step 8, and asked to stop in the first step after the restart.
+
+    Whoever comes to the end compares with a training that nothing interrupts.
+    """
+    directory, how = sys.argv[1:]
+    npu.open().as_default()
+    again = int(os.environ.get("NPU_DEVICE_RESTART_COUNT", "0"))
+    after, number = (1, signal.SIGTERM) if again else (8, signal.SIGKILL)
+    is_hit = how == "interrupted" and npu.distribute.rank() == 1
+    watch = Watch(after if is_hit else 0, lambda: os.kill(os.getpid(), number))
+    parts = fit(f"{directory}/parts", "repeated", watch=watch, every=3)
+    whole = fit(f"{directory}/whole", "repeated", preemption=False)
+    assert parts["not_kept"] == () and list(parts["logs"]) in ([1, 2], [2]), parts["logs"]
+    same_bits(whole["values"], parts["values"])
+
+
+if __name__ == "__main__":
+    main()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import fit_checkpoint_bodies as bodies
+import job
 import pytest
 from compared import same_bits
+from launcher import npurun
 from pool import Pool
 
 pytestmark = pytest.mark.slow
@@ -57,3 +60,16 @@ def test_steps_per_execution_another_order_and_other_fits(two_ranks: Pool, tmp_p
             assert list(result["told"][place]["logs"]) == [1, 2]
         [warning] = [text for text in results[0]["told"][place]["warnings"] if "resumed in epoch 2" in text]
         assert says in warning
+
+
+def test_a_killed_rank_and_a_preemption_under_npurun(tmp_path: Path) -> None:
+    """The job ends with the second, and goes on to the same bits when it is started again."""
+    command = [bodies.__file__, str(tmp_path)]
+    restarts = ("--max-restarts", "1", "--restart-backoff", "0.1")
+    done = npurun("-n", "2", *restarts, *command, "interrupted", limit=120)
+    told = done.stderr.decode()
+    assert done.returncode == 75 and re.search(r"restart 1 of 1 .*rank 1 on host .*killed by SIGKILL", told), told
+    assert re.search(r"stopped on request at step \d+, resumable", told), told
+    assert "Traceback" not in told.partition("restart 1 of 1")[2]
+    again = job.finish(job.start_command(tmp_path, 2, [*command, "whole"]), 120)
+    assert [ended.code for ended in again] == [0, 0], again

@@ -115,9 +115,12 @@ from npu_device._src.collectives import resources
 device = resources.choose_device(Cluster(1, 1, ("a", "a"), ("127.0.0.1",) * 2, "test"))
 assert not compat.context_is_initialized()
 print(device.name, device.detail, device.is_gpu)
+gpus = [resources.tf.config.PhysicalDevice(f"/physical_device:GPU:{number}", "GPU") for number in range(4)]
+resources.tf.config.get_visible_devices, resources.tf.config.set_visible_devices = lambda _: gpus, lambda *_: None
+print(resources.choose_device(Cluster(5, 5, ("a",) * 6, ("127.0.0.1",) * 6, "test")).name)
 """
     [output] = job.outputs(tmp_path, 1, script)
-    assert output.splitlines()[-1] == "CPU CUDA_VISIBLE_DEVICES is '-1' False"
+    assert output.splitlines()[-2:] == ["CPU CUDA_VISIBLE_DEVICES is '-1' False", "GPU 1"]
 
 
 def body_roads_of_nccl() -> Any:

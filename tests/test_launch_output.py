@@ -196,7 +196,10 @@ def test_a_process_that_escaped_with_the_pipe_is_not_waited_for(tmp_path: Path) 
 
 
 def test_ranks_that_never_opened_the_device_are_told(tmp_path: Path) -> None:
-    done = npurun("-n", "2", script(tmp_path, "print('alone')"))
+    source = "import os, subprocess; child = subprocess.Popen(['sleep', '60']); "
+    source += "open(f'{os.environ[\"RANK_ID\"]}.pid', 'w').write(str(child.pid))"
+    done = npurun("-n", "2", script(tmp_path, source), cwd=tmp_path, limit=20)
     assert done.returncode == 0
+    assert not any(map(is_running, wait_for_files(tmp_path, "*.pid", 2))), "children are ended, too"
     assert b"none of the 2 ranks opened npu_device" in done.stderr
     assert b"npu.open().as_default()" in done.stderr

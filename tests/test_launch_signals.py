@@ -108,6 +108,7 @@ def test_when_the_launcher_is_killed_nothing_stays(tmp_path: Path) -> None:
     directory.mkdir()
     launch, pids = running(tmp_path, "deaf", TMPDIR=str(directory))
     assert list(directory.iterdir()) != []
+    pids += leaks.children_of(launch.pid)  # the hub, too
     os.killpg(launch.pid, signal.SIGKILL)
     launch.communicate(timeout=10)
     wait_until(lambda: left(pids) == [], limit=5)

@@ -150,10 +150,11 @@ def test_mpi4py_tells_the_ranks_of_several_hosts_where_they_meet(kind: str) -> N
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_under_mpiexec_ends_the_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["MPICH", pytest.param("Open MPI", marks=pytest.mark.full)])
+def test_a_rank_that_is_killed_under_mpiexec_ends_the_job(kind: str, tmp_path: Path) -> None:
     """mpiexec of MPICH kills rank 0 before it can say so; the hub says it."""
     script = launcher.script(tmp_path, KILLED)
-    result = run([*mpiexec("MPICH"), "-n", "2", sys.executable, script])
+    result = run([*mpiexec(kind), "-n", "2", sys.executable, script])
     assert result.returncode != 0
     assert result.stdout.count("sum 2.0") == 2, result.stderr
     assert re.search(r"npu_device: rank 1 on host .* is gone", result.stderr), result.stderr

@@ -36,6 +36,7 @@ def _steps(kind: str, place: str, dynamic: bool, style: str, graph: bool, run: A
     wrap = npu.distribute.npu_distributed_keras_optimizer_wrapper
     optimizers = tf.keras.optimizers.legacy if "legacy" in kind else tf.keras.optimizers
     optimizer, kerass_own = optimizers.SGD(0.5, momentum=0.5), tf.keras.mixed_precision.LossScaleOptimizer
+    inner = optimizer
     if place == "inner":
         optimizer = wrap(optimizer, "sum")
     more = {"dynamic_growth_steps": 2} if dynamic else {}
@@ -51,6 +52,9 @@ def _steps(kind: str, place: str, dynamic: bool, style: str, graph: bool, run: A
     variable, unused = tf.Variable([1.0, 1.0]), tf.Variable(1.0)
     table = tf.Variable(tf.ones([3, 2]))
     variables = [variable, table, unused]
+    if place == "inner, late":
+        optimizer.build(variables)
+        wrap(inner, "sum")
 
     def step(infinite: Any) -> None:
         with tf.GradientTape() as tape:
@@ -116,6 +120,7 @@ KERAS_2, KERAS_3 = pytest.mark.only_keras("2"), pytest.mark.only_keras("3")
         *(pytest.param("Keras", place, True, UNSCALED, place == "inner", marks=KERAS_2) for place in PLACES),
         *(pytest.param("Keras legacy", place, True, UNSCALED, place == "outer", marks=KERAS_2) for place in PLACES),
         *(pytest.param("Keras", place, True, "scale_loss", place == "outer", marks=KERAS_3) for place in PLACES),
+        pytest.param("Keras", "inner, late", True, "scale_loss", False, marks=KERAS_3),
     ],
 )
 def test_ranks_agree_and_steps_follow_the_rules(

@@ -34,28 +34,32 @@ with tf.Graph().as_default():
             if rank == 1:
                 session.run(second)
             else:
-                session.run(first)
+                OTHERS
         except tf.errors.OpError as error:
             print(f"rank {rank} GAVE UP after {time.monotonic() - begun:.1f} s: {error}")
 """
 
 
-def test_a_rank_that_waits_in_a_session_says_so_and_gives_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", ["session.run(first)", "time.sleep(6)"])
+def test_a_rank_that_waits_in_a_session_says_so_and_gives_up(tmp_path: Path, others: str) -> None:
     environments = [
         {**table_environment(tmp_path, 2, rank), "NPU_DEVICE_STALL_WARNING": warning, "NPU_DEVICE_STALL_TIMEOUT": limit}
         for rank, (warning, limit) in enumerate([("90", "100"), ("1", "3")])
     ]
     first_line = 1 + WAITING.splitlines().index('    first = npu.distribute.all_reduce(tf.constant(1.0), "sum")')
-    output = job.finish(job.start_each(tmp_path, WAITING, environments), timeout=60)[1].output
+    output = job.finish(job.start_each(tmp_path, WAITING.replace("OTHERS", others), environments), timeout=60)[1].output
     assert "rank 1 has waited 1 s in group 'hccl_world_group'" in output or "rank 1 has waited 2 s" in output
     assert "It keeps waiting for up to 3 s (NPU_DEVICE_STALL_TIMEOUT)." in output
     _, _, gave_up = output.partition("rank 1 GAVE UP after ")
     assert 2.5 < float(gave_up.split()[0]) < 15, output
     assert "This is the limit (NPU_DEVICE_STALL_TIMEOUT seconds), and the rank gives up." in gave_up
     assert "What to do:" in gave_up
+    line = next(line for line in gave_up.splitlines() if "rank 0 on host" in line)
+    if "sleep" in others:
+        assert "hasn't arrived" in line
+        return
     assert f"script.py:{first_line + 1} " in next(line for line in gave_up.splitlines() if "rank 1 on host" in line)
     assert "waits in session.run for another collective (all_reduce called at" in gave_up
-    line = next(line for line in gave_up.splitlines() if "rank 0 on host" in line)
     assert "is waiting" in line and f"script.py:{first_line} " in line
 
 

@@ -59,11 +59,11 @@ def test_vectors_of_ascend(sizes: list[int], percentages: list[float] | None, en
 
 @pytest.mark.parametrize("with_sizes", [False, True])
 def test_the_last_number_has_to_fit(with_sizes: bool) -> None:
-    set_split_strategy_by_idx([3, 18])
+    set_split_strategy_by_idx(idxList=[3, 18])
     assert segments(list(range(19)), WORLD_GROUP) == [3, 18]
     assert segments([1], WORLD_GROUP) == [0]
     if with_sizes:
-        set_split_strategy_by_size([50, 50])
+        set_split_strategy_by_size(dataSizeList=[50, 50])
     with pytest.raises(ValueError, match=r"(?s)last entry is 18; expected 19, .*\(20\) less one.*end idxList with 19"):
         segments([1] * 20, WORLD_GROUP)
 

@@ -116,8 +116,16 @@ def _by_hand(directory: str, kind: str) -> int:
         tf.function(steps)() if kind == "loop" else steps()
     finally:
         tracing.stop()
+    return _without()
+
+
+def _without() -> int:
     graph = tf.function(npu.distribute.all_reduce).get_concrete_function([tf.ones([2])]).graph
     return sum(op.type in ("Timestamp", "QueueEnqueueV2") for op in graph.get_operations())
+
+
+def test_without_a_trace_nothing_is_added(two_ranks: Pool) -> None:
+    assert two_ranks.run(_without) == [0, 0]
 
 
 @pytest.mark.parametrize("kind", ["eager", "loop"])

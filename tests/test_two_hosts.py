@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 SSH = Path(__file__).parents[1] / "benchmarks" / "ssh_to_host"
-COUNTS = pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.full)])
+FOUR = pytest.param(4, marks=pytest.mark.full)
 
 SCRIPT = """
 import os, zlib
@@ -110,7 +110,7 @@ for backend in ("auto", "tcp"):
 """
 
 
-@COUNTS
+@pytest.mark.parametrize("count", [3, FOUR])
 def test_hosts_send_what_one_rank_each_needs(tmp_path: Path, count: int) -> None:
     """Through TensorFlow's collectives, which ``auto`` takes, and TCP."""
     script, ranks = tmp_path / "script.py", tmp_path / "ranks.py"
@@ -126,7 +126,7 @@ def test_hosts_send_what_one_rank_each_needs(tmp_path: Path, count: int) -> None
     _assert_sent("".join(result.output for result in results), ("auto", "tcp"), count)
 
 
-@COUNTS
+@pytest.mark.parametrize("count", [2, FOUR])
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py")
 def test_mpi_between_hosts(tmp_path: Path, count: int) -> None:
     script = launcher.script(tmp_path, SCRIPT.replace("BACKEND", "mpi"))
