@@ -14,77 +14,34 @@ import pytest
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.membership import rank_table
 
-VERSION_1_0: dict[str, Any] = {
-    "version": "1.0",
-    "status": "completed",
-    "server_count": "2",
-    "server_list": [
-        {
-            "server_id": "nodeA",
-            "host_ip": "10.0.0.1",
-            "device": [
-                {"device_id": "0", "device_ip": "172.20.0.10", "rank_id": "0", "host_port": "61000"},
-                {"device_id": "1", "device_ip": "172.21.0.10", "rank_id": "1"},
-            ],
-        },
-        {
-            "server_id": "nodeB",
-            "container_ip": "unknown fields are tolerated",
-            "device": [
-                {"device_id": "0", "device_ip": "172.20.0.11", "rank_id": "2"},
-                {"device_id": "1", "device_ip": "172.21.0.11", "rank_id": "3"},
-            ],
-        },
-    ],
-}
+VERSION_1_0 = json.loads("""
+    {"version": "1.0", "status": "completed", "server_count": "2", "server_list": [
+        {"server_id": "nodeA", "host_ip": "10.0.0.1", "device": [
+            {"device_id": "0", "device_ip": "172.20.0.10", "rank_id": "0", "host_port": "61000"},
+            {"device_id": "1", "device_ip": "172.21.0.10", "rank_id": "1"}]},
+        {"server_id": "nodeB", "container_ip": "unknown fields are tolerated", "device": [
+            {"device_id": "0", "device_ip": "172.20.0.11", "rank_id": "2"},
+            {"device_id": "1", "device_ip": "172.21.0.11", "rank_id": "3"}]}]}
+""")
 
-PODS: dict[str, Any] = {
-    "status": "completed",
-    "group_count": "1",
-    "group_list": [
-        {
-            "group_name": "job",
-            "instance_count": "2",
-            "device_count": "3",
-            "instance_list": [
-                {
-                    "pod_name": "job-worker-0",
-                    "server_id": "nodeA",
-                    "devices": [
-                        {"device_id": "4", "device_ip": "172.20.0.10"},
-                        {"device_id": "5", "device_ip": "172.21.0.10"},
-                    ],
-                },
-                {
-                    "pod_name": "job-worker-1",
-                    "server_id": "nodeB",
-                    "devices": [{"device_id": "0", "device_ip": "172.20.0.11"}],
-                },
-            ],
-        }
-    ],
-}
+PODS = json.loads("""
+    {"status": "completed", "group_count": "1", "group_list": [
+        {"group_name": "job", "instance_count": "2", "device_count": "3", "instance_list": [
+            {"pod_name": "job-worker-0", "server_id": "nodeA", "devices": [
+                {"device_id": "4", "device_ip": "172.20.0.10"},
+                {"device_id": "5", "device_ip": "172.21.0.10"}]},
+            {"pod_name": "job-worker-1", "server_id": "nodeB", "devices": [
+                {"device_id": "0", "device_ip": "172.20.0.11"}]}]}]}
+""")
 
+_LAB_RANK = """{"devices": [{"device_id": "N", "device_ip": "192.168.10N.101"}], "rank_id": "N",
+    "server_id": "10.155.111.140"}"""
+_LAB_RANKS = [json.loads(_LAB_RANK.replace("N", str(rank))) for rank in (1, 0, 2, 3)]
 LAB: dict[str, Any] = {
-    "deploy_mode": "lab",
-    "group_count": "2",
+    **{"deploy_mode": "lab", "group_count": "2", "para_plane_nic_location": "device", "status": "completed"},
     "group_list": [
-        {
-            "group_name": "",
-            "instance_count": "2",
-            "instance_list": [
-                {
-                    "devices": [{"device_id": f"{rank}", "device_ip": f"192.168.10{rank}.101"}],
-                    "rank_id": f"{rank}",
-                    "server_id": "10.155.111.140",
-                }
-                for rank in ranks
-            ],
-        }
-        for ranks in ((1, 0), (2, 3))
+        {"group_name": "", "instance_count": "2", "instance_list": ranks} for ranks in (_LAB_RANKS[:2], _LAB_RANKS[2:])
     ],
-    "para_plane_nic_location": "device",
-    "status": "completed",
 }
 
 
@@ -98,15 +55,14 @@ def load(directory: Path, table: Any) -> rank_table.RankTable:
     return rank_table.load(write(directory, table), timeout=1)
 
 
+_ENTRIES = [("nodeA", 0, None), ("nodeA", 1, None), ("nodeB", 0, None), ("nodeB", 1, None)]
+
+
 @pytest.mark.parametrize(
     ("table", "of_pods", "expected"),
     [
-        (VERSION_1_0, False, [("nodeA", 0, None), ("nodeA", 1, None), ("nodeB", 0, None), ("nodeB", 1, None)]),
-        (
-            {**VERSION_1_0, "version": "1.2", "super_pod_list": [{"super_pod_id": "0"}]},
-            False,
-            [("nodeA", 0, None), ("nodeA", 1, None), ("nodeB", 0, None), ("nodeB", 1, None)],
-        ),
+        (VERSION_1_0, False, _ENTRIES),
+        ({**VERSION_1_0, "version": "1.2", "super_pod_list": [{"super_pod_id": "0"}]}, False, _ENTRIES),
         (PODS, True, [("nodeA", 4, "job-worker-0"), ("nodeA", 5, "job-worker-0"), ("nodeB", 0, "job-worker-1")]),
         (LAB, True, [("10.155.111.140", device, None) for device in range(4)]),
     ],
