@@ -1,6 +1,6 @@
-"""Tell every rank when another one fails or leaves, or is killed, which its closed connection shows.
+"""What a rank hears from the hub of others that fail, leave or are killed, and what it tells of its own failure.
 
-The other ranks raise: at once if a collective is pending, or else at the next one.
+It raises: at once if a collective is pending, or else at the next one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engines between hosts, as one list, and the choice of one of them for the job.
 
 The first engine that can be used is taken. ``NPU_DEVICE_BACKEND`` names one instead, and then no other is taken. Within
-a host, ranks share memory underneath each of them, unless NCCL takes the tensor (``choice``).
+a host, ranks share memory underneath each of them, unless NCCL takes the tensor (``operation`` decides for each call).
 """
 
 from __future__ import annotations

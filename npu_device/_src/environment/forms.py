@@ -1,6 +1,6 @@
 """Environment variables as constants: name, form, default, unit and meaning. Forms: numbers, addresses, ranges, words.
 
-Only this module reads the environment. The other files declare the variables, one file for each owner.
+The other files declare the variables, one file for each owner.
 """
 
 from __future__ import annotations

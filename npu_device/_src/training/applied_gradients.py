@@ -308,7 +308,7 @@ def _is_value_of(variable: Any, values: Sequence[Any]) -> bool:
 
 
 def _hook(original: Callable[..., Any], parameter: str) -> Callable[..., Any]:
-    """Return a method that looks at its gradients before the original applies them."""
+    """Return a method that looks at its gradients, or reduces them, before the original applies them."""
 
     @tf.autograph.experimental.do_not_convert  # otherwise AutoGraph would rewrite it
     @functools.wraps(original)

@@ -327,7 +327,7 @@ def unless_child() -> Job | None:
 
 
 def place() -> Cluster | ParentRank | None:
-    """Return what tells the rank of this process, as ``running_job``; in a child of a rank its parent."""
+    """Return what knows rank and size: of a child its parent rank, else the running cluster; None on one device."""
     parent = parent_of_this_process()
     job = None if parent else running_job()
     return parent if job is None else job.cluster

@@ -30,7 +30,10 @@ _View = tuple[Optional[str], Optional[str], int]  # what is wrong with the share
 
 
 def newest_whole(world: World | None, place: Place, directory: Path) -> Chosen | None:
-    """Return the checkpoint to restore; None if there is none. Every rank has to make the call."""
+    """Return the newest checkpoint that is whole on every rank, or else what is left of one; None if there is none.
+
+    Every rank has to make the call.
+    """
     listed = everybody(world, folder.steps(directory) if place.is_keeper else ([], None))
     steps = sorted({step for some, _ in listed for step in some}, reverse=True)
     wrong = {problem for _, problem in listed if problem is not None}

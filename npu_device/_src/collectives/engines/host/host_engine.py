@@ -1,9 +1,10 @@
 """The operations on arrays that Python moves: programs behind two TensorFlow operations.
 
-In a tf.function each collective is a start, which passes the tensors' memory and never waits for other ranks, and a
-finish, which waits. Starts run in the order of the program, also in loops, and so do finishes. Every rank starts in the
-same order, so any number of threads suffices: the first operation that some rank hasn't started yet can't
-be blocked by a finish. A list of segments is started as backward produces it and finished when all of it is started.
+In a tf.function each segment of a list is a start, which passes the memory of its tensors and never waits for other
+ranks, and a finish, which waits; a collective of one is a single call. Starts run in the order of the program, also in
+loops, and so do finishes. Every rank starts in the same order, so any number of threads suffices: the first operation
+that some rank hasn't started yet can't be blocked by a finish. A list of segments is started as backward produces it
+and finished when all of it is started.
 
 In eager mode both happen at once, without a TensorFlow operation.
 """
@@ -128,7 +129,7 @@ class HostEngine(ArrayEngine):
         return found
 
     def exchange_terms(self, agreement: Agreement, group: Group) -> list[tf.Tensor]:
-        """Compare only the terms; return a tensor that is ready once all ranks agree."""
+        """Compare only the terms; return a list of one tensor, which is ready once all ranks agree."""
         action = programs.meet, [np.array(True)]
         operation = OnArrays([tf.TensorSpec([], tf.bool)], lambda arrays, buffers: action)
         return self.run(agreement, group, [operation], [[]])[0]
