@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from fit_models import descend
 from heard import error_of, settings, warnings_of_package
 
 import npu_device as npu
@@ -58,38 +59,26 @@ class Training:
         keras, rank = tf.keras, npu.distribute.rank()
         keras.utils.set_random_seed(1 + rank)  # other noise on each rank
         with random_generators():
-            self.model = keras.Sequential(
-                [
-                    keras.Input([4]),
-                    keras.layers.Dense(width, activation="relu"),
-                    keras.layers.BatchNormalization(),
-                    keras.layers.Dropout(0.5),
-                    keras.layers.Dense(2),
-                ]
-            )
+            layers = keras.layers
+            hidden = [layers.Dense(width, activation="relu"), layers.BatchNormalization(), layers.Dropout(0.5)]
+            self.model = keras.Sequential([keras.Input([4]), *hidden, layers.Dense(2)])
         self.optimizer = keras.optimizers.Adam(0.01)
         self.signal_at = 0
         data = tf.random.stateless_normal([SAMPLES, 4], [1, 2])
         dataset, batch = npu.distribute.shard_and_rebatch_dataset(tf.data.Dataset.from_tensor_slices(data), 12)
         self.iterator = iter(dataset.shuffle(20).repeat().batch(batch))
         self.noise = tf.random.Generator.from_seed(5 + rank)
-        self.checkpoint = npu.train.JobCheckpoint(
-            directory,
-            per_rank={"iterator": self.iterator, "noise": self.noise},
-            model=self.model,
-            optimizer=self.optimizer,
-            **options,
-        )
+        things = {"model": self.model, "optimizer": self.optimizer}
+        per_rank = {"iterator": self.iterator, "noise": self.noise}
+        self.checkpoint = npu.train.JobCheckpoint(directory, per_rank=per_rank, **things, **options)
         npu.distribute.broadcast(list(self.model.weights))
 
         @tf.function
         def step(x: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(tf.square(self.model(x + self.noise.normal(x.shape), training=True) - scale))
-            gradients = tape.gradient(loss, self.model.trainable_variables)
-            gradients = npu.distribute.all_reduce(gradients)
-            self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables))
-            return loss
+            def loss() -> tf.Tensor:
+                return tf.reduce_mean(tf.square(self.model(x + self.noise.normal(x.shape), training=True) - scale))
+
+            return descend(self.model, loss, self.optimizer, npu.distribute.all_reduce)
 
         self._step = step
 

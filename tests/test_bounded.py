@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import itertools
 import os
 import threading
 import weakref
@@ -39,24 +38,18 @@ class _Allocated(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
-def _allocated() -> int:
-    """Bytes that malloc has given out."""
-    gc.collect()
-    look = ctypes.CDLL(None).mallinfo2
-    look.restype = _Allocated
-    return int(look().uordblks)
-
-
 def body_new_numbers() -> int:
     """Return by how much 200 sums of new numbers grow what malloc has given out; the median of three such series,
     because other threads of TensorFlow take and return memory when they like.
     """
-    numbers = itertools.count()
+    look = ctypes.CDLL(None).mallinfo2
+    look.restype = _Allocated
     held = []
-    for calls in (100, 200, 200, 200):
-        for _ in range(calls):
-            npu.distribute.all_reduce(next(numbers) / 7)
-        held.append(_allocated())
+    for begin, end in ((0, 100), (100, 300), (300, 500), (500, 700)):
+        for number in range(begin, end):
+            npu.distribute.all_reduce(number / 7)
+        gc.collect()
+        held.append(int(look().uordblks))
     return sorted(after - before for before, after in zip(held, held[1:]))[1]
 
 
@@ -102,9 +95,13 @@ def test_keys_of_tensorflow(tensorflow_ranks: Pool) -> None:
         assert of_lengths <= 3  # where each length took keys of its own, 30 more for the ten of the second half
 
 
-def body_graphs(known: bool) -> dict[str, int]:
-    """Return how many graphs of retraced functions stay, by what they call, with ``known`` shapes or unknown ones."""
+def body_graphs(known: bool) -> tuple[dict[str, int], int, int]:
+    """Return how many graphs of retraced functions stay, by what they call, with ``known`` shapes or unknown ones; and
+    how many Python functions these called, and how many of them stay.
+    """
     job, mine = group("world")
+    gc.collect()
+    before, called = set(graph._functions), set()
 
     def lists(values: list[tf.Tensor]) -> Any:
         slices = tf.IndexedSlices(values[0][tf.newaxis], tf.constant([0]), tf.constant([4, 8]))
@@ -124,6 +121,10 @@ def body_graphs(known: bool) -> dict[str, int]:
             lambda *_: True, lambda *now: npu.distribute.all_reduce(list(now), "mean"), values, maximum_iterations=2
         )
 
+    def nested(values: list[tf.Tensor]) -> Any:
+        inner = tf.function(lambda value: npu.distribute.all_reduce([value, value[:1]])[0])  # gone when it is called
+        return tf.while_loop(lambda step, _: step < 2, lambda step, value: (step + 1, inner(value)), (0, values[0]))
+
     def others(values: list[tf.Tensor]) -> Any:
         sent = all_to_all(job, tf.tile(values[1], [mine.size]), mine)
         return [sent, all_gather_v(job, values[1], mine), broadcast(job, values, 0, mine)]
@@ -138,54 +139,26 @@ def body_graphs(known: bool) -> dict[str, int]:
 
             values = [tf.ones([8]), tf.ones([3000])]
             shapes = [tf.TensorSpec(value.shape if known else [None]) for value in values]
-            in_graph(step, input_signature=[shapes])(values)
+            made = in_graph(step, input_signature=[shapes])
+            for _ in range(2):
+                made(values)
+                called.update(graph._functions)
+                gc.collect()
 
         for _ in range(2):
             trace()
         gc.collect()
-        return sum(graph() is not None for graph in graphs)
+        return sum(one() is not None for one in graphs)
 
-    return {call.__name__: alive_after(call) for call in (lists, gradients, branch, loop, others)}
+    alive = {call.__name__: alive_after(call) for call in (lists, gradients, branch, loop, nested, others)}
+    return alive, len(called - before), len(set(graph._functions) - before)
 
 
 @pytest.mark.both_backends
 def test_traced_graphs_go(two_ranks: Pool, backend: str) -> None:
-    for alive in two_ranks.run(body_graphs, backend == "tensorflow"):
+    for alive, called, left in two_ranks.run(body_graphs, backend == "tensorflow"):
         assert max(alive.values()) <= 1, alive  # TensorFlow keeps the latest
-
-
-def _nested(values: Any) -> None:
-    """Trace a function that calls another one in a loop, and call it when the other one is gone."""
-    inner = [tf.function(lambda value: npu.distribute.all_reduce([value, value[:1]])[0])]
-    inner[0](values)
-
-    @tf.function
-    def outer(value: tf.Tensor) -> tf.Tensor:
-        for _ in tf.range(2):
-            value = inner[0](value)
-        return value
-
-    first = outer(values)
-    inner.clear()
-    gc.collect()
-    assert (outer(values) == first).numpy().all()
-
-
-def body_functions() -> int:
-    """Return how many of the Python functions that graphs call are left when the graphs are gone."""
-    npu.open()
-    gc.collect()
-    before = len(graph._functions)
-    for length in range(1, 16):
-        _nested(tf.ones([length]))
-    gc.collect()
-    return len(graph._functions) - before
-
-
-@pytest.mark.both_backends
-def test_functions_that_graphs_call_go(two_ranks: Pool) -> None:
-    for left in two_ranks.run(body_functions):
-        assert left <= 20  # those of TensorFlow's latest graph
+        assert left <= 20 < called
 
 
 def body_tags_and_groups(tags: int, length: int, groups: int) -> list[bool]:
