@@ -22,14 +22,7 @@ from ranks import table_environment
 
 import npu_device as npu
 from hccl.manage import api
-from hccl.manage.api import (
-    create_group,
-    destroy_group,
-    get_local_rank_id,
-    get_local_rank_size,
-    get_rank_id,
-    get_rank_size,
-)
+from hccl.manage.api import create_group, destroy_group, get_rank_id, get_rank_size
 from npu_device._src.training.groups import _made
 from npu_device.distribute import hccl_ops
 
@@ -49,7 +42,7 @@ def forgets(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def body_questions() -> Any:
-    return get_rank_size(), get_rank_id(), get_local_rank_size(), get_local_rank_id()
+    return get_rank_size(), get_rank_id(), api.get_local_rank_size(), api.get_local_rank_id()
 
 
 REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
@@ -163,13 +156,12 @@ def body_again() -> Any:
     rank, size = get_rank_id(), get_rank_size()
     found = []
     for members in ([0, size - 1], list(range(size)), [size - 1, 0], [size - 1, 0]):
+        found.append([])
         if rank in members:
             create_group("name", len(members), members)
             results = [npu.distribute.all_reduce(tf.constant(rank + 1), "sum", group="name") for _ in range(2)]
-            found.append([int(result) for result in results])
+            found[-1] = [int(result) for result in results]
             destroy_group("name")
-        else:
-            found.append([])
     return found
 
 
@@ -191,15 +183,14 @@ def body_destroyed_while_the_sender_sleeps(length: int) -> tuple[float, float]:
     create_group("brief", size, list(range(size)))
     if rank == 0:
         hccl_ops.send(tf.ones([length]), 0, 1, "brief")
+    if rank != 1:
         destroy_group("brief")
-    elif rank == 1:
+    else:
         time.sleep(0.5)  # by then the sender waits for the answer
         os.kill(sender, signal.SIGSTOP)
         with subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {sender}"]):
             received = float(tf.reduce_sum(hccl_ops.receive([length], tf.float32, 0, 0, "brief")))
             destroy_group("brief")
-    else:
-        destroy_group("brief")
     return received, float(npu.distribute.all_reduce(tf.ones([]), "sum"))
 
 
@@ -216,7 +207,7 @@ def body_single() -> Any:
     found += [api.get_local_rank_size("a"), api.get_local_rank_id("a")]
     found += [api.get_world_rank_from_group_rank("a", 0), api.get_group_rank_from_world_rank(0, "a")]
     # Asked while a function is traced, where AutoGraph would convert what it can.
-    found += tf.function(lambda: tf.constant([get_rank_size(), get_local_rank_id("a")]))().numpy().tolist()
+    found += tf.function(lambda: tf.constant([get_rank_size(), api.get_local_rank_id("a")]))().numpy().tolist()
     texts = [error_of(api.create_group, "a", 1, [0]), error_of(api.create_group, "b", 1, [1])]
     texts += [error_of(api.create_group, "b", 2, [0, 1]), error_of(api.get_rank_size, "b")]
     found.append(api.destroy_group("a"))
@@ -258,13 +249,11 @@ def test_local_ranks_are_those_on_the_same_host_and_the_device_opens_by_itself(t
 
 def test_signatures() -> None:
     functions = {name: each for name, each in vars(api).items() if inspect.isfunction(each)}
+    questions = ("get_rank_size", "get_local_rank_size", "get_rank_id", "get_local_rank_id")
     assert {name: str(inspect.signature(each)) for name, each in functions.items()} == {
         "create_group": "(group: 'str', rank_num: 'int', rank_ids: 'list[int]') -> 'None'",
         "destroy_group": "(group: 'str') -> 'None'",
-        "get_rank_size": "(group: 'str' = 'hccl_world_group') -> 'int'",
-        "get_local_rank_size": "(group: 'str' = 'hccl_world_group') -> 'int'",
-        "get_rank_id": "(group: 'str' = 'hccl_world_group') -> 'int'",
-        "get_local_rank_id": "(group: 'str' = 'hccl_world_group') -> 'int'",
+        **dict.fromkeys(questions, "(group: 'str' = 'hccl_world_group') -> 'int'"),
         "get_world_rank_from_group_rank": "(group: 'str', group_rank_id: 'int') -> 'int'",
         "get_group_rank_from_world_rank": "(world_rank_id: 'int', group: 'str') -> 'int'",
     }

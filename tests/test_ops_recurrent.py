@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable
 
 import numpy as np
 import pytest
@@ -123,23 +123,15 @@ def body_layers() -> None:
         assert session.run(loss) < 0.7 * before
 
 
-def test_layers(single: Pool) -> None:
-    single.run(body_layers)
-
-
-def body_refusals() -> list[str]:
+def body_refusals() -> None:
     missing, cell = "NotImplementedError: ", (X[0], H0[0], C0[0], W, B)
-    return wrong_refusals(
+    assert not wrong_refusals(
         (missing + "DynamicRNN", "tf.reverse", lambda: DynamicRNN(3, tf.float32, direction="BIDIRECTIONAL")),
         (missing + "DynamicGRUV2", "update, reset, new", lambda: DynamicGRUV2(3, tf.float32, gate_order="rzh")),
         (missing + "basic", "npu_ops.dropout", lambda: gen_npu_ops.basic_lstm_cell(*cell, keep_prob=0.5)),
         ("TypeError", "colour", lambda: gen_npu_ops.dynamic_rnn(X, W, B, colour="red")),
         ("AttributeError", "tape.gradient", lambda: gen_npu_ops.dynamic_gru_v2_grad),
     )
-
-
-def test_refusals(single: Pool) -> None:
-    assert single.run(body_refusals) == [[]]
 
 
 def body_static_rnn() -> None:
@@ -172,5 +164,6 @@ def body_static_rnn() -> None:
         np.testing.assert_allclose(one, expected)
 
 
-def test_npu_dynamic_rnn(single: Pool) -> None:
-    single.run(body_static_rnn)
+@pytest.mark.parametrize("body", [body_layers, body_refusals, body_static_rnn])
+def test_layers_refusals_and_npu_dynamic_rnn(single: Pool, body: Callable[[], None]) -> None:
+    single.run(body)

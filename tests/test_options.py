@@ -54,20 +54,6 @@ def test_an_option_takes_its_default_and_allowed_values_only(options: GlobalOpti
 
 
 @pytest.mark.parametrize(
-    ("path", "wrong", "says"),
-    [
-        ("aoe_config.aoe_mode", 2, r"2 \(of type int\); expected one of '1', '2', '4'"),
-        ("input_fusion_size", -1, "input_fusion_size.*-1.*0 to 33554432"),
-        ("input_fusion_size", 33554433, "input_fusion_size.*33554433.*0 to 33554432"),
-    ],
-)
-def test_refused_values(options: GlobalOptions, path: str, wrong: int, says: str) -> None:
-    group, name = owner(options, path)
-    with pytest.raises(ValueError, match=says):
-        setattr(group, name, wrong)
-
-
-@pytest.mark.parametrize(
     ("path", "given", "text", "typed"),
     [
         ("hcom_parallel", False, "0", False),
@@ -103,17 +89,21 @@ def test_an_option_follows_later_assignments_and_can_be_unset(options: GlobalOpt
     assert "precision_mode" not in options.as_dict()
 
 
-def test_an_unknown_name_lists_the_valid_ones_and_the_nearest(options: GlobalOptions) -> None:
-    dump = options.dump_config
-    for group, name, says in (
-        (options, "precison_mode", r"(?s)'precison_mode'; did you mean 'precision_mode'.*Valid names: graph_run_mode"),
-        (dump, "enable_dmp", "dump_config has no option 'enable_dmp'; did you mean 'dump_config.enable_dump'"),
-        (options, "dump_path", r"'dump_path'; did you mean 'dump_config\.dump_path'"),
-        (options, "zzz", r"'zzz'\.\nValid names: " + ", ".join(member.name for member in GLOBAL_OPTIONS.members)),
-        (options, "dump_config", r"dump_config.*group.*assign to dump_config\."),
+def test_refused_values_and_unknown_names_with_the_nearest(options: GlobalOptions) -> None:
+    names = ", ".join(member.name for member in GLOBAL_OPTIONS.members)
+    for path, wrong, says in (
+        ("aoe_config.aoe_mode", 2, r"2 \(of type int\); expected one of '1', '2', '4'"),
+        ("input_fusion_size", -1, "input_fusion_size.*-1.*0 to 33554432"),
+        ("input_fusion_size", 33554433, "input_fusion_size.*33554433.*0 to 33554432"),
+        ("precison_mode", True, r"(?s)'precison_mode'; did you mean 'precision_mode'.*Valid names: graph_run_mode"),
+        ("dump_config.enable_dmp", True, "dump_config has no option 'enable_dmp'; did you mean 'dump_config.enable_d"),
+        ("dump_path", True, r"'dump_path'; did you mean 'dump_config\.dump_path'"),
+        ("zzz", True, rf"'zzz'\.\nValid names: {names}"),
+        ("dump_config", True, r"dump_config.*group.*assign to dump_config\."),
     ):
+        group, name = owner(options, path)
         with pytest.raises(ValueError, match=says):
-            setattr(group, name, True)
+            setattr(group, name, wrong)
     with pytest.raises(AttributeError, match="did you mean 'precision_mode'"):
         _ = options.precison_mode
     assert not hasattr(options, "nothing")

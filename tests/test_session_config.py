@@ -18,24 +18,9 @@ from ranks import free_port
 
 from npu_device._src import compat
 from npu_device._src.options import GlobalOptions, global_options
-from npu_device._src.tf1.config import (
-    RewriterConfig,
-    SessionConfigBuilder,
-    decorator_tf_session,
-    npu_config_proto,
-    npu_graph_options,
-    npu_optimizer_options,
-    npu_session_config_init,
-)
-from npu_device._src.tf1.run_config import (
-    DumpConfig,
-    NPUEstimator,
-    NPUEstimatorSpec,
-    NPURunConfig,
-    ProfilingConfig,
-    model_to_npu_estimator,
-    npu_run_config_init,
-)
+from npu_device._src.tf1 import config as tf1, run_config
+from npu_device._src.tf1.config import RewriterConfig, SessionConfigBuilder, npu_config_proto
+from npu_device._src.tf1.run_config import NPUEstimator, NPURunConfig, ProfilingConfig, npu_run_config_init
 from npu_device._src.tf1.system import NPUStrategy, Profiler
 from npu_device._src.training.groups import get_rank_id
 
@@ -60,7 +45,7 @@ def hand_made(*names: str, **rewrites: Any) -> Any:
         custom.parameter_map["use_off_line"].b = True
         custom.parameter_map["precision_mode"].s = tf.compat.as_bytes("allow_mix_precision")
         custom.parameter_map["graph_run_mode"].i = 1
-        custom.parameter_map["sfusion_switch_file"].s = tf.compat.as_bytes("/nowhere/switch.cfg")
+        custom.parameter_map["sfusion_switch_file"].s = b"/nowhere/switch.cfg"
     added = RewriterConfig(remapping=RewriterConfig.OFF, memory_optimization=RewriterConfig.OFF, **rewrites)
     config.graph_options.rewrite_options.MergeFrom(added)
     return config
@@ -108,8 +93,8 @@ def test_npu_config_proto_changes_the_configuration_it_is_given() -> None:
 @pytest.mark.parametrize("given", [None, {}, "config"])
 def test_anything_else_gives_a_new_configuration(given: Any) -> None:
     assert list(optimizers_of(npu_config_proto(given))) == ["NpuOptimizer"]
-    assert npu_optimizer_options(given).global_jit_level == tf.compat.v1.OptimizerOptions.OFF
-    assert npu_graph_options(given).optimizer_options.global_jit_level == tf.compat.v1.OptimizerOptions.OFF
+    assert tf1.npu_optimizer_options(given).global_jit_level == tf.compat.v1.OptimizerOptions.OFF
+    assert tf1.npu_graph_options(given).optimizer_options.global_jit_level == tf.compat.v1.OptimizerOptions.OFF
 
 
 def test_the_optimizer_is_found_among_others_and_keeps_its_parameters() -> None:
@@ -120,8 +105,8 @@ def test_the_optimizer_is_found_among_others_and_keeps_its_parameters() -> None:
 
 
 def test_parameters_that_are_there_have_their_effect_and_others_change_nothing() -> None:
-    options = global_options()
-    usual = options.profiling_config.profiling_options.value
+    options, profiling = global_options(), global_options().profiling_config
+    usual = profiling.profiling_options.value
     given = tf.compat.v1.ConfigProto()
     builder = SessionConfigBuilder(given)
     parameters = builder.parameter_map
@@ -133,21 +118,19 @@ def test_parameters_that_are_there_have_their_effect_and_others_change_nothing()
     assert options.hcom_parallel.typed is True
     assert builder.session_config is given
     npu_config_proto(hand_made())
-    assert options.hcom_parallel.typed is False
-    assert options.profiling_config.enable_profiling.typed is True
-    assert options.profiling_config.profiling_options.value == usual
-    assert options.aoe_config.aoe_mode.value == "4"
-    assert options.aoe_config.work_path.value == "/tmp/tuning"
+    assert (options.hcom_parallel.typed, profiling.enable_profiling.typed) == (False, True)
+    assert profiling.profiling_options.value == usual
+    assert (options.aoe_config.aoe_mode.value, options.aoe_config.work_path.value) == ("4", "/tmp/tuning")
     parameters["profiling_options"].s = tf.compat.as_bytes('{"output":"/tmp/profile","training_trace":"on"}')
-    npu_session_config_init(given)
-    assert json.loads(options.profiling_config.profiling_options.value)["output"] == "/tmp/profile"
+    tf1.npu_session_config_init(given)
+    assert json.loads(profiling.profiling_options.value)["output"] == "/tmp/profile"
     parameters["aoe_mode"].s = b"3"
     with pytest.raises(ValueError, match=r"aoe_config\.aoe_mode"):
         npu_config_proto(given)
 
 
 def test_decorator_gives_sessions_the_configuration() -> None:
-    @decorator_tf_session
+    @tf1.decorator_tf_session
     def make_session(target: str = "", graph: Any = None, config: Any = None) -> Any:
         return target, config
 
@@ -184,7 +167,7 @@ def test_keras_2_trains_in_the_session_with_the_configuration(tmp_path: Path) ->
 
 
 def test_run_config_records_what_it_is_given() -> None:
-    dump = DumpConfig(enable_dump=True, dump_path="/tmp/dump", dump_step="0|5")
+    dump = run_config.DumpConfig(enable_dump=True, dump_path="/tmp/dump", dump_step="0|5")
     given = {"model_dir": "/tmp/model", "precision_mode": "allow_mix_precision", "dump_config": dump, "later": "too"}
     config = NPURunConfig(10, session_config=tf.compat.v1.ConfigProto(), **given)
     defaults = {"save_checkpoints_steps": 100, "save_checkpoints_secs": None, "keep_checkpoint_max": 5}
@@ -192,19 +175,20 @@ def test_run_config_records_what_it_is_given() -> None:
     assert {name: getattr(config, name) for name in expected} == expected
     assert list(optimizers_of(config.session_config)) == ["NpuOptimizer"]
     assert NPURunConfig(save_checkpoints_secs=60).save_checkpoints_steps is None
+    with pytest.raises(TypeError, match="multiple values for iterations_per_loop"):
+        NPURunConfig(1, iterations_per_loop=1)
 
 
 def test_run_config_sets_options() -> None:
+    options, profiling = global_options(), global_options().profiling_config
     NPURunConfig()
-    assert global_options().hcom_parallel.typed is True
-    profiling_config = ProfilingConfig(True, ["training_trace", "task_trace"])
-    NPURunConfig(hcom_parallel=False, profiling_config=profiling_config, aoe_mode="4")
-    assert global_options().aoe_config.aoe_mode.value == "4"
-    assert global_options().hcom_parallel.typed is False
-    profiling = global_options().profiling_config
-    assert profiling.enable_profiling.typed is True
-    options = {"output": "./", "training_trace": "on", "task_trace": "on"}
-    assert json.loads(profiling.profiling_options.value) == options
+    assert options.hcom_parallel.typed is True
+    traces = ProfilingConfig(True, ["training_trace", "task_trace"])
+    NPURunConfig(hcom_parallel=False, profiling_config=traces, aoe_mode="4")
+    found = (options.aoe_config.aoe_mode.value, options.hcom_parallel.typed, profiling.enable_profiling.typed)
+    assert found == ("4", False, True)
+    expected = {"output": "./", "training_trace": "on", "task_trace": "on"}
+    assert json.loads(profiling.profiling_options.value) == expected
 
 
 @pytest.mark.parametrize("keyword", ["profiling_options", "enable_options"])
@@ -230,36 +214,31 @@ def test_run_config_refuses(keywords: dict[str, Any], error: type[Exception], te
         NPURunConfig(**keywords)
 
 
-def test_run_config_refuses_an_argument_given_twice() -> None:
-    with pytest.raises(TypeError, match="multiple values for iterations_per_loop"):
-        NPURunConfig(1, iterations_per_loop=1)
-
-
 @has_none
 @pytest.mark.parametrize(
-    ("name", "call"),
+    ("name", "keywords"),
     [
-        ("NPUEstimator", lambda: NPUEstimator(model_fn=print, config=NPURunConfig(model_dir="/tmp/model"))),
-        ("NPUEstimatorSpec", lambda: NPUEstimatorSpec("train", loss=tf.constant(0.0))),
-        ("model_to_npu_estimator", lambda: model_to_npu_estimator(object(), config=NPURunConfig())),
-        ("npu_run_config_init", npu_run_config_init),
+        ("NPUEstimator", {"model_fn": print}),
+        ("NPUEstimatorSpec", {"mode": "train"}),
+        ("model_to_npu_estimator", {"keras_model": None}),
+        ("npu_run_config_init", {}),
     ],
 )
-def test_without_estimators_a_call_names_the_version_and_the_ways_out(name: str, call: Any) -> None:
+def test_without_estimators_a_call_names_the_version_and_the_ways_out(name: str, keywords: dict[str, Any]) -> None:
     text = rf"^{name} depends on tf.estimator.*this is TensorFlow {tf.__version__}\.\n.*tensorflow==2\.15.*Monitored"
     with pytest.raises(NotImplementedError, match=text):
-        call()
+        getattr(run_config, name)(**keywords)
 
 
 def line(features: Any, labels: Any, mode: str, params: dict[str, Any]) -> Any:
     """A model of y = w·x, which begins with w = 0."""
     w = tf.compat.v1.get_variable("w", [], initializer=tf.compat.v1.zeros_initializer())
     if mode == "infer":
-        return NPUEstimatorSpec(mode, predictions=features * w)
+        return run_config.NPUEstimatorSpec(mode, predictions=features * w)
     loss = tf.reduce_mean((features * w - labels) ** 2)
     step = tf.compat.v1.train.get_or_create_global_step()
     train = tf.compat.v1.train.GradientDescentOptimizer(params["rate"]).minimize(loss, global_step=step)
-    return NPUEstimatorSpec(mode, predictions=features * w, loss=loss, train_op=train, host_call=(print, []))
+    return run_config.NPUEstimatorSpec(mode, predictions=features * w, loss=loss, train_op=train, host_call=(print, []))
 
 
 def pairs() -> Any:
@@ -289,7 +268,7 @@ def test_session_config_of_a_keras_model(tmp_path: Path) -> None:
     keras = tf.compat.v1.keras
     model = keras.Sequential([keras.layers.Dense(1, use_bias=False, input_shape=[1], kernel_initializer="zeros")])
     model.compile(keras.optimizers.SGD(0.2), "mse")
-    estimator = model_to_npu_estimator(model, model_dir=str(tmp_path), config=NPURunConfig())
+    estimator = run_config.model_to_npu_estimator(model, model_dir=str(tmp_path), config=NPURunConfig())
     assert isinstance(estimator, NPUEstimator)
     estimator.train(columns, steps=20)
     assert estimator.evaluate(columns, steps=1)["loss"] == pytest.approx(0.0, abs=1e-6)
@@ -328,11 +307,8 @@ assert os.environ["TF_CONFIG"] == before
 @has_estimators
 def test_ranks_begin_with_the_variables_of_rank_0_and_tf_config_starts_no_servers(tmp_path: Path) -> None:
     workers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    environments = [
-        {"TF_CONFIG": json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})}
-        for rank in range(2)
-    ]
-    for ended in job.finish(job.start_each(tmp_path, RANKS, environments)):
+    tasks = [{"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}} for rank in range(2)]
+    for ended in job.finish(job.start_each(tmp_path, RANKS, [{"TF_CONFIG": json.dumps(task)} for task in tasks])):
         assert ended.code == 0, ended.output
         assert "trained 7.0" in ended.output
 
@@ -341,7 +317,7 @@ def test_ranks_begin_with_the_variables_of_rank_0_and_tf_config_starts_no_server
 def test_run_config_of_tensorflow_gets_the_session_configuration() -> None:
     config = npu_run_config_init(tf.compat.v1.estimator.RunConfig(save_summary_steps=7))
     assert config.save_summary_steps == 7
-    assert config.session_config.graph_options.rewrite_options.custom_optimizers[0].name == "NpuOptimizer"
+    assert list(optimizers_of(config.session_config)) == ["NpuOptimizer"]
 
 
 def test_strategy_places_variables_and_runs() -> None:

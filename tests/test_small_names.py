@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from npu_device._src.no_effect.modes import (
-    get_npu_loop_size,
-    get_schedule_aicore_task_early,
-    is_inf_nan_enabled,
-    set_device_sat_mode,
-    set_npu_loop_size,
-    set_schedule_aicore_task_early,
-)
+from npu_device._src.no_effect import modes
 from npu_device._src.options import global_options
 from npu_device._src.training.small_names import npu_compat_function
 from npu_device.configs import npu_run_context, run_context_options
@@ -32,12 +25,12 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_loop_size_is_one_at_first_and_can_be_set(caplog: pytest.LogCaptureFixture) -> None:
-    assert get_npu_loop_size() == 1
-    set_npu_loop_size(np.int64(7))
+    assert modes.get_npu_loop_size() == 1
+    modes.set_npu_loop_size(np.int64(7))
     with pytest.raises(TypeError):
-        set_npu_loop_size(1.5)
-    set_npu_loop_size(0)
-    assert get_npu_loop_size() == 7
+        modes.set_npu_loop_size(1.5)
+    modes.set_npu_loop_size(0)
+    assert modes.get_npu_loop_size() == 7
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
     assert "found 0; it stays 7" in caplog.text
 
@@ -45,23 +38,23 @@ def test_loop_size_is_one_at_first_and_can_be_set(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize(("text", "size"), [("100", 100), ("", 1), ("many", 1), ("0", 1)])
 def test_loop_size_of_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, size: int) -> None:
     monkeypatch.setenv("NPU_LOOP_SIZE", text)
-    assert get_npu_loop_size() == size
-    set_npu_loop_size(5)
-    assert get_npu_loop_size() == 5
+    assert modes.get_npu_loop_size() == size
+    modes.set_npu_loop_size(5)
+    assert modes.get_npu_loop_size() == 5
 
 
 def test_early_scheduling_is_recorded() -> None:
-    assert get_schedule_aicore_task_early() is False
-    set_schedule_aicore_task_early(True)
-    assert get_schedule_aicore_task_early() is True
-    set_schedule_aicore_task_early(False)
+    assert modes.get_schedule_aicore_task_early() is False
+    for early in (True, False):
+        modes.set_schedule_aicore_task_early(early)
+        assert modes.get_schedule_aicore_task_early() is early
 
 
 @pytest.mark.parametrize(("mode", "levels"), [(1, []), (2, []), (0, [logging.WARNING]), (3, [logging.ERROR])])
 def test_saturation_mode(mode: int, levels: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    set_device_sat_mode(mode)
+    modes.set_device_sat_mode(mode)
     assert [record.levelno for record in caplog.records] == levels
-    assert is_inf_nan_enabled() is True
+    assert modes.is_inf_nan_enabled() is True
 
 
 def test_scopes_change_nothing() -> None:
