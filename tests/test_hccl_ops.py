@@ -49,6 +49,7 @@ def test_signatures() -> None:
 
 def body_results(mode: str) -> Any:
     ops, rank, size = hccl_ops, npu.distribute.rank(), npu.distribute.size()
+    twos, places = [2] * size, range(0, 2 * size, 2)
 
     def operations(own: tf.Tensor) -> list[Any]:
         with tf.GradientTape() as tape:
@@ -62,9 +63,7 @@ def body_results(mode: str) -> Any:
             *ops.broadcast([own, own + 1], 0, 2, 0),
             ops.reduce(own, "sum", 0, 2, 1),
             ops.reduce_scatter(tf.tile(own, [size]), "prod", size),
-            ops.all_to_all_v(
-                tf.tile(own, [size]), [2] * size, range(0, 2 * size, 2), [2] * size, range(0, 2 * size, 2)
-            ),
+            ops.all_to_all_v(tf.tile(own, [size]), twos, places, twos, places),
             ops.alltoallvc(tf.tile(own, [size]), [[1] * size] * size, rank),
         ]
 

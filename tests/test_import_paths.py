@@ -97,13 +97,11 @@ for name in ("NPURunConfig", "DumpConfig", "decorator_tf_session"):
 assert v1.SessionConfigBuilder().session_config.allow_soft_placement
 """
 REACHED = [name for name, status in test_docs_names.NAMES if status == "works" and ".distribute." in name]
+TREES = ("npu_device", "npu_bridge", "hccl")
 PROGRAMS = [
     "\n".join(["import npu_device", *(name for name in REACHED if name.startswith("npu_device."))]),
     # Imports go down only (test_floors.py), so that the order of the statements in a process doesn't matter.
-    *(
-        "\n".join(re.findall(rf"^\w+ {tree}\b.*", STATEMENTS, re.MULTILINE))
-        for tree in ("npu_device", "npu_bridge", "hccl")
-    ),
+    *("\n".join(re.findall(rf"^\w+ {tree}\b.*", STATEMENTS, re.MULTILINE)) for tree in TREES),
     _star_import("npu_bridge.npu_init", "import tensorflow as tf"),
     _star_import("npu_device.compat.v1.npu_init", ""),
     BOTH_TREES,

@@ -287,8 +287,7 @@ def test_points_become_a_record(tmp_path: Path) -> None:
     assert first.ready == (101_000_500, 102_000_500)
     assert first.allreduce == ((101_000_500, 101_500_500), (102_000_500, 102_500_500))
     assert (first.previous_end, first.input_wait) == (None, None)
-    assert second.previous_end == first.iteration_end
-    assert (second.input_wait, second.time) == (250_000, 3_000_000)
+    assert (second.previous_end, second.input_wait, second.time) == (first.iteration_end, 250_000, 3_000_000)
     assert (second.hidden, second.exposed) == (500_000, 500_000)
 
 

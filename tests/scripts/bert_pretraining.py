@@ -59,18 +59,13 @@ class Encoder(tf.Module):
         return tf.matmul(x, self.table, transpose_b=True)
 
 
-def data():
+def main():
+    encoder = Encoder()
     ids = np.random.RandomState(5).randint(0, VOCABULARY, [48, LENGTH]).astype(np.int32)
     dataset, batch_size = tf.data.Dataset.from_tensor_slices(ids), BATCH
     if RANK_SIZE > 1:
-        dataset, batch_size = npu.distribute.shard_and_rebatch_dataset(dataset, batch_size)
-    return dataset.batch(batch_size, drop_remainder=True)
-
-
-def main():
-    encoder = Encoder()
-    if RANK_SIZE > 1:
         npu.distribute.broadcast(encoder.trainable_variables, root_rank=0)
+        dataset, batch_size = npu.distribute.shard_and_rebatch_dataset(dataset, batch_size)
     variables = [encoder.table, encoder.hidden, encoder.output]
     optimizer = npu.train.optimizer.NpuLossScaleOptimizer(LAMB(0.02))
     accumulated = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in variables]
@@ -81,8 +76,7 @@ def main():
             logits = encoder(ids)
             loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=ids, logits=logits)) * factor
             scaled = optimizer.get_scaled_loss(loss)
-        gradients = tape.gradient(scaled, variables)
-        gradients = optimizer.get_unscaled_gradients(gradients)
+        gradients = optimizer.get_unscaled_gradients(tape.gradient(scaled, variables))
         for total, gradient in zip(accumulated, gradients):
             total.assign_add(tf.convert_to_tensor(gradient) / ACCUMULATED)
 
@@ -95,7 +89,7 @@ def main():
             total.assign(tf.zeros_like(total))
 
     skipped = []
-    iterator = iter(data().repeat())
+    iterator = iter(dataset.batch(batch_size, drop_remainder=True).repeat())
     for step in range(1, 5):
         for _ in range(ACCUMULATED):
             overflow = step == FLAGS.overflow_at and RANK_ID == RANK_SIZE - 1
