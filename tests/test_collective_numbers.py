@@ -310,10 +310,8 @@ def body_large() -> list[tuple[float, float, bool]]:
     job, mine = group("world")
     tensor = tf.fill([LARGE // 4], float(mine.rank + 1))
     found = []
-    for call, expected in (
-        (lambda: all_reduce(job, tensor, "sum", mine), 3.0),
-        (lambda: broadcast(job, [tensor], 1, mine)[0], 2.0),
-    ):
+    calls = (lambda: all_reduce(job, tensor, "sum", mine), 3.0), (lambda: broadcast(job, [tensor], 1, mine)[0], 2.0)
+    for call, expected in calls:
         with open("/proc/self/clear_refs", "w") as reset:
             reset.write("5")  # forget the highest mark
         before, began = resident("VmRSS"), time.monotonic()
@@ -327,7 +325,6 @@ def body_large() -> list[tuple[float, float, bool]]:
 def test_200_mb(two_ranks: Pool) -> None:
     for found in two_ranks.run(body_large):
         for elapsed, peak, right in found:
-            assert right
-            assert elapsed < 25
+            assert right and elapsed < 25
             # The result, the half under way, and what gRPC holds of it while it sends and receives.
             assert peak < 5 * LARGE

@@ -292,8 +292,7 @@ def test_ranks_that_die_are_named_to_the_rest(tmp_path: Path, name: str, killed:
             assert result.code == -signal.Signals[name]
             continue
         assert result.code == 1, result.output
-        told = [place for place in killed if f"rank {place} on host" in result.output]
-        assert told, result.output
+        assert any(f"rank {place} on host" in result.output for place in killed), result.output
         assert "is gone: its process ended or was killed" in result.output or "the hub of the job" in result.output
 
 
@@ -306,8 +305,6 @@ def test_a_rank_killed_after_the_last_step(tmp_path: Path) -> None:
 
 def test_the_page_names_tests_that_exist() -> None:
     tests = Path(__file__).parent
-    page = (tests.parent / "docs" / "notes.md").read_text()
-    named = re.findall(r"`(test_\w+\.py)(?:::(test_\w+))?`", page)
+    named = re.findall(r"`(test_\w+\.py)(?:::(test_\w+))?`", (tests.parent / "docs" / "notes.md").read_text())
     assert len(named) > 20
-    missing = [(file, name) for file, name in named if f"def {name}" not in (tests / file).read_text()]
-    assert not missing
+    assert not [(file, name) for file, name in named if f"def {name}" not in (tests / file).read_text()]

@@ -8,16 +8,16 @@ import os
 import signal
 import socket
 import socketserver
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import job
 import pytest
 from launcher import is_running, wait_until
-from ranks import clean_environment, free_port
+from ranks import free_port
 from rendezvous_ranks import PATIENT, by_table, by_tf_config, connect, one_error, the_port, wait_for, without_table
 
 from npu_device._src.cluster.ports import ReservedPort
@@ -245,22 +245,18 @@ def test_a_hub_that_stands_still(start: Any, tmp_path: Path) -> None:
     os.kill(hub, signal.SIGKILL)
 
 
-def test_the_hub_ends_with_its_job(start: Any, tmp_path: Path) -> None:
+def test_the_hub_ends_with_its_job_or_its_starter(start: Any, tmp_path: Path) -> None:
     """And nothing on its command line tells the secret."""
+    killed = start({**by_tf_config(free_port(), 2, 0), "HCCL_CONNECT_TIMEOUT": "60"})
+    hubs = [killed.hub()]
+    killed.process.kill()
     chief = start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="20", NPU_DEVICE_SECRET="0f1e2d"))
-    hub = chief.hub()
+    hubs.append(hub := chief.hub())
     assert "0f1e2d" not in Path(f"/proc/{hub}/cmdline").read_text()
     assert not any(name in Path(f"/proc/{hub}/maps").read_text() for name in ("numpy", "tensorflow"))
     other = start(by_table(tmp_path, 2, 1, HCCL_CONNECT_TIMEOUT="20", NPU_DEVICE_SECRET="0f1e2d"))
     assert "cluster" in chief.report() and "cluster" in other.report()
-    wait_until(lambda: not is_running(hub), 5)
-
-
-def test_the_hub_ends_when_its_starter_is_killed(start: Any, tmp_path: Path) -> None:
-    chief = start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="60"))
-    hub = chief.hub()
-    chief.process.kill()
-    wait_until(lambda: not is_running(hub), 5)
+    wait_until(lambda: not any(map(is_running, hubs)), 5)
 
 
 def test_two_jobs_one_after_the_other(start: Any, tmp_path: Path) -> None:
@@ -276,9 +272,6 @@ for number in range(2):
         time.sleep(0.5)  # rank 0 is at the next meeting meanwhile
     channel.close()
 """
-    ranks = []
-    for rank in range(2):
-        variables = {**clean_environment(), **by_table(tmp_path, 2, rank, HCCL_CONNECT_TIMEOUT="20")}
-        command = [sys.executable, "-c", channels]
-        ranks.append(subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True))
-    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["0 0\n1 0\n", "0 1\n1 1\n"]
+    variables = [by_table(tmp_path, 2, rank, HCCL_CONNECT_TIMEOUT="20") for rank in range(2)]
+    ended = job.run_anew([[sys.executable, "-c", channels]] * 2, variables)
+    assert [rank.output for rank in ended] == ["0 0\n1 0\n", "0 1\n1 1\n"]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from compared import same
+from fit_models import descend
 from heard import settings
 from pool import Pool
 
@@ -39,14 +40,12 @@ def _model(kinds: dict[str, tuple[Any, Any]], **compiled: Any) -> Any:
             return [dense(x) for dense in self.denses]
 
         def train_step(self, data: Any) -> Any:
-            x, _ = data
-            with tf.GradientTape() as tape:
-                drawn = [draw(part, x) for (draw, _), part in zip(kinds.values(), self.parts)]
+            def loss() -> Any:
+                drawn = [draw(part, data[0]) for (draw, _), part in zip(kinds.values(), self.parts)]
                 each = [dense(tf.reshape(one, [-1, WIDTH])) for dense, one in zip(self.denses, drawn)]
-                loss = tf.add_n([tf.reduce_mean(out) for out in each])
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
-            return {"loss": loss}
+                return tf.add_n([tf.reduce_mean(out) for out in each])
+
+            return {"loss": descend(self, loss)}
 
     model = Model()
     model.compile(keras.optimizers.SGD(1.0), **compiled)
@@ -57,13 +56,13 @@ def _fit(model: Any) -> np.ndarray:
     """Train, and return the gradients, [draws, STEPS, WIDTH]."""
     weights = [np.zeros((len(model.denses), WIDTH))]
 
-    class Weights(tf.keras.callbacks.Callback):  # type: ignore[misc]
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            weights.append(np.stack([np.ravel(dense.get_weights()[0]) for dense in model.denses]))
+    def take(batch: int, logs: Any) -> None:
+        weights.append(np.stack([np.ravel(dense.get_weights()[0]) for dense in model.denses]))
 
+    takes = tf.keras.callbacks.LambdaCallback(on_train_batch_end=take)
     ones = np.ones((BATCH * STEPS, WIDTH), np.float32)
     with settings(NPU_DEVICE_FIRST_STEP_CHECK="off"):
-        model.fit(ones, ones[:, :1], batch_size=BATCH, verbose=0, callbacks=[Weights()])
+        model.fit(ones, ones[:, :1], batch_size=BATCH, verbose=0, callbacks=[takes])
     return np.moveaxis(-np.diff(weights, axis=0), 1, 0)
 
 
@@ -71,9 +70,7 @@ def _kinds() -> dict[str, tuple[Any, Any]]:
     keras = tf.keras
     layers = keras.layers
 
-    @tf.function
-    def inside(x: Any) -> Any:
-        return tf.random.normal(tf.shape(x))
+    inside = tf.function(lambda x: tf.random.normal(tf.shape(x)))
 
     @tf.function
     def loop(x: Any) -> Any:
@@ -140,14 +137,11 @@ def body_shared() -> dict[str, Any]:
     def dropout(width: int) -> tuple[Any, Any]:
         return lambda layer, x: layer(x, training=True), lambda: layers.Dropout(0.5, noise_shape=(1, width))
 
-    def kept(variable: Any, x: Any) -> Any:
-        return x * variable.assign(tf.random.uniform([]))
-
     kinds: dict[str, tuple[Any, Any]] = {
         "branch": (lambda _, x: tf.cond(tf.reduce_sum(tf.random.uniform([5])) < 2.5, lambda: x, lambda: -x), int),
         "branch in a loop": (branch_in_loop, int),
         "rounds of a loop": (rounds, int),
-        "kept": (kept, lambda: tf.Variable(0.0, trainable=False)),
+        "kept": (lambda kept, x: x * kept.assign(tf.random.uniform([])), lambda: tf.Variable(0.0, trainable=False)),
         "number": (lambda _, x: x * tf.random.normal([]), int),
         "drop path": dropout(1),
         "columns": dropout(WIDTH),
@@ -162,21 +156,14 @@ def body_outside() -> Any:
     def numbers() -> list[float]:
         return [float(tf.random.normal([])), float(tf.random.get_global_generator().normal([]))]
 
-    @tf.function
-    def traced() -> Any:
-        return tf.random.normal([])
-
+    traced = tf.function(lambda: tf.random.normal([]))
     tf.random.set_global_generator(tf.random.Generator.from_seed(8))
     model = _model({"noise": _kinds()["tf.random"]})
     found = numbers()
-
-    class Between(tf.keras.callbacks.Callback):  # type: ignore[misc]
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            found.extend(numbers())
-
+    between = tf.keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: found.extend(numbers()))
     ones = tf.data.Dataset.from_tensors(tf.ones((BATCH, WIDTH))).repeat(2)
     noisy = ones.map(lambda x: (x + tf.random.normal(tf.shape(x)), x[:, :1]))
-    model.fit(noisy, verbose=0, callbacks=[Between()])
+    model.fit(noisy, verbose=0, callbacks=[between])
     found.extend(float(tf.reduce_sum(x)) for x, _ in noisy)
     return [*found, *numbers(), float(traced())]
 
@@ -194,9 +181,7 @@ def body_chosen(kinds: tuple[str, ...], setting: str, run_eagerly: bool) -> tupl
 def body_statement() -> str:
     """Return what rank 0 writes about the random numbers of a step."""
 
-    @tf.function
-    def inside(x: Any) -> Any:
-        return tf.cond(tf.random.uniform([], name="coin") < 0.5, lambda: x, lambda: -x)
+    inside = tf.function(lambda x: tf.cond(tf.random.uniform([], name="coin") < 0.5, lambda: x, lambda: -x))
 
     def draw(layer: Any, x: Any) -> Any:
         x = tf.cond(tf.random.uniform([]) < 0.5, lambda: x, lambda: -x)
@@ -209,8 +194,7 @@ def body_statement() -> str:
     return written.getvalue()
 
 
-ONE_PROCESS = BATCH**-0.5
-"""The standard deviation of the mean of a batch's numbers."""
+ONE_PROCESS = BATCH**-0.5  # the standard deviation of the mean of a batch's numbers
 
 
 def test_noise_is_that_of_one_process(keras_two_ranks: Pool, keras_single: Pool) -> None:
