@@ -12,10 +12,8 @@ import sys
 import test_docs_names
 from launcher import environment
 
+# Beside the star imports of npu_init, which _star_import has.
 STATEMENTS = """\
-import npu_device
-from npu_bridge.npu_init import *
-from npu_device.compat.v1.npu_init import *
 from npu_bridge.estimator.npu import *
 from npu_bridge import *
 from npu_bridge.npu_cpu.lru_cache import *

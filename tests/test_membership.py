@@ -84,6 +84,11 @@ def test_rank_table(tmp_path: Path) -> None:
     assert (found.connect_timeout, found.expected_hosts) == (7.0, ("nodeA", "nodeA", "nodeB", "nodeB"))
     assert world_size_from_environment() == 4
     assert membership(RANK_ID="0").is_chief
+    del os.environ["ASCEND_DEVICE_ID"]
+    assert membership(RANK_ID="3").device_id == 1  # the local rank
+    assert membership(DEVICE_ID="6").device_id == 6
+    assert membership(ASCEND_DEVICE_ID="0").device_id == 0
+    assert membership(device_id=7).device_id == 7
 
 
 OTHERS = ",".join(name for _, name in socket.if_nameindex() if name != "lo")
@@ -126,13 +131,6 @@ def test_where_the_port_comes_from(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert membership(HCCL_IF_BASE_PORT="60008").chief_port == 60008
     write(tmp_path, VERSION_1_0)
     assert membership().chief_port == 61000
-
-
-def test_device_id(tmp_path: Path) -> None:
-    assert membership(**table(tmp_path, RANK_ID="3")).device_id == 1  # the local rank
-    assert membership(DEVICE_ID="6").device_id == 6
-    assert membership(ASCEND_DEVICE_ID="0").device_id == 0
-    assert membership(device_id=7).device_id == 7
 
 
 @pytest.mark.parametrize(
