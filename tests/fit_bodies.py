@@ -4,6 +4,7 @@ and on each of several ranks.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -96,13 +97,13 @@ def body_compiled(kind: str) -> Any:
     x, y = samples()
     fit: dict[str, Any] = {"batch_size": 16, "epochs": 2, "verbose": 0}
     compiled: dict[str, Any] = {"optimizer": make_optimizer("sgd"), "metrics": ["accuracy"]}
-    compiled["loss"] = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    crossentropy = functools.partial(keras.losses.SparseCategoricalCrossentropy, from_logits=True)
+    compiled["loss"] = crossentropy()
     optimizers = keras.optimizers
     if kind == "steps per execution, clipping":
         compiled.update(steps_per_execution=3, optimizer=make_optimizer("clipped"))
     elif kind == "eagerly, sum":
-        loss: Any = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
-        compiled.update(run_eagerly=True, loss=loss, optimizer=optimizers.SGD(0.01))
+        compiled.update(run_eagerly=True, loss=crossentropy(reduction="sum"), optimizer=optimizers.SGD(0.01))
     elif kind == "accumulation":
         compiled["optimizer"] = optimizers.SGD(0.2, gradient_accumulation_steps=2)
     elif kind == "loss scale":
@@ -116,10 +117,9 @@ def body_compiled(kind: str) -> Any:
     elif kind == "decides in Python":  # by AutoGraph, which Keras 3 doesn't use
 
         def loss(y: Any, out: Any) -> Any:
-            each = keras.losses.sparse_categorical_crossentropy(y, out, from_logits=True)
             if tf.size(y) > 0:
-                each = 2.0 * each
-            return each
+                out = 2.0 * out
+            return keras.losses.sparse_categorical_crossentropy(y, out, from_logits=True)
 
         class Loss(keras.losses.Loss):  # type: ignore[misc]
             def call(self, y: Any, out: Any) -> Any:
@@ -136,9 +136,7 @@ def body_compiled(kind: str) -> Any:
         compiled.update(loss=[loss, Loss()], metrics=[[Samples(name="a")], ["accuracy"]])
         y = (y, y)
     elif kind == "weighted mean":
-        compiled["loss"] = keras.losses.SparseCategoricalCrossentropy(
-            from_logits=True, reduction="mean_with_sample_weight"
-        )
+        compiled["loss"] = crossentropy(reduction="mean_with_sample_weight")
         fit["sample_weight"] = np.linspace(0.1, 2.0, SAMPLES).astype(np.float32)
     model.compile(**compiled)
     model = npu.distribute.replicate(model)

@@ -50,9 +50,8 @@ def test_they_become_rank_0s_with_a_warning(
 ) -> None:
     results = keras_ranks.run(body_first_step, "repair", graph, by_hand, built)
     same_bits(*(weights for _, weights, _ in results))
-    said = results[0][2]
-    assert len(said) == (1 if size > 1 else 0)
-    for text in said:
+    assert len(results[0][2]) == (1 if size > 1 else 0)
+    for text in results[0][2]:
         for part in ("wide", f"rank {size - 1} on host", "npu.distribute.broadcast(model.variables)"):
             assert part in text
     assert not any(quiet for _, _, quiet in results[1:])
@@ -101,19 +100,16 @@ def test_what_may_belong_to_a_rank_is_left_alone(two_ranks: Pool) -> None:
         assert text.startswith(f"rank {rank}: broadcast was given an empty list") and "model.build" in text
 
 
-FORGOTTEN = """
+def test_ranks_that_train_alone_are_told(tmp_path: Path) -> None:
+    forgotten = """
 import npu_device as npu
 npu.open().as_default()
-import numpy as np
 import tensorflow as tf
 model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
 model.compile(optimizer="sgd", loss="mse")
-model.fit(np.ones([8, 2]), np.ones([8, 1]), verbose=0)
+model.fit(tf.ones([8, 2]), tf.ones([8, 1]), verbose=0)
 """
-
-
-def test_ranks_that_train_alone_are_told(tmp_path: Path) -> None:
-    together = "".join(job.outputs(tmp_path, 2, FORGOTTEN))
+    together = "".join(job.outputs(tmp_path, 2, forgotten))
     assert together.count("in this job of 2 ranks: each of them ran by itself") == 1
     assert "npu.distribute.replicate(model)" in together
 
@@ -123,10 +119,8 @@ def body_another_order_of_creation(said: list[str], teacher: bool) -> tuple[list
     """Train two layers of one shape by hand. Rank 0 makes the second one first; or its steps first look at that one and
     at a third one. Return the weights after audited steps, and the warnings.
     """
-    x = tf.constant([[1.0, 2.0], [3.0, 4.0]])
-    first, second, other = (
-        tf.keras.layers.Dense(2, use_bias=False, name=name) for name in ("first", "second", "other")
-    )
+    x, make = tf.constant([[1.0, 2.0], [3.0, 4.0]]), tf.keras.layers.Dense
+    first, second, other = (make(2, use_bias=False, name=name) for name in ("first", "second", "other"))
     if npu.distribute.rank() == 0 and not teacher:
         second(x)
     trained = [layer for layer in (first, second, other) if layer(x) is not None][:2]
@@ -264,13 +258,8 @@ def test_preprocessing_inside_a_model(keras_two_ranks: Pool, keras_single: Pool)
     compare(keras_two_ranks, keras_single, body_preprocessing)
 
 
-DIFFERENT = {
-    "StringLookup": "vocabulary",
-    "Normalization": "mean",
-    "Discretization": "bin_boundaries",
-    "table": "held",
-    "constant": "held",
-}
+DIFFERENT = {"StringLookup": "vocabulary", "Normalization": "mean", "Discretization": "bin_boundaries"}
+DIFFERENT |= {"table": "held", "constant": "held"}
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)

@@ -56,18 +56,12 @@ def value_in(weights: Any) -> float:
 
 def body_next_line(keras_version: str, directory: str) -> Any:
     """The next line reads each kind of file, on every rank."""
-    kinds = [
-        ("save", "model.keras"),
-        ("save", "model.h5"),
-        ("save_weights", "a.weights.h5"),
-        ("export", "exported"),
-        ("export", "exported"),  # over the old one
-        ("save", "part.keras"),
-        ("save", "saved_model"),  # a directory
-        ("save_weights", "prefix"),  # in TensorFlow's format
-    ]
+    kinds = [("save", "model.keras"), ("save", "model.h5"), ("save", "part.keras"), ("save_weights", "a.weights.h5")]
+    kinds += [("export", "exported")] * 2  # the second one over the first one
+    if keras_version == "2":  # a directory; TensorFlow's format
+        kinds += [("save", "saved_model"), ("save_weights", "prefix")]
     found = []
-    for number, (method, name) in enumerate(kinds[: 8 if keras_version == "2" else 6]):
+    for number, (method, name) in enumerate(kinds):
         model, written = make(number)
         path = f"{directory}/{name}"
         getattr(model.get_layer("part") if name == "part.keras" else model, method)(path)
@@ -195,9 +189,8 @@ def body_own_list(directory: str) -> Any:
     keras = tf.keras
     model, _ = make(0)
     x = np.ones((8, 3), np.float32)
-    stops = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: setattr(model, "stop_training", npu.distribute.is_main())
-    )
+    stop = lambda epoch, logs: setattr(model, "stop_training", npu.distribute.is_main())  # noqa: E731
+    stops = keras.callbacks.LambdaCallback(on_epoch_end=stop)
     logger = keras.callbacks.CSVLogger(f"{directory}/log.csv", append=True)
     given = keras.callbacks.CallbackList([logger, stops], model=model, add_history=True)
     for _ in range(2):
@@ -207,19 +200,15 @@ def body_own_list(directory: str) -> Any:
     return history.epoch, len(Path(f"{directory}/log.csv").read_text().splitlines())
 
 
-COMMON = """
+COMMON = f"""
 import sys, time
-sys.path.insert(0, {tests!r})
+sys.path.insert(0, {str(Path(__file__).parent)!r})
 import npu_device as npu
 rank = npu.open().worker_id
 from test_files import make, value_in
 import tensorflow as tf
 model, written = make(7)
 """
-
-
-def script(text: str) -> str:
-    return COMMON.format(tests=str(Path(__file__).parent)) + text
 
 
 def test_the_next_line_reads_the_file(keras_two_ranks: Pool, tmp_path: Path) -> None:
@@ -231,13 +220,9 @@ def test_the_next_line_reads_the_file(keras_two_ranks: Pool, tmp_path: Path) -> 
 
 def test_ranks_that_save_more_often_than_others(several_keras_ranks: Pool, tmp_path: Path) -> None:
     for rank, found in enumerate(several_keras_ranks.run(body_other_numbers_of_saves, str(tmp_path))):
-        expected = [f"own{rank}.keras"]
-        if rank == 0:
-            assert found.pop("seconds") < 10
-            expected = ["model.keras"] * 6 + ["first.keras", *expected]
-        else:
-            expected = [f"other{rank}.keras", *expected]
-        assert found.pop("written") == expected
+        assert rank or found.pop("seconds") < 10
+        others = [f"other{rank}.keras"] if rank else ["model.keras"] * 6 + ["first.keras"]
+        assert found.pop("written") == [*others, f"own{rank}.keras"]
         assert found == {"after one of rank 0": 1, "second of 2": 2.5, "second of 3": 3.5}
 
 
@@ -254,8 +239,7 @@ def test_callbacks_write_and_print_on_rank_0(keras_two_ranks: Pool, tmp_path: Pa
     keras = keras_two_ranks.keras
     for rank, found in enumerate(keras_two_ranks.run(body_in_fit, keras, str(tmp_path))):
         printed, written, read, speaking, rows, boards, files = found
-        assert printed == (rank == 0)
-        assert bool(written) == (rank == 0)
+        assert printed == bool(written) == (rank == 0)
         assert read == [True, True]
         assert speaking == 4, "the callbacks get their setting back"
         assert (rows, boards) == (3, 1)
@@ -278,7 +262,7 @@ os.chdir(f"{sys.argv[0]}.{min(rank, 1)}")
 model.save("model.keras")
 print(value_in(tf.keras.models.load_model("model.keras").get_weights()), written)
 """
-    ended = job.finish(job.start_each(tmp_path, script(text), two_hosts(tmp_path)))
+    ended = job.finish(job.start_each(tmp_path, COMMON + text, two_hosts(tmp_path)))
     assert [end.code for end in ended] == [0, 0, 0], ended
     assert [said(end) for end in ended] == ["7.0 ['model.keras']", "7.0 ['model.keras']", "7.0 []"], ended
 
@@ -312,7 +296,7 @@ if rank:
 model.save(path)
 print(value_in(tf.keras.models.load_model(path).get_weights()), written)
 """
-    ended = job.run(tmp_path, 2, script(text))
+    ended = job.run(tmp_path, 2, COMMON + text)
     assert [said(end) for end in ended] == ["7.0 ['script.py.keras']", "7.0 []"], ended
 
 
@@ -331,7 +315,7 @@ else:
 npu.distribute.barrier()
 model.save(path)
 """
-    ended = job.run(tmp_path, 2, script(text), NPU_DEVICE_STALL_TIMEOUT="2")
+    ended = job.run(tmp_path, 2, COMMON + text, NPU_DEVICE_STALL_TIMEOUT="2")
     assert (ended[0].code, ended[1].code) == (9, 1)
     output = ended[1].output
     assert "rank 1: rank 0 writes" in output and "script.py.keras" in output
