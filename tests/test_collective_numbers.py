@@ -17,6 +17,7 @@ from pool import Pool
 
 import npu_device as npu
 from npu_device._src.collectives.dtypes import mean_dtype, sum_dtype
+from npu_device._src.collectives.engines.tensorflow.engine import rounded
 from npu_device._src.collectives.engines.tensorflow.kernels import sequence_of
 from npu_device._src.collectives.moves import all_gather, all_gather_v, all_to_all_v, all_to_all_vc
 from npu_device._src.collectives.ops import all_reduce, broadcast, reduce, reduce_scatter
@@ -328,3 +329,9 @@ def test_200_mb(two_ranks: Pool) -> None:
             assert right and elapsed < 25
             # The result, the half under way, and what gRPC holds of it while it sends and receives.
             assert peak < 5 * LARGE
+
+
+def test_lengths_of_rows_on_tensorflows_backend() -> None:
+    for length in (0, 1, 4096, 4097, 2**30 + 1, 2**31 - 1):
+        padded = int(rounded(tf.constant(length, tf.int32)))
+        assert length <= padded <= max(length * 9 // 8, 2 * length if length <= 4096 else 0), length
