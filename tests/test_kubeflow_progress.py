@@ -73,18 +73,19 @@ def body(texts: list[str], variables: dict[str, str]) -> list[str]:
         model.compile("sgd", "mse")
         npu.distribute.replicate(model)
         data = np.ones([4, 2], np.float32), np.ones([4, 1], np.float32)
-        model.fit(*data, epochs=3, verbose=0, callbacks=[npu.callbacks.KubeflowProgress()])
+        model.fit(*data, epochs=30, verbose=0, callbacks=[npu.callbacks.KubeflowProgress()])
     return texts
 
 
 def test_progress(two_ranks: Pool, server: tuple[_Server, dict[str, str]]) -> None:
     found, variables = server
     texts = two_ranks.run(body, {**variables, "KUBEFLOW_TRAINER_SERVER_TOKEN": "/no/such/file"})
-    assert [sum("was not reported to Kubeflow" in text for text in each) for each in texts] == [2, 0]
+    told, silent = [sum("was not reported to Kubeflow" in text for text in each) for each in texts]
+    assert 2 <= told < 15 and silent == 0  # at most one each 5 s, and the last
     assert found.received == []
     texts = two_ranks.run(body, variables)
     assert not any("Kubeflow" in text for each in texts for text in each)
-    (first, one), (_, last) = found.received  # the second epoch is less than 5 s after the first
-    assert first == "Bearer secret"
-    assert (one["progressPercentage"], last["progressPercentage"], last["estimatedRemainingSeconds"]) == (33, 100, 0)
+    (first, one), *others, (_, last) = found.received
+    assert first == "Bearer secret" and len(others) < 13
+    assert (one["progressPercentage"], last["progressPercentage"], last["estimatedRemainingSeconds"]) == (3, 100, 0)
     assert [metric["name"] for metric in last["metrics"]] == ["loss"] and float(last["metrics"][0]["value"]) >= 0
