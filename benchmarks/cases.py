@@ -152,7 +152,7 @@ def checks(quick: bool, ranks: int) -> Case:
     so that fractions of a millisecond show.
     """
     rounds = []
-    models = (("resnet50", RESNET50_BYTES, 3, 10), ("mlp", _MLP_BYTES, 130, 40), ("chain", _CHAIN_BYTES, 200, 10))
+    models = (("resnet50", RESNET50_BYTES, 3, 10), ("mlp", _MLP_BYTES, 130, 20), ("chain", _CHAIN_BYTES, 200, 10))
     for model, size, steps, turns in models:
         for what, side in (("traced", sides.SHARED_MEMORY), ("watched", sides.WATCHED)):
             rivals = tuple(Rival(f"{word}{what}", side, f"{word}{what}_training", (model,)) for word in ("un", ""))
