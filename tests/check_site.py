@@ -49,7 +49,7 @@ def test_search_works_without_a_network(tmp_path: Path) -> None:
 
 @needs_chromium
 @pytest.mark.parametrize(
-    ("page", "size", "dark"),
+    ("page", "window", "dark"),
     [
         ("index", "1280,900", False),
         ("recipes", "1280,1600", False),
@@ -58,7 +58,7 @@ def test_search_works_without_a_network(tmp_path: Path) -> None:
         ("tutorials/fit", "390,844", False),
     ],
 )
-def test_pages_can_be_drawn(page: str, size: str, dark: bool, tmp_path: Path) -> None:
+def test_pages_can_be_drawn(page: str, window: str, dark: bool, tmp_path: Path) -> None:
     """The pictures stay in ``build/site_pictures``, to be looked at."""
     folder = SITE.parent / "site_pictures"
     folder.mkdir(exist_ok=True)
@@ -66,4 +66,4 @@ def test_pages_can_be_drawn(page: str, size: str, dark: bool, tmp_path: Path) ->
     picture.unlink(missing_ok=True)
     flags = ["--blink-settings=preferredColorScheme=0"] if dark else []
     url = f"{SITE.as_uri()}/{page}.html"
-    chromium.draw(url, tmp_path, picture, size, *NO_NETWORK, *flags, "--virtual-time-budget=5000")
+    chromium.draw(url, tmp_path, picture, window, *NO_NETWORK, *flags, "--virtual-time-budget=5000")
