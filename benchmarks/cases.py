@@ -148,9 +148,7 @@ def hosts_bert(quick: bool, ranks: int) -> Case:
 
 
 def checks(quick: bool, ranks: int) -> Case:
-    """Return the case of what tracing and watching cost: in real steps, and in steps of many gradients and little else,
-    so that fractions of a millisecond show.
-    """
+    """Return the case of what tracing and watching cost, in real steps and in steps of little else."""
     rounds = []
     models = (("resnet50", RESNET50_BYTES, 3, 10), ("mlp", _MLP_BYTES, 130, 20), ("chain", _CHAIN_BYTES, 200, 10))
     for model, size, steps, turns in models:
