@@ -17,7 +17,7 @@ from npu_device._src.collectives.job import current
 from npu_device._src.gradients import split_strategy
 from npu_device._src.trace import trace
 from npu_device._src.trace.records import Settings
-from npu_device._src.training.schedule import only_building
+from npu_device._src.training.watching.schedule import only_building
 
 
 class NpuSide:

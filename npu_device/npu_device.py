@@ -4,7 +4,7 @@ from npu_device import gen_npu_ops
 from npu_device._src.membership.schemes import world_size_from_environment as get_ranksize
 from npu_device._src.options import global_options
 from npu_device._src.tf1.system import enable_v1
-from npu_device._src.training.device import NpuDeviceHandle, close, handle as global_npu_ctx, open
+from npu_device._src.training.opening.device import NpuDeviceHandle, close, handle as global_npu_ctx, open
 
 __all__ = [
     "NpuDeviceHandle",

@@ -22,7 +22,7 @@ from heard import error_of, settings, warnings_of_package
 import npu_device as npu
 from npu_device._src import compat
 from npu_device._src.training.checkpoint import preemption
-from npu_device._src.training.world import world
+from npu_device._src.training.opening.current_world import world
 
 STEPS = 8
 SAMPLES = 40

@@ -13,7 +13,7 @@ import tensorflow as tf
 from npu_device._src.collectives.engines.host import sockets
 from npu_device._src.collectives.group import WORLD_GROUP, Group
 from npu_device._src.collectives.moves import all_to_all_v
-from npu_device._src.training import device
+from npu_device._src.training.opening import device
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")

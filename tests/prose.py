@@ -18,7 +18,7 @@ PACKAGES = ("npu_device", "hccl", "npu_bridge")
 GENERATED = {"environment.md", "options.md"}
 CONTRIBUTORS = {"CONTRIBUTING.md", "architecture.md", "notes.md"}
 
-WORDS = {"README.md": 500, "pages for users": 22_000, "pages for contributors": 8_000}
+WORDS = {"README.md": 500, "pages for users": 24_000, "pages for contributors": 8_000}
 _LONG, _CROWDED = "sentences above 30 words", "sentences with two possessives"  # the first in pages for users
 LIMITS = {_LONG: 0, _CROWDED: 0, "possessives in pages": 17, "possessives in docstrings and messages": 200}  # on things
 

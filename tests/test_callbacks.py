@@ -17,7 +17,7 @@ from heard import error_of, warnings_of_package
 from pool import Pool
 
 import npu_device as npu
-from npu_device._src.training.training_state import training_variables
+from npu_device._src.training.watching.training_state import training_variables
 from npu_device.distribute.hccl import npu_callbacks_append
 from npu_device.distribute.npu_callbacks import NPUBroadcastGlobalVariablesCallback, npu_broadcast_scope_wrapper
 

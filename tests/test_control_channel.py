@@ -209,7 +209,7 @@ def test_tensorflows_server_listens_where_the_port_range_allows(tmp_path: Path) 
 def test_a_host_that_is_cut_off_is_noticed_on_both_sides(tmp_path: Path) -> None:
     """Packets are dropped, nothing is reset."""
     notice = """
-from npu_device._src.training.device import running_job
+from npu_device._src.training.opening.device import running_job
 health = running_job().health
 while not health.is_over:
     time.sleep(0.05)

@@ -23,7 +23,7 @@ from ranks import table_environment
 import npu_device as npu
 from hccl.manage import api
 from hccl.manage.api import create_group, destroy_group, get_rank_id, get_rank_size
-from npu_device._src.training.groups import _made
+from npu_device._src.training.distribute.groups import _made
 from npu_device.distribute import hccl_ops
 
 

@@ -19,7 +19,7 @@ from pool import Pool
 
 import npu_device as npu
 from npu_device._src.training.fit import start
-from npu_device._src.training.world import world
+from npu_device._src.training.opening.current_world import world
 
 
 def _model(step: Any = None, *more: Any) -> Any:

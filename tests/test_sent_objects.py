@@ -18,7 +18,7 @@ from ranks import free_port
 
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.ports import addresses_of_this_host
-from npu_device._src.training.sent_objects import packed, unpacked
+from npu_device._src.world.sent_objects import packed, unpacked
 
 _PLAIN: list[Any] = [
     [None, True, -3, 1 << 100, 0.1, math.inf, "ä\ud800", b"\0\xff", bytearray(b"x")],

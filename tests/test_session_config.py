@@ -22,7 +22,7 @@ from npu_device._src.tf1 import config as tf1, run_config
 from npu_device._src.tf1.config import RewriterConfig, SessionConfigBuilder, npu_config_proto
 from npu_device._src.tf1.run_config import NPUEstimator, NPURunConfig, ProfilingConfig, npu_run_config_init
 from npu_device._src.tf1.system import NPUStrategy, Profiler
-from npu_device._src.training.groups import get_rank_id
+from npu_device._src.training.distribute.groups import get_rank_id
 
 has_estimators = pytest.mark.skipif(compat.estimator_module() is None, reason="this TensorFlow has no Estimator")
 has_none = pytest.mark.skipif(compat.estimator_module() is not None, reason="this TensorFlow has Estimators")

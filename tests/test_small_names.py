@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from npu_device._src.no_effect import modes
 from npu_device._src.options import global_options
-from npu_device._src.training.small_names import npu_compat_function
+from npu_device._src.training.fit.small_names import npu_compat_function
 from npu_device.configs import npu_run_context, run_context_options
 from npu_device.utils import scope
 
@@ -20,7 +20,7 @@ from npu_device.utils import scope
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test begins as a new process would."""
     monkeypatch.setattr("npu_device._src.no_effect.modes._loop_size", None)
-    monkeypatch.setattr("npu_device._src.training.small_names._warned", False)
+    monkeypatch.setattr("npu_device._src.training.fit.small_names._warned", False)
     monkeypatch.delenv("NPU_LOOP_SIZE", raising=False)
 
 

@@ -44,7 +44,7 @@ def same(printed: str, lines: list[str]) -> None:
 def body_script(text: str) -> str:
     import keras
 
-    from npu_device._src.training import device
+    from npu_device._src.training.opening import device
 
     device._seed = None  # a script begins with its process, but for the ones here
     keras.utils.clear_session()

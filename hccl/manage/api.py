@@ -1,6 +1,6 @@
 """``hccl.manage.api``: groups of ranks, their sizes and ranks."""
 
-from npu_device._src.training.groups import (
+from npu_device._src.training.distribute.groups import (
     create_group as create_group,
     destroy_group as destroy_group,
     get_group_rank_from_world_rank as get_group_rank_from_world_rank,

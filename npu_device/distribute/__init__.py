@@ -3,14 +3,8 @@
 import importlib as _importlib
 from typing import Any as _Any
 
-from npu_device._src.training.dataset import shard_and_rebatch_dataset as shard_and_rebatch_dataset
-from npu_device._src.training.fit.divided import divided as divided, pipeline as pipeline
-from npu_device._src.training.fit.replica import replicate as replicate
-from npu_device._src.training.optimizer_wrapper import (
-    DistributedOptimizer as DistributedOptimizer,
-    npu_distributed_keras_optimizer_wrapper as npu_distributed_keras_optimizer_wrapper,
-)
-from npu_device._src.training.ranks import (
+from npu_device._src.training.distribute.dataset import shard_and_rebatch_dataset as shard_and_rebatch_dataset
+from npu_device._src.training.distribute.ranks import (
     barrier as barrier,
     broadcast_object as broadcast_object,
     gather_object as gather_object,
@@ -23,11 +17,17 @@ from npu_device._src.training.ranks import (
     size as size,
     weighted_mean as weighted_mean,
 )
-from npu_device._src.training.reduce_values import all_gather as all_gather, all_reduce as all_reduce
-from npu_device._src.training.variables import (
+from npu_device._src.training.distribute.reduce_values import all_gather as all_gather, all_reduce as all_reduce
+from npu_device._src.training.distribute.variables import (
     broadcast as broadcast,
     grouping_broadcast as grouping_broadcast,
     grouping_gradients_apply as grouping_gradients_apply,
+)
+from npu_device._src.training.fit.divided import divided as divided, pipeline as pipeline
+from npu_device._src.training.fit.replica import replicate as replicate
+from npu_device._src.training.optimizers.optimizer_wrapper import (
+    DistributedOptimizer as DistributedOptimizer,
+    npu_distributed_keras_optimizer_wrapper as npu_distributed_keras_optimizer_wrapper,
 )
 from npu_device.distribute import hccl_ops as hccl_ops
 

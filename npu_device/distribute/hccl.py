@@ -1,6 +1,6 @@
 """Ascend's import path of the distribute calls (``npu_device.distribute.hccl``)."""
 
-from npu_device._src.training.small_names import npu_callbacks_append as npu_callbacks_append
+from npu_device._src.training.fit.small_names import npu_callbacks_append as npu_callbacks_append
 from npu_device.distribute import (
     all_reduce as all_reduce,
     broadcast as broadcast,

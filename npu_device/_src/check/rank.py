@@ -27,7 +27,7 @@ from npu_device._src.collectives.operation import explained, open_ports
 from npu_device._src.collectives.ops import all_reduce
 from npu_device._src.membership.interfaces import interface_of, speed_of
 from npu_device._src.trace.trace import measure_clock
-from npu_device._src.training import device
+from npu_device._src.training.opening import device
 
 
 def check() -> dict[str, Any]:

@@ -12,9 +12,9 @@ from npu_device._src import compat
 from npu_device._src.horovod import sent_state, tensor_ops
 from npu_device._src.horovod.distributed import DistributedOptimizer
 from npu_device._src.horovod.shared_arguments import described
-from npu_device._src.training import ranks
-from npu_device._src.training.broadcast_callback import NPUBroadcastGlobalVariablesCallback
-from npu_device._src.training.reduce_values import all_reduce
+from npu_device._src.training.distribute import ranks
+from npu_device._src.training.distribute.reduce_values import all_reduce
+from npu_device._src.training.fit.broadcast_callback import NPUBroadcastGlobalVariablesCallback
 
 _Logs = Union[dict[str, Any], None]
 

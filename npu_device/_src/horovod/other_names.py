@@ -39,7 +39,7 @@ def _sync_batch_normalization() -> type:
 
     from npu_device._src import compat
     from npu_device._src.training.fit.weighting import moments
-    from npu_device._src.training.world import world
+    from npu_device._src.training.opening.current_world import world
 
     kind: Any = tf.keras.layers.BatchNormalization
     name = compat.moments_method(kind)

@@ -11,8 +11,8 @@ from npu_device._src import compat
 from npu_device._src.horovod.shared_arguments import described
 from npu_device._src.horovod.tensor_ops import operation
 from npu_device._src.tf1 import hooks
-from npu_device._src.training import ranks
-from npu_device._src.training.variables import broadcast
+from npu_device._src.training.distribute import ranks
+from npu_device._src.training.distribute.variables import broadcast
 
 
 @operation

@@ -17,9 +17,9 @@ from npu_device._src.collectives.call import MismatchError
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions
 from npu_device._src.horovod.shared_arguments import described, with_effect
-from npu_device._src.training import hccl_ops
-from npu_device._src.training.reduce_values import watch_reduction
-from npu_device._src.training.world import world
+from npu_device._src.training.distribute import hccl_ops
+from npu_device._src.training.distribute.reduce_values import watch_reduction
+from npu_device._src.training.opening.current_world import world
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 _KINDS = {Average: "mean", Sum: "sum", Min: "min", Max: "max", Product: "prod"}

@@ -65,7 +65,7 @@ class Models:
         self._is_open = True
         import tensorflow as tf
 
-        from npu_device._src.training import device
+        from npu_device._src.training.opening import device
 
         device.open()
         sys.meta_path.insert(0, _NoOtherCalls())
@@ -93,8 +93,8 @@ class Models:
 
         from npu_device._src import compat
         from npu_device._src.collectives.graph import call_now
-        from npu_device._src.training.fit.current import current_step
-        from npu_device._src.training.world import world_unless_child
+        from npu_device._src.training.opening.current_world import world_unless_child
+        from npu_device._src.world.current_step import current_step
 
         @functools.wraps(own)
         @tf.autograph.experimental.do_not_convert

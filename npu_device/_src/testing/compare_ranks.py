@@ -31,8 +31,8 @@ def same_on_all_ranks(values: Any) -> None:
         RuntimeError: this process isn't a rank of a job, such as the one that has called ``testing.run``.
     """
     from npu_device._src.testing import worker
-    from npu_device._src.training.digests import digest_of
-    from npu_device._src.training.ranks import gather_object, size
+    from npu_device._src.training.distribute.ranks import gather_object, size
+    from npu_device._src.training.watching.digests import digest_of
 
     if size() == 1 and not worker.is_rank():
         raise RuntimeError(

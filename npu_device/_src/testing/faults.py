@@ -113,7 +113,7 @@ class Armed:
 def step_done(step: int) -> None:
     """Tell the faults that this rank has done a step, from 1 on; nothing happens outside ``run(..., faults=…)``."""
     if _armed is not None:
-        from npu_device._src.training.ranks import rank
+        from npu_device._src.training.distribute.ranks import rank
 
         _armed.reached(rank(), int(step))
 

@@ -77,7 +77,7 @@ _session: _Rank | None = None
 
 def session(directory: str, options: dict[str, Any], files: list[str], worker_input: dict[str, Any]) -> Any:
     """Be a pytest session until there are no more calls. Answers when the files are collected."""
-    from npu_device._src.training.ranks import rank
+    from npu_device._src.training.distribute.ranks import rank
 
     global _session
     os.chdir(directory)

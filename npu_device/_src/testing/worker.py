@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from npu_device._src.collectives import job
 from npu_device._src.testing.answers import Answer
-from npu_device._src.training import device
+from npu_device._src.training.opening import device
 
 
 class Start:

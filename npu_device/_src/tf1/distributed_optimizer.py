@@ -9,12 +9,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.training import device, hccl_ops
-from npu_device._src.training.groups import get_rank_size
-from npu_device._src.training.loss_scale_optimizer import all_finite, on_all_ranks, unscaled
-from npu_device._src.training.optimizer_wrapper import npu_distributed_keras_optimizer_wrapper
-from npu_device._src.training.reduce_values import all_reduce
-from npu_device._src.training.variables import grouping_gradients_apply
+from npu_device._src.training.distribute import hccl_ops
+from npu_device._src.training.distribute.groups import get_rank_size
+from npu_device._src.training.distribute.reduce_values import all_reduce
+from npu_device._src.training.distribute.variables import grouping_gradients_apply
+from npu_device._src.training.opening import device
+from npu_device._src.training.optimizers.loss_scale_optimizer import all_finite, on_all_ranks, unscaled
+from npu_device._src.training.optimizers.optimizer_wrapper import npu_distributed_keras_optimizer_wrapper
 
 _WRAPPED = "_npu_reduces_gradients"
 _LARGEST = 3.4e38

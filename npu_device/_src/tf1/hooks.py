@@ -13,9 +13,9 @@ import tensorflow as tf
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.sessions import call_python
 from npu_device._src.gradients.reduction import ReducedTensors
-from npu_device._src.training import device
-from npu_device._src.training.digests import named
-from npu_device._src.training.variables import VARIABLES_OF_ONE_RANK, broadcast
+from npu_device._src.training.distribute.variables import VARIABLES_OF_ONE_RANK, broadcast
+from npu_device._src.training.opening import device
+from npu_device._src.training.watching.digests import named
 
 _log = logging.getLogger("npu_device")
 _UNREDUCED = (

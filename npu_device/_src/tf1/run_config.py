@@ -17,7 +17,7 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.tf1.config import npu_session_config_init, set_option
 from npu_device._src.tf1.hooks import NPUBroadcastGlobalVariablesHook
-from npu_device._src.training.device import unless_child
+from npu_device._src.training.opening.device import unless_child
 
 _estimator = compat.estimator_module()
 _RunConfig: Any = _estimator.RunConfig if _estimator else object

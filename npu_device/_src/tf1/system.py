@@ -9,7 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src.tf1.config import npu_config_proto
-from npu_device._src.training import device, groups
+from npu_device._src.training.distribute import groups
+from npu_device._src.training.opening import device
 
 
 def enable_v1() -> None:

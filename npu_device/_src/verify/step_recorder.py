@@ -34,11 +34,11 @@ from npu_device._src.comparison import noise
 from npu_device._src.comparison.compare import PROJECTIONS, Call, Record, Step, load
 from npu_device._src.gradients.reduction import WIRE_DTYPES
 from npu_device._src.trace.trace import leading_to
-from npu_device._src.training import training_state
-from npu_device._src.training.digests import checksum, variable_name
-from npu_device._src.training.fit.current import current_step
 from npu_device._src.training.fit.findings import where
+from npu_device._src.training.watching import training_state
+from npu_device._src.training.watching.digests import checksum, variable_name
 from npu_device._src.verify.plan import DONE, Process
+from npu_device._src.world.current_step import current_step
 
 _SCOPE = "npu_verify"  # the name scope of the operations that record
 _WIDTH = 1024  # of the matrix that a tensor is for its projections

@@ -12,15 +12,16 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.training import training_state
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.job_checkpoint import JobCheckpoint
 from npu_device._src.training.checkpoint.selection import everybody
+from npu_device._src.training.distribute.ranks import is_main
 from npu_device._src.training.fit import start
 from npu_device._src.training.fit.replica import replica_of
 from npu_device._src.training.fit.sources import again, pull
-from npu_device._src.training.ranks import is_main
-from npu_device._src.training.world import World, world
+from npu_device._src.training.opening.current_world import world
+from npu_device._src.training.watching import training_state
+from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
 _NOTES = "fit"

@@ -16,14 +16,15 @@ import tensorflow as tf
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import RESUMABLE
-from npu_device._src.training import device
 from npu_device._src.training.checkpoint import folder, selection
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.parts import Digests, Own, Shared, with_hidden_random_state
 from npu_device._src.training.checkpoint.preemption import Preemption
 from npu_device._src.training.checkpoint.selection import Place, everybody, on_all_ranks
-from npu_device._src.training.world import World, world
+from npu_device._src.training.opening import device
+from npu_device._src.training.opening.current_world import world
 from npu_device._src.version import __version__
+from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
 

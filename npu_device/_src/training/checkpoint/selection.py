@@ -11,7 +11,7 @@ from typing import Any, Callable, NamedTuple, Optional
 from npu_device._src.cluster.frames import counted
 from npu_device._src.training.checkpoint import folder
 from npu_device._src.training.checkpoint.folder import CheckpointError
-from npu_device._src.training.world import World
+from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
 

@@ -18,9 +18,10 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.training.fit import start
-from npu_device._src.training.fit.share import ROWS, rows_of, run_of
 from npu_device._src.training.fit.step import checksum_of
-from npu_device._src.training.world import World, world_unless_child
+from npu_device._src.training.opening.current_world import world_unless_child
+from npu_device._src.world.share import ROWS, rows_of, run_of
+from npu_device._src.world.world import World
 
 _RANDOM = re.compile(
     "Random|Multinomial|TruncatedNormal|ParameterizedTruncated|Stateful(?!Partitioned)|Rng|SampleDistorted|"

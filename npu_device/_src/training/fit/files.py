@@ -35,7 +35,7 @@ from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.collectives.group import WORLD_GROUP, group_of
 from npu_device._src.collectives.job import Job
 from npu_device._src.compat import keras_models
-from npu_device._src.training.world import World
+from npu_device._src.world.world import World
 
 METHODS = ("save", "save_weights", "export")
 """The methods of a model that write."""

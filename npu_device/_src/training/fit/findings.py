@@ -14,9 +14,9 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.tracebacks import is_users
-from npu_device._src.training.digests import variable_name
-from npu_device._src.training.fit.share import shapes_of
-from npu_device._src.training.world import World
+from npu_device._src.training.watching.digests import variable_name
+from npu_device._src.world.share import shapes_of
+from npu_device._src.world.world import World
 
 if TYPE_CHECKING:
     from npu_device._src.training.fit.rehearsal import Outcome, Part, Rehearsal

@@ -17,10 +17,10 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.training import training_state, xla
-from npu_device._src.training.fit import findings, start
+from npu_device._src.training.fit import findings, start, xla
 from npu_device._src.training.fit.rehearsal import NotChecked, Outcome, Part, Rehearsal
-from npu_device._src.training.fit.share import lengths_of, run_of, units_of, without_optional
+from npu_device._src.training.watching import training_state
+from npu_device._src.world.share import lengths_of, run_of, units_of, without_optional
 
 if TYPE_CHECKING:
     from npu_device._src.training.fit.function import Function

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Callable
 
 from npu_device._src import compat, environment
-from npu_device._src.training import training_state
 from npu_device._src.training.fit import first_step, randomness, sources, start
 from npu_device._src.training.fit.divided import Divided
 from npu_device._src.training.fit.randomness import NumbersOfRank
-from npu_device._src.training.fit.share import Share, content, is_divided, require_units, rows_of, tag_of
 from npu_device._src.training.fit.step import Replaced, RunningChecksum, divide
+from npu_device._src.training.watching import training_state
+from npu_device._src.world.share import Share, content, is_divided, require_units, rows_of, tag_of
 
 if TYPE_CHECKING:
     from npu_device._src.training.fit.replica import Replica

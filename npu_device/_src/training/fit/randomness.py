@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.training.world import World
+from npu_device._src.world.world import World
 
 if TYPE_CHECKING:
     from npu_device._src.training.fit.step import Replaced

@@ -15,13 +15,13 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions
-from npu_device._src.training import training_state
-from npu_device._src.training.applied_gradients import reduction_of
-from npu_device._src.training.fit.current import CurrentStep, current_step
 from npu_device._src.training.fit.findings import where
-from npu_device._src.training.fit.share import Share
 from npu_device._src.training.fit.step import Replaced, Step
 from npu_device._src.training.fit.weighting import WeightedReduction
+from npu_device._src.training.watching import training_state
+from npu_device._src.training.watching.applied_gradients import reduction_of
+from npu_device._src.world.current_step import CurrentStep, current_step
+from npu_device._src.world.share import Share
 
 if TYPE_CHECKING:
     from npu_device._src.training.fit.function import Function

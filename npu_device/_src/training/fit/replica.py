@@ -35,16 +35,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Callable
 
 from npu_device._src import compat
-from npu_device._src.training import training_state, xla
-from npu_device._src.training.fit import files, start
+from npu_device._src.training.distribute.variables import require_no_strategy
+from npu_device._src.training.fit import files, start, xla
 from npu_device._src.training.fit.divided import Divided, Pipeline, rows_of_rank, with_equal_length
 from npu_device._src.training.fit.function import Function
 from npu_device._src.training.fit.sources import kinds_that_differ
 from npu_device._src.training.fit.step import predict_step, train_or_test_step
 from npu_device._src.training.fit.weighting import replicate_optimizer
-from npu_device._src.training.same_variables import warn_if_different
-from npu_device._src.training.variables import require_no_strategy
-from npu_device._src.training.world import World, world_unless_child
+from npu_device._src.training.opening.current_world import world_unless_child
+from npu_device._src.training.watching import training_state
+from npu_device._src.training.watching.same_variables import warn_if_different
+from npu_device._src.world.world import World
 
 _REPLICA = "_npu_replica"
 _log = logging.getLogger("npu_device")

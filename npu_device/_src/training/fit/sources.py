@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from npu_device._src.cluster.frames import counted
 from npu_device._src.cluster.time_limits import LEAST_INPUT_WAIT_SECONDS
-from npu_device._src.training.world import World
+from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
 _TABLE = re.compile(r"\d{9,}$")  # after the name of a table: a random number

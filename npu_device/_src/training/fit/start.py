@@ -16,11 +16,13 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.cluster.frames import counted
 from npu_device._src.collectives.operation import explained, open_ports
-from npu_device._src.training import training_state, xla
-from npu_device._src.training.digests import checksum
-from npu_device._src.training.fit.share import without_optional
-from npu_device._src.training.variables import require_same_state
-from npu_device._src.training.world import World
+from npu_device._src.training.distribute.variables import require_same_state
+from npu_device._src.training.fit import xla
+from npu_device._src.training.watching import training_state
+from npu_device._src.training.watching.digests import checksum
+from npu_device._src.training.watching.same_variables import assign_from_root
+from npu_device._src.world.share import without_optional
+from npu_device._src.world.world import World
 
 
 def share_random_state(world: World) -> None:
@@ -70,7 +72,7 @@ def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) ->
     if training:
         variables += training_state.optimizer_state(model)
     each = [variable for variable in training_state.unique(variables) if tf.as_dtype(variable.dtype) != tf.string]
-    world.assign_from_root(each, root_rank)
+    assign_from_root(world, each, root_rank)
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.training import xla
-from npu_device._src.training.fit.current import CurrentStep, current_step, running
+from npu_device._src.training.fit import xla
 from npu_device._src.training.fit.randomness import NumbersOfRank
-from npu_device._src.training.fit.share import Share, content, is_divided, share_of_batch, tag_of
 from npu_device._src.training.fit.weighting import Losses, Metrics, synchronise_normalisation
-from npu_device._src.training.world import World
+from npu_device._src.world.current_step import CurrentStep, current_step, running
+from npu_device._src.world.share import Share, content, is_divided, share_of_batch, tag_of
+from npu_device._src.world.world import World
 
 if TYPE_CHECKING:
     from npu_device._src.training.fit.function import Function

@@ -24,11 +24,11 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, weighted
-from npu_device._src.training.applied_gradients import REDUCTION, reduction_of
-from npu_device._src.training.fit.current import CurrentStep, current_step, reduced_by_step
-from npu_device._src.training.optimizer_wrapper import GradientReduction, install, with_rows_for
-from npu_device._src.training.schedule import is_only_building
-from npu_device._src.training.world import World
+from npu_device._src.training.optimizers.optimizer_wrapper import GradientReduction, install, with_rows_for
+from npu_device._src.training.watching.applied_gradients import REDUCTION, reduction_of
+from npu_device._src.training.watching.schedule import is_only_building
+from npu_device._src.world.current_step import CurrentStep, current_step, reduced_by_step
+from npu_device._src.world.world import World
 
 if TYPE_CHECKING:
     from npu_device._src.training.fit.start import Parts

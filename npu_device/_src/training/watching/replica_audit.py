@@ -24,13 +24,13 @@ from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.time_limits import DETAILS_SECONDS
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.ops import all_reduce
-from npu_device._src.training.applied_gradients import AppliedGradients
-from npu_device._src.training.digests import Digest, differences, digest_of, variable_name
-from npu_device._src.training.same_samples import Pair, SameSamples
-from npu_device._src.training.same_variables import not_compared
-from npu_device._src.training.schedule import FIRST_LOOKS, NEVER, Schedule, can_compare, next_look
-from npu_device._src.training.training_state import unique
-from npu_device._src.training.world import World, value_of
+from npu_device._src.training.watching.applied_gradients import AppliedGradients
+from npu_device._src.training.watching.digests import Digest, differences, digest_of, variable_name
+from npu_device._src.training.watching.same_samples import Pair, SameSamples
+from npu_device._src.training.watching.same_variables import not_compared
+from npu_device._src.training.watching.schedule import FIRST_LOOKS, NEVER, Schedule, can_compare, next_look
+from npu_device._src.training.watching.training_state import unique
+from npu_device._src.world.world import World, value_of
 
 _log = logging.getLogger("npu_device")
 

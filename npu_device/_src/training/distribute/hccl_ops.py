@@ -24,7 +24,8 @@ from npu_device._src.collectives import moves as _moves, ops as _ops
 from npu_device._src.collectives.graph import overwriting
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduction import ReducedTensors, check_fusion, check_fusion_0_or_2
-from npu_device._src.training.world import World, world
+from npu_device._src.training.opening.current_world import world
+from npu_device._src.world.world import World
 
 _REDUCTIONS = ("sum", "max", "min", "prod")
 

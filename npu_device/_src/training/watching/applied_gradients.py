@@ -26,10 +26,10 @@ from npu_device._src import compat, environment
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.job import Job, current
 from npu_device._src.gradients.reduction import ReducedTensors, dense_of
-from npu_device._src.training.digests import BROADCAST, checksum, different_start, named, variable_name
-from npu_device._src.training.last_word import LastWord
-from npu_device._src.training.same_samples import Pair, SameSamples
-from npu_device._src.training.schedule import FIRST_LOOKS, NEVER, Schedule, can_compare, next_look
+from npu_device._src.training.watching.digests import BROADCAST, checksum, different_start, named, variable_name
+from npu_device._src.training.watching.last_word import LastWord
+from npu_device._src.training.watching.same_samples import Pair, SameSamples
+from npu_device._src.training.watching.schedule import FIRST_LOOKS, NEVER, Schedule, can_compare, next_look
 
 _log = logging.getLogger("npu_device")
 

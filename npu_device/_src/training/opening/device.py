@@ -38,8 +38,8 @@ from npu_device._src.options import global_options
 from npu_device._src.report.output import write_report
 from npu_device._src.trace import trace
 from npu_device._src.trace.records import Settings, settings
-from npu_device._src.training.applied_gradients import AppliedGradients
-from npu_device._src.training.last_word import LastWord
+from npu_device._src.training.watching.applied_gradients import AppliedGradients
+from npu_device._src.training.watching.last_word import LastWord
 
 _TO_BE_A_RANK = (
     "To make it a rank of another job, start it with npurun, or with that job's variables and NPU_DEVICE_RANK_PROCESS "

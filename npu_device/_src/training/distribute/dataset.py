@@ -11,8 +11,8 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.collectives.job import Job
-from npu_device._src.training import device
-from npu_device._src.training.digests import SHOWN_RANKS
+from npu_device._src.training.opening import device
+from npu_device._src.training.watching.digests import SHOWN_RANKS
 
 _log = logging.getLogger("npu_device")
 _SEEDS_COMPARED = 100  # datasets

@@ -9,9 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list, weighted, with_values
-from npu_device._src.training import device
-from npu_device._src.training.reduce_values import floating
-from npu_device._src.training.world import world, world_unless_child
+from npu_device._src.training.distribute.reduce_values import floating
+from npu_device._src.training.opening import device
+from npu_device._src.training.opening.current_world import world, world_unless_child
 
 
 @tf.autograph.experimental.do_not_convert

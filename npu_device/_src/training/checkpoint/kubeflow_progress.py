@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from npu_device._src import environment
 from npu_device._src.cluster.time_limits import PROGRESS_PAUSE_SECONDS, PROGRESS_REPORT_SECONDS
-from npu_device._src.training.ranks import is_main
+from npu_device._src.training.distribute.ranks import is_main
 
 _log = logging.getLogger("npu_device")
 

@@ -10,10 +10,12 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.training import device, training_state, xla
+from npu_device._src.training.distribute.variables import broadcast
+from npu_device._src.training.fit import xla
 from npu_device._src.training.fit.replica import replica_of
-from npu_device._src.training.variables import broadcast
-from npu_device._src.training.world import world
+from npu_device._src.training.opening import device
+from npu_device._src.training.opening.current_world import world
+from npu_device._src.training.watching import training_state
 
 _logger = logging.getLogger("npu_device")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.training import device
+from npu_device._src.training.opening import device
 
 if TYPE_CHECKING:
     from npu_device._src.training.fit.step import Replaced

@@ -13,12 +13,13 @@ from npu_device._src import compat
 from npu_device._src.collectives.dtypes import mean_dtype
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list, weighted, with_values
-from npu_device._src.training import same_variables
-from npu_device._src.training.applied_gradients import AppliedGradients
-from npu_device._src.training.fit.current import CurrentStep, current_step
-from npu_device._src.training.replica_audit import audit_by_hand
-from npu_device._src.training.same_samples import Pair, pair_of
-from npu_device._src.training.world import World, world
+from npu_device._src.training.opening.current_world import world
+from npu_device._src.training.watching import same_variables
+from npu_device._src.training.watching.applied_gradients import AppliedGradients
+from npu_device._src.training.watching.replica_audit import audit_by_hand
+from npu_device._src.training.watching.same_samples import Pair, pair_of
+from npu_device._src.world.current_step import CurrentStep, current_step
+from npu_device._src.world.world import World
 
 
 @tf.autograph.experimental.do_not_convert

@@ -16,13 +16,14 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
+from npu_device._src.collectives.graph import fetchable
 from npu_device._src.collectives.sessions import in_first_run
 from npu_device._src.gradients.reduction import dense_of
-from npu_device._src.training import digests
-from npu_device._src.training.digests import checksum, differences, digest_of, variable_name
-from npu_device._src.training.last_word import ENDED_APART
-from npu_device._src.training.schedule import can_compare
-from npu_device._src.training.world import World, value_of
+from npu_device._src.training.watching import digests
+from npu_device._src.training.watching.digests import checksum, differences, digest_of, variable_name
+from npu_device._src.training.watching.last_word import ENDED_APART, LastWord
+from npu_device._src.training.watching.schedule import can_compare
+from npu_device._src.world.world import World, value_of
 
 _log = logging.getLogger("npu_device")
 _HOOK = (
@@ -66,11 +67,25 @@ def make_equal(world: World, variables: Sequence[Any], ordered: bool = True, lev
             text = digests.DIFFERENT_START % (found[1], digests.BROADCAST)
             if mode == "error":
                 raise RuntimeError(f"rank {world.job.cluster.rank}: {text}")
-            world.assign_from_root([variables[place] for place in found[0]])
+            assign_from_root(world, [variables[place] for place in found[0]])
             if world.rank == 0:
                 _log.log(level, "%s\nThey are those of rank %d now.", text, world.group.ranks[0])
-        world.note_equal(variables)
+        note_equal(world, variables)
         return True
+
+
+def assign_from_root(world: World, variables: Sequence[Any], root_rank: int = 0) -> Any:
+    """Set variables to the values of the root; return the operation in a graph for a session, else None."""
+    sent = world.from_root([value_of(variable) for variable in variables], root_rank)
+    note_equal(world, variables)
+    return fetchable([variable.assign(value) for variable, value in zip(variables, sent)])
+
+
+def note_equal(world: World, variables: Sequence[Any]) -> None:
+    """Let variables that are equal now be compared at the end of the job, if all of its ranks are here."""
+    last_word = world.job.part(LastWord)
+    if last_word is not None and world.size == world.job.cluster.world_size:
+        last_word.add(variables)
 
 
 _compared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.training.schedule import only_building
+from npu_device._src.training.watching.schedule import only_building
 
 
 def training_variables(model: Any) -> list[Any]:

@@ -15,8 +15,10 @@ from npu_device._src import compat
 from npu_device._src.cluster.frames import counted
 from npu_device._src.collectives.graph import after, fetchable
 from npu_device._src.collectives.group import WORLD_GROUP
-from npu_device._src.training.digests import checksum
-from npu_device._src.training.world import World, world_unless_child
+from npu_device._src.training.opening.current_world import world_unless_child
+from npu_device._src.training.watching.digests import checksum
+from npu_device._src.training.watching.same_variables import assign_from_root
+from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
 
@@ -80,7 +82,8 @@ def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int =
     if vocabularies and tf.executing_eagerly():
         layers = map(compat.layer_of_vocabulary, vocabularies)
         require_same_state(ranks, [layer for layer in layers if layer is not None])
-    return ranks.assign_from_root([value for value in given if not compat.is_vocabulary(value)], int(root_rank))
+    sent = [value for value in given if not compat.is_vocabulary(value)]
+    return assign_from_root(ranks, sent, int(root_rank))
 
 
 def npu_broadcast_scope_wrapper(strategy: Any) -> Any:
@@ -212,7 +215,7 @@ def grouping_broadcast(variables: Any) -> Any:
         return variables
     variables = list(variables)
     sent = [
-        ranks.assign_from_root([variables[position] for position in share], owner)
+        assign_from_root(ranks, [variables[position] for position in share], owner)
         for owner, share in enumerate(shares(variables, ranks.size))
     ]
     return fetchable(sent)

@@ -8,15 +8,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src.collectives.graph import fetchable
-from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
+from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.moves import all_gather_v
 from npu_device._src.collectives.ops import all_reduce, barrier, broadcast
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
-from npu_device._src.training import device
-from npu_device._src.training.last_word import LastWord
-from npu_device._src.training.sent_objects import packed, unpacked
+from npu_device._src.world.sent_objects import packed, unpacked
 
 
 class World:
@@ -61,18 +58,6 @@ class World:
         """Return a line of a message for each rank, given its text."""
         return "\n".join(self.job.cluster.lines(dict(zip(self.group.ranks, texts))))
 
-    def assign_from_root(self, variables: Sequence[Any], root_rank: int = 0) -> Any:
-        """Set variables to the values of the root; return the operation in a graph for a session, else None."""
-        sent = self.from_root([value_of(variable) for variable in variables], root_rank)
-        self.note_equal(variables)
-        return fetchable([variable.assign(value) for variable, value in zip(variables, sent)])
-
-    def note_equal(self, variables: Sequence[Any]) -> None:
-        """Have variables that are equal now compared at the end of the job, if all of its ranks are here."""
-        last_word = self.job.part(LastWord)
-        if last_word is not None and self.size == self.job.cluster.world_size:
-            last_word.add(variables)
-
     def wait(self) -> None:
         barrier(self.job, self.group)
 
@@ -81,15 +66,3 @@ def value_of(variable: Any) -> tf.Tensor:
     """Return the value of a variable now."""
     # A TensorFlow 1 variable as a tensor is a single read created with the variable, whatever precedes it here.
     return variable.read_value() if hasattr(variable, "read_value") else tf.convert_to_tensor(variable)
-
-
-def world(group: str = WORLD_GROUP) -> World | None:
-    """Return the job that this process is a rank of, or one of its groups; None on a single device."""
-    job = device.running_job()
-    return None if job is None else World(job, group_of(job, group))
-
-
-def world_unless_child(group: str = WORLD_GROUP) -> World | None:
-    """Return the job as ``world`` does; None also in a child process of a rank, whose model trains by itself."""
-    job = device.unless_child()
-    return None if job is None else World(job, group_of(job, group))

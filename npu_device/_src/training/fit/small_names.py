@@ -50,7 +50,7 @@ def npu_callbacks_append(callbacks_list: Any = ()) -> list[Any]:
 
     Source: Ascend TF Adapter 2.x, ``npu_device.distribute.hccl.npu_callbacks_append``.
     """
-    from npu_device._src.training.broadcast_callback import NPUBroadcastGlobalVariablesCallback
+    from npu_device._src.training.fit.broadcast_callback import NPUBroadcastGlobalVariablesCallback
 
     if not isinstance(callbacks_list, list):
         callbacks_list = []

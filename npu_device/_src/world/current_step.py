@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions
-from npu_device._src.training.fit.share import Share
+from npu_device._src.world.share import Share
 
 _running = threading.local()
 

@@ -1,0 +1,1 @@
+"""The calls of own loops: reductions, broadcasts, datasets, groups, Ascend's collectives."""

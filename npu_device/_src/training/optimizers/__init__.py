@@ -1,0 +1,1 @@
+"""Optimizers that reduce gradients before they apply them."""

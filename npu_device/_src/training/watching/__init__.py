@@ -1,0 +1,1 @@
+"""Watches training: equal starts, audits, applied gradients, the last word."""
