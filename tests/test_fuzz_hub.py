@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from fuzzing import SECRET, SOON, changed, ends, frame, given, send, st, streams
 
+from npu_device._src import wording
 from npu_device._src.cluster import frames, handshake
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.errors import ClusterError
@@ -160,7 +161,7 @@ def test_a_refused_process_that_goes_on_sending(hub: HubProcess) -> None:
 
 def test_a_world_that_nobody_has(hub: HubProcess) -> None:
     line = _proved(hub)
-    line.send({"hello": {**_HELLO["hello"], "world_size": frames.MOST_RANKS, "seconds": 0.1}})
+    line.send({"hello": {**_HELLO["hello"], "world_size": wording.MOST_RANKS, "seconds": 0.1}})
     with line.connection:
         while "refused" not in (answer := line.receive(SOON, silent="silent", closed="closed")):
             pass
@@ -336,9 +337,9 @@ def test_frames_of_any_bytes(pieces: list[bytes], size: int) -> None:
 @given(st.text(alphabet="0123456789,-", max_size=12))
 def test_any_text_as_ranks(text: str) -> None:
     with contextlib.suppress(ValueError):
-        ranks = frames.ranks_of(text)
-        assert ranks == sorted(set(ranks)) and len(ranks) <= frames.MOST_RANKS
-        assert frames.ranks_of(frames.ranges(ranks)) == ranks
+        ranks = wording.ranks_of(text)
+        assert ranks == sorted(set(ranks)) and len(ranks) <= wording.MOST_RANKS
+        assert wording.ranks_of(wording.ranges(ranks)) == ranks
 
 
 _MESSAGES = st.lists(st.binary(min_size=1, max_size=20), max_size=3)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from npu_device._src import environment
-from npu_device._src.cluster.frames import counted
+from npu_device._src.wording import counted
 from npu_device.launch import argument_types as types
 from npu_device.launch.argument_types import AUTO
 

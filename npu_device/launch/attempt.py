@@ -20,13 +20,13 @@ from typing import Any, BinaryIO, Callable
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import RESUMABLE
-from npu_device._src.cluster.frames import ranges
 from npu_device._src.cluster.hub_process import HubProcess
 from npu_device._src.cluster.tracebacks import without_libraries
 from npu_device._src.environment import NPU_DEVICE_RANK_PROCESS
 from npu_device._src.horovod import modules
 from npu_device._src.membership.rank_environment import rank_table
 from npu_device._src.membership.schemes import secret
+from npu_device._src.wording import ranges
 from npu_device.launch import failures
 from npu_device.launch.arguments import DEFAULT_PORT, Options
 from npu_device.launch.failures import Failure

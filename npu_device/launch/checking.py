@@ -12,7 +12,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from npu_device._src.cluster.frames import counted
+from npu_device._src.wording import counted
 from npu_device.launch import job
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import FAILED

@@ -12,8 +12,8 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from npu_device._src.cluster.frames import counted
 from npu_device._src.cluster.tracebacks import CHAIN, FRAME, HEADER, is_users, root_error
+from npu_device._src.wording import counted
 from npu_device.launch.supervisor import Exit
 
 _LAST_LINES = 20

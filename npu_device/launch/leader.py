@@ -15,8 +15,8 @@ from typing import Any
 
 from npu_device._src.cluster import ports, time_limits as limits
 from npu_device._src.cluster.errors import RESUMABLE, ClusterError
-from npu_device._src.cluster.frames import ranges
 from npu_device._src.version import __version__
+from npu_device._src.wording import ranges
 from npu_device.launch.attempt import FAILED, USAGE, Launch, Meeting, Outcome, master_port, prepare_meeting
 from npu_device.launch.failures import Failure
 from npu_device.launch.ledger import Decision, Ledger

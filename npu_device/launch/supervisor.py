@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Callable
 
 from npu_device._src.cluster.errors import RESUMABLE
-from npu_device._src.cluster.frames import counted
 from npu_device._src.cluster.time_limits import KILL_SECONDS, RANKS_NOTICE_SECONDS, SAME_SIGNAL_SECONDS, SWEEP_SECONDS
+from npu_device._src.wording import counted
 from npu_device.launch.arguments import Options
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from npu_device._src.cluster.frames import counted, ranges
 from npu_device._src.cluster.ports import is_loopback
 from npu_device._src.cluster.time_limits import CLOCK_SECONDS
+from npu_device._src.wording import counted, ranges
 
 SIZES = {4: "4 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB", 16 << 20: "16 MiB"}
 

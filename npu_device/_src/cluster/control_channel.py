@@ -22,6 +22,7 @@ from typing import Any, Callable
 from npu_device._src.cluster import frames
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.time_limits import MARGIN_SECONDS, SHORT_SECONDS
+from npu_device._src.wording import ranges, ranks_of
 
 _log = logging.getLogger("npu_device")
 
@@ -71,12 +72,12 @@ class ControlChannel:
 
     def gather_from(self, name: str, value: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
         """Return the values that some ranks, this one among them, pass under a name in time, by rank."""
-        asked = frames.ranges(ranks)
+        asked = ranges(ranks)
         return _by_rank(self._request("gather", timeout, name=name, value=value, ranks=asked, partial=True))
 
     def ask(self, kind: str, body: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
         """Ask some ranks; return the answers that arrived in time. Ranks that ask the same share the answers."""
-        return _by_rank(self._request("ask", timeout, kind=kind, body=body, ranks=frames.ranges(ranks)))
+        return _by_rank(self._request("ask", timeout, kind=kind, body=body, ranks=ranges(ranks)))
 
     def reply(self, question: int, value: Any) -> None:
         self.notify("reply", question=question, value=value)
@@ -171,4 +172,4 @@ def _stopped(how: str) -> str:
 
 
 def _by_rank(found: list[tuple[Any, str]]) -> dict[int, Any]:
-    return {rank: value for value, text in found for rank in frames.ranks_of(text)}
+    return {rank: value for value, text in found for rank in ranks_of(text)}

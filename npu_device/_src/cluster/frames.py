@@ -1,5 +1,5 @@
-"""The messages of a control channel: a length in four bytes and a JSON object; the proof of the job secret; sets of
-ranks. It imports little, because the hub has to start quickly.
+"""The messages of a control channel: a length in four bytes and a JSON object; the proof of the job secret.
+It imports little, because the hub has to start quickly.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import json
 import secrets
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from npu_device._src.cluster.time_limits import KEEPALIVE_AFTER_SECONDS, UNACKNOWLEDGED_MILLISECONDS
+from npu_device._src.wording import ranges
 
 PROTOCOL = 2  # the first frames and the hello never change: ranks with different versions recognize each other
 
@@ -23,8 +24,6 @@ LIMIT_FROM_RANK = 1 << 24
 LIMIT = 1 << 26
 """Longest frame in bytes: of an unknown client, with a hello, from a rank to the hub, and of anyone else. A longer one
 ends the connection. Parsed, JSON can take 20 times as much memory."""
-
-MOST_RANKS = 1 << 16  # more than any job has
 
 _HEADER = struct.Struct(">I")
 _LONGEST_NUMBER = 400  # digits; to parse a number takes time in the square of its digits
@@ -112,34 +111,6 @@ def keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_AFTER_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_AFTER_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MILLISECONDS)
-
-
-def ranges(ranks: Iterable[int]) -> str:
-    """Return ranks in compact form: ``0-3,7``."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: ``1 rank``, ``2 ranks``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def ranks_of(text: str) -> list[int]:
-    """Return the ranks in a text that ``ranges`` made; ValueError if it didn't."""
-    found: list[int] = []
-    for part in text.split(",") if text else ():
-        first, _, last = part.partition("-")
-        ranks = range(int(first), int(last or first) + 1)
-        if not ranks or ranks[0] <= (found[-1] if found else -1) or ranks[-1] >= MOST_RANKS:
-            raise ValueError("ranks that don't ascend, or too many")
-        found.extend(ranks)
-    return found
 
 
 def joined(texts: dict[int, str]) -> bytes:

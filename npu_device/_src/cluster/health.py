@@ -22,9 +22,9 @@ from npu_device._src import environment
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
-from npu_device._src.cluster.frames import counted, ranges, ranks_of
 from npu_device._src.cluster.time_limits import ALIVE_SECONDS, CHECK_SECONDS, FINISHED_NOTICE_SECONDS, NEWS_SECONDS
 from npu_device._src.cluster.tracebacks import root_error, without_libraries
+from npu_device._src.wording import counted, ranges, ranks_of
 
 GroupId = tuple[str, tuple[int, ...]]  # name and members: disjoint sets of ranks may use the same name
 

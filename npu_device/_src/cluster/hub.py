@@ -23,6 +23,7 @@ from npu_device._src.cluster import frames, ports, time_limits as limits
 from npu_device._src.cluster.errors import PortTakenError, RendezvousError
 from npu_device._src.cluster.roster import Arrival, Hello, Roster
 from npu_device._src.cluster.services import Services, Timers
+from npu_device._src.wording import ranges
 
 _FEWEST_UNPROVED = 256  # limit on simultaneous unproved connections, if larger than two per rank
 _LONGEST_OUTBOX = 1 << 28  # bytes; a rank that reads nothing while this much is waiting for it is dropped
@@ -295,7 +296,7 @@ class Hub:
             self._send(connection, frames.encode({"wait": max(0.0, self._end_of_waiting() - time.monotonic())}))
             return
         hosts, hello = self._services.hosts, parent.arrival.hello
-        neighbours = frames.ranges(rank for rank, host in enumerate(hosts) if host == hosts[parent.rank])
+        neighbours = ranges(rank for rank, host in enumerate(hosts) if host == hosts[parent.rank])
         place = {"rank": parent.rank, "world_size": len(hosts), "neighbours": neighbours, "device_id": hello.device_id}
         self._send_last(connection, {"child_of": {"pid": hello.pid, **place}})
 

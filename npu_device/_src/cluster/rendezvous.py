@@ -25,6 +25,7 @@ from npu_device._src.cluster.hub_process import HubProcess
 from npu_device._src.cluster.ports import is_loopback, join_address
 from npu_device._src.cluster.roster import Hello, ancestors, start_time
 from npu_device._src.version import __version__
+from npu_device._src.wording import MOST_RANKS
 
 _TENSORFLOWS = """
 tensorflow tensorflow-cpu tf-nightly tf-nightly-cpu tensorflow-intel tensorflow-macos tensorflow-rocm tensorflow-aarch64
@@ -207,7 +208,7 @@ class _Search:
             elif kind == "child_of":
                 raise _child(said)
             elif kind == "rank":
-                rank = int(_number(said, frames.MOST_RANKS))
+                rank = int(_number(said, MOST_RANKS))
             elif kind == "roster" and rank is not None and _is_roster(said, rank):
                 return rank, said, ControlChannel(timed.connection, timed.reader)
             else:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
-from npu_device._src.cluster.frames import MOST_RANKS
 from npu_device._src.cluster.time_limits import LONGEST_WAIT_SECONDS
+from npu_device._src.wording import MOST_RANKS
 
 _UNKNOWN_SHOWN = 5
 _MISSING_SHOWN = 100

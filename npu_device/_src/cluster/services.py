@@ -16,6 +16,7 @@ from typing import Any, Callable
 
 from npu_device._src.cluster import frames
 from npu_device._src.cluster.time_limits import ANSWERS_KEPT_SECONDS, LEFT_TOGETHER_SECONDS, LONGEST_REQUEST_SECONDS
+from npu_device._src.wording import ranges, ranks_of
 
 _POSTS_KEPT = 200  # names; the oldest go
 _POST_BYTES_KEPT = 1 << 26
@@ -121,8 +122,8 @@ class Services:
 
     def _loss(self, gone: Sequence[int]) -> str:
         first = gone[0]
-        after = f" Then rank(s) {frames.ranges(gone[1:])} went, too." if gone[1:] else ""
-        before = f" The script of rank(s) {frames.ranges(self._left)} had ended before." if self._left else ""
+        after = f" Then rank(s) {ranges(gone[1:])} went, too." if gone[1:] else ""
+        before = f" The script of rank(s) {ranges(self._left)} had ended before." if self._left else ""
         return (
             f"{self._listed([first])} (process {self._processes[first]}) is gone: its process ended or was killed, or "
             f"its host can't be reached any more.{before}{after}\n"
@@ -318,7 +319,7 @@ class Services:
 
     def _ranks(self, text: str | None) -> set[int]:
         """Return the ranks that a message names; all if it names none."""
-        found = set(range(len(self.hosts)) if text is None else frames.ranks_of(text))
+        found = set(range(len(self.hosts)) if text is None else ranks_of(text))
         if max(found, default=0) >= len(self.hosts):
             raise ValueError("no such rank")
         return found

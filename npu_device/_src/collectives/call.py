@@ -26,10 +26,10 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.errors import ClusterError, PeerError
-from npu_device._src.cluster.frames import counted
 from npu_device._src.cluster.time_limits import DETAILS_SECONDS
 from npu_device._src.cluster.tracebacks import is_users
 from npu_device._src.collectives.group import Group
+from npu_device._src.wording import counted
 
 if TYPE_CHECKING:
     from npu_device._src.collectives.job import Job

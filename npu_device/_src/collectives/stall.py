@@ -16,12 +16,12 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.cluster.frames import ranges
 from npu_device._src.cluster.health import GroupId
 from npu_device._src.cluster.time_limits import STALL_POLL_SECONDS, WHERE_SECONDS
 from npu_device._src.collectives.engines.host.queue import CallCount
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
+from npu_device._src.wording import ranges
 
 _log = logging.getLogger("npu_device")
 

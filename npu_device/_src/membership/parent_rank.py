@@ -19,8 +19,8 @@ from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster.description import Cluster
-from npu_device._src.cluster.frames import ranges, ranks_of
 from npu_device._src.cluster.roster import start_time
+from npu_device._src.wording import ranges, ranks_of
 
 _NAMES = """
 RANK_TABLE_FILE RANK_ID RANK_SIZE POD_NAME CM_CHIEF_IP CM_CHIEF_PORT CM_CHIEF_DEVICE CM_WORKER_SIZE CM_WORKER_IP
@@ -41,7 +41,7 @@ class ParentRank:
     pid: int
     rank: int
     world_size: int
-    neighbours: str  # the ranks of its host, itself among them, as ``frames.ranges`` writes them
+    neighbours: str  # the ranks of its host, itself among them, as ``ranges`` writes them
     device_id: int
 
     @property

@@ -12,10 +12,10 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.cluster.frames import counted
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.watching.digests import checksum
 from npu_device._src.training.watching.training_state import random_states, set_random_states, unique
+from npu_device._src.wording import counted
 from npu_device._src.world.sent_objects import from_json, to_json
 
 _UNTRACKED = "npu_untracked"

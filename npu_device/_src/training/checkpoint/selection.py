@@ -8,9 +8,9 @@ import secrets
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional
 
-from npu_device._src.cluster.frames import counted
 from npu_device._src.training.checkpoint import folder
 from npu_device._src.training.checkpoint.folder import CheckpointError
+from npu_device._src.wording import counted
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")

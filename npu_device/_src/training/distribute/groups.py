@@ -12,9 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.cluster.frames import counted, ranks_of
 from npu_device._src.collectives.group import WORLD_GROUP, Group, check_group_name, find_group, listed
 from npu_device._src.training.opening import device
+from npu_device._src.wording import counted, ranks_of
 
 _alone: dict[str, Group] = {}
 """The groups that a script has made on a single device, or in a child of a rank, where there is no job."""

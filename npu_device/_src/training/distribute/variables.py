@@ -12,12 +12,12 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.cluster.frames import counted
 from npu_device._src.collectives.graph import after, fetchable
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.watching.digests import checksum
 from npu_device._src.training.watching.same_variables import assign_from_root
+from npu_device._src.wording import counted
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")

@@ -15,8 +15,8 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
-from npu_device._src.cluster.frames import counted
 from npu_device._src.cluster.time_limits import LEAST_INPUT_WAIT_SECONDS
+from npu_device._src.wording import counted
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")

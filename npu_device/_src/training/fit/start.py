@@ -14,13 +14,13 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.cluster.frames import counted
 from npu_device._src.collectives.operation import explained, open_ports
 from npu_device._src.training.distribute.variables import require_same_state
 from npu_device._src.training.fit import xla
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import checksum
 from npu_device._src.training.watching.same_variables import assign_from_root
+from npu_device._src.wording import counted
 from npu_device._src.world.share import without_optional
 from npu_device._src.world.world import World
 

@@ -1,0 +1,36 @@
+"""Phrases of messages: a number with its noun, and sets of ranks in compact form, which can be read back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+MOST_RANKS = 1 << 16  # more than any job has
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Return ranks in compact form: ``0-3,7``."""
+    spans: list[range] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1].stop:
+            spans[-1] = range(spans[-1].start, rank + 1)
+        else:
+            spans.append(range(rank, rank + 1))
+    return ",".join(str(span.start) if len(span) == 1 else f"{span.start}-{span[-1]}" for span in spans)
+
+
+def ranks_of(text: str) -> list[int]:
+    """Return the ranks in a text that ``ranges`` made; ValueError if it didn't."""
+    ranks: list[int] = []
+    for span in text.split(",") if text else ():
+        start, _, end = span.partition("-")
+        numbers = range(int(start), int(end or start) + 1)
+        previous = ranks[-1] if ranks else -1
+        if not numbers or numbers[0] <= previous or numbers[-1] >= MOST_RANKS:
+            raise ValueError("ranks that don't ascend, or too many")
+        ranks.extend(numbers)
+    return ranks
