@@ -70,6 +70,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python -m codespell_lib
 	$(BIN)/python tests/prose.py
+	$(BIN)/python tests/readable.py
 
 # What users get: sdist and wheel, built from this commit's files, with checked metadata and README. The wheel and its
 # dependencies go into an empty environment. Tests and examples are copied, since Python would find the repository's

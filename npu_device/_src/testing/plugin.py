@@ -1,7 +1,7 @@
 """pytest's plugin: ``@pytest.mark.ranks(1, 2, 3)`` runs a test on real ranks. See ``docs/testing.md``.
 
-It is loaded in every pytest run of an environment with this package: it imports nothing but pytest and the standard
-library, and does nothing until a test has the mark. ``pytest_job`` runs the tests, ``pytest_rank`` is the ranks' side.
+It is loaded in every pytest run of an environment with this package: it imports pytest and the standard library only,
+and does nothing until a test has the mark. ``pytest_job`` runs the tests, ``pytest_rank`` is the ranks' side.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from npu_device._src.testing.marked_tests import PARAMETER, RANK, size_of
 
 _MARK = (
     "ranks(*sizes, keras=None, environment={}, limit=300): run the test on that many real ranks, each size in turn; "
     "limit is in seconds"
 )
-PARAMETER = "npu_ranks"
-RANK = pytest.StashKey[Any]()  # the other side: this process is a rank
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,12 +66,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = chosen
-
-
-def size_of(item: pytest.Item) -> int | None:
-    """Return the number of ranks that a test has; None without the mark."""
-    parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
-    return parameters.get(PARAMETER)
 
 
 class _Start:

@@ -15,7 +15,7 @@ import pytest
 from npu_device._src.cluster.time_limits import COLLECTING_SECONDS
 from npu_device._src.testing import pytest_rank, run
 from npu_device._src.testing.answers import RankError
-from npu_device._src.testing.plugin import size_of
+from npu_device._src.testing.marked_tests import size_of
 from npu_device._src.testing.pool import Pool
 
 _NOT_SHARED: dict[str, Any] = {

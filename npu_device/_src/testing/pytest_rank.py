@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from npu_device._src.testing.answers import Answer
-from npu_device._src.testing.plugin import RANK
+from npu_device._src.testing.marked_tests import RANK
 
 
 class _Rank:
