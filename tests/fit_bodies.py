@@ -108,8 +108,10 @@ def body_compiled(kind: str) -> Any:
         compiled["optimizer"] = optimizers.SGD(0.2, gradient_accumulation_steps=2)
     elif kind == "loss scale":
         compiled["optimizer"] = keras.mixed_precision.LossScaleOptimizer(optimizers.SGD(0.2))
-    elif kind == "words, average":  # the same word several times in a batch, whose rows Keras 3's Adam squares singly
-        compiled["optimizer"] = optimizers.Adam(0.02, use_ema=True, ema_momentum=0.5, weight_decay=0.01)
+    elif kind.startswith("words"):  # the same word several times in a batch: rows that are squared or clipped singly
+        _, _, clip = kind.partition(", ")
+        adam = functools.partial(optimizers.Adam, 0.02, use_ema=True, ema_momentum=0.5, weight_decay=0.01)
+        compiled["optimizer"] = adam() if clip == "average" else optimizers.SGD(1.0, **{clip: 0.02})
         x = np.random.default_rng(2).integers(0, 9, x.shape)
         inputs = keras.Input([6], dtype="int32")
         embedded = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(12, 4)(inputs))

@@ -63,7 +63,7 @@ def test_kinds_of_values(ranks: Pool) -> None:
 
 
 def body_slices(reduction: str, length: int) -> Any:
-    """The same gradient of a short table, which travels as a dense sum of up to 1.2 MB, and of a long one."""
+    """The same gradient of a short table and of a long one."""
     rank = npu.open().worker_id
     rows, width = rank + 1, 50_000  # another number of rows on each rank
     shape = tf.constant([length, width], tf.int64)
@@ -79,25 +79,59 @@ def body_slices(reduction: str, length: int) -> Any:
     for slices in (eager, in_graph(values, indices), none):
         least, most = tf.reduce_min(slices.values, 1).numpy(), tf.reduce_max(slices.values, 1).numpy()
         assert np.array_equal(least, most)
-        found.append(dict(zip(slices.indices.numpy().tolist(), most.tolist())))
+        found.append((slices.indices.numpy().tolist(), most.tolist()))
     return found
 
 
 @pytest.mark.parametrize("length", [6, 1000])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_indexed_slices(several_ranks: Pool, reduction: str, length: int) -> None:
-    """Only rows that some rank has are returned."""
+    """The rows of all ranks are returned in their order, as one process has them."""
     n = several_ranks.size
-    expected = {row: float(sum(range(row + 1, n + 1))) for row in range(n)}
-    expected[0] *= 2
-    if reduction == "mean":
-        expected = {row: total / n for row, total in expected.items()}
+    indices = [index for rank in range(n) for index in (0, *range(rank + 1))]
+    rows = [rank + 1.0 for rank in range(n) for _ in range(rank + 2)]
+    rows = pytest.approx([row / n for row in rows] if reduction == "mean" else rows)
     for found in several_ranks.run(body_slices, reduction, length):
-        assert found == [pytest.approx(expected), pytest.approx(expected), {}]
+        assert found == [(indices, rows), (indices, rows), ([], [])]
+
+
+def body_lookups(kind: str) -> list[Any]:
+    """The gradient of lookups in a table: rows by the ranks together, and those of the whole batch in one process."""
+    table = tf.Variable(np.random.default_rng(1).normal(size=[5, 2]).astype(np.float32))
+    words = np.random.default_rng(2).integers(1, 5, [12, 4])  # 0 is left out of sparse tensors
+
+    def sums(words: tf.Tensor) -> tf.Tensor:
+        found = []
+        if "plain" in kind:
+            found.append(tf.reduce_sum(tf.nn.embedding_lookup(table, words), 1))
+        if "combined" in kind:  # as feature columns do
+            weights = tf.sparse.from_dense(tf.ones(tf.shape(words))) if "weighted" in kind else None
+            found.append(tf.nn.embedding_lookup_sparse(table, tf.sparse.from_dense(words), weights, combiner="sum"))
+        return tf.add_n(found)
+
+    def gradient(words: tf.Tensor, reduce: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(sums(words)))
+        slices = reduce(tape.gradient(loss, table))
+        order = tf.argsort(slices.indices, stable=True)
+        return tf.gather(slices.indices, order), tf.gather(slices.values, order)
+
+    together = tf.function(lambda words: gradient(words, npu.distribute.all_reduce))
+    alone = tf.function(lambda words: gradient(words, lambda slices: slices))
+    own = np.array_split(words, npu.distribute.size())[npu.distribute.rank()]
+    return [[part.numpy() for part in call] for call in (together(tf.constant(own)), alone(tf.constant(words)))]
+
+
+@pytest.mark.parametrize("kind", ["combined", "weighted combined", "plain and combined"])
+def test_rows_of_lookups(several_ranks: Pool, kind: str) -> None:
+    """A lookup with a combiner has one row for each index of the whole batch, a plain one one for each occurrence."""
+    for together, alone in several_ranks.run(body_lookups, kind):
+        np.testing.assert_array_equal(together[0], alone[0])
+        np.testing.assert_allclose(together[1], alone[1], rtol=1e-5, atol=1e-6)
 
 
 def body_compressed_slices(length: int) -> list[list[float]]:
-    """Values that bfloat16 rounds to 1. Of a short table, the ranks send the dense sum."""
+    """Values that bfloat16 rounds to 1. Of a short table, the ranks send the dense sum for an optimizer of tf-keras."""
     slices = tf.IndexedSlices(tf.fill([2, 1], 1 + 2.0**-12), tf.constant([0, 1]), tf.constant([length, 1]))
     in_graph = tf.function(lambda values: npu.distribute.all_reduce(values, "sum", compression="bf16"))
     found = [npu.distribute.all_reduce(slices, "sum", compression="bf16"), in_graph(slices)]

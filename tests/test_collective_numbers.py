@@ -21,6 +21,7 @@ from npu_device._src.collectives.engines.tensorflow.engine import rounded
 from npu_device._src.collectives.engines.tensorflow.kernels import sequence_of
 from npu_device._src.collectives.moves import all_gather, all_gather_v, all_to_all_v, all_to_all_vc
 from npu_device._src.collectives.ops import all_reduce, broadcast, reduce, reduce_scatter
+from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
 
 pytestmark = pytest.mark.both_backends
 
@@ -207,7 +208,7 @@ def body_equal() -> list[Any]:
             (all_reduce(job, same, "mean", mine), same),
             (reduce_scatter(job, same, "mean", mine), tf.split(same, mine.size)[mine.rank]),
             (reduce(job, same, "mean", 0, mine), same if mine.rank == 0 else tf.zeros_like(same)),
-            (npu.distribute.all_reduce(slices, "mean").values, same[:100]),
+            (reduce_list(job, [slices], ReductionOptions("mean", adds_rows=True), mine)[0].values, same[:100]),
         ]
         if dtype != tf.bfloat16:  # which reaches beyond float16
             compressed = npu.distribute.all_reduce(tf.cast(same, tf.float64), "mean", compression="fp16")

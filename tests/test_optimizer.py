@@ -154,6 +154,67 @@ def test_none_and_sparse_gradients(keras_ranks: Pool) -> None:
     keras_ranks.run(body_none_and_sparse)
 
 
+def _optimizers() -> dict[str, Any]:
+    """Return makers of optimizers, by name and by what clips its gradients."""
+    kinds, found = tf.keras.optimizers, {}
+    for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "RMSprop"):
+        found[name, ""] = functools.partial(getattr(kinds, name), 0.1)
+    found["momentum", ""] = functools.partial(kinds.SGD, 0.1, momentum=0.9)
+    for clip in ("clipnorm", "clipvalue", "global_clipnorm"):
+        found["SGD", clip] = functools.partial(kinds.SGD, 1.0, **{clip: 0.05})
+    found["SGD", "in the step"] = functools.partial(kinds.SGD, 1.0)
+    if not hasattr(tf.keras, "ops"):
+        found["legacy", ""] = functools.partial(kinds.legacy.Adam, 0.1)
+        found["legacy", "clipnorm"] = functools.partial(kinds.legacy.SGD, 1.0, clipnorm=0.05)
+    return found
+
+
+def _tables(reduce: str, graph: bool, rank: int, size: int) -> dict[str, Any]:
+    """Train a table by each optimizer, in a graph some, on the words of a rank; ``reduce`` says how it is reduced."""
+    chosen = {key: make for key, make in _optimizers().items() if not graph or key[0] in ("SGD", "Adam", "legacy")}
+    random = np.random.default_rng(1)
+    words, targets = random.integers(0, 4, [12, 3]), random.normal(size=12).astype(np.float32)
+    own = slice(rank * 12 // size, (rank + 1) * 12 // size)
+    start = random.normal(size=[4, 2]).astype(np.float32)
+    tables = {key: tf.Variable(start) for key in chosen}
+    optimizers = {key: make() for key, make in chosen.items()}
+    if reduce == "optimizer":
+        optimizers = {key: wrap(optimizer) for key, optimizer in optimizers.items()}
+
+    def step(words: tf.Tensor, targets: tf.Tensor) -> None:
+        with tf.GradientTape(persistent=True) as tape:
+            losses = {
+                key: tf.reduce_mean(tf.square(tf.reduce_sum(tf.gather(table, words), [1, 2]) - targets))
+                for key, table in tables.items()
+            }
+        for (name, clip), table in tables.items():
+            gradients = [tape.gradient(losses[name, clip], table)]
+            if reduce == "all_reduce":
+                gradients = npu.distribute.all_reduce(gradients)
+            if clip == "in the step" and reduce != "optimizer":
+                gradients, _ = tf.clip_by_global_norm(gradients, 0.05)
+            optimizers[name, clip].apply_gradients(zip(gradients, [table]))
+
+    call = tf.function(step) if graph else step
+    for _ in range(3):
+        call(tf.constant(words[own]), tf.constant(targets[own]))
+    clipped = "in the step" if reduce == "optimizer" else None  # before the optimizer reduces: not by any recipe
+    return {" ".join(key): table.numpy() for key, table in tables.items() if key[1] != clipped}
+
+
+def body_rows_of_a_table(graph: bool) -> None:
+    alone = _tables("", False, 0, 1)
+    for reduce in ("all_reduce", "optimizer"):
+        found = _tables(reduce, graph, npu.distribute.rank(), npu.distribute.size())
+        same(found, {key: alone[key] for key in found}, 1e-5)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_rows_of_a_table(several_keras_ranks: Pool, graph: bool) -> None:
+    """A word that occurs more than once has as many rows, which some optimizers square, and clipping clips, singly."""
+    several_keras_ranks.run(body_rows_of_a_table, graph)
+
+
 def body_accumulation() -> None:
     def optimizer() -> Any:
         return tf.keras.optimizers.SGD(0.1, clipvalue=0.02, gradient_accumulation_steps=3)

@@ -44,6 +44,9 @@ def test_kinds_of_data(keras_two_ranks: Pool, keras_single: Pool, kinds: tuple[s
         pytest.param("decides in Python", marks=pytest.mark.only_keras("2")),
         "eagerly, sum",
         "words, average",
+        "words, clipnorm",
+        "words, global_clipnorm",
+        pytest.param("words, clipvalue", marks=pytest.mark.full),
     ],
 )
 def test_what_is_compiled(keras_two_ranks: Pool, keras_single: Pool, kind: str) -> None:

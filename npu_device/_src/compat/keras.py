@@ -82,6 +82,23 @@ def build_optimizer(optimizer: Any, variables: Any) -> None:
         optimizer._create_all_weights(variables)
 
 
+def adds_up_rows_first(optimizer: Any) -> bool:
+    """Return True if an optimizer adds up the rows of one index of a sparse gradient before it computes with them.
+
+    Those of tf-keras do so after clipping. A class of a script may do anything with them before.
+    """
+    root = type(optimizer).__module__.split(".", 1)[0]
+    if root not in ("keras", "tf_keras", "npu_device") or is_keras_3(keras_of(optimizer)):
+        return False
+    if hasattr(optimizer, "inner_optimizer"):
+        return adds_up_rows_first(optimizer.inner_optimizer)
+    changing = ("clipnorm", "clipvalue", "global_clipnorm", "gradient_transformers")
+    aggregator = getattr(optimizer, "gradient_aggregator", None)
+    if aggregator is not None and not belongs_to_keras(aggregator):
+        return False
+    return not any(getattr(optimizer, name, None) for name in changing)
+
+
 def begin_fit_at(model: Any, epoch: int | None) -> None:
     """Let the ``fit`` that has called ``on_train_begin`` begin with an epoch, as their backups do; None undoes it."""
     if is_keras_3(keras_of(model)):

@@ -9,7 +9,7 @@ import contextlib
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional, Union, cast
 
@@ -43,7 +43,7 @@ class ReductionOptions:
     fusion: int = 1  # 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment per dtype
     fusion_id: int = -1  # or with ``fusion=2`` any number from 0
     compression: str | None = None  # the 16 bits that are sent of float32 and float64, added up in their own dtype
-    adds_rows: bool = True  # add up the rows of ``tf.IndexedSlices`` of the same index; else keep those of all ranks
+    adds_rows: bool = False  # of ``tf.IndexedSlices``: add up those of the same index, where their user does so anyway
 
     def __post_init__(self) -> None:
         if self.kind not in REDUCTIONS:
@@ -128,17 +128,28 @@ def _reduce_at_once(
             require_reduction("all_reduce", value.dtype, options.kind)
 
     wire = WIRE_DTYPES[options.compression]
+    places = [place for place, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
+    sparse = [_RowsOf(place, cast(tf.IndexedSlices, values[place]).indices) for place in places]
+    counts = [part.counts for part in sparse if part.counts is not None]
 
-    def body(agreement: Agreement, *values: Gradient) -> list[Gradient]:
+    def body(agreement: Agreement, *inputs: Any) -> list[Gradient]:
         results: list[Gradient] = [None] * len(values)
-        lists = [list(map(values.__getitem__, positions)) for positions in segments]
+        lists = [list(map(inputs.__getitem__, positions)) for positions in segments]
         for positions, tensors in zip(segments, reduce_segments(agreement, lists, options.kind, group, wire)):
             for position, tensor in zip(positions, tensors):
                 results[position] = tensor
-        for position, value in enumerate(values):
-            if isinstance(value, tf.IndexedSlices):
-                reduce_rows = _reduce_slices if options.adds_rows else _gather_slices
-                results[position] = reduce_rows(agreement, value, options.kind, group, wire)
+        own_counts = iter(inputs[len(values) :])
+        for part in sparse:
+            slices = inputs[part.position]
+            if options.adds_rows:
+                results[part.position] = _add_up_slices(agreement, slices, options.kind, group, wire)
+                continue
+            dtype = reduced_dtype(slices.dtype, options.kind)
+            gathered = _gather_slices(agreement, slices, sum_dtype(dtype), group, wire)
+            if part.counts is not None:
+                gathered = part.as_in_one_process(agreement, gathered, next(own_counts), group)
+            rows = gathered.values / group.size if options.kind == "mean" else gathered.values
+            results[part.position] = tf.IndexedSlices(tf.cast(rows, dtype), gathered.indices, slices.dense_shape)
         return results
 
     def gradient(upstream: Sequence[tf.Tensor]) -> list[Gradient]:
@@ -151,9 +162,9 @@ def _reduce_at_once(
     compression = options.compression or "none"
     same = {"reduction": options.kind, "segments": _summary(segments), "compression": compression}
     backward = gradient if segments else None
-    reduced: list[Gradient] = Operation(
-        "all_reduce", group, values, body, results=results, same=same, gradient=backward
-    ).run(job)
+    inputs = [*values, *counts]
+    operation = Operation("all_reduce", group, values, body, inputs, results=results, same=same, gradient=backward)
+    reduced: list[Gradient] = operation.run(job)
     return reduced
 
 
@@ -176,13 +187,67 @@ def _summary(segments: Sequence[Sequence[int]]) -> str:
     return f"{len(segments)} ({lengths}{more}, order {zlib.crc32(repr(segments).encode()):08x})"
 
 
-# ``tf.IndexedSlices``: rows gathered, or a dense sum where that moves fewer bytes
+# ``tf.IndexedSlices``: the rows of all ranks, or sums of them, gathered or taken from a dense sum
+
+# In one process, the gradient of a table has a row for each time that the batch looks it up. What computes with rows
+# (the norm of a gradient, an optimizer of Keras 3 that squares each) must see those rows, so they are gathered as they
+# are. Sums move fewer bytes, and are right where rows of one index are added up next anyway.
+
+# Operations one of whose outputs has no number twice. Lookups with a combiner use them: one row for each index, in one
+# process for each of the whole batch.
+_DISTINCT = {"Unique": 0, "UniqueV2": 0}
+_DISTINCT.update({f"SparseSegment{kind}GradV2": 1 for kind in ("Sum", "Mean", "SqrtN")})
 
 
-def _reduce_slices(
+class _RowsOf:
+    """The lookups in a table that a gradient at a position of a list has rows of, as the graph tells.
+
+    Its body may run elsewhere: a session gives it eager tensors, which have no graph. Rows of an eager gradient count
+    as those of one lookup.
+    """
+
+    def __init__(self, position: int, indices: Any) -> None:
+        self.position = position
+        lookups = list(_lookups(indices))
+        self.is_distinct = [is_distinct for _, is_distinct in lookups]
+        self.counts = None  # rows of each lookup on this rank, if some ranks' rows are to be added up
+        if any(self.is_distinct):
+            self.counts = tf.stack([tf.size(own) for own, _ in lookups])
+
+    def as_in_one_process(
+        self, agreement: Agreement, slices: tf.IndexedSlices, own_counts: tf.Tensor, group: Group
+    ) -> tf.IndexedSlices:
+        """Return the rows of all ranks by lookup, added up where a lookup has one for each index."""
+        number = len(self.is_distinct)
+        counts = tf.reshape(gather(agreement, own_counts[tf.newaxis], group), [-1])  # by rank, then by lookup
+        values = tf.split(slices.values, counts, num=group.size * number)
+        indices = tf.split(slices.indices, counts, num=group.size * number)
+        merged = []
+        for place, is_distinct in enumerate(self.is_distinct):
+            rows = tf.concat(values[place::number], 0), tf.concat(indices[place::number], 0)
+            merged.append(_add_up_duplicates(*rows) if is_distinct else rows)
+        return tf.IndexedSlices(*(tf.concat(parts, 0) for parts in zip(*merged)), slices.dense_shape)
+
+
+def _lookups(indices: Any) -> Iterator[tuple[Any, bool]]:
+    """Generate the indices of each lookup whose rows follow each other, and whether there is one row for each index."""
+    tensor = indices
+    while tf.is_symbolic_tensor(tensor):
+        tensor = origin(tensor)
+        if tensor.op.type == "ConcatV2":
+            for part in tensor.op.inputs[:-1]:
+                yield from _lookups(part)
+            return
+        if tensor.op.type not in ("Reshape", "Cast"):
+            break
+        tensor = tensor.op.inputs[0]
+    yield indices, tf.is_symbolic_tensor(tensor) and _DISTINCT.get(tensor.op.type) == tensor.value_index
+
+
+def _add_up_slices(
     agreement: Agreement, slices: tf.IndexedSlices, reduction: str, group: Group, wire: tf.DType | None
 ) -> tf.IndexedSlices:
-    """Return the sum or mean of sparse gradients, of which each rank may have another number of rows.
+    """Return the sum or mean of sparse gradients with one row for each index, whichever way they travel.
 
     The result is the same on every rank. Each rank adds up its own rows of the same index first. When the rows of all
     ranks would move more bytes than the dense tensor, they are taken from the dense sum.
@@ -216,15 +281,10 @@ def _reduce_slices(
 
 
 def _gather_slices(
-    agreement: Agreement, slices: tf.IndexedSlices, reduction: str, group: Group, wire: tf.DType | None
+    agreement: Agreement, slices: tf.IndexedSlices, dtype: tf.DType, group: Group, wire: tf.DType | None
 ) -> tf.IndexedSlices:
-    """Return the rows of all ranks in the order of the ranks, also those of the same index.
-
-    An optimizer that squares each row, as Keras 3's Adam does, then computes what it does for the rows of one process.
-    """
-    rows = _gather_rows(agreement, slices.values, group, wire)
-    if reduction == "mean":
-        rows = tf.cast(rows / group.size, reduced_dtype(rows.dtype, reduction))
+    """Return the rows of all ranks, those of rank 0 first, in a dtype."""
+    rows = tf.cast(_gather_rows(agreement, slices.values, group, wire), dtype)
     return tf.IndexedSlices(rows, gather_ragged(agreement, slices.indices, group), slices.dense_shape)
 
 

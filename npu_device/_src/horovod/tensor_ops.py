@@ -103,7 +103,7 @@ def grouped_allreduce(
         if ranks is None or not sent:
             return sent
         # A single tensor isn't cut by a split strategy, which is made for a model's gradients.
-        options = ReductionOptions(kind, fusion=int(len(sent) > 1), compression=by_wire, adds_rows=False)
+        options = ReductionOptions(kind, fusion=int(len(sent) > 1), compression=by_wire)
         found = ranks.reduce(sent, options)
         watch_reduction(ranks, list(tensors), sent, found, options)
         return found

@@ -50,7 +50,8 @@ def all_reduce(
 
     Returns:
         On several ranks tensors in the same structure, ``None`` where ``None`` was. The mean of integers is
-        floating-point. On a single device ``values`` itself, the very same object.
+        floating-point. ``tf.IndexedSlices`` have the rows of all ranks, one for each occurrence of an index, as in one
+        process. On a single device ``values`` itself, the very same object.
 
     Raises:
         ValueError: unknown reduction, group or compression; a combination of fusion and fusion_id that doesn't exist;

@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, weighted
-from npu_device._src.training.optimizers.optimizer_wrapper import GradientReduction, install, with_rows_for
+from npu_device._src.training.optimizers.optimizer_wrapper import GradientReduction, install
 from npu_device._src.training.watching.applied_gradients import REDUCTION, reduction_of
 from npu_device._src.training.watching.schedule import is_only_building
 from npu_device._src.world.current_step import CurrentStep, current_step, reduced_by_step
@@ -292,13 +292,13 @@ class WeightedReduction(GradientReduction):
         if current_step() is None and not is_only_building():
             super().begin(optimizer, variables)
 
-    def reduce(self, gradients: Iterable[Gradient]) -> list[Gradient]:
+    def reduce(self, optimizer: Any, gradients: Iterable[Gradient]) -> list[Gradient]:
         gradients, step = list(gradients), current_step()
         if step is None:
-            return gradients if is_only_building() else super().reduce(gradients)
+            return gradients if is_only_building() else super().reduce(optimizer, gradients)
         if reduced_by_step(gradients):
             return gradients
-        reduced = self._world.reduce(self.part_of(gradients, step), replace(self.options, kind="sum"))
+        reduced = self._world.reduce(self.part_of(gradients, step), replace(self.options_for(optimizer), kind="sum"))
         self.remember(reduced)
         return reduced
 
@@ -321,7 +321,7 @@ def replicate_optimizer(optimizer: Any, world: World) -> None:
     if isinstance(before, WeightedReduction):
         return
     keras = compat.keras_of(optimizer)
-    how = with_rows_for(keras, ReductionOptions("mean")) if before is None else before.options
+    how = ReductionOptions("mean") if before is None else before.options
     install(carrier, keras, WeightedReduction(world, how))
     name, hook = ("scale_loss", _scale_loss) if compat.is_keras_3(keras) else ("minimize", _minimize)
     setattr(optimizer, name, MethodType(hook, optimizer))

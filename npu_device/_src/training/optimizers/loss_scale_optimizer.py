@@ -156,7 +156,7 @@ class _KerasFamily(_Keras):
         # Those of a wrapped inner optimizer are reduced here already, while backward still produces others; the inner
         # one recognises them. Reduced gradients are the same everywhere, so no agreement is needed.
         inner = reduction_of(self.inner_optimizer)
-        gradients = list(gradients) if inner is None else inner.reduce_once(gradients)
+        gradients = list(gradients) if inner is None else inner.reduce_once(self.inner_optimizer, gradients)
         finite = all_finite(gradients)
         finite = finite if is_wrapped(self) else on_all_ranks(finite)
 

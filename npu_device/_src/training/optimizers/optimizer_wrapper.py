@@ -98,17 +98,11 @@ def npu_distributed_keras_optimizer_wrapper(
             "npu_distributed_keras_optimizer_wrapper once per optimizer."
         )
     keras = compat.keras_of(optimizer)
-    install(optimizer, keras, GradientReduction(ranks, with_rows_for(keras, how)))
+    install(optimizer, keras, GradientReduction(ranks, how))
     return optimizer
 
 
 DistributedOptimizer = npu_distributed_keras_optimizer_wrapper
-
-
-def with_rows_for(keras: Any, options: ReductionOptions) -> ReductionOptions:
-    """Return settings with which sparse gradients reach the optimizers of a Keras as in one process."""
-    # Those of tf-keras add up rows of the same index themselves, those of Keras 3 may square each.
-    return replace(options, adds_rows=not compat.is_keras_3(keras))
 
 
 class GradientReduction:
@@ -141,9 +135,15 @@ class GradientReduction:
             self._compared = make_equal(self._world, variables, level=level)
             self._begun = self._compared and make_equal(self._world, own, level=level)
 
-    def reduce(self, gradients: Iterable[Gradient]) -> list[Gradient]:
+    def options_for(self, optimizer: Any) -> ReductionOptions:
+        """Return the settings with which sparse gradients reach an optimizer as in one process."""
+        # Decided at each reduction: a script may set clipnorm later.
+        return replace(self.options, adds_rows=compat.adds_up_rows_first(optimizer))
+
+    def reduce(self, optimizer: Any, gradients: Iterable[Gradient]) -> list[Gradient]:
         """Return the gradients reduced over the ranks, ``None`` where ``None`` was."""
-        gradients, options, job, group = list(gradients), self.options, self._world.job, self._world.group
+        gradients, job, group = list(gradients), self._world.job, self._world.group
+        options = self.options_for(optimizer)
         reduced = reduce_list(job, gradients, options, group)
         if group.name == WORLD_GROUP:
             self._pair = pair_of(gradients, reduced, options.kind, group.size)
@@ -154,14 +154,14 @@ class GradientReduction:
         """Take gradients for reduced, however often they come."""
         self._reduced = [weakref.ref(dense_of(gradient)) for gradient in reduced if gradient is not None]
 
-    def reduce_once(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+    def reduce_once(self, optimizer: Any, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Reduce gradients, but pass through those that ``reduce`` has just returned or that are being applied."""
         # A loss-scale optimizer reduces them first, and has its inner optimizer apply them later, if they are finite.
         done = {origin_of(gradient) for reference in self._reduced if (gradient := reference()) is not None}
         present = [dense_of(gradient) for gradient in gradients if gradient is not None]
         if self._applying or (present and all(origin_of(gradient) in done for gradient in present)):
             return list(gradients)
-        return self.reduce(gradients)
+        return self.reduce(optimizer, gradients)
 
     def apply(self, optimizer: Any, apply: Callable[..., Any], gradients: list[Any], variables: list[Any]) -> Any:
         self.begin(optimizer, variables)
@@ -175,7 +175,7 @@ class GradientReduction:
 
     def _reduce_to_apply(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> list[Gradient]:
         # Audit the variables if it is time, and check the gradients on request.
-        reduced = self.reduce_once(gradients)
+        reduced = self.reduce_once(optimizer, gradients)
         if self._applying or not can_compare():
             return reduced
         self._audit = self._audit or Audit(self._world, not self._compared)
@@ -245,7 +245,7 @@ def _aggregate_gradients(self: Any, grads_and_vars: Any) -> Any:
     gradients, variables = _lists(grads_and_vars)
     reduction = getattr(self, REDUCTION)
     reduction.begin(self, variables)
-    pairs = list(aggregate(self, list(zip(reduction.reduce_once(gradients), variables))))
+    pairs = list(aggregate(self, list(zip(reduction.reduce_once(self, gradients), variables))))
     reduction.remember(gradient for gradient, _ in pairs)  # in eager steps TensorFlow's strategy has copied them
     return pairs
 
