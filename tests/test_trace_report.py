@@ -214,9 +214,7 @@ def test_nothing_is_traced_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
     assert settings(False, None) is None
 
 
-def test_the_script_goes_before_the_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_script_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PROFILING_MODE", "true")
     monkeypatch.setenv("PROFILING_OPTIONS", json.dumps({"output": str(tmp_path / "theirs")}))
     monkeypatch.setenv("NPU_DEVICE_TRACE_ITERATIONS", "3-5,10-10")
@@ -225,7 +223,9 @@ def test_the_script_goes_before_the_environment(
     assert [number for number in range(12) if found.schedule.wants(number)] == [3, 4, 5, 10]
     mine = settings(True, json.dumps({"output": str(tmp_path / "mine"), "fp_point": "a", "storage_limit": "200MB"}))
     assert mine is not None and mine.output == tmp_path / "mine"
-    assert "profiling options without effect: fp_point, storage_limit" in caplog.text
+    assert (mine.fp_point, mine.bp_point, mine.storage_limit) == ("a", "", 200_000_000)
+    with pytest.raises(ValueError, match=r"storage_limit.*'a lot'.*megabytes"):
+        settings(True, '{"storage_limit": "a lot"}')
     assert settings(True, '{"training_trace": "off"}') is None
 
 
@@ -289,6 +289,18 @@ def test_points_become_a_record(tmp_path: Path) -> None:
     assert (first.previous_end, first.input_wait) == (None, None)
     assert (second.previous_end, second.input_wait, second.time) == (first.iteration_end, 250_000, 3_000_000)
     assert (second.hidden, second.exposed) == (500_000, 500_000)
+
+
+def test_the_older_half_goes_at_the_limit(tmp_path: Path) -> None:
+    recorder = records.Recorder(tmp_path, HEADER, Schedule(((1, 1000),)), limit=2000)
+    for number in range(1, 101):
+        recorder.add(TWO, _points(100.0 * number))
+        assert (tmp_path / "rank1" / FILE).stat().st_size <= 2000
+    [found] = read(tmp_path)
+    recorder.close()
+    kept = [one.iteration for one in found.iterations]
+    assert kept == list(range(kept[0], 101)) and 2 < len(kept) < 20
+    assert found.gradients == TWO.gradients
 
 
 def test_a_line_that_was_being_written_is_left_out(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from heard import hears
 from launcher import npurun, script
 from pool import Pool
 
@@ -26,10 +27,10 @@ PAUSE = 0.08
 TOLERANCE_US = 20_000  # between a point and what it stands for, on a machine with other work
 
 
-def _start(directory: str) -> Any:
+def _start(directory: str, **options: str) -> Any:
     running = current()
     assert running is not None
-    tracing.start(running, Settings(Path(directory)))
+    tracing.start(running, Settings(Path(directory), **options))
     return running
 
 
@@ -93,6 +94,50 @@ def test_the_points_of_a_step(keras_two_ranks: Pool, tmp_path: Path) -> None:
     late = next(trace for trace in traces if trace.rank == 1)
     assert all((one.input_wait or 0) > PAUSE * 1e6 / 4 for one in late.iterations[2:])
     assert len({trace.model for trace in traces}) == 1
+
+
+def _named(directory: str) -> None:
+    """Operations that take a while, between inputs and fp_point, and between bp_point and the last gradient."""
+    _start(directory, fp_point="first", bp_point="last")
+    try:
+
+        @tf.function
+        def step(x: Any) -> Any:
+            late = tf.ensure_shape(tf.numpy_function(_nap, [x], tf.float32), [2])
+            gradient = tf.identity(tf.identity(late, name="first") * 2.0, name="last")
+            later = tf.ensure_shape(tf.numpy_function(_nap, [gradient], tf.float32), [2])
+            return npu.distribute.all_reduce([gradient, later])
+
+        for _ in range(STEPS):
+            step(tf.ones([2]))
+    finally:
+        tracing.stop()
+
+
+def test_points_may_be_named(two_ranks: Pool, tmp_path: Path) -> None:
+    two_ranks.run(_named, str(tmp_path))
+    for trace in read(tmp_path):
+        for one in trace.iterations[1:]:
+            # The first nap is over before forward starts, and the second begins after the end of backward.
+            assert (one.input_wait or 0) > PAUSE * 1e6 - TOLERANCE_US
+            assert max(one.ready) - one.bp_end > PAUSE * 1e6 - TOLERANCE_US
+            assert one.fp_start <= one.bp_end
+
+
+@hears
+def _misnamed(said: list[str], directory: str) -> list[str]:
+    _start(directory, fp_point="no such operation")
+    try:
+        tf.function(npu.distribute.all_reduce)([tf.ones([2])])
+        return said
+    finally:
+        tracing.stop()
+
+
+def test_a_point_that_is_not_there(two_ranks: Pool, tmp_path: Path) -> None:
+    for said in two_ranks.run(_misnamed, str(tmp_path)):
+        assert any("no operation 'no such operation'" in text for text in said)
+    assert all(trace.iterations for trace in read(tmp_path))
 
 
 def _by_hand(directory: str, kind: str) -> int:

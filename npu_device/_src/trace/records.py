@@ -160,7 +160,9 @@ def _iteration(values: dict[str, Any]) -> Iteration:
 
 @dataclass(frozen=True)
 class PointSchema:
-    """The points of an iteration: fp_start (with ``has_start``), when each gradient was there, the ends of segments."""
+    """The points of an iteration: fp_start (with ``has_start``), bp_end (with ``has_bp_end``), when each gradient was
+    there, the ends of segments.
+    """
 
     gradients: tuple[GradientRecord, ...]  # segment by segment, in the order of production
     shapes: tuple[str, ...]  # their shapes, as text
@@ -168,6 +170,7 @@ class PointSchema:
     group: str
     backend: str
     has_start: bool = True
+    has_bp_end: bool = False  # the end of backward is a point of its own; otherwise it is the last gradient
     has_end: bool = False  # the end of the update is known; otherwise the last reduction ends the iteration
     waits_for_all: bool = False  # no segment starts before all gradients are there
 
@@ -187,6 +190,7 @@ class PointSchema:
         times = [round(point * 1e6 + offset_us, 1) for point in points]
         end = times.pop() if self.has_end else None
         fp_start = times.pop(0) if self.has_start else previous_end
+        bp_end = times.pop(0) if self.has_bp_end else None
         ready, ends = times[: len(self.gradients)], times[len(self.gradients) :]
         last = max(ready)
         allreduce = []
@@ -197,7 +201,7 @@ class PointSchema:
         return Iteration(
             iteration=number,
             fp_start=min(ready) if fp_start is None else min(fp_start, *ready),
-            bp_end=last,
+            bp_end=last if bp_end is None else bp_end,
             iteration_end=last_reduced if end is None else max(end, last_reduced),
             allreduce=tuple(allreduce),
             ready=tuple(ready),
@@ -206,9 +210,10 @@ class PointSchema:
 
 
 class Recorder:
-    """The file of one rank."""
+    """The file of one rank. If it would exceed the limit (bytes), the older half of its iterations goes."""
 
-    def __init__(self, directory: Path, head: RankTrace, schedule: Schedule) -> None:
+    def __init__(self, directory: Path, head: RankTrace, schedule: Schedule, limit: int | None = None) -> None:
+        self._limit = limit
         self._path = directory / f"rank{head.rank}" / FILE
         self._head = head
         self._schedule = schedule
@@ -249,24 +254,41 @@ class Recorder:
             self._iteration, self._previous_end = 0, None
         self._schema = schema
         if old is None or (old.model, old.segments) != (schema.model, schema.segments):
-            about = {name: getattr(schema, name) for name in ("model", "backend", "group", "gradients", "segments")}
-            self._write(replace(self._head, **about).header())
+            self._write(self._header(schema))
         return True
+
+    def _header(self, schema: PointSchema) -> dict[str, object]:
+        about = {name: getattr(schema, name) for name in ("model", "backend", "group", "gradients", "segments")}
+        return replace(self._head, **about).header()
 
     def _write(self, line: dict[str, object]) -> None:
         if self._file is None:
             return
         try:
-            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            text = json.dumps(line, separators=(",", ":")) + "\n"
+            if self._limit is not None and self._file.tell() + len(text) > self._limit:
+                self._drop_older_half(self._file)
+            self._file.write(text)
             self._file.flush()
         except OSError as error:
             _log.warning("rank %d: tracing ends here, %s can't be written: %s", self._head.rank, self._path, error)
             self._file.close()
             self._file = None
 
+    def _drop_older_half(self, file: TextIO) -> None:
+        assert self._schema is not None
+        lines = [line for line in self._path.read_text(encoding="utf-8").splitlines() if '"version"' not in line]
+        file.seek(0)
+        file.truncate()
+        newer = lines[len(lines) // 2 + 1 :]
+        header = json.dumps(self._header(self._schema))
+        file.writelines(f"{line}\n" for line in (header, *newer))
+
 
 # A name and its value, whatever the quotes around them.
 _PAIR = re.compile(r"""["']?(\w+)["']?\s*:\s*["']?([^"',}]*)["']?""")
+
+_STORAGE = re.compile(r"(\d+)\s*MB", re.IGNORECASE)
 
 _DENSE = 100
 
@@ -295,11 +317,14 @@ class Schedule:
 class Settings:
     output: Path  # directory, made when it is missing
     schedule: Schedule = field(default_factory=Schedule)  # which iterations are recorded
+    fp_point: str = ""  # name of the operation with which forward starts; "" finds it
+    bp_point: str = ""  # name of the operation with which backward ends; "" finds it
+    storage_limit: int | None = None  # bytes that a rank may write
 
 
 def settings(enabled: bool, options: str | None) -> Settings | None:
     """Return the settings of the trace, None without one: those of the script if it turns the trace on, else those of
-    ``PROFILING_MODE`` and ``PROFILING_OPTIONS``; ValueError if these are malformed."""
+    ``PROFILING_MODE`` and ``PROFILING_OPTIONS``; ValueError if these or ``storage_limit`` are malformed."""
     if not enabled:
         if environment.PROFILING_MODE.get() != "true":
             return None
@@ -307,14 +332,22 @@ def settings(enabled: bool, options: str | None) -> Settings | None:
     found = read_options(options or "")
     if found.get("training_trace", "on").lower() == "off":
         return None
-    ignored = [name for name in ("fp_point", "bp_point", "storage_limit") if found.get(name)]
-    if ignored:  # until 0.3.0; they have an effect in 0.1.0
-        _log.warning(
-            "profiling options without effect: %s. The points of a step are found, and a trace stays small",
-            ", ".join(ignored),
-        )
-    schedule = Schedule(environment.NPU_DEVICE_TRACE_ITERATIONS.get())
-    return Settings(Path(found.get("output") or "./").resolve(), schedule)
+    return Settings(
+        output=Path(found.get("output") or "./").resolve(),
+        schedule=Schedule(environment.NPU_DEVICE_TRACE_ITERATIONS.get()),
+        fp_point=found.get("fp_point", ""),
+        bp_point=found.get("bp_point", ""),
+        storage_limit=_bytes(found.get("storage_limit", "")),
+    )
+
+
+def _bytes(text: str) -> int | None:
+    if not text:
+        return None
+    match = _STORAGE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"storage_limit in the profiling options is {text!r}; expected megabytes, such as '200MB'")
+    return int(match.group(1)) * 1_000_000
 
 
 def read_options(text: str) -> dict[str, str]:

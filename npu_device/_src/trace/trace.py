@@ -43,7 +43,7 @@ class Tracer:
         head = RankTrace(cluster.rank, cluster.world_size, cluster.host, os.getpid(), *measure_clock(job))
         self.rank = cluster.rank
         self.settings = settings
-        self._recorder = Recorder(settings.output, head, settings.schedule)
+        self._recorder = Recorder(settings.output, head, settings.schedule, settings.storage_limit)
         for path in settings.output.glob(f"rank*/{FILE}") if cluster.rank == 0 else ():
             number = path.parent.name[4:]
             if number.isdecimal() and int(number) >= cluster.world_size:  # an earlier job had more ranks
@@ -159,12 +159,36 @@ def reduced(value: Any) -> Any:
     return when([value]) if ended is None else ended
 
 
-def forward_start(gradients: Sequence[Any]) -> Any:
-    """Return the time when all inputs of a step with these gradients are there; None in eager mode."""
+def forward_start(gradients: Sequence[Any], name: str) -> Any:
+    """Return the time when all inputs of a step with these gradients are there, or those of the operation with this
+    name; None in eager mode.
+    """
     if tf.executing_eagerly():
         return None
     targets = [_operation(gradient) for gradient in gradients]
+    named = _named(targets[0].graph, name)
+    if named is not None:
+        return _read([tensor.op for tensor in named.inputs], targets[0].graph)
     return _read([operation for operation in leading_to(targets) if operation.type in _INPUTS], targets[0].graph)
+
+
+def backward_end(gradients: Sequence[Any], name: str) -> Any:
+    """Return the time when the operation with this name has ended; None without one, and in eager mode."""
+    if tf.executing_eagerly():
+        return None
+    graph = _operation(gradients[0]).graph
+    named = _named(graph, name)
+    return None if named is None else _read([named], graph)
+
+
+def _named(graph: tf.Graph, name: str) -> tf.Operation | None:
+    if not name:
+        return None
+    try:
+        return graph.get_operation_by_name(name)
+    except KeyError:
+        _log.warning("there is no operation %r in the traced step: the point is found as if no name were given", name)
+        return None
 
 
 def _read(operations: Sequence[tf.Operation], graph: tf.Graph) -> tf.Tensor:
@@ -280,7 +304,8 @@ def traced_reduction(
     if not flat:
         yield None
         return
-    start = forward_start(flat)
+    start = forward_start(flat, tracer.settings.fp_point)
+    end = backward_end(flat, tracer.settings.bp_point)
     schema = PointSchema(
         gradients=tuple(_gradient(value, wire) for value in flat),
         shapes=tuple(str(value.shape) for value in flat),
@@ -288,9 +313,10 @@ def traced_reduction(
         group=group.name,
         backend=backend_name(job, group, [value.dtype for value in flat]),
         has_start=start is not None,
+        has_bp_end=end is not None,
         waits_for_all=waits_for_all,
     )
-    begun = [] if start is None else [start]
+    begun = [point for point in (start, end) if point is not None]
     seen = TracedReduction(tracer, schema, [*begun, *(when([value]) for value in flat)])
     yield seen
     if _current.iteration is not None and _current.iteration.graph is _graph():
