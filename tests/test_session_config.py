@@ -4,6 +4,7 @@ TensorFlow has Estimators, its error where not; ``NPUStrategy`` and ``Profiler``
 
 from __future__ import annotations
 
+import inspect
 import json
 import tempfile
 import textwrap
@@ -171,9 +172,14 @@ def test_run_config_records_what_it_is_given() -> None:
     given = {"model_dir": "/tmp/model", "precision_mode": "allow_mix_precision", "dump_config": dump, "later": "too"}
     config = NPURunConfig(10, session_config=tf.compat.v1.ConfigProto(), **given)
     defaults = {"save_checkpoints_steps": 100, "save_checkpoints_secs": None, "keep_checkpoint_max": 5}
-    expected = {"iterations_per_loop": 10, **given, **defaults, "save_summary_steps": 0, "hcom_parallel": True}
+    others = {"save_summary_steps": 0, "hcom_parallel": True, "jit_compile": "auto", "oo_level": "O3"}
+    expected = {"iterations_per_loop": 10, **given, **defaults, **others}
     assert {name: getattr(config, name) for name in expected} == expected
     assert list(optimizers_of(config.session_config)) == ["NpuOptimizer"]
+    parameters = inspect.signature(NPURunConfig).parameters
+    assert not [name for name in parameters if name != "keywords" and not hasattr(config, name)]
+    by_position = NPURunConfig(*(parameter.default for parameter in list(parameters.values())[:-2]), "switches")
+    assert (by_position.oo_level, by_position.optimization_switch) == ("O3", "switches")
     assert NPURunConfig(save_checkpoints_secs=60).save_checkpoints_steps is None
     with pytest.raises(TypeError, match="multiple values for iterations_per_loop"):
         NPURunConfig(1, iterations_per_loop=1)

@@ -5,6 +5,7 @@ It can be made under every TensorFlow; where TensorFlow has Estimators it is one
 
 from __future__ import annotations
 
+import ast
 import enum
 import inspect
 import json
@@ -24,34 +25,33 @@ _RunConfig: Any = _estimator.RunConfig if _estimator else object
 _Estimator: Any = _estimator.Estimator if _estimator else object
 _EstimatorSpec: Any = _estimator.EstimatorSpec if _estimator else object
 
-# The first ones in Ascend's order, since scripts may give them by position. The others are keywords here.
-_ARGUMENTS: dict[str, Any] = {
-    "iterations_per_loop": 1,
-    "profiling_config": None,
-    "model_dir": None,
-    "tf_random_seed": None,
-    "save_summary_steps": 0,
-    "save_checkpoints_steps": None,
-    "save_checkpoints_secs": None,
-    "session_config": None,
-    "keep_checkpoint_max": 5,
-    "keep_checkpoint_every_n_hours": 10000,
-    "log_step_count_steps": 100,
-    "distribute": None,
-    "enable_data_pre_proc": True,
-    "precision_mode": None,
-    "enable_reduce_precision": False,
-    "variable_format_optimize": None,
-    "mix_compile_mode": False,
-    "hcom_parallel": True,
-    "graph_memory_max_size": None,
-    "variable_memory_max_size": None,
-    "dump_config": None,
-    "stream_max_parallel_num": None,
-    "is_tailing_optimization": False,
-    "horovod_mode": False,
-    "graph_run_mode": 1,
-}
+# In Ascend's order, since scripts may give them by position.
+_DEFAULTS = """
+iterations_per_loop=1 profiling_config=None model_dir=None tf_random_seed=None save_summary_steps=0
+save_checkpoints_steps=None save_checkpoints_secs=None session_config=None keep_checkpoint_max=5
+keep_checkpoint_every_n_hours=10000 log_step_count_steps=100 distribute=None enable_data_pre_proc=True
+precision_mode=None enable_reduce_precision=False variable_format_optimize=None mix_compile_mode=False
+hcom_parallel=True graph_memory_max_size=None variable_memory_max_size=None dump_config=None
+stream_max_parallel_num=None is_tailing_optimization=False horovod_mode=False graph_run_mode=1 op_debug_level=None
+enable_scope_fusion_passes=None enable_exception_dump=2 op_select_implmode=None optypelist_for_implmode=None
+dynamic_input_config=None aoe_mode=None work_path=None buffer_optimize='l2_optimize' enable_small_channel=0
+fusion_switch_file=None enable_compress_weight=False compress_weight_conf=None op_compiler_cache_mode=None
+op_compiler_cache_dir=None debug_dir=None hcom_multi_mode=False dynamic_input=None
+dynamic_graph_execute_mode='dynamic_execute' dynamic_inputs_shape_range=None train_distribute=None
+eval_distribute=None local_rank_id=None local_device_list=None session_device_id=None distribute_config=None
+modify_mixlist=None op_precision_mode=None device_type='default_device_type' soc_config=None hccl_timeout=None
+op_wait_timeout=None op_execute_timeout=None HCCL_algorithm=None customize_dtypes=None op_debug_config=None
+memory_config=None experimental_config=None topo_sorting_mode=None aoe_config_file=None insert_op_file=None
+stream_sync_timeout=-1 event_sync_timeout=-1 external_weight=False deterministic=0 frozen_variable=False
+variable_placement='Device' jit_compile='auto' precision_mode_v2=None ac_parallel_enable=None quant_dumpable=None
+input_fusion_size=131072 compile_dynamic_mode=None graph_max_parallel_model_num=1 export_compile_stat=1
+aicore_num=None oo_constant_folding=True input_batch_cpy=False shape_generalization_mode='STRICT'
+all_tensor_not_empty=False auto_multistream_parallel_mode=None oo_level='O3' optimization_switch=None
+"""
+_PAIRS = (pair.partition("=") for pair in _DEFAULTS.split())
+_ARGUMENTS: dict[str, Any] = {name: ast.literal_eval(default) for name, _, default in _PAIRS}
+_BY_POSITION = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_PARAMETERS = [inspect.Parameter(name, _BY_POSITION, default=default) for name, default in _ARGUMENTS.items()]
 
 
 @dataclass
@@ -152,9 +152,10 @@ class NPURunConfig(_RunConfig):
     """Configuration of ``NPUEstimator``.
 
     Args:
-        arguments, keywords: Ascend's; what is given becomes an attribute of the same name, including what this package
-            doesn't know. TensorFlow's own (``model_dir``, ``save_checkpoints_steps``, ``session_config``
-            …) have TensorFlow's meaning; a checkpoint is kept every 100 steps when neither steps nor seconds are given.
+        arguments, keywords: Ascend's, in their order. Each becomes an attribute of the same name, and so do keywords
+            that this package doesn't know. TensorFlow's own (``model_dir``, ``save_checkpoints_steps``,
+            ``session_config`` …) have TensorFlow's meaning; a checkpoint is kept every 100 steps when neither steps
+            nor seconds are given.
             ``hcom_parallel``, ``profiling_config``, ``aoe_mode`` and ``work_path`` count as the options of
             ``npu.global_options()``; ``horovod_mode`` keeps ``NPUEstimator`` from broadcasting. The others are
             recorded.
@@ -168,6 +169,9 @@ class NPURunConfig(_RunConfig):
 
     Source: Ascend TF Adapter 1.x, ``npu_config.NPURunConfig``.
     """
+
+    # What help() shows, and inspect.signature.
+    __signature__ = inspect.Signature([*_PARAMETERS, inspect.Parameter("keywords", inspect.Parameter.VAR_KEYWORD)])
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         given = dict(zip(_ARGUMENTS, arguments))
@@ -236,7 +240,7 @@ def _check(values: dict[str, Any]) -> None:
         raise ValueError(f"iterations_per_loop must be 1 with mix_compile_mode; found {loops}")
     if values["graph_run_mode"] not in (0, 1):
         raise ValueError(f"graph_run_mode must be 0 (inference) or 1 (training); found {values['graph_run_mode']!r}")
-    if not isinstance(values.get("jit_compile", "auto"), str):
+    if not isinstance(values["jit_compile"], str):
         raise TypeError(f"jit_compile must be a string, 'true', 'false' or 'auto'; found {values['jit_compile']!r}")
 
 
