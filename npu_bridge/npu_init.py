@@ -24,21 +24,9 @@ from npu_bridge.estimator.npu import (
     util,
 )
 from npu_bridge.estimator.npu.npu_callbacks import *
-from npu_bridge.estimator.npu.npu_config import (
-    DumpConfig,
-    DynamicInputConfig,
-    MemoryConfig,
-    NPURunConfig,
-    ProfilingConfig,
-    decorator_tf_session,
-)
+from npu_bridge.estimator.npu.npu_config import *
 from npu_bridge.estimator.npu.npu_estimator import *
-from npu_bridge.estimator.npu.npu_hook import (
-    NPUBroadcastGlobalVariablesHook,
-    NPUCheckpointSaverHook,
-    NpuEmptyHook,
-    SetIterationsVarHook,
-)
+from npu_bridge.estimator.npu.npu_hook import *
 from npu_bridge.estimator.npu.npu_loss_scale_optimizer import *
 from npu_bridge.estimator.npu.npu_optimizer import (
     KerasDistributeOptimizer,

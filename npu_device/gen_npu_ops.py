@@ -3,7 +3,9 @@ that speak to other ranks, in ``training.distribute.hccl_ops``.
 """
 
 from npu_device._src.operators.activations import (
+    centralization as centralization,
     fast_gelu as fast_gelu,
+    fast_gelu_v2 as fast_gelu_v2,
     fused_layer_norm as fused_layer_norm,
     layer_norm as layer_norm,
     npu_alloc_float_status as npu_alloc_float_status,
@@ -23,6 +25,23 @@ from npu_device._src.operators.adam_lamb import (
     lars as lars,
     lars_v2 as lars_v2,
 )
+from npu_device._src.operators.dropout_masks import (
+    drop_out_do_mask as drop_out_do_mask,
+    drop_out_do_mask_v3 as drop_out_do_mask_v3,
+    drop_out_gen_mask as drop_out_gen_mask,
+    drop_out_gen_mask_v3 as drop_out_gen_mask_v3,
+)
+from npu_device._src.operators.gradients import (
+    basic_lstm_cell_c_state_grad as basic_lstm_cell_c_state_grad,
+    basic_lstm_cell_input_grad as basic_lstm_cell_input_grad,
+    basic_lstm_cell_weight_grad as basic_lstm_cell_weight_grad,
+    dynamic_augru_grad as dynamic_augru_grad,
+    dynamic_gru_v2_grad as dynamic_gru_v2_grad,
+    dynamic_rnn_grad as dynamic_rnn_grad,
+    fast_gelu_grad as fast_gelu_grad,
+    fused_layer_norm_grad as fused_layer_norm_grad,
+    layer_norm_grad as layer_norm_grad,
+)
 from npu_device._src.operators.recurrent import (
     basic_lstm_cell as basic_lstm_cell,
     dynamic_augru as dynamic_augru,
@@ -36,7 +55,6 @@ from npu_device._src.operators.refused import (
     hcom_remote_ref_read as hcom_remote_ref_read,
     hcom_remote_scatter_write as hcom_remote_scatter_write,
     hcom_remote_write as hcom_remote_write,
-    missing as __getattr__,  # noqa: F401
 )
 from npu_device._src.training.distribute.hccl_ops import (
     hcom_all_gather as hcom_all_gather,

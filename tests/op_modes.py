@@ -48,3 +48,21 @@ def check_gradients(function: Callable[..., Any], *arrays: Any) -> None:
         ahead, behind = (float(both(*map(tf.constant, each))[0]) for each in moved)
         slope = np.sum(gradients[which] * direction)
         np.testing.assert_allclose(slope, (ahead - behind) / (2 * _STEP), 1e-5, 1e-6, err_msg=f"argument {which}")
+
+
+def check_gradient_operator(
+    mode: str, operator: Callable[..., Any], incoming: Any, gradients: Callable[..., Any], *arrays: Any
+) -> None:
+    """``gradients`` gives what TensorFlow finds for the arrays from the gradients of the operator's results."""
+
+    def by_tensorflow(*inputs: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            results = _as_list(operator(*inputs))
+        return tape.gradient(results, inputs, list(map(tf.constant, incoming)))
+
+    expected = evaluate("eager", by_tensorflow, *arrays)
+    found = evaluate(mode, gradients, *arrays)
+    assert len(found) == len(expected)
+    for which, (one, other) in enumerate(zip(found, expected)):
+        np.testing.assert_allclose(one, other, rtol=1e-7, atol=1e-10, err_msg=f"argument {which}")

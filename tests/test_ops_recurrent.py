@@ -130,7 +130,6 @@ def body_refusals() -> None:
         (missing + "DynamicGRUV2", "update, reset, new", lambda: DynamicGRUV2(3, tf.float32, gate_order="rzh")),
         (missing + "basic", "npu_ops.dropout", lambda: gen_npu_ops.basic_lstm_cell(*cell, keep_prob=0.5)),
         ("TypeError", "colour", lambda: gen_npu_ops.dynamic_rnn(X, W, B, colour="red")),
-        ("AttributeError", "tape.gradient", lambda: gen_npu_ops.dynamic_gru_v2_grad),
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from collective_bodies import wrong_refusals
+from heard import settings
 from pool import Pool
 
 import npu_device as npu
@@ -181,6 +183,44 @@ def hooks() -> Any:
 def test_hooks_and_resources(ranks: Pool) -> None:
     for rank, found in enumerate(ranks.run(hooks)):
         assert found == ([5.0, 0.0], (rank, ranks.size), (rank, ranks.size))
+
+
+def hooks_that_report() -> Any:
+    """As on Ascend's page: a list of tensors, or a dict; the step and the loss in the environment."""
+    v1, rank = tf.compat.v1, npu.distribute.rank()
+    by_name: list[Any] = []
+    by_key: list[Any] = []
+    with tf.Graph().as_default():
+        step = v1.train.get_or_create_global_step()
+        weight = v1.get_variable("weight", initializer=float(rank))
+        loss = tf.identity(weight * weight, name="loss")
+        opt = NPUDistributedOptimizer(v1.train.GradientDescentOptimizer(0.25))
+        train = opt.minimize(loss, global_step=step)
+        chosen = [
+            all_hooks.NPUBroadcastGlobalVariablesHook(1 % npu.distribute.size()),
+            all_hooks.NPUOutputTensorHook([loss], output_fn=by_name.extend),
+            all_hooks.NPUOutputTensorHook({"loss": loss}, None, by_key.append, output_every_n_steps=2),
+            all_hooks.NPUOutputTensorHook([loss]),
+            all_hooks.TellMeStepOrLossHook(step, total_step=3, loss=loss, final_loss=0.5),
+            v1.train.StopAtStepHook(last_step=3),
+        ]
+        told = "STEP_NOW", "TOTAL_STEP", "LOSS_NOW", "TARGET_LOSS"
+        with settings(), v1.train.MonitoredTrainingSession(hooks=chosen) as session:
+            while not session.should_stop():
+                session.run(train)
+            texts = [float(os.environ[name]) for name in told]
+    with pytest.raises(ValueError, match="neither"):
+        all_hooks.TellMeStepOrLossHook(total_step=3)
+    return by_name, by_key, texts
+
+
+def test_hooks_that_report(ranks: Pool) -> None:
+    first = float(ranks.size > 1)
+    losses = [first, first / 4, first / 16]
+    for by_name, by_key, texts in ranks.run(hooks_that_report):
+        assert [one["loss:0"] for one in by_name] == losses
+        assert [[one["loss"] for one in several] for several in by_key] == [losses[:2], losses[2:]]
+        assert texts == [texts[0], 3, losses[2], 0.5] and texts[0] in (2, 3)
 
 
 def keras_in_a_session() -> list[list[float]]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from npu_device import npu_device
 from npu_device._src.no_effect import modes
 from npu_device._src.options import global_options
 from npu_device._src.training.fit.small_names import npu_compat_function
@@ -41,6 +42,12 @@ def test_loop_size_of_the_environment(monkeypatch: pytest.MonkeyPatch, text: str
     assert modes.get_npu_loop_size() == size
     modes.set_npu_loop_size(5)
     assert modes.get_npu_loop_size() == 5
+
+
+def test_stupid_repeat(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        npu_device.stupid_repeat("hello", 3)
+    assert [record.getMessage() for record in caplog.records] == ["hello"] * 3
 
 
 def test_early_scheduling_is_recorded() -> None:

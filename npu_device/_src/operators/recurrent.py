@@ -11,10 +11,12 @@ leaves the state as it was.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+
+Tensors = tuple[tf.Tensor, ...]
 
 # Attributes that support a single value: the value that works, and what to do when another one is wanted.
 _FIXED: dict[str, tuple[Any, str]] = {
@@ -23,6 +25,7 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "cell_depth": (1, "stack several cells: the output of one is the input of the next"),
     "cell_type": ("LSTM", "DynamicGRUV2 is the GRU"),
     "direction": ("UNIDIRECTIONAL", "run a second cell over tf.reverse(x, [0]), and reverse its output"),
+    "dropout_mask": (None, "apply npu_ops.dropout to the input"),
     "gate_order": ("zrh", "put the columns of weights and biases into the order update, reset, new"),
     "keep_prob": (1.0, "apply npu_ops.dropout to the input"),
     "num_proj": (0, "multiply the output by a projection matrix"),
@@ -39,7 +42,7 @@ def check_attributes(operation: str, **attributes: Any) -> None:
         if attribute not in _FIXED:
             raise TypeError(f"{operation} got an unexpected keyword argument {attribute!r}")
         works, instead = _FIXED[attribute]
-        if value is not works and value != works:
+        if value is not works and (works is None or value != works):
             raise NotImplementedError(
                 f"{operation} was given {attribute}={value!r}; only {attribute}={works!r} is implemented.\n"
                 f"What to do: {instead}."
@@ -57,7 +60,7 @@ def basic_lstm_cell(
     state_is_tuple: bool = True,
     activation: str = "tanh",
     name: str | None = None,
-) -> tuple[tf.Tensor, ...]:
+) -> Tensors:
     """Run one step of an LSTM, with its gradient.
 
     Args:
@@ -82,12 +85,42 @@ def basic_lstm_cell(
     """
     check_attributes("basic_lstm_cell", keep_prob=keep_prob, state_is_tuple=state_is_tuple, activation=activation)
     with tf.name_scope(name or "BasicLSTMCell"):
-        gates = tf.matmul(tf.concat([x, h], axis=1), w) + b
-        i, j, f, o = tf.split(gates, 4, axis=1)
-        i, j, f, o = tf.sigmoid(i), tf.tanh(j), tf.sigmoid(f + forget_bias), tf.sigmoid(o)
-        new_c = f * c + i * j
-        tanh_c = tf.tanh(new_c)
-        return new_c, o * tanh_c, i, j, f, o, tanh_c
+        inputs = tf.matmul(tf.concat([x, h], axis=1), w) + b
+        return lstm_step(inputs, c, forget_bias)
+
+
+# Gradient operators are given the gates, but not all that these were computed from. They run the same steps: an
+# activation then takes over its known outcome, and passes on the gradient for it.
+_UNKNOWN = (None,) * 5
+
+
+def lstm_step(inputs: tf.Tensor, c: tf.Tensor, forget_bias: float, outcomes: Sequence[Any] = _UNKNOWN) -> Tensors:
+    """Return the results of ``basic_lstm_cell`` from the inputs of its gates."""
+    i_input, j_input, f_input, o_input = tf.split(inputs, 4, axis=1)
+    i = _sigmoid(i_input, outcomes[0])
+    j = _tanh(j_input, outcomes[1])
+    f = _sigmoid(f_input + forget_bias, outcomes[2])
+    o = _sigmoid(o_input, outcomes[3])
+    new_c = f * c + i * j
+    tanh_c = _tanh(new_c, outcomes[4])
+    return new_c, o * tanh_c, i, j, f, o, tanh_c
+
+
+def _sigmoid(inputs: tf.Tensor, outcome: Any) -> tf.Tensor:
+    if outcome is None:
+        return tf.sigmoid(inputs)
+    return outcome + outcome * (1 - outcome) * _slope_only(inputs)
+
+
+def _tanh(inputs: tf.Tensor, outcome: Any) -> tf.Tensor:
+    if outcome is None:
+        return tf.tanh(inputs)
+    return outcome + (1 - tf.square(outcome)) * _slope_only(inputs)
+
+
+def _slope_only(inputs: tf.Tensor) -> tf.Tensor:
+    """Return zeros with the gradient of the inputs."""
+    return inputs - tf.stop_gradient(inputs)
 
 
 def dynamic_rnn(
@@ -101,7 +134,7 @@ def dynamic_rnn(
     is_training: bool = True,
     name: str | None = None,
     **attributes: Any,
-) -> tuple[tf.Tensor, ...]:
+) -> Tensors:
     """Run an LSTM over a sequence, with its gradient.
 
     Args:
@@ -127,16 +160,25 @@ def dynamic_rnn(
     Other ranks see nothing. Source: Ascend operator DynamicRNN.
     """
     check_attributes("dynamic_rnn", **attributes)
+    with tf.name_scope(name or "DynamicRNN"):
+        return lstm_over_time(x, w, b, init_h, init_c, seq_length, forget_bias)
 
-    def cell(x_now: tf.Tensor, h: tf.Tensor, c: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        new_c, new_h, *gates = basic_lstm_cell(x_now, h, c, w, b, forget_bias=forget_bias)
+
+def lstm_over_time(
+    x: Any, w: Any, b: Any, init_h: Any, init_c: Any, seq_length: Any, forget_bias: float, *outcomes: Any
+) -> Tensors:
+    """Return the results of ``dynamic_rnn``."""
+
+    def cell(x_now: tf.Tensor, *others: tf.Tensor) -> Tensors:
+        *outcomes_now, h, c = others
+        inputs = tf.matmul(tf.concat([x_now, h], axis=1), w) + b
+        new_c, new_h, *gates = lstm_step(inputs, c, forget_bias, outcomes_now or _UNKNOWN)
         return new_h, new_c, *gates
 
-    with tf.name_scope(name or "DynamicRNN"):
-        x = tf.convert_to_tensor(x)
-        hidden = tf.shape(w)[1] // 4
-        states = [_initial_state(x, state, hidden) for state in (init_h, init_c)]
-        return _over_time(cell, states, seq_length, x)
+    x = tf.convert_to_tensor(x)
+    hidden = tf.shape(w)[1] // 4
+    states = [_initial_state(x, state, hidden) for state in (init_h, init_c)]
+    return _over_time(cell, states, seq_length, x, *outcomes)
 
 
 def dynamic_gru_v2(
@@ -150,7 +192,7 @@ def dynamic_gru_v2(
     is_training: bool = True,
     name: str | None = None,
     **attributes: Any,
-) -> tuple[tf.Tensor, ...]:
+) -> Tensors:
     """Run a GRU over a sequence, with its gradient.
 
     Args:
@@ -192,7 +234,7 @@ def dynamic_augru(
     is_training: bool = True,
     name: str | None = None,
     **attributes: Any,
-) -> tuple[tf.Tensor, ...]:
+) -> Tensors:
     """Run a GRU whose update gate is weakened by an attention over a sequence, with its gradient.
 
     Args:
@@ -211,41 +253,53 @@ def dynamic_augru(
     Other ranks see nothing. Source: Ascend operator DynamicAUGRU.
     """
     check_attributes("dynamic_augru", **attributes)
+    with tf.name_scope(name or "DynamicAUGRU"):
+        weights = weight_input, weight_hidden, bias_input, bias_hidden
+        return gru_over_time(weights, x, init_h, weight_att, seq_length)
 
-    def cell(x_now: tf.Tensor, attention: tf.Tensor, h: tf.Tensor) -> tuple[tf.Tensor, ...]:
+
+def gru_over_time(
+    weights: Sequence[Any], x: Any, init_h: Any, weight_att: Any, seq_length: Any, *outcomes: Any
+) -> Tensors:
+    """Return the results of ``dynamic_augru``; the weights are those of the input, those of the state, and biases."""
+    weight_input, weight_hidden, bias_input, bias_hidden = weights
+
+    def cell(x_now: tf.Tensor, attention: tf.Tensor, *others: tf.Tensor) -> Tensors:
+        *outcomes_now, h = others
+        known_update, _, known_reset, known_new, known_hidden = outcomes_now or _UNKNOWN
         from_input = tf.split(tf.matmul(x_now, weight_input) + bias_input, 3, axis=1)
         from_hidden = tf.split(tf.matmul(h, weight_hidden) + bias_hidden, 3, axis=1)
-        update = tf.sigmoid(from_input[0] + from_hidden[0])
-        reset = tf.sigmoid(from_input[1] + from_hidden[1])
-        new = tf.tanh(from_input[2] + reset * from_hidden[2])
+        hidden_new = from_hidden[2] if known_hidden is None else known_hidden + _slope_only(from_hidden[2])
+        update = _sigmoid(from_input[0] + from_hidden[0], known_update)
+        reset = _sigmoid(from_input[1] + from_hidden[1], known_reset)
+        new = _tanh(from_input[2] + reset * hidden_new, known_new)
         update_att = (1 - attention) * update
-        return update_att * h + (1 - update_att) * new, update, update_att, reset, new, from_hidden[2]
+        return update_att * h + (1 - update_att) * new, update, update_att, reset, new, hidden_new
 
-    with tf.name_scope(name or "DynamicAUGRU"):
-        x = tf.convert_to_tensor(x)
-        shape = [*tf.unstack(tf.shape(x)[:2]), 1]
-        attention = tf.zeros(shape, x.dtype) if weight_att is None else tf.reshape(weight_att, shape)
-        states = [_initial_state(x, init_h, tf.shape(weight_hidden)[0])]
-        return _over_time(cell, states, seq_length, x, attention)
+    x = tf.convert_to_tensor(x)
+    shape = [*tf.unstack(tf.shape(x)[:2]), 1]
+    attention = tf.zeros(shape, x.dtype) if weight_att is None else tf.reshape(weight_att, shape)
+    states = [_initial_state(x, init_h, tf.shape(weight_hidden)[0])]
+    return _over_time(cell, states, seq_length, x, attention, *outcomes)
 
 
-def _over_time(
-    cell: Callable[..., tuple[tf.Tensor, ...]], states: list[tf.Tensor], seq_length: Any, *inputs: tf.Tensor
-) -> tuple[tf.Tensor, ...]:
+def _over_time(cell: Callable[..., Tensors], states: list[tf.Tensor], seq_length: Any, *inputs: tf.Tensor) -> Tensors:
     """Run a cell, which returns new states and five gates, over sequences; return outputs, states and gates by step."""
 
-    def step(previous: tuple[tf.Tensor, ...], now: tuple[tf.Tensor, ...]) -> tuple[tf.Tensor, ...]:
+    def step(previous: Tensors, now: Tensors) -> Tensors:
         within, *inputs_now = now
         before = previous[1 : len(states) + 1]
         made = cell(*inputs_now, *before)
         after = [tf.where(within, new, old) for new, old in zip(made, before)]
-        return (tf.where(within, made[0], tf.zeros_like(made[0])), *after, *made[len(states) :])
+        output = tf.where(within, made[0], tf.zeros_like(made[0]))
+        return (output, *after, *made[len(states) :])
 
     steps, batch = tf.unstack(tf.shape(inputs[0])[:2])
     lengths = tf.fill([batch], steps) if seq_length is None else seq_length
     mask = tf.transpose(tf.sequence_mask(lengths, steps))[:, :, tf.newaxis]
     zeros = tf.zeros_like(states[0])
-    return tuple(tf.scan(step, (mask, *inputs), (zeros, *states, *[zeros] * 5)))
+    initial = (zeros, *states, *[zeros] * 5)
+    return tuple(tf.scan(step, (mask, *inputs), initial))
 
 
 def _initial_state(x: tf.Tensor, state: Any, hidden: Any) -> tf.Tensor:
@@ -261,7 +315,7 @@ class _Recurrent(tf.Module):
         self._dtype = tf.as_dtype(dtype)
         self._built = False
 
-    def __call__(self, x: Any, *arguments: Any, **keywords: Any) -> tuple[tf.Tensor, ...]:
+    def __call__(self, x: Any, *arguments: Any, **keywords: Any) -> Tensors:
         x = tf.convert_to_tensor(x, self._dtype)
         if not self._built:
             self._build(int(x.shape[-1]))
@@ -271,7 +325,7 @@ class _Recurrent(tf.Module):
     def _build(self, input_size: int) -> None:
         raise NotImplementedError
 
-    def _call(self, x: tf.Tensor, *arguments: Any, **keywords: Any) -> tuple[tf.Tensor, ...]:
+    def _call(self, x: tf.Tensor, *arguments: Any, **keywords: Any) -> Tensors:
         raise NotImplementedError
 
     def _weights(self, name: str, rows: int, gates: int) -> tf.Variable:
@@ -314,9 +368,7 @@ class DynamicRNN(_Recurrent):
         self._w = self._weights("w", input_size + self._hidden_size, 4)
         self._b = self._bias("b", 4)
 
-    def _call(
-        self, x: tf.Tensor, seq_length: Any = None, init_h: Any = None, init_c: Any = None
-    ) -> tuple[tf.Tensor, ...]:
+    def _call(self, x: tf.Tensor, seq_length: Any = None, init_h: Any = None, init_c: Any = None) -> Tensors:
         return dynamic_rnn(x, self._w, self._b, seq_length, init_h, init_c, forget_bias=self._forget_bias)
 
 
@@ -346,7 +398,7 @@ class DynamicGRUV2(_Gru):
     Other ranks see nothing. Source: Ascend TF Adapter 1.15, ``npu_dynamic_rnn.DynamicGRUV2``.
     """
 
-    def _call(self, x: tf.Tensor, seq_length: Any = None, init_h: Any = None) -> tuple[tf.Tensor, ...]:
+    def _call(self, x: tf.Tensor, seq_length: Any = None, init_h: Any = None) -> Tensors:
         return dynamic_gru_v2(
             x, self._weight_input, self._weight_hidden, self._bias_input, self._bias_hidden, seq_length, init_h
         )
@@ -361,7 +413,7 @@ class DynamicAUGRU(_Gru):
     Other ranks see nothing. Source: Ascend TF Adapter 1.15, ``npu_dynamic_rnn.DynamicAUGRU``.
     """
 
-    def _call(self, x: tf.Tensor, weight_att: Any, seq_length: Any = None, init_h: Any = None) -> tuple[tf.Tensor, ...]:
+    def _call(self, x: tf.Tensor, weight_att: Any, seq_length: Any = None, init_h: Any = None) -> Tensors:
         weights = self._weight_input, self._weight_hidden, weight_att, self._bias_input, self._bias_hidden
         return dynamic_augru(x, *weights, seq_length, init_h)
 

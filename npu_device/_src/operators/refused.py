@@ -89,18 +89,3 @@ hcom_remote_read = remote_read
 hcom_remote_ref_read = remote_ref_read
 hcom_remote_scatter_write = remote_scatter_write
 hcom_remote_write = remote_write
-
-
-def missing(name: str) -> NoReturn:
-    """Raise AttributeError for an operator that isn't there: the ``__getattr__`` of ``gen_npu_ops``."""
-    if name.endswith("_grad"):
-        raise AttributeError(
-            f"gen_npu_ops has no {name} since 0.2.0: TensorFlow differentiates the operators itself.\n"
-            "What to do: tape.gradient of the results, or tf.gradients in the graph of a session."
-        )
-    if name.startswith("drop_out_"):
-        raise AttributeError(
-            f"gen_npu_ops has no {name} since 0.2.0: dropout is one operator.\n"
-            "What to do: npu_ops.dropout(x, keep_prob), or tf.nn.dropout(x, rate=1 - keep_prob)."
-        )
-    raise AttributeError(f"gen_npu_ops has no {name}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import numbers
+import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -110,6 +112,82 @@ class NPUCheckpointSaverHook(tf.compat.v1.train.CheckpointSaverHook):
 
     Source: Ascend TF Adapter 1.15, ``NPUCheckpointSaverHook``.
     """
+
+
+class NPUOutputTensorHook(tf.compat.v1.train.SessionRunHook):
+    """Collects the values of tensors, and passes them to a function.
+
+    Args:
+        tensors: a dict of names and tensors, or a list of tensors, whose own names are used.
+        dependencies: without effect.
+        output_fn: called with a list of dicts, one per step; None (default) collects nothing.
+        output_every_n_steps: number of steps between calls; 0 (default) calls it at the end only.
+
+    Source: Ascend TF Adapter 1.15, ``NPUOutputTensorHook``.
+    """
+
+    def __init__(
+        self,
+        tensors: Any,
+        dependencies: Any = None,
+        output_fn: Callable[..., Any] | None = None,
+        output_every_n_steps: int = 0,
+    ) -> None:
+        self._tensors = dict(tensors) if isinstance(tensors, dict) else {tensor.name: tensor for tensor in tensors}
+        self._output_fn = output_fn
+        self._output_every_n_steps = output_every_n_steps
+        self._values: list[dict[str, Any]] = []
+
+    def before_run(self, run_context: Any) -> Any:
+        return tf.compat.v1.train.SessionRunArgs(self._tensors) if self._output_fn else None
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        if self._output_fn:
+            self._values.append(run_values.results)
+            if len(self._values) == self._output_every_n_steps:
+                self._hand_over()
+
+    def end(self, session: Any) -> None:
+        if self._values:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        # The function may keep the list.
+        values = self._values
+        self._values = []
+        if self._output_fn:
+            self._output_fn(values)
+
+
+class TellMeStepOrLossHook(tf.compat.v1.train.SessionRunHook):
+    """Writes the state of the training into the environment of the process after each step.
+
+    Args:
+        step: tensor of the current step, for ``STEP_NOW``.
+        total_step: the last step, for ``TOTAL_STEP``.
+        loss: tensor of the loss, for ``LOSS_NOW``.
+        final_loss: the loss to reach, for ``TARGET_LOSS``.
+
+    Raises:
+        ValueError: neither ``step`` nor ``loss``.
+
+    Source: Ascend TF Adapter 1.15, ``TellMeStepOrLossHook``.
+    """
+
+    def __init__(self, step: Any = None, total_step: Any = None, loss: Any = None, final_loss: Any = None) -> None:
+        if step is None and loss is None:
+            raise ValueError("TellMeStepOrLossHook needs step or loss, and was given neither")
+        given = {"STEP_NOW": step, "TOTAL_STEP": total_step, "LOSS_NOW": loss, "TARGET_LOSS": final_loss}
+        present = {name: value for name, value in given.items() if value is not None}
+        self._tensors = {name: value for name, value in present.items() if tf.is_tensor(value)}
+        self._constants = {name: value for name, value in present.items() if not tf.is_tensor(value)}
+
+    def before_run(self, run_context: Any) -> Any:
+        return tf.compat.v1.train.SessionRunArgs(self._tensors)
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        for name, value in {**self._constants, **run_values.results}.items():
+            os.environ[name] = str(value)
 
 
 class SetIterationsVarHook(tf.compat.v1.train.SessionRunHook):

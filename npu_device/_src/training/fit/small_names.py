@@ -1,4 +1,4 @@
-"""Ascend's ``npu_compat_function`` and ``npu_callbacks_append``, which import TensorFlow when they are called."""
+"""Ascend's ``npu_compat_function``, ``npu_callbacks_append`` and ``stupid_repeat``, without importing TensorFlow."""
 
 from __future__ import annotations
 
@@ -56,3 +56,16 @@ def npu_callbacks_append(callbacks_list: Any = ()) -> list[Any]:
         callbacks_list = []
     callbacks_list.append(NPUBroadcastGlobalVariablesCallback(0))
     return callbacks_list
+
+
+def stupid_repeat(word: str, times: int) -> None:
+    """Log a word a number of times, at level INFO.
+
+    Args:
+        word: the text.
+        times: how often.
+
+    Source: Ascend TF Adapter 2.x, ``npu_device.npu_device.stupid_repeat``.
+    """
+    for _ in range(times):
+        _log.info("%s", word)
