@@ -12,7 +12,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from npu_device._src.cluster.tracebacks import CHAIN, FRAME, HEADER, is_users, root_error
+from npu_device._src.cluster.tracebacks import CHAIN, FRAME, HEADER, is_user_file, root_error
 from npu_device._src.wording import counted
 from npu_device.launch.supervisor import Exit
 
@@ -68,7 +68,7 @@ def examine(
     elif not frames or (not recorded and ended.status < 0):
         place = f"rank {rank}, {ended}"
     else:
-        file_, line = ([frame for frame in frames if is_users(frame[0])] or frames)[-1]
+        file_, line = ([frame for frame in frames if is_user_file(frame[0])] or frames)[-1]
         place = f"{file_}:{line} ({kind})"
     code = 1 if recorded and stopped else ended.code
     return Failure(rank, host, str(ended), code, stopped, recorded, is_consequence, time, error, place), lines

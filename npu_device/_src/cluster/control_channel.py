@@ -48,9 +48,9 @@ class ControlChannel:
         """Start receiving; ``on_push`` gets each message that isn't an answer, ``on_lost`` once why the hub is gone."""
         threading.Thread(target=self._read, args=(on_push, on_lost), name="npu_device-channel", daemon=True).start()
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, text: str) -> None:
         """Write a new key, which every rank can read at once; KeyError if it exists: another rank may have read it."""
-        self._request("set", SHORT_SECONDS, key=key, value=value)
+        self._request("set", SHORT_SECONDS, key=key, value=text)
 
     def get(self, key: str, timeout: float) -> str:
         """Read a key, waiting until a rank has written it; TimeoutError if none did."""
@@ -67,20 +67,21 @@ class ControlChannel:
 
     def gather(self, name: str, value: Any, timeout: float) -> list[Any]:
         """Return the values that all ranks pass under a name, by rank; TimeoutError if some don't come."""
-        found = _by_rank(self._request("gather", timeout, name=name, value=value, ranks=None, partial=False))
-        return [found[rank] for rank in range(len(found))]
+        answer = self._request("gather", timeout, name=name, value=value, ranks=None, partial=False)
+        values = _by_rank(answer)
+        return [values[rank] for rank in range(len(values))]
 
     def gather_from(self, name: str, value: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
         """Return the values that some ranks, this one among them, pass under a name in time, by rank."""
         asked = ranges(ranks)
         return _by_rank(self._request("gather", timeout, name=name, value=value, ranks=asked, partial=True))
 
-    def ask(self, kind: str, body: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
+    def ask(self, topic: str, body: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
         """Ask some ranks; return the answers that arrived in time. Ranks that ask the same share the answers."""
-        return _by_rank(self._request("ask", timeout, kind=kind, body=body, ranks=ranges(ranks)))
+        return _by_rank(self._request("ask", timeout, kind=topic, body=body, ranks=ranges(ranks)))
 
-    def reply(self, question: int, value: Any) -> None:
-        self.notify("reply", question=question, value=value)
+    def reply(self, question: int, answer: Any) -> None:
+        self.notify("reply", question=question, value=answer)
 
     def notify(self, do: str, **fields: Any) -> None:
         """Send a message that needs no answer."""
@@ -94,11 +95,15 @@ class ControlChannel:
         self._socket.close()
 
     def _request(self, do: str, seconds: float, **fields: Any) -> Any:
-        number, limit = next(self._numbers), seconds + MARGIN_SECONDS
-        reply = self._waiting[number] = Future()
+        number = next(self._numbers)
+        limit = seconds + MARGIN_SECONDS  # the hub enforces the time itself, unless it is stopped
+        reply: Future[dict[str, Any] | None] = Future()
+        self._waiting[number] = reply
+        answer = None
         try:
             self._send({"id": number, "do": do, "seconds": seconds, **fields}, limit)
-            answer = None if self._problem is not None else reply.result(limit)
+            if self._problem is None:
+                answer = reply.result(limit)
         except concurrent.futures.TimeoutError:
             raise PeerError(self._problem or _stopped(f"has not answered for {limit:g} s ({do})")) from None
         finally:
@@ -106,8 +111,9 @@ class ControlChannel:
         if answer is None:
             raise PeerError(self._problem or "the hub of the job is gone")
         if "error" in answer:
-            kinds = {"exists": KeyError, "late": TimeoutError, "gone": PeerError}
-            raise kinds.get(str(answer["error"]), ClusterError)(str(answer.get("text")))
+            errors = {"exists": KeyError, "late": TimeoutError, "gone": PeerError}
+            error_type = errors.get(str(answer["error"]), ClusterError)
+            raise error_type(str(answer.get("text")))
         if "value" not in answer:
             raise ClusterError(f"the hub of the job has answered something unknown ({do})")
         return answer["value"]
@@ -171,5 +177,6 @@ def _stopped(how: str) -> str:
     )
 
 
-def _by_rank(found: list[tuple[Any, str]]) -> dict[int, Any]:
-    return {rank: value for value, text in found for rank in ranks_of(text)}
+def _by_rank(answer: list[tuple[Any, str]]) -> dict[int, Any]:
+    """Return the values of an answer, each of which comes once, with the ranks that have sent it."""
+    return {rank: value for value, text in answer for rank in ranks_of(text)}

@@ -80,7 +80,9 @@ class Cluster:
         """Return the name of a rank in messages: ``rank 1 on host node0``."""
         return f"rank {rank} on host {self.hosts[rank]}"
 
-    def lines(self, texts: Mapping[int, str], most: int = sys.maxsize) -> list[str]:
-        """Return a line of a message for each rank that has a text, and one for those beyond the first ``most``."""
+    def lines(self, texts: Mapping[int, str], limit: int = sys.maxsize) -> list[str]:
+        """Return a line of a message for each rank that has a text, and one for those beyond the first ``limit``."""
         lines = [f"  {self.name_of(rank)}: {text}" for rank, text in texts.items()]
-        return lines if len(lines) <= most else [*lines[:most], f"  and {len(lines) - most} more ranks"]
+        if len(lines) > limit:
+            lines[limit:] = [f"  and {len(lines) - limit} more ranks"]
+        return lines

@@ -45,28 +45,28 @@ def join(*parts: bytes) -> bytes:
 class Reader:
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._data = bytearray()
+        self._buffer = bytearray()
 
-    def add(self, data: bytes) -> None:
-        self._data += data
+    def add(self, received: bytes) -> None:
+        self._buffer += received
 
     def next(self) -> dict[str, Any] | None:
         """Return the next whole message, None while it is incomplete; FrameError if it is too long, or no object."""
-        if len(self._data) < _HEADER.size:
+        if len(self._buffer) < _HEADER.size:
             return None
-        (length,) = _HEADER.unpack_from(self._data)
+        (length,) = _HEADER.unpack_from(self._buffer)
         if length > self.limit:
             raise FrameError(f"a frame of {length} bytes")
         end = _HEADER.size + length
-        if len(self._data) < end:
+        if len(self._buffer) < end:
             return None
         try:
-            message = json.loads(self._data[_HEADER.size : end], parse_int=_whole_number)
+            message = json.loads(self._buffer[_HEADER.size : end], parse_int=_whole_number)
         except (ValueError, RecursionError) as error:
             raise FrameError("no JSON") from error
         if not isinstance(message, dict):
             raise FrameError("no object")
-        del self._data[:end]
+        del self._buffer[:end]
         return message
 
     def messages(self, connection: socket.socket) -> Iterator[dict[str, Any]]:
@@ -74,10 +74,10 @@ class Reader:
         while True:
             while (message := self.next()) is not None:
                 yield message
-            data = connection.recv(1 << 18)
-            if not data:
+            received = connection.recv(1 << 18)
+            if not received:
                 return
-            self.add(data)
+            self.add(received)
 
 
 def _whole_number(text: str) -> int:
@@ -100,8 +100,9 @@ def proof(secret: bytes, side: str, client_nonce: str, hub_nonce: str, said: Map
     return hmac.new(secret, text.encode(errors="surrogatepass"), hashlib.sha256).hexdigest()
 
 
-def is_proof(given: object, expected: str) -> bool:
-    return isinstance(given, str) and given.isascii() and hmac.compare_digest(given, expected)
+def is_proof(claim: object, expected: str) -> bool:
+    # compare_digest raises for text that isn't ASCII, which a stranger may send.
+    return isinstance(claim, str) and claim.isascii() and hmac.compare_digest(claim, expected)
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -115,7 +116,8 @@ def keep_alive(connection: socket.socket) -> None:
 
 def joined(texts: dict[int, str]) -> bytes:
     """Return values, as JSON text, each with its ranks: most ranks send the same, so all are little longer than one."""
-    alike: dict[str, list[int]] = {}
+    ranks_by_text: dict[str, list[int]] = {}
     for rank, text in texts.items():
-        alike.setdefault(text, []).append(rank)
-    return f"[{','.join(f'[{text},{json.dumps(ranges(ranks))}]' for text, ranks in alike.items())}]".encode()
+        ranks_by_text.setdefault(text, []).append(rank)
+    pairs = [f"[{text},{json.dumps(ranges(ranks))}]" for text, ranks in ranks_by_text.items()]
+    return f"[{','.join(pairs)}]".encode()

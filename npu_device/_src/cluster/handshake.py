@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any, Callable
 
 from npu_device._src.cluster import frames
+from npu_device._src.cluster.server_handshake import ServerHandshake, UnprovedError
 from npu_device._src.cluster.time_limits import ACCEPT_PAUSE_SECONDS, ANSWER_SECONDS, CONNECT_SECONDS
 
 ANOTHER_PROGRAM = "another program answers there: it doesn't talk npu_device's protocol"
@@ -58,21 +59,21 @@ class TimedConnection:
                 raise AttemptFailedError(ANOTHER_PROGRAM) from None
             if message is not None:
                 return message
-            left = until - time.monotonic()
-            if left <= 0:
+            remaining = until - time.monotonic()
+            if remaining <= 0:
                 raise AttemptFailedError(silent)
-            self.connection.settimeout(min(1.0, left))
+            self.connection.settimeout(min(1.0, remaining))  # so that ``meanwhile`` is called each second
             try:
-                data = self.connection.recv(1 << 16)
+                received = self.connection.recv(1 << 16)
             except socket.timeout:
                 if meanwhile is not None:
                     meanwhile()
                 continue
             except OSError:
-                data = b""
-            if not data:
+                received = b""
+            if not received:
                 raise AttemptFailedError(closed)
-            self.reader.add(data)
+            self.reader.add(received)
 
 
 def reach(host: str, port: int, seconds: float, secret: bytes, **said: Any) -> TimedConnection:
@@ -81,13 +82,17 @@ def reach(host: str, port: int, seconds: float, secret: bytes, **said: Any) -> T
     addresses = resolve(host, port, seconds)
     outcomes: list[str] = []
     for family, address in addresses:
-        left = until - time.monotonic()
-        if outcomes and left <= 0:
+        remaining = until - time.monotonic()
+        if outcomes and remaining <= 0:
             break
+        limit = max(0.1, min(CONNECT_SECONDS, remaining))
         try:
-            return _attempt(family, address, max(0.1, min(CONNECT_SECONDS, left)), secret, said)
+            return _attempt(family, address, limit, secret, said)
         except AttemptFailedError as failure:
-            outcomes.append(str(failure) if len(addresses) == 1 else f"{address[0]} {failure}")
+            outcome = str(failure)
+            if len(addresses) > 1:
+                outcome = f"{address[0]} {outcome}"
+            outcomes.append(outcome)
     raise AttemptFailedError(", ".join(outcomes))
 
 
@@ -119,23 +124,24 @@ def _attempt(
 
 def authenticate(timed: TimedConnection, secret: bytes, **said: Any) -> None:
     """Prove that this process knows the secret, and have the other side prove it."""
-    mine = frames.nonce()
-    timed.send({**said, "npu_device": frames.PROTOCOL, "nonce": mine})
-    theirs = timed.receive(
+    own_nonce = frames.nonce()
+    timed.send({**said, "npu_device": frames.PROTOCOL, "nonce": own_nonce})
+    hub_nonce = timed.receive(
         ANSWER_SECONDS,
         silent="no answer: another program, or one that is stopped",
         closed="the connection was closed without an answer: another program, or one that is ending",
     ).get("nonce")
-    if not isinstance(theirs, str):
+    if not isinstance(hub_nonce, str):
         raise AttemptFailedError(ANOTHER_PROGRAM)
-    timed.send({"proof": frames.proof(secret, "client", mine, theirs, said)})
+    timed.send({"proof": frames.proof(secret, "client", own_nonce, hub_nonce, said)})
     answer = timed.receive(
         ANSWER_SECONDS,
         silent="no answer to the proof of the job secret",
         closed="the proof of the job secret was refused: a job with another secret answers there "
         "(NPU_DEVICE_SECRET_FILE, NPU_DEVICE_SECRET)",
     )
-    if not frames.is_proof(answer.get("proof"), frames.proof(secret, "hub", mine, theirs, said)):
+    expected = frames.proof(secret, "hub", own_nonce, hub_nonce, said)
+    if not frames.is_proof(answer.get("proof"), expected):
         raise AttemptFailedError("another program answers there: it can't prove that it knows the job secret")
 
 
@@ -180,21 +186,21 @@ def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConne
 
 
 def _admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, dict[str, Any]]:
-    """Do the other side's part of ``authenticate``; return what else it has said, too."""
+    """Do the other side's part of ``authenticate``; return what else the client has said, too."""
     frames.keep_alive(connection)
-    timed, silent, closed = TimedConnection(connection, frames.LIMIT_BEFORE_PROOF), "no answer", "it was closed"
-    said = timed.receive(ANSWER_SECONDS, silent=silent, closed=closed)
-    theirs, mine = said.pop("nonce", None), frames.nonce()
-    said.pop("npu_device", None)
-    if not isinstance(theirs, str):
-        raise AttemptFailedError("another program, which doesn't talk npu_device's protocol")
-    timed.send({"nonce": mine})
-    proof = timed.receive(ANSWER_SECONDS, silent=silent, closed=closed).get("proof")
-    if not frames.is_proof(proof, frames.proof(secret, "client", theirs, mine, said)):
-        raise AttemptFailedError("no proof that it knows the job secret")
-    timed.send({"proof": frames.proof(secret, "hub", theirs, mine, said)})
-    timed.reader.limit = frames.LIMIT
-    return timed, said
+    handshake = ServerHandshake(secret, frames.LIMIT)
+    timed = TimedConnection(connection, handshake.limit)
+    while not handshake.is_proved:
+        message = timed.receive(ANSWER_SECONDS, silent="no answer", closed="it was closed")
+        try:
+            reply = handshake.answer(message)
+        except frames.FrameError:
+            raise AttemptFailedError("another program, which doesn't talk npu_device's protocol") from None
+        except UnprovedError as error:
+            raise AttemptFailedError(str(error)) from None
+        timed.send(reply)
+    timed.reader.limit = handshake.limit
+    return timed, handshake.said
 
 
 def resolve(host: str, port: int, seconds: float) -> list[tuple[int, tuple[Any, ...]]]:
@@ -220,7 +226,8 @@ def resolve(host: str, port: int, seconds: float) -> list[tuple[int, tuple[Any, 
 
 def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise AttemptFailedError(f"the name can't be resolved ({getattr(error, 'strerror', None) or error})") from error
-    return [(int(family), address) for family, _, _, _, address in found]
+        reason = getattr(error, "strerror", None) or error
+        raise AttemptFailedError(f"the name can't be resolved ({reason})") from error
+    return [(int(family), address) for family, _, _, _, address in infos]

@@ -38,13 +38,16 @@ class Health:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._failure: str | None = None
-        self._left: dict[int, dict[str, int]] = {}
+        self._departed: dict[int, dict[str, int]] = {}  # ranks whose script has ended: calls they issued in each group
         self._stoppers: list[Callable[[str], None]] = []
-        self._answers: dict[str, Callable[[Any], Any]] = {"alive": lambda _: True, "clock": lambda _: time.time()}
+        self._answers: dict[str, Callable[[Any], Any]] = {}  # by the topic of a question
+        self.on_question("alive", lambda _: True)
+        self.on_question("clock", lambda _: time.time())
         self.is_closed = False  # True once this rank leaves
         self._others_have_ended = threading.Event()
         self._gave_up: str | None = None  # why this rank stopped on its own
-        self.begun: Callable[[], dict[GroupId, int]] = dict  # returns how many collectives it has begun in each group
+        # Returns how many collectives this rank has begun in each group.
+        self.count_calls: Callable[[], dict[GroupId, int]] = dict
         self.symptoms: list[Callable[[BaseException], bool]] = []  # tell errors that failures of others cause
         self._previous_hook = sys.excepthook
 
@@ -57,16 +60,19 @@ class Health:
 
     def check(self, group: str, ranks: tuple[int, ...]) -> None:
         """Raise PeerError if a rank has failed, or one of the group has left, which won't join another collective."""
-        if self._failure is None and self._left:
-            text = self._missed((group, ranks), self.begun().get((group, ranks), 0) + 1)
+        if self._failure is None and self._departed:
+            number = self.count_calls().get((group, ranks), 0) + 1
+            text = self._missed((group, ranks), number)
             if text is not None:
                 raise PeerError(text)
         self.require_running()
 
     def look_for_missing(self) -> None:
         """Stop this rank if it has begun a collective that a rank which has left should have joined."""
-        for group, begun in self.begun().items() if self._left else ():
-            text = self._missed(group, begun)
+        if not self._departed:
+            return
+        for group, count in self.count_calls().items():
+            text = self._missed(group, count)
             if text is not None:
                 self._abort(text)
 
@@ -95,16 +101,16 @@ class Health:
         if failure is not None:
             act(failure)
 
-    def on_question(self, kind: str, answer: Callable[[Any], Any]) -> None:
-        """Answer questions of a kind with a function, called in the thread of the channel; it may return a Future."""
-        self._answers[kind] = answer
+    def on_question(self, topic: str, answer: Callable[[Any], Any]) -> None:
+        """Answer questions on a topic with a function, called in the thread of the channel; it may return a Future."""
+        self._answers[topic] = answer
 
-    def ask(self, kind: str, body: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
-        return self._channel.ask(kind, body, ranks, timeout)
+    def ask(self, topic: str, body: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
+        return self._channel.ask(topic, body, ranks, timeout)
 
     def has_left(self, rank: int) -> bool:
         """Return True if the script of another rank has ended without an error."""
-        return rank in self._left
+        return rank in self._departed
 
     @property
     def is_over(self) -> bool:
@@ -115,31 +121,39 @@ class Health:
         return self._failure is not None
 
     def _on_push(self, message: dict[str, Any]) -> None:
-        kind = message["push"]
-        if kind == "question":
-            answer = self._answers.get(message["kind"])
-            if answer is not None:
-                value, question = answer(message["body"]), message["question"]
-                if isinstance(value, Future):
-                    value.add_done_callback(lambda done: self._channel.reply(question, done.result()))
-                else:
-                    self._channel.reply(question, value)
-        elif kind == "left":
+        news = message["push"]
+        if news == "question":
+            self._reply(message)
+        elif news == "left":
             for issued, ranks in message["left"]:
-                self._left.update(dict.fromkeys(set(ranks_of(ranks)) - {self._cluster.rank}, issued))
-            if len(self._left) == self._cluster.world_size - 1:
+                others = set(ranks_of(ranks)) - {self._cluster.rank}
+                self._departed.update(dict.fromkeys(others, issued))
+            if len(self._departed) == self._cluster.world_size - 1:
                 self._others_have_ended.set()
-        elif kind == "failed":
+        elif news == "failed":
             if message["event"]["rank"] != self._cluster.rank:
                 self._abort(self._failed_text(message["event"]))
-        elif kind == "gone":
+        elif news == "gone":
             self._abort(self._gone_text(message["ranks"]))
 
-    def _missed(self, group: GroupId, begun: int) -> str | None:
-        """Return the error text if a member left before this rank's last collective of the ``begun`` in the group."""
+    def _reply(self, message: dict[str, Any]) -> None:
+        question = message["question"]
+        answer = self._answers.get(message["kind"])
+        if answer is None:  # the asking rank goes on without this one's answer
+            return
+        reply = answer(message["body"])
+        if isinstance(reply, Future):
+            reply.add_done_callback(lambda future: self._channel.reply(question, future.result()))
+        else:
+            self._channel.reply(question, reply)
+
+    def _missed(self, group: GroupId, count: int) -> str | None:
+        """Return the error text if a member left before the last of the ``count`` collectives of this rank."""
         for rank in group[1]:
-            if rank in self._left and begun > (issued := self._left[rank].get(_key(group), 0)):
-                return self._left_text(rank, issued, group[0])
+            if rank in self._departed:
+                issued = self._departed[rank].get(_key(group), 0)
+                if count > issued:
+                    return self._left_text(rank, issued, group[0])
         return None
 
     def _on_lost(self, reason: str) -> None:
@@ -175,12 +189,14 @@ class Health:
         )
 
     def _gone_text(self, ranks: Sequence[int]) -> str:
-        first = min(ranks)
-        others = f" (and rank(s) {ranges(rank for rank in ranks if rank != first)})" if len(ranks) > 1 else ""
+        lowest, *higher = sorted(ranks)
+        also = ""
+        if higher:
+            also = f" (and rank(s) {ranges(higher)})"
         return (
-            f"{self._cluster.name_of(first)}{others} is gone: its process ended or was killed, or "
+            f"{self._cluster.name_of(lowest)}{also} is gone: its process ended or was killed, or "
             f"its host can't be reached any more ({self._cluster.name} was told by the hub of the job).\n"
-            f"What to do: look at the output of rank {first} for the cause."
+            f"What to do: look at the output of rank {lowest} for the cause."
         )
 
     def _failed_text(self, event: dict[str, Any]) -> str:
@@ -191,16 +207,11 @@ class Health:
             "whole traceback."
         )
 
-    def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _on_uncaught(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != self._pid:  # a forked child isn't a rank
-            self._previous_hook(kind, error, trace)
+            self._previous_hook(error_type, error, trace)
             return
-        secondary = (
-            self._failure is not None
-            or isinstance(error, PeerError)
-            or isinstance(error.__cause__, PeerError)
-            or any(shows_another_ranks(error) for shows_another_ranks in self.symptoms)
-        )
+        secondary = self._is_secondary(error)
         record = self._record(error, secondary)
         self._write_record(record)
         if not self.is_closed and not secondary:
@@ -209,18 +220,27 @@ class Health:
             self._report_failure({**record, "error": self._gave_up})
         with self._lock:
             self._failure = self._failure or record["error"]
-        self._previous_hook(kind, error, trace)
+        self._previous_hook(error_type, error, trace)
+
+    def _is_secondary(self, error: BaseException) -> bool:
+        """Return True if the failure of another rank, or of the hub, has caused an error."""
+        if self._failure is not None or isinstance(error, PeerError) or isinstance(error.__cause__, PeerError):
+            return True
+        return any(is_symptom(error) for is_symptom in self.symptoms)
 
     def give_up(self, error: BaseException) -> PeerError | None:
         """Close the channel because of an error, and tell the others. Return an earlier error of another rank."""
-        cause = None if self._failure is None else PeerError(self._failure)
         self.is_closed = True
-        if cause is None:
+        cause = None
+        if self._failure is None:
             self._report_failure(self._record(error, False))
+        else:
+            cause = PeerError(self._failure)
         self._channel.close()
         return cause
 
     def _record(self, error: BaseException, secondary: bool) -> dict[str, Any]:
+        """Return what the launcher and the other ranks are told of an error."""
         return {
             "kind": "failed",
             "time": time.time(),
@@ -232,8 +252,8 @@ class Health:
         }
 
     def _report_failure(self, record: dict[str, Any]) -> None:
-        shown, _ = without_libraries(record["traceback"])
-        tail = "\n".join(shown.rstrip().splitlines()[-12:])
+        text, _ = without_libraries(record["traceback"])
+        tail = "\n".join(text.rstrip().splitlines()[-12:])
         self._channel.notify("failed", event={**record, "traceback": tail})
 
     def _write_record(self, record: dict[str, Any]) -> None:
@@ -253,7 +273,7 @@ class Health:
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._previous_hook
         if self._failure is None:
-            issued = {_key(group): begun for group, begun in self.begun().items() if begun}
+            issued = {_key(group): count for group, count in self.count_calls().items() if count}
             self._channel.notify("left", issued=issued)
             if serves_others:
                 self._wait_for_others()
@@ -264,10 +284,11 @@ class Health:
     def _wait_for_others(self) -> None:
         """Wait for the others to leave, but not for one that is silent for as long as a collective would wait."""
         limit = environment.NPU_DEVICE_STALL_TIMEOUT.get()
-        answered, notice = time.monotonic(), f"npu_device: rank {self._cluster.rank} has finished and is waiting for"
+        answered = time.monotonic()
+        notice = f"npu_device: rank {self._cluster.rank} has finished and is waiting for"
         try:
             while not self._others_have_ended.wait(FINISHED_NOTICE_SECONDS):
-                waiting = set(range(self._cluster.world_size)).difference(self._left, [self._cluster.rank])
+                waiting = set(range(self._cluster.world_size)).difference(self._departed, [self._cluster.rank])
                 if notice:
                     names = ", ".join(map(str, sorted(waiting)))
                     print(

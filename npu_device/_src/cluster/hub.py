@@ -21,30 +21,16 @@ from typing import Any
 
 from npu_device._src.cluster import frames, ports, time_limits as limits
 from npu_device._src.cluster.errors import PortTakenError, RendezvousError
-from npu_device._src.cluster.roster import Arrival, Hello, Roster
-from npu_device._src.cluster.services import Services, Timers
-from npu_device._src.wording import ranges
+from npu_device._src.cluster.hub_client import Client, State
+from npu_device._src.cluster.hub_rendezvous import HubRendezvous
+from npu_device._src.cluster.roster import Hello
+from npu_device._src.cluster.server_handshake import UnprovedError
+from npu_device._src.cluster.services import Services
+from npu_device._src.cluster.timers import Timers
 
 _FEWEST_UNPROVED = 256  # limit on simultaneous unproved connections, if larger than two per rank
 _LONGEST_OUTBOX = 1 << 28  # bytes; a rank that reads nothing while this much is waiting for it is dropped
 _SILENT = "sent nothing that a rank would send"
-
-
-class _Connection:
-    """A connection of one client, at first unknown, then a rank."""
-
-    def __init__(self, connection: socket.socket, address: str) -> None:
-        self.socket = connection
-        self.address = address
-        self.until = time.monotonic() + limits.PROOF_SECONDS
-        self.reader = frames.Reader(frames.LIMIT_BEFORE_PROOF)
-        self.outbox = bytearray()
-        self.nonces: tuple[str, str] | None = None  # its own, and the one of the hub
-        self.proved = False
-        self.arrival: Arrival | None = None
-        self.rank: int | None = None
-        self.parent: _Connection | None = None  # the rank whose child this client is
-        self.is_ending = False  # closed as soon as everything has been sent
 
 
 class Hub:
@@ -58,22 +44,18 @@ class Hub:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(parent, selectors.EVENT_READ, self._read_from_parent)
         self._parent: int | None = parent
-        self._connections: dict[socket.socket, _Connection] = {}
-        self._unproved: dict[_Connection, None] = {}
+        self._clients: dict[socket.socket, Client] = {}
+        self._unproved: dict[Client, None] = {}
         self._timers = Timers()
         self._is_over = False
         self._begin()
 
     def _begin(self) -> None:
-        self._roster = Roster(self._settings["job_id"], self._settings["expected_hosts"])
-        self._address = "127.0.0.1"
-        self._began: float | None = None
-        self._contradictory_since: float | None = None
-        self._next_progress = 0.0
-        self._candidates_until: float | None = None
+        clients = self._clients.values()
+        self._rendezvous = HubRendezvous(self._settings, clients, self._send_message, self._send_last)
         self._services: Services | None = None
         self._timers_of_job = Timers()  # those of an earlier job go with it
-        self._by_rank: list[_Connection | None] = []
+        self._by_rank: list[Client | None] = []
 
     def run(self) -> None:
         try:
@@ -81,25 +63,28 @@ class Hub:
                 for key, events in self._selector.select(self._seconds_to_wait()):
                     if key.data is not None:
                         key.data()
-                    elif key.fileobj in self._connections:  # else it has just been closed
-                        self._serve(self._connections[key.fileobj], events)
-                now = time.monotonic()
-                self._timers.run(now)
-                self._timers_of_job.run(now)
-                while self._unproved and (oldest := next(iter(self._unproved))).until <= now:
-                    self._close(oldest, _SILENT)
-                if self._services is not None:
-                    self._services.report_losses()
-                elif self._began is not None:
-                    self._check_rendezvous()
+                    elif key.fileobj in self._clients:  # else it has just been closed
+                        self._serve(self._clients[key.fileobj], events)
+                self._act(time.monotonic())
         except BaseException:
             text = f"the hub of the job (pid {os.getpid()}) failed:\n{traceback.format_exc()}"
-            for connection in self._arrivals():
-                self._send(connection, frames.encode({"push": "end", "text": text}))
+            for client in self._rendezvous.arrivals():
+                self._send(client, frames.encode({"push": "end", "text": text}))
             raise
 
+    def _act(self, time_now: float) -> None:
+        """Do what is due, once all that has been received is handled."""
+        self._timers.run(time_now)
+        self._timers_of_job.run(time_now)
+        while self._unproved and (oldest := next(iter(self._unproved))).until <= time_now:
+            self._close(oldest, _SILENT)
+        if self._services is not None:
+            self._services.report_losses()
+        else:
+            self._check_rendezvous(time_now)
+
     def _is_done(self) -> bool:
-        if any(connection.arrival is not None for connection in self._connections.values()):
+        if any(client.has_arrived for client in self._clients.values()):
             return False
         return self._parent is None or (self._is_over and not self._settings["stays"])
 
@@ -110,12 +95,13 @@ class Hub:
             self._parent = None
 
     def _seconds_to_wait(self) -> float | None:
-        dues = [timers.first for timers in (self._timers, self._timers_of_job) if timers.first is not None]
+        dues = [self._timers.next_due, self._timers_of_job.next_due, self._rendezvous.next_due()]
         if self._unproved:
             dues.append(next(iter(self._unproved)).until)
-        if self._services is None and self._began is not None:
-            dues += [self._candidates_until or self._deadline(), self._next_progress]
-        return max(0.0, min(dues) - time.monotonic()) if dues else None
+        times = [due for due in dues if due is not None]
+        if not times:
+            return None
+        return max(0.0, min(times) - time.monotonic())
 
     def _accept(self) -> None:
         try:
@@ -126,72 +112,76 @@ class Hub:
             return
         accepted.setblocking(False)
         frames.keep_alive(accepted)
-        connection = self._connections[accepted] = _Connection(accepted, ports.plain(peer[0]))
-        self._unproved[connection] = None
+        client = Client(accepted, ports.plain(peer[0]), self._secret)
+        self._clients[accepted] = client
+        self._unproved[client] = None
         self._selector.register(accepted, selectors.EVENT_READ)
         if len(self._unproved) > max(_FEWEST_UNPROVED, 2 * self._settings["world_size"]):
             self._close(next(iter(self._unproved)), _SILENT)
 
-    def _serve(self, connection: _Connection, events: int) -> None:
+    def _serve(self, client: Client, events: int) -> None:
         if events & selectors.EVENT_WRITE:
-            self._flush(connection)
-        if not events & selectors.EVENT_READ or connection.socket not in self._connections:
+            self._flush(client)
+        if not events & selectors.EVENT_READ or client.socket not in self._clients:
             return
         try:
-            data = connection.socket.recv(1 << 18)
+            received = client.socket.recv(1 << 18)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        if not data:
-            self._close(connection, "connected and disconnected without sending anything")
+            received = b""
+        if not received:
+            self._close(client, "connected and disconnected without sending anything")
             return
-        if not connection.is_ending:
-            connection.reader.add(data)
+        if not client.is_ending:
+            client.reader.add(received)
         try:
-            while connection.socket in self._connections and not connection.is_ending:
-                if (message := connection.reader.next()) is None:
+            # Handling a message may close the connection, or make the message the last one that is read.
+            while client.socket in self._clients and not client.is_ending:
+                if (message := client.reader.next()) is None:
                     return
-                self._handle(connection, message)
+                self._handle(client, message)
         except frames.FrameError as error:
-            if connection.rank is None:
-                self._close(connection, "talks another protocol")
+            if client.state is State.RANK:
+                text = f"the hub of the job can't read what rank {client.rank} has sent: {error}"
+                self._send_last(client, {"push": "end", "text": text})
             else:
-                text = f"the hub of the job can't read what rank {connection.rank} has sent: {error}"
-                self._send_last(connection, {"push": "end", "text": text})
+                self._close(client, "talks another protocol")
 
-    def _handle(self, connection: _Connection, message: dict[str, Any]) -> None:
-        if connection.rank is not None:
-            assert self._services is not None
-            self._services.handle(connection.rank, message)
-        elif connection.arrival is not None:
-            if "stopping" in message and connection.arrival.hello.is_chief:
+    def _handle(self, client: Client, message: dict[str, Any]) -> None:
+        if client.state is State.UNPROVED:
+            self._handle_handshake(client, message)
+        elif client.state is State.PROVED:
+            self._handle_hello(client, message)
+        elif client.state is State.ARRIVED:
+            if "stopping" in message and client.arrival.hello.is_chief:
                 self._refuse_all(str(message["stopping"]))
-        elif connection.parent is not None:
-            return
-        elif connection.proved:
-            self._handle_hello(connection, message)
-        elif connection.nonces is None:
-            theirs, mine = message.get("nonce"), frames.nonce()
-            if not isinstance(message.get("npu_device"), int) or not isinstance(theirs, str):
-                raise frames.FrameError("no greeting")
-            connection.nonces = theirs, mine
-            self._send(connection, frames.encode({"nonce": mine}))
-        elif frames.is_proof(message.get("proof"), frames.proof(self._secret, "client", *connection.nonces)):
-            connection.proved = True
-            connection.reader.limit = frames.LIMIT_OF_HELLO
-            self._send(connection, frames.encode({"proof": frames.proof(self._secret, "hub", *connection.nonces)}))
-        else:
-            self._close(connection, "could not prove that it knows the job secret")
+        elif client.state is State.RANK:
+            assert self._services is not None
+            self._services.handle(client.rank, message)
 
-    def _send(self, connection: _Connection, frame: bytes) -> None:
-        connection.outbox += frame
-        if len(connection.outbox) > _LONGEST_OUTBOX:
-            connection.outbox.clear()
+    def _handle_handshake(self, client: Client, message: dict[str, Any]) -> None:
+        try:
+            reply = client.handshake.answer(message)
+        except UnprovedError:
+            self._close(client, "could not prove that it knows the job secret")
+            return
+        if client.handshake.is_proved:
+            client.state = State.PROVED
+            client.reader.limit = client.handshake.limit
+        self._send(client, frames.encode(reply))
+
+    def _send_message(self, client: Client, message: dict[str, Any]) -> None:
+        self._send(client, frames.encode(message))
+
+    def _send(self, client: Client, frame: bytes) -> None:
+        client.outbox += frame
+        if len(client.outbox) > _LONGEST_OUTBOX:
+            client.outbox.clear()
             with contextlib.suppress(OSError):
-                connection.socket.shutdown(socket.SHUT_RDWR)
-        elif len(connection.outbox) == len(frame):
-            self._flush(connection)
+                client.socket.shutdown(socket.SHUT_RDWR)
+        elif len(client.outbox) == len(frame):
+            self._flush(client)
 
     def _say(self, text: str) -> None:
         if self._settings["speaks"] and sys.stderr:
@@ -200,43 +190,43 @@ class Hub:
                     print(f"npu_device: {text}", file=sys.stderr, flush=True)
 
     def _send_to_rank(self, rank: int, frame: bytes) -> None:
-        connection = self._by_rank[rank]
-        if connection is not None:
-            self._send(connection, frame)
+        client = self._by_rank[rank]
+        if client is not None:
+            self._send(client, frame)
 
-    def _flush(self, connection: _Connection) -> None:
+    def _flush(self, client: Client) -> None:
         """Send what the socket takes now. The loop sends the rest, and detects a closed connection by reading."""
         try:
-            del connection.outbox[: connection.socket.send(connection.outbox)]
+            del client.outbox[: client.socket.send(client.outbox)]
         except BlockingIOError:
             pass
         except OSError:
-            connection.outbox.clear()
-        if connection.outbox:
-            self._selector.modify(connection.socket, selectors.EVENT_READ | selectors.EVENT_WRITE)
+            client.outbox.clear()
+        if client.outbox:
+            self._selector.modify(client.socket, selectors.EVENT_READ | selectors.EVENT_WRITE)
             return
-        self._selector.modify(connection.socket, selectors.EVENT_READ)
-        if connection.is_ending:
-            self._timers.later(0.0, lambda: self._close(connection, None))
+        self._selector.modify(client.socket, selectors.EVENT_READ)
+        if client.is_ending:
+            self._timers.later(0.0, lambda: self._close(client, None))
 
-    def _close(self, connection: _Connection, problem: str | None) -> None:
-        """Close a connection; ``problem`` is what was wrong if it wasn't a rank's."""
-        if self._connections.pop(connection.socket, None) is None:
+    def _close(self, client: Client, problem: str | None) -> None:
+        """Close the connection of a client; ``problem`` is what was wrong if it wasn't a rank."""
+        if self._clients.pop(client.socket, None) is None:
             return
-        self._selector.unregister(connection.socket)
-        connection.socket.close()
-        self._unproved.pop(connection, None)
-        if connection.rank is not None:
+        self._selector.unregister(client.socket)
+        client.socket.close()
+        self._unproved.pop(client, None)
+        if client.state is State.RANK:
             assert self._services is not None
-            self._by_rank[connection.rank] = None
-            self._services.closed(connection.rank)
+            self._by_rank[client.rank] = None
+            self._services.closed(client.rank)
             if not any(self._by_rank):
                 self._end()
-        elif connection.arrival is not None:
-            if not connection.is_ending and self._services is None:
-                self._roster.remove(connection.arrival)
-        elif problem is not None and not connection.is_ending:
-            self._roster.note_unknown_client(connection.address, problem)
+        elif client.state is State.ARRIVED:
+            if not client.is_ending and self._services is None:
+                self._rendezvous.remove(client)
+        elif problem is not None and not client.is_ending:
+            self._rendezvous.note_unknown_client(client.address, problem)
 
     def _end(self) -> None:
         if self._services is not None:
@@ -246,132 +236,51 @@ class Hub:
 
     # The rendezvous
 
-    def _handle_hello(self, connection: _Connection, message: dict[str, Any]) -> None:
+    def _handle_hello(self, client: Client, message: dict[str, Any]) -> None:
         try:
             hello = Hello.read(message.get("hello"))
         except (ValueError, LookupError, TypeError) as error:
             raise frames.FrameError(str(error)) from error
-        del self._unproved[connection]
-        refusal = self._roster.refusal(hello, connection.address)
-        if refusal is not None:
-            self._send_last(connection, {"refused": refusal})
-            return
-        seen_at = None if ports.is_loopback(connection.address) else connection.address
-        arrival = Arrival(hello, hello.host_key or seen_at or self._settings["host_key"], seen_at)
-        others = self._connections.values() if self._roster.has(arrival) else ()
-        same = [(c, c.arrival) for c in others if c.arrival is not None and c.arrival.key == arrival.key]
-        connection.parent = next((c for c, other in same if hello.is_child_of(other.hello)), None)
-        if connection.parent is not None:
-            self._tell_child(connection)
-            return
-        children = [(c, other) for c, other in same if other.hello.is_child_of(hello)]  # that have come before it
-        if self._services is not None:
-            met = {"busy": "the ranks of this job have met already"}
-            self._send_last(connection, {"refused": hello.too_late} if children else met)
-            return
-        if self._roster.is_crowded:
-            self._send_last(connection, {"busy": "too many processes have come as ranks of this job"})
-            return
-        if ports.is_loopback(self._address):
-            # The others reach this host at the address this rank used; any address is better than loopback.
-            self._address = ports.plain(connection.socket.getsockname()[0])
-        before = self._roster.reference
-        connection.arrival = arrival
-        self._roster.add(arrival)
-        for child, earlier in children:
-            self._roster.remove(earlier)
-            child.arrival, child.parent = None, connection
-        if self._began is None:
-            self._began = time.monotonic()
-            self._next_progress = self._began + limits.FIRST_PROGRESS_SECONDS
-        for other in [connection] if before is self._roster.reference else self._arrivals():
-            self._send(other, frames.encode({"wait": max(0.0, self._end_of_waiting() - time.monotonic())}))
+        del self._unproved[client]
+        self._rendezvous.receive(client, hello)
 
-    def _tell_child(self, connection: _Connection) -> None:
-        """Tell a client whose child it is, once the ranks have met; it waits with them until then."""
-        parent = connection
-        while parent.parent is not None:  # which may be a child, too
-            parent = parent.parent
-        if self._services is None or parent.rank is None or parent.arrival is None:
-            self._send(connection, frames.encode({"wait": max(0.0, self._end_of_waiting() - time.monotonic())}))
-            return
-        hosts, hello = self._services.hosts, parent.arrival.hello
-        neighbours = ranges(rank for rank, host in enumerate(hosts) if host == hosts[parent.rank])
-        place = {"rank": parent.rank, "world_size": len(hosts), "neighbours": neighbours, "device_id": hello.device_id}
-        self._send_last(connection, {"child_of": {"pid": hello.pid, **place}})
-
-    def _children(self) -> list[_Connection]:
-        return [c for c in self._connections.values() if c.parent is not None and not c.is_ending]
-
-    def _arrivals(self) -> list[_Connection]:
-        return [c for c in self._connections.values() if c.arrival is not None and not c.is_ending]
-
-    def _end_of_waiting(self) -> float:
-        assert self._began is not None and self._roster.reference is not None
-        return self._began + self._roster.reference.seconds
-
-    def _deadline(self) -> float:
-        if self._contradictory_since is None:
-            return self._end_of_waiting()
-        return min(self._end_of_waiting(), self._contradictory_since + limits.CONTRADICTION_SECONDS)
-
-    def _check_rendezvous(self) -> None:
+    def _check_rendezvous(self, time_now: float) -> None:
         """End the rendezvous when all ranks have come, the time is up, or they contradict each other."""
-        now = time.monotonic()
-        if self._roster.complete:
-            if not self._awaits_candidates(now):
-                self._complete_rendezvous()
+        if self._rendezvous.is_complete(time_now):
+            self._start_services()
             return
-        self._candidates_until = None
-        if not self._roster.contradictory:
-            self._contradictory_since = None
-        elif self._contradictory_since is None:
-            self._contradictory_since = now
-        if now >= self._deadline():
-            self._refuse_all(self._roster.complaint())
-        elif now >= self._next_progress:
-            self._next_progress = now + limits.NEXT_PROGRESS_SECONDS
-            for connection in self._arrivals():
-                if connection.arrival is not None and connection.arrival.hello.is_chief:
-                    self._send(connection, frames.encode({"waits_for": self._roster.missing()}))
+        complaint = self._rendezvous.complaint(time_now)
+        if complaint is not None:
+            self._refuse_all(complaint)
+        else:
+            self._rendezvous.report_progress(time_now)
 
-    def _awaits_candidates(self, now: float) -> bool:
-        """Return True while all have come, but a process that has started one of them may still take its place."""
-        candidates = {one: one.arrival.hello.candidate for one in self._arrivals() if one.arrival is not None}
-        if not any(candidate is not None for candidate in candidates.values()):
-            return False
-        if self._candidates_until is None:
-            self._candidates_until = now + limits.CANDIDATE_SECONDS
-            for one, candidate in candidates.items():
-                self._send(one, frames.encode({"wait": limits.CANDIDATE_SECONDS, "for": candidate}))
-        return now < self._candidates_until
-
-    def _complete_rendezvous(self) -> None:
-        order, by_arrival = self._roster.in_order(), {id(each.arrival): each for each in self._arrivals()}
-        hosts, processes = [arrival.host for arrival in order], [arrival.hello.pid for arrival in order]
-        on_loopback = ports.is_loopback(self._listener.getsockname()[0])
-        addresses = [arrival.hello.host or arrival.seen_at or self._address for arrival in order]
-        roster = {"hosts": hosts, "addresses": addresses, "loopback": on_loopback}
-        shared = frames.encode({"roster": roster})
+    def _start_services(self) -> None:
+        """Give all ranks their numbers and the same roster, and serve them from now on."""
+        self._rendezvous.number_ranks()
+        ranks = self._rendezvous.ranks
+        hosts = self._rendezvous.hosts()
+        processes = [client.arrival.hello.pid for client in ranks]
         self._services = Services(hosts, processes, self._send_to_rank, self._timers_of_job.later, self._say)
-        for rank, connection in enumerate(by_arrival[id(arrival)] for arrival in order):
-            connection.rank = rank
-            self._by_rank.append(connection)
-            connection.reader.limit = frames.LIMIT_FROM_RANK
-            self._send(connection, frames.encode({"rank": rank}) + shared)
-        for child in self._children():
-            self._tell_child(child)
+        self._by_rank = list(ranks)
+        on_loopback = ports.is_loopback(self._listener.getsockname()[0])
+        roster = {"hosts": hosts, "addresses": self._rendezvous.addresses(), "loopback": on_loopback}
+        shared = frames.encode({"roster": roster})
+        for client in ranks:
+            client.reader.limit = frames.LIMIT_FROM_RANK
+            self._send(client, frames.encode({"rank": client.rank}) + shared)
+        self._rendezvous.tell_children()
 
     def _refuse_all(self, text: str) -> None:
-        for connection in self._arrivals() + self._children():
-            self._send_last(connection, {"refused": text})
+        for client in self._rendezvous.arrivals() + self._rendezvous.children():
+            self._send_last(client, {"refused": text})
         self._end()
 
-    def _send_last(self, connection: _Connection, message: dict[str, Any]) -> None:
+    def _send_last(self, client: Client, message: dict[str, Any]) -> None:
         """Send a last message and close. A client that doesn't read it in time misses it."""
-        connection.is_ending = True
-        self._timers.later(limits.LAST_MESSAGE_SECONDS, lambda: self._close(connection, None))
-        self._send(connection, frames.encode(message))
+        client.is_ending = True
+        self._timers.later(limits.LAST_MESSAGE_SECONDS, lambda: self._close(client, None))
+        self._send(client, frames.encode(message))
 
 
 def main() -> None:

@@ -27,11 +27,13 @@ class HubProcess:
 
     def __init__(self, *, secret: bytes, speaks: bool = False, **settings: Any) -> None:
         self._pid = os.getpid()
+        errors = None if speaks else subprocess.DEVNULL
         self._process = subprocess.Popen(
+            # -I and -S: neither the user's settings nor installed packages delay the start.
             [sys.executable, "-I", "-S", "-c", _CODE, str(_ROOT)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=None if speaks else subprocess.DEVNULL,
+            stderr=errors,
             start_new_session=True,  # neither Ctrl-C nor the end of the starter's process group ends it
         )
         settings.update(secret=secret.hex(), speaks=speaks)
@@ -44,9 +46,13 @@ class HubProcess:
         reply = json.loads(answer or "{}")
         if "port" not in reply:
             self.close()
-            none = f"the hub of the job could not be started: it ended with code {self._process.wait()}"
-            raise (PortTakenError if reply.get("taken") else RendezvousError)(reply.get("error", none))
-        self.host, self.port = str(reply["host"]), int(reply["port"])
+            crash = f"the hub of the job could not be started: it ended with code {self._process.wait()}"
+            text = reply.get("error", crash)
+            if reply.get("taken"):
+                raise PortTakenError(text)
+            raise RendezvousError(text)
+        self.host = str(reply["host"])
+        self.port = int(reply["port"])
         os.register_at_fork(after_in_child=self.close)
 
     def close(self) -> None:

@@ -31,12 +31,14 @@ class Peers:
     """The connections of this rank to the others."""
 
     def __init__(self, cluster: Cluster, health: Health, secret: bytes) -> None:
-        self._cluster, self._health, self._secret = cluster, health, secret
+        self._cluster = cluster
+        self._health = health
+        self._secret = secret
         self._pid = os.getpid()
         self._listener: socket.socket | None = None
         self._opening = threading.Lock()
         self._store: ControlChannel
-        self._places: dict[int, tuple[int, str]] = {}  # each rank's port and token
+        self._endpoints: dict[int, tuple[int, str]] = {}  # each rank's port and token
         self._owning = threading.Lock()
         self._arrival = threading.Condition()
         self._arrived: defaultdict[tuple[int, int], deque[socket.socket]] = defaultdict(deque)
@@ -49,7 +51,8 @@ class Peers:
         """Return ``host:port`` of each rank, when all have opened theirs; empty before ``open``."""
         if self._listener is None:
             return ()
-        return tuple(join_address(host, self._place(rank)[0]) for rank, host in enumerate(self._cluster.addresses))
+        ports = [self._port_and_token(rank)[0] for rank in range(self._cluster.world_size)]
+        return tuple(map(join_address, self._cluster.addresses, ports))
 
     def open(self, store: ControlChannel) -> None:
         """Let the other ranks connect, once. ClusterError if no port is free, or the hub has gone."""
@@ -64,28 +67,31 @@ class Peers:
                     f"{self._cluster.name} finds no free port for messages of other ranks: {error.strerror}.\n"
                     "What to do: let NPU_DEVICE_PORT_RANGE have a port for each rank of a host, plus one."
                 ) from error
-            port, token = listener.getsockname()[1], secrets.token_hex()
+            port = listener.getsockname()[1]
+            token = secrets.token_hex()  # a connection to this rank can't be replayed to another
             self._store = store
             store.set(f"peers/{self._cluster.rank}", f"{port} {token}")
             serving = listener, self._secret + token.encode(), self._admitted
             threading.Thread(target=serve, args=serving, name="npu_device-peers", daemon=True).start()
             self._listener = listener
 
-    def _place(self, rank: int) -> tuple[int, str]:
-        while rank not in self._places:
+    def _port_and_token(self, rank: int) -> tuple[int, str]:
+        while rank not in self._endpoints:
             self._health.require_running()
             with contextlib.suppress(TimeoutError):
                 port, token = self._store.get(f"peers/{rank}", limits.ATTEMPT_SECONDS).split()
-                self._places[rank] = int(port), token
-        return self._places[rank]
+                self._endpoints[rank] = int(port), token
+        return self._endpoints[rank]
 
     def connect(self, rank: int, number: int, seconds: float | None = None) -> socket.socket:
         """Return a new connection, which doesn't block, and belongs to the caller; or raise PeerError."""
-        (port, token), host = self._place(rank), self._cluster.addresses[rank]
+        port, token = self._port_and_token(rank)
+        host = self._cluster.addresses[rank]
         until = time.monotonic() + (seconds or environment.HCCL_CONNECT_TIMEOUT.get())
         said = {"rank": self._cluster.rank, "number": number}
         while True:
-            attempt = min(limits.ATTEMPT_SECONDS, max(limits.ATTEMPT_PAUSE_SECONDS, until - time.monotonic()))
+            remaining = until - time.monotonic()
+            attempt = min(limits.ATTEMPT_SECONDS, max(limits.ATTEMPT_PAUSE_SECONDS, remaining))
             try:
                 timed = reach(host, port, attempt, self._secret + token.encode(), **said)
                 return self._owned_by_caller(timed.connection)
@@ -118,15 +124,16 @@ class Peers:
             time.sleep(limits.DELIVER_TICK_SECONDS)
 
     def close(self) -> None:
-        mine = os.getpid() == self._pid
-        for one in filter(None, [self._listener, *self._owned]):
-            if mine:
+        in_fork = os.getpid() != self._pid
+        for connection in filter(None, [self._listener, *self._owned]):
+            if not in_fork:  # or the connection of the rank itself would end, too
                 with contextlib.suppress(OSError):  # wakes the thread that reads from it
-                    one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                    connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
     def _admitted(self, timed: TimedConnection, said: dict[str, Any]) -> None:
-        rank, number = int(said["rank"]), int(said["number"])
+        rank = int(said["rank"])
+        number = int(said["number"])
         if not 0 <= rank < self._cluster.world_size:
             raise ValueError("no such rank")
         with self._arrival:
@@ -140,7 +147,8 @@ class Peers:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)  # the hub detects a lost host
         with self._owning:
-            self._owned = frozenset([connection, *(one for one in self._owned if one.fileno() >= 0)])
+            still_open = [owned for owned in self._owned if owned.fileno() >= 0]
+            self._owned = frozenset([connection, *still_open])
         return connection
 
     def raise_for(self, rank: int, reason: str) -> NoReturn:

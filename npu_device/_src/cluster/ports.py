@@ -16,8 +16,8 @@ _BACKLOG = 1024
 
 
 def allow_many_descriptors() -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def is_loopback(host: str) -> bool:
@@ -34,18 +34,20 @@ def plain(address: str) -> str:
 
 def addresses_of_this_host() -> list[str]:
     """Return addresses at which other hosts may reach this one, the best guess first; no loopback address."""
-    found = []
+    addresses = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel chooses the interface of the default route
-        found.append(str(probe.getsockname()[0]))
+        addresses.append(str(probe.getsockname()[0]))
     with contextlib.suppress(OSError):
         infos = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-        found += [str(address[0]) for *_, address in infos]
-    return [address for address in dict.fromkeys(found) if not is_loopback(address)]
+        addresses += [str(address[0]) for *_, address in infos]
+    return [address for address in dict.fromkeys(addresses) if not is_loopback(address)]
 
 
 def join_address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if ":" in host:  # IPv6
+        host = f"[{host}]"
+    return f"{host}:{port}"
 
 
 def listen(hosts: Sequence[str], ports: Sequence[int]) -> socket.socket:
@@ -69,12 +71,12 @@ def listen(hosts: Sequence[str], ports: Sequence[int]) -> socket.socket:
 
 def listen_on_free(ports: Sequence[int] | None = None, hosts: Sequence[str] = ()) -> socket.socket:
     """Return a socket on a free port of a range, by default any; on the loopback if all hosts are; or raise OSError."""
-    first, last = ports or (0, 0)
-    count = last - first + 1
+    lowest, highest = ports or (0, 0)
+    count = highest - lowest + 1
     begin = os.getpid() % count  # concurrent processes start looking at different ports
     for number in range(count):
         try:
-            return _bound_at(_interface(hosts), first + (begin + number) % count)
+            return _bound_at(_interface(hosts), lowest + (begin + number) % count)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or number == count - 1:
                 raise
@@ -85,8 +87,11 @@ class ReservedPort:
     """A port for the server of somebody else: until ``close`` the system gives it to nobody who doesn't ask for it."""
 
     def __init__(self, ports: Sequence[int] | None = None) -> None:
-        # Other ranks try the ports of a range one by one, so that this one has to listen while they do.
-        self._socket = listen_on_free(ports) if ports else _bound_at(_interface(()), 0, listens=False)
+        if ports:
+            # Other ranks try the ports of a range one by one, so that this one has to listen while they do.
+            self._socket = listen_on_free(ports)
+        else:
+            self._socket = _bound_at(_interface(()), 0, listens=False)
         self.number = int(self._socket.getsockname()[1])
 
     def leave_to_server(self) -> None:
@@ -99,9 +104,14 @@ class ReservedPort:
 
 
 def _interface(hosts: Sequence[str]) -> str:
+    """Return the address to listen at so that the hosts can reach this one: that of the loopback, or all."""
     if hosts and all(map(is_loopback, hosts)):
-        return "127.0.0.1" if hosts[0] == "localhost" else hosts[0]
-    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+        if hosts[0] == "localhost":
+            return "127.0.0.1"
+        return hosts[0]
+    if socket.has_dualstack_ipv6():
+        return "::"
+    return "0.0.0.0"
 
 
 def _bound_at(host: str, port: int, listens: bool = True) -> socket.socket:

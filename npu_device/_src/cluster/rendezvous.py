@@ -46,8 +46,25 @@ def meet(membership: Membership) -> tuple[Cluster, ControlChannel]:
 
     Raises RendezvousError, on all ranks that came with the same text, or ChildOfRankError.
     """
-    hello = Hello(
-        **{each.name: getattr(membership, each.name) for each in fields(Hello) if hasattr(membership, each.name)},
+    search = _Search(membership, _hello(membership))
+    if membership.starts_hub:
+        rank, roster, channel = _start_hub(membership, search)
+    else:
+        rank, roster, channel = search.search()
+    on_loopback = bool(roster["loopback"]) and all(map(is_loopback, membership.chief_hosts))
+    trusted = bool(membership.secret) or on_loopback
+    hosts = tuple(roster["hosts"])
+    addresses = tuple(roster["addresses"])
+    cluster = Cluster(rank, membership.device_id, hosts, addresses, membership.job_id, trusted)
+    _log.info("rank %d of %d has met the others on %s", cluster.rank, cluster.world_size, ", ".join(set(cluster.hosts)))
+    return cluster, channel
+
+
+def _hello(membership: Membership) -> Hello:
+    """Return how this process describes itself to the hub."""
+    names = [field.name for field in fields(Hello) if hasattr(membership, field.name)]
+    return Hello(
+        **{name: getattr(membership, name) for name in names},
         seconds=membership.connect_timeout,
         versions={"protocol": str(frames.PROTOCOL), **installed_versions()},
         settings=environment.settings_everywhere(),
@@ -56,14 +73,6 @@ def meet(membership: Membership) -> tuple[Cluster, ControlChannel]:
         started=start_time(os.getpid()),
         ancestors=tuple(ancestors()),
     )
-    search = _Search(membership, hello)
-    rank, roster, channel = _start_hub(membership, search) if membership.starts_hub else search.search()
-    on_loopback = bool(roster["loopback"]) and all(map(is_loopback, membership.chief_hosts))
-    trusted = bool(membership.secret) or on_loopback
-    hosts, addresses = map(tuple, (roster["hosts"], roster["addresses"]))
-    cluster = Cluster(rank, membership.device_id, hosts, addresses, membership.job_id, trusted)
-    _log.info("rank %d of %d has met the others on %s", cluster.rank, cluster.world_size, ", ".join(set(cluster.hosts)))
-    return cluster, channel
 
 
 def installed_versions() -> dict[str, str]:
@@ -80,6 +89,8 @@ _Met = tuple[int, dict[str, Any], ControlChannel]  # rank, roster
 def _start_hub(membership: Membership, search: _Search) -> _Met:
     if membership.secret == b"" and not all(map(is_loopback, membership.chief_hosts)):
         _log.warning("%s", NO_SECRET)
+    copied = ("job_id", "world_size", "expected_hosts", "host_key")
+    settings = {name: getattr(membership, name) for name in copied}
     began = time.monotonic()
     while True:
         try:
@@ -89,7 +100,7 @@ def _start_hub(membership: Membership, search: _Search) -> _Met:
                 ports=(membership.chief_port, membership.chief_port),
                 stays=False,
                 speaks=membership.under_mpiexec,
-                **{name: getattr(membership, name) for name in ("job_id", "world_size", "expected_hosts", "host_key")},
+                **settings,
             )
         except PortTakenError:
             # The port is taken by the hub of an earlier process of this rank, or of a second process started as this
@@ -101,29 +112,37 @@ def _start_hub(membership: Membership, search: _Search) -> _Met:
                 raise
             time.sleep(limits.OLD_HUB_PAUSE_SECONDS)
             continue
-        return search.search(("127.0.0.1",) if hub.host in ("::", "0.0.0.0") else (hub.host,))
+        if hub.host in ("::", "0.0.0.0"):  # it listens at all addresses of this host
+            return search.search(("127.0.0.1",))
+        return search.search((hub.host,))
 
 
-def _number(value: Any, most: float) -> float:
-    if not isinstance(value, (int, float)) or not 0 <= value <= most:  # nor NaN
+def _number(claim: Any, limit: float) -> float:
+    if not isinstance(claim, (int, float)) or not 0 <= claim <= limit:  # nor NaN
         raise AttemptFailedError(ANOTHER_PROGRAM)
-    return value
+    return claim
 
 
 def _is_roster(roster: Any, rank: int) -> bool:
     """Return True if the description that the hub has of the job has all that a rank needs."""
     try:
-        hosts, addresses, _ = roster["hosts"], roster["addresses"], roster["loopback"]
-        return rank < len(hosts) == len(addresses) and all(isinstance(text, str) for text in (*hosts, *addresses))
+        if "loopback" not in roster:
+            return False
+        hosts = roster["hosts"]
+        addresses = roster["addresses"]
+        are_texts = all(isinstance(text, str) for text in (*hosts, *addresses))
+        return rank < len(hosts) == len(addresses) and are_texts
     except (TypeError, LookupError):
         return False
 
 
 def _child(parent: Any) -> Exception:
-    numbers = ("pid", "rank", "world_size", "device_id")
-    if not isinstance(parent, dict) or not all(isinstance(parent.get(name), int) for name in numbers):
+    names = ("pid", "rank", "world_size", "device_id")
+    if not isinstance(parent, dict) or not all(isinstance(parent.get(name), int) for name in names):
         return AttemptFailedError(ANOTHER_PROGRAM)
-    return ChildOfRankError({**{name: parent[name] for name in numbers}, "neighbours": str(parent.get("neighbours"))})
+    description = {name: parent[name] for name in names}
+    description["neighbours"] = str(parent.get("neighbours"))
+    return ChildOfRankError(description)
 
 
 class _Search:
@@ -173,14 +192,16 @@ class _Search:
             return self._await_roster(timed)
         except BaseException as error:  # above all Ctrl-C: the others need not wait until the time is up
             if self._hello.is_chief and not isinstance(error, (AttemptFailedError, RendezvousError, ChildOfRankError)):
-                what = f"the chief ({self._hello.process}) stopped while the ranks were meeting: {error!r}."
-                timed.send({"stopping": f"{what}\nLook at its output."})
+                text = f"the chief ({self._hello.process}) stopped while the ranks were meeting: {error!r}."
+                timed.send({"stopping": f"{text}\nLook at its output."})
             timed.connection.close()
             raise
 
     def _await_roster(self, timed: TimedConnection) -> _Met:
-        seconds, doing, rank = limits.ANSWER_SECONDS, "no answer", None
-        gone = "the connection was closed without an answer: a hub that is ending"
+        rank = None
+        seconds = limits.ANSWER_SECONDS
+        silence = "no answer"
+        closure = "the connection was closed without an answer: a hub that is ending"
         self.is_busy = False
 
         def report() -> None:
@@ -188,54 +209,55 @@ class _Search:
                 self._progress("has reached the chief, which waits for other ranks")
 
         while True:
-            answer = timed.receive(seconds, silent=f"{doing}: the hub is stopped", closed=gone, meanwhile=report)
+            answer = timed.receive(seconds, silent=f"{silence}: the hub is stopped", closed=closure, meanwhile=report)
             said: Any
-            kind, said = next(iter(answer.items()), ("", None))  # the first key tells what it is
-            if kind == "wait":
+            verdict, said = next(iter(answer.items()), ("", None))  # the first key tells what it is
+            if verdict == "wait":
                 seconds = _number(said, limits.LONGEST_WAIT_SECONDS) + limits.VERDICT_MARGIN_SECONDS
-                doing = "the chief accepted this rank, and then sent nothing more"
-                gone = "the chief accepted this rank, and then was gone"
+                silence = "the chief accepted this rank, and then sent nothing more"
+                closure = "the chief accepted this rank, and then was gone"
                 if answer.get("for") is not None:
                     _log.warning(_CANDIDATE, os.getpid(), self._hello.candidate, _number(said, 1e9))
-            elif kind == "waits_for":
+            elif verdict == "waits_for":
                 waited = time.monotonic() - self._began
                 _log.warning("after %.0f s: the chief waits for %s of job %r", waited, said, self._hello.job_id)
-            elif kind == "refused":
+            elif verdict == "refused":
                 raise RendezvousError(str(said))
-            elif kind == "busy":
+            elif verdict == "busy":
                 self.is_busy = True
                 raise AttemptFailedError(str(said))
-            elif kind == "child_of":
+            elif verdict == "child_of":
                 raise _child(said)
-            elif kind == "rank":
+            elif verdict == "rank":  # the roster follows
                 rank = int(_number(said, MOST_RANKS))
-            elif kind == "roster" and rank is not None and _is_roster(said, rank):
+            elif verdict == "roster" and rank is not None and _is_roster(said, rank):
                 return rank, said, ControlChannel(timed.connection, timed.reader)
             else:
                 raise AttemptFailedError(ANOTHER_PROGRAM)
 
-    def _progress(self, what: str) -> None:
-        now = time.monotonic()
-        if now >= self._next_progress:
-            self._next_progress = now + limits.NEXT_PROGRESS_SECONDS
-            _log.warning("after %.0f s: %s %s", now - self._began, self._name, what)
+    def _progress(self, activity: str) -> None:
+        time_now = time.monotonic()
+        if time_now >= self._next_progress:
+            self._next_progress = time_now + limits.NEXT_PROGRESS_SECONDS
+            _log.warning("after %.0f s: %s %s", time_now - self._began, self._name, activity)
 
     @property
     def _lines(self) -> list[str]:
-        return [f"{place} {outcome}" for place, outcome in self._outcomes.items()]
+        return [f"{address} {outcome}" for address, outcome in self._outcomes.items()]
 
     def _complaint(self) -> str:
-        membership, hello = self._membership, self._hello
+        membership = self._membership
         if membership.rank is None:
             chief = f"the process of CM_CHIEF_DEVICE on host {membership.chief_hosts[0]}"
             check = "CM_CHIEF_IP, CM_CHIEF_PORT and CM_CHIEF_DEVICE"
         else:
             chief = f"rank 0 on host {(membership.expected_hosts or membership.chief_hosts)[0]}"
-            known = {"rank table": "the rank table", "TF_CONFIG": "TF_CONFIG"}
-            check = known.get(membership.scheme, "MASTER_ADDR, MASTER_PORT and the variables of the launcher")
+            descriptions = {"rank table": "the rank table", "TF_CONFIG": "TF_CONFIG"}
+            launcher = "MASTER_ADDR, MASTER_PORT and the variables of the launcher"
+            check = descriptions.get(membership.scheme, launcher)
         lines = "\n".join(f"  {line}" for line in self._lines)
         return (
-            f"EI0015: {self._name} ({hello.process}) got no answer from the chief, {chief}, "
+            f"EI0015: {self._name} ({self._hello.process}) got no answer from the chief, {chief}, "
             f"within {membership.connect_timeout:g} s (HCCL_CONNECT_TIMEOUT):\n{lines}\n"
             "Likely cause: the chief was not started, has ended, or has a different address or port.\n"
             f"What to do: look at the output of the chief; compare {check} on both hosts; look for a firewall."

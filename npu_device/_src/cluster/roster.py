@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -47,14 +47,8 @@ class Hello:
     @classmethod
     def read(cls, fields: Any) -> Hello:
         """Parse the hello in a message; ValueError, LookupError or TypeError if it is not a valid one."""
-        kinds = {
-            **dict.fromkeys(("job_id", "scheme", "host_key", "machine"), (str,)),
-            **dict.fromkeys(("world_size", "device_id", "pid"), (int,)),
-            **{"rank": (int, type(None)), "host": (str, type(None)), "is_chief": (bool,), "seconds": (int, float)},
-            **dict.fromkeys(("versions", "settings"), (dict,)),
-        }
-        for name, allowed in kinds.items():
-            if type(fields[name]) not in allowed:
+        for name, allowed_types in _TYPES_OF_HELLO.items():
+            if type(fields[name]) not in allowed_types:
                 raise ValueError(f"unexpected {name}")
         for texts in (fields["versions"], fields["settings"]):
             if not all(isinstance(text, str) for text in texts.values()):
@@ -66,23 +60,27 @@ class Hello:
         if not 0 <= fields["seconds"] <= LONGEST_WAIT_SECONDS:  # nor NaN
             raise ValueError("no such time")
         # Other versions may send more fields, or fewer of the following; the versions show the difference.
-        started, ancestors = str(fields.get("started", "")), fields.get("ancestors", ())
+        started = str(fields.get("started", ""))
+        ancestors = fields.get("ancestors", ())
         candidate = fields.get("candidate")
         if not all(map(_is_process, ancestors)) or not isinstance(candidate, (int, type(None))):
             raise ValueError("unexpected ancestors")
-        known = {name: fields[name] for name in kinds}
-        return cls(**known, started=started, ancestors=tuple(map(tuple, ancestors)), candidate=candidate)
+        checked = {name: fields[name] for name in _TYPES_OF_HELLO}
+        return cls(**checked, started=started, ancestors=tuple(map(tuple, ancestors)), candidate=candidate)
 
     @property
     def name(self) -> str:
-        return f"device {self.device_id}" if self.rank is None else f"rank {self.rank}"
+        if self.rank is None:
+            return f"device {self.device_id}"
+        return f"rank {self.rank}"
 
     @property
     def process(self) -> str:
         return f"machine {self.machine}, pid {self.pid}"
 
-    def is_child_of(self, other: Hello) -> bool:
-        return self.machine == other.machine and other.started != "" and (other.pid, other.started) in self.ancestors
+    def is_child_of(self, parent: Hello) -> bool:
+        process = (parent.pid, parent.started)
+        return self.machine == parent.machine and parent.started != "" and process in self.ancestors
 
     @property
     def too_late(self) -> str:
@@ -95,11 +93,31 @@ class Hello:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        return self.scheme, self.world_size, *(tuple(sorted(each.items())) for each in (self.versions, self.settings))
+        """Return what must be the same on all ranks."""
+        versions = tuple(sorted(self.versions.items()))
+        settings = tuple(sorted(self.settings.items()))
+        return self.scheme, self.world_size, versions, settings
 
 
-def _is_process(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and list(map(type, value)) == [int, str]
+_TYPES_OF_HELLO: dict[str, tuple[type, ...]] = {
+    "job_id": (str,),
+    "scheme": (str,),
+    "host_key": (str,),
+    "machine": (str,),
+    "world_size": (int,),
+    "device_id": (int,),
+    "pid": (int,),
+    "rank": (int, type(None)),
+    "host": (str, type(None)),
+    "is_chief": (bool,),
+    "seconds": (int, float),
+    "versions": (dict,),
+    "settings": (dict,),
+}
+
+
+def _is_process(claim: Any) -> bool:
+    return isinstance(claim, (list, tuple)) and list(map(type, claim)) == [int, str]
 
 
 def start_time(pid: int) -> str:
@@ -109,15 +127,15 @@ def start_time(pid: int) -> str:
 
 def ancestors() -> list[tuple[int, str]]:
     """Return number and start time of the parent of this process, of its parent, and so on, as far as known."""
-    found: list[tuple[int, str]] = []
+    processes: list[tuple[int, str]] = []
     pid = os.getppid()
-    while pid > 0 and len(found) < 50:
+    while pid > 0 and len(processes) < 50:
         parent, started = _parent_and_start(pid)
         if not started:
             break
-        found.append((pid, started))
+        processes.append((pid, started))
         pid = parent
-    return found
+    return processes
 
 
 def _parent_and_start(pid: int) -> tuple[int, str]:
@@ -144,76 +162,83 @@ class Arrival:
 
     @property
     def key(self) -> _Key:
-        return (self.host, self.hello.device_id) if self.hello.rank is None else self.hello.rank
+        if self.hello.rank is None:
+            return (self.host, self.hello.device_id)
+        return self.hello.rank
 
 
 class Roster:
-    """The ranks of a job. The hello of the chief is the reference, until the chief has come the first one."""
+    """The ranks of a job. The hello of the chief is the reference; until the chief has come, the earliest one is."""
 
     def __init__(self, job_id: str, expected_hosts: Sequence[str]) -> None:
         self._job_id = job_id
         self._expected_hosts = expected_hosts
-        self._present: dict[_Key, list[Arrival]] = {}
-        self._left: dict[_Key, Arrival] = {}
+        self._arrivals: dict[_Key, list[Arrival]] = {}  # several of one key are a contradiction
+        self._departures: dict[_Key, Arrival] = {}
         self._signatures: Counter[tuple[Any, ...]] = Counter()
-        self._others: dict[str, None] = {}
+        self._strangers: dict[str, None] = {}  # ranks of other jobs, as lines of the error
         self._unknown_clients: dict[str, str] = {}
         self._chief: Hello | None = None
-        self._first: Hello | None = None
-        self._count = 0
+        self._earliest: Hello | None = None
+        self._count = 0  # of all arrivals
 
     @property
     def reference(self) -> Hello | None:
         """Return the hello that the others are compared with; None while no rank has come."""
-        return self._chief or self._first
+        return self._chief or self._earliest
 
     def refusal(self, hello: Hello, seen_at: str) -> str | None:
         """Return the text of the error for a rank of another job; None for a rank of this job."""
         if hello.job_id == self._job_id:
             return None
-        who = f"{hello.process}, from {seen_at}"
-        if len(self._others) < _MOST_GONE:
-            self._others[f"{hello.name} of another job, {hello.job_id!r}: refused ({who})"] = None
-        place = "" if self.reference is None else f" (its chief: {self.reference.process})"
+        if len(self._strangers) < _MOST_GONE:
+            line = f"{hello.name} of another job, {hello.job_id!r}: refused ({hello.process}, from {seen_at})"
+            self._strangers[line] = None
+        job = repr(self._job_id)
+        if self.reference is not None:
+            job += f" (its chief: {self.reference.process})"
         return (
-            f"{hello.name} of job {hello.job_id!r} came to the meeting point of another job, {self._job_id!r}{place}.\n"
+            f"{hello.name} of job {hello.job_id!r} came to the meeting point of another job, {job}.\n"
             "Likely cause: two jobs use the same port, or JOB_ID is not the same on all ranks of one job.\n"
             "What to do: give each job its own port, and all ranks of a job the same JOB_ID."
         )
 
     def has(self, arrival: Arrival) -> bool:
-        return arrival.key in self._present
+        return arrival.key in self._arrivals
 
     def add(self, arrival: Arrival) -> None:
         hello = arrival.hello
-        if not self._present:
-            self._first = self._chief = None
-        self._first = self._first or hello
+        if not self._arrivals:
+            self._earliest = None
+            self._chief = None
+        self._earliest = self._earliest or hello
         if hello.is_chief:
             self._chief = self._chief or hello
-        self._present.setdefault(arrival.key, []).append(arrival)
+        self._arrivals.setdefault(arrival.key, []).append(arrival)
         self._signatures[hello.signature] += 1
         self._count += 1
 
     def remove(self, arrival: Arrival) -> None:
         """Remove a rank that disconnected early: its process has ended, or it will reconnect."""
-        same = self._present[arrival.key]
-        same.remove(arrival)
-        if not same:
-            del self._present[arrival.key]
+        rivals = self._arrivals[arrival.key]
+        rivals.remove(arrival)
+        if not rivals:
+            del self._arrivals[arrival.key]
         self._signatures -= Counter([arrival.hello.signature])
         self._count -= 1
-        self._left[arrival.key] = arrival
-        if len(self._left) > _MOST_GONE:
-            del self._left[next(iter(self._left))]
-        hellos = [other.hello for other in self._arrivals()] or [arrival.hello]
-        self._first = hellos[0] if arrival.hello is self._first else self._first
+        self._departures[arrival.key] = arrival
+        if len(self._departures) > _MOST_GONE:
+            del self._departures[next(iter(self._departures))]
+        # The last rank that leaves stays the reference, for the text of the error.
+        hellos = [present.hello for present in self._all_arrivals()] or [arrival.hello]
+        if arrival.hello is self._earliest:
+            self._earliest = hellos[0]
         if arrival.hello is self._chief:
             self._chief = next((hello for hello in hellos if hello.is_chief), None)
 
-    def note_unknown_client(self, address: str, what: str) -> None:
+    def note_unknown_client(self, address: str, behaviour: str) -> None:
         self._unknown_clients.pop(address, None)
-        self._unknown_clients[address] = what
+        self._unknown_clients[address] = behaviour
         if len(self._unknown_clients) > _UNKNOWN_SHOWN:
             del self._unknown_clients[next(iter(self._unknown_clients))]
 
@@ -225,7 +250,11 @@ class Roster:
     @property
     def contradictory(self) -> bool:
         """Return True if the ranks that have come can't form one job."""
-        return len(self._signatures) > 1 or self._count > len(self._present)
+        return len(self._signatures) > 1 or self._has_doubles
+
+    @property
+    def _has_doubles(self) -> bool:
+        return self._count > len(self._arrivals)
 
     @property
     def complete(self) -> bool:
@@ -240,84 +269,118 @@ class Roster:
     def _numbers_ranks(self) -> bool:
         return self.reference is not None and self.reference.rank is None
 
-    def _arrivals(self) -> list[Arrival]:
-        return [arrival for same in self._present.values() for arrival in same]
+    def _all_arrivals(self) -> list[Arrival]:
+        return [arrival for rivals in self._arrivals.values() for arrival in rivals]
 
     def in_order(self) -> list[Arrival]:
         """Return the arrivals by rank. Without a rank table, they get their numbers here."""
-        return sorted((same[0] for same in self._present.values()), key=_order)
+        return sorted((rivals[0] for rivals in self._arrivals.values()), key=_order)
 
     def missing(self) -> str:
+        """Return the names of the ranks that haven't come, or only how many if the chief numbers them."""
         if self._numbers_ranks:
             return f"{self._absent()} of {self._size} ranks"
-        ranks = [self._rank_name(rank) for rank in range(self._size) if rank not in self._present]
-        return ", ".join(ranks[:10]) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
+        ranks = [self._rank_name(rank) for rank in range(self._size) if rank not in self._arrivals]
+        text = ", ".join(ranks[:10])
+        if len(ranks) > 10:
+            text += f" and {len(ranks) - 10} more"
+        return text
 
     def complaint(self) -> str:
         """Return the text of the error: what happened, one line per rank, likely cause, what to do."""
         assert self.reference is not None
-        found = {kind for arrival in self._arrivals() for kind, _ in self._differences(arrival.hello)}
-        found |= {"doubled rank"} if self._count > len(self._present) else set()
-        found |= {"missing"} if self._absent() else set()
-        kinds, timeout, job = [kind for kind in _REMEDIES if kind in found], self.reference.seconds, self._job_id
-        head = (
-            f"EI0015: {self._absent()} of the {self._size} ranks of job {job!r} did not come within {timeout:g} s "
-            "(HCCL_CONNECT_TIMEOUT):"
-        )
-        if set(kinds) != {"missing"}:
-            kinds = [kind for kind in kinds if kind != "missing"]  # the others would be wrong anyway
-            head = f"the ranks that came to job {job!r} don't match ({', '.join(kinds)}):"
-        return "\n".join([head, *(f"  {line}" for line in self._lines()), *(_REMEDIES[kind] for kind in kinds)])
+        problems = self._problems()
+        if problems == ["missing"]:
+            headline = (
+                f"EI0015: {self._absent()} of the {self._size} ranks of job {self._job_id!r} did not come within "
+                f"{self.reference.seconds:g} s (HCCL_CONNECT_TIMEOUT):"
+            )
+        else:
+            problems = [problem for problem in problems if problem != "missing"]  # the others would be wrong anyway
+            headline = f"the ranks that came to job {self._job_id!r} don't match ({', '.join(problems)}):"
+        lines = [f"  {line}" for line in self._lines()]
+        remedies = [_REMEDIES[problem] for problem in problems]
+        return "\n".join([headline, *lines, *remedies])
+
+    def _problems(self) -> list[str]:
+        """Return the problems of all ranks, the most important one first."""
+        problems = {problem for arrival in self._all_arrivals() for problem, _ in self._differences(arrival.hello)}
+        if self._has_doubles:
+            problems.add("doubled rank")
+        if self._absent():
+            problems.add("missing")
+        return [problem for problem in _REMEDIES if problem in problems]
 
     def _lines(self) -> list[str]:
-        size = self._size
-        names: list[_Key] = [] if self._numbers_ranks else list(range(size))
-        names += sorted({*self._present, *self._left}.difference(names), key=str)
-        lines, missing = [], 0
-        for key in names:
-            for arrival in self._present.get(key, []):
-                states = ["doubled"] if len(self._present[key]) > 1 else []
-                states += [f"{kind}, {values}" for kind, values in self._differences(arrival.hello)]
-                lines.append(f"{arrival.name}: {'; '.join(states) or 'came'} ({arrival.hello.process})")
-            if key not in self._present and key in self._left:
-                gone = self._left[key]
-                lines.append(f"{gone.name}: missing; it came, but left before the end ({gone.hello.process})")
-            elif key not in self._present and isinstance(key, int):
-                missing += 1
-                if missing <= _MISSING_SHOWN:
+        """Return what is known about each rank, then about clients that are no rank of the job."""
+        keys: list[_Key] = []
+        if not self._numbers_ranks:
+            keys += range(self._size)
+        keys += sorted({*self._arrivals, *self._departures}.difference(keys), key=str)
+        lines = []
+        number_missing = 0
+        for key in keys:
+            if key in self._arrivals:
+                lines += self._lines_of_arrivals(self._arrivals[key])
+            elif key in self._departures:
+                departure = self._departures[key]
+                came = "missing; it came, but left before the end"
+                lines.append(f"{departure.name}: {came} ({departure.hello.process})")
+            elif isinstance(key, int):
+                number_missing += 1
+                if number_missing <= _MISSING_SHOWN:
                     lines.append(f"{self._rank_name(key)}: missing")
-        if missing > _MISSING_SHOWN:
-            lines.append(f"{missing - _MISSING_SHOWN} more ranks: missing")
+        if number_missing > _MISSING_SHOWN:
+            lines.append(f"{number_missing - _MISSING_SHOWN} more ranks: missing")
         if self._numbers_ranks and self._absent():
-            lines.append(f"{self._absent()} of {size}: missing (the chief would have numbered them)")
-        lines += self._others
-        for address, what in list(self._unknown_clients.items())[-_UNKNOWN_SHOWN:]:
-            lines.append(f"an unknown client at {address} {what}; not counted")
+            lines.append(f"{self._absent()} of {self._size}: missing (the chief would have numbered them)")
+        lines += self._strangers
+        for address, behaviour in list(self._unknown_clients.items())[-_UNKNOWN_SHOWN:]:
+            lines.append(f"an unknown client at {address} {behaviour}; not counted")
+        return lines
+
+    def _lines_of_arrivals(self, rivals: list[Arrival]) -> list[str]:
+        lines = []
+        for arrival in rivals:
+            states = [f"{problem}, {detail}" for problem, detail in self._differences(arrival.hello)]
+            if len(rivals) > 1:
+                states.insert(0, "doubled")
+            lines.append(f"{arrival.name}: {'; '.join(states) or 'came'} ({arrival.hello.process})")
         return lines
 
     def _absent(self) -> int:
         if self._numbers_ranks:
-            return max(0, self._size - len(self._present))
-        return sum(rank not in self._present for rank in range(self._size))
+            return max(0, self._size - len(self._arrivals))
+        return sum(rank not in self._arrivals for rank in range(self._size))
 
     def _differences(self, hello: Hello) -> list[tuple[str, str]]:
-        chief, found = self.reference, []
+        """Return how a rank differs from the chief: each problem, a key of ``_REMEDIES``, with its details."""
+        chief = self.reference
         assert chief is not None
+        differences = []
         if hello.scheme != chief.scheme:
-            found.append(("another scheme", f"{hello.scheme} (the chief: {chief.scheme})"))
+            differences.append(("another scheme", f"{hello.scheme} (the chief: {chief.scheme})"))
         if hello.world_size != chief.world_size:
-            found.append(("another world size", f"{hello.world_size} (the chief: {chief.world_size})"))
-        alike = ("another version", hello.versions, chief.versions), ("another setting", hello.settings, chief.settings)
-        for kind, mine, chiefs in alike:
-            for name in sorted({*mine, *chiefs}):
-                theirs, ours = (values.get(name, "default") for values in (mine, chiefs))
-                if theirs != ours:
-                    found.append((kind, f"{name} {theirs} (the chief: {ours})"))
-        return found
+            differences.append(("another world size", f"{hello.world_size} (the chief: {chief.world_size})"))
+        for detail in _different(hello.versions, chief.versions):
+            differences.append(("another version", detail))
+        for detail in _different(hello.settings, chief.settings):
+            differences.append(("another setting", detail))
+        return differences
 
     def _rank_name(self, rank: int) -> str:
-        known = rank < len(self._expected_hosts)
-        return f"rank {rank} on host {self._expected_hosts[rank]}" if known else f"rank {rank}"
+        if rank < len(self._expected_hosts):
+            return f"rank {rank} on host {self._expected_hosts[rank]}"
+        return f"rank {rank}"
+
+
+def _different(of_rank: Mapping[str, str], of_chief: Mapping[str, str]) -> Iterator[str]:
+    """Yield the names with different texts on a rank and on the chief."""
+    for name in sorted({*of_rank, *of_chief}):
+        text = of_rank.get(name, "default")
+        expected = of_chief.get(name, "default")
+        if text != expected:
+            yield f"{name} {text} (the chief: {expected})"
 
 
 # Most important first.

@@ -6,10 +6,7 @@ isn't valid is refused whole (``FrameError``); values are kept as the JSON text 
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import json
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Callable
@@ -23,54 +20,26 @@ _POST_BYTES_KEPT = 1 << 26
 _SHOWN = 10
 
 
-class Timers:
-    """Calls that the hub makes later, unless they are cancelled."""
-
-    def __init__(self) -> None:
-        self._times: list[tuple[float, int]] = []
-        self._acts: dict[int, Callable[[], None]] = {}  # those that haven't been cancelled
-        self._numbers = itertools.count()
-
-    def later(self, seconds: float, act: Callable[[], None]) -> Callable[[], object]:
-        """Call a function after some seconds; return a function that cancels that."""
-        number = next(self._numbers)
-        if len(self._times) > 2 * len(self._acts) + 16:
-            self._times = [each for each in self._times if each[1] in self._acts]
-            heapq.heapify(self._times)
-        self._acts[number] = act
-        heapq.heappush(self._times, (time.monotonic() + seconds, number))
-        return lambda: self._acts.pop(number, None)
-
-    @property
-    def first(self) -> float | None:
-        """Return when ``run`` is to be called next, on the monotonic clock."""
-        return self._times[0][0] if self._times else None
-
-    def run(self, now: float) -> None:
-        while self._times and self._times[0][0] <= now:
-            act = self._acts.pop(heapq.heappop(self._times)[1], None)
-            if act is not None:
-                act()
-
-
 @dataclass
 class _Gather:
+    """A gather that isn't complete; the values are JSON texts."""
+
     ranks: set[int]
-    partial: bool
-    values: dict[int, str] = field(default_factory=dict)
+    partial: bool  # what has come is handed out at the end of the time, or when the missing ranks have gone
+    texts: dict[int, str] = field(default_factory=dict)
     waiting: dict[int, int] = field(default_factory=dict)  # each rank's request
 
 
 @dataclass
-class _Round:
-    """One question that several ranks may ask."""
+class _Question:
+    """One question that several ranks may ask; it is put to each rank once."""
 
-    key: str
+    key: str  # what is asked, and of whom
     number: int
     pending: set[int]
     answers: dict[int, str] = field(default_factory=dict)
-    waiting: list[tuple[int, int]] = field(default_factory=list)
-    result: bytes | None = None
+    waiting: list[tuple[int, int]] = field(default_factory=list)  # ranks and their requests
+    joined_answers: bytes | None = None  # once the question is closed
 
 
 @dataclass
@@ -82,71 +51,79 @@ class Services:
     _send: Callable[[int, bytes], None]
     _later: Callable[[float, Callable[[], None]], Callable[[], object]]
     _say: Callable[[str], None]
-    # Each cancels the limit of a request.
-    _waiting: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
-    _values: dict[str, str] = field(default_factory=dict)
+    # By rank and request; each cancels the limit of that request.
+    _cancels: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
+    _store: dict[str, str] = field(default_factory=dict)
     _readers: dict[str, dict[tuple[int, int], None]] = field(default_factory=dict)
     _posts: dict[str, dict[int, str]] = field(default_factory=dict)
     _post_bytes: int = 0
     _gathers: dict[str, _Gather] = field(default_factory=dict)
-    _rounds: dict[str, _Round] = field(default_factory=dict)
-    _round_of: dict[int, _Round] = field(default_factory=dict)
-    _rounds_made: int = 0
-    _left: dict[int, str] = field(default_factory=dict)
+    _questions: dict[str, _Question] = field(default_factory=dict)
+    _open_questions: dict[int, _Question] = field(default_factory=dict)
+    _questions_asked: int = 0
+    _departures: dict[int, str] = field(default_factory=dict)  # ranks whose script ended: calls issued, as JSON
     _absent: set[int] = field(default_factory=set)
-    _unreported_left: list[int] = field(default_factory=list)
-    _unreported_gone: list[int] = field(default_factory=list)
+    _unreported_departures: list[int] = field(default_factory=list)
+    _unreported_losses: list[int] = field(default_factory=list)
     _failing: bool = False
     _is_told: bool = False
 
     def handle(self, rank: int, message: dict[str, Any]) -> None:
         """Handle a message of a rank; FrameError if it isn't one of those that ranks send."""
         try:
-            getattr(self, f"_do_{message['do']}")(rank, message)
+            _HANDLERS[message["do"]](self, rank, message)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise frames.FrameError(f"{error!r} in {str(message.get('do'))[:100]!r}") from error
 
     def closed(self, rank: int) -> None:
-        if rank not in self._left:
-            self._unreported_gone.append(rank)
+        if rank not in self._departures:
+            self._unreported_losses.append(rank)
         self._mark_absent(rank)
 
     def report_losses(self) -> None:
         """Report all ranks that have gone without a message, together; none after a failure: all are ending then."""
-        gone, self._unreported_gone = self._unreported_gone, []
-        if gone and not self._failing:
+        losses = self._unreported_losses
+        self._unreported_losses = []
+        if losses and not self._failing:
             self._failing = True
             if not self._is_told:
-                self._say(self._loss(gone))
-            self._push(frames.encode({"push": "gone", "ranks": gone}))
+                self._say(self._loss_text(losses))
+            self._push(frames.encode({"push": "gone", "ranks": losses}))
 
-    def _loss(self, gone: Sequence[int]) -> str:
-        first = gone[0]
-        after = f" Then rank(s) {ranges(gone[1:])} went, too." if gone[1:] else ""
-        before = f" The script of rank(s) {ranges(self._left)} had ended before." if self._left else ""
+    def _loss_text(self, losses: Sequence[int]) -> str:
+        rank, *followers = losses
+        history = ""
+        if self._departures:
+            history = f" The script of rank(s) {ranges(self._departures)} had ended before."
+        if followers:
+            history += f" Then rank(s) {ranges(followers)} went, too."
         return (
-            f"{self._listed([first])} (process {self._processes[first]}) is gone: its process ended or was killed, or "
-            f"its host can't be reached any more.{before}{after}\n"
-            f"What to do: look at the output of rank {first}. mpiexec ends the other ranks, too, and may name the "
+            f"{self._listed([rank])} (process {self._processes[rank]}) is gone: its process ended or was killed, or "
+            f"its host can't be reached any more.{history}\n"
+            f"What to do: look at the output of rank {rank}. mpiexec ends the other ranks, too, and may name the "
             "process of one of them."
         )
 
-    # What a rank may ask for
+    # What a rank may ask for. Each handler reads the whole message before it changes anything.
 
     def _do_set(self, rank: int, message: dict[str, Any]) -> None:
-        key, value, request = str(message["key"]), str(message["value"]), int(message["id"])
-        if key in self._values:
+        key = str(message["key"])
+        text = str(message["value"])
+        request = int(message["id"])
+        if key in self._store:
             self._refuse(rank, request, "exists", key)
             return
-        self._values[key] = value
+        self._store[key] = text
         self._answer(rank, request, None)
-        for reader, request in self._readers.pop(key, {}):
-            self._answer(reader, request, value)
+        for reader, read_request in self._readers.pop(key, {}):
+            self._answer(reader, read_request, text)
 
     def _do_get(self, rank: int, message: dict[str, Any]) -> None:
-        key, request, seconds = str(message["key"]), int(message["id"]), _seconds_of(message)
-        if key in self._values:
-            self._answer(rank, request, self._values[key])
+        key = str(message["key"])
+        request = int(message["id"])
+        seconds = _seconds_of(message)
+        if key in self._store:
+            self._answer(rank, request, self._store[key])
             return
 
         def give_up() -> None:
@@ -157,63 +134,77 @@ class Services:
                     del self._readers[key]
                 self._refuse(rank, request, "late", f"no rank has provided {key!r} within {seconds:g} s")
 
-        self._waiting[rank, request] = self._later(seconds, give_up)
+        self._cancels[rank, request] = self._later(seconds, give_up)
         self._readers.setdefault(key, {})[rank, request] = None
 
     def _do_delete(self, rank: int, message: dict[str, Any]) -> None:
-        key, request = str(message["key"]), int(message["id"])
-        self._values.pop(key, None)
+        key = str(message["key"])
+        request = int(message["id"])
+        self._store.pop(key, None)
         self._answer(rank, request, None)
 
     def _do_post(self, rank: int, message: dict[str, Any]) -> None:
-        name, request, text = str(message["name"]), int(message["id"]), _text(message["value"])
+        name = str(message["name"])
+        request = int(message["id"])
+        text = _text(message["value"])
         posted = self._posts.setdefault(name, {})
         self._post_bytes += len(text) - len(posted.get(rank, ""))
         posted[rank] = text
-        is_last = len(posted) == len(self.hosts)  # only then the values are of use, and many ranks post at once
-        self._answer_text(rank, request, frames.joined(posted) if is_last else b"[]")
+        answer = b"[]"
+        if len(posted) == len(self.hosts):  # only then the values are of use, and many ranks post at once
+            answer = frames.joined(posted)
+        self._answer_text(rank, request, answer)
         while len(self._posts) > _POSTS_KEPT or self._post_bytes > _POST_BYTES_KEPT:
-            self._post_bytes -= sum(map(len, self._posts.pop(next(iter(self._posts))).values()))
+            oldest = self._posts.pop(next(iter(self._posts)))
+            self._post_bytes -= sum(map(len, oldest.values()))
 
     def _do_gather(self, rank: int, message: dict[str, Any]) -> None:
-        name, request, seconds, value = str(message["name"]), int(message["id"]), _seconds_of(message), message["value"]
-        gather = self._gathers.get(name) or _Gather(self._ranks(message["ranks"]), bool(message["partial"]))
+        name = str(message["name"])
+        request = int(message["id"])
+        seconds = _seconds_of(message)
+        text = _text(message["value"])
+        gather = self._gathers.get(name)
+        if gather is None:
+            gather = _Gather(self._ranks(message["ranks"]), bool(message["partial"]))
         if rank not in gather.ranks or rank in gather.waiting:
             raise ValueError("not, or twice, in the gather")
-
-        def forget() -> None:
-            if self._gathers.get(name) is gather:
-                self._hand_out(gather)
-                del self._gathers[name]
-
-        def give_up() -> None:
-            if self._gathers.get(name) is gather and gather.waiting.get(rank) == request:
-                if gather.partial:
-                    self._hand_out(gather)
-                    self._later(ANSWERS_KEPT_SECONDS, forget)
-                    return
-                missing = sorted(gather.ranks.difference(gather.values))
-                text = (
-                    f"{self._listed(missing)} did not reach {name!r} within {seconds:g} s, as the others have.\n"
-                    "What to do: find out whether it is stopped or still busy; its output may tell."
-                )
-                self._refuse(rank, request, "late", text)
-                del gather.waiting[rank]
-                if not gather.waiting:
-                    del self._gathers[name]
-
-        self._waiting[rank, request] = self._later(seconds, give_up)
+        self._cancels[rank, request] = self._later(seconds, lambda: self._give_up(name, gather, rank, request, seconds))
         self._gathers[name] = gather
-        gather.values[rank] = _text(value)
+        gather.texts[rank] = text
         gather.waiting[rank] = request
-        if len(gather.values) == len(gather.ranks):
-            forget()
+        if len(gather.texts) == len(gather.ranks):
+            self._forget(name, gather)
         else:
             self._end_if_hopeless(name, gather)
 
+    def _forget(self, name: str, gather: _Gather) -> None:
+        """End a gather, unless it has ended already, and another one has its name."""
+        if self._gathers.get(name) is gather:
+            self._hand_out(gather)
+            del self._gathers[name]
+
+    def _give_up(self, name: str, gather: _Gather, rank: int, request: int, seconds: float) -> None:
+        """Answer a rank whose time is up without those that haven't come."""
+        if self._gathers.get(name) is not gather or gather.waiting.get(rank) != request:
+            return
+        if gather.partial:
+            self._hand_out(gather)
+            # Late ranks still get the values of the others.
+            self._later(ANSWERS_KEPT_SECONDS, lambda: self._forget(name, gather))
+            return
+        absent = sorted(gather.ranks.difference(gather.texts))
+        text = (
+            f"{self._listed(absent)} did not reach {name!r} within {seconds:g} s, as the others have.\n"
+            "What to do: find out whether it is stopped or still busy; its output may tell."
+        )
+        self._refuse(rank, request, "late", text)
+        del gather.waiting[rank]
+        if not gather.waiting:
+            del self._gathers[name]
+
     def _end_if_hopeless(self, name: str, gather: _Gather) -> None:
-        absent = gather.ranks & self._absent.difference(gather.values)
-        if not absent or (gather.partial and len(absent) + len(gather.values) < len(gather.ranks)):
+        absent = gather.ranks & self._absent.difference(gather.texts)
+        if not absent or (gather.partial and len(absent) + len(gather.texts) < len(gather.ranks)):
             return
         del self._gathers[name]
         if gather.partial:
@@ -227,67 +218,77 @@ class Services:
             self._refuse(rank, request, "gone", text)
 
     def _hand_out(self, gather: _Gather) -> None:
-        text = frames.joined(gather.values)
+        text = frames.joined(gather.texts)
         for rank, request in gather.waiting.items():
             self._answer_text(rank, request, text)
         gather.waiting.clear()
 
     def _do_ask(self, rank: int, message: dict[str, Any]) -> None:
-        kind, body, request, seconds = str(message["kind"]), message["body"], int(message["id"]), _seconds_of(message)
-        key = _text([kind, body, message["ranks"]])
-        found = self._rounds.get(key)
-        if found is None:
+        topic = str(message["kind"])
+        body = message["body"]
+        request = int(message["id"])
+        seconds = _seconds_of(message)
+        key = _text([topic, body, message["ranks"]])
+        question = self._questions.get(key)
+        if question is None:
             asked = self._ranks(message["ranks"]) - self._absent
-            number = self._rounds_made + 1
-            frame = frames.encode({"push": "question", "question": number, "kind": kind, "body": body})
-            self._rounds_made = number
-            found = self._rounds[key] = self._round_of[number] = _Round(key, number, asked)
-            found.waiting.append((rank, request))
-            for other in asked:
-                self._send(other, frame)
-            self._later(seconds, lambda: self._finish(found))
-            if not asked:
-                self._finish(found)
-        elif found.result is None:
-            found.waiting.append((rank, request))
+            number = self._questions_asked + 1
+            frame = frames.encode({"push": "question", "question": number, "kind": topic, "body": body})
+            self._questions_asked = number
+            question = _Question(key, number, asked, waiting=[(rank, request)])
+            self._put(question, frame, seconds)
+        elif question.joined_answers is None:
+            question.waiting.append((rank, request))
         else:
-            self._answer_text(rank, request, found.result)
+            self._answer_text(rank, request, question.joined_answers)
+
+    def _put(self, question: _Question, frame: bytes, seconds: float) -> None:
+        """Put a new question to the ranks that are asked."""
+        self._questions[question.key] = question
+        self._open_questions[question.number] = question
+        for rank in question.pending:
+            self._send(rank, frame)
+        self._later(seconds, lambda: self._close_question(question))
+        if not question.pending:
+            self._close_question(question)
 
     def _do_reply(self, rank: int, message: dict[str, Any]) -> None:
-        found, text = self._round_of.get(int(message["question"])), _text(message["value"])
-        if found is not None and rank in found.pending:
-            found.pending.remove(rank)
-            found.answers[rank] = text
-            if not found.pending:
-                self._finish(found)
+        question = self._open_questions.get(int(message["question"]))
+        text = _text(message["value"])
+        if question is not None and rank in question.pending:
+            question.pending.remove(rank)
+            question.answers[rank] = text
+            if not question.pending:
+                self._close_question(question)
 
-    def _finish(self, found: _Round) -> None:
-        if found.result is not None:
+    def _close_question(self, question: _Question) -> None:
+        if question.joined_answers is not None:
             return
-        del self._round_of[found.number]
-        found.result = frames.joined(found.answers)
-        for rank, request in found.waiting:
-            self._answer_text(rank, request, found.result)
-        self._later(ANSWERS_KEPT_SECONDS, lambda: self._rounds.__delitem__(found.key))
+        del self._open_questions[question.number]
+        question.joined_answers = frames.joined(question.answers)
+        for rank, request in question.waiting:
+            self._answer_text(rank, request, question.joined_answers)
+        self._later(ANSWERS_KEPT_SECONDS, lambda: self._questions.__delitem__(question.key))
 
     def _do_left(self, rank: int, message: dict[str, Any]) -> None:
         issued = {str(group): int(count) for group, count in dict(message["issued"]).items()}
-        if rank in self._left:
+        if rank in self._departures:
             return
-        self._left[rank] = _text(issued)
-        if not self._unreported_left:
+        self._departures[rank] = _text(issued)
+        if not self._unreported_departures:
             self._later(LEFT_TOGETHER_SECONDS, self._report_departures)
-        self._unreported_left.append(rank)
+        self._unreported_departures.append(rank)
         self._mark_absent(rank)
-        if len(self._left) == len(self.hosts):
+        if len(self._departures) == len(self.hosts):
             self._report_departures()
 
     def _report_departures(self) -> None:
-        left_ranks, self._unreported_left = self._unreported_left, []
-        if not left_ranks:  # the last one has reported them
+        ranks = self._unreported_departures
+        self._unreported_departures = []
+        if not ranks:  # the last one has reported them
             return
-        left = frames.joined({rank: self._left[rank] for rank in left_ranks})
-        self._push(frames.join(b'{"push":"left","left":', left, b"}"))
+        departures = frames.joined({rank: self._departures[rank] for rank in ranks})
+        self._push(frames.join(b'{"push":"left","left":', departures, b"}"))
 
     def _do_stopped(self, rank: int, message: dict[str, Any]) -> None:
         self._is_told = True  # the rank has raised an error, and ends because of it
@@ -307,37 +308,61 @@ class Services:
         self._absent.add(rank)
         for name, gather in list(self._gathers.items()):
             self._end_if_hopeless(name, gather)
-        for found in list(self._round_of.values()):
-            found.pending.discard(rank)
-            if not found.pending:
-                self._finish(found)
+        for question in list(self._open_questions.values()):
+            question.pending.discard(rank)
+            if not question.pending:
+                self._close_question(question)
 
     def _listed(self, ranks: Iterable[int]) -> str:
         ranks = list(ranks)
-        named = [f"rank {rank} on host {self.hosts[rank]}" for rank in ranks[:_SHOWN]]
-        return ", ".join(named) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+        text = ", ".join(f"rank {rank} on host {self.hosts[rank]}" for rank in ranks[:_SHOWN])
+        if len(ranks) > _SHOWN:
+            text += f" and {len(ranks) - _SHOWN} more"
+        return text
 
     def _ranks(self, text: str | None) -> set[int]:
         """Return the ranks that a message names; all if it names none."""
-        found = set(range(len(self.hosts)) if text is None else ranks_of(text))
-        if max(found, default=0) >= len(self.hosts):
+        if text is None:
+            return set(range(len(self.hosts)))
+        ranks = set(ranks_of(text))
+        if max(ranks, default=0) >= len(self.hosts):
             raise ValueError("no such rank")
-        return found
+        return ranks
 
     def _push(self, frame: bytes) -> None:
         for rank in range(len(self.hosts)):
             self._send(rank, frame)
 
-    def _answer(self, rank: int, request: int, value: Any) -> None:
-        self._answer_text(rank, request, json.dumps(value).encode())
+    def _answer(self, rank: int, request: int, answer: str | None) -> None:
+        self._answer_text(rank, request, json.dumps(answer).encode())
 
-    def _answer_text(self, rank: int, request: int, value: bytes) -> None:
-        self._waiting.pop((rank, request), lambda: None)()  # cancels its time limit
-        self._send(rank, frames.join(b'{"id":%d,"value":' % request, value, b"}"))
+    def _answer_text(self, rank: int, request: int, text: bytes) -> None:
+        self._cancel_limit(rank, request)
+        self._send(rank, frames.join(b'{"id":%d,"value":' % request, text, b"}"))
 
-    def _refuse(self, rank: int, request: int, kind: str, text: str) -> None:
-        self._waiting.pop((rank, request), lambda: None)()
-        self._send(rank, frames.encode({"id": request, "error": kind, "text": text}))
+    def _refuse(self, rank: int, request: int, error: str, text: str) -> None:
+        self._cancel_limit(rank, request)
+        self._send(rank, frames.encode({"id": request, "error": error, "text": text}))
+
+    def _cancel_limit(self, rank: int, request: int) -> None:
+        cancel = self._cancels.pop((rank, request), None)
+        if cancel is not None:
+            cancel()
+
+
+# By what a message says is to be done ("do").
+_HANDLERS: dict[str, Callable[[Services, int, dict[str, Any]], None]] = {
+    "set": Services._do_set,
+    "get": Services._do_get,
+    "delete": Services._do_delete,
+    "post": Services._do_post,
+    "gather": Services._do_gather,
+    "ask": Services._do_ask,
+    "reply": Services._do_reply,
+    "left": Services._do_left,
+    "stopped": Services._do_stopped,
+    "failed": Services._do_failed,
+}
 
 
 def _seconds_of(message: dict[str, Any]) -> float:
@@ -347,5 +372,5 @@ def _seconds_of(message: dict[str, Any]) -> float:
     return seconds
 
 
-def _text(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
+def _text(content: Any) -> str:
+    return json.dumps(content, separators=(",", ":"))

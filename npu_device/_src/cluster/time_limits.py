@@ -37,8 +37,10 @@ VERDICT_MARGIN_SECONDS = 5.0  # how much longer than the hub says a rank waits f
 LONGEST_WAIT_SECONDS = 86400.0  # the longest wait for the other ranks that a hub or a rank may ask for
 OLD_HUB_SECONDS = 1.0  # for the hub of an earlier job to end after its ranks have left
 OLD_HUB_PAUSE_SECONDS = 0.2
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 1.0  # between two attempts; each pause is twice the one before
-FIRST_PROGRESS_SECONDS, NEXT_PROGRESS_SECONDS = 10.0, 30.0  # until a slow start is reported, and reported again
+FIRST_PAUSE_SECONDS = 0.05  # between two attempts; each pause is twice the one before
+LONGEST_PAUSE_SECONDS = 1.0
+FIRST_PROGRESS_SECONDS = 10.0  # until a slow start is reported
+NEXT_PROGRESS_SECONDS = 30.0  # until it is reported again
 
 # Talking to the hub
 SHORT_SECONDS = 10.0  # for requests that the hub answers at once
@@ -67,14 +69,17 @@ RANKS_NOTICE_SECONDS = 2.0  # after a failure: for the other ranks to raise erro
 KILL_SECONDS = 10.0  # a process that outlives SIGKILL so long is stuck in the kernel (network file system, driver)
 SAME_SIGNAL_SECONDS = 0.5  # Ctrl-C can come twice: from the terminal, and from what started npurun (uv run)
 LONGEST_BACKOFF_SECONDS = 60.0  # the longest pause between two attempts
-TICK_SECONDS, REFRESH_SECONDS = 0.5, 5.0  # between two looks at the output, and between two lines of a progress bar
+TICK_SECONDS = 0.5  # between two looks at the output
+REFRESH_SECONDS = 5.0  # between two lines of a progress bar
 READER_SECONDS = 5.0  # by so much a reader that is stopped delays the end of an npurun that was sent a signal
 
 # npurun on several nodes or hosts
-NODE_CONNECT_SECONDS, NODE_PAUSE_SECONDS = 10.0, 0.3  # one attempt of a node to reach node 0, and the pause between two
+NODE_CONNECT_SECONDS = 10.0  # one attempt of a node to reach node 0
+NODE_PAUSE_SECONDS = 0.3  # between two of them
 NODE_ALIVE_SECONDS = 5.0  # between the messages with which node 0 says that it isn't frozen
 NODE_SILENT_SECONDS = 4 * NODE_ALIVE_SECONDS  # after which a node that only waits takes npurun on node 0 for frozen
-NODE_NOTICE_SECONDS, NODE_LAST_MESSAGE_SECONDS = 5.0, 3.0
+NODE_NOTICE_SECONDS = 5.0  # until node 0 reports that it waits for other nodes
+NODE_LAST_MESSAGE_SECONDS = 3.0  # for the other nodes to read why they end
 NODE_STOP_SECONDS = 30.0  # for nodes to stop, besides the time of the ranks: notice, kill, the last lines of output
 HOSTS_NOTICE_SECONDS = 3.0  # after the npurun of one host has ended: for those of the others to notice
 HOSTS_END_SECONDS = 15.0  # for killing ranks, and for reports, after the grace period
@@ -83,8 +88,10 @@ HOSTS_END_SECONDS = 15.0  # for killing ranks, and for reports, after the grace 
 PROGRESS_REPORT_SECONDS = 5.0  # one report of progress to Kubeflow
 PROGRESS_PAUSE_SECONDS = 5.0  # between two of them at the least, as its guide asks
 LEAST_INPUT_WAIT_SECONDS = 0.01  # a shorter wait for a batch raises no alarm: the machine may only be busy
-FIRST_SAVE_CHECK_SECONDS, LONGEST_SAVE_CHECK_SECONDS = 0.5, 5.0  # until a rank asks again how far rank 0 is
-SAVE_ANSWER_SECONDS, SAVE_LEFT_SECONDS = 10.0, 1.0  # for the answer; for news of a rank that has left
+FIRST_SAVE_CHECK_SECONDS = 0.5  # until a rank asks again how far rank 0 is, at first
+LONGEST_SAVE_CHECK_SECONDS = 5.0  # and at last
+SAVE_ANSWER_SECONDS = 10.0  # for the answer
+SAVE_LEFT_SECONDS = 1.0  # for news of a rank that has left
 SAVE_PAUSE_SECONDS = 0.05  # between two looks at files
 LAST_WORD_SECONDS = 0.7  # for comparing the variables at the end of a rank; what is left then isn't compared
 SAME_PREEMPTION_SECONDS = 1.0  # a launcher and the cluster manager may both send a preemption signal
@@ -100,7 +107,8 @@ COLLECTING_SECONDS = 120.0  # for the ranks to collect the tests
 SETTLED_SECONDS = 2.0  # for what a test has closed to be gone
 PROXY_DELAY_SECONDS = 0.5
 FAULT_POLL_SECONDS = 0.05  # between two looks at a job
-SETTLING_SECONDS, RECOVERY_SECONDS = 3.0, 300.0  # until a disturbed connection has ended an attempt; until recovery
+SETTLING_SECONDS = 3.0  # until a disturbed connection has ended an attempt
+RECOVERY_SECONDS = 300.0  # until the job goes on after a fault
 
 # Verification and the check
 RECORDS_SECONDS = 60.0  # for the others to come as far as a rank that records its steps

@@ -36,7 +36,7 @@ _LIBRARIES = tuple(os.path.join(path, "") for path in (sysconfig.get_path("stdli
 
 
 @functools.lru_cache(maxsize=4096)
-def is_users(file: str) -> bool:
+def is_user_file(file: str) -> bool:
     """Return True if the file of a frame is neither generated code nor part of a library, that of Python included."""
     generated = file.startswith("<") or os.path.basename(file).startswith("__autograph_generated_file")
     return not generated and not re.search("/(site|dist)-packages/", file) and not file.startswith(_LIBRARIES)
@@ -44,42 +44,48 @@ def is_users(file: str) -> bool:
 
 def without_libraries(text: str) -> tuple[str, int]:
     """Return a traceback without the frames of libraries, and how many those are; without frames of the user, all."""
-    kept: list[str] = []
+    user_lines: list[str] = []
     left_out = 0
     indent = None  # of the frame that is being left out; the lines that belong to it are indented further, or empty
     for line in text.splitlines():
         frame = FRAME.match(line)
         code = line.lstrip(" |")
-        if frame and not is_users(frame["file"]):
+        if frame and not is_user_file(frame["file"]):
             left_out += 1
             indent = len(frame["indent"])
         elif indent is None or (code and len(line) - len(code) <= indent and not code.startswith(_REPEATED)):
             indent = None
-            kept.append(line)
-    if not any(map(FRAME.match, kept)):
+            user_lines.append(line)
+    if not any(map(FRAME.match, user_lines)):
         return text, 0
-    return "\n".join(_without_repeats(kept)) + "\n", left_out
+    return "\n".join(_without_repeats(user_lines)) + "\n", left_out
 
 
 def _without_repeats(lines: list[str]) -> list[str]:
     """Leave out headers that no frame follows, and the errors below them that a later or an earlier error repeats."""
-    shown: list[str] = []
+    output: list[str] = []
     number = 0
     while number < len(lines):
         line = lines[number]
         number += 1
         if not HEADER.match(line) or any(map(FRAME.match, lines[number : number + 1])):
-            shown.append(line)
+            output.append(line)
             continue
         error = next(filter(str.strip, lines[number:]), "")
         said = error.partition(": ")[2] or error
-        chain = next((later for later in range(number, len(lines)) if CHAIN.match(lines[later])), None)
+        chains = (index for index in range(number, len(lines)) if CHAIN.match(lines[index]))
+        chain = next(chains, None)
         if chain is not None and any(said in later for later in lines[chain:]):
             number = chain + 2  # a blank line follows
         else:
-            while number < len(lines) and any(_MODULE.sub("", lines[number]) in before for before in shown):
+            while number < len(lines) and _is_repeated(lines[number], output):
                 number += 1
-    return shown
+    return output
+
+
+def _is_repeated(line: str, output: list[str]) -> bool:
+    error = _MODULE.sub("", line)
+    return any(error in earlier for earlier in output)
 
 
 def root_error(error: str) -> str:
@@ -89,20 +95,23 @@ def root_error(error: str) -> str:
     """
     inner = error
     while inner:
-        error, inner = inner, _inside(inner)
+        error = inner
+        inner = _inside(error)
     return _INTERNAL.sub("", error)
 
 
 def _inside(error: str) -> str:
-    first, *lines = error.splitlines() or [""]
-    if failed := _IN_A_GRAPH.match(first):
+    headline, *lines = error.splitlines() or [""]
+    if failed := _IN_A_GRAPH.match(headline):
         inner = _in_graph([failed["text"], *lines])
-        return inner if not inner or _TYPE.match(inner) else f"{failed['kind']}: {inner}"
-    if _IN_A_TRACED_FUNCTION.match(first):
+        if inner and not _TYPE.match(inner):
+            inner = f"{failed['kind']}: {inner}"
+        return inner
+    if _IN_A_TRACED_FUNCTION.match(headline):
         lines = textwrap.dedent("\n".join(lines)).splitlines()
         begin = next((number for number, line in enumerate(lines) if not _PLACE_IN_CODE.match(line)), len(lines))
         return "\n".join(lines[begin:]).rstrip()
-    if failed := _IN_A_LAYER.match(first):
+    if failed := _IN_A_LAYER.match(headline):
         end = f"rguments received by {failed['layer']}:"
         until = next((number for number, line in enumerate(lines) if line.endswith(end)), len(lines))
         inner = _BOLD.sub("", "\n".join(lines[:until])).strip()
@@ -115,7 +124,9 @@ def _in_graph(lines: list[str]) -> str:
     for line in lines:
         if said and _END.match(line):
             break
-        text = line if said else _IN_A_DATA_SET.sub("", _NUMBERED.sub("", line))
+        text = line
+        if not said:
+            text = _IN_A_DATA_SET.sub("", _NUMBERED.sub("", line))
         if said or not _PLACE.match(text):
             said.append(text)
     return "\n".join(said).rstrip()

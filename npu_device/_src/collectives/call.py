@@ -27,7 +27,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.time_limits import DETAILS_SECONDS
-from npu_device._src.cluster.tracebacks import is_users
+from npu_device._src.cluster.tracebacks import is_user_file
 from npu_device._src.collectives.group import Group
 from npu_device._src.wording import counted
 
@@ -133,7 +133,7 @@ def user_line() -> str:
     """Return the innermost line of the script, outside of libraries; the outermost line if all are in libraries."""
     last = "an unknown line"
     for filename, line, name in compat.lines_of_stack(sys._getframe(1)):
-        if is_users(filename):
+        if is_user_file(filename):
             return f"{filename}:{line} ({name})"
         last = last if filename.startswith("<") else f"{filename}:{line} ({name})"
     return last

@@ -74,7 +74,7 @@ class StallWatch:
         self._warn_after = environment.NPU_DEVICE_STALL_WARNING.get()
         self._give_up_after = environment.NPU_DEVICE_STALL_TIMEOUT.get()
         job.health.on_question("where", self._answer)
-        job.health.begun = self._begun
+        job.health.count_calls = self._begun
         threading.Thread(target=self._run, name="npu_device-stall", daemon=True).start()
 
     def calls_of(self, group: Group) -> CallCount:

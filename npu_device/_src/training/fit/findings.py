@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.cluster.tracebacks import is_users
+from npu_device._src.cluster.tracebacks import is_user_file
 from npu_device._src.training.watching.digests import variable_name
 from npu_device._src.world.share import shapes_of
 from npu_device._src.world.world import World
@@ -225,7 +225,7 @@ def _are_the_same(whole: np.ndarray, parts: Sequence[np.ndarray], rows: Sequence
 
 def where(operation: tf.Operation) -> str:
     """Return the user's line that made an operation, in words; "" if there is none."""
-    frames = [frame for frame in operation.traceback if is_users(frame.filename)]
+    frames = [frame for frame in operation.traceback if is_user_file(frame.filename)]
     if not frames:
         return ""
     name, number = frames[-1].filename, frames[-1].lineno

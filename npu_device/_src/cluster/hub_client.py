@@ -1,0 +1,44 @@
+"""A client of the hub: its connection, what it is to the hub by now, and what is known of it."""
+
+from __future__ import annotations
+
+import enum
+import socket
+import time
+
+from npu_device._src.cluster import frames, time_limits as limits
+from npu_device._src.cluster.roster import Arrival
+from npu_device._src.cluster.server_handshake import ServerHandshake
+
+
+class State(enum.Enum):
+    """What a client is to the hub; most become a rank, step by step."""
+
+    UNPROVED = enum.auto()  # its handshake isn't over
+    PROVED = enum.auto()  # it hasn't sent its hello
+    ARRIVED = enum.auto()  # it waits for the other ranks
+    RANK = enum.auto()  # it has met them
+    CHILD = enum.auto()  # a rank has started this process: it waits to be told of which rank it is a child
+
+
+class Client:
+    """A client with its connection. It is closed as soon as ``outbox`` has been sent if it ``is_ending``."""
+
+    arrival: Arrival  # of a client that has ARRIVED, and of a RANK
+    rank: int  # of a RANK
+    parent: Client  # of a CHILD: the client that has started it, which may be a child, too
+
+    def __init__(self, connection: socket.socket, address: str, secret: bytes) -> None:
+        self.state = State.UNPROVED
+        self.socket = connection
+        self.address = address
+        self.until = time.monotonic() + limits.PROOF_SECONDS  # for the handshake and the hello
+        self.handshake = ServerHandshake(secret, frames.LIMIT_OF_HELLO)
+        self.reader = frames.Reader(self.handshake.limit)
+        self.outbox = bytearray()
+        self.is_ending = False
+
+    @property
+    def has_arrived(self) -> bool:
+        """Return True if the client has come as a rank, whether or not it has met the others."""
+        return self.state in (State.ARRIVED, State.RANK)

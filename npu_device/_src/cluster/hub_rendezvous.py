@@ -1,0 +1,209 @@
+"""The rendezvous of one job in the hub: which clients have come as ranks, whom they wait for, and until when.
+
+Knows no sockets: it gets hellos, and sends messages through the hub. ``roster.py`` knows what doesn't match.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import Any, Callable
+
+from npu_device._src.cluster import ports, time_limits as limits
+from npu_device._src.cluster.hub_client import Client, State
+from npu_device._src.cluster.roster import Arrival, Hello, Roster
+from npu_device._src.wording import ranges
+
+
+class HubRendezvous:
+    """Lets clients wait for each other until all ranks have come, and answers those that come later.
+
+    Attributes:
+        ranks: the clients by rank, once all have met.
+    """
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        clients: Collection[Client],
+        send: Callable[[Client, dict[str, Any]], None],
+        send_last: Callable[[Client, dict[str, Any]], None],
+    ) -> None:
+        self.ranks: list[Client] = []
+        self._settings = settings
+        self._clients = clients  # all that are connected; the hub changes them
+        self._send = send
+        self._send_last = send_last
+        self._roster = Roster(settings["job_id"], settings["expected_hosts"])
+        self._address = "127.0.0.1"  # of the host of the hub, as other hosts reach it
+        self._began: float | None = None  # when the first rank came
+        self._contradictory_since: float | None = None
+        self._next_progress = 0.0
+        self._candidates_until: float | None = None
+
+    def arrivals(self) -> list[Client]:
+        return [client for client in self._clients if client.has_arrived and not client.is_ending]
+
+    def children(self) -> list[Client]:
+        return [client for client in self._clients if client.state is State.CHILD and not client.is_ending]
+
+    def hosts(self) -> list[str]:
+        """Return the name of the host of each rank."""
+        return [client.arrival.host for client in self.ranks]
+
+    def addresses(self) -> list[str]:
+        """Return the address at which the others reach each rank."""
+        arrivals = [client.arrival for client in self.ranks]
+        return [arrival.hello.host or arrival.seen_at or self._address for arrival in arrivals]
+
+    def remove(self, client: Client) -> None:
+        """Forget a rank whose connection has ended before all had come."""
+        if not self.ranks:
+            self._roster.remove(client.arrival)
+
+    def note_unknown_client(self, address: str, behaviour: str) -> None:
+        self._roster.note_unknown_client(address, behaviour)
+
+    def receive(self, client: Client, hello: Hello) -> None:
+        """Let a client wait for the others, or tell it why it can't."""
+        refusal = self._roster.refusal(hello, client.address)
+        if refusal is not None:
+            self._send_last(client, {"refused": refusal})
+            return
+        seen_at = None
+        if not ports.is_loopback(client.address):
+            seen_at = client.address
+        arrival = Arrival(hello, hello.host_key or seen_at or self._settings["host_key"], seen_at)
+        rivals = self._rivals(arrival)
+        for rival in rivals:
+            if hello.is_child_of(rival.arrival.hello):
+                client.state = State.CHILD
+                client.parent = rival
+                self._tell_child(client)
+                return
+        children = [rival for rival in rivals if rival.arrival.hello.is_child_of(hello)]  # they came before it
+        if self.ranks and children:
+            self._send_last(client, {"refused": hello.too_late})
+        elif self.ranks:
+            self._send_last(client, {"busy": "the ranks of this job have met already"})
+        elif self._roster.is_crowded:
+            self._send_last(client, {"busy": "too many processes have come as ranks of this job"})
+        else:
+            self._admit(client, arrival, children)
+
+    def _rivals(self, arrival: Arrival) -> list[Client]:
+        """Return the clients that have come as the same rank."""
+        if not self._roster.has(arrival):  # as a rule: don't go through all clients for each of them
+            return []
+        return [client for client in self._clients if client.has_arrived and client.arrival.key == arrival.key]
+
+    def _admit(self, client: Client, arrival: Arrival, children: list[Client]) -> None:
+        """Let a client wait for the other ranks, in place of children of it that have come before."""
+        if ports.is_loopback(self._address):
+            # The others reach this host at the address this rank used; any address is better than loopback.
+            self._address = ports.plain(client.socket.getsockname()[0])
+        reference = self._roster.reference
+        client.state = State.ARRIVED
+        client.arrival = arrival
+        self._roster.add(arrival)
+        for child in children:
+            self._roster.remove(child.arrival)
+            child.state = State.CHILD
+            child.parent = client
+        if self._began is None:
+            self._began = time.monotonic()
+            self._next_progress = self._began + limits.FIRST_PROGRESS_SECONDS
+        if reference is self._roster.reference:
+            self._send_wait(client)
+            return
+        for waiting in self.arrivals():  # the new reference may wait for longer or shorter than the old one
+            self._send_wait(waiting)
+
+    def _send_wait(self, client: Client) -> None:
+        """Tell a client how long it will have to wait for the ranks, in seconds."""
+        self._send(client, {"wait": max(0.0, self._end_of_waiting() - time.monotonic())})
+
+    def _tell_child(self, client: Client) -> None:
+        """Tell a client whose child it is, once the ranks have met; it waits with them until then."""
+        parent = client
+        while parent.state is State.CHILD:
+            parent = parent.parent
+        if not self.ranks or parent.state is not State.RANK:
+            self._send_wait(client)
+            return
+        hosts = self.hosts()
+        neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[parent.rank]]
+        hello = parent.arrival.hello
+        position = {"rank": parent.rank, "world_size": len(hosts), "neighbours": ranges(neighbours)}
+        self._send_last(client, {"child_of": {"pid": hello.pid, **position, "device_id": hello.device_id}})
+
+    # When the waiting ends
+
+    def next_due(self) -> float | None:
+        """Return when the rendezvous has to be looked at next, on the monotonic clock."""
+        if self.ranks or self._began is None:
+            return None
+        if self._candidates_until is not None:
+            return self._candidates_until
+        return min(self._deadline(), self._next_progress)
+
+    def _end_of_waiting(self) -> float:
+        assert self._began is not None and self._roster.reference is not None
+        return self._began + self._roster.reference.seconds
+
+    def _deadline(self) -> float:
+        if self._contradictory_since is None:
+            return self._end_of_waiting()
+        return min(self._end_of_waiting(), self._contradictory_since + limits.CONTRADICTION_SECONDS)
+
+    def is_complete(self, time_now: float) -> bool:
+        """Return True once all ranks have come, and none of them may be replaced by the process that started it."""
+        if not self._roster.complete:
+            self._candidates_until = None
+            return False
+        return not self._awaits_candidates(time_now)
+
+    def _awaits_candidates(self, time_now: float) -> bool:
+        """Return True while all have come, but a process that has started one of them may still take its place."""
+        candidates = {client: client.arrival.hello.candidate for client in self.arrivals()}
+        if not any(candidate is not None for candidate in candidates.values()):
+            return False
+        if self._candidates_until is None:
+            self._candidates_until = time_now + limits.CANDIDATE_SECONDS
+            for client, candidate in candidates.items():
+                self._send(client, {"wait": limits.CANDIDATE_SECONDS, "for": candidate})
+        return time_now < self._candidates_until
+
+    def complaint(self, time_now: float) -> str | None:
+        """Return the error that ends the rendezvous: the time is up, or the ranks contradict each other."""
+        if self._began is None or self._roster.complete:
+            return None
+        if not self._roster.contradictory:
+            self._contradictory_since = None
+        elif self._contradictory_since is None:
+            self._contradictory_since = time_now
+        if time_now < self._deadline():
+            return None
+        return self._roster.complaint()
+
+    def report_progress(self, time_now: float) -> None:
+        """Tell the chief now and then which ranks are missing."""
+        if self._began is None or self._roster.complete or time_now < self._next_progress:
+            return
+        self._next_progress = time_now + limits.NEXT_PROGRESS_SECONDS
+        for client in self.arrivals():
+            if client.arrival.hello.is_chief:
+                self._send(client, {"waits_for": self._roster.missing()})
+
+    def tell_children(self) -> None:
+        for child in self.children():
+            self._tell_child(child)
+
+    def number_ranks(self) -> None:
+        """Give the clients that have come their ranks."""
+        # By identity, since an arrival has no hash: its hello holds dictionaries.
+        by_arrival = {id(client.arrival): client for client in self.arrivals()}
+        self.ranks = [by_arrival[id(arrival)] for arrival in self._roster.in_order()]
+        for rank, client in enumerate(self.ranks):
+            client.state = State.RANK
+            client.rank = rank

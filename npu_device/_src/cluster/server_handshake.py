@@ -1,0 +1,63 @@
+"""The side of the handshake that is connected to: the hub, or another rank. Knows no sockets, and imports little."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from npu_device._src.cluster import frames
+
+
+class UnprovedError(Exception):
+    """The client doesn't know the job secret."""
+
+
+class ServerHandshake:
+    """One client's handshake: its greeting with a nonce, then its proof, which covers all that the greeting says.
+
+    Attributes:
+        is_proved: the client has proved that it knows the job secret, so that the handshake is over.
+        said: what the greeting holds besides the nonce; only to be trusted once it is proved.
+    """
+
+    def __init__(self, secret: bytes, limit_after_proof: int) -> None:
+        self.is_proved = False
+        self.said: dict[str, Any] = {}
+        self._secret = secret
+        self._limit_after_proof = limit_after_proof
+        self._client_nonce: str | None = None
+        self._own_nonce = frames.nonce()
+
+    @property
+    def limit(self) -> int:
+        """Return the length in bytes of the longest frame that the client may send next."""
+        if self.is_proved:
+            return self._limit_after_proof
+        return frames.LIMIT_BEFORE_PROOF
+
+    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return the reply to a message of the client.
+
+        Raises:
+            FrameError: it isn't a greeting, which has to come first.
+            UnprovedError: its proof is wrong.
+        """
+        if self._client_nonce is None:
+            return self._greet(message)
+        if not frames.is_proof(message.get("proof"), self._proof("client", self._client_nonce)):
+            raise UnprovedError("no proof that it knows the job secret")
+        self.is_proved = True
+        return {"proof": self._proof("hub", self._client_nonce)}
+
+    def _greet(self, greeting: dict[str, Any]) -> dict[str, Any]:
+        said = dict(greeting)
+        protocol = said.pop("npu_device", None)
+        nonce = said.pop("nonce", None)
+        # Other versions greet, too: ranks with different versions recognize each other.
+        if not isinstance(protocol, int) or not isinstance(nonce, str):
+            raise frames.FrameError("no greeting")
+        self.said = said
+        self._client_nonce = nonce
+        return {"nonce": self._own_nonce}
+
+    def _proof(self, side: str, client_nonce: str) -> str:
+        return frames.proof(self._secret, side, client_nonce, self._own_nonce, self.said)
