@@ -29,6 +29,7 @@ from npu_device._src.cluster.time_limits import (
 from npu_device._src.membership.rank_environment import clean_environment
 from npu_device._src.testing.answers import Answer, RankError
 from npu_device._src.testing.forked import end_all, start_ranks
+from npu_device._src.testing.short_path import short_path
 
 _WORKER = str(Path(__file__).parent / "worker.py")
 _TAIL_LINES = 40
@@ -58,7 +59,7 @@ class Pool:
         self._processes: list[Any] = []
         try:
             _require_memory(size)
-            with Listener(address, family="AF_UNIX", backlog=size) as listener:
+            with short_path(address) as name, Listener(name, family="AF_UNIX", backlog=size) as listener:
                 arguments = [_WORKER, address, str(directory / "stacks")]
                 self._processes = self._start(arguments, {**clean_environment(), **common, **environment})
                 self._accept(listener)

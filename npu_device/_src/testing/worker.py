@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from npu_device._src.collectives import job
 from npu_device._src.testing.answers import Answer
+from npu_device._src.testing.short_path import short_path
 from npu_device._src.training.opening import device
 
 
@@ -125,7 +126,9 @@ def answer_this_and_more(answer: Answer) -> None:
 def main() -> None:
     global _calls
     address, stacks = sys.argv[1:]
-    with Client(address, family="AF_UNIX") as _calls:
+    with short_path(address) as name:
+        _calls = Client(name, family="AF_UNIX")
+    with _calls:
         handle = device.open().as_default()
         with open(f"{stacks}{handle.worker_id}", "w") as file:
             faulthandler.register(signal.SIGUSR1, file)  # a pool asks where a rank is that doesn't answer
