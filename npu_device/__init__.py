@@ -9,12 +9,14 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from npu_device._src.membership.never_opened import warn_at_exit
 from npu_device._src.membership.parent_rank import mark_as_candidate
 from npu_device._src.neighbours import require_own_folders
 from npu_device._src.version import __version__ as __version__
 
 require_own_folders(os.path.dirname(os.path.dirname(__file__)))
 mark_as_candidate()
+warn_at_exit()
 
 if TYPE_CHECKING:
     from npu_device._api import *  # noqa: F403

@@ -11,7 +11,7 @@ import job
 import pytest
 import tensorflow as tf
 from pool import Pool
-from ranks import free_port
+from ranks import free_port, table_environment
 from rendezvous_ranks import by_table, by_tf_config, without_table
 
 import npu_device as npu
@@ -48,6 +48,32 @@ def test_two_ranks_without_a_rank_table(tmp_path: Path, by_cm: bool) -> None:
         else:
             assert f"rank 2 of 3, but npu.open() has made it rank {rank} of 2 of another job" in result.output
             assert "spark.python.worker.reuse=false" in result.output
+
+
+NEVER_OPENED = """
+import os, sys
+import tensorflow as tf
+from npu_bridge.npu_init import *
+if os.environ["KIND"] == "child":
+    pid = os.fork()  # which ends as the script does
+    if pid:
+        os.waitpid(pid, 0)
+        os._exit(0)
+print(float(tf.constant(1.0)), flush=True)
+assert os.environ["KIND"] != "error"
+"""
+
+
+def test_a_rank_that_never_opens_warns_at_its_end(tmp_path: Path) -> None:
+    """Not a child, an error, a single rank, or ranks of npurun, which warns itself."""
+    table, kinds = table_environment(tmp_path, 2, 1), ("alone", "child", "error", "npurun")
+    environments = [{**table, "KIND": kind} for kind in kinds] + [{**table_environment(tmp_path, 1, 0), "KIND": "one"}]
+    environments[kinds.index("npurun")]["NPU_DEVICE_ERROR_FILE"] = str(tmp_path / "error")
+    for kind, ended in zip([*kinds, "one"], job.finish(job.start_each(tmp_path, NEVER_OPENED, environments))):
+        assert (ended.code, "1.0" in ended.output) == (kind == "error", True), ended.output
+        assert ("never opened npu_device" in ended.output) == (kind == "alone"), (kind, ended.output)
+        if kind == "alone":
+            assert "script.py) one of 2 ranks" in ended.output and "What to do: add `import npu_device" in ended.output
 
 
 def body_handle() -> None:

@@ -73,6 +73,15 @@ def mark_as_candidate() -> None:
         _mark(pid=os.getpid())
 
 
+def is_candidate() -> bool:
+    """Return True if this process has marked itself, and hasn't become a rank since, nor failed to."""
+    try:
+        found = json.loads(environment.NPU_DEVICE_RANK_PROCESS.raw() or "")
+        return found["pid"] == os.getpid() and "rank" not in found
+    except (ValueError, TypeError, KeyError):
+        return False
+
+
 def mark_as_child(parent: dict[str, Any]) -> None:
     _mark(**asdict(ParentRank(**parent)))
 

@@ -46,9 +46,11 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 import npu_device._api  # noqa: E402, F401
+from npu_device._src.membership.never_opened import warn_at_exit  # noqa: E402
 from npu_device._src.membership.parent_rank import mark_as_candidate  # noqa: E402
 
 tf.keras.Sequential  # noqa: B018 - loads Keras 2, too
+os.environ.pop("NPU_DEVICE_RANK_PROCESS", None)  # only its forks are ranks
 
 _OWN = {"__main__", "sys", "builtins", "npu_device", "npu_bridge", "hccl"}
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
@@ -113,7 +115,8 @@ def become(order: dict[str, Any]) -> types.ModuleType:
     os.close(output)
     os.environ.clear()
     os.environ.update(order["environment"])
-    mark_as_candidate()  # as the import of the package would
+    mark_as_candidate()  # these two as the import of the package would
+    warn_at_exit()
     os.chdir(order["directory"])
     script = order["arguments"][0]
     sys.argv = order["arguments"]
