@@ -128,14 +128,15 @@ def test_overflow_on_one_rank_leaves_the_step_out_on_all(two_ranks: Pool) -> Non
 
 
 def several_steps(hook: bool) -> tuple[int, int, float]:
-    """Runs of an operation that makes three steps each; data comes from an iterator."""
+    """Runs of an operation that makes three steps each; data comes from an iterator and a placeholder."""
     v1 = tf.compat.v1
     with tf.Graph().as_default():
         numbers = v1.data.make_one_shot_iterator(tf.data.Dataset.range(100)).get_next()
         weight = v1.get_variable("weight", initializer=0.0)
         step = v1.train.get_or_create_global_step()
         opt = NPUDistributedOptimizer(v1.train.GradientDescentOptimizer(1.0))
-        update = opt.minimize(-weight * tf.cast(numbers, tf.float32), global_step=step)
+        factor = v1.placeholder(tf.float32, [])
+        update = opt.minimize(-weight * tf.cast(numbers, tf.float32) * factor, global_step=step)
         config = v1.ConfigProto(inter_op_parallelism_threads=1)
         with contextlib.ExitStack() as stack:
             if hook:
@@ -148,15 +149,15 @@ def several_steps(hook: bool) -> tuple[int, int, float]:
                 assert all_hooks.set_iteration_per_loop(session, update, 1) is update
                 loop = all_hooks.set_iteration_per_loop(session, update, 3)
                 assert loop.name.endswith("IterationOp")
-            session.run(loop)
-            session.run(loop)
+            session.run(loop, {factor: 1.0})
+            session.run(loop, {factor: 2.0})
             return (*session.run([step, numbers]), float(session.run(weight)))
 
 
 @pytest.mark.parametrize("hook", [False, True])
 def test_several_steps_in_one_run(two_ranks: Pool, hook: bool) -> None:
     for found in two_ranks.run(several_steps, hook):
-        assert found == (6, 6, float(sum(range(6))))
+        assert found == (6, 6, float(sum(range(3)) + 2 * sum(range(3, 6))))
 
 
 def hooks() -> Any:

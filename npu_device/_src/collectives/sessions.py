@@ -235,8 +235,9 @@ def call_python(
             path = f"{_READABLE}/{type(error).__name__}: {_shortened(str(error))}\n"
             return [path.encode(), *(np.zeros(0, dtype.as_numpy_dtype) for dtype in dtypes)]
 
-    def body(_: tf.Tensor, *values: tf.Tensor) -> Any:
-        path, *results = tf.numpy_function(call, list(values), [tf.string, *dtypes])
+    def body(*components: tf.Tensor) -> Any:
+        # TensorFlow 2.15 warns of a parameter named "_", which is no name of a node.
+        path, *results = tf.numpy_function(call, list(components[1:]), [tf.string, *dtypes])
         # Only what is checked is really read.
         tf.raw_ops.Assert(condition=tf.equal(tf.io.read_file(path), ""), data=[path])
         return results

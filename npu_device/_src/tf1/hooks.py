@@ -221,8 +221,7 @@ class IterationPerLoop:
         """Return the operation for ``session.run``.
 
         Args:
-            train_op: an operation that makes one step; it gets its data from an iterator or a variable, since what is
-                fed to the outer ``session.run`` does not reach it.
+            train_op: an operation that makes one step. What is fed to its placeholders is the same in each step.
 
         The operation is named "IterationOp". Anything else fetched together with it is computed once more.
 
@@ -231,14 +230,16 @@ class IterationPerLoop:
         """
         _require_operation(train_op)
 
-        def steps() -> list[np.ndarray]:
+        placeholders = _placeholders_before(train_op)
+
+        def steps(*fed: np.ndarray) -> list[np.ndarray]:
             for _step in range(self._steps):
-                self._session.run(train_op)
+                self._session.run(train_op, dict(zip(placeholders, fed)))
             return [np.array(self._steps, np.int64)]
 
         _made.setdefault(train_op.graph, weakref.WeakSet()).add(self)
         with train_op.graph.as_default():
-            [made] = call_python(steps, [], [tf.TensorSpec([], tf.int64)])
+            [made] = call_python(steps, placeholders, [tf.TensorSpec([], tf.int64)])
             with tf.control_dependencies([made]):
                 return tf.no_op(name="IterationOp")
 
@@ -279,6 +280,19 @@ def set_iteration_per_loop(sess: Any, train_op: Any, iterations_per_loop: int = 
     made = loop.create_iteration_per_loop_var(train_op)
     loop.load_iteration_per_loop_var(sess, iterations_per_loop)
     return made
+
+
+def _placeholders_before(operation: tf.Operation) -> list[tf.Tensor]:
+    """Return the placeholders that an operation needs. A nested run sees nothing that is fed to the outer one."""
+    reached = {operation}
+    waiting = [operation]
+    while waiting:
+        reader = waiting.pop()
+        sources = {tensor.op for tensor in reader.inputs} | set(reader.control_inputs)
+        waiting.extend(sources - reached)
+        reached |= sources
+    placeholders = [source.outputs[0] for source in reached if source.type.startswith("Placeholder")]
+    return sorted(placeholders, key=lambda tensor: tensor.name)
 
 
 def _require_operation(train_op: Any) -> None:

@@ -112,12 +112,18 @@ get_npu_rank_size = groups.get_rank_size
 get_npu_local_rank_size = groups.get_local_rank_size
 
 
-def set_graph_exec_config(fetch: Any, dynamic_input: bool = False, **settings: Any) -> Any:
+def set_graph_exec_config(
+    fetch: Any,
+    dynamic_input: bool = False,
+    dynamic_graph_execute_mode: str = "dynamic_execute",
+    dynamic_inputs_shape_range: str | None = None,
+    **settings: Any,
+) -> Any:
     """Return the fetch. On an NPU, it would be compiled for varying shapes.
 
     Args:
         fetch: the fetch.
-        dynamic_input, **settings: ignored.
+        dynamic_input, dynamic_graph_execute_mode, dynamic_inputs_shape_range, **settings: ignored.
 
     Source: Ascend TF Adapter 1.x, ``util.set_graph_exec_config``.
     """
