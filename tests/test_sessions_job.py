@@ -60,6 +60,26 @@ print("RESULT", begun, len(losses), losses[-1] < losses[0] / 2, learnt.ravel().t
 """
 )
 
+# The job is joined inside a graph that isn't the default one, as in the model_fn of an Estimator.
+OWN_GRAPH = """
+import tensorflow.compat.v1 as tf
+
+tf.disable_v2_behavior()
+from npu_bridge.npu_init import NPUDistributedOptimizer
+
+with tf.Graph().as_default():
+    numbers = tf.data.make_one_shot_iterator(tf.data.Dataset.range(8).map(lambda number: number + 1)).get_next()
+    weight = tf.get_variable("weight", initializer=1.0)
+    optimizer = NPUDistributedOptimizer(tf.train.MomentumOptimizer(1.0, 0.5))
+    train = optimizer.minimize(-weight * tf.cast(numbers, tf.float32))
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        session.run(train)
+        session.run(train)
+        print("RESULT", session.run(weight))
+assert tf.get_default_graph() is not weight.graph
+"""
+
 FAILING = (
     HEAD
     + """
@@ -90,6 +110,11 @@ def test_a_session_trains_and_goes_on_from_the_checkpoint_of_rank_0(tmp_path: Pa
         [result] = {line for output in outputs for line in output.splitlines() if line.startswith("RESULT")}
         found.append(result.split()[1:4])
     assert found[0] == ["0", "20", "True"] and found[1][:2] == ["20", "10"]
+
+
+def test_a_job_is_joined_inside_a_graph(tmp_path: Path) -> None:
+    for output in job.outputs(tmp_path, 2, OWN_GRAPH):
+        assert "RESULT 4.5" in output  # 1 + 1 + (2 + 0.5 * 1)
 
 
 def test_a_failing_rank_is_named_in_the_others_session(tmp_path: Path) -> None:

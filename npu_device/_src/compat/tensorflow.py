@@ -86,7 +86,10 @@ def renew_context_of_graphs() -> None:
     afterwards the collective runtime can't be configured any more. Nothing else lives in such a context.
     """
     if _context.default_execution_mode == _context.GRAPH_MODE and context_is_initialized():
+        # Which graphs the threads are in: a script may build one in ``with graph.as_default()``, and leaves it later.
+        switches = _context.context()._context_switches
         _context._reset_context()
+        _context.context()._context_switches = switches
 
 
 def server_def(cluster: dict[str, list[str]], job: str, task: int, port: int, config: Any) -> Any:
