@@ -22,7 +22,7 @@ from npu_device._src.options import GlobalOptions, global_options
 from npu_device._src.tf1 import config as tf1, run_config
 from npu_device._src.tf1.config import RewriterConfig, SessionConfigBuilder, npu_config_proto
 from npu_device._src.tf1.run_config import NPUEstimator, NPURunConfig, ProfilingConfig, npu_run_config_init
-from npu_device._src.tf1.system import NPUStrategy, Profiler
+from npu_device._src.tf1.system import NPUStrategy, Profiler, set_graph_exec_config
 from npu_device._src.training.distribute.groups import get_rank_id
 
 has_estimators = pytest.mark.skipif(compat.estimator_module() is None, reason="this TensorFlow has no Estimator")
@@ -128,6 +128,11 @@ def test_parameters_that_are_there_have_their_effect_and_others_change_nothing()
     parameters["aoe_mode"].s = b"3"
     with pytest.raises(ValueError, match=r"aoe_config\.aoe_mode"):
         npu_config_proto(given)
+
+
+def test_settings_of_the_compiler_are_taken_by_position() -> None:
+    fetch = tf.constant(1)
+    assert set_graph_exec_config(fetch, True, "lazy_recompile", "data:[1~8,3]", is_train_graph=True) is fetch
 
 
 def test_decorator_gives_sessions_the_configuration() -> None:
