@@ -253,7 +253,31 @@ def test_tf_config_beside_ascends_variables(tmp_path: Path) -> None:
     del os.environ["RANK_ID"]
     assert "RANK_SIZE (4)" in refused(RANK_SIZE="4")
     assert "RANK_SIZE (1)" in refused(RANK_SIZE="1")  # not silently alone
-    assert membership(**table(tmp_path)).scheme == "rank table"
+    table_of_4 = table(tmp_path)
+    told = f"the rank table {table_of_4['RANK_TABLE_FILE']}, RANK_SIZE (4) and RANK_ID (2) contradict TF_CONFIG: "
+    assert f"{told}by TF_CONFIG this process is rank 1 of 2" in refused(**table_of_4)
+    workers = ["a:1", "b:1", "c:1", "d:1"]
+    assert f"{told}by TF_CONFIG this process is rank 1 of 4" in refused(TF_CONFIG=tf_config(1, worker=workers))
+    assert membership(TF_CONFIG=tf_config(2, worker=workers)).scheme == "rank table"
+    assert membership(TF_CONFIG=tf_config(0, worker=["a:1"])).scheme == "rank table"  # a platform has started one process
+
+
+def test_tf_config_of_four_beside_less(tmp_path: Path) -> None:
+    """Four workers beside a rank table of two ranks or one, or beside a chief."""
+    workers = {"TF_CONFIG": tf_config(0, worker=["a:1", "b:1", "c:1", "d:1"])}
+    server = VERSION_1_0["server_list"][0]
+    for count in (2, 1):
+        small = {**VERSION_1_0, "server_count": "1", "server_list": [{**server, "device": server["device"][:count]}]}
+        path = write(tmp_path, small)
+        text = refused(RANK_TABLE_FILE=path, RANK_SIZE=str(count), RANK_ID="0", **workers)
+        assert f"the rank table {path}, RANK_SIZE ({count}) and RANK_ID (0) contradict TF_CONFIG" in text
+        assert "rank 0 of 4" in text
+        with pytest.raises(ClusterError, match="contradict TF_CONFIG"):
+            world_size_from_environment()
+    for name in ("RANK_TABLE_FILE", "RANK_SIZE", "RANK_ID"):
+        del os.environ[name]
+    assert membership(**CM, **workers).scheme == "CM_*"
+    assert "CM_CHIEF_IP (127.0.0.1) and CM_WORKER_SIZE (2) contradict TF_CONFIG" in refused(CM_WORKER_SIZE="2")
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,11 @@ class Options:
         """Return True if the preemption signal takes one node away, and doesn't end the job."""
         return self.nodes_meet and self.max_preemptions != 0
 
+    @property
+    def restarts_hosts(self) -> bool:
+        """Return True if ``npurun --hosts`` starts the npurun of a lost host again."""
+        return self.nodes_meet or self.max_restarts > 0
+
 
 def parse(argv: Sequence[str]) -> Options:
     parser = _parser()

@@ -32,6 +32,7 @@ from npu_device.launch.arguments import DEFAULT_PORT, Options
 from npu_device.launch.failures import Failure
 from npu_device.launch.guard import Guard
 from npu_device.launch.output import Console, Pump
+from npu_device.launch.reports import ATTEMPT, PREEMPTED, Starter
 from npu_device.launch.supervisor import Process, Supervisor
 
 FAILED, USAGE, CANNOT_START = 1, 2, 126  # exit codes of npurun
@@ -59,6 +60,7 @@ class Launch:
     guard: Guard
     directory: str
     events: queue.SimpleQueue[Any]  # signals, ends of ranks, and messages of node 0
+    starter: Starter
 
     @property
     def progress_file(self) -> str:
@@ -151,6 +153,7 @@ class Attempt:
 
     def run(self) -> Outcome:
         options = self._options
+        self._launch.starter.tell(ATTEMPT, count=self._meeting.count, nodes=self._meeting.nodes)
         try:
             self._start()
             with ThreadPoolExecutor(1) as speaker:  # a console whose reader is stopped mustn't hold up the supervisor
@@ -159,7 +162,7 @@ class Attempt:
                     speaker.submit(self._console.say, text)
 
                 events, count = self._launch.events, self._meeting.count
-                supervisor = Supervisor(self._processes, events, options, say, count, self._report)
+                supervisor = Supervisor(self._processes, events, options, say, count, self._tell)
                 supervisor.run()
         except BaseException as error:
             for process in self._processes:
@@ -185,6 +188,11 @@ class Attempt:
         if self._trace is not None:
             self._console.say(f"the trace is in {self._trace}: npurun trace {self._trace} reports on it")
         return self._conclude(supervisor)
+
+    def _tell(self, kind: str, what: str) -> None:
+        if kind == PREEMPTED:
+            self._launch.starter.tell(PREEMPTED)
+        self._report(kind, what)
 
     def _start(self) -> None:
         options, meeting = self._options, self._meeting

@@ -1,54 +1,46 @@
-"""``npurun --hosts``: start npurun on every host, over ssh, and stop it there.
+"""``npurun --hosts``: start npurun on every host, start it again where it was lost, and stop all hosts together.
 
-The standard input of ``main`` there gets the order, a line of JSON with the secret, then the number of each signal
-that this launcher receives. Its end stops the ranks of the host.
+``connection`` runs one client of ssh, ``on_host`` is the program that it starts on the host.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import queue
 import secrets
-import shlex
 import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from npu_device._src import environment
+from npu_device._src.cluster import time_limits as limits
 from npu_device._src.cluster.errors import RESUMABLE, ClusterError
-from npu_device._src.cluster.time_limits import HOSTS_END_SECONDS, HOSTS_NOTICE_SECONDS
 from npu_device._src.membership.schemes import secret
-from npu_device.launch import argument_types, checking, job
-from npu_device.launch.arguments import LOOPBACK, Options
-from npu_device.launch.attempt import USAGE
-from npu_device.launch.output import Console, Pump
+from npu_device.launch import connection, job
+from npu_device.launch.arguments import Options
+from npu_device.launch.attempt import FAILED, USAGE
+from npu_device.launch.connection import SSH_FAILED, Connection
+from npu_device.launch.output import Console
+from npu_device.launch.reports import ATTEMPT, LEAVING, OVER, PREEMPTED, RUNNING, Report
 
-_SSH_FAILED = 255
 _PREFIXES = ("TF_", "KERAS_", "PYTHON")
 
 
 def run(options: Options) -> int:
-    """Run the job on all hosts; return 0, 75 if the ranks can be resumed, or the code of the first host that failed."""
+    """Run the job on all hosts; return its exit code."""
     console = Console()
     events = job.signals(options, console)
-    nodes = []
     try:
-        given = secret().decode() or secrets.token_hex(32)
-        names = {variable.name for variable in environment.ALL} - {"HCCL_IF_IP"}  # which differs from host to host
-        kept = {name: value for name, value in os.environ.items() if name in names or name.startswith(_PREFIXES)}
-        variables = {**kept, "NPU_DEVICE_SECRET": given, "NPU_DEVICE_SECRET_FILE": ""}
-        for rank, host in enumerate(options.hosts):
-            ours = dataclasses.replace(options, hosts=(), node_rank=rank)
-            order = json.dumps({"options": dataclasses.asdict(ours), "variables": variables})
-            nodes.append(_Node(host, order, console, events))
+        variables = _variables()
+        with ThreadPoolExecutor(len(options.hosts)) as resolvers:
+            clients = list(resolvers.map(connection.client, options.hosts))
+        hosts = Hosts(options, console, events, variables, clients)
+        hosts.start()
     except UnicodeDecodeError:
         console.say(
             "the secret is not UTF-8 text, and can't be passed on to the hosts.\n"
@@ -58,112 +50,268 @@ def run(options: Options) -> int:
     except (OSError, ClusterError, ValueError) as error:  # hosts that were reached stop with this process
         console.say(str(error))
         return USAGE
-    return _wait(options, nodes, console, events)
+    return hosts.wait()
 
 
-def _wait(options: Options, nodes: list[_Node], console: Console, events: queue.SimpleQueue[Any]) -> int:
-    codes: list[int] = []
-    running, deadline, asked = list(nodes), None, False
-    while running:
-        try:
-            event = events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            for node in running:
-                if asked:
-                    node.process.kill()
-                else:
-                    node.tell(f"{signal.SIGINT:d}")
-            asked, deadline = True, time.monotonic() + options.grace + HOSTS_END_SECONDS
-            continue
-        if isinstance(event, int):
-            if not asked:  # a second signal leaves the deadline
-                seconds = options.preempt_timeout if event == options.preempt_signal else options.grace
-                asked, deadline = True, time.monotonic() + seconds + HOSTS_END_SECONDS
-            for node in running:
-                node.tell(str(event))
-            continue
-        running.remove(event)
-        code = event.code
-        codes.append(code)
-        if code == _SSH_FAILED and not event.is_here:
-            console.say(
-                f"{event.host}: the connection failed or ended (exit code {code} of {event.command}), unless a rank "
-                "there ended with this code"
-            )
-        may_go_on = code in (0, RESUMABLE) or options.fewest_nodes < options.nnodes
-        if running and not asked and not may_go_on and deadline is None:
-            console.say(f"host {event.host} ended with exit code {code}; stopping the others")
-            deadline = time.monotonic() + HOSTS_NOTICE_SECONDS
-    failed = [code for code in codes if code not in (0, RESUMABLE)]
-    return next(iter(failed), max(codes))
+def _variables() -> dict[str, str]:
+    """Return the variables that every host gets."""
+    names = {variable.name for variable in environment.ALL} - {"HCCL_IF_IP"}  # which differs from host to host
+    kept = {name: value for name, value in os.environ.items() if name in names or name.startswith(_PREFIXES)}
+    of_job = secret().decode() or secrets.token_hex(32)
+    return {**kept, "NPU_DEVICE_SECRET": of_job, "NPU_DEVICE_SECRET_FILE": ""}
 
 
-class _Node:
-    """The npurun of a host; ``is_here`` if no connection is needed."""
+@dataclass
+class Host:
+    """The state of one host: npurun runs there, is to be started again at a time, or has ended for good."""
 
-    def __init__(self, host: str, order: str, console: Console, events: queue.SimpleQueue[Any]) -> None:
-        self.host = host
-        self.code = 0
-        remote = f"{shlex.quote(sys.executable)} -m npu_device.launch.hosts"
-        if os.environ.get("PYTHONPATH"):
-            remote = f"env PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} {remote}"
-        remote = f"cd {shlex.quote(os.getcwd())} && exec {remote}"
-        self.is_here = host in {*LOOPBACK, socket.gethostname()}
-        connect = ["sh", "-c"] if self.is_here else [*shlex.split(environment.NPU_DEVICE_SSH.get()), host]
-        self.command = connect[0]
-        self.process = subprocess.Popen(
-            [*connect, remote],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C goes to the hosts once, as a signal's number
+    name: str  # as in the list
+    node: int
+    client: Sequence[str]  # command line
+    connection: Connection | None = None
+    starts: int = 0
+    is_running: bool = False  # npurun has reported that it runs there
+    is_preempted: bool = False
+    end: Report | None = None  # of the running npurun, if it has announced its end
+    retry_at: float | None = None
+    retries: int = 0  # in a row
+    give_up_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Closed:
+    """An event: the client of a host has ended."""
+
+    code: int
+
+
+class Hosts:
+    """All hosts of a job, as the npurun sees them that was started by hand."""
+
+    def __init__(
+        self,
+        options: Options,
+        console: Console,
+        events: queue.SimpleQueue[Any],
+        variables: dict[str, str],
+        clients: Sequence[Sequence[str]],
+    ) -> None:
+        self._options = options
+        self._console = console
+        self._events = events  # numbers of signals, and pairs of host and Report or Closed
+        self._variables = variables
+        self._job = f"npurun-{secrets.token_hex(8)}"
+        self._hosts = [Host(name, node, clients[node]) for node, name in enumerate(options.hosts)]
+        self._count = 0  # number of the next attempt
+        self._nodes: Sequence[int] = ()  # of the newest attempt
+        self._node_0_losses = 0
+        self._node_0_preemptions = 0
+        self._codes: list[int] = []  # of the hosts that have ended, in this order
+        self._verdict: int | None = None  # exit code of the job, if it is over
+        self._signal: int | None = None
+        self._is_stopping = False  # the hosts have been sent a signal
+        self._deadline: float | None = None  # for the hosts to end by themselves, or after a signal
+
+    def start(self) -> None:
+        for host in self._hosts:
+            self._start(host)
+
+    def wait(self) -> int:
+        """Return the exit code of the job when it has ended on all hosts."""
+        while any(host.connection or host.retry_at is not None for host in self._hosts):
+            self._handle_event()
+            self._look_at_time()
+        if self._verdict is not None:
+            return self._verdict
+        failures = [code for code in self._codes if code not in (0, RESUMABLE)]
+        by_signal = 0 if self._signal is None else 128 + self._signal
+        return next(iter(failures), max(self._codes, default=by_signal))
+
+    def _start(self, host: Host) -> None:
+        host.starts += 1
+        host.retry_at = None
+        options = dataclasses.replace(self._options, hosts=(), node_rank=host.node)
+        order = {
+            "options": dataclasses.asdict(options),
+            "variables": self._variables,
+            "count": self._count,
+            "nodes": self._nodes,
+        }
+        host.connection = Connection(host.client, f"{self._job}-node{host.node}", host.starts, self._console)
+        host.connection.tell(json.dumps(order))
+        host.connection.watch(
+            lambda report: self._events.put((host, report)), lambda code: self._events.put((host, Closed(code)))
         )
-        self.tell(order)
-        self._events = events
-        assert self.process.stdout is not None and self.process.stderr is not None
-        pumps = [Pump(self.process.stdout, console, 1), Pump(self.process.stderr, console, 2)]
-        threading.Thread(target=self._report_end, args=(pumps,), daemon=True).start()
 
-    def tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended
-            self.process.stdin.write(line.encode() + b"\n")
-            self.process.stdin.flush()
+    def _start_again(self, host: Host) -> None:
+        try:
+            self._start(host)
+        except OSError as error:  # too many processes, for now
+            self._retry(host, f"not reached ({error})")
 
-    def _report_end(self, pumps: list[Pump]) -> None:
-        code = self.process.wait()
-        for pump in pumps:
-            pump.finish()
-        self.code = code if code >= 0 else 128 - code
-        self._events.put(self)
+    def _handle_event(self) -> None:
+        times = [self._deadline]
+        for host in self._hosts:
+            times += [host.retry_at, host.give_up_at if host.connection and not host.is_running else None]
+        until = min((moment for moment in times if moment is not None), default=None)
+        try:
+            event = self._events.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            return
+        if isinstance(event, int):
+            self._on_signal(event)
+            return
+        host, news = event
+        if isinstance(news, Report):
+            self._on_report(host, news)
+        else:
+            self._on_closed(host, news.code)
 
+    def _look_at_time(self) -> None:
+        now = time.monotonic()
+        if self._deadline is not None and now >= self._deadline:
+            self._stop_late_hosts()
+        for host in self._hosts:
+            if host.retry_at is not None and now >= host.retry_at:
+                self._start_again(host)
+            elif host.connection and not host.is_running and host.give_up_at is not None and now >= host.give_up_at:
+                host.connection.kill()
 
-def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)  # nohup is for the npurun that sends the signals
-    lines = _lines()
-    given = json.loads(next(lines))
-    os.environ.update(given["variables"])
-    options = Options(**{**given["options"], "command": tuple(given["options"]["command"]), "hosts": ()})
-    if options.nproc_per_node == 0:
-        options = dataclasses.replace(options, nproc_per_node=argument_types.ranks_per_node())
-    threading.Thread(target=_forward, args=(lines,), daemon=True).start()
-    sys.exit(checking.run(options) if options.check else job.run(options))
+    def _on_signal(self, number: int) -> None:
+        if self._signal is None:  # another signal leaves the deadline
+            seconds = self._options.preempt_timeout if number == self._options.preempt_signal else self._options.grace
+            self._deadline = time.monotonic() + seconds + limits.HOSTS_END_SECONDS
+            self._signal = number
+            self._is_stopping = True
+        for host in self._hosts:
+            host.retry_at = None
+            if host.connection is None:
+                continue
+            if host.is_running:
+                host.connection.tell(str(number))
+            else:
+                host.connection.kill()
 
+    def _on_report(self, host: Host, report: Report) -> None:
+        if report.kind == RUNNING:
+            host.is_running = True
+            host.retries = 0
+            host.give_up_at = None
+        elif report.kind == ATTEMPT and report.count >= self._count:
+            self._count = report.count + 1
+            self._nodes = report.nodes
+        elif report.kind == PREEMPTED:
+            host.is_preempted = True
+        elif report.kind in (LEAVING, OVER):
+            host.end = report
+        # A job without restarts has no node that speaks for all. And a node that doesn't match node 0 is turned away.
+        if report.kind == OVER and self._options.restarts_hosts and report.code != USAGE:
+            self._end_job(report.code)
 
-def _lines() -> Iterator[bytes]:
-    """Yield the lines of standard input, without Python's buffer: a thread that waits in it would hold up the exit."""
-    rest = b""
-    while data := os.read(0, 1 << 16):
-        *lines, rest = (rest + data).split(b"\n")
-        yield from lines
+    def _on_closed(self, host: Host, code: int) -> None:
+        end = host.end
+        was_running = host.is_running
+        host.connection = None
+        host.end = None
+        host.is_running = False
+        # The shell there has failed, not ssh: a folder or Python is missing, and will be.
+        is_misplaced = not was_running and host.starts == 1 and code < 128
+        is_over = self._signal is not None or self._verdict is not None or not self._options.restarts_hosts
+        if end is not None and end.kind == OVER:
+            self._conclude(host, end.code)
+        elif is_over or is_misplaced:
+            if self._signal is None or was_running:
+                self._say_that_ssh_failed(host, code)
+                self._conclude(host, code)
+        elif was_running:
+            self._on_lost(host, end, code)
+        else:
+            self._retry(host, "not reached")
 
+    def _say_that_ssh_failed(self, host: Host, code: int) -> None:
+        command = host.client[0]
+        if code == SSH_FAILED and command != "sh":
+            self._console.say(f"{host.name}: the connection failed or ended (exit code {code} of {command})")
 
-def _forward(lines: Iterator[bytes]) -> None:
-    for line in lines:
-        os.kill(os.getpid(), int(line))
-    os.kill(os.getpid(), signal.SIGHUP)  # nobody listens any more, as when a terminal is closed
+    def _conclude(self, host: Host, code: int) -> None:
+        """Take note of the end of a host. If it has failed, the others have a moment to notice."""
+        self._codes.append(code)
+        others = [each for each in self._hosts if each.connection or each.retry_at is not None]
+        goes_on = code in (0, RESUMABLE) or (host.node > 0 and self._options.fewest_nodes < self._options.nnodes)
+        if others and not goes_on and self._verdict is None and self._signal is None:
+            self._console.say(f"host {host.name} ended with exit code {code}; stopping the others")
+            self._end_job(code)
 
+    def _on_lost(self, host: Host, end: Report | None, code: int) -> None:
+        is_leaving = end is not None or host.is_preempted
+        host.is_preempted = False
+        host.give_up_at = time.monotonic() + self._options.rejoin_timeout
+        problem = self._problem_of_node_0(is_leaving) if host.node == 0 else ""
+        cause = "taken away" if is_leaving else f"lost (exit code {code} of {host.client[0]})"
+        if problem:
+            self._console.say(f"host {host.name}, node 0: {cause}. {problem}")
+            self._end_job(RESUMABLE if end is not None and end.code == RESUMABLE else FAILED)
+        else:
+            # A host that shuts down can often be reached until then.
+            self._retry(host, cause, self._options.preempt_timeout if is_leaving else None)
 
-if __name__ == "__main__":
-    main()
+    def _problem_of_node_0(self, is_leaving: bool) -> str:
+        """Return why node 0 isn't started again; "" if it is. On the other nodes, the npurun of node 0 decides."""
+        if is_leaving:
+            limit = self._options.max_preemptions
+            self._node_0_preemptions += 1
+            if limit is not None and self._node_0_preemptions > limit:
+                return f"no restart: nodes were taken away more than {limit} time(s) (--max-preemptions)"
+            return ""
+        most = self._options.max_restarts
+        self._node_0_losses += 1
+        if self._node_0_losses > most:
+            return f"no restart: all {most} restart(s) have been used" if most else "no restart: --max-restarts is 0"
+        return ""
+
+    def _retry(self, host: Host, cause: str, wait: float | None = None) -> None:
+        now = time.monotonic()
+        if host.give_up_at is None:  # the first start has failed
+            host.give_up_at = now + self._options.rejoin_timeout
+        if now >= host.give_up_at:
+            self._give_up(host)
+            return
+        if wait is None:
+            wait = min(limits.HOST_RETRY_SECONDS * 2 ** min(host.retries, 10), limits.LONGEST_BACKOFF_SECONDS)
+            host.retries += 1
+        wait = min(wait, host.give_up_at - now)
+        host.retry_at = now + wait
+        self._console.say(f"host {host.name}: {cause}, next try in {wait:.0f} s")
+
+    def _give_up(self, host: Host) -> None:
+        seconds = self._options.rejoin_timeout
+        if host.node > 0:
+            self._console.say(f"host {host.name}: not reached within {seconds:g} s (--rejoin-timeout); no more tries")
+            return
+        self._console.say(
+            f"host {host.name}, node 0: not reached within {seconds:g} s (--rejoin-timeout); the job ends on all "
+            "hosts.\n"
+            "What to do: start the job again when the host is back, or with another host in its place: it continues "
+            "from its newest checkpoint."
+        )
+        self._end_job(FAILED)
+
+    def _end_job(self, code: int) -> None:
+        """Start no host again, and stop those that haven't ended in a moment."""
+        if self._verdict is None:
+            self._verdict = code
+        for host in self._hosts:
+            host.retry_at = None
+        if self._deadline is None:
+            self._deadline = time.monotonic() + limits.HOSTS_NOTICE_SECONDS
+
+    def _stop_late_hosts(self) -> None:
+        for host in self._hosts:
+            if host.connection is None:
+                continue
+            if self._is_stopping or not host.is_running:
+                host.connection.kill()
+            else:
+                host.connection.tell(f"{signal.SIGINT:d}")
+        self._is_stopping = True
+        self._deadline = time.monotonic() + self._options.grace + limits.HOSTS_END_SECONDS

@@ -19,13 +19,16 @@ from npu_device.launch.leader import Leader
 from npu_device.launch.ledger import Decision, Ledger
 from npu_device.launch.member import Member
 from npu_device.launch.output import Console
+from npu_device.launch.reports import Starter
 
 
-def run(options: Options) -> int:
-    console = Console()
+def run(options: Options, starter: Starter | None = None) -> int:
+    starter = starter or Starter()
+    console = starter.console
     events = signals(options, console)
-    with tempfile.TemporaryDirectory(prefix="npurun-") as directory, Guard(directory) as guard:
-        launch = Launch(options, console, guard, directory, events)
+    prefix = f"{starter.name or 'npurun'}-"
+    with tempfile.TemporaryDirectory(prefix=prefix) as directory, Guard(directory) as guard:
+        launch = Launch(options, console, guard, directory, events, starter)
         try:
             given = secret()
             if options.nnodes > 1 and options.node_rank == 0 and not given:
@@ -58,6 +61,7 @@ def signals(options: Options, console: Console) -> queue.SimpleQueue[Any]:
 def _alone(launch: Launch) -> int:
     options, say = launch.options, launch.console.say
     attempts = Ledger(options)
+    attempts.count = launch.starter.count
     while True:
         place = prepare_meeting(options, attempts.count)
         began = time.time()

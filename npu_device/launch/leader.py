@@ -83,11 +83,14 @@ class Leader:
             decision = self._lead()
         except Exception:
             decision = Decision(FAILED, None, f"npurun failed on node 0:\n{traceback.format_exc()}")
+        words = self._ledger.last_words(decision)
         for node, link in self._nodes.items():
-            if node and decision.wait is not None:
-                link.end("say", text="node 0 is taken away: its npurun has to be started again")
+            if decision.wait is None:
+                link.end("over", code=decision.code, text=words)
+            elif node == 0:
+                link.end("leave", code=decision.code, text=words)
             else:
-                link.end("over", code=decision.code, text=self._ledger.last_words(decision))
+                link.end("say", text="node 0 is taken away: its npurun has to be started again")
         deadline = time.monotonic() + limits.NODE_LAST_MESSAGE_SECONDS
         while not all(link.is_lost for link in self._nodes.values()) and time.monotonic() < deadline:
             self._next_event(time.monotonic() + limits.SWEEP_SECONDS)

@@ -38,10 +38,19 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "stop": {"why": str},
     "say": {"text": str},
     "over": {"code": int, "text": str},
+    "leave": {"code": int, "text": str},
     "alive": {},
 }
 """The fields that a message of each kind must have, and their forms."""
 _OF_NODES = b" nodes"  # part of what both prove, so that ranks and nodes don't take each other for their own kind
+
+
+class NodeLeavesError(SystemExit):
+    """The npurun of this node ends, and the job continues when it is started again, or without it."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
 
 
 class Link:
@@ -114,8 +123,8 @@ class Member:
         self._secret = secret
         self._leader = leader, master_port(launch.options)
         self._link: Link | None = None
-        self._nodes = tuple(range(launch.options.nnodes))  # of the newest attempt
-        self._count = 0  # of the next attempt, as far as this node knows
+        self._nodes = tuple(launch.starter.nodes or range(launch.options.nnodes))  # of the newest attempt
+        self._count = launch.starter.count  # of the next attempt, as far as this node knows
         self._running: int | None = None
         self._ending: dict[str, Any] | None = None  # the leader's last message
         self._outcome = Outcome(0)  # of the newest attempt
@@ -153,7 +162,8 @@ class Member:
             self._say(event["text"])
         if self._ending["text"]:
             self._say(self._ending["text"])
-        raise SystemExit(self._ending["code"])
+        ends = NodeLeavesError if self._ending["do"] == "leave" else SystemExit
+        raise ends(self._ending["code"])
 
     def _event(self, seconds: float) -> Any:
         """Return the next event, or None if there is none for some time; end at a signal."""
@@ -163,10 +173,13 @@ class Member:
             return None
         if isinstance(event, int):
             is_request = event == self._options.preempt_signal
-            if self._link is not None and not (is_request and self._options.outlives_preemption):
-                self._link.send("interrupted", signal=event)
             stopped = self._outcome.interrupted or (is_request and self._outcome.code == RESUMABLE)
-            raise SystemExit(self._outcome.code if stopped else 128 + event)
+            code = self._outcome.code if stopped else 128 + event
+            if is_request and self._options.outlives_preemption:
+                raise NodeLeavesError(code)
+            if self._link is not None:
+                self._link.send("interrupted", signal=event)
+            raise SystemExit(code)
         return event
 
     def _attempt(self, place: Meeting) -> None:
@@ -178,7 +191,7 @@ class Member:
         self._running = None
         link.send("outcome", **asdict(outcome))
         if outcome.preempted and self._options.outlives_preemption and self._options.node_rank > 0:
-            raise SystemExit(outcome.code)
+            raise NodeLeavesError(outcome.code)
 
     def _connect(self) -> None:
         if self._outcome.interrupted:
@@ -212,7 +225,7 @@ class Member:
         for message in link.messages():
             if message["do"] == "stop":
                 self._launch.events.put(Stop(message["why"], self._running))
-            elif message["do"] == "over":
+            elif message["do"] in ("over", "leave"):
                 self._ending = message
                 self._launch.events.put(Stop("node 0 has ended the part of the job on this node", self._running))
             elif message["do"] != "alive":

@@ -122,7 +122,7 @@ def _is_process(claim: Any) -> bool:
 
 def start_time(pid: int) -> str:
     """Return when a process started, in ticks of the kernel, as numbers of processes are used again; "" if unknown."""
-    return _parent_and_start(pid)[1]
+    return parent_and_start(pid)[1]
 
 
 def ancestors() -> list[tuple[int, str]]:
@@ -130,7 +130,7 @@ def ancestors() -> list[tuple[int, str]]:
     processes: list[tuple[int, str]] = []
     pid = os.getppid()
     while pid > 0 and len(processes) < 50:
-        parent, started = _parent_and_start(pid)
+        parent, started = parent_and_start(pid)
         if not started:
             break
         processes.append((pid, started))
@@ -138,11 +138,11 @@ def ancestors() -> list[tuple[int, str]]:
     return processes
 
 
-def _parent_and_start(pid: int) -> tuple[int, str]:
-    """Read two fields behind the name of the program (``man proc_pid_stat``)."""
+def parent_and_start(pid: int) -> tuple[int, str]:
+    """Return the parent and the start time of a process; 0 and "" if unknown."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
+            fields = file.read().rpartition(")")[2].split()  # behind the name of the program (man proc_pid_stat)
         return int(fields[1]), fields[19]
     except (OSError, IndexError, ValueError):
         return 0, ""

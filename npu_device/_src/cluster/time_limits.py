@@ -81,6 +81,8 @@ NODE_SILENT_SECONDS = 4 * NODE_ALIVE_SECONDS  # after which a node that only wai
 NODE_NOTICE_SECONDS = 5.0  # until node 0 reports that it waits for other nodes
 NODE_LAST_MESSAGE_SECONDS = 3.0  # for the other nodes to read why they end
 NODE_STOP_SECONDS = 30.0  # for nodes to stop, besides the time of the ranks: notice, kill, the last lines of output
+HOST_NAME_SECONDS = 3.0  # for the name of a host to be resolved, to see whether it is this one
+HOST_RETRY_SECONDS = 1.0  # before a lost host is tried first; each further try waits twice as long
 HOSTS_NOTICE_SECONDS = 3.0  # after the npurun of one host has ended: for those of the others to notice
 HOSTS_END_SECONDS = 15.0  # for killing ranks, and for reports, after the grace period
 

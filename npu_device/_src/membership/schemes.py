@@ -47,6 +47,18 @@ def _size_and_launcher() -> tuple[int, Launched | None]:
 
 
 def _described_size() -> int | None:
+    """Return the number of ranks by Ascend's variables or TF_CONFIG, which may not differ; None without both."""
+    size = _size_by_ascends_variables()
+    config = tf_config.read()
+    if config is None:
+        return size
+    if size is None:
+        return config.world_size
+    _require_agreement(size, None)
+    return size
+
+
+def _size_by_ascends_variables() -> int | None:
     rank_size, worker_size = environment.RANK_SIZE.get(), environment.CM_WORKER_SIZE.get()
     if rank_size is not None and worker_size is not None:
         raise ValueError(
@@ -54,8 +66,6 @@ def _described_size() -> int | None:
             "table, the second to a job without one.\nWhat to do: unset the one whose scheme you don't use."
         )
     if rank_size is not None:
-        if rank_size == 1 and not environment.RANK_TABLE_FILE.is_set():
-            _require_agreement(rank_size)
         return rank_size
     if worker_size is not None:
         return worker_size
@@ -66,8 +76,7 @@ def _described_size() -> int | None:
         return 1
     if environment.CM_CHIEF_IP.is_set():
         raise _missing("CM_WORKER_SIZE", "CM_CHIEF_IP is set", "the number of ranks")
-    config = tf_config.read()
-    return None if config is None else config.world_size
+    return None
 
 
 def membership_from_environment(device_id: int | None = None) -> Membership | None:
@@ -96,6 +105,7 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
         found = _from_launcher(launched, device_id)
     else:
         found = _from_tf_config(size, device_id)
+    _require_agreement(size, environment.RANK_ID.get() if found.scheme == "TF_CONFIG" else found.rank)
     if launched is not None:
         rank = environment.RANK_ID.get() if found.scheme == launched.launcher else found.rank
         launchers.require_agreement(f"by {found.scheme} and RANK_ID", size, rank, launched)
@@ -269,7 +279,6 @@ def _from_tf_config(size: int, device_id: int | None) -> Membership:
             "  torchrun's way: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT\n"
             f"or let the launcher do it: npurun -n {size} train.py. To train on a single device, unset RANK_SIZE."
         )
-    _require_agreement(size)
     return config
 
 
@@ -294,17 +303,25 @@ def _from_launcher(launched: Launched, device_id: int | None) -> Membership:
     )
 
 
-def _require_agreement(size: int) -> None:
+def _require_agreement(size: int, rank: int | None) -> None:
+    """Check the number of ranks, and a rank if it is known, against TF_CONFIG."""
     config = tf_config.read()
-    if config is None:
+    has_table = environment.RANK_TABLE_FILE.is_set()
+    has_chief = environment.CM_WORKER_SIZE.is_set()
+    # A platform describes the only process that it starts as a cluster of one, and that process may start ranks.
+    if config is None or (config.world_size == 1 and (has_table or has_chief)):
         return
-    rank = environment.RANK_ID.get()
-    if config.world_size != size or (rank is not None and rank != config.rank):
-        raise ClusterError(
-            f"RANK_SIZE ({size}) and RANK_ID ({'unset' if rank is None else rank}) contradict TF_CONFIG: "
-            f"by TF_CONFIG this process is rank {config.rank} of {config.world_size}.\n"
-            "What to do: unset the variables you don't use; TF_CONFIG alone is enough."
-        )
+    if config.world_size == size and rank in (None, config.rank):
+        return
+    who = f"RANK_SIZE ({size}) and RANK_ID ({environment.RANK_ID.raw() or 'unset'})"
+    if has_table:
+        who = f"the rank table {environment.RANK_TABLE_FILE.raw()}, {who}"
+    elif has_chief:
+        who = f"CM_CHIEF_IP ({environment.CM_CHIEF_IP.raw()}) and CM_WORKER_SIZE ({size})"
+    raise ClusterError(
+        f"{who} contradict TF_CONFIG: by TF_CONFIG this process is rank {config.rank} of {config.world_size}.\n"
+        "What to do: unset the variables you don't use; TF_CONFIG alone is enough."
+    )
 
 
 def _missing(variable: str, because: str, value: str) -> ClusterError:

@@ -1,0 +1,94 @@
+"""A connection to one host of ``npurun --hosts``: the ssh client that runs npurun there, or a shell on this host."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Callable
+
+from npu_device._src import environment
+from npu_device._src.cluster import handshake
+from npu_device._src.cluster.time_limits import HOST_NAME_SECONDS
+from npu_device._src.membership.interfaces import interface_of
+from npu_device.launch.arguments import LOOPBACK
+from npu_device.launch.output import Console, Pump
+from npu_device.launch.reports import Report, ReportPump
+
+SSH_FAILED = 255  # exit code of ssh
+
+
+def is_this_host(host: str) -> bool:
+    """Return whether a name or address is one of this host's; False for USER@HOST, which may be another user."""
+    if host in {*LOOPBACK, socket.gethostname()}:
+        return True
+    if "@" in host:
+        return False
+    try:
+        addresses = [str(address[0]) for _, address in handshake.resolve(host, 0, HOST_NAME_SECONDS)]
+    except OSError:  # a name that only ssh knows
+        return False
+    return any(map(_is_own, addresses))
+
+
+def _is_own(address: str) -> bool:
+    return interface_of(address) is not None or ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def client(host: str) -> list[str]:
+    """Return the beginning of the command line that runs a shell command on a host, by its name in the list."""
+    return ["sh", "-c"] if is_this_host(host) else [*shlex.split(environment.NPU_DEVICE_SSH.get()), host]
+
+
+class Connection:
+    """The client process, which gets the order, then signals. It ends with the npurun on the host, or breaks."""
+
+    def __init__(self, client: Sequence[str], name: str, serial: int, console: Console) -> None:
+        remote = f"{shlex.quote(sys.executable)} -m npu_device.launch.on_host {name} {serial}"
+        if os.environ.get("PYTHONPATH"):
+            remote = f"env PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} {remote}"
+        remote = f"cd {shlex.quote(os.getcwd())} && exec {remote}"
+        self._name = name
+        self._console = console
+        self._process = subprocess.Popen(
+            [*client, remote],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a Ctrl-C goes to the hosts once, as a signal's number
+        )
+
+        assert self._process.stdin is not None
+        self._input = self._process.stdin
+
+    def watch(self, report: Callable[[Report], None], closed: Callable[[int], None]) -> None:
+        """Forward the output. Call the functions in threads: for each report, and in the end with the exit code."""
+        assert self._process.stdout is not None and self._process.stderr is not None
+        pumps = [
+            Pump(self._process.stdout, self._console, 1),
+            ReportPump(self._process.stderr, self._console, self._name, report),
+        ]
+
+        def wait() -> None:
+            code = self._process.wait()
+            for pump in pumps:
+                pump.finish()
+            with contextlib.suppress(BrokenPipeError):
+                self._input.close()  # if npurun lives on there, it learns that the connection has ended
+            closed(code if code >= 0 else 128 - code)
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    def tell(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended
+            self._input.write(line.encode() + b"\n")
+            self._input.flush()
+
+    def kill(self) -> None:
+        self._process.kill()

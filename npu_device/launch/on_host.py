@@ -1,0 +1,132 @@
+"""The npurun of one host of ``npurun --hosts``, which ``hosts`` starts there over ssh.
+
+Standard input gets the order, a line of JSON with the secret, then the number of each signal that the npurun that was
+started by hand receives. Its end ends the ranks of the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from npu_device._src.cluster.roster import parent_and_start, start_time
+from npu_device._src.cluster.time_limits import KILL_SECONDS, NODE_STOP_SECONDS, SWEEP_SECONDS
+from npu_device.launch import argument_types, checking, job
+from npu_device.launch.arguments import Options
+from npu_device.launch.attempt import FAILED
+from npu_device.launch.member import NodeLeavesError
+from npu_device.launch.output import Console
+from npu_device.launch.reports import LEAVING, OVER, RUNNING, Starter
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # nohup is for the npurun that sends the signals
+    name = sys.argv[1]
+    serial = int(sys.argv[2])
+    lines = _lines()
+    order = json.loads(next(lines))
+    os.environ.update(order["variables"])
+    options = Options(**{**order["options"], "command": tuple(order["options"]["command"]), "hosts": ()})
+    if options.nproc_per_node == 0:
+        options = dataclasses.replace(options, nproc_per_node=argument_types.ranks_per_node())
+    starter = Starter(name, Console(), order["count"], tuple(order["nodes"]))
+    if not _is_alone(name, serial):
+        starter.console.say("an earlier npurun of this job, or one of its ranks, is still on this host")
+        sys.exit(FAILED)
+    starter.tell(RUNNING)
+    threading.Thread(target=_obey, args=(lines, options, starter), daemon=True).start()
+    sys.exit(_run(options, starter))
+
+
+def _run(options: Options, starter: Starter) -> int:
+    try:
+        code = checking.run(options) if options.check else job.run(options, starter)
+    except NodeLeavesError as end:
+        starter.tell(LEAVING, code=end.exit_code)
+        return end.exit_code
+    except SystemExit as end:  # the job has ended on several nodes
+        code = int(end.code or 0)
+    starter.tell(OVER, code=code)
+    return code
+
+
+def _lines() -> Iterator[bytes]:
+    """Yield the lines of standard input, without Python's buffer: a thread that waits in it would hold up the exit."""
+    rest = b""
+    while data := os.read(0, 1 << 16):
+        *lines, rest = (rest + data).split(b"\n")
+        yield from lines
+
+
+def _obey(lines: Iterator[bytes], options: Options, starter: Starter) -> None:
+    for line in lines:
+        os.kill(os.getpid(), int(line))
+    # The connection has ended. In a job without restarts, as when a terminal is closed.
+    if not options.restarts_hosts:
+        os.kill(os.getpid(), signal.SIGHUP)
+        return
+    # In a job with restarts, the host is lost, and a signal would end the job on the other hosts, too.
+    if starter.is_preempted:  # the host shuts down, and its ranks are writing a checkpoint
+        time.sleep(options.preempt_timeout + NODE_STOP_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)  # the guard ends the ranks
+
+
+def _is_alone(name: str, serial: int) -> bool:
+    """End what an earlier connection of the job has left on this host; return whether this npurun is the only one."""
+    words = _command_lines()
+    serials = {pid: int(line[-1]) for pid, line in words.items() if line[-2:-1] == [name] and line[-1].isdecimal()}
+    older = [pid for pid in serials if serials[pid] < serial]
+    # The guard of an npurun that was killed ends when it has killed the ranks. Its last word is their directory.
+    guards = [pid for pid, line in words.items() if os.path.basename(line[-1]).startswith(f"{name}-")]
+    _send(signal.SIGSTOP, older)  # so that they start no more processes
+    ending = {pid: start_time(pid) for pid in [*older, *_children(older), *guards]}
+    _send(signal.SIGKILL, older)
+    deadline = time.monotonic() + KILL_SECONDS
+    while any(_is_running(pid, started) for pid, started in ending.items()):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(SWEEP_SECONDS)
+    return max(serials.values(), default=serial) == serial  # else the connection of this npurun is the broken one
+
+
+def _command_lines() -> dict[int, list[str]]:
+    lines = {}
+    for pid in _processes():
+        with contextlib.suppress(OSError):  # it has ended
+            lines[pid] = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
+    return lines
+
+
+def _children(parents: list[int]) -> list[int]:
+    return [pid for pid in _processes() if parent_and_start(pid)[0] in parents]
+
+
+def _processes() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+
+
+def _send(number: int, pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _is_running(pid: int, started: str) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX" and start_time(pid) == started
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""What the npurun of a host tells the npurun that was started by hand: lines of its standard error, which the latter
+takes out of the output.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import IO, Callable
+
+from npu_device.launch.output import Console, Pump
+
+RUNNING = "running"  # npurun runs on the host, alone
+ATTEMPT = "attempt"  # an attempt begins there
+PREEMPTED = "preempted"  # it got the signal that takes the host away
+LEAVING = "leaving"  # it ends, and the job continues
+OVER = "over"  # it ends, and so does the job
+
+
+@dataclass(frozen=True)
+class Report:
+    kind: str
+    code: int = 0  # exit code, of LEAVING and OVER
+    count: int = 0  # number of the attempt, from 0
+    nodes: Sequence[int] = ()  # that take part in the attempt
+
+
+@dataclass
+class Starter:
+    """The npurun that was started by hand, as the npurun of a host sees it. Without a name, they are the same."""
+
+    name: str = ""  # of this host's npurun; begins each report
+    console: Console = field(default_factory=Console)
+    count: int = 0  # number of the next attempt
+    nodes: Sequence[int] = ()  # of the newest attempt; empty before any
+    is_preempted: bool = False
+
+    def tell(self, kind: str, code: int = 0, count: int = 0, nodes: Sequence[int] = ()) -> None:
+        self.is_preempted = self.is_preempted or kind == PREEMPTED
+        if self.name:
+            report = Report(kind, code, count, nodes)
+            # The console keeps the line whole among the lines of the ranks.
+            self.console.write(2, f"{self.name} {json.dumps(asdict(report))}\n".encode())
+
+
+class ReportPump(Pump):
+    """Forward the standard error of a host's npurun, except for its reports, which go to a function."""
+
+    def __init__(self, pipe: IO[bytes], console: Console, name: str, report: Callable[[Report], None]) -> None:
+        self._prefix_of_reports = name.encode() + b" "
+        self._report = report
+        super().__init__(pipe, console, 2)
+
+    def _write(self, lines: list[bytes]) -> None:
+        output = []
+        for line in lines:
+            if line.startswith(self._prefix_of_reports):
+                self._report(Report(**json.loads(line[len(self._prefix_of_reports) :])))
+            else:
+                output.append(line)
+        super()._write(output)
