@@ -71,6 +71,7 @@ class Host:
     connection: Connection | None = None
     starts: int = 0
     is_running: bool = False  # npurun has reported that it runs there
+    takes_part: bool = False  # and that an attempt has begun
     is_preempted: bool = False
     end: Report | None = None  # of the running npurun, if it has announced its end
     retry_at: float | None = None
@@ -185,11 +186,15 @@ class Hosts:
             self._is_stopping = True
         for host in self._hosts:
             host.retry_at = None
+        self._send(number, self._hosts)
+
+    def _send(self, number: int, hosts: Sequence[Host]) -> None:
+        for host in hosts:
             if host.connection is None:
                 continue
             if host.is_running:
-                host.connection.tell(str(number))
-            else:
+                host.connection.tell(f"{number:d}")
+            else:  # its npurun, if there is one by now, ends with the connection
                 host.connection.kill()
 
     def _on_report(self, host: Host, report: Report) -> None:
@@ -197,9 +202,11 @@ class Hosts:
             host.is_running = True
             host.retries = 0
             host.give_up_at = None
-        elif report.kind == ATTEMPT and report.count >= self._count:
-            self._count = report.count + 1
-            self._nodes = report.nodes
+        elif report.kind == ATTEMPT:
+            host.takes_part = True
+            if report.count >= self._count:
+                self._count = report.count + 1
+                self._nodes = report.nodes
         elif report.kind == PREEMPTED:
             host.is_preempted = True
         elif report.kind in (LEAVING, OVER):
@@ -207,6 +214,8 @@ class Hosts:
         # A job without restarts has no node that speaks for all. And a node that doesn't match node 0 is turned away.
         if report.kind == OVER and self._options.restarts_hosts and report.code != USAGE:
             self._end_job(report.code)
+            # The others know from node 0. One that has just been started again waits for it.
+            self._send(signal.SIGINT, [each for each in self._hosts if not each.takes_part])
 
     def _on_closed(self, host: Host, code: int) -> None:
         end = host.end
@@ -214,6 +223,7 @@ class Hosts:
         host.connection = None
         host.end = None
         host.is_running = False
+        host.takes_part = False
         # The shell there has failed, not ssh: a folder or Python is missing, and will be.
         is_misplaced = not was_running and host.starts == 1 and code < 128
         is_over = self._signal is not None or self._verdict is not None or not self._options.restarts_hosts
@@ -240,7 +250,7 @@ class Hosts:
         goes_on = code in (0, RESUMABLE) or (host.node > 0 and self._options.fewest_nodes < self._options.nnodes)
         if others and not goes_on and self._verdict is None and self._signal is None:
             self._console.say(f"host {host.name} ended with exit code {code}; stopping the others")
-            self._end_job(code)
+            self._stop_job(code)
 
     def _on_lost(self, host: Host, end: Report | None, code: int) -> None:
         is_leaving = end is not None or host.is_preempted
@@ -250,7 +260,7 @@ class Hosts:
         cause = "taken away" if is_leaving else f"lost (exit code {code} of {host.client[0]})"
         if problem:
             self._console.say(f"host {host.name}, node 0: {cause}. {problem}")
-            self._end_job(RESUMABLE if end is not None and end.code == RESUMABLE else FAILED)
+            self._stop_job(RESUMABLE if end is not None and end.code == RESUMABLE else FAILED)
         else:
             # A host that shuts down can often be reached until then.
             self._retry(host, cause, self._options.preempt_timeout if is_leaving else None)
@@ -294,24 +304,27 @@ class Hosts:
             "What to do: start the job again when the host is back, or with another host in its place: it continues "
             "from its newest checkpoint."
         )
-        self._end_job(FAILED)
+        self._stop_job(FAILED)
 
     def _end_job(self, code: int) -> None:
-        """Start no host again, and stop those that haven't ended in a moment."""
+        """Start no host again."""
         if self._verdict is None:
             self._verdict = code
         for host in self._hosts:
             host.retry_at = None
+
+    def _stop_job(self, code: int) -> None:
+        """Stop the hosts that haven't ended by themselves in a moment."""
+        self._end_job(code)
         if self._deadline is None:
             self._deadline = time.monotonic() + limits.HOSTS_NOTICE_SECONDS
 
     def _stop_late_hosts(self) -> None:
-        for host in self._hosts:
-            if host.connection is None:
-                continue
-            if self._is_stopping or not host.is_running:
-                host.connection.kill()
-            else:
-                host.connection.tell(f"{signal.SIGINT:d}")
+        if self._is_stopping:
+            for host in self._hosts:
+                if host.connection is not None:
+                    host.connection.kill()
+        else:
+            self._send(signal.SIGINT, self._hosts)
         self._is_stopping = True
         self._deadline = time.monotonic() + self._options.grace + limits.HOSTS_END_SECONDS
