@@ -259,7 +259,7 @@ def test_tf_config_beside_ascends_variables(tmp_path: Path) -> None:
     workers = ["a:1", "b:1", "c:1", "d:1"]
     assert f"{told}by TF_CONFIG this process is rank 1 of 4" in refused(TF_CONFIG=tf_config(1, worker=workers))
     assert membership(TF_CONFIG=tf_config(2, worker=workers)).scheme == "rank table"
-    assert membership(TF_CONFIG=tf_config(0, worker=["a:1"])).scheme == "rank table"  # a platform has started one process
+    assert membership(TF_CONFIG=tf_config(0, worker=["a:1"])).scheme == "rank table"  # the process of a platform
 
 
 def test_tf_config_of_four_beside_less(tmp_path: Path) -> None:

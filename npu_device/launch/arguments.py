@@ -258,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
     _add(several, "--master-addr", metavar="ADDR", help="address or name of node 0 (one node: 127.0.0.1)")
     where = f"port of node 0 where the ranks meet (default {DEFAULT_PORT}; one node: a free one)"
     _add(several, "--master-port", type=types.port, metavar="PORT", help=where)
-    rejoin = "seconds that nodes wait for each other before a start (default 300)"
+    rejoin = "seconds that nodes wait for each other, and --hosts tries a lost host (default 300)"
     _add(several, "--rejoin-timeout", type=types.seconds, default=300.0, metavar="S", help=rejoin)
     again = parser.add_argument_group("failures and preemption (npurun docs reliability)")
     _add(again, "--max-restarts", type=types.count, default=0, metavar="N", help="start a failed job again (default 0)")
