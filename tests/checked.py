@@ -45,11 +45,10 @@ def _forget_graphs() -> None:
 
 def _idle_connections() -> set[int]:
     """Return the descriptors of the few connections that sends and receives keep, each for its last tags."""
-    from npu_device._src.collectives.engines.host.transfers import PairCalls
     from npu_device._src.collectives.job import current
 
     job = current()
-    pairs = [calls for calls in job.calls.values() if isinstance(calls, PairCalls)] if job is not None else []
+    pairs = list(job.engines.pairs.calls.values()) if job is not None else []
     return {connection.fileno() for calls in pairs for connection in calls.kept.values()}
 
 
@@ -60,7 +59,7 @@ def prepare() -> None:
     import tensorflow as tf
 
     import npu_device as npu
-    from npu_device._src.collectives.engines.host import sockets
+    from npu_device._src.collectives.job import current
     from npu_device.distribute import hccl_ops
 
     gc.set_threshold(100_000, 50, 100)  # `call` collects after each body; in between it would be 4 % of the time
@@ -68,7 +67,7 @@ def prepare() -> None:
         os.environ["NCCL_HOSTID"] = os.environ["RANK_ID"]
     rank, size, backend = npu.distribute.rank(), npu.distribute.size(), os.environ.get("NPU_DEVICE_BACKEND")
     if os.environ.get("NPU_DEVICE_SHARED_MEMORY") == "off" and (backend != "tensorflow" or size == 2):
-        sockets.MOST_ROOM_BYTES = 0  # the engine moves all data, however small
+        current().most_message_bytes = 0  # the engine moves all data, however small
     values = [tf.ones([4]), tf.ones([300_000])]
     in_graph = tf.function(npu.distribute.all_reduce)
     in_graph(values)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import tensorflow as tf
 
 from npu_device._src.collectives.engines.host import sockets
 from npu_device._src.collectives.group import WORLD_GROUP, Group
+from npu_device._src.collectives.job import current
 from npu_device._src.collectives.moves import all_to_all_v
 from npu_device._src.training.opening import device
 
@@ -70,15 +70,18 @@ def small_data_in_messages() -> Iterator[int]:
     Yield the largest size of a rank's data in a message, in bytes.
     """
 
-    def let(most: int) -> None:
-        sockets.MOST_ROOM_BYTES = most
-        for channel in [each for each in gc.get_objects() if type(each) is sockets.SmallMessages]:
-            channel.slot_bytes = sockets.room(channel.size)
+    job = current()
 
-    usual = sockets.MOST_ROOM_BYTES
+    def let(most: int) -> None:
+        job.most_message_bytes = most
+        for group, queue in job.engines.messages.calls.items():
+            if queue._channel is not None:
+                queue._channel.slot_bytes = sockets.room(job, group.size)
+
+    usual = job.most_message_bytes
     let(1024)
     try:
-        yield sockets.MOST_ROOM_BYTES
+        yield job.most_message_bytes
     finally:
         let(usual)
 

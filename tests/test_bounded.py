@@ -17,7 +17,7 @@ from pool import Pool
 import npu_device as npu
 from hccl.manage.api import create_group, destroy_group
 from npu_device._src.collectives import graph
-from npu_device._src.collectives.engines.tensorflow.kernels import RING, sequence_of
+from npu_device._src.collectives.engines.tensorflow.kernels import RING
 from npu_device._src.collectives.moves import all_gather_v
 from npu_device._src.collectives.ops import all_reduce, broadcast
 from npu_device.distribute import hccl_ops
@@ -64,7 +64,7 @@ def body_rings(calls: int) -> tuple[list[float], int, int]:
     second half of calls of other lengths.
     """
     job, mine = group("world")
-    rank, size, drawn = mine.rank, mine.size, sequence_of(job, mine)._drawn
+    rank, size, drawn = mine.rank, mine.size, job.engines.tensorflow.kernels.sequence_of(mine)._drawn
     before = len(drawn)
     sums = in_graph(lambda value: [all_reduce(job, value + float(n), "sum", mine)[-1] for n in range(2 * RING + 1)])
     for _ in range(3):

@@ -18,7 +18,6 @@ from pool import Pool
 import npu_device as npu
 from npu_device._src.collectives.dtypes import mean_dtype, sum_dtype
 from npu_device._src.collectives.engines.tensorflow.engine import rounded
-from npu_device._src.collectives.engines.tensorflow.kernels import sequence_of
 from npu_device._src.collectives.moves import all_gather, all_gather_v, all_to_all_v, all_to_all_vc
 from npu_device._src.collectives.ops import all_reduce, broadcast, reduce, reduce_scatter
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
@@ -111,7 +110,7 @@ def body_messages() -> tuple[tuple[list[Any], int, int], int, int]:
     job, mine = group("world")
 
     def keys() -> int:
-        return sum(count for _, count in sequence_of(job, mine)._drawn.values())
+        return sum(count for _, count in job.engines.tensorflow.kernels.sequence_of(mine)._drawn.values())
 
     with small_data_in_messages() as room:
         found = body_operations(False, room)

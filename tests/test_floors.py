@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 ROW = re.compile(
@@ -64,6 +66,45 @@ FILES = {
 }
 
 
+INSIDE = {
+    "collectives": (
+        ("dtypes", "engines/host/buffers", "engines/host/mpi_world", "gpu_choice", "graph", "group"),
+        ("call", "hosts_of_job"),
+        ("call_count", "engines/host/channel", "sessions"),
+        ("engines/context", "engines/host/programs", "engines/host/message_channel"),
+        ("engines/host/memory_ring", "engines/host/queue", "engines/host/sockets", "engines/host/mpi_messages"),
+        ("engines/host/sharing", "engines/host/host_engine", "engines/tensorflow/kernels", "stall"),
+        ("engines/host/host_detection", "engines/host/transfers", "engines/tensorflow/engine"),
+        ("engines/engines",),
+        ("job",),
+        ("agreed_engine", "engine_choice", "engine_text", "resources", "tensorflow_server"),
+        ("operation",),
+        ("moves",),
+        ("ops",),
+    ),
+    "testing": (
+        (
+            "answers",
+            "faults",
+            "fork_server",
+            "forked",
+            "hosts",
+            "leaks",
+            "marked_tests",
+            "soak/connections",
+            "soak/proxy",
+        ),
+        ("pool", "worker", "soak/running"),
+        ("run", "soak/network", "pytest_rank"),
+        ("compare_ranks", "pytest_job", "soak/random_faults"),
+        ("plugin", "soak/soak"),
+    ),
+}
+"""The floors inside two components, from the ground up: a file imports from lower ones only. Each room of ``training/``
+has a row of the table.
+"""
+
+
 def file_of(module: str) -> str | None:
     """Return the file of a dotted name, or None when it is none of the packages' modules."""
     path = module.replace(".", "/")
@@ -105,6 +146,22 @@ def test_imports_go_down() -> None:
             if component is not None and other is not None and not component.may_import(other):
                 wrong.append(f"{file}:{line} (floor {component.floor}) imports {target} (floor {other.floor})")
     assert not wrong, "imports that go up or sideways:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("component", INSIDE)
+def test_imports_go_down_inside(component: str) -> None:
+    floors = {
+        f"{SOURCE_FOLDER}{component}/{name}.py": floor for floor, row in enumerate(INSIDE[component]) for name in row
+    }
+    files = {file for file in FILES if file.startswith(f"{SOURCE_FOLDER}{component}/") and "__init__" not in file}
+    assert floors.keys() == files
+    wrong = [
+        f"{file}:{line} imports {target}"
+        for file in files
+        for line, target in imported(file, FILES[file])
+        if target in floors and floors[target] >= floors[file]
+    ]
+    assert not wrong, "imports that go up:\n" + "\n".join(wrong)
 
 
 def _defined() -> set[str]:

@@ -127,20 +127,20 @@ def body_roads_of_nccl() -> Any:
     """Reduce and exchange on the road that tensors take with NCCL, between CPUs instead of GPUs."""
     import tensorflow as tf
 
-    from npu_device._src.collectives.engines.host.sharing import _NCCL_DTYPES, Hosts
-    from npu_device._src.collectives.engines.tensorflow import kernels
+    from npu_device._src.collectives.engines.tensorflow.kernels import Kernels
+    from npu_device._src.collectives.hosts_of_job import NCCL_DTYPES, Hosts
     from npu_device._src.collectives.job import current
 
     running = current()
     world, rank, size = running.world_group, running.cluster.rank, running.cluster.world_size
-    before = Hosts.uses_nccl, kernels._device
-    Hosts.uses_nccl = lambda _, dtype: dtype in _NCCL_DTYPES  # type: ignore[method-assign]
-    kernels._device = lambda job, _: job.device("CPU")
+    before = Hosts.uses_nccl, Kernels._device
+    Hosts.uses_nccl = lambda _, dtype: dtype in NCCL_DTYPES  # type: ignore[method-assign]
+    Kernels._device = lambda *_: running.device("CPU")  # type: ignore[method-assign]
     try:
         rows = tf.reshape(tf.range(3.0 * size), [size, 3]) + 100.0 * rank
-        return bodies.numbers(), kernels.all_to_all(running, rows, world).numpy().tolist()
+        return bodies.numbers(), running.engines.tensorflow.kernels.all_to_all(rows, world).numpy().tolist()
     finally:
-        Hosts.uses_nccl, kernels._device = before  # type: ignore[method-assign]
+        Hosts.uses_nccl, Kernels._device = before  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("tensorflow_ranks", [3], indirect=True)

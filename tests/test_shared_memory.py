@@ -16,9 +16,10 @@ from pool import Pool
 
 import npu_device as npu
 from npu_device._src.collectives.engines.host import sharing
+from npu_device._src.collectives.engines.host.host_detection import is_supported
 
 pytestmark = pytest.mark.skipif(
-    not sharing.is_supported() or os.environ.get("NPU_DEVICE_BACKEND") == "tensorflow",
+    not is_supported() or os.environ.get("NPU_DEVICE_BACKEND") == "tensorflow",
     reason="needs Linux on x86-64, and isn't about TensorFlow's backend",
 )
 
@@ -53,10 +54,10 @@ if os.environ["RANK_ID"] == "1":
     os.environ.pop("NPU_DEVICE_RANK_PROCESS", None)  # the rank is this process, not the one that has started it
 import tensorflow as tf
 import npu_device as npu
-from npu_device._src.collectives import operation
+from npu_device._src.collectives.engine_text import engine_name
 from npu_device._src.collectives.job import current
 npu.open()
-name = operation.backend_name(current(), current().world_group, [tf.float32])
+name = engine_name(current(), current().world_group, [tf.float32])
 print("through", name, float(npu.distribute.all_reduce(tf.constant(1.0), "sum")))
 """
 

@@ -14,12 +14,13 @@ import pytest
 import tensorflow as tf
 
 from npu_device._src.collectives.call import Terms
+from npu_device._src.collectives.call_count import CallCount
 from npu_device._src.collectives.dtypes import FOLDS
 from npu_device._src.collectives.engines.host import programs
-from npu_device._src.collectives.engines.host.host_engine import OnArrays
+from npu_device._src.collectives.engines.host.buffers import ALIGNMENT, BufferPool
+from npu_device._src.collectives.engines.host.channel import Stream
 from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing, has_counters
-from npu_device._src.collectives.engines.host.programs import Stream
-from npu_device._src.collectives.engines.host.queue import ALIGNMENT, BufferPool, CallCount, Finish, HostQueue
+from npu_device._src.collectives.engines.host.queue import Finish, HostQueue, OnArrays
 
 pytestmark = pytest.mark.skipif(not has_counters(), reason="needs Linux on x86-64")
 

@@ -21,9 +21,9 @@ from npu_device._src.check import judge
 from npu_device._src.check.judge import SIZES, Facts, Findings
 from npu_device._src.cluster.rendezvous import installed_versions
 from npu_device._src.cluster.time_limits import CHECK_OTHERS_SECONDS, CONNECT_SECONDS, MEASURED_SECONDS
-from npu_device._src.collectives.group import WORLD_GROUP, Group, group_of
+from npu_device._src.collectives.engine_text import explained, open_ports
+from npu_device._src.collectives.group import WORLD_GROUP, Group
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.operation import explained, open_ports
 from npu_device._src.collectives.ops import all_reduce
 from npu_device._src.membership.interfaces import interface_of, speed_of
 from npu_device._src.trace.trace import measure_clock
@@ -51,14 +51,12 @@ def _found(job: Job) -> Findings:
     leaders = [cluster.hosts.index(host) for host in dict.fromkeys(cluster.hosts)]
     failed = {**_unreachable(job, job.peers.addresses), **_unreachable(job, job.server_addresses)}
     unreachable = [{int(rank): what for rank, what in each.items()} for each in gather("unreachable", failed)]
-    found = Findings(
-        facts, explained(job, group_of(job, WORLD_GROUP)), open_ports(job), job.hosts.problems, unreachable
-    )
+    found = Findings(facts, explained(job, job.group(WORLD_GROUP)), open_ports(job), job.hosts.problems, unreachable)
     if any(unreachable):  # a collective would wait for the stall watch
         return found
     engines = dict.fromkeys([job.hosts.engine, *(["mpi"] if job.mpi_world else []), "tcp"] if leaders[1:] else [])
     size = cluster.world_size
-    total = all_reduce(job, tf.fill([1 << 18], float(cluster.rank + 1)), "sum", group_of(job, WORLD_GROUP))
+    total = all_reduce(job, tf.fill([1 << 18], float(cluster.rank + 1)), "sum", job.group(WORLD_GROUP))
     right = bool(tf.reduce_all(total == size * (size + 1) / 2))
     mine = cluster.neighbours
     within = _by_size(job, "check_within", mine) if len(mine) > 1 else None

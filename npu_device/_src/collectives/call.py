@@ -8,7 +8,6 @@ has the same form for every call, so that the messages fit even if the calls don
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import hashlib
 import json
@@ -19,20 +18,19 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.cluster.control_channel import ControlChannel
+from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.time_limits import DETAILS_SECONDS
 from npu_device._src.cluster.tracebacks import is_user_file
 from npu_device._src.collectives.group import Group
 from npu_device._src.wording import counted
-
-if TYPE_CHECKING:
-    from npu_device._src.collectives.job import Job
 
 _MAX_DIMENSIONS = 16
 _SHOWN_TENSORS = 3
@@ -203,42 +201,17 @@ class CallingThreads:
             return self._alike[me][key]
 
 
-# The agreement, which an operation passes on to its backend. The ranks may agree before the call, or with the first
-# data that the call sends: then the first transfer takes the terms and carries them.
+# What the ranks compare
 
 
 class Terms(NamedTuple):
-    """The part of an agreement that the ranks compare before they read each other's data."""
+    """What the ranks compare of a call before they read each other's data."""
 
     head: tuple[int, int]  # two 32-bit numbers that are the same on all ranks
     shapes: int | tf.Tensor  # 32 bits, the same if the tensors' shapes are; a tensor if only the graph knows it
     row: Callable[[], dict[str, Any]]  # the call as the stall watch shows it
     overlaps: bool  # another thread of this rank is in a call of the group: every rank refuses
     refuse: Callable[[int], Exception]  # the error for heads that differ, given the position of the call in the group
-
-
-class Route(enum.Enum):
-    """How the ranks compare a call, and on which way its data travel; the same on every rank."""
-
-    WITH_DATA = enum.auto()  # the group's engine compares the call with its first data
-    BEFORE_DATA = enum.auto()  # a message compares the call before its data travel on the engine of the group
-    IN_MESSAGE = enum.auto()  # the data are small, and travel in the message that compares the call
-    BY_SIZE = enum.auto()  # one of the two, as soon as the running graph knows the size
-
-
-@dataclass
-class Agreement:
-    """The agreement on one call."""
-
-    job: Job
-    terms: Optional[Terms] = None  # what the first collective of the call has to compare; None if nothing is left
-    route: Route = Route.WITH_DATA
-    small: Optional[tf.Tensor] = None  # on the route ``BY_SIZE``, whether the data are small: a bool tensor
-
-    def take(self) -> Terms | None:
-        """Return the terms for the first collective of the call, and None for those that follow."""
-        taken, self.terms = self.terms, None
-        return taken
 
 
 # Calls that differ
@@ -248,12 +221,15 @@ class MismatchError(PeerError):
     """The ranks of a group called different collectives; the text has one line per rank. A ``RuntimeError``."""
 
 
-def mismatch(job: Job, group: Group, mine: dict[str, Any], position: int) -> MismatchError:
+def mismatch(
+    cluster: Cluster, store: ControlChannel, group: Group, own_row: dict[str, Any], position: int
+) -> MismatchError:
     """Exchange the calls (``Call.row``) with the other ranks, through the hub, and return the error."""
-    found = {job.cluster.rank: mine}  # if the hub is gone, the table has gaps
+    rows_by_rank = {cluster.rank: own_row}  # if the hub is gone, the table has gaps
     with contextlib.suppress(ClusterError):
-        found = job.store.gather_from(f"mismatch/{group.key}/{position}", mine, group.ranks, DETAILS_SECONDS)
-    rows = [found.get(rank) for rank in group.ranks]
+        key = f"mismatch/{group.key}/{position}"
+        rows_by_rank = store.gather_from(key, own_row, group.ranks, DETAILS_SECONDS)
+    rows = [rows_by_rank.get(rank) for rank in group.ranks]
     known = [row for row in rows if row is not None]
     threads = any(row.get("overlaps") for row in known) or len({row["thread"] for row in known}) > 1
     lines = [
@@ -263,7 +239,7 @@ def mismatch(job: Job, group: Group, mine: dict[str, Any], position: int) -> Mis
     shown = _positions_to_show(known)
     for rank, row in zip(group.ranks, rows):
         said = "said nothing" if row is None else _row_text(row, shown, threads)
-        lines.append(f"  {job.cluster.name_of(rank)}: {said}")
+        lines.append(f"  {cluster.name_of(rank)}: {said}")
     if threads:
         lines.append(
             "Likely cause: two threads of a rank call collective operations of the same group, and their calls come in "

@@ -83,13 +83,15 @@ Rows = Union[np.ndarray, Sequence[np.ndarray]]
 FOLDS: dict[str, Any] = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
-def fold_arrays(rows: Rows, result: np.ndarray, reduction: str, divisor: int, shares: Sequence[int]) -> None:
+def fold_arrays(
+    rows: Rows, result: np.ndarray, reduction: str, divisor: int, shares: Sequence[int], total_dtype: np.dtype
+) -> None:
     """Reduce rows, in order, each of which has been divided by its share, into ``result``. A mean is then divided.
 
-    This works in the dtype of the result; 16-bit floats are combined in float32 and rounded once at the end.
+    This works in ``total_dtype`` (``total_dtype_of`` the dtype of the result), and rounds once at the end.
     """
     combine = FOLDS[reduction]
-    total = np.empty(result.shape, np.float32) if is_narrow(result.dtype) else result
+    total = result if result.dtype == total_dtype else np.empty(result.shape, total_dtype)
     with np.errstate(all="ignore"):  # infinite gradients are left to the loss scale; TensorFlow doesn't warn either
         if max(shares) > 1:
             rows = [row if share == 1 else row.astype(result.dtype) * share for row, share in zip(rows, shares)]
@@ -105,6 +107,11 @@ def fold_arrays(rows: Rows, result: np.ndarray, reduction: str, divisor: int, sh
             np.divide(total, divisor, out=total)
         if total is not result:
             result[:] = total
+
+
+def total_dtype_of(dtype: np.dtype) -> np.dtype:
+    """Return the dtype in which arrays are combined: float32 for 16-bit floats, else their own."""
+    return np.dtype(np.float32) if is_narrow(dtype) else dtype
 
 
 def is_narrow(dtype: np.dtype) -> bool:

@@ -1,7 +1,7 @@
 """The engines between hosts, as one list, and the choice of one of them for the job.
 
 The first engine that can be used is taken. ``NPU_DEVICE_BACKEND`` names one instead, and then no other is taken. Within
-a host, ranks share memory underneath each of them, unless NCCL takes the tensor (``operation`` decides for each call).
+a host, ranks share memory underneath each of them, unless NCCL takes the tensor (see ``engines.Engines``).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Callable, NamedTuple
 from npu_device._src import environment
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.collectives.engines.host.mpi_messages import open_world
-from npu_device._src.collectives.engines.host.sharing import Hosts
 from npu_device._src.collectives.gpu_choice import why_no_nccl
-from npu_device._src.collectives.job import Job
+from npu_device._src.collectives.hosts_of_job import Hosts
+from npu_device._src.collectives.job import Job, on_exit
 from npu_device._src.membership import launchers
 
 _log = logging.getLogger("npu_device")
@@ -27,7 +27,7 @@ _IN_TIME = (
 )
 
 
-class Engine(NamedTuple):
+class Candidate(NamedTuple):
     """One engine between hosts.
 
     Attributes:
@@ -50,7 +50,7 @@ def _problems_of_nccl(job: Job, hosts: Hosts) -> Sequence[str]:
 
 
 def _problems_of_mpi(job: Job, _: Hosts) -> Sequence[str]:
-    problems = open_world(job, environment.NPU_DEVICE_BACKEND.get() == "mpi")
+    problems = open_world(job, environment.NPU_DEVICE_BACKEND.get() == "mpi", on_exit)
     return job.cluster.lines({rank: problem for rank, problem in enumerate(problems) if problem})
 
 
@@ -64,14 +64,14 @@ def _late(job: Job, hosts: Hosts) -> Sequence[str]:
     ]
 
 
-ENGINES = (
-    Engine(
+CANDIDATES = (
+    Candidate(
         "nccl",
         "NCCL",
         _problems_of_nccl,
         "What to do: start one rank per GPU, with a TensorFlow that is built for CUDA; or unset NPU_DEVICE_BACKEND.",
     ),
-    Engine(
+    Candidate(
         "mpi",
         "MPI",
         _problems_of_mpi,
@@ -79,13 +79,13 @@ ENGINES = (
         "mpi4py find its libmpi.so (LD_LIBRARY_PATH, or MPI4PY_LIBMPI=/path/to/libmpi.so); or unset "
         "NPU_DEVICE_BACKEND.",
     ),
-    Engine(
+    Candidate(
         "tensorflow",
         "TensorFlow's server",
         lambda job, hosts: [] if hosts.share_memory else _late(job, hosts),
         f"What to do: {_IN_TIME}; or set NPU_DEVICE_BACKEND=tcp, which can be opened at any time.",
     ),
-    Engine("tcp", "TCP", lambda job, hosts: [], ""),
+    Candidate("tcp", "TCP", lambda job, hosts: [], ""),
 )
 """All engines, in the order in which they are tried:
 
@@ -99,9 +99,9 @@ ENGINES = (
 def choose_engine(job: Job, hosts: Hosts) -> Hosts:
     """Choose the engine between hosts, and return what the ranks know of each other, with it. Every rank calls this."""
     wanted = environment.NPU_DEVICE_BACKEND.get()
-    named = [engine for engine in ENGINES if engine.name == wanted]
+    named = [engine for engine in CANDIDATES if engine.name == wanted]
     # Ranks of one host need no engine between hosts, but may have GPUs.
-    listed = named or [engine for engine in ENGINES if engine.name != "mpi" or not hosts.share_memory]
+    listed = named or [engine for engine in CANDIDATES if engine.name != "mpi" or not hosts.share_memory]
     against: dict[str, str] = {}
     for engine in listed:
         problems = engine.problems(job, hosts)

@@ -10,10 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from npu_device._src.collectives.job import Job
+from typing import Any
 
 WORLD_GROUP = "hccl_world_group"
 """The group of all ranks, which always exists."""
@@ -71,12 +68,6 @@ class Group:
 
 def counts_of(group: Group) -> tuple[int, ...]:
     return group.counts or (1,) * group.size
-
-
-def group_of(job: Job, name: str) -> Group:
-    if name == WORLD_GROUP:
-        return job.world_group
-    return find_group(name, job.cluster.rank, job.cluster.world_size, job.groups)
 
 
 def find_group(name: str, rank: int, world_size: int, made: Mapping[str, Group]) -> Group:

@@ -9,25 +9,17 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import threading
-from typing import TYPE_CHECKING, Any, Callable, TypeVar
+from typing import Any, Callable, TypeVar
 
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
-from npu_device._src.cluster.health import Health
-from npu_device._src.cluster.peers import Peers
-from npu_device._src.collectives.engines.host.queue import BufferPool
-from npu_device._src.collectives.group import WORLD_GROUP, Group
-
-if TYPE_CHECKING:
-    from npu_device._src.collectives.call import CallingThreads
-    from npu_device._src.collectives.engines.host.host_engine import Calls, Orders
-    from npu_device._src.collectives.engines.host.mpi_messages import MpiWorld
-    from npu_device._src.collectives.engines.host.sharing import Hosts
-    from npu_device._src.collectives.engines.tensorflow.kernels import Sequence
-    from npu_device._src.collectives.sessions import Sessions
-    from npu_device._src.collectives.stall import StallWatch
+from npu_device._src.collectives.call import CallingThreads
+from npu_device._src.collectives.engines.context import EngineContext
+from npu_device._src.collectives.engines.engines import Engines
+from npu_device._src.collectives.group import WORLD_GROUP, Group, find_group
+from npu_device._src.collectives.sessions import Sessions
+from npu_device._src.collectives.stall import StallWatch
 
 _Part = TypeVar("_Part")
 
@@ -35,59 +27,37 @@ NEW_PROCESS = (
     "What to do if a cluster starts one job after another: let it start new processes for each. With Spark, set "
     "spark.python.worker.reuse=false."
 )
-_LOCAL = "/job:localhost/replica:0/task:0"
 
 _log = logging.getLogger("npu_device")
 
 
-class Job:
+class Job(EngineContext):
     """All state of a job on one of its ranks.
 
     Attributes:
-        store: the control channel: key-value store, gathers and barrier.
-        peers: direct connections to the other ranks; they have to be opened.
         serves_others: the others need this process until they have finished, because the hub is its child; it waits for
             them at its end.
-        task: TensorFlow's name of this process; changes when TensorFlow's server starts.
-        server_addresses: each rank's ``host:port`` of TensorFlow's server; empty if this job has none.
-        cores: this rank's share of the cores of its host, 1 or more; set when TensorFlow's threads are divided.
-        has_own_core: that share is a whole core or more, not less; set at the same time.
         has_communicated: this rank has called a collective other than a barrier, or built a graph with one.
         before_leaving: called with the job before this process leaves it; not in a forked child.
         groups: those that the script of this rank has made, by name.
-        hosts: which ranks share memory, and all ranks' devices; set by ``detect_hosts``.
         why_no_mpi: why MPI isn't used although its launcher started the ranks; "" if there is nothing to say.
-        making: held by whoever makes one of the objects below, each at its first use.
-        calls: the operations of each group, by engine and group.
-        nccl_order: the variable by which TensorFlow orders the collectives that use NCCL.
+        threads: the threads of this rank that call collectives.
+        sessions: the collectives in graphs that sessions run.
     """
 
-    hosts: Hosts
     stall_watch: StallWatch
-    threads: CallingThreads
-    sessions: Sessions
 
     def __init__(self, cluster: Cluster, channel: ControlChannel, serves_others: bool, secret: bytes) -> None:
-        self.cluster = cluster
-        self.store = channel
-        self.health = Health(cluster, channel)
-        self.peers = Peers(cluster, self.health, secret)
-        self.task = _LOCAL
-        self.server_addresses: tuple[str, ...] = ()
-        self.cores, self.has_own_core = 1, False
+        super().__init__(cluster, channel, secret)
         self.serves_others = serves_others
         self.has_communicated = False
         self.before_leaving: list[Callable[[Job], None]] = []
         self.world_group = Group(WORLD_GROUP, tuple(range(cluster.world_size)), cluster.rank)
         self.groups: dict[str, Group] = {}
-        self.mpi_world: MpiWorld | None = None
         self.why_no_mpi = ""
-        self.making = threading.RLock()
-        self.calls: dict[tuple[Any, Group], Calls] = {}
-        self.orders: Orders | None = None
-        self.buffers = BufferPool()
-        self.sequences: dict[Group, Sequence] = {}
-        self.nccl_order: Any = None
+        self.engines = Engines(self)
+        self.threads = CallingThreads()
+        self.sessions = Sessions(self.health)
         self._parts: dict[type, Any] = {}
         self.pid = os.getpid()
 
@@ -96,20 +66,18 @@ class Job:
         """Return True in a forked child, which must not leave the job at its exit."""
         return self.pid != os.getpid()
 
-    def device(self, kind: str) -> str:
-        """Return the full name of this rank's first device of a kind (``"CPU"`` or ``"GPU"``)."""
-        return f"{self.task}/device:{kind}:0"
+    def group(self, name: str) -> Group:
+        """Return the group of a name; raise ValueError if this rank has none of that name."""
+        if name == WORLD_GROUP:
+            return self.world_group
+        return find_group(name, self.cluster.rank, self.cluster.world_size, self.groups)
 
     def forget_group(self, name: str) -> None:
         """Free what is held for a group that is destroyed, and for the groups made for its operations."""
         del self.groups[name]
         self.sessions.forget(name)
-        with self.making:
-            found = [(on, group) for on, group in self.calls if name in (group.name, group.parent)]
-            closed = [self.calls.pop(key) for key in found]
-        for calls in closed:
-            calls.close()
-        self.stall_watch.forget(name)
+        self.engines.forget(name)
+        self.counts.forget(name)
 
     def add(self, part: Any) -> None:
         """Keep an object of a higher floor as long as the job; its ``close()``, if any, is called before this process

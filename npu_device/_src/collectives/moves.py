@@ -1,8 +1,8 @@
 """The collective operations that only move data: all_gather, all_gather_v, all_to_all_v, all_to_all_vc, send, receive.
 
-They are made like those of ``ops``. All but send and receive consist of two moves, ``gather`` and ``exchange``, for any
-dtype and any number of elements. Both are differentiable; everything around them is TensorFlow's own, and therefore
-differentiable as well.
+They are made like those of ``ops``. All but send and receive consist of two moves of the engine, ``gather`` and
+``exchange``, for any dtype and any number of elements. Both are differentiable; everything around them is TensorFlow's
+own, and therefore differentiable as well.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from typing import Any, Callable, NamedTuple, Optional
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src.collectives.call import Agreement
+from npu_device._src.collectives.agreed_engine import AgreedEngine
 from npu_device._src.collectives.dtypes import Count, require_bits
-from npu_device._src.collectives.engines.host import transfers
-from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.operation import Operation, backend_of, row_length
+from npu_device._src.collectives.operation import Operation
 
 _TAGS = 1 << 61
 
@@ -33,8 +31,8 @@ def all_gather(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     require_first_dimension("all_gather", tensor)
     require_bits(tensor.dtype)
 
-    def body(agreement: Agreement, tensor: tf.Tensor) -> tf.Tensor:
-        gathered = gather(agreement, tf.reshape(tensor, [1, -1]), group)
+    def body(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:
+        gathered = engine.gather(tf.reshape(tensor, [1, -1]))
         return with_first_dimension(gathered, tensor, lambda rows: rows * group.size)
 
     def results() -> tf.TensorSpec:
@@ -52,8 +50,8 @@ def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "") -
     require_first_dimension("all_gather_v", tensor)
     require_bits(tensor.dtype)
 
-    def body(agreement: Agreement, tensor: tf.Tensor) -> tf.Tensor:
-        return gather_ragged(agreement, tensor, group)
+    def body(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:
+        return gather_ragged(engine, tensor)
 
     def results() -> tf.TensorSpec:
         return spec_with_first_dimension(tensor, lambda _: None)
@@ -75,15 +73,15 @@ def all_to_all_v(
     require_bits(data.dtype)
     size = group.size
 
-    def body(agreement: Agreement, data: tf.Tensor, sends: Any, sends_at: Any, recvs: Any, recvs_at: Any) -> tf.Tensor:
+    def body(engine: AgreedEngine, data: tf.Tensor, sends: Any, sends_at: Any, recvs: Any, recvs_at: Any) -> tf.Tensor:
         outgoing = checked_blocks("send", sends, sends_at, size, data.shape[0])
         incoming = checked_blocks("recv", recvs, recvs_at, size)
-        mine = tf.concat([outgoing.counts, incoming.counts], axis=0)
-        everybody = gather(agreement, mine[tf.newaxis], group)
-        sent, expected = everybody[:, :size], tf.transpose(everybody[:, size:])
+        counts = engine.gather(tf.concat([outgoing.counts, incoming.counts], axis=0)[tf.newaxis])
+        sent = counts[:, :size]
+        expected = tf.transpose(counts[:, size:])
         with tf.control_dependencies(_require_equal(sent, expected)):
-            longest = row_length(agreement.job, group, data.dtype, tf.reduce_max(sent))
-        rows = exchange(agreement, pad_blocks(data, outgoing, longest), group)
+            longest = engine.row_length(data.dtype, tf.reduce_max(sent))
+        rows = engine.exchange(pad_blocks(data, outgoing, longest))
         return join_blocks(rows, incoming)
 
     inputs = [data, send_counts, send_at, recv_counts, recv_at]
@@ -116,10 +114,10 @@ def all_to_all_vc(job: Job, data: tf.Tensor, send_count_matrix: Any, group: Grou
     matrix = whole_numbers("send_count_matrix", send_count_matrix, [group.size, group.size])
     known = tf.get_static_value(matrix)
 
-    def body(agreement: Agreement, data: tf.Tensor, matrix: tf.Tensor) -> tf.Tensor:
+    def body(engine: AgreedEngine, data: tf.Tensor, matrix: tf.Tensor) -> tf.Tensor:
         outgoing = checked_blocks("send", *packed_blocks(matrix[group.rank]), group.size, data.shape[0])
-        longest = row_length(agreement.job, group, data.dtype, tf.reduce_max(matrix))
-        rows = exchange(agreement, pad_blocks(data, outgoing, longest), group)
+        longest = engine.row_length(data.dtype, tf.reduce_max(matrix))
+        rows = engine.exchange(pad_blocks(data, outgoing, longest))
         return join_blocks(rows, packed_blocks(matrix[:, group.rank]))
 
     results = partial(tf.TensorSpec, [None], data.dtype)
@@ -137,8 +135,8 @@ def send(job: Job, tensor: tf.Tensor, tag: int, destination: int, group: Group) 
     require_bits(tensor.dtype)
     pair = _pair_of(group, group.rank, destination, tag)
 
-    def body(agreement: Agreement, tensor: tf.Tensor) -> Any:
-        sent = transfers.send(agreement, tensor, pair)
+    def body(engine: AgreedEngine, tensor: tf.Tensor) -> Any:
+        sent = engine.send(tensor)
         return None if tf.executing_eagerly() else sent.op
 
     return Operation("send and receive", pair, [tensor], body, same={"tag": tag}).run(job)
@@ -152,8 +150,8 @@ def receive(job: Job, shape: Any, dtype: tf.DType, tag: int, source: int, group:
         raise ValueError(f"receive needs to know every dimension of the tensor; found shape {like.shape}")
     pair = _pair_of(group, source, group.rank, tag)
 
-    def body(agreement: Agreement) -> tf.Tensor:
-        return transfers.receive(agreement, like, pair)
+    def body(engine: AgreedEngine) -> tf.Tensor:
+        return engine.receive(like)
 
     return Operation("send and receive", pair, [like], body, (), lambda: like, same={"tag": tag}).run(job)
 
@@ -175,48 +173,19 @@ def _pair_of(group: Group, source: int, destination: int, tag: int) -> Group:
     return Group(f"{group.name}/{ranks[0]}-{ranks[1]}", ranks, ranks.index(me), group.name, tag)
 
 
-# Parts of operations on which the ranks have agreed
-
-
-def gather(agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
-    """Return all ranks' rows on every rank: [1, n] in, [group.size, n] out; n is the same on all ranks."""
-    gathered = backend_of(agreement, group, row.dtype).all_gather(agreement, row[0], group)
-
-    def backward(upstream: tf.Tensor) -> tf.Tensor:
-        return tf.reduce_sum(exchange(Agreement(agreement.job), upstream, group), axis=0, keepdims=True)
-
-    return differentiable_move(gathered, backward, row)
-
-
-def gather_ragged(agreement: Agreement, tensor: tf.Tensor, group: Group) -> tf.Tensor:
+def gather_ragged(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:
+    """Return all ranks' tensors one after the other, [n, …] into [sum of n, …]; part of a call that is agreed on."""
     row_shape = tf.shape(tensor)[1:]
-    all_rows = gather(agreement, tf.shape(tensor)[tf.newaxis, :1], group)[:, 0]
+    all_rows = engine.gather(tf.shape(tensor)[tf.newaxis, :1])[:, 0]
     counts = all_rows * tf.reduce_prod(row_shape)
     flat = tf.reshape(tensor, [1, -1])
-    longest = row_length(agreement.job, group, tensor.dtype, tf.reduce_max(counts))
+    longest = engine.row_length(tensor.dtype, tf.reduce_max(counts))
     padded = tf.pad(flat, [[0, 0], [0, longest - tf.shape(flat)[1]]])
-    gathered = gather(agreement, padded, group)
-    elements = tf.concat([gathered[rank, : counts[rank]] for rank in range(group.size)], axis=0)
-    result = tf.reshape(elements, tf.concat([[tf.reduce_sum(all_rows)], row_shape], axis=0))
-    result.set_shape([None, *tensor.shape[1:]] if tensor.shape.rank else None)
-    return result
-
-
-def exchange(agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
-    """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out; n is the same on
-    all ranks.
-    """
-    received = backend_of(agreement, group, rows.dtype).all_to_all(agreement, rows, group)
-    return differentiable_move(received, lambda upstream: exchange(Agreement(agreement.job), upstream, group), rows)
-
-
-def differentiable_move(moved: tf.Tensor, backward: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
-    """Return ``moved`` with the gradient ``backward(incoming gradient)`` for ``tensor``, of which it was made. Integers
-    and other discrete values have no gradient.
-    """
-    if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
-        return moved
-    return differentiable([moved], lambda upstream: [backward(upstream)], [tensor])[0]
+    gathered = engine.gather(padded)
+    elements = tf.concat([gathered[rank, : counts[rank]] for rank in range(engine.group.size)], axis=0)
+    joined = tf.reshape(elements, tf.concat([[tf.reduce_sum(all_rows)], row_shape], axis=0))
+    joined.set_shape([None, *tensor.shape[1:]] if tensor.shape.rank else None)
+    return joined
 
 
 # Shapes: checks before anything is sent, and the first dimension of results

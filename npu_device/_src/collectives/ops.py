@@ -1,8 +1,8 @@
 """The collective operations that combine or spread tensors: all_reduce, reduce, reduce_scatter, broadcast, barrier.
 
 Each function checks a call, makes its ``Operation`` (what the ranks compare, the results' specs, and the body) and runs
-it; every rank of the group calls it. Operations composed of others call the functions that take an agreement, so that a
-call is one agreement.
+it; every rank of the group calls it. A body moves all its data through the engine of the call, so that the ranks agree
+once.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Callable
 import tensorflow as tf
 
 from npu_device._src.collectives import moves
-from npu_device._src.collectives.call import Agreement
-from npu_device._src.collectives.dtypes import REDUCED, Tensors, Wire, fold, reduced_dtype, require_bits, wire_dtype
+from npu_device._src.collectives.agreed_engine import AgreedEngine, differentiable_move, require_differentiable
+from npu_device._src.collectives.dtypes import REDUCED, fold, reduced_dtype, require_bits
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.moves import differentiable_move, exchange, require_member
-from npu_device._src.collectives.operation import Operation, backend_of
+from npu_device._src.collectives.moves import require_member
+from npu_device._src.collectives.operation import Operation
 
 REDUCTIONS = ("sum", "mean", "min", "max", "prod")
 
@@ -37,10 +37,11 @@ def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.
         require_differentiable("all_reduce", reduction)
         return [all_reduce(job, upstream[0], reduction, group)]
 
-    def body(agreement: Agreement, tensor: tf.Tensor) -> tf.Tensor:
-        return reduce_segments(agreement, [[tensor]], reduction, group)[0][0]
+    def body(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:
+        return engine.all_reduce([[tensor]], reduction)[0][0]
 
-    results, same = _reduced_spec(tensor, reduction), {"reduction": reduction}
+    results = _reduced_spec(tensor, reduction)
+    same = {"reduction": reduction}
     return Operation("all_reduce", group, [tensor], body, None, results, same, gradient=gradient).run(job)
 
 
@@ -56,9 +57,8 @@ def reduce(job: Job, tensor: tf.Tensor, reduction: str, root_rank: int, group: G
     require_reduction("reduce", tensor.dtype, reduction)
     require_member("root_rank", root_rank, group)
 
-    def body(agreement: Agreement, tensor: tf.Tensor) -> tf.Tensor:
-        backend = backend_of(agreement, group, tensor.dtype, divides=True)
-        [reduced] = backend.reduce(agreement, [tensor], reduction, root_rank, group)
+    def body(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:
+        reduced = engine.reduce(tensor, reduction, root_rank)
         if group.rank != root_rank:
             with tf.control_dependencies([reduced]):
                 reduced = tf.zeros_like(reduced)
@@ -70,7 +70,8 @@ def reduce(job: Job, tensor: tf.Tensor, reduction: str, root_rank: int, group: G
 
         return differentiable_move(reduced, backward, tensor)
 
-    results, same = _reduced_spec(tensor, reduction), {"reduction": reduction, "root_rank": root_rank}
+    results = _reduced_spec(tensor, reduction)
+    same = {"reduction": reduction, "root_rank": root_rank}
     return Operation("reduce", group, [tensor], body, results=results, same=same).run(job)
 
 
@@ -95,18 +96,19 @@ def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) ->
             f"{text}; found {rows} in shape {tuple(tensor.shape)}. Pad the tensor to a multiple of {group.size}."
         )
 
-    def body(agreement: Agreement, tensor: tf.Tensor) -> tf.Tensor:
+    def body(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:
         checks = []
         if rows is None:
-            found = tf.shape(tensor)[0]
-            checks.append(tf.debugging.Assert(found % group.size == 0, [f"{text}; found", found]))
+            length = tf.shape(tensor)[0]
+            checks.append(tf.debugging.Assert(length % group.size == 0, [f"{text}; found", length]))
         with tf.control_dependencies(checks):
-            blocks = exchange(agreement, tf.reshape(tensor, [group.size, -1]), group)
+            blocks = engine.exchange(tf.reshape(tensor, [group.size, -1]))
         reduced = fold(tf.unstack(blocks, num=group.size), reduction)
         return moves.with_first_dimension(reduced, tensor, lambda rows: rows // group.size)
 
     block = moves.spec_with_first_dimension(tensor, lambda rows: rows // group.size)
-    results, same = _reduced_spec(block, reduction), {"reduction": reduction}
+    results = _reduced_spec(block, reduction)
+    same = {"reduction": reduction}
     return Operation("reduce_scatter", group, [tensor], body, results=results, same=same).run(job)
 
 
@@ -126,14 +128,14 @@ def broadcast(job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Gro
     for tensor in tensors:
         require_bits(tensor.dtype)
 
-    def body(agreement: Agreement, *tensors: tf.Tensor) -> list[tf.Tensor]:
+    def body(engine: AgreedEngine, *tensors: tf.Tensor) -> list[tf.Tensor]:
         floats = [tensor.dtype.is_floating for tensor in tensors]
 
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
             floating = zip(upstream, floats)
             return [reduce(job, value, "sum", root_rank, group) if is_float else None for value, is_float in floating]
 
-        return differentiable(spread(agreement, tensors, root_rank, group), backward, tensors)
+        return differentiable(engine.broadcast(tensors, root_rank), backward, tensors)
 
     def results() -> list[tf.TensorSpec]:
         return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
@@ -148,8 +150,8 @@ def barrier(job: Job, group: Group) -> tf.Tensor:
     exists, so make later operations depend on it (``tf.control_dependencies``).
     """
 
-    def body(agreement: Agreement) -> tf.Tensor:
-        return reduce_segments(agreement, [[tf.constant(1)]], "sum", group)[0][0]
+    def body(engine: AgreedEngine) -> tf.Tensor:
+        return engine.all_reduce([[tf.constant(1)]], "sum")[0][0]
 
     return Operation("barrier", group, [], body, results=lambda: tf.TensorSpec([], tf.int32)).run(job)
 
@@ -163,49 +165,3 @@ def require_reduction(operation: str, dtype: tf.DType, reduction: str) -> None:
             f"{operation} can't reduce dtype {dtype.name}; expected one of "
             f"{', '.join(dtype.name for dtype in REDUCED)}. Cast the tensor first."
         )
-
-
-def require_differentiable(operation: str, reduction: str) -> None:
-    """Raise LookupError if a reduction has no gradient."""
-    if reduction not in ("sum", "mean"):
-        raise LookupError(
-            f"{operation} has no gradient for reduction {reduction!r}; it is differentiable for 'sum' and 'mean'"
-        )
-
-
-# Parts of operations on which the ranks have agreed
-
-
-def reduce_segments(
-    agreement: Agreement, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire = None
-) -> list[list[tf.Tensor]]:
-    """Reduce segments, each of one dtype, as soon as its own tensors are ready. Return the results in the same lists,
-    as ``all_reduce`` gives them, and differentiable like those. float32 and float64 may be sent in the dtype ``wire``.
-    """
-
-    def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
-        require_differentiable("all_reduce", reduction)
-        # Through the same function, so that second derivatives work.
-        return reduce_segments(Agreement(agreement.job), [upstream], reduction, group, wire)[0]
-
-    results: list[list[tf.Tensor]] = [[]] * len(segments)
-    kinds: dict[tuple[bool, bool, bool], list[int]] = {}
-    for position, segment in enumerate(segments):
-        dtype = segment[0].dtype
-        kind = dtype.is_floating, wire_dtype(dtype, wire) == wire, agreement.job.hosts.uses_nccl(dtype)
-        kinds.setdefault(kind, []).append(position)
-    for (floating, compressed, _), positions in kinds.items():
-        lists = list(map(segments.__getitem__, positions))
-        backend = backend_of(agreement, group, lists[0][0].dtype, divides=True)
-        reduced = backend.all_reduce(agreement, lists, reduction, group, wire if compressed else None)
-        for position, tensors in zip(positions, reduced):
-            # Each segment separately: its results can be used while others are still in progress.
-            results[position] = differentiable(tensors, backward, segments[position]) if floating else tensors
-    return results
-
-
-def spread(agreement: Agreement, tensors: Sequence[tf.Tensor], root_rank: int, group: Group) -> list[tf.Tensor]:
-    """Return the tensors of the root on every rank."""
-    backend = backend_of(agreement, group, tf.int32, divides=True)
-    sent: list[tf.Tensor] = backend.broadcast(agreement, tensors, root_rank, group)
-    return sent

@@ -19,8 +19,8 @@ from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.time_limits import LATEST_ANSWER_SECONDS
 from npu_device._src.collectives import gpu_choice
-from npu_device._src.collectives.engines.host.sharing import Hosts
 from npu_device._src.collectives.gpu_choice import Device
+from npu_device._src.collectives.hosts_of_job import Hosts
 from npu_device._src.collectives.job import Job
 
 _log = logging.getLogger("npu_device")

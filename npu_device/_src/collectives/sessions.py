@@ -1,4 +1,4 @@
-"""Collectives in a graph that a session of TensorFlow 1 runs. Only ``operation`` calls ``Sessions``, through the job.
+"""Collectives in a graph that a session of TensorFlow 1 runs. Only ``operation`` adds them, through the job.
 
 A session is local: operations in its graph can't see the other ranks. A collective is therefore an operation that calls
 Python, which runs the collective eagerly. Errors that need the data, and those of the other ranks, are errors of
@@ -17,69 +17,72 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.time_limits import QUEUE_CHECK_SECONDS
-from npu_device._src.collectives.call import Agreement, Call, MismatchError, calling_thread
+from npu_device._src.collectives.call import Call, MismatchError, calling_thread
 from npu_device._src.collectives.group import Group
-from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.operation import Operation
-from npu_device._src.collectives.ops import spread
 
 _SENT_AT_ONCE = 64
 _NOTHING = -1
 
 
-class Sessions:
-    """The collectives in this rank's session graphs."""
+class InSession(NamedTuple):
+    """A collective as an operation of a session's graph."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    group: Group
+    call: Call
+    inputs: Sequence[tf.Tensor]  # flat
+    specs: Sequence[tf.TensorSpec]  # of the results, at least one
+    run: Callable[..., Sequence[tf.Tensor]]  # runs the collective eagerly, given the values of the inputs
+    gradient: Callable[..., Sequence[tf.Tensor]]  # of the inputs, given those of the results
+    from_first: FromFirst
+
+
+FromFirst = Callable[[Group, Call, tf.Tensor], tf.Tensor]
+"""Returns the tensor of the first rank of a group on every rank, as a collective that is described by the call."""
+
+
+class Sessions:
+    """The collectives in this rank's session graphs.
+
+    Attributes:
+        held: by group, a call that can't begin yet, as another collective comes first; None if unknown.
+    """
+
+    def __init__(self, health: Health) -> None:
+        self._health = health
+        self.held: dict[Group, dict[str, Any] | None] = {}
         self._orders: dict[Group, SessionOrder] = {}
         self._lock = threading.Lock()
         self._made: weakref.WeakKeyDictionary[tf.Graph, Counter[Group]] = weakref.WeakKeyDictionary()
 
-    def add(self, operation: Operation, call: Call) -> Any:
-        """Add a collective to the session's graph; return its results, or the operation itself if there are none."""
-        given = list(operation.values if operation.inputs is None else operation.inputs)
-        inputs = tf.nest.map_structure(tf.convert_to_tensor, given, expand_composites=True)
-        group = operation.group.of_one_order()
+    def add(self, collective: InSession) -> list[tf.Tensor]:
+        """Add a collective to the session's graph; return its results."""
+        group = collective.group.of_one_order()
         with self._lock:
             if group not in self._orders:
-                self._orders[group] = SessionOrder(self._job, group)
+                self._orders[group] = SessionOrder(group, self._health, self.held, collective.from_first)
             order = self._orders[group]
         with tf.init_scope():  # outside functions, branches and loops
             graph = tf.compat.v1.get_default_graph()
         counter = self._made.setdefault(graph, Counter())
         counter[group] += 1
         number = counter[group]  # the same on each rank, where scripts build the same graph
-        structure = operation.results() if operation.results else None
-        specs = tf.nest.flatten(structure, True) if operation.results else [tf.TensorSpec([], tf.int32)]
 
-        def eagerly(*values: tf.Tensor) -> list[tf.Tensor]:
-            now = tf.nest.pack_sequence_as(inputs, values, expand_composites=True)
-            compared = now[: len(operation.values)] or operation.values
-            results = replace(operation, values=compared, inputs=now).run(self._job, call)
-            return tf.nest.flatten(results, True) if operation.results else [tf.constant(0)]
-
-        def gradient(*upstream: tf.Tensor) -> Sequence[tf.Tensor]:
-            if operation.gradient is None:
-                raise LookupError(f"{operation.name} has no gradient in the graph of a session, as on Ascend")
-            return operation.gradient(upstream)
+        def in_order(*arrays: np.ndarray) -> list[np.ndarray]:
+            return order.run(number, collective.call, arrays, collective.run)
 
         @tf.custom_gradient
         def differentiable(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
-            return call_python(lambda *arrays: order.run(number, call, arrays, eagerly), tensors, specs), gradient
+            return call_python(in_order, tensors, collective.specs), collective.gradient
 
-        results = tf.nest.flatten(differentiable(*tf.nest.flatten(inputs, True)))
-        if structure is None:
-            return results[0].op
-        return tf.nest.pack_sequence_as(structure, results, expand_composites=True)
+        return tf.nest.flatten(differentiable(*collective.inputs))
 
     def forget(self, name: str) -> None:
         """End the order of a group that is destroyed, and those of groups made for its operations."""
@@ -111,11 +114,16 @@ class _Queued(NamedTuple):
 class SessionOrder:
     """The queue of one group on one of its members."""
 
-    def __init__(self, job: Job, group: Group) -> None:
-        self._job = job
+    def __init__(
+        self, group: Group, health: Health, held: dict[Group, dict[str, Any] | None], from_first: FromFirst
+    ) -> None:
         self._group = group
+        self._health = health
+        self._held = held
+        self._from_first = from_first
         self._changed = threading.Condition()
         self._closed = False
+        # By the number of a collective in its graph: executions whose inputs are ready.
         self._queues: dict[int, deque[_Queued]] = {}
         threading.Thread(target=self._run, name=f"npu_device-session-{group.name}", daemon=True).start()
 
@@ -153,27 +161,23 @@ class SessionOrder:
     def _order(self) -> list[int]:
         """Return the numbers that wait on the first rank of the group."""
         with self._changed:
-            mine = list(self._queues)[:_SENT_AT_ONCE]
-            line = self._queues[mine[0]][0].call.line
+            numbers = list(self._queues)[:_SENT_AT_ONCE]
+            line = self._queues[numbers[0]][0].call.line
         if self._group.size == 1:
-            return mine
-        values = tf.constant(mine + [_NOTHING] * (_SENT_AT_ONCE - len(mine)))
-
-        def body(agreement: Agreement, values: tf.Tensor) -> list[tf.Tensor]:
-            return spread(agreement, [values], 0, self._group)
-
-        own = Operation("session.run", self._group, [values], body)
-        [sent] = own.run(self._job, Call("session.run", (), (), (), (), line, calling_thread()))
+            return numbers
+        padded = tf.constant(numbers + [_NOTHING] * (_SENT_AT_ONCE - len(numbers)))
+        call = Call("session.run", (), (), (), (), line, calling_thread())
+        sent = self._from_first(self._group, call, padded)
         return [number for number in sent.numpy().tolist() if number != _NOTHING]
 
     def _next(self, number: int) -> _Queued:
         """Return the oldest entry that waits under a number, as soon as there is one."""
-        held = self._job.stall_watch.held
+        held = self._held
         with self._changed:
             try:
                 while number not in self._queues:
                     if not self._changed.wait(QUEUE_CHECK_SECONDS):
-                        self._job.health.check(self._group.name, self._group.ranks)
+                        self._health.check(self._group.name, self._group.ranks)
                     # If anything else waits, a session.run waits here; if not, the rank is busy elsewhere.
                     held[self._group] = next((queue[0].call.row() for queue in self._queues.values()), None)
             finally:

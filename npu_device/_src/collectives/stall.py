@@ -9,140 +9,91 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Union, cast
+from typing import Any
 
-import tensorflow as tf
-
-from npu_device._src import compat, environment
+from npu_device._src import environment
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.health import GroupId
 from npu_device._src.cluster.time_limits import STALL_POLL_SECONDS, WHERE_SECONDS
-from npu_device._src.collectives.engines.host.queue import CallCount
+from npu_device._src.collectives.call_count import CallCount, Count
+from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.group import Group
-from npu_device._src.collectives.job import Job
 from npu_device._src.wording import ranges
 
 _log = logging.getLogger("npu_device")
 
 _MOST_LINES = 32
-_LARGEST = 0x7FFFFFFF
-_TRANSFER = {"operation": "a transfer of data", "line": "TensorFlow's backend"}
-
-
-class TransferWatch:
-    """A watch of TensorFlow's transfers: the ranks have agreed on a call, and one of them may stop amid its data."""
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-        with tf.init_scope(), tf.device(self._device):
-            self._begun, self._ended = (compat.plain_variable(tf.constant(0, tf.int32)) for _ in range(2))
-
-    def begin(self, tensor: tf.Tensor) -> None:
-        self._count(self._begun, tensor)
-
-    def end(self, result: tf.Tensor) -> None:
-        self._count(self._ended, result)
-
-    def _count(self, variable: Any, after: tf.Tensor) -> None:
-        """Note that a tensor to be sent, or a result, is ready. Nothing waits for the note."""
-        with tf.control_dependencies([after]), tf.device(self._device):
-            counter = compat.through_outer_graphs(variable.handle)
-            tf.raw_ops.ResourceCountUpTo(resource=counter, limit=_LARGEST, T=tf.int32)
-
-    def position(self) -> dict[str, Any]:
-        with compat.eager_mode():
-            ended, begun = int(self._ended), int(self._begun)
-        return {"begun": begun, "waiting": begun > ended, "call": _TRANSFER}
-
-
-Watch = Union[TransferWatch, CallCount]
 
 
 class StallWatch:
     """One thread that checks all groups, and answers the other ranks' questions. It ends with the job.
 
-    Attributes:
+    Args:
+        groups: those that the script of this rank has made, by name.
         held: by group, a call of this rank that can't begin yet, as another collective comes first; None if unknown.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._watches: dict[Group, Watch] = {}
-        self._making = threading.Lock()
-        self.held: dict[Group, dict[str, Any] | None] = {}
+    def __init__(
+        self, context: EngineContext, groups: Mapping[str, Group], held: Mapping[Group, dict[str, Any] | None]
+    ) -> None:
+        self._health = context.health
+        self._cluster = context.cluster
+        self._counts = context.counts
+        self._groups = groups
+        self._held = held
         self._warn_after = environment.NPU_DEVICE_STALL_WARNING.get()
         self._give_up_after = environment.NPU_DEVICE_STALL_TIMEOUT.get()
-        job.health.on_question("where", self._answer)
-        job.health.count_calls = self._begun
+        context.health.on_question("where", self._answer)
+        context.health.count_calls = self._begun
         threading.Thread(target=self._run, name="npu_device-stall", daemon=True).start()
 
-    def calls_of(self, group: Group) -> CallCount:
-        """Return the count of the calls of a group, made at its first use."""
-        with self._making:
-            if group not in self._watches:
-                self._watches[group] = CallCount()
-            return cast(CallCount, self._watches[group])
-
-    def transfers_of(self, group: Group, device: str) -> TransferWatch:
-        """Return the watch of a group's transfers through TensorFlow, made at its first use on the CPU of this rank."""
-        transfers = replace(group, name=f"{group.name}/transfers", parent=group.parent or group.name)
-        with self._making:
-            if transfers not in self._watches:
-                self._watches[transfers] = TransferWatch(device)
-            return cast(TransferWatch, self._watches[transfers])
-
-    def forget(self, name: str) -> None:
-        """Stop watching a group, and the groups made for its operations."""
-        for group in [group for group in self._watches if name in (group.name, group.parent)]:
-            del self._watches[group]
-
     def _begun(self) -> dict[GroupId, int]:
-        watches = list(self._watches.items())
-        return {(group.name, group.ranks): watch.begun for group, watch in watches if isinstance(watch, CallCount)}
+        counts = self._counts.of_all()
+        return {(group.name, group.ranks): count.begun for group, count in counts if isinstance(count, CallCount)}
 
     def _position(self, group: Group) -> dict[str, Any]:
-        watch = self._watches.get(group)
-        if watch is None:  # the group has just been destroyed
+        count = self._counts.known(group)
+        if count is None:  # the group has just been destroyed
             return {"begun": 0, "waiting": False, "call": None}
-        position, held = watch.position(), self.held.get(group)
+        position = count.position()
+        held = self._held.get(group)
         if held is None or position["waiting"]:
             return position
         return {"begun": position["begun"] + 1, "waiting": True, "call": held, "held": True}
 
     def _run(self) -> None:
-        # By watch, since a group that is destroyed and made again has another one, which counts from the start.
-        since: weakref.WeakKeyDictionary[Watch, tuple[int, float, bool]] = weakref.WeakKeyDictionary()
-        while not self._job.health.is_over:
-            self._job.health.look_for_missing()
-            for group, watch in list(self._watches.items()):
+        # By count, since a group that is destroyed and made again has another one, which counts from the start.
+        since: weakref.WeakKeyDictionary[Count, tuple[int, float, bool]] = weakref.WeakKeyDictionary()
+        while not self._health.is_over:
+            self._health.look_for_missing()
+            for group, count in self._counts.of_all():
                 position = self._position(group)
-                begun, began, warned = since.get(watch, (-1, 0.0, False))
+                begun, began, warned = since.get(count, (-1, 0.0, False))
                 if not position["waiting"]:
-                    since.pop(watch, None)
+                    since.pop(count, None)
                 elif position["begun"] != begun:
-                    since[watch] = (position["begun"], time.monotonic(), False)
+                    since[count] = (position["begun"], time.monotonic(), False)
                 else:
                     waited = time.monotonic() - began
                     if waited > self._give_up_after:
-                        self._job.health.stop(self._text(group, position, waited, final=True))
+                        self._health.stop(self._text(group, position, waited, final=True))
                     elif waited > self._warn_after and not warned:
-                        since[watch] = (begun, began, True)
+                        since[count] = (begun, began, True)
                         _log.warning("%s", self._text(group, position, waited, final=False))
             time.sleep(STALL_POLL_SECONDS)
 
     def _text(self, group: Group, position: dict[str, Any], waited: float, final: bool) -> str:
-        rank = self._job.cluster.rank
+        rank = self._cluster.rank
         question = {"group": group.name, "ranks": ranges(group.ranks), "begun": position["begun"]}
         lines = [
             f"rank {rank} has waited {waited:.0f} s in group {group.name!r} for other ranks to make the same call:"
         ]
         try:
-            answers = self._job.health.ask("where", question, group.ranks, WHERE_SECONDS)
+            answers = self._health.ask("where", question, group.ranks, WHERE_SECONDS)
         except ClusterError as error:
             lines.append(f"  the others can't be asked where they are: {error}")
         else:
-            lines += _table(group, self._job.cluster.hosts, answers, position["begun"])
+            lines += _table(group, self._cluster.hosts, answers, position["begun"])
         if final:
             lines.append(
                 "This is the limit (NPU_DEVICE_STALL_TIMEOUT seconds), and the rank gives up.\n"
@@ -158,14 +109,14 @@ class StallWatch:
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         # Ranks at the same place give the same answer.
-        for group in list(self._watches):
+        for group, _ in self._counts.of_all():
             if group.name == question["group"] and ranges(group.ranks) == question["ranks"]:
                 position = self._position(group)
                 call = position["call"]
                 short = None if call is None else {"operation": call["operation"], "line": call["line"]}
                 return {**position, "call": short}
         answer: dict[str, Any] = {"begun": 0, "call": None}
-        other = self._job.groups.get(question["group"])
+        other = self._groups.get(question["group"])
         if other is not None and ranges(other.ranks) != question["ranks"]:
             answer["members"] = other.ranks
         return answer

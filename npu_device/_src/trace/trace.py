@@ -23,11 +23,11 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.collectives.dtypes import wire_dtype
+from npu_device._src.collectives.engine_text import engine_name
 from npu_device._src.collectives.engines.host.host_engine import end_of
 from npu_device._src.collectives.graph import fetchable_call, origin
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job, current
-from npu_device._src.collectives.operation import backend_name
 from npu_device._src.trace.records import FILE, GradientRecord, PointSchema, RankTrace, Recorder, Settings
 
 _WAITING = 10_000  # iterations that the queue holds; a step would wait when it is full
@@ -311,7 +311,7 @@ def traced_reduction(
         shapes=tuple(str(value.shape) for value in flat),
         segments=tuple((end - len(part), end - 1) for end, part in zip(itertools.accumulate(map(len, parts)), parts)),
         group=group.name,
-        backend=backend_name(job, group, [value.dtype for value in flat]),
+        backend=engine_name(job, group, [value.dtype for value in flat]),
         has_start=start is not None,
         has_bp_end=end is not None,
         waits_for_all=waits_for_all,

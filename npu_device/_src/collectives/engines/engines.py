@@ -1,5 +1,4 @@
-"""The engines: what each has to offer, and how those are made that move arrays; one of them divides calls between
-hosts.
+"""The engines of a job: what each has to offer, and one that divides calls between hosts.
 
 The operations need nothing else of an engine. The ranks have agreed on a call before an engine gets it, or agree with
 its first data (``terms``). Everything works eagerly and in graphs; in a graph a call waits for its own tensors only,
@@ -14,153 +13,207 @@ from typing import Protocol
 
 import tensorflow as tf
 
-from npu_device._src.collectives.call import Agreement
+from npu_device._src.collectives.call import Terms
 from npu_device._src.collectives.dtypes import Tensors, Wire, reduced_dtype, sum_dtype, wire_dtype
-from npu_device._src.collectives.engines.host.host_engine import HostEngine
+from npu_device._src.collectives.engines.context import EngineContext
+from npu_device._src.collectives.engines.host.host_engine import HostEngine, Orders
 from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing
 from npu_device._src.collectives.engines.host.mpi_messages import MpiMessages
 from npu_device._src.collectives.engines.host.sharing import FIRST_BYTE, connect
 from npu_device._src.collectives.engines.host.sockets import SmallMessages, SocketMesh
-from npu_device._src.collectives.engines.tensorflow import engine as tensorflow
+from npu_device._src.collectives.engines.host.transfers import Pairs
+from npu_device._src.collectives.engines.tensorflow.engine import TensorFlowEngine
 from npu_device._src.collectives.group import Group
-from npu_device._src.collectives.job import Job
+from npu_device._src.collectives.hosts_of_job import Hosts
 
 
-class Backend(Protocol):
-    """What an engine does for a group. In a graph each call, and each segment, waits only for its own tensors."""
+class Engine(Protocol):
+    """What an engine does for a group. In a graph each call, and each segment, waits only for its own tensors.
+
+    An engine that compares calls with the data sends ``terms`` with its first transfer; they are None if the ranks have
+    agreed before.
+    """
 
     def all_reduce(
-        self, agreement: Agreement, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
+        self, terms: Terms | None, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
     ) -> list[list[tf.Tensor]]:
         """Reduce segments, lists of tensors of one dtype; return the results of each, the same bits on every rank.
 
-        A backend that compares calls with the data takes the agreement's terms. A mean is over all ranks that the
-        members stand for (``Group.counts``). float32 and float64 tensors are sent in the dtype ``wire``; sums are exact
-        to float32 either way, and never infinite if the true sum is finite.
+        A mean is over all ranks that the members stand for (``Group.counts``). float32 and float64 tensors are sent in
+        the dtype ``wire``; sums are exact to float32 either way, and never infinite if the true sum is finite.
         """
 
-    def reduce(
-        self, agreement: Agreement, tensors: Tensors, reduction: str, root: int, group: Group
-    ) -> list[tf.Tensor]:
+    def reduce(self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group) -> list[tf.Tensor]:
         """Reduce tensors of one dtype to one rank; the other ranks get values of the result's shapes and dtype."""
 
-    def broadcast(self, agreement: Agreement, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
+    def broadcast(self, terms: Terms | None, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
         """Return the tensors of the root on every rank; any dtypes, the same shapes and dtypes everywhere."""
 
-    def all_gather(self, agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
+    def all_gather(self, terms: Terms | None, row: tf.Tensor, group: Group) -> tf.Tensor:
         """Return all ranks' rows on every rank: [n] in, [group.size, n] out; n is the same on all ranks."""
 
-    def all_to_all(self, agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
+    def all_to_all(self, terms: Terms | None, rows: tf.Tensor, group: Group) -> tf.Tensor:
         """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out."""
-
-
-# Engines that move arrays
-
-
-_BACKGROUND_FROM_BYTES = 256 << 10
-
-
-def _ring_of(job: Job, group: Group) -> MemoryRing:
-    memory, settle = connect(job, group, Layout(group.size).bytes)
-    check = job.health.require_running
-    return MemoryRing(memory, group.size, group.rank, check, FIRST_BYTE, settle, job.has_own_core)
-
-
-def _background_from(job: Job) -> int:
-    # Long operations proceed while TensorFlow computes, unless they would take its only core from it.
-    return _BACKGROUND_FROM_BYTES if job.cores > 1 else sys.maxsize
-
-
-shared_memory = HostEngine(_ring_of, _background_from)
-messages = HostEngine(SmallMessages, lambda _: sys.maxsize)
-"""Calls on little data, and the comparison of all others, between hosts."""
-
-# These send segments in the background, whatever their size: TensorFlow computes meanwhile.
-mpi = HostEngine(MpiMessages, lambda _: 0)
-tcp = HostEngine(SocketMesh, lambda _: 0)
-BETWEEN_HOSTS: dict[str, Backend] = {"nccl": tensorflow, "mpi": mpi, "tensorflow": tensorflow, "tcp": tcp}
-"""The backends by their names in ``NPU_DEVICE_BACKEND``; tensors that NCCL can't reduce take TensorFlow's ring."""
 
 
 # Two levels
 
 
-class TwoLevelBackend:
-    """The first three calls for groups that span hosts: each host reduces in shared memory, only one rank per host
-    communicates with the others, and each host spreads the result. The network carries what one rank per host needs.
+class TwoLevelEngine:
+    """An engine for groups that span hosts: each host reduces in shared memory, only one rank per host communicates
+    with the others, and each host spreads the result. The network carries what one rank per host needs.
+
+    Rows that all ranks need of all others have one level.
     """
 
-    def __init__(self, between: Backend) -> None:
+    def __init__(self, hosts: Hosts, within: Engine, between: Engine) -> None:
+        self._hosts = hosts
+        self._within = within
         self._between = between
 
     def all_reduce(
-        self, agreement: Agreement, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
+        self, terms: Terms | None, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
     ) -> list[list[tf.Tensor]]:
         """Reduce segments. A segment is spread within the hosts after the next one has started between them: the
         operations in shared memory run in order, and would otherwise keep the next segment waiting for the network.
         """
-        host, _ = _levels(agreement.job, group)
+        host, _ = self._levels(group)
         results: list[list[tf.Tensor]] = []
-        between: list[list[tf.Tensor]] = []
+        reduced: list[list[tf.Tensor]] = []  # between the hosts, and not spread yet
         for segment in segments:
-            between.append(self._reduce(agreement, segment, reduction, group, wire))
-            if len(between) > 1:
-                results.append(shared_memory.broadcast(agreement, between.pop(0), 0, host))
-        return results + [shared_memory.broadcast(agreement, values, 0, host) for values in between]
+            reduced.append(self._reduce(segment, reduction, group, wire))
+            if len(reduced) > 1:
+                results.append(self._within.broadcast(None, reduced.pop(0), 0, host))
+        return results + [self._within.broadcast(None, values, 0, host) for values in reduced]
 
-    def _reduce(
-        self, agreement: Agreement, segment: Tensors, reduction: str, group: Group, wire: Wire
-    ) -> list[tf.Tensor]:
+    def _reduce(self, segment: Tensors, reduction: str, group: Group, wire: Wire) -> list[tf.Tensor]:
         """Return the results of a segment on the lowest rank of each host, and values of their shapes on the others.
         The ranks between the hosts take the mean, of whole sums.
         """
-        host, between = _levels(agreement.job, group)
+        host, between = self._levels(group)
         dtype = reduced_dtype(segment[0].dtype, reduction)
         # A host's sum keeps the precision and range of the dtype it is added in; it is sent as narrow as one rank's
         # values.
-        values = [tf.cast(value, sum_dtype(dtype)) for value in segment]
-        values = shared_memory.reduce(agreement, values, "sum" if reduction == "mean" else reduction, 0, host)
+        sums = [tf.cast(tensor, sum_dtype(dtype)) for tensor in segment]
+        sums = self._within.reduce(None, sums, "sum" if reduction == "mean" else reduction, 0, host)
         if between is not None:
-            travels = wire_dtype(dtype, wire) if reduction in ("sum", "mean") else None
-            travels = None if travels == values[0].dtype else travels
-            [values] = self._between.all_reduce(agreement, [values], reduction, between, travels)
-        return [tf.cast(value, dtype) for value in values]
+            sent_dtype = wire_dtype(dtype, wire) if reduction in ("sum", "mean") else None
+            sent_dtype = None if sent_dtype == sums[0].dtype else sent_dtype
+            [sums] = self._between.all_reduce(None, [sums], reduction, between, sent_dtype)
+        return [tf.cast(tensor, dtype) for tensor in sums]
 
-    def reduce(
-        self, agreement: Agreement, tensors: Tensors, reduction: str, root: int, group: Group
-    ) -> list[tf.Tensor]:
-        del root  # all ranks get the results
-        [reduced] = self.all_reduce(agreement, [tensors], reduction, group, None)
+    def reduce(self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group) -> list[tf.Tensor]:
+        """Reduce to all ranks."""
+        [reduced] = self.all_reduce(None, [tensors], reduction, group, None)
         return reduced
 
-    def broadcast(self, agreement: Agreement, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
+    def broadcast(self, terms: Terms | None, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
         """Broadcast the root's tensors: to the lowest rank of the root's host, between hosts, and on every host."""
-        leaders = agreement.job.hosts.leaders
-        host, between = _levels(agreement.job, group)
+        leaders = self._hosts.leaders
+        host, between = self._levels(group)
         source = group.ranks[root]
         values = list(tensors)
         if leaders[source] == leaders[group.ranks[group.rank]] and source != host.ranks[0]:
-            values = shared_memory.broadcast(agreement, values, host.ranks.index(source), host)
+            values = self._within.broadcast(None, values, host.ranks.index(source), host)
         if between is not None:
-            first = next(rank for rank in between.ranks if leaders[rank] == leaders[source])
-            values = self._between.broadcast(agreement, values, between.ranks.index(first), between)
-        return shared_memory.broadcast(agreement, values, 0, host)
+            leader = next(rank for rank in between.ranks if leaders[rank] == leaders[source])
+            values = self._between.broadcast(None, values, between.ranks.index(leader), between)
+        return self._within.broadcast(None, values, 0, host)
+
+    def all_gather(self, terms: Terms | None, row: tf.Tensor, group: Group) -> tf.Tensor:
+        return self._between.all_gather(terms, row, group)
+
+    def all_to_all(self, terms: Terms | None, rows: tf.Tensor, group: Group) -> tf.Tensor:
+        return self._between.all_to_all(terms, rows, group)
+
+    def _levels(self, group: Group) -> tuple[Group, Group | None]:
+        """Return the ranks of the group that share memory with this one; and the lowest ranks of all hosts, if it is
+        one of them.
+        """
+        leaders = self._hosts.leaders
+        rank = group.ranks[group.rank]
+        hosts: dict[int, list[int]] = {}
+        for member in group.ranks:
+            hosts.setdefault(leaders[member], []).append(member)
+        neighbours = tuple(hosts[leaders[rank]])
+        host = Group(f"{group.name}/host", neighbours, neighbours.index(rank), group.name)
+        if rank != neighbours[0]:
+            return host, None  # it waits for the host's lowest rank
+        lowest = tuple(sorted(ranks[0] for ranks in hosts.values()))
+        counts = tuple(len(hosts[leaders[member]]) for member in lowest)
+        between = Group(f"{group.name}/between hosts", lowest, lowest.index(rank), group.name, counts=counts)
+        return host, between
 
 
-def _levels(job: Job, group: Group) -> tuple[Group, Group | None]:
-    """Return this rank's part of the group that shares memory; and the lowest ranks of all parts, if it is one."""
-    leaders = job.hosts.leaders
-    me = group.ranks[group.rank]
-    parts: dict[int, list[int]] = {}
-    for rank in group.ranks:
-        parts.setdefault(leaders[rank], []).append(rank)
-    mine = tuple(parts[leaders[me]])
-    host = Group(f"{group.name}/host", mine, mine.index(me), group.name)
-    if me != mine[0]:
-        return host, None
-    first = tuple(sorted(ranks[0] for ranks in parts.values()))
-    counts = tuple(len(parts[leaders[rank]]) for rank in first)
-    return host, Group(f"{group.name}/between hosts", first, first.index(me), group.name, counts=counts)
+# The engines of a job
 
 
-TWO_LEVEL = {name: TwoLevelBackend(engine) for name, engine in BETWEEN_HOSTS.items()}
+_BACKGROUND_FROM_BYTES = 256 << 10
+
+
+def _ring_of(context: EngineContext, group: Group) -> MemoryRing:
+    memory, settle = connect(context, group, Layout(group.size).bytes)
+    check = context.health.require_running
+    return MemoryRing(memory, group.size, group.rank, check, FIRST_BYTE, settle, context.has_own_core)
+
+
+def _background_from(context: EngineContext) -> int:
+    # Long operations proceed while TensorFlow computes, unless they would take its only core from it.
+    return _BACKGROUND_FROM_BYTES if context.cores > 1 else sys.maxsize
+
+
+class Engines:
+    """All engines of this rank of a job.
+
+    Attributes:
+        shared_memory: for groups whose ranks share memory.
+        messages: for calls on little data, and the comparison of all others, between hosts.
+        pairs: for send and receive.
+        by_name: those between hosts, by their names in ``NPU_DEVICE_BACKEND``; tensors that NCCL can't reduce take
+            TensorFlow's ring.
+    """
+
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+        orders = Orders(context)
+        self.shared_memory = HostEngine(context, orders, _ring_of, _background_from)
+        self.messages = HostEngine(context, orders, SmallMessages, lambda _: sys.maxsize)
+        # These send segments in the background, whatever their size: TensorFlow computes meanwhile.
+        mpi = HostEngine(context, orders, MpiMessages, lambda _: 0)
+        tcp = HostEngine(context, orders, SocketMesh, lambda _: 0)
+        self.pairs = Pairs(context, orders)
+        self.tensorflow = TensorFlowEngine(context)
+        self.by_name: dict[str, Engine] = {
+            "nccl": self.tensorflow,
+            "mpi": mpi,
+            "tensorflow": self.tensorflow,
+            "tcp": tcp,
+        }
+        # Those that hold something for each group.
+        self._on_arrays = (self.shared_memory, self.messages, mpi, tcp, self.pairs)
+
+    def of(self, group: Group, dtype: tf.DType) -> Engine:
+        """Return the engine that reduces and spreads tensors of a dtype in a group, the same on every rank."""
+        hosts = self._context.hosts
+        engine = self.of_rows(group, dtype)
+        if hosts.uses_nccl(dtype) or not 1 < hosts.number_of(group.ranks) < group.size:
+            return engine
+        return TwoLevelEngine(hosts, self.shared_memory, engine)
+
+    def of_rows(self, group: Group, dtype: tf.DType) -> Engine:
+        """Return the engine that gathers and exchanges rows of a dtype: every rank needs those of every other one."""
+        hosts = self._context.hosts
+        if hosts.uses_nccl(dtype):
+            return self.tensorflow
+        if hosts.number_of(group.ranks) == 1:
+            return self.shared_memory
+        return self.by_name[hosts.engine]
+
+    def has_two_levels(self, group: Group, dtype: tf.DType) -> bool:
+        """Return whether the hosts of a group reduce in shared memory before they exchange."""
+        return isinstance(self.of(group, dtype), TwoLevelEngine)
+
+    def forget(self, name: str) -> None:
+        """Free what is held for a group that is destroyed, and for the groups made for its operations."""
+        for engine in self._on_arrays:
+            engine.forget(name)

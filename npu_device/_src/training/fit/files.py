@@ -32,7 +32,7 @@ from typing import Any, Callable, Optional
 from npu_device._src import environment
 from npu_device._src.cluster import time_limits
 from npu_device._src.cluster.errors import ClusterError, PeerError
-from npu_device._src.collectives.group import WORLD_GROUP, group_of
+from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.collectives.job import Job
 from npu_device._src.compat import keras_models
 from npu_device._src.world.world import World
@@ -77,7 +77,7 @@ class Saves:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._rank = job.cluster.rank
-        self._calls = job.stall_watch.calls_of(group_of(job, WORLD_GROUP))
+        self._calls = job.counts.of(job.group(WORLD_GROUP))
         self._numbers = itertools.count()  # so that no two questions are the same to the hub
         self._lock = threading.Lock()
         self._saves: dict[str, _Save] = {}

@@ -14,7 +14,7 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.collectives.operation import explained, open_ports
+from npu_device._src.collectives.engine_text import explained, open_ports
 from npu_device._src.training.distribute.variables import require_same_state
 from npu_device._src.training.fit import xla
 from npu_device._src.training.watching import training_state

@@ -24,13 +24,10 @@ from npu_device._src import compat, environment
 from npu_device._src.cluster import rendezvous
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ChildOfRankError, ClusterError
-from npu_device._src.collectives import job as jobs, resources
-from npu_device._src.collectives.call import CallingThreads
+from npu_device._src.collectives import job as jobs, resources, tensorflow_server
 from npu_device._src.collectives.engine_choice import choose_engine
-from npu_device._src.collectives.engines.host.sharing import detect_hosts
-from npu_device._src.collectives.engines.tensorflow import server
+from npu_device._src.collectives.engines.host.host_detection import detect_hosts
 from npu_device._src.collectives.job import Job
-from npu_device._src.collectives.sessions import Sessions
 from npu_device._src.collectives.stall import StallWatch
 from npu_device._src.membership import parent_rank, schemes
 from npu_device._src.membership.parent_rank import ParentRank
@@ -241,8 +238,7 @@ def _require_same_job(opened: NpuDeviceHandle, device_id: int | None) -> None:
 def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
     """Prepare the first collective together with the other ranks; a rank that fails here tells the others."""
     try:
-        job.threads, job.sessions = CallingThreads(), Sessions(job)
-        job.stall_watch = StallWatch(job)
+        job.stall_watch = StallWatch(job, job.groups, job.sessions.held)
         _require_same_seed(job, seed)
         found = detect_hosts(job, resources.choose_device(job.cluster))
         hosts = job.hosts = choose_engine(job, found)
@@ -252,7 +248,7 @@ def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
         if not hosts.share_memory:
             job.peers.open(job.store)
         if hosts.needs_server:
-            server.start(job)
+            tensorflow_server.start(job)
         aoe_mode = global_options().aoe_config.aoe_mode.typed or environment.AOE_MODE.get()
         if job.cluster.rank == 0 and aoe_mode == "4":
             _log.warning(

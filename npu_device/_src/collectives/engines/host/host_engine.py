@@ -16,141 +16,148 @@ import math
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Union
+from typing import Any, Callable, Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.collectives.call import Agreement, Terms
+from npu_device._src.collectives.call import Terms
 from npu_device._src.collectives.dtypes import Tensors, Wire, reduced_dtype
+from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.host import programs
-from npu_device._src.collectives.engines.host.programs import Stream
-from npu_device._src.collectives.engines.host.queue import BufferPool, Channel, Finish, HostQueue
+from npu_device._src.collectives.engines.host.buffers import BufferPool
+from npu_device._src.collectives.engines.host.channel import Channel, Stream
+from npu_device._src.collectives.engines.host.queue import Action, Finish, HostQueue, OnArrays
 from npu_device._src.collectives.graph import Order, step_data
 from npu_device._src.collectives.group import Group
-from npu_device._src.collectives.job import Job
-
-if TYPE_CHECKING:
-    from npu_device._src.collectives.engines.host.transfers import PairCalls
-
-Action = tuple[Callable[..., Any], list[np.ndarray]]
-"""The action of an operation, and the arrays that it fills: in a group it makes a program, ``act(channel, head=...)``;
-between two ranks a transfer.
-"""
 
 
-class OnArrays(NamedTuple):
-    """One program, or one transfer, on arrays: what it returns, and how it is made of the inputs. It references no part
-    of the graph in which it was made: what a graph calls lives as long as the graph.
-    """
+class Calls(Protocol):
+    """The operations of a group on this rank."""
 
-    outputs: Sequence[tf.TensorSpec]
-    prepare: Callable[[list[np.ndarray], BufferPool], Action]
+    in_order: bool  # each begins when the one before it has ended
 
+    def start(self, operation: OnArrays, terms: Terms | None, arrays: list[np.ndarray], overlaps: bool) -> Finish: ...
 
-Calls = Union[HostQueue, "PairCalls"]
-"""The operations of a group on this rank."""
+    def close(self) -> None: ...
 
 
 class ArrayEngine:
-    """Operations of groups, in eager mode and in graphs; ``make`` makes the calls of a group at its first operation."""
+    """Operations of groups, in eager mode and in graphs; ``calls_of`` makes the calls of a group at its first one."""
 
-    def __init__(self, make: Callable[[Job, Group], Calls]) -> None:
-        self._make = make
+    def __init__(self, context: EngineContext, orders: Orders) -> None:
+        self._making = context.making
+        self._orders = orders
+        self.calls: dict[Group, Calls] = {}
+
+    def calls_of(self, group: Group) -> Calls:
+        raise NotImplementedError
 
     def run(
-        self, agreement: Agreement, group: Group, operations: Sequence[OnArrays], inputs: Sequence[Tensors]
+        self, terms: Terms | None, group: Group, operations: Sequence[OnArrays], inputs: Sequence[Tensors]
     ) -> list[list[tf.Tensor]]:
-        """Run operations, each on its inputs, and return their results; the first one carries the agreement's terms."""
-        job = agreement.job
-        with job.making:
-            calls = job.calls.get((self, group))
+        """Run operations, each on its inputs, and return their results; the first one carries the terms."""
+        with self._making:
+            calls = self.calls.get(group)
             if calls is None:
-                calls = job.calls[self, group] = self._make(job, group)
-        terms = agreement.take()
+                calls = self.calls[group] = self.calls_of(group)
         if not tf.executing_eagerly():
-            with job.making:
-                orders = job.orders = job.orders or Orders(job.device("CPU"))
-            return orders.run(calls, operations, inputs, terms)
-        found = []
+            return self._orders.run(calls, operations, inputs, terms)
+        results = []
         for operation, tensors in zip(operations, inputs):
             finish = calls.start(operation, terms, list(map(compat.to_array, tensors)), False)
-            found.append(list(map(_tensor, finish()[1])))
+            results.append(list(map(_tensor, finish()[1])))
             terms = None
-        return found
+        return results
+
+    def forget(self, name: str) -> None:
+        """Close the calls of a group that is destroyed, and of the groups made for its operations."""
+        with self._making:
+            groups = [group for group in self.calls if name in (group.name, group.parent)]
+            closed = [self.calls.pop(group) for group in groups]
+        for calls in closed:
+            calls.close()
 
 
 class HostEngine(ArrayEngine):
-    """An engine whose programs Python runs; see ``engines.Backend``, and for ``background_from`` ``HostQueue``."""
+    """An engine whose programs Python runs; see ``engines.Engine``, and for ``background_from`` ``HostQueue``."""
 
-    def __init__(self, connect: Callable[[Job, Group], Channel], background_from: Callable[[Job], int]) -> None:
-        def make(job: Job, group: Group) -> HostQueue:
-            count = job.stall_watch.calls_of(group)
-            return HostQueue(partial(connect, job, group), count, job.buffers, background_from(job))
+    def __init__(
+        self,
+        context: EngineContext,
+        orders: Orders,
+        connect: Callable[[EngineContext, Group], Channel],
+        background_from: Callable[[EngineContext], int],
+    ) -> None:
+        super().__init__(context, orders)
+        self._context = context
+        self._connect = connect
+        self._background_from = background_from
 
-        super().__init__(make)
+    def calls_of(self, group: Group) -> HostQueue:
+        context = self._context
+        connect = partial(self._connect, context, group)
+        return HostQueue(connect, context.counts.of(group), context.buffers, self._background_from(context))
 
     def all_reduce(
-        self, agreement: Agreement, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
+        self, terms: Terms | None, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
     ) -> list[list[tf.Tensor]]:
         make = partial(_reduction, reduction=reduction, wire=wire, readers=range(group.size), rank=group.rank)
-        return self.run(agreement, group, list(map(make, segments)), segments)
+        return self.run(terms, group, list(map(make, segments)), segments)
 
-    def reduce(
-        self, agreement: Agreement, tensors: Tensors, reduction: str, root: int, group: Group
-    ) -> list[tf.Tensor]:
+    def reduce(self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group) -> list[tf.Tensor]:
         operation = _reduction(tensors, reduction, None, [root], group.rank)
-        [results] = self.run(agreement, group, [operation], [tensors])
+        [results] = self.run(terms, group, [operation], [tensors])
         return results or [tf.cast(tensor, reduced_dtype(tensor.dtype, reduction)) for tensor in tensors]
 
-    def broadcast(self, agreement: Agreement, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
+    def broadcast(self, terms: Terms | None, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
         sends = group.rank == root
-        known = all(tensor.shape.is_fully_defined() for tensor in tensors)
-        inputs = tensors if sends or not known else []  # unknown shapes are those of the rank's own tensors
-        [received] = self.run(agreement, group, [_broadcast(tensors, root, sends)], [inputs])
+        has_shapes = all(tensor.shape.is_fully_defined() for tensor in tensors)
+        inputs = tensors if sends or not has_shapes else []  # unknown shapes are those of the rank's own tensors
+        [received] = self.run(terms, group, [_broadcast(tensors, root, sends)], [inputs])
         return [tf.identity(tensor) for tensor in tensors] if sends else received
 
-    def all_gather(self, agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
-        return self._rows(agreement, programs.all_gather, row, group)
+    def all_gather(self, terms: Terms | None, row: tf.Tensor, group: Group) -> tf.Tensor:
+        return self._rows(terms, programs.all_gather, row, group)
 
-    def all_to_all(self, agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
-        return self._rows(agreement, programs.all_to_all, rows, group)
+    def all_to_all(self, terms: Terms | None, rows: tf.Tensor, group: Group) -> tf.Tensor:
+        return self._rows(terms, programs.all_to_all, rows, group)
 
-    def _rows(self, agreement: Agreement, program: Callable[..., Any], tensor: tf.Tensor, group: Group) -> tf.Tensor:
+    def _rows(self, terms: Terms | None, program: Callable[..., Any], tensor: tf.Tensor, group: Group) -> tf.Tensor:
         size = group.size
 
         def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
-            result = buffers.array((size, arrays[0].shape[-1]), arrays[0].dtype)
-            return partial(program, rows=arrays[0], result=result), [result]
+            rows = buffers.array((size, arrays[0].shape[-1]), arrays[0].dtype)
+            return partial(program, rows=arrays[0], result=rows), [rows]
 
         operation = OnArrays([tf.TensorSpec([size, tensor.shape[-1]], tensor.dtype)], prepare)
-        [[found]] = self.run(agreement, group, [operation], [[tensor]])
-        return found
+        [[rows]] = self.run(terms, group, [operation], [[tensor]])
+        return rows
 
-    def exchange_terms(self, agreement: Agreement, group: Group) -> list[tf.Tensor]:
+    def exchange_terms(self, terms: Terms | None, group: Group) -> list[tf.Tensor]:
         """Compare only the terms; return a list of one tensor, which is ready once all ranks agree."""
         action = programs.meet, [np.array(True)]
         operation = OnArrays([tf.TensorSpec([], tf.bool)], lambda arrays, buffers: action)
-        return self.run(agreement, group, [operation], [[]])[0]
+        return self.run(terms, group, [operation], [[]])[0]
 
 
 # The operations: inputs, outputs, and how arrays become a program
 
 
 def _reduction(tensors: Tensors, reduction: str, wire: Wire, readers: Sequence[int], rank: int) -> OnArrays:
-    dtype, gets = reduced_dtype(tensors[0].dtype, reduction), rank in readers
-    travels, given = np.dtype((wire or tensors[0].dtype).as_numpy_dtype), np.dtype(dtype.as_numpy_dtype)
+    dtype = reduced_dtype(tensors[0].dtype, reduction)
+    reads = rank in readers
+    sent_dtype = np.dtype((wire or tensors[0].dtype).as_numpy_dtype)
+    array_dtype = np.dtype(dtype.as_numpy_dtype)
 
     def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
-        stream = Stream(list(map(np.shape, arrays)), travels, list(map(np.ravel, arrays)))
-        flat, results = stream.results(buffers, given) if gets else (None, [])
-        program = partial(
-            programs.reduce, stream=stream, result=flat, dtype=given, reduction=reduction, readers=readers
-        )
-        return program, results
+        stream = Stream(list(map(np.shape, arrays)), sent_dtype, list(map(np.ravel, arrays)))
+        flat, results = stream.results(buffers, array_dtype) if reads else (None, [])
+        reduce = partial(programs.reduce, stream=stream, result=flat, dtype=array_dtype)
+        return partial(reduce, reduction=reduction, readers=readers), results
 
-    outputs = [tf.TensorSpec(tensor.shape, dtype) for tensor in tensors] if gets else []
+    outputs = [tf.TensorSpec(tensor.shape, dtype) for tensor in tensors] if reads else []
     return OnArrays(outputs, prepare)
 
 
@@ -180,15 +187,28 @@ def _tensor(array: np.ndarray) -> tf.Tensor:
 class Orders:
     """The orders in which the starts and the finishes of a rank's graphs run, on its CPU, and what is between them."""
 
-    def __init__(self, device: str) -> None:
-        self._device, self._starts, self._finishes = device, Order(device), Order(device)
+    def __init__(self, context: EngineContext) -> None:
+        # Made at the first call in a graph: until then, TensorFlow's server may give this process another name.
+        self._context = context
+        self._device = ""
+        self._starts: Order
+        self._finishes: Order
         self._pending: dict[int, Finish] = {}
         self._tickets = itertools.count()
+
+    def _prepare(self) -> None:
+        with self._context.making:
+            if not self._device:
+                device = self._context.device("CPU")
+                self._starts = Order(device)
+                self._finishes = Order(device)
+                self._device = device
 
     def run(
         self, calls: Calls, operations: Sequence[OnArrays], inputs: Sequence[Tensors], terms: Terms | None
     ) -> list[list[tf.Tensor]]:
         """Add operations to the graph of a tf.function, and return their results."""
+        self._prepare()
         with tf.device(self._device), tf.control_dependencies(step_data()):
             if len(operations) == 1 and calls.in_order:
                 return [self._call(calls, operations[0], inputs[0], terms)]

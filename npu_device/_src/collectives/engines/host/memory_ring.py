@@ -12,6 +12,7 @@ waiting rank can check the others in between.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import platform
@@ -23,8 +24,8 @@ from typing import Callable
 import numpy as np
 
 from npu_device._src.cluster.time_limits import CHECK_SECONDS
-from npu_device._src.collectives.engines.host.programs import Round
-from npu_device._src.collectives.engines.host.queue import HEAD_WORDS, BufferPool, Head, Program, Wait, require_same
+from npu_device._src.collectives.engines.host.buffers import BufferPool
+from npu_device._src.collectives.engines.host.channel import HEAD_WORDS, Head, Program, Round, Wait, require_same
 
 _WAIT, _WAKE = 0, 1
 _ALL = 0x7FFFFFFF
@@ -105,7 +106,7 @@ class Layout:
 
 
 class MemoryRing:
-    """The end of one member; see ``queue.Channel``. The mapping, from ``first`` on, is zeros when the first one comes.
+    """The end of one member; see ``channel.Channel``. The mapping is zeros from ``first`` on, when the first one comes.
 
     Args:
         while_waiting: called between two slices of a long wait; raises when waiting is pointless.
@@ -141,42 +142,55 @@ class MemoryRing:
         """Run rounds: in each, members publish a slot, and all read what they need of it. With a head, no member
         publishes a second slot before all heads agree.
         """
-        published: deque[Round] = deque()  # not read yet
-        number = 0  # of rounds that have been read
+        published: deque[Round] = deque()  # and not read yet
+        rounds_read = 0
         upcoming = next(rounds, None)
         while upcoming is not None or published:
-            compared = head if number == 0 else None
-            ahead = self.ahead if compared is None else 0
-            while upcoming is not None and len(published) <= ahead and upcoming.after <= number:
+            # Publish ahead, as far as slots are free and sources are there. At the end there is a round to be read.
+            ahead = self.ahead if head is None else 0
+            while upcoming is not None and len(published) <= ahead and upcoming.after <= rounds_read:
                 step = self._step + len(published)
-                late = _late(self._read, step - self.slots + 1)  # the members that haven't read the slot's content
+                late = _late(self._read, step - self.slots + 1)  # the members that haven't read what the slot held
                 if published and next(late, None) is not None:
                     break
                 yield from late
-                if compared is not None:
-                    self._heads[self.rank, step % self.slots] = compared
                 if upcoming.source is not None:
                     upcoming.fill(self._rings.view(upcoming.dtype)[self.rank, step % self.slots])
-                self._written[self.rank].advance_to(step + 1)
+                self._publish(step, head)
                 published.append(upcoming)
                 upcoming = next(rounds, None)
-            one, step = published.popleft(), self._step
-            members = one.publishers if compared is None else range(self.size)
-            yield from _late(map(self._written.__getitem__, members), step + 1)
-            self._step = step + 1
-            number += 1
-            try:
-                if compared is not None:
-                    require_same(self._heads[:, step % self.slots].tolist())  # a few numbers: faster than with numpy
-                one.take(self._rings.view(one.dtype)[:, step % self.slots], self.rank)
-            finally:
-                self._read[self.rank].advance_to(step + 1)
+            # Read the oldest. Its slot is given back even if the heads differ.
+            exchange = published.popleft()
+            publishers = exchange.publishers if head is None else range(self.size)
+            yield from _late([self._written[member] for member in publishers], self._step + 1)
+            with self._oldest_slot(head) as slot:
+                exchange.take(self._rings.view(exchange.dtype)[:, slot], self.rank)
+            rounds_read += 1
+            head = None
+
+    def _publish(self, step: int, head: Head | None) -> None:
+        if head is not None:
+            self._heads[self.rank, step % self.slots] = head
+        self._written[self.rank].advance_to(step + 1)
+
+    @contextlib.contextmanager
+    def _oldest_slot(self, head: Head | None) -> Iterator[int]:
+        """Compare the heads, if there is one; yield the position of the slots to be read, and give this one back."""
+        self._step += 1
+        slot = (self._step - 1) % self.slots
+        try:
+            if head is not None:
+                # A few numbers: faster than with numpy.
+                require_same(self._heads[:, slot].tolist())
+            yield slot
+        finally:
+            self._read[self.rank].advance_to(self._step)
 
     def close(self) -> None:
         self.settle()  # the memory goes with its last reader
 
     def advance(self, program: Program, wait: Wait) -> bool:
-        """Run a program, which yields the counter and the number to wait for; see ``queue.Channel``."""
+        """Run a program, which yields the counter and the number to wait for; see ``channel.Channel``."""
         looks = (_LOOKS_IN_HURRY if wait is Wait.SPINNING else _LOOKS) if self._spins else 0
         for counter, number in program:
             if wait is Wait.NOT:
@@ -187,6 +201,7 @@ class MemoryRing:
 
 
 def _late(counters: Iterable[Counter], number: int) -> Program:
+    """Yield each counter that hasn't reached a number yet, until it has."""
     for counter in counters:
         while not counter.has_reached(number):
             yield counter, number

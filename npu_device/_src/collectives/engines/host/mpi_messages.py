@@ -13,8 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,28 +21,16 @@ import numpy as np
 
 from npu_device._src.cluster import time_limits as limits
 from npu_device._src.cluster.errors import ClusterError, PeerError
-from npu_device._src.collectives import job as jobs
+from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.host import programs
-from npu_device._src.collectives.engines.host.programs import MessageChannel, Stream
-from npu_device._src.collectives.engines.host.queue import Program, Wait, head_of
+from npu_device._src.collectives.engines.host.channel import Program, Stream, Wait, head_of
+from npu_device._src.collectives.engines.host.message_channel import MessageChannel
+from npu_device._src.collectives.engines.host.mpi_world import MpiWorld
 from npu_device._src.collectives.group import Group, counts_of
-from npu_device._src.collectives.job import Job
 from npu_device._src.membership import launchers
 
 _TAG = 0
 _BURST = 8  # tests between two sleeps: each moves only part of what has arrived
-
-
-@dataclass(frozen=True)
-class MpiWorld:
-    """MPI as all ranks share it."""
-
-    mpi: Any  # mpi4py's module
-    comm: Any  # of all ranks, in the order of the ranks of the job, in which groups meet
-    tags: int  # the number that MPI has
-    library: str
-    ended: threading.Event = field(default_factory=threading.Event)  # set when this rank leaves
-    abandoned: list[Any] = field(default_factory=list)  # programs that failed: MPI may still write to their memory
 
 
 class MpiMessages(MessageChannel):
@@ -51,11 +38,12 @@ class MpiMessages(MessageChannel):
 
     ahead = 8
 
-    def __init__(self, job: Job, group: Group) -> None:
-        assert job.mpi_world is not None
-        super().__init__(group.size, group.rank, counts_of(group), job.buffers)
-        self._health = job.health
-        self._world, self._group = job.mpi_world, group
+    def __init__(self, context: EngineContext, group: Group) -> None:
+        assert context.mpi_world is not None
+        super().__init__(group.size, group.rank, counts_of(group), context.buffers)
+        self._health = context.health
+        self._world = context.mpi_world
+        self._group = group
         self._comm: Any = None
         self._meeting = self._meet()
 
@@ -66,7 +54,7 @@ class MpiMessages(MessageChannel):
         return _Incoming(self._world.mpi.Status(), self._comm.Irecv(data, member, _TAG), member, data.nbytes)
 
     def advance(self, program: Program, wait: Wait) -> bool:
-        """Run a program, which yields the MPI request to wait for; see ``queue.Channel``."""
+        """Run a program, which yields the MPI request to wait for; see ``channel.Channel``."""
         try:
             return self._advance(self._meeting, wait) and self._advance(program, wait)
         except self._world.mpi.Exception as error:
@@ -110,14 +98,16 @@ class MpiMessages(MessageChannel):
         """Wait until all members have come, and make their communicator, which would block until then."""
         comm, ranks = self._world.comm, self._group.ranks
         tag = self._group.number % self._world.tags
-        mine, found = np.array(self._group.number, np.uint64), np.empty((), np.uint64)
+        own_number = np.array(self._group.number, np.uint64)
+        other_number = np.empty((), np.uint64)
         distance = 1
         while distance < self.size:  # after each round, a member knows of twice as many
-            to, source = ((self.rank + step) % self.size for step in (distance, -distance))
-            for request in (comm.Irecv(found, ranks[source], tag), comm.Isend(mine, ranks[to], tag)):
+            source = ranks[(self.rank - distance) % self.size]
+            target = ranks[(self.rank + distance) % self.size]
+            for request in (comm.Irecv(other_number, source, tag), comm.Isend(own_number, target, tag)):
                 while not request.Test():
                     yield request
-            if mine != found:
+            if own_number != other_number:
                 raise ClusterError(
                     f"group {self._group.name!r} and another group use the same tag of MPI.\n"
                     "What to do: give one of them another name."
@@ -155,34 +145,38 @@ _TAGS_OF_ALL, _MOST_TAGS = 32767, (1 << 31) - 1  # what MPI guarantees, and what
 _CHECKED_LENGTHS = (1, 1 << 18)
 
 
-def open_world(job: Job, wanted: bool) -> Sequence[str]:
+OnExit = Callable[[Callable[[], None]], None]
+"""Takes what is to be called when this process exits, after it has left the job."""
+
+
+def open_world(context: EngineContext, wanted: bool, on_exit: OnExit) -> Sequence[str]:
     """Start MPI, and return for each rank why that fails; nothing if it works. Every rank calls this. Unless it is
-    ``wanted``, MPI is started only if an ``mpiexec`` started the ranks.
+    ``wanted``, MPI is started only if an ``mpiexec`` started the ranks. ``on_exit`` is given what ends MPI.
     """
-    problems = job.store.gather("mpi/found", _problem(job, wanted), limits.LATEST_ANSWER_SECONDS)
+    problems = context.store.gather("mpi/found", _problem(context, wanted), limits.LATEST_ANSWER_SECONDS)
     if not any(problems):
-        problems = job.store.gather("mpi/started", _start(job), limits.LATEST_ANSWER_SECONDS)
+        problems = context.store.gather("mpi/started", _start(context, on_exit), limits.LATEST_ANSWER_SECONDS)
     if not any(problems):
         mpi: Any = importlib.import_module("mpi4py.MPI")
-        comm = mpi.COMM_WORLD.Split(0, job.cluster.rank)
+        comm = mpi.COMM_WORLD.Split(0, context.cluster.rank)
         comm.Set_errhandler(mpi.ERRORS_RETURN)
         tags = min(comm.Get_attr(mpi.TAG_UB) or _TAGS_OF_ALL, _MOST_TAGS)
-        world = job.mpi_world = MpiWorld(mpi, comm, tags, _library(mpi))
-        problems = job.store.gather("mpi/checked", _check_sum(job, world), limits.LATEST_ANSWER_SECONDS)
+        world = context.mpi_world = MpiWorld(mpi, comm, tags, _library(mpi))
+        problems = context.store.gather("mpi/checked", _check_sum(context, world), limits.LATEST_ANSWER_SECONDS)
         if any(problems):
-            job.mpi_world = None
+            context.mpi_world = None
         else:
             threading.Thread(target=_keep_going, args=(world,), name="npu_device-mpi", daemon=True).start()
     return list(problems) if any(problems) else []
 
 
-def _problem(job: Job, wanted: bool) -> str:
+def _problem(context: EngineContext, wanted: bool) -> str:
     """Return why MPI can't be started on this rank; "" if it can."""
     launched = launchers.read_mpi()
     if launched is None and not wanted:
         return "not started by an mpiexec"
-    if launched is not None and launched.size != job.cluster.world_size:
-        return f"mpiexec started {launched.size} processes, and the job has {job.cluster.world_size} ranks"
+    if launched is not None and launched.size != context.cluster.world_size:
+        return f"mpiexec started {launched.size} processes, and the job has {context.cluster.world_size} ranks"
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py isn't installed"
     try:
@@ -195,21 +189,21 @@ def _problem(job: Job, wanted: bool) -> str:
     return ""
 
 
-def _start(job: Job) -> str:
+def _start(context: EngineContext, on_exit: OnExit) -> str:
     """Start MPI on all ranks; return the problem, "" if there is none."""
     mpi: Any = importlib.import_module("mpi4py.MPI")
     starts = not mpi.Is_initialized()
     if starts:
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
-    jobs.on_exit(lambda: _end(job, mpi, starts))
+    on_exit(lambda: _end(context, mpi, starts))
     library = _library(mpi)
     card = [mpi.Get_processor_name(), ""]
     with contextlib.suppress(OSError):  # what processes of one host have in common: the running kernel, and its network
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         card[1] = f"{kernel} {os.readlink('/proc/self/ns/net')}"
-    cards = job.store.gather("mpi/hosts", card, limits.LATEST_ANSWER_SECONDS)
+    cards = context.store.gather("mpi/hosts", card, limits.LATEST_ANSWER_SECONDS)
     size = mpi.COMM_WORLD.Get_size()
-    if size != job.cluster.world_size:
+    if size != context.cluster.world_size:
         return f"in {library}, this rank is one of {size}: mpi4py uses another MPI than the launcher's"
     if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
         return f"{library} doesn't support several threads (MPI_THREAD_MULTIPLE)"
@@ -228,15 +222,15 @@ def _library(mpi: Any) -> str:
     return " ".join(first.replace("Version:", " ").split())
 
 
-def _check_sum(job: Job, world: MpiWorld) -> str:
+def _check_sum(context: EngineContext, world: MpiWorld) -> str:
     """Add up known numbers, few and many; return the problem, or ""."""
-    cluster = job.cluster
+    cluster = context.cluster
     group = Group("mpi/check", tuple(range(cluster.world_size)), cluster.rank)
-    channel, wrong = MpiMessages(job, group), ""
+    channel, wrong = MpiMessages(context, group), ""
     for length in _CHECKED_LENGTHS:
         numbers = np.arange(length, dtype=np.int32)
         stream = Stream([numbers.shape], numbers.dtype, [numbers * (cluster.rank + 1)])
-        flat, found = stream.results(job.buffers, numbers.dtype)
+        flat, found = stream.results(context.buffers, numbers.dtype)
         program = programs.reduce(channel, stream, flat, numbers.dtype, "sum", range(group.size), head_of(None))
         channel.advance(program, Wait.SLEEPING)
         if (found[0] != numbers * (group.size * (group.size + 1) // 2)).any():
@@ -251,11 +245,11 @@ def _keep_going(world: MpiWorld) -> None:
         world.comm.Iprobe()
 
 
-def _end(job: Job, mpi: Any, starts: bool) -> None:
+def _end(context: EngineContext, mpi: Any, starts: bool) -> None:
     """End MPI together with the other ranks. If the job has failed, end all of them, or MPI would wait for them."""
-    if job.mpi_world is not None:
-        job.mpi_world.ended.set()
-    if job.health.has_failed:
+    if context.mpi_world is not None:
+        context.mpi_world.ended.set()
+    if context.health.has_failed:
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(limits.MPI_GRACE_SECONDS)  # in which the other ranks say why they end

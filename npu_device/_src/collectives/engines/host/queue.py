@@ -3,191 +3,44 @@
 Operations run in the order in which they were started, which is the same on all members. Starting never waits for
 others. A short operation's data is published at once, and the thread that asks for its result does the rest. A long
 one goes to a background thread, so that it proceeds while TensorFlow computes.
-
-The members send the head of an operation with its first data, so that they compare their calls before they read each
-other's data.
 """
 
 from __future__ import annotations
 
-import enum
-import math
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol
+from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
+import tensorflow as tf
 
 from npu_device._src.cluster.errors import PeerError
+from npu_device._src.collectives.call import Terms
+from npu_device._src.collectives.call_count import CallCount
+from npu_device._src.collectives.engines.host.buffers import BufferPool
+from npu_device._src.collectives.engines.host.channel import Channel, Mismatch, Program, Wait, head_of
 
-if TYPE_CHECKING:
-    from npu_device._src.collectives.call import Terms
-    from npu_device._src.collectives.engines.host.host_engine import OnArrays
-    from npu_device._src.collectives.engines.host.programs import Round
-
-Program = Iterator[Any]
-"""One operation, which pauses where it would have to wait, and yields what its channel has to wait for."""
-
-Head = Sequence[int]
-"""A member's description of a call, in 32-bit words. It must be the same on all members."""
-
-HEAD_WORDS = 4
-_AGREED, _COMPARES, _OVERLAPS = range(3)  # its last word
+Action = tuple[Callable[..., Any], list[np.ndarray]]
+"""The action of an operation, and the arrays that it fills: in a group it makes a program, ``act(channel, head=...)``;
+between two ranks a transfer.
+"""
 
 
-class Mismatch(Exception):
-    """The members' heads of a call differ. All members detect it in the same step, before any data is read."""
+class OnArrays(NamedTuple):
+    """One program, or one transfer, on arrays: what it returns, and how it is made of the inputs. It references no part
+    of the graph in which it was made: what a graph calls lives as long as the graph.
+    """
 
-
-def head_of(terms: Terms | None) -> Head:
-    """Return the head of a call; without terms, the ranks have agreed on it before."""
-    if terms is None:
-        return (_AGREED,) * HEAD_WORDS
-    return (*terms.head, int(terms.shapes), _OVERLAPS if terms.overlaps else _COMPARES)
-
-
-def compares(head: Head) -> bool:
-    """Return whether the members have not agreed on the call before."""
-    return head[-1] != _AGREED
-
-
-def require_same(heads: list[Head]) -> None:
-    """Raise Mismatch if the members' heads differ, or a member is in two calls at once, which all members refuse."""
-    if heads.count(heads[0]) < len(heads) or heads[0][-1] == _OVERLAPS:
-        raise Mismatch
-
-
-# Memory. Fresh pages cost more than the reduction that writes to them: a buffer is lent by a lease, to which all arrays
-# in it refer, and is used again when the lease goes. TensorFlow takes a result without a copy, and holds a reference to
-# the array as long as the tensor lives.
-
-ALIGNMENT = 64  # bytes; TensorFlow copies arrays that aren't aligned to this
-_IDLE_ROUNDS = 64
-_POOLED_FROM_BYTES = 32 << 10  # smaller buffers come from the allocator's own free lists, which are as fast
-
-
-class _Buffer:
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._memory = np.empty(size + ALIGNMENT, np.uint8)
-        address = self._memory.__array_interface__["data"][0]
-        aligned = address + -address % ALIGNMENT
-        self.interface = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (aligned, False)}
-
-
-class _Lease:
-    """What an array in a buffer, and all views of it, keep alive."""
-
-    def __init__(self, buffer: _Buffer, returned: deque[_Buffer]) -> None:
-        self.__array_interface__ = buffer.interface
-        self._buffer, self._returned = buffer, returned
-
-    def __del__(self) -> None:
-        # In whichever thread drops the last tensor, also amid ``take``: no lock, and nothing that waits.
-        self._returned.append(self._buffer)
-
-
-class BufferPool:
-    """Buffers of one rank. A size that wasn't requested during the last 64 requests is freed."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: defaultdict[int, list[_Buffer]] = defaultdict(list)  # by size
-        self._returned: deque[_Buffer] = deque()
-        self._last_used: dict[int, int] = {}
-        self._round = 0
-
-    def take(self, size: int) -> np.ndarray:
-        """Return aligned memory: uint8, shape [size]. It is free again when the last array based on it is gone."""
-        if size < _POOLED_FROM_BYTES:
-            memory = np.empty(size + ALIGNMENT, np.uint8)
-            start = -memory.__array_interface__["data"][0] % ALIGNMENT
-            return memory[start : start + size]
-        with self._lock:
-            self._round += 1
-            self._last_used[size] = self._round
-            while self._returned:
-                buffer = self._returned.popleft()
-                if buffer.size in self._last_used:
-                    self._free[buffer.size].append(buffer)
-            if self._free[size]:
-                buffer = self._free[size].pop()
-            else:
-                self._forget_idle()
-                buffer = _Buffer(size)
-        return np.asarray(_Lease(buffer, self._returned))
-
-    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return aligned memory as an array."""
-        return self.take(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
-
-    def _forget_idle(self) -> None:
-        for size in [size for size, used in self._last_used.items() if self._round - used > _IDLE_ROUNDS]:
-            del self._last_used[size]
-            self._free.pop(size, None)
-
-
-class Wait(enum.Enum):
-    """How a thread that advances a program waits for other members."""
-
-    NOT = enum.auto()
-    SLEEPING = enum.auto()
-    SPINNING = enum.auto()  # for a while before it sleeps, as it needs the result
-
-
-class Channel(Protocol):
-    """The connection that carries the members' data. Its contract: a member publishes, others read a view of that."""
-
-    size: int
-    rank: int
-    counts: tuple[int, ...]  # for each member, the number of ranks whose sum it contributes
-    reaches_all: bool  # what a member publishes reaches all at the cost of one copy; else each reader is sent its part
-    ahead: int  # how many rounds a member publishes before it has to read
-    buffers: BufferPool  # memory for what is neither the script's nor a result
-    slot_bytes: int  # the most that a member publishes in one round
-
-    def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
-        """Return the program that runs rounds, alike on all members, and pauses where it would have to wait. A head is
-        compared before anybody reads.
-        """
-
-    def advance(self, program: Any, wait: Wait) -> bool:
-        """Run a program to its end, or as far as it goes without blocking; return whether it has ended. The next call
-        resumes it.
-        """
-
-    def settle(self) -> None:
-        """Note that the first operation has ended, and so all members have come; or that the group is destroyed."""
-
-    def close(self) -> None: ...
+    outputs: Sequence[tf.TensorSpec]
+    prepare: Callable[[list[np.ndarray], BufferPool], Action]
 
 
 Finish = Callable[[], tuple[int, list[np.ndarray]]]
 """Waits for an operation; returns when it ended, in ns since the epoch, and its results. To be called once."""
-
-
-class CallCount:
-    """How many collectives of a group this rank has begun and ended, for the stall watch."""
-
-    def __init__(self) -> None:
-        self.begun = self._ended = 0
-        self._row: Callable[[], dict[str, Any] | None] = lambda: None
-
-    def begin(self, terms: Terms | None) -> int:
-        """Note a collective, without terms as part of the last call; return its position in the group."""
-        self.begun += 1
-        self._row = terms.row if terms is not None else self._row
-        return self.begun - 1
-
-    def end(self) -> None:
-        self._ended += 1
-
-    def position(self) -> dict[str, Any]:
-        return {"begun": self.begun, "waiting": self.begun > self._ended, "call": self._row()}
 
 
 @dataclass(eq=False)
@@ -234,13 +87,18 @@ class HostQueue:
         pending = PendingOperation(partial(act, head=head_of(terms)), results, refuse)
         self._queue.append(pending)
         self._arrivals += 1
-        self._publish()
-        if overlaps and not pending.ended and sum(each.nbytes for each in arrays or results) > self._background_from:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="npu_device-shared", daemon=True)
-                self._thread.start()
-            self._work.set()
+        if overlaps:  # else it is finished right after this, which publishes too
+            self._publish()
+            size = sum(array.nbytes for array in arrays or results)
+            if size > self._background_from and not pending.ended:
+                self._run_in_background()
         return partial(self._finish, pending)
+
+    def _run_in_background(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="npu_device-shared", daemon=True)
+            self._thread.start()
+        self._work.set()
 
     def _finish(self, pending: PendingOperation) -> tuple[int, list[np.ndarray]]:
         try:

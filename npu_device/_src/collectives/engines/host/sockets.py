@@ -24,11 +24,12 @@ import tensorflow as tf
 
 from npu_device._src.cluster.peers import Peers
 from npu_device._src.cluster.time_limits import CHECK_SECONDS, SPIN_SECONDS
-from npu_device._src.collectives.engines.host import queue
-from npu_device._src.collectives.engines.host.programs import MessageChannel, Round
-from npu_device._src.collectives.engines.host.queue import Head, Program, Wait
+from npu_device._src.collectives.engines.context import EngineContext
+from npu_device._src.collectives.engines.host import channel
+from npu_device._src.collectives.engines.host.buffers import ALIGNMENT
+from npu_device._src.collectives.engines.host.channel import Head, Program, Round, Wait
+from npu_device._src.collectives.engines.host.message_channel import MessageChannel
 from npu_device._src.collectives.group import Group, counts_of
-from npu_device._src.collectives.job import Job
 
 _LENGTH = struct.Struct("<Q")
 
@@ -146,17 +147,24 @@ class SocketMesh(MessageChannel):
     """
 
     def __init__(
-        self, job: Job, group: Group, to: Sequence[int] = (), source: Sequence[int] = (), purpose: int = 0
+        self,
+        context: EngineContext,
+        group: Group,
+        targets: Sequence[int] = (),
+        sources: Sequence[int] = (),
+        purpose: int = 0,
     ) -> None:
-        super().__init__(group.size, group.rank, counts_of(group), job.buffers)
-        self._peers, self._health, self._ranks = job.peers, job.health, group.ranks
+        super().__init__(group.size, group.rank, counts_of(group), context.buffers)
+        self._peers = context.peers
+        self._health = context.health
+        self._ranks = group.ranks
         self._number = group.number ^ purpose
-        self._spins = job.has_own_core
+        self._spins = context.has_own_core
         self._busy = Busy()
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
         wire = partial(Wire, self._busy, self._peers)
-        self._outgoing = {member: wire(self._ranks[member], True) for member in to or others}
-        self._incoming = {member: wire(self._ranks[member], False) for member in source or others}
+        self._outgoing = {member: wire(self._ranks[member], True) for member in targets or others}
+        self._incoming = {member: wire(self._ranks[member], False) for member in sources or others}
         self._wires = [*self._outgoing.values(), *self._incoming.values()]
         self._connected = threading.Event()
         self._problem: BaseException | None = None
@@ -189,7 +197,7 @@ class SocketMesh(MessageChannel):
         return self._incoming[member].add(data)
 
     def advance(self, program: Program, wait: Wait) -> bool:
-        """Run a program, which yields the message to wait for; see ``queue.Channel``."""
+        """Run a program, which yields the message to wait for; see ``channel.Channel``."""
         while not self._is_connected(0 if wait is Wait.NOT else CHECK_SECONDS):
             if wait is Wait.NOT:
                 return False
@@ -227,86 +235,95 @@ class SocketMesh(MessageChannel):
 # The members' heads, and beside them little data: one round, in which every member gets all of it. The message always
 # has the same form, whatever the operation, so that members whose calls differ find that out.
 
-_HEAD = struct.Struct(f"<{queue.HEAD_WORDS}i")
+_HEAD = struct.Struct(f"<{channel.HEAD_WORDS}i")
 _PURPOSE = 1
 _ROOM_OF_ALL_BYTES = 64 << 10
-_LEAST_ROOM_BYTES = queue.ALIGNMENT  # a scalar's
-MOST_ROOM_BYTES = 1024
+_LEAST_ROOM_BYTES = ALIGNMENT  # a scalar's
 
 
-def room(members: int) -> int:
+def room(context: EngineContext, members: int) -> int:
     """Return the largest size in bytes of the data of a member that travels beside its head."""
-    return min(MOST_ROOM_BYTES, max(_LEAST_ROOM_BYTES, _ROOM_OF_ALL_BYTES // members))
+    return min(context.most_message_bytes, max(_LEAST_ROOM_BYTES, _ROOM_OF_ALL_BYTES // members))
 
 
-def fits(members: int, tensors: Sequence[Union[tf.Tensor, tf.TensorSpec]]) -> Union[bool, tf.Tensor]:
+def fits(
+    context: EngineContext, members: int, tensors: Sequence[Union[tf.Tensor, tf.TensorSpec]]
+) -> Union[bool, tf.Tensor]:
     """Return whether tensors fit into a message: a bool tensor if only the running graph knows. Ranks that have traced
     with different static shapes come to the same answer. A call without tensors moves a scalar.
     """
-    known, unknown = 0 if tensors else queue.ALIGNMENT, []
+    most = room(context, members)
+    known = 0 if tensors else ALIGNMENT
+    unknown = []
     for tensor in tensors:
         elements = tensor.shape.num_elements()
         if elements is None:
             unknown.append(_aligned(tf.size(tensor, tf.int64) * tensor.dtype.size))
         else:
             known += _aligned(elements * tensor.dtype.size)
-    if known > room(members) or not unknown:
-        return known <= room(members)
-    return tf.add_n(unknown) + known <= room(members)
+    if known > most or not unknown:
+        return known <= most
+    return tf.add_n(unknown) + known <= most
 
 
 def _aligned(size: Any) -> Any:
-    return -(-size // queue.ALIGNMENT) * queue.ALIGNMENT
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class SmallMessages(SocketMesh):
-    """One member's end; see ``queue.Channel``. In each step of a round a member sends to another one, and then knows of
-    twice as many.
+    """One member's end; see ``channel.Channel``. In each step of a round a member sends to another one, and then knows
+    of twice as many.
     """
 
     reaches_all = True
 
-    def __init__(self, job: Job, group: Group) -> None:
+    def __init__(self, context: EngineContext, group: Group) -> None:
         steps = [1 << power for power in range((group.size - 1).bit_length())]
-        to, source = ([(group.rank + sign * step) % group.size for step in steps] for sign in (1, -1))
-        super().__init__(job, group, to, source, _PURPOSE)
-        self.slot_bytes = room(group.size)
+        targets = [(group.rank + step) % group.size for step in steps]
+        sources = [(group.rank - step) % group.size for step in steps]
+        super().__init__(context, group, targets, sources, _PURPOSE)
+        self.slot_bytes = room(context, group.size)
 
     def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
         """Run one round, and compare the heads, if the ranks haven't agreed on the call."""
-        for one in rounds:
+        for exchange in rounds:
             assert head is not None
-            [(first, last), *others] = one.spans
-            mine = np.zeros(last - first + len(others) * one.stride, one.dtype)
-            if mine.nbytes > self.slot_bytes:
-                raise AssertionError(f"{mine.nbytes} bytes don't fit into a message; operation.route_of is wrong")
-            if one.source is not None:
-                one.fill(mine)
-            row = _HEAD.pack(*head) + mine.tobytes()
-            if queue.compares(head):
+            values = self._values(exchange)
+            row = _HEAD.pack(*head) + values.tobytes()
+            if channel.compares(head):
                 row = row.ljust(_HEAD.size + self.slot_bytes, b"\0")
             rows = yield from self._gather(row)
-            queue.require_same([_HEAD.unpack_from(row) for row in rows])
-            if len(mine):
-                slots = [np.frombuffer(row, one.dtype, len(mine), _HEAD.size) for row in rows]
-                one.take(np.stack(slots), self.rank)
+            channel.require_same([_HEAD.unpack_from(row) for row in rows])
+            if len(values):
+                slots = [np.frombuffer(row, exchange.dtype, len(values), _HEAD.size) for row in rows]
+                exchange.take(np.stack(slots), self.rank)
+
+    def _values(self, exchange: Round) -> np.ndarray:
+        """Return what this member publishes in a round, or zeros as long."""
+        [(first, last), *others] = exchange.spans
+        values = np.zeros(last - first + len(others) * exchange.stride, exchange.dtype)
+        if values.nbytes > self.slot_bytes:
+            raise AssertionError(f"{values.nbytes} bytes don't fit into a message; routes.route_of is wrong")
+        if exchange.source is not None:
+            exchange.fill(values)
+        return values
 
     def _gather(self, row: bytes) -> Generator[SocketMessage, None, list[bytes]]:
         """Return all members' rows, by member, given this member's; they have the same length on all."""
-        known = [row]  # of this member, the one before it, and so on
+        rows = [row]  # of this member, the one before it, and so on
         sent: list[SocketMessage] = []
-        while len(known) < self.size:
-            distance = len(known)
+        while len(rows) < self.size:
+            distance = len(rows)
             count = min(distance, self.size - distance)
-            found = np.empty(count * len(row), np.uint8)
-            coming = self.receive((self.rank - distance) % self.size, found)
-            following = np.frombuffer(b"".join(known[:count]), np.uint8)
-            sent.append(self.send((self.rank + distance) % self.size, following))
+            received = np.empty(count * len(row), np.uint8)
+            coming = self.receive((self.rank - distance) % self.size, received)
+            passed_on = np.frombuffer(b"".join(rows[:count]), np.uint8)
+            sent.append(self.send((self.rank + distance) % self.size, passed_on))
             while not coming.Test():
                 yield coming
-            rows = found.tobytes()
-            known += [rows[first : first + len(row)] for first in range(0, len(rows), len(row))]
+            joined = received.tobytes()
+            rows += [joined[first : first + len(row)] for first in range(0, len(joined), len(row))]
         for message in sent:
             while not message.Test():
                 yield message
-        return [known[(self.rank - member) % self.size] for member in range(self.size)]
+        return [rows[(self.rank - member) % self.size] for member in range(self.size)]

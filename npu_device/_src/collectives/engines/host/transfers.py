@@ -23,11 +23,12 @@ import tensorflow as tf
 
 from npu_device._src import environment
 from npu_device._src.cluster.time_limits import CHECK_SECONDS
-from npu_device._src.collectives.call import Agreement, Terms
-from npu_device._src.collectives.engines.host.host_engine import Action, ArrayEngine, OnArrays
-from npu_device._src.collectives.engines.host.queue import BufferPool, Finish, refusal
+from npu_device._src.collectives.call import Terms
+from npu_device._src.collectives.engines.context import EngineContext
+from npu_device._src.collectives.engines.host.buffers import BufferPool
+from npu_device._src.collectives.engines.host.host_engine import ArrayEngine, Orders
+from npu_device._src.collectives.engines.host.queue import Action, Finish, OnArrays, refusal
 from npu_device._src.collectives.group import Group
-from npu_device._src.collectives.job import Job
 
 _MOST_KEPT = 4  # idle connections of a pair
 _CONTENT = struct.Struct("<iiiq")
@@ -54,18 +55,19 @@ class PairCalls:
 
     in_order = False
 
-    def __init__(self, job: Job, pair: Group) -> None:
-        self._job, self._rank = job, pair.ranks[1 - pair.rank]
-        self._count = job.stall_watch.calls_of(pair)
+    def __init__(self, context: EngineContext, pair: Group) -> None:
+        self._context = context
+        self._rank = pair.ranks[1 - pair.rank]
+        self._count = context.counts.of(pair)
         self._lock = threading.Lock()
         self._queues: dict[int, deque[_Transfer]] = {}
         self.kept: dict[int, socket.socket] = {}
         self._closed = False
-        job.peers.open(job.store)
+        context.peers.open(context.store)
 
     def start(self, operation: OnArrays, terms: Terms | None, arrays: list[np.ndarray], overlaps: bool) -> Finish:
         assert terms is not None
-        act, results = operation.prepare(arrays, self._job.buffers)
+        act, results = operation.prepare(arrays, self._context.buffers)
         refuse = partial(refusal, terms, self._count.begin(terms))
         transfer: _Transfer = act(head=(*terms.head, int(terms.shapes)), refuse=refuse)
         with self._lock:
@@ -116,7 +118,7 @@ class PairCalls:
         try:
             agrees = (self._send if transfer.sends else self._receive)(transfer)
         except OSError as error:
-            self._job.peers.raise_for(self._rank, str(error))
+            self._context.peers.raise_for(self._rank, str(error))
         if not agrees:
             raise transfer.refuse()
 
@@ -124,7 +126,7 @@ class PairCalls:
         """Send; return whether the other rank expected that."""
         patience = environment.NPU_DEVICE_STALL_TIMEOUT.get()
         kept = self.kept.pop(transfer.number, None)
-        connection = kept or self._job.peers.connect(self._rank, transfer.number, patience)
+        connection = kept or self._context.peers.connect(self._rank, transfer.number, patience)
         with contextlib.ExitStack() as closing:
             closing.enter_context(connection).settimeout(CHECK_SECONDS)
             try:
@@ -146,7 +148,7 @@ class PairCalls:
         """Receive; return whether the other rank sends what is expected."""
         while True:
             connection = self.kept.pop(transfer.number, None)
-            connection = connection or self._job.peers.accept(self._rank, transfer.number, self._is_over)
+            connection = connection or self._context.peers.accept(self._rank, transfer.number, self._is_over)
             if connection is None:
                 self._check()
                 continue
@@ -173,11 +175,11 @@ class PairCalls:
                     self.kept.pop(next(iter(self.kept))).close()
 
     def _is_over(self) -> bool:
-        return self._closed or self._job.health.is_over
+        return self._closed or self._context.health.is_over
 
     def _check(self) -> None:
         """Raise PeerError or RuntimeError if transfers aren't wanted any more."""
-        self._job.health.require_running()
+        self._context.health.require_running()
         if self._is_over():
             raise RuntimeError("a send or receive was in progress when its group was destroyed on this rank")
 
@@ -196,28 +198,34 @@ class PairCalls:
         return data
 
 
-_engine = ArrayEngine(PairCalls)
+class Pairs(ArrayEngine):
+    """The sends and receives of this rank, of all pairs of ranks."""
 
+    def __init__(self, context: EngineContext, orders: Orders) -> None:
+        super().__init__(context, orders)
+        self._context = context
 
-def send(agreement: Agreement, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
-    """Send to the other rank of a pair; return a tensor that is ready once the other rank has received."""
+    def calls_of(self, group: Group) -> PairCalls:
+        return PairCalls(self._context, group)
 
-    def prepare(arrays: list[np.ndarray], _: BufferPool) -> Action:
-        return partial(_transfer, pair, True, np.ascontiguousarray(arrays[0])), [np.array(0, np.int32)]
+    def send(self, terms: Terms | None, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
+        """Send to the other rank of a pair; return a tensor that is ready once the other rank has received."""
 
-    [[sent]] = _engine.run(agreement, pair, [OnArrays([tf.TensorSpec([], tf.int32)], prepare)], [[tensor]])
-    return sent
+        def prepare(arrays: list[np.ndarray], _: BufferPool) -> Action:
+            return partial(_transfer, pair, True, np.ascontiguousarray(arrays[0])), [np.array(0, np.int32)]
 
+        [[sent]] = self.run(terms, pair, [OnArrays([tf.TensorSpec([], tf.int32)], prepare)], [[tensor]])
+        return sent
 
-def receive(agreement: Agreement, like: tf.TensorSpec, pair: Group) -> tf.Tensor:
-    """Return the tensor that the other rank of a pair sends; this rank knows its shape and dtype."""
+    def receive(self, terms: Terms | None, like: tf.TensorSpec, pair: Group) -> tf.Tensor:
+        """Return the tensor that the other rank of a pair sends; this rank knows its shape and dtype."""
 
-    def prepare(_: list[np.ndarray], buffers: BufferPool) -> Action:
-        result = buffers.array(tuple(like.shape.as_list()), np.dtype(like.dtype.as_numpy_dtype))
-        return partial(_transfer, pair, False, result), [result]
+        def prepare(_: list[np.ndarray], buffers: BufferPool) -> Action:
+            received = buffers.array(tuple(like.shape.as_list()), np.dtype(like.dtype.as_numpy_dtype))
+            return partial(_transfer, pair, False, received), [received]
 
-    [[received]] = _engine.run(agreement, pair, [OnArrays([like], prepare)], [[]])
-    return received
+        [[received]] = self.run(terms, pair, [OnArrays([like], prepare)], [[]])
+        return received
 
 
 def _transfer(

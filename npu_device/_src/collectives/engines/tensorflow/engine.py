@@ -1,4 +1,4 @@
-"""The backend's operations, composed of TensorFlow's kernels: lists, every dtype, any number of elements.
+"""The operations of an engine, composed of TensorFlow's kernels: lists, every dtype, any number of elements.
 
 TensorFlow's kernels support few dtypes, and crash the process on tensors without elements (seen with TensorFlow 2.20).
 Narrow integers are reduced as wider ones, data that is only moved is sent as 32-bit words, and never without elements.
@@ -16,9 +16,10 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src.collectives import dtypes
-from npu_device._src.collectives.call import Agreement
+from npu_device._src.collectives.call import Terms
 from npu_device._src.collectives.dtypes import Count, Tensors, Wire, fold, sum_dtype
-from npu_device._src.collectives.engines.tensorflow import kernels
+from npu_device._src.collectives.engines.context import EngineContext
+from npu_device._src.collectives.engines.tensorflow.kernels import MOVE_DTYPES, Kernels
 from npu_device._src.collectives.group import Group, counts_of
 
 # Of a broadcast, approximately: enough for the full bandwidth, and not so many as to double a large model's memory.
@@ -30,45 +31,99 @@ _CARRIERS = {**dict.fromkeys((tf.int8, tf.int16, tf.uint8, tf.uint16), tf.int32)
 _Move = Callable[[tf.Tensor], tf.Tensor]
 
 
-def all_reduce(
-    agreement: Agreement, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
-) -> list[list[tf.Tensor]]:
-    return [_all_reduce_segment(agreement, segment, reduction, group, wire) for segment in segments]
+class TensorFlowEngine:
+    """TensorFlow's collectives; see ``engines.Engine``. The ranks have agreed on a call before: there are no terms."""
 
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+        self.kernels = Kernels(context)
 
-def all_gather(agreement: Agreement, row: tf.Tensor, group: Group) -> tf.Tensor:
-    return _carried(row[tf.newaxis], lambda carrier: kernels.all_gather(agreement.job, carrier, group), group.size)
+    def all_reduce(
+        self, terms: Terms | None, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
+    ) -> list[list[tf.Tensor]]:
+        return [self._all_reduce_segment(segment, reduction, group, wire) for segment in segments]
 
+    def all_gather(self, terms: Terms | None, row: tf.Tensor, group: Group) -> tf.Tensor:
+        return _carried(row[tf.newaxis], lambda carrier: self.kernels.all_gather(carrier, group), group.size)
 
-def all_to_all(agreement: Agreement, rows: tf.Tensor, group: Group) -> tf.Tensor:
-    return _carried(rows, lambda carrier: kernels.all_to_all(agreement.job, carrier, group), group.size)
+    def all_to_all(self, terms: Terms | None, rows: tf.Tensor, group: Group) -> tf.Tensor:
+        return _carried(rows, lambda carrier: self.kernels.all_to_all(carrier, group), group.size)
 
+    def reduce(self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group) -> list[tf.Tensor]:
+        """Reduce to all ranks: TensorFlow has nothing else."""
+        return self._all_reduce_segment(tensors, reduction, group, None)
 
-def reduce(agreement: Agreement, tensors: Tensors, reduction: str, root: int, group: Group) -> list[tf.Tensor]:
-    del root  # all ranks get the results: TensorFlow has nothing else
-    return _all_reduce_segment(agreement, tensors, reduction, group, None)
+    def broadcast(self, terms: Terms | None, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
+        """Return the root's tensors on every rank, in few large transfers; all have the same shapes and dtypes."""
+        results: list[tf.Tensor] = []
+        for transfer in _transfers(tensors):
+            words = pack_words(transfer)
+            received = _with_an_element(lambda vector: self.kernels.broadcast(vector, root, group), words)
+            results.extend(unpack_words(received, transfer))
+        return results
 
+    def _all_reduce_segment(self, tensors: Tensors, reduction: str, group: Group, wire: Wire) -> list[tf.Tensor]:
+        has_elements = any(tensor.shape.num_elements() for tensor in tensors)
+        if len(tensors) == 1:
+            return [self._all_reduce_one(tensors[0], has_elements, reduction, group, wire)]
+        joined = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+        reduced = self._all_reduce_one(joined, has_elements, reduction, group, wire)
+        pieces = tf.split(reduced, list(map(_count, tensors)))
+        return [tf.reshape(piece, _shape(tensor)) for piece, tensor in zip(pieces, tensors)]
 
-def broadcast(agreement: Agreement, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
-    """Return the root's tensors on every rank, in few large transfers; shapes and dtypes are the same everywhere."""
-    results: list[tf.Tensor] = []
-    for transfer in _transfers(tensors):
-        words = pack_words(transfer)
-        received = _with_an_element(lambda vector: kernels.broadcast(agreement.job, vector, root, group), words)
-        results.extend(unpack_words(received, transfer))
-    return results
+    def _all_reduce_one(
+        self, tensor: tf.Tensor, has_elements: bool, reduction: str, group: Group, wire: Wire
+    ) -> tf.Tensor:
+        if reduction == "mean":
+            tensor = tf.cast(tensor, dtypes.mean_dtype(tensor.dtype))
+        merge = "sum" if reduction == "mean" else reduction
 
+        def kernel(native: tf.Tensor) -> tf.Tensor:
+            return self.kernels.all_reduce(native, merge, group)
 
-def _all_reduce_segment(
-    agreement: Agreement, tensors: Tensors, reduction: str, group: Group, wire: Wire
-) -> list[tf.Tensor]:
-    has_elements = any(tensor.shape.num_elements() for tensor in tensors)
-    if len(tensors) == 1:
-        return [_all_reduce_one(agreement, tensors[0], has_elements, reduction, group, wire)]
-    together = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
-    reduced = _all_reduce_one(agreement, together, has_elements, reduction, group, wire)
-    parts = tf.split(reduced, list(map(_count, tensors)))
-    return [tf.reshape(part, _shape(tensor)) for part, tensor in zip(parts, tensors)]
+        def reduce_native(native: tf.Tensor) -> tf.Tensor:
+            return kernel(native) if has_elements else _with_an_element(kernel, native)
+
+        dtype = tensor.dtype
+        sent_dtype = dtypes.wire_dtype(dtype, wire)
+        carrier = _CARRIERS.get(dtype, dtype)
+        if merge in ("sum", "prod") and sum_dtype(sent_dtype) != sent_dtype:
+            carrier = sum_dtype(dtype)
+            # NCCL is fast enough for 32 bits, and has no exchange of rows.
+            if not self.kernels.uses_nccl(carrier):
+                return self._reduce_narrow(tensor, sent_dtype, reduction, group)
+        if dtype == tf.uint64:
+            reduced = _reduce_uint64(reduce_native, tensor, merge)
+        else:
+            reduced = reduce_native(tf.cast(tensor, carrier))
+        return tf.cast(reduced / sum(counts_of(group)) if reduction == "mean" else reduced, dtype)
+
+    def _reduce_narrow(self, tensor: tf.Tensor, wire: tf.DType, reduction: str, group: Group) -> tf.Tensor:
+        """Return the sum, mean or product of values sent in 16 bits and combined in float32 (float64 stays float64)."""
+        wide = sum_dtype(tensor.dtype)
+        size = group.size
+        counts = counts_of(group)
+        shares, scale = dtypes.wire_scales(reduction, counts)
+        if tensor.dtype != wide:
+            scale = 1  # the result has 16 bits, too
+        divisor = sum(counts) if reduction == "mean" else scale
+
+        def narrow(values: tf.Tensor, divisor: int) -> tf.Tensor:
+            divided = values if divisor == 1 else values / divisor
+            return tf.bitcast(tf.cast(divided, wire), tf.float16)  # what the kernels move; also for bits of bfloat16
+
+        def widen(values: tf.Tensor, factor: int) -> tf.Tensor:
+            wider = tf.cast(tf.bitcast(values, wire), wide)
+            return wider if factor == 1 else wider * factor
+
+        flat = tf.reshape(tensor, [-1])
+        elements = _count(flat)
+        padded = tf.pad(narrow(flat, shares[group.rank]), [[0, -elements % size]])
+        received = tf.unstack(self.all_to_all(None, tf.reshape(padded, [size, -1]), group), num=size)
+        rows = [widen(row, share) for row, share in zip(received, shares)]
+        block = narrow(fold(rows, "prod" if reduction == "prod" else "sum"), divisor)
+        gathered = tf.reshape(self.all_gather(None, block, group), [-1])[:elements]
+        return tf.reshape(tf.cast(widen(gathered, scale), tensor.dtype), _shape(tensor))
 
 
 def _count(tensor: tf.Tensor) -> int | tf.Tensor:
@@ -80,59 +135,6 @@ def _shape(tensor: tf.Tensor) -> tf.TensorShape | tf.Tensor:
     return tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
 
 
-def _all_reduce_one(
-    agreement: Agreement, tensor: tf.Tensor, has_elements: bool, reduction: str, group: Group, wire: Wire
-) -> tf.Tensor:
-    if reduction == "mean":
-        tensor = tf.cast(tensor, dtypes.mean_dtype(tensor.dtype))
-    merge = "sum" if reduction == "mean" else reduction
-
-    def kernel(value: tf.Tensor) -> tf.Tensor:
-        return kernels.all_reduce(agreement.job, value, merge, group)
-
-    def reduce_native(value: tf.Tensor) -> tf.Tensor:
-        return kernel(value) if has_elements else _with_an_element(kernel, value)
-
-    dtype = tensor.dtype
-    travels = dtypes.wire_dtype(dtype, wire)
-    carrier = _CARRIERS.get(dtype, dtype)
-    if merge in ("sum", "prod") and sum_dtype(travels) != travels:
-        carrier = sum_dtype(dtype)
-        if not agreement.job.hosts.uses_nccl(carrier):  # which is fast enough for 32 bits, and has no exchange of rows
-            return _reduce_narrow(agreement, tensor, travels, reduction, group)
-    if dtype == tf.uint64:
-        reduced = _reduce_uint64(reduce_native, tensor, merge)
-    else:
-        reduced = reduce_native(tf.cast(tensor, carrier))
-    return tf.cast(reduced / sum(counts_of(group)) if reduction == "mean" else reduced, dtype)
-
-
-def _reduce_narrow(agreement: Agreement, tensor: tf.Tensor, wire: tf.DType, reduction: str, group: Group) -> tf.Tensor:
-    """Return the sum, mean or product of values sent in 16 bits and combined in float32 (float64 stays float64)."""
-    wide, size, counts = sum_dtype(tensor.dtype), group.size, counts_of(group)
-    shares, scale = dtypes.wire_scales(reduction, counts)
-    if tensor.dtype != wide:
-        scale = 1  # the result has 16 bits, too
-    divisor = sum(counts) if reduction == "mean" else scale
-
-    def narrow(values: tf.Tensor, divisor: int) -> tf.Tensor:
-        divided = values if divisor == 1 else values / divisor
-        return tf.bitcast(tf.cast(divided, wire), tf.float16)  # what the kernels move; also for the bits of bfloat16
-
-    def widen(values: tf.Tensor, factor: int) -> tf.Tensor:
-        wider = tf.cast(tf.bitcast(values, wire), wide)
-        return wider if factor == 1 else wider * factor
-
-    flat = tf.reshape(tensor, [-1])
-    elements = _count(flat)
-    mine = tf.pad(narrow(flat, shares[group.rank]), [[0, -elements % size]])
-    received = tf.unstack(all_to_all(agreement, tf.reshape(mine, [size, -1]), group), num=size)
-    rows = [widen(row, share) for row, share in zip(received, shares)]
-    block = narrow(fold(rows, "prod" if reduction == "prod" else "sum"), divisor)
-    gathered = tf.reshape(all_gather(agreement, block, group), [-1])[:elements]
-    return tf.reshape(tf.cast(widen(gathered, scale), tensor.dtype), _shape(tensor))
-
-
 def _reduce_uint64(reduce_native: _Move, tensor: tf.Tensor, merge: str) -> tf.Tensor:
     """Reduce in int64: its sums and products have the same bits, and its order is the same with the top bit flipped."""
     flip = tf.int64.min if merge in ("min", "max") else 0
@@ -142,7 +144,7 @@ def _reduce_uint64(reduce_native: _Move, tensor: tf.Tensor, merge: str) -> tf.Te
 
 def _carried(rows: tf.Tensor, move: _Move, size: int) -> tf.Tensor:
     """Send rows through a move, in a dtype and a number of elements that the kernels support."""
-    native = rows.dtype in kernels.MOVE_DTYPES
+    native = rows.dtype in MOVE_DTYPES
     carrier = rows if native else to_words(rows)
     length = carrier.shape[1]
     if length:

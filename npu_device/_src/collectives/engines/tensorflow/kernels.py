@@ -26,9 +26,9 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.graph import Order
 from npu_device._src.collectives.group import Group
-from npu_device._src.collectives.job import Job
 
 RING = 16
 """The number of keys for one kind, dtype and shape before they repeat. That many collectives may run at once. In a
@@ -38,13 +38,13 @@ graph with more of a kind and dtype, each waits until the one that is so many pl
 _LANES = 16
 
 
-class Sequence:
+class KeySequence:
     """The keys of one group on one of its members."""
 
-    def __init__(self, job: Job) -> None:
-        with tf.init_scope(), tf.device(job.device("CPU")):
+    def __init__(self, device: str) -> None:
+        with tf.init_scope(), tf.device(device):
             self._lanes = [compat.plain_variable(tf.constant(0, tf.int32)) for _ in range(_LANES)]
-        self._order = Order(job.device("CPU"))
+        self._order = Order(device)
         self._used = 0
         self._lock = threading.Lock()
         self._drawn: dict[Hashable, list[int]] = {}  # for each signature, the first key of its ring and a count
@@ -93,27 +93,6 @@ class Sequence:
         tf.raw_ops.AssignAddVariableOp(resource=compat.through_outer_graphs(self._lanes[0].handle), value=0)
 
 
-def order_of_nccl(job: Job) -> tf.Tensor:
-    """Return the resource by which TensorFlow orders all collectives that use NCCL.
-
-    It is on the GPU: TensorFlow places an operation where its resources are, whatever device it was given, and a
-    collective that moves to the CPU waits forever for the other ranks' GPUs (TensorFlow 2.20).
-    """
-    with job.making:
-        if job.nccl_order is None:
-            with tf.init_scope(), tf.device(job.device("GPU")):
-                job.nccl_order = compat.plain_variable(tf.constant(0.0))  # not every release has integers there
-        return compat.through_outer_graphs(job.nccl_order.handle)
-
-
-def sequence_of(job: Job, group: Group) -> Sequence:
-    """Return the sequence of a group. It outlives the group: TensorFlow remembers what its keys stand for."""
-    with job.making:  # or two threads might each make one
-        if group not in job.sequences:
-            job.sequences[group] = Sequence(job)
-        return job.sequences[group]
-
-
 # The kernels
 
 
@@ -128,71 +107,107 @@ _SUBDIVISIONS = 32
 _MERGE_OPS = {"sum": "Add", "prod": "Mul", "min": "Min", "max": "Max"}
 
 
-def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
-    how = {"merge_op": _MERGE_OPS[reduction], "final_op": "Id", "max_subdivs_per_device": _SUBDIVISIONS}
-    kernel = partial(tf.raw_ops.CollectiveReduceV2, input=tensor, **how)
-    return _run(job, tensor, group, ("all_reduce", reduction), kernel)
+class Kernels:
+    """TensorFlow's collective kernels, as this rank of the job calls them."""
 
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+        # A sequence outlives its group: TensorFlow remembers what its keys stand for.
+        self._sequences: dict[Group, KeySequence] = {}
+        self._nccl_order: Any = None  # the variable by which TensorFlow orders the collectives that use NCCL
 
-def all_gather(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
-    return _run(job, tensor, group, "all_gather", partial(tf.raw_ops.CollectiveGatherV2, input=tensor))
+    def all_reduce(self, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
+        merge = _MERGE_OPS[reduction]
+        kernel = partial(tf.raw_ops.CollectiveReduceV2, input=tensor, merge_op=merge, final_op="Id")
+        kernel = partial(kernel, max_subdivs_per_device=_SUBDIVISIONS)
+        return self._run(tensor, group, ("all_reduce", reduction), kernel)
 
+    def all_gather(self, tensor: tf.Tensor, group: Group) -> tf.Tensor:
+        return self._run(tensor, group, "all_gather", partial(tf.raw_ops.CollectiveGatherV2, input=tensor))
 
-def all_to_all(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
-    """Send row i of the tensor to rank i, and return the row from rank i as row i. Shape [group.size, …].
+    def all_to_all(self, tensor: tf.Tensor, group: Group) -> tf.Tensor:
+        """Send row i of the tensor to rank i, and return the row from rank i as row i. Shape [group.size, …].
 
-    With NCCL all rows go to all ranks: there, with one GPU per process, TensorFlow 2.20 returns a rank its own rows.
-    Seen on an H200; no upstream issue is known.
-    """
-    if job.hosts.uses_nccl(tensor.dtype):
-        rows = tf.reshape(all_gather(job, tensor, group), tf.concat([[group.size], tf.shape(tensor)], 0))
-        return rows[:, group.rank]
-    return _run(job, tensor, group, "all_to_all", partial(tf.raw_ops.CollectiveAllToAllV2, input=tensor))
+        With NCCL all rows go to all ranks: there, with one GPU per process, TensorFlow 2.20 returns a rank its own
+        rows. Seen on an H200; no upstream issue is known.
+        """
+        if self.uses_nccl(tensor.dtype):
+            rows = tf.reshape(self.all_gather(tensor, group), tf.concat([[group.size], tf.shape(tensor)], 0))
+            return rows[:, group.rank]
+        return self._run(tensor, group, "all_to_all", partial(tf.raw_ops.CollectiveAllToAllV2, input=tensor))
 
+    def broadcast(self, tensor: tf.Tensor, root_rank: int, group: Group) -> tf.Tensor:
+        """Return the tensor of the root on every rank; the others pass one of the same shape and dtype."""
+        kernel = partial(tf.raw_ops.CollectiveBcastSendV2, input=tensor)
+        if group.rank != root_rank:
+            kernel = partial(tf.raw_ops.CollectiveBcastRecvV2, shape=tf.shape(tensor), T=tensor.dtype)
+        result = self._run(tensor, group, ("broadcast", root_rank), kernel, is_ordered=False)
+        # Of all collectives TensorFlow drops only broadcasts whose result isn't used (``ASYNC_STATEFUL_OPS`` of its
+        # automatic control dependencies, TensorFlow 2.20), and the ranks that do use it would wait forever. An
+        # operation that writes to a variable is never dropped. Can go when TensorFlow keeps broadcasts, too.
+        if not tf.executing_eagerly():
+            with tf.control_dependencies([result]):
+                self.sequence_of(group).touch()
+        return result
 
-def broadcast(job: Job, tensor: tf.Tensor, root_rank: int, group: Group) -> tf.Tensor:
-    """Return the tensor of the root on every rank; the others pass one of the same shape and dtype."""
-    kernel = partial(tf.raw_ops.CollectiveBcastSendV2, input=tensor)
-    if group.rank != root_rank:
-        kernel = partial(tf.raw_ops.CollectiveBcastRecvV2, shape=tf.shape(tensor), T=tensor.dtype)
-    result = _run(job, tensor, group, ("broadcast", root_rank), kernel, ordered=False)
-    # Of all collectives TensorFlow drops only broadcasts whose result isn't used (``ASYNC_STATEFUL_OPS`` of its
-    # automatic control dependencies, TensorFlow 2.20), and the ranks that do use it would wait forever. An operation
-    # that writes to a variable is never dropped. Can go when TensorFlow keeps broadcasts, too.
-    if not tf.executing_eagerly():
-        with tf.control_dependencies([result]):
-            sequence_of(job, group).touch()
-    return result
+    def uses_nccl(self, dtype: tf.DType) -> bool:
+        """Return whether tensors of a dtype go from GPU to GPU."""
+        return self._context.hosts.uses_nccl(dtype)
 
+    def sequence_of(self, group: Group) -> KeySequence:
+        """Return the keys of a group."""
+        with self._context.making:  # or two threads might each make one
+            if group not in self._sequences:
+                self._sequences[group] = KeySequence(self._context.device("CPU"))
+            return self._sequences[group]
 
-def _run(
-    job: Job, tensor: tf.Tensor, group: Group, kind: Hashable, kernel: Callable[..., tf.Tensor], ordered: bool = True
-) -> tf.Tensor:
-    # The stall watch learns from when to when it runs: a rank that stops in it would not be missed before the next
-    # agreement, which the others never reach.
-    cpu, device = job.device("CPU"), _device(job, tensor.dtype)
-    gpu = device != cpu
-    sequence, watch = sequence_of(job, group), job.stall_watch.transfers_of(group, cpu)
-    watch.begin(tensor)
-    shape = tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
-    with tf.device(cpu):  # keys are the CPU's work, also for a collective between GPUs
-        key = sequence.draw(kind, tensor.dtype, shape)
-    # TensorFlow's groups consist of devices, so a group has one key for its CPUs and another for its GPUs.
-    group_key, hint = group.key + gpu, "nccl" if gpu else "auto"
-    tokens: list[tf.Tensor] = []
-    if not tf.executing_eagerly():
-        # In a tf.function TensorFlow serializes stateful operations without a resource, and those on the same resource.
-        # On the CPU neighbouring collectives get different resources, so that none waits for another. NCCL needs the
-        # same order on every rank, in all groups, so there all get the same one.
-        tokens = [order_of_nccl(job) if gpu else sequence.lane()]
-    order = {"ordering_token": tokens} if ordered else {}
-    with tf.device(device):
-        result = kernel(group_size=group.size, group_key=group_key, instance_key=key, communication_hint=hint, **order)
-    watch.end(result)
-    sequence.note(kind, result)
-    return result
+    def _run(
+        self,
+        tensor: tf.Tensor,
+        group: Group,
+        kind: Hashable,
+        kernel: Callable[..., tf.Tensor],
+        is_ordered: bool = True,
+    ) -> tf.Tensor:
+        # The stall watch learns from when to when it runs: a rank that stops in it would not be missed before the next
+        # agreement, which the others never reach.
+        cpu = self._context.device("CPU")
+        device = self._device(tensor.dtype)
+        is_gpu = device != cpu
+        sequence = self.sequence_of(group)
+        count = self._context.counts.transfers_of(group, cpu)
+        count.begin(tensor)
+        shape = tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
+        with tf.device(cpu):  # keys are the CPU's work, also for a collective between GPUs
+            key = sequence.draw(kind, tensor.dtype, shape)
+        tokens: list[tf.Tensor] = []
+        if not tf.executing_eagerly():
+            # In a tf.function TensorFlow serializes stateful operations without a resource, and those on the same
+            # resource. On the CPU neighbouring collectives get different resources, so that none waits for another.
+            # NCCL needs the same order on every rank, in all groups, so there all get the same one.
+            tokens = [self._order_of_nccl() if is_gpu else sequence.lane()]
+        order = {"ordering_token": tokens} if is_ordered else {}
+        # TensorFlow's groups consist of devices, so a group has one key for its CPUs and another for its GPUs.
+        kernel = partial(kernel, group_size=group.size, group_key=group.key + is_gpu, instance_key=key)
+        with tf.device(device):
+            result = kernel(communication_hint="nccl" if is_gpu else "auto", **order)
+        count.end(result)
+        sequence.note(kind, result)
+        return result
 
+    def _device(self, dtype: tf.DType) -> str:
+        """Return the device on which tensors of a dtype travel, of the same kind on every rank."""
+        return self._context.device("GPU" if self.uses_nccl(dtype) else "CPU")
 
-def _device(job: Job, dtype: tf.DType) -> str:
-    """Return the device on which tensors of a dtype travel, of the same kind on every rank."""
-    return job.device("GPU" if job.hosts.uses_nccl(dtype) else "CPU")
+    def _order_of_nccl(self) -> tf.Tensor:
+        """Return the resource by which TensorFlow orders all collectives that use NCCL.
+
+        It is on the GPU: TensorFlow places an operation where its resources are, whatever device it was given, and a
+        collective that moves to the CPU waits forever for the other ranks' GPUs (TensorFlow 2.20).
+        """
+        with self._context.making:
+            if self._nccl_order is None:
+                with tf.init_scope(), tf.device(self._context.device("GPU")):
+                    # Not every release has integers there.
+                    self._nccl_order = compat.plain_variable(tf.constant(0.0))
+            return compat.through_outer_graphs(self._nccl_order.handle)

@@ -1,0 +1,252 @@
+"""The engine of one call: it moves the data of an operation, and its first transfer carries what the ranks compare.
+
+The ranks compare a fingerprint of the call: in shared memory with the first data, between hosts in a message before it,
+with which small data travel. A list of gradients takes one comparison; the one in a message depends on no gradient and
+ends long before backward produces the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Callable, Protocol
+
+import tensorflow as tf
+
+from npu_device._src.collectives.call import Terms
+from npu_device._src.collectives.dtypes import Tensors, Wire, wire_dtype
+from npu_device._src.collectives.engines.engines import Engine
+from npu_device._src.collectives.engines.host.host_engine import HostEngine
+from npu_device._src.collectives.engines.host.sockets import fits
+from npu_device._src.collectives.engines.tensorflow.engine import rounded
+from npu_device._src.collectives.graph import differentiable
+from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
+
+
+class AgreedEngine:
+    """The engine of one call, as the body of an operation uses it.
+
+    Attributes:
+        terms: what the first transfer has to compare; None once it has, or if the ranks have agreed before.
+    """
+
+    def __init__(self, job: Job, group: Group, terms: Terms | None = None, route: Route | None = None) -> None:
+        self.job = job
+        self.group = group
+        self.terms = terms
+        self._route = route or WithData()
+
+    def all_reduce(self, segments: Sequence[Tensors], reduction: str, wire: Wire = None) -> list[list[tf.Tensor]]:
+        """Reduce segments, each of one dtype, as soon as its own tensors are ready. Return the results in the same
+        lists, as ``ops.all_reduce`` gives them, and differentiable like those. float32 and float64 may be sent in the
+        dtype ``wire``.
+        """
+        later = self._for_gradients()
+
+        def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
+            require_differentiable("all_reduce", reduction)
+            # Through the same method, so that second derivatives work.
+            return later.all_reduce([upstream], reduction, wire)[0]
+
+        # One call of an engine for each kind, however many segments it has.
+        results: list[list[tf.Tensor]] = [[]] * len(segments)
+        for (is_floating, is_compressed, _), positions in self._kinds(segments, wire).items():
+            lists = [segments[position] for position in positions]
+            engine = self._engine(lists[0][0].dtype)
+            sent_dtype = wire if is_compressed else None
+            reduced = engine.all_reduce(self._take_terms(), lists, reduction, self.group, sent_dtype)
+            for position, tensors in zip(positions, reduced):
+                # Each segment separately: its results can be used while others are still in progress.
+                if is_floating:
+                    results[position] = differentiable(tensors, backward, segments[position])
+                else:
+                    results[position] = tensors
+        return results
+
+    def _kinds(self, segments: Sequence[Tensors], wire: Wire) -> dict[tuple[bool, bool, bool], list[int]]:
+        """Return the positions of segments that can travel in one call of an engine."""
+        kinds: dict[tuple[bool, bool, bool], list[int]] = {}
+        for position, segment in enumerate(segments):
+            dtype = segment[0].dtype
+            kind = dtype.is_floating, wire_dtype(dtype, wire) == wire, self.job.hosts.uses_nccl(dtype)
+            kinds.setdefault(kind, []).append(position)
+        return kinds
+
+    def reduce(self, tensor: tf.Tensor, reduction: str, root: int) -> tf.Tensor:
+        """Reduce a tensor to one rank; the other ranks get any values of the result's shape and dtype."""
+        [reduced] = self._engine(tensor.dtype).reduce(self._take_terms(), [tensor], reduction, root, self.group)
+        return reduced
+
+    def broadcast(self, tensors: Tensors, root: int) -> list[tf.Tensor]:
+        """Return the tensors of the root on every rank, of any dtypes."""
+        # Tensors of all dtypes travel as bytes, on the way of integers, which NCCL doesn't take.
+        return self._engine(tf.int32).broadcast(self._take_terms(), tensors, root, self.group)
+
+    def gather(self, row: tf.Tensor) -> tf.Tensor:
+        """Return all ranks' rows on every rank: [1, n] in, [group.size, n] out; n is the same on all ranks."""
+        gathered = self._engine_of_rows(row.dtype).all_gather(self._take_terms(), row[0], self.group)
+        later = self._for_gradients()
+
+        def backward(upstream: tf.Tensor) -> tf.Tensor:
+            return tf.reduce_sum(later.exchange(upstream), axis=0, keepdims=True)
+
+        return differentiable_move(gathered, backward, row)
+
+    def exchange(self, rows: tf.Tensor) -> tf.Tensor:
+        """Send row i to rank i, and return the row from rank i as row i: [group.size, n] in and out; n is the same on
+        all ranks.
+        """
+        received = self._engine_of_rows(rows.dtype).all_to_all(self._take_terms(), rows, self.group)
+        return differentiable_move(received, self._for_gradients().exchange, rows)
+
+    def send(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Send to the other rank of a pair; return a tensor that is ready once the other rank has received."""
+        return self.job.engines.pairs.send(self._take_terms(), tensor, self.group)
+
+    def receive(self, like: tf.TensorSpec) -> tf.Tensor:
+        """Return the tensor that the other rank of a pair sends."""
+        return self.job.engines.pairs.receive(self._take_terms(), like, self.group)
+
+    def row_length(self, dtype: tf.DType, longest: tf.Tensor) -> tf.Tensor:
+        """Return to how many elements rows of different lengths are padded, given the longest; the same on every rank.
+
+        TensorFlow's engine remembers each length forever, so it gets few.
+        """
+        engine = self.job.engines.of_rows(self.group, dtype)
+        return rounded(longest) if engine is self.job.engines.tensorflow else longest
+
+    def compare(self) -> Sequence[tf.Tensor]:
+        """Compare the terms by themselves; return tensors that are ready once all ranks agree."""
+        return _comparing(self.job, self.group).exchange_terms(self._take_terms(), self.group)
+
+    def _engine(self, dtype: tf.DType) -> Engine:
+        return self._route.engine(self.group, self.job.engines.of(self.group, dtype))
+
+    def _engine_of_rows(self, dtype: tf.DType) -> Engine:
+        return self._route.engine(self.group, self.job.engines.of_rows(self.group, dtype))
+
+    def _for_gradients(self) -> AgreedEngine:
+        """Return the engine for gradients of the call, on which the ranks agree with the call itself. It doesn't hold
+        the terms, which refer to the graph.
+        """
+        return AgreedEngine(self.job, self.group)
+
+    def _take_terms(self) -> Terms | None:
+        terms = self.terms
+        self.terms = None
+        return terms
+
+
+# The routes
+
+
+class Route(Protocol):
+    """How the ranks compare a call, and on which way its data travel; the same on every rank."""
+
+    def engine(self, group: Group, own: Engine) -> Engine:
+        """Return the engine that moves the data, given the group's own."""
+
+
+class WithData:
+    """The engine of the group compares the call with its first data, or the ranks have agreed before."""
+
+    def engine(self, group: Group, own: Engine) -> Engine:
+        return own
+
+
+class InMessage:
+    """The data are small, and travel in the message that compares the call."""
+
+    def __init__(self, messages: Engine) -> None:
+        self._messages = messages
+
+    def engine(self, group: Group, own: Engine) -> Engine:
+        return self._messages
+
+
+class BySize:
+    """Only the running graph knows whether the data are small, and travel in the message."""
+
+    def __init__(self, messages: HostEngine, is_small: tf.Tensor) -> None:
+        self._messages = messages
+        self._is_small = is_small
+
+    def engine(self, group: Group, own: Engine) -> Engine:
+        return _EngineBySize(self._messages, self._is_small, group, own)
+
+
+class _EngineBySize:
+    """The engine of messages or the group's own, as the running graph decides; see ``engines.Engine``."""
+
+    def __init__(self, messages: HostEngine, is_small: tf.Tensor, group: Group, own: Engine) -> None:
+        self._messages = messages
+        self._is_small = is_small
+        self._group = group
+        self._own = own
+
+    def all_reduce(
+        self, terms: Terms | None, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
+    ) -> list[list[tf.Tensor]]:
+        return self._decide(terms, lambda engine, terms: engine.all_reduce(terms, segments, reduction, group, wire))
+
+    def reduce(self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group) -> list[tf.Tensor]:
+        return self._decide(terms, lambda engine, terms: engine.reduce(terms, tensors, reduction, root, group))
+
+    def broadcast(self, terms: Terms | None, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
+        return self._decide(terms, lambda engine, terms: engine.broadcast(terms, tensors, root, group))
+
+    def all_gather(self, terms: Terms | None, row: tf.Tensor, group: Group) -> tf.Tensor:
+        return self._decide(terms, lambda engine, terms: engine.all_gather(terms, row, group))
+
+    def all_to_all(self, terms: Terms | None, rows: tf.Tensor, group: Group) -> tf.Tensor:
+        return self._decide(terms, lambda engine, terms: engine.all_to_all(terms, rows, group))
+
+    def _decide(self, terms: Terms | None, transfer: Callable[[Engine, Terms | None], Any]) -> Any:
+        def after_message() -> Any:
+            with tf.control_dependencies(self._messages.exchange_terms(terms, self._group)):
+                return transfer(self._own, None)
+
+        return tf.cond(self._is_small, lambda: transfer(self._messages, terms), after_message)
+
+
+def route_of(job: Job, group: Group, values: Sequence[Any], ragged: bool) -> Route | None:
+    """Return the route of a call, the same on every rank; None if a message has to compare it before its data move."""
+    uses_nccl = any(job.hosts.uses_nccl(value.dtype) for value in values if value is not None)
+    is_one_host = job.hosts.number_of(group.ranks) == 1
+    # A send and its receive compare on their own connection.
+    if group.tag is not None or (is_one_host and not uses_nccl):
+        return WithData()
+    if uses_nccl or ragged or not all(isinstance(value, (tf.Tensor, tf.TensorSpec)) for value in values):
+        return None
+    # Between hosts: small data needs no second message.
+    is_small = fits(job, group.size, values)
+    if is_small is False:
+        return None
+    messages = job.engines.messages
+    return InMessage(messages) if is_small is True else BySize(messages, is_small)
+
+
+def _comparing(job: Job, group: Group) -> HostEngine:
+    """Return the engine that compares the calls of a group that travel on another one."""
+    is_one_host = job.hosts.number_of(group.ranks) == 1
+    return job.engines.shared_memory if is_one_host else job.engines.messages
+
+
+# Gradients
+
+
+def require_differentiable(operation: str, reduction: str) -> None:
+    """Raise LookupError if a reduction has no gradient."""
+    if reduction not in ("sum", "mean"):
+        raise LookupError(
+            f"{operation} has no gradient for reduction {reduction!r}; it is differentiable for 'sum' and 'mean'"
+        )
+
+
+def differentiable_move(moved: tf.Tensor, backward: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
+    """Return ``moved`` with the gradient ``backward(incoming gradient)`` for ``tensor``, of which it was made. Integers
+    and other discrete values have no gradient.
+    """
+    if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
+        return moved
+    return differentiable([moved], lambda upstream: [backward(upstream)], [tensor])[0]

@@ -1,0 +1,101 @@
+"""How many calls of each group this rank has begun and ended, for the stall watch and the table of missing ranks."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any, Callable, Union, cast
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.collectives.call import Terms
+from npu_device._src.collectives.group import Group
+
+_LARGEST = 0x7FFFFFFF
+_TRANSFER = {"operation": "a transfer of data", "line": "TensorFlow's backend"}
+
+
+class CallCount:
+    """How many collectives of a group this rank has begun and ended, of the calls that Python moves."""
+
+    def __init__(self) -> None:
+        self.begun = self._ended = 0
+        self._row: Callable[[], dict[str, Any] | None] = lambda: None
+
+    def begin(self, terms: Terms | None) -> int:
+        """Note a collective, without terms as part of the last call; return its position in the group."""
+        self.begun += 1
+        self._row = terms.row if terms is not None else self._row
+        return self.begun - 1
+
+    def end(self) -> None:
+        self._ended += 1
+
+    def position(self) -> dict[str, Any]:
+        return {"begun": self.begun, "waiting": self.begun > self._ended, "call": self._row()}
+
+
+class TransferCount:
+    """A count of TensorFlow's transfers: the ranks have agreed on a call, and one of them may stop amid its data."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        with tf.init_scope(), tf.device(self._device):
+            self._begun, self._ended = (compat.plain_variable(tf.constant(0, tf.int32)) for _ in range(2))
+
+    def begin(self, tensor: tf.Tensor) -> None:
+        self._count(self._begun, tensor)
+
+    def end(self, result: tf.Tensor) -> None:
+        self._count(self._ended, result)
+
+    def _count(self, variable: Any, after: tf.Tensor) -> None:
+        """Note that a tensor to be sent, or a result, is ready. Nothing waits for the note."""
+        with tf.control_dependencies([after]), tf.device(self._device):
+            counter = compat.through_outer_graphs(variable.handle)
+            tf.raw_ops.ResourceCountUpTo(resource=counter, limit=_LARGEST, T=tf.int32)
+
+    def position(self) -> dict[str, Any]:
+        with compat.eager_mode():
+            ended, begun = int(self._ended), int(self._begun)
+        return {"begun": begun, "waiting": begun > ended, "call": _TRANSFER}
+
+
+Count = Union[CallCount, TransferCount]
+
+
+class CallCounts:
+    """The counts of all groups of this rank, each made at its first use."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Group, Count] = {}
+        self._making = threading.Lock()
+
+    def of(self, group: Group) -> CallCount:
+        """Return the count of the calls of a group."""
+        with self._making:
+            if group not in self._counts:
+                self._counts[group] = CallCount()
+            return cast(CallCount, self._counts[group])
+
+    def transfers_of(self, group: Group, device: str) -> TransferCount:
+        """Return the count of a group's transfers through TensorFlow, kept on the CPU of this rank."""
+        transfers = replace(group, name=f"{group.name}/transfers", parent=group.parent or group.name)
+        with self._making:
+            if transfers not in self._counts:
+                self._counts[transfers] = TransferCount(device)
+            return cast(TransferCount, self._counts[transfers])
+
+    def of_all(self) -> list[tuple[Group, Count]]:
+        """Return the groups with their counts."""
+        return list(self._counts.items())
+
+    def known(self, group: Group) -> Count | None:
+        """Return the count of a group; None if it has been destroyed, or has none yet."""
+        return self._counts.get(group)
+
+    def forget(self, name: str) -> None:
+        """Drop the counts of a group, and of the groups made for its operations."""
+        for group in [group for group in self._counts if name in (group.name, group.parent)]:
+            del self._counts[group]

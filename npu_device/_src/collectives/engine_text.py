@@ -1,0 +1,51 @@
+"""Which engine serves a group, in words: for the message at the start, ``npurun check`` and the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import tensorflow as tf
+
+from npu_device._src import environment
+from npu_device._src.collectives.gpu_choice import UNVERIFIED
+from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
+
+_SHOWN_PORTS = 8
+
+
+def engine_name(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> str:
+    """Return the name of the engine that serves a group's call between its hosts; on one host, "shared_memory"."""
+    hosts = job.hosts
+    if any(map(hosts.uses_nccl, dtypes)):
+        return "nccl"
+    if hosts.number_of(group.ranks) == 1:
+        return "shared_memory"
+    return "tensorflow" if hosts.engine == "nccl" else hosts.engine
+
+
+def explained(job: Job, group: Group) -> str:
+    """Return in words which engine reduces the gradients of a group, and why."""
+    hosts, name = job.hosts, engine_name(job, group, [tf.float32])
+    wanted = environment.NPU_DEVICE_BACKEND.get()
+    chosen = f"NPU_DEVICE_BACKEND is {wanted}" if wanted == name else ""
+    if name == "shared_memory":
+        return "shared memory: all ranks share that of one host"
+    if name == "nccl":
+        return f"TensorFlow's collectives with NCCL: {chosen or 'each rank has a GPU of its own'} ({UNVERIFIED})"
+    library = f"MPI ({job.mpi_world.library})" if job.mpi_world else "MPI"
+    engine = {"mpi": library, "tcp": "TCP"}.get(name, "TensorFlow's ring over gRPC")
+    why = "ranks of one host can't share memory" if any(hosts.problems) else "each rank has a host to itself"
+    if job.engines.has_two_levels(group, tf.float32):
+        engine, why = f"shared memory within each host, and {engine} between them", "hosts have several ranks"
+    elif environment.NPU_DEVICE_SHARED_MEMORY.get() == "off":
+        why = "NPU_DEVICE_SHARED_MEMORY is off"
+    why = f"{chosen}, and {why}" if chosen else why
+    return f"{engine}: {why}" + (f". Not MPI: {job.why_no_mpi}" if job.why_no_mpi else "")
+
+
+def open_ports(job: Job) -> str:
+    """Return in words where this job's ranks serve whoever reaches them, without the job secret; "" if they don't."""
+    shown, more = ", ".join(job.server_addresses[:_SHOWN_PORTS]), len(job.server_addresses) - _SHOWN_PORTS
+    shown += f" and {more} more" if more > 0 else ""
+    return f"TensorFlow's servers at {shown} serve whoever reaches them, without the job secret" if shown else ""

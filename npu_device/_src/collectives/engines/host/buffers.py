@@ -1,0 +1,78 @@
+"""Memory for results and what travels, used again: fresh pages cost more than the reduction that writes to them.
+
+A buffer is lent by a lease, to which all arrays in it refer, and is used again when the lease goes. TensorFlow takes a
+result without a copy, and holds a reference to the array as long as the tensor lives.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict, deque
+
+import numpy as np
+
+ALIGNMENT = 64  # bytes; TensorFlow copies arrays that aren't aligned to this
+_IDLE_ROUNDS = 64
+_POOLED_FROM_BYTES = 32 << 10  # smaller buffers come from the allocator's own free lists, which are as fast
+
+
+class _Buffer:
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._memory = np.empty(size + ALIGNMENT, np.uint8)
+        address = self._memory.__array_interface__["data"][0]
+        aligned = address + -address % ALIGNMENT
+        self.interface = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (aligned, False)}
+
+
+class _Lease:
+    """What an array in a buffer, and all views of it, keep alive."""
+
+    def __init__(self, buffer: _Buffer, returned: deque[_Buffer]) -> None:
+        self.__array_interface__ = buffer.interface
+        self._buffer, self._returned = buffer, returned
+
+    def __del__(self) -> None:
+        # In whichever thread drops the last tensor, also amid ``take``: no lock, and nothing that waits.
+        self._returned.append(self._buffer)
+
+
+class BufferPool:
+    """Buffers of one rank. A size that wasn't requested during the last 64 requests is freed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: defaultdict[int, list[_Buffer]] = defaultdict(list)  # by size
+        self._returned: deque[_Buffer] = deque()
+        self._last_used: dict[int, int] = {}
+        self._round = 0
+
+    def take(self, size: int) -> np.ndarray:
+        """Return aligned memory: uint8, shape [size]. It is free again when the last array based on it is gone."""
+        if size < _POOLED_FROM_BYTES:
+            memory = np.empty(size + ALIGNMENT, np.uint8)
+            start = -memory.__array_interface__["data"][0] % ALIGNMENT
+            return memory[start : start + size]
+        with self._lock:
+            self._round += 1
+            self._last_used[size] = self._round
+            while self._returned:
+                buffer = self._returned.popleft()
+                if buffer.size in self._last_used:
+                    self._free[buffer.size].append(buffer)
+            if self._free[size]:
+                buffer = self._free[size].pop()
+            else:
+                self._forget_idle()
+                buffer = _Buffer(size)
+        return np.asarray(_Lease(buffer, self._returned))
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return aligned memory as an array."""
+        return self.take(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+
+    def _forget_idle(self) -> None:
+        for size in [size for size, used in self._last_used.items() if self._round - used > _IDLE_ROUNDS]:
+            del self._last_used[size]
+            self._free.pop(size, None)

@@ -1,0 +1,218 @@
+"""What carries the members' values: a channel, the rounds that it runs, and the heads by which members compare a call.
+
+In a round some members publish values, and others read what they need of them: in memory all read where it lies, and
+through sockets and MPI each is sent its part. The programs of the operations (``programs``) are made of rounds, and
+know no more of a channel than what stands here.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Callable, NamedTuple, Optional, Protocol
+
+import numpy as np
+
+from npu_device._src.collectives.call import Terms
+from npu_device._src.collectives.engines.host.buffers import ALIGNMENT, BufferPool
+
+Program = Iterator[Any]
+"""One operation, which pauses where it would have to wait, and yields what its channel has to wait for."""
+
+# The heads
+
+Head = Sequence[int]
+"""A member's description of a call, in 32-bit words. It must be the same on all members."""
+
+HEAD_WORDS = 4
+_AGREED, _COMPARES, _OVERLAPS = range(3)  # its last word
+
+
+class Mismatch(Exception):
+    """The members' heads of a call differ. All members detect it in the same step, before any data is read."""
+
+
+def head_of(terms: Terms | None) -> Head:
+    """Return the head of a call; without terms, the ranks have agreed on it before."""
+    if terms is None:
+        return (_AGREED,) * HEAD_WORDS
+    return (*terms.head, int(terms.shapes), _OVERLAPS if terms.overlaps else _COMPARES)
+
+
+def compares(head: Head) -> bool:
+    """Return whether the members have not agreed on the call before."""
+    return head[-1] != _AGREED
+
+
+def require_same(heads: list[Head]) -> None:
+    """Raise Mismatch if the members' heads differ, or a member is in two calls at once, which all members refuse."""
+    if heads.count(heads[0]) < len(heads) or heads[0][-1] == _OVERLAPS:
+        raise Mismatch
+
+
+# The values
+
+Span = tuple[int, int]
+"""The first element, and the one after the last."""
+
+
+class Stream:
+    """A list of arrays, flat, as one stream of elements of a dtype. A member that sends nothing has their shapes only.
+
+    Each array begins at a multiple of ``ALIGNMENT`` bytes, in the stream and in the buffer of the results, so that the
+    same offsets apply to both.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype, arrays: Sequence[np.ndarray] = ()) -> None:
+        self.dtype = dtype
+        self.shapes = shapes
+        self.arrays = arrays
+        self.starts: list[int] = []
+        self.lengths = list(map(math.prod, shapes))
+        unit = ALIGNMENT // min(dtype.itemsize, ALIGNMENT)
+        length = 0
+        for elements in self.lengths:
+            self.starts.append(length)
+            length += -(-elements // unit) * unit
+        self.length = length
+
+    def copy_in(self, first: int, slot: np.ndarray) -> None:
+        """Fill a slot with the stream from element ``first`` on. Arrays of another dtype are cast; gaps between arrays
+        are left as they are.
+        """
+        arrays = self.arrays
+        end = first + len(slot)
+        if len(arrays) == 1 and arrays[0].dtype == slot.dtype:
+            run = arrays[0][first:end]
+            slot[: len(run)] = run
+            return
+        # Start at the array in which the slot begins: with hundreds of arrays, checking each one for each slot is slow.
+        for position in range(max(0, bisect_right(self.starts, first) - 1), len(arrays)):
+            start = self.starts[position]
+            if start >= end:
+                break
+            low = max(start, first)
+            high = min(start + self.lengths[position], end)
+            if low < high:
+                run = arrays[position][low - start : high - start]
+                if run.dtype == slot.dtype:
+                    slot[low - first : high - first] = run
+                    continue
+                with np.errstate(all="ignore"):  # what overflows 16 bits is infinite; TensorFlow doesn't warn either
+                    slot[low - first : high - first] = run
+
+    def run(self, first: int, last: int, buffers: BufferPool) -> np.ndarray:
+        """Return a span of the stream: of one of the arrays as it is, or a copy of what is in several."""
+        position = bisect_right(self.starts, first) - 1
+        start = self.starts[position]
+        if last <= start + self.lengths[position] and self.arrays[position].dtype == self.dtype:
+            return self.arrays[position][first - start : last - start]
+        copy = buffers.array((last - first,), self.dtype)
+        self.copy_in(first, copy)
+        return copy
+
+    def divided(self, share: int) -> Stream:
+        """Return this member's values divided by a number."""
+        if share == 1:
+            return self
+        return Stream(self.shapes, self.dtype, [array / array.dtype.type(share) for array in self.arrays])
+
+    def results(self, pool: BufferPool, dtype: np.dtype) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Return memory for the whole stream in some dtype, flat, and the arrays in it, in their shapes."""
+        flat = pool.take(self.length * dtype.itemsize).view(dtype)
+        arrays = []
+        for start, length, shape in zip(self.starts, self.lengths, self.shapes):
+            arrays.append(flat[start : start + length].reshape(shape))
+        return flat, arrays
+
+
+def ignore(rows: Any) -> None:
+    """Do nothing with the values of a round."""
+
+
+class Round(NamedTuple):
+    """One exchange.
+
+    Attributes:
+        dtype: dtype of the values.
+        spans: which elements of its source a member publishes: one span that all readers get, or one for each member.
+            Except with ``targets``, they are the same on all members.
+        publishers: the members that publish.
+        stride: how far apart the spans of several members lie in a slot, in elements; 0 for one span.
+        source: what this member publishes; None if it doesn't.
+        readers: the members that read; None for all.
+        targets: by member, where to put its values. If empty, ``read`` gets them.
+        read: called with the values of all publishers, by member: in a row for each, what this member reads of them.
+        after: how many rounds have to be read before this one is published, because its source comes from them.
+    """
+
+    dtype: np.dtype
+    spans: Sequence[Span]
+    publishers: Sequence[int]
+    stride: int = 0
+    source: Optional[Stream] = None
+    readers: Optional[Sequence[int]] = None
+    targets: Mapping[int, np.ndarray] = {}
+    read: Callable[[Any], None] = ignore
+    after: int = 0
+
+    def span(self, member: int) -> Span:
+        """Return which elements of a publisher's source a member reads."""
+        return self.spans[member] if len(self.spans) > 1 else self.spans[0]
+
+    def fill(self, slot: np.ndarray) -> None:
+        """Copy what this member publishes into a slot, of the dtype of the round."""
+        assert self.source is not None
+        begin = 0
+        for first, last in self.spans:
+            self.source.copy_in(first, slot[begin : begin + last - first])
+            begin += self.stride
+
+    def take(self, slots: np.ndarray, rank: int) -> None:
+        """Read what this member needs of the slots of all members, shape [size, elements of a slot]."""
+        begin = rank * self.stride
+        for member, target in self.targets.items():
+            target[:] = slots[member, begin : begin + len(target)]
+        if self.read is not ignore:
+            first, last = self.span(rank)
+            self.read(slots[:, begin : begin + last - first])
+
+
+# The channel
+
+
+class Wait(enum.Enum):
+    """How a thread that advances a program waits for other members."""
+
+    NOT = enum.auto()
+    SLEEPING = enum.auto()
+    SPINNING = enum.auto()  # for a while before it sleeps, as it needs the result
+
+
+class Channel(Protocol):
+    """The connection that carries the members' data. Its contract: a member publishes, others read a view of that."""
+
+    size: int
+    rank: int
+    counts: tuple[int, ...]  # for each member, the number of ranks whose sum it contributes
+    reaches_all: bool  # what a member publishes reaches all at the cost of one copy; else each reader is sent its part
+    ahead: int  # how many rounds a member publishes before it has to read
+    buffers: BufferPool  # memory for what is neither the script's nor a result
+    slot_bytes: int  # the most that a member publishes in one round
+
+    def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
+        """Return the program that runs rounds, alike on all members, and pauses where it would have to wait. A head is
+        compared before anybody reads.
+        """
+
+    def advance(self, program: Any, wait: Wait) -> bool:
+        """Run a program to its end, or as far as it goes without blocking; return whether it has ended. The next call
+        resumes it.
+        """
+
+    def settle(self) -> None:
+        """Note that the first operation has ended, and so all members have come; or that the group is destroyed."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,112 @@
+"""The rounds over messages, for sockets and MPI: each member sends every reader what that one reads."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Optional
+
+import numpy as np
+
+from npu_device._src.collectives.engines.host.buffers import BufferPool
+from npu_device._src.collectives.engines.host.channel import Head, Program, Round
+
+_MEMBER_BYTES = 512 << 10  # a member's share of a slot, so that it stays in the cache (docs/notes.md)
+_MOST_SLOT_BYTES = 8 << 20
+
+
+class _Exchange(NamedTuple):
+    """A round on its way."""
+
+    messages: list[Any]
+    round: Round
+    rows: list[Optional[np.ndarray]]  # by member, where its values will be
+
+
+class MessageChannel:
+    """A channel whose members send messages to each other; see ``channel.Channel``. All start the same messages in the
+    same order, so that a message needs no name.
+    """
+
+    reaches_all = False
+    ahead = 4
+
+    def __init__(self, size: int, rank: int, counts: tuple[int, ...], buffers: BufferPool) -> None:
+        self.size = size
+        self.rank = rank
+        self.counts = counts
+        self.buffers = buffers
+        self.slot_bytes = min(_MOST_SLOT_BYTES, size * _MEMBER_BYTES)
+
+    def send(self, member: int, data: np.ndarray) -> Any:
+        """Start to send bytes to a member: uint8, shape [n]. They must stay as they are until the message has ended.
+
+        As in mpi4py, ``Test()`` advances a message without waiting, and returns whether it has ended.
+        """
+        raise NotImplementedError
+
+    def receive(self, member: int, data: np.ndarray) -> Any:
+        """Start to receive the next message of a member: uint8, shape [n], as many as it has sent."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Do nothing: no secret is withdrawn when all members have come."""
+
+    def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
+        """Run rounds, of which several are on their way. The members have agreed on the call: there is no head."""
+        del head
+        under_way: deque[_Exchange] = deque()
+        rounds_read = 0
+        upcoming = next(rounds, None)
+        while upcoming is not None or under_way:
+            # A round whose source comes from others waits until those have been read.
+            if upcoming is not None and len(under_way) <= self.ahead and upcoming.after <= rounds_read:
+                under_way.append(self._start(upcoming))
+                upcoming = next(rounds, None)
+                continue
+            exchange = under_way.popleft()
+            for message in exchange.messages:
+                while not message.Test():
+                    yield message
+            exchange.round.read(exchange.rows)
+            rounds_read += 1
+
+    def _start(self, exchange: Round) -> _Exchange:
+        """Start the messages of a round, but empty ones."""
+        rows = self._rows(exchange)
+        messages = [self.receive(member, row.view(np.uint8)) for member, row in rows.items() if row.size]
+        source = exchange.source
+        if source is not None:
+            if self._reads(exchange) and not exchange.targets:
+                rows[self.rank] = source.run(*exchange.span(self.rank), self.buffers)
+            messages += self._send_all(exchange)
+        return _Exchange(messages, exchange, [rows.get(member) for member in range(self.size)])
+
+    def _reads(self, exchange: Round) -> bool:
+        return exchange.readers is None or self.rank in exchange.readers
+
+    def _rows(self, exchange: Round) -> dict[int, np.ndarray]:
+        """Return, by member, the arrays into which this member receives."""
+        if exchange.targets or not self._reads(exchange):
+            return dict(exchange.targets) if self._reads(exchange) else {}
+        first, last = exchange.span(self.rank)
+        senders = [member for member in self._neighbours() if member in exchange.publishers]
+        return {member: self.buffers.array((last - first,), exchange.dtype) for member in senders}
+
+    def _send_all(self, exchange: Round) -> list[Any]:
+        """Start to send each reader what it reads."""
+        source = exchange.source
+        assert source is not None
+        # What all readers get is copied once.
+        common = source.run(*exchange.spans[0], self.buffers) if len(exchange.spans) == 1 else None
+        messages = []
+        for member in self._neighbours():
+            first, last = exchange.span(member)
+            if first < last and (exchange.readers is None or member in exchange.readers):
+                sent = source.run(first, last, self.buffers) if common is None else common
+                messages.append(self.send(member, sent.view(np.uint8)))
+        return messages
+
+    def _neighbours(self) -> list[int]:
+        """Return the other members, from the next one on, so that not all begin with the same one."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]

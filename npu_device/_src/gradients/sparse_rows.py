@@ -1,0 +1,133 @@
+"""``tf.IndexedSlices``: the rows of all ranks, or sums of them, gathered or taken from a dense sum.
+
+In one process, the gradient of a table has a row for each time that the batch looks it up. What computes with rows (the
+norm of a gradient, an optimizer of Keras 3 that squares each) must see those rows, so they are gathered as they are.
+Sums move fewer bytes, and are right where rows of one index are added up next anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src.collectives.agreed_engine import AgreedEngine
+from npu_device._src.collectives.dtypes import Wire, reduced_dtype, sum_dtype, wire_dtype
+from npu_device._src.collectives.graph import origin
+from npu_device._src.collectives.moves import gather_ragged
+
+# Operations one of whose outputs has no number twice. Lookups with a combiner use them: one row for each index, in one
+# process for each of the whole batch.
+_DISTINCT = {"Unique": 0, "UniqueV2": 0}
+_DISTINCT.update({f"SparseSegment{kind}GradV2": 1 for kind in ("Sum", "Mean", "SqrtN")})
+
+
+class TableRows:
+    """The lookups in a table that a gradient at a position of a list has rows of, as the graph tells.
+
+    The rows may be gathered elsewhere: a session gives eager tensors, which have no graph. Rows of an eager gradient
+    count as those of one lookup.
+
+    Attributes:
+        counts: rows of each lookup on this rank, if some ranks' rows are to be added up; else None.
+    """
+
+    def __init__(self, position: int, indices: Any) -> None:
+        self.position = position
+        self.counts: tf.Tensor | None = None
+        lookups = list(_lookups(indices))
+        self._is_distinct = [is_distinct for _, is_distinct in lookups]
+        if any(self._is_distinct):
+            self.counts = tf.stack([tf.size(rows) for rows, _ in lookups])
+
+    def gathered(
+        self, engine: AgreedEngine, slices: tf.IndexedSlices, reduction: str, wire: Wire, counts: Iterator[tf.Tensor]
+    ) -> tf.IndexedSlices:
+        """Return the sum or mean as the rows that one process has. Of ``counts`` it takes its own, if it has any."""
+        dtype = reduced_dtype(slices.dtype, reduction)
+        values = tf.cast(_gather_rows(engine, slices.values, wire), sum_dtype(dtype))
+        indices = gather_ragged(engine, slices.indices)
+        if self.counts is not None:
+            values, indices = self._in_order_of_lookups(engine, values, indices, next(counts))
+        if reduction == "mean":
+            values = values / engine.group.size
+        return tf.IndexedSlices(tf.cast(values, dtype), indices, slices.dense_shape)
+
+    def _in_order_of_lookups(
+        self, engine: AgreedEngine, values: tf.Tensor, indices: tf.Tensor, own_counts: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the rows of all ranks by lookup, added up where a lookup has one for each index."""
+        lookups = len(self._is_distinct)
+        counts = tf.reshape(engine.gather(own_counts[tf.newaxis]), [-1])  # by rank, then by lookup
+        value_runs = tf.split(values, counts, num=engine.group.size * lookups)
+        index_runs = tf.split(indices, counts, num=engine.group.size * lookups)
+        merged_values = []
+        merged_indices = []
+        for lookup, is_distinct in enumerate(self._is_distinct):
+            rows = tf.concat(value_runs[lookup::lookups], 0)
+            row_indices = tf.concat(index_runs[lookup::lookups], 0)
+            if is_distinct:
+                rows, row_indices = _add_up_duplicates(rows, row_indices)
+            merged_values.append(rows)
+            merged_indices.append(row_indices)
+        return tf.concat(merged_values, 0), tf.concat(merged_indices, 0)
+
+
+def _lookups(indices: Any) -> Iterator[tuple[Any, bool]]:
+    """Generate the indices of each lookup whose rows follow each other, and whether there is one row for each index."""
+    tensor = indices
+    while tf.is_symbolic_tensor(tensor):
+        tensor = origin(tensor)
+        if tensor.op.type == "ConcatV2":
+            for joined in tensor.op.inputs[:-1]:
+                yield from _lookups(joined)
+            return
+        if tensor.op.type not in ("Reshape", "Cast"):
+            break
+        tensor = tensor.op.inputs[0]
+    yield indices, tf.is_symbolic_tensor(tensor) and _DISTINCT.get(tensor.op.type) == tensor.value_index
+
+
+def add_up_slices(engine: AgreedEngine, slices: tf.IndexedSlices, reduction: str, wire: Wire) -> tf.IndexedSlices:
+    """Return the sum or mean of sparse gradients with one row for each index, whichever way they travel.
+
+    The result is the same on every rank. Each rank adds up its own rows of the same index first. When the rows of all
+    ranks would move more bytes than the dense tensor, they are taken from the dense sum.
+    """
+    dtype = reduced_dtype(slices.values.dtype, reduction)
+    size = engine.group.size
+    values, indices = _add_up_duplicates(slices.values, slices.indices)
+
+    def gathered() -> tuple[tf.Tensor, tf.Tensor]:
+        # One row per index, as in the dense table: a norm over the rows must not depend on how they were reduced.
+        all_rows = tf.cast(_gather_rows(engine, values, wire), sum_dtype(dtype))
+        rows, row_indices = _add_up_duplicates(all_rows, gather_ragged(engine, indices))
+        return tf.cast(rows / size if reduction == "mean" else rows, dtype), row_indices
+
+    if slices.dense_shape is None:
+        return tf.IndexedSlices(*gathered())
+    length = tf.cast(slices.dense_shape[0], tf.int32)
+
+    def dense() -> tuple[tf.Tensor, tf.Tensor]:
+        table = tf.math.unsorted_segment_sum(values, indices, length)
+        [[total]] = engine.all_reduce([[table]], reduction, wire)
+        # Not all rows: an optimizer may move those that it is given, even by a gradient of 0.
+        present, _ = tf.unique(gather_ragged(engine, indices))
+        return tf.gather(total, present), present
+
+    # Every rank knows all ranks' numbers of rows, so all decide alike. A gather sends the longest rank's rows to all
+    # others; a ring all-reduce sends the dense tensor twice, less one n-th. Both gather the indices.
+    counts = engine.gather(tf.shape(values)[tf.newaxis, :1])
+    rows, row_indices = tf.cond(tf.reduce_max(counts) * size > 2 * length, dense, gathered)
+    rows.set_shape([None, *slices.values.shape[1:]])
+    return tf.IndexedSlices(rows, row_indices, slices.dense_shape)
+
+
+def _gather_rows(engine: AgreedEngine, rows: tf.Tensor, wire: Wire) -> tf.Tensor:
+    return tf.cast(gather_ragged(engine, tf.cast(rows, wire_dtype(rows.dtype, wire))), rows.dtype)
+
+
+def _add_up_duplicates(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    unique, position = tf.unique(indices)
+    return tf.math.unsorted_segment_sum(values, position, tf.size(unique)), unique
