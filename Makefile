@@ -91,6 +91,7 @@ release-check:
 	touch examples/testing/pytest.ini; cd examples/testing; ../../venv/bin/python -m pytest
 
 docs: $(STAMP)
+	$(BIN)/python tests/public_names.py
 	$(BIN)/python tests/tables.py
 	sed -i '/^## Rules/q' docs/porting.md && (echo; cat npu_device/_src/port/rules.md) >> docs/porting.md
 	sed -i '/^\[when results differ/q' docs/verify.md && (echo; cat npu_device/_src/verify/causes.md) >> docs/verify.md

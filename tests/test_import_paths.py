@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 
+import public_names
 import test_docs_names
 from launcher import environment
 
@@ -39,6 +40,7 @@ from npu_bridge.tbe.npu_cube_ops import deformable_conv2d
 from npu_device.compat.v1.estimator import npu_ops
 from npu_bridge.tbe import npu_vector_ops
 from npu_bridge.helper import helper
+from npu_bridge.experimental.hccl import get_actual_rank_size, get_user_rank_id, get_user_rank_size
 from npu_bridge.estimator.npu_ops import dropout as ops_dropout
 from npu_bridge.estimator.npu_aicore_ops import npu_aicore_ops
 from npu_device.compat.v1.estimator.npu.npu_optimizer import npu_distributed_optimizer_wrapper
@@ -52,21 +54,7 @@ from npu_device.train.optimizer import NpuLossScaleOptimizer
 from npu_device.utils.scope import keep_dtype_scope
 """
 
-STAR_NAMES = """
-NPURunConfig ProfilingConfig MemoryConfig DumpConfig DynamicInputConfig decorator_tf_session NPUEstimator
-NPUEstimatorSpec NPUCheckpointSaverHook NPUBroadcastGlobalVariablesHook SetIterationsVarHook NPUOutputTensorHook
-TellMeStepOrLossHook NpuExecutePlacement broadcast_global_variables NpuEmptyHook
-NPUDistributedOptimizer KerasDistributeOptimizer npu_distributed_optimizer_wrapper
-NPUOptimizer npu_allreduce NPULossScaleOptimizer FixedLossScaleManager ExponentialUpdateLossScaleManager
-NPUBroadcastGlobalVariablesCallback npu_ops npu_rnn npu_scope keras_to_npu npu_strategy util npu_plugin npu_unary_ops
-hccl_ops profiler npu_cpu_ops scoped_graph_manager create_group destroy_group get_rank_size get_rank_id
-get_local_rank_size get_local_rank_id get_world_rank_from_group_rank get_group_rank_from_world_rank
-set_split_strategy_by_idx set_split_strategy_by_size tf os np config_pb2 rewriter_config_pb2 RewriterConfig session
-session_run_hook backend experimental_options npu_config_proto npu_session_config_init npu_run_config_init
-npu_graph_options npu_optimizer_options npu_hooks_append npu_callbacks_append set_keras_session_npu_config init_resource
-shutdown_resource close_session get_npu_rank_id get_npu_local_rank_id get_npu_rank_size get_npu_local_rank_size
-npu_keras_optimizer npu_tf_optimizer npu_clear_session
-"""
+STAR_NAMES = set(re.findall(r"^npu_bridge\.npu_init\.(\w+)$", "\n".join(public_names.kept()), re.MULTILINE))
 
 
 def _star_import(module: str, before: str) -> str:
@@ -79,7 +67,7 @@ exec("from {module} import *", scope)
 seconds = time.process_time() - began
 assert seconds < 2, seconds
 names = {{name for name in scope if not name.startswith("__")}}
-assert names == set({STAR_NAMES!r}.split()), names ^ set({STAR_NAMES!r}.split())
+assert names == {STAR_NAMES!r}, names ^ {STAR_NAMES!r}
 assert threading.enumerate() == threads
 from npu_device._src import compat
 assert not compat.context_is_initialized()

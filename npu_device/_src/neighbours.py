@@ -14,7 +14,7 @@ _OURS = {
         *("__init__.py", "_api.py", "callbacks.py", "configs.py", "errors.py", "gen_npu_ops.py", "npu_device.py"),
     },
     "npu_bridge": {
-        *("estimator", "hccl", "helper", "npu_cpu", "tbe"),
+        *("estimator", "experimental", "hccl", "helper", "npu_cpu", "tbe"),
         *("__init__.py", "npu_init.py", "profiler.py", "tf_adapter.py"),
     },
     "hccl": {"manage", "split", "__init__.py"},

@@ -1,0 +1,1 @@
+"""``from npu_bridge.experimental import hccl``."""
