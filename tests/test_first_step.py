@@ -94,7 +94,9 @@ def _with_step(kind: str) -> Any:
                     loss = tf.reduce_mean(tf.sqrt(distances + 0.1))
                 else:
                     each = keras.losses.sparse_categorical_crossentropy(y, self(x, training=True), from_logits=True)
-                    loss = each if kind == "per sample" else tf.reduce_mean(each)
+                    loss = each if kind.startswith("per sample") else tf.reduce_mean(each)
+                    if "penalty" in kind:
+                        loss = tf.reduce_sum(loss) + tf.reduce_sum(tf.convert_to_tensor(self.dense.kernel) ** 2)
                     tf.print("not in the check")
             variables = self.dense.trainable_variables
             gradients = tape.gradient(loss, variables)
@@ -162,8 +164,8 @@ def body_check(kind: str) -> tuple[str, str, list[str]]:
     printed = io.StringIO()
     with warnings_of_package() as said, contextlib.redirect_stderr(printed):
         error = error_of(npu.distribute.replicate(model).fit, **data).removeprefix("ValueError: ")
-    lines = [line for line in printed.getvalue().splitlines() if "first step" in line]
-    return error, lines[0].split("first step")[1].strip() if lines else "", said
+    lines = [line[17:] for line in printed.getvalue().splitlines() if line.startswith(("  first step", "  sums"))]
+    return error, "; ".join(lines), said
 
 
 @pytest.mark.parametrize("kind", ["noise", "gathered", "mean", "own noise", "own function", "clips reduced"])
@@ -171,10 +173,22 @@ def test_what_can_be_divided_is_checked(keras_two_ranks: Pool, kind: str) -> Non
     assert keras_two_ranks.run(body_check, kind) == [("", "checked", []), ("", "", [])]
 
 
+SUMS = {
+    "per sample": "the gradients of SGD: the ranks add up",
+    "sum": "the loss own_loss: the ranks add up",
+    "added sum": "self.add_loss(1e-4 * tf.reduce_sum(values**2))): the ranks add up",
+}
+
+
+@pytest.mark.parametrize("kind", list(SUMS))
+def test_sums_over_the_samples_are_added_up(keras_two_ranks: Pool, kind: str) -> None:
+    (error, statement, said), others = keras_two_ranks.run(body_check, kind)
+    assert (error, said, others) == ("", [], ("", "", []))
+    assert statement.startswith("checked; ") and statement.endswith(SUMS[kind])
+
+
 ERRORS = {
-    "per sample": ["adds up what its samples give", "dense", "reduce_mean", "times too small"],
-    "sum": ["adds up what its samples give", "dense", "reduction='sum'"],
-    "added sum": ["a loss that a layer adds", "test_first_step.py, line", "self.add_loss(1e-4"],
+    "per sample, penalty": ["adds up what its samples give", "dense/bias", "aren't", "reduction='sum'"],
     "local bank": ["bank", "takes values of the samples", "# set here", "npu.distribute.all_gather"],
     "by hand": ["kernel", "without an optimizer", "variable.assign(", "npu.distribute.all_reduce(gradients)"],
     "pairs": ["first axis", "data: shape (2, 12, 6)", "npu.distribute.divided"],

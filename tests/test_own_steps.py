@@ -159,6 +159,85 @@ def body_step(kind: str) -> Any:
     return outcome(model, model.fit(data, epochs=2, verbose=0, validation_data=tests), moved=moved)
 
 
+def body_sums(kind: str) -> Any:
+    """Losses that are sums over the samples, with a last batch of a single one."""
+    keras, squared = tf.keras, tf.keras.losses.get("mse")
+
+    class Adds(keras.layers.Layer):  # type: ignore[misc]
+        def call(self, values: Any) -> Any:
+            self.add_loss(0.1 * tf.reduce_sum(values))
+            return values
+
+    def step(self: Any, data: Any) -> Any:
+        x, y = data
+        loss = descend(self, lambda: squared(y, self(x, training=True)))
+        self.seen.update_state(tf.reduce_sum(loss))
+        if kind == "two optimizers":
+            last = self.get_layer("last")
+            descend(last, lambda: tf.reduce_mean(squared(y, self(x, training=True))), self.second)
+        return {"sum": tf.reduce_sum(loss), "count": tf.shape(x)[0], "seen": self.seen.result()}
+
+    def test_step(self: Any, data: Any) -> Any:
+        return {"sum": tf.reduce_sum(squared(data[1], self(data[0])))}
+
+    def added_up(y: Any, out: Any) -> Any:
+        return tf.reduce_sum((y - out) ** 2)
+
+    if kind == "compiled, with a penalty":
+        keras.utils.set_random_seed(7)
+        model = _model(None, Adds(), keras.layers.Dense(3, kernel_regularizer=keras.regularizers.L2(0.1)))
+        model.compile(keras.optimizers.SGD(0.001), added_up, metrics=["mae"], steps_per_execution=2)
+    else:
+        model = _model(step)
+        type(model).test_step = test_step
+        model.second, model.seen = keras.optimizers.SGD(0.01), keras.metrics.Mean()
+        model.compile(keras.optimizers.SGD(0.001, global_clipnorm=3.0))
+    x, y = _data()
+    model = npu.distribute.replicate(model)
+    history = model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)
+    return outcome(model, history, scores=model.evaluate(x, y, batch_size=10, verbose=0, return_dict=True))
+
+
+def body_numbers(kind: str) -> Any:
+    """Metrics that are given numbers, sums and means over the samples, and what is made of their results."""
+    metrics = tf.keras.metrics
+
+    class Own(metrics.Metric):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(name="own")
+            self.total = self.add_weight(name="total", shape=(), initializer="zeros")
+
+        def update_state(self, hits: Any, loss: Any) -> None:
+            self.total.assign_add(tf.cast(hits, tf.float32) + 100 * loss)
+
+        def result(self) -> Any:
+            return tf.convert_to_tensor(self.total)
+
+    def look(self: Any, x: Any, y: Any) -> Any:
+        hits, loss = tf.reduce_sum(tf.cast(x[:, :1] * y > 0, tf.float32)), tf.reduce_mean((self(x) - y) ** 2)
+        samples = tf.cast(tf.shape(x)[0], tf.float32)
+        given = {"hits": (hits,), "samples": (samples,), "steps": (1,), "losses": (loss,), "vector": (y,)}
+        given |= {"rate": (hits / samples, samples), "mean": (hits,), "own": (hits, loss)}
+        for name, values in given.items():
+            self.looks[name].update_state(*values)
+        found = {name: metric.result() for name, metric in self.looks.items()}
+        return {**found, "quotient": found["hits"] / found["samples"], "root": tf.sqrt(found["losses"])}
+
+    def step(self: Any, data: Any) -> Any:
+        descend(self, lambda: tf.reduce_mean((self(data[0], training=True) - data[1]) ** 2))
+        return look(self, *data)
+
+    model = _model(step)
+    type(model).test_step = lambda self, data: look(self, *data)
+    model.looks = {name: metrics.Sum(name=name) for name in ("hits", "samples", "steps", "losses", "vector")}
+    model.looks |= {"rate": metrics.Mean(), "mean": metrics.Mean(), "own": Own()}
+    model.compile(tf.keras.optimizers.SGD(0.01))
+    x, y = _data()
+    model = npu.distribute.replicate(model)
+    history = model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)
+    return outcome(model, history, scores=model.evaluate(x, y, batch_size=10, verbose=0, return_dict=True))
+
+
 def body_float64() -> Any:
     """A model and data of float64, with weights that no binary number is equal to."""
     keras = tf.keras
@@ -254,6 +333,10 @@ KERAS_2, KERAS_3 = pytest.mark.only_keras("2"), pytest.mark.only_keras("3")
         (body_two_lengths, "tensors"),
         (body_optimizers, "optimizers"),
         pytest.param(body_optimizers, "legacy", marks=KERAS_2),
+        (body_sums, "values per sample"),
+        (body_sums, "two optimizers"),
+        (body_sums, "compiled, with a penalty"),
+        (body_numbers, "numbers"),
         (body_step, "a variable, and a part for testing only"),
         (body_step, "synchronised, of another model"),
     ],

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -166,6 +166,34 @@ def tensors_behind(tensors: Iterable[Any], until: Callable[[Any], bool] = lambda
             seen.add(tensor.name)
             yield tensor
             waiting += tensor.op.inputs
+
+
+def computed_again(tensor: Any, values: Mapping[str, Any]) -> Any:
+    """Return a tensor of a graph as other ``values`` of some tensors, by their names, make it.
+
+    Returns None if it doesn't depend on those, or takes an operation that draws numbers or has an effect.
+    """
+    copies: dict[str, Any] = dict(values)
+    waiting = [tensor]
+    behind: dict[str, Any] = {}
+    while waiting:
+        each = waiting.pop()
+        if each.name not in values and each.op.name not in behind:
+            behind[each.op.name] = each.op
+            waiting += each.op.inputs
+    for operation in tensor.graph.get_operations():  # in the order in which they were created, inputs first
+        inputs = operation.inputs if operation.name in behind else ()
+        if any(each.name in copies for each in inputs):
+            if _is_stateful(operation):
+                return None
+            copy = tensor.graph.create_op(
+                operation.type,
+                [copies.get(each.name, each) for each in inputs],
+                [output.dtype for output in operation.outputs],
+                attrs=dict(operation.node_def.attr),
+            )
+            copies.update((old.name, new) for old, new in zip(operation.outputs, copy.outputs))
+    return copies.get(tensor.name)
 
 
 def compiled_by_xla() -> bool:

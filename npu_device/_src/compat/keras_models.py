@@ -103,6 +103,11 @@ def is_loss_container(loss: Any) -> bool:
     return type(loss).__name__ == "CompileLoss"
 
 
+def adds_loss_of_script(layer: Any) -> bool:
+    """Return True for tf-keras's layer behind ``model.add_loss(tensor)`` of a functional model."""
+    return type(layer).__name__ == "AddLoss" and belongs_to_keras(type(layer))
+
+
 def layers_that_add_up_activity(model: Any) -> list[Any]:
     """Return the layers whose activity regularizer, of Keras's own, adds up over the samples.
 

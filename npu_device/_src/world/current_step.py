@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Callable
@@ -22,6 +23,15 @@ _running = threading.local()
 
 
 @dataclass
+class Sums:
+    """What of a step is a sum over its samples, not a mean, as the first-step check has found."""
+
+    numbers: dict[str, bool] = field(default_factory=dict)  # by name; without those of which nothing is known
+    reductions: set[Any] = field(default_factory=set)  # of optimizers all of whose gradients are sums
+    are_all: bool = False  # those are all optimizers of the step
+
+
+@dataclass
 class CurrentStep:
     """A step as the calls in it see it."""
 
@@ -29,9 +39,12 @@ class CurrentStep:
     is_scripts: bool  # the script has written the step, not Keras
     reduce: Callable[[Sequence[Any], ReductionOptions], list[Any]]
     gather: Callable[[tf.Tensor], tf.Tensor]  # its gradient is the sum of all ranks' incoming gradients
+    sums: Sums
     # Reductions of optimizers that have multiplied a loss by this rank's weight, so that its gradients needn't be.
     weighing: set[Any] = field(default_factory=set)
     reduced: list[Any] = field(default_factory=list)  # results of reductions that the step has asked for itself
+    numbers: dict[str, Any] = field(default_factory=dict)  # losses, and what metrics and logs are given, by name
+    _given: Counter[str] = field(default_factory=Counter)
 
     @functools.cached_property
     def weight(self) -> Any:
@@ -42,6 +55,21 @@ class CurrentStep:
     def counts(self) -> Any:
         """Return 1 if the rank has samples, else 0; always the same object."""
         return self.share.counts
+
+    def is_sum(self, taker: str, number: Any) -> bool | None:
+        """Return True if a number is a sum over the samples, False if it is a mean, None if that isn't known.
+
+        The name of a number is its ``taker`` (a loss, a metric, the logs) and its place among the numbers that the step
+        has given to that one so far, since the values differ from step to step and the calls don't.
+        """
+        name = f"{taker} {self._given[taker]}"
+        self._given[taker] += 1
+        self.numbers[name] = number
+        return self.sums.numbers.get(name)
+
+    def weight_for(self, reduction: Any) -> Any:
+        """Return by what the part of this rank counts when an optimizer adds up gradients."""
+        return self.counts if reduction in self.sums.reductions else self.weight
 
     # The step adds up the ranks' gradients, each times the rank's weight, if it hasn't weighted the losses. Where ranks
     # exchange values that the loss depends on, each rank's loss counts by its weight, too; and what comes of that for
@@ -60,7 +88,8 @@ class CurrentStep:
             return tensor
 
         def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
-            return [upstream if self.weighing else of_weight(upstream, tf.cast(self.weight, upstream.dtype))]
+            is_weighted = self.weighing or self.sums.are_all
+            return [upstream if is_weighted else of_weight(upstream, tf.cast(self.weight, upstream.dtype))]
 
         return differentiable([tf.identity(tensor)], backward, [tensor])[0]
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.tracebacks import is_user_file
+from npu_device._src.training.fit.weighting import ADDED_LOSS, LOSS
 from npu_device._src.training.watching.digests import variable_name
 from npu_device._src.world.share import shapes_of
 from npu_device._src.world.world import World
@@ -35,12 +36,14 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """A gradient that isn't the mean over the parts."""
+class Comparison:
+    """A gradient of all samples, compared with those of the parts."""
 
     name: str  # of its variable
-    size: float  # of the difference, relative to the gradient
-    is_sum: bool  # it is the sum over the parts
+    reduction: Any  # of its optimizer
+    size: float  # of the difference from the mean over the parts, relative to the gradient
+    is_mean: bool  # it is the mean over the parts, as a gradient of 0 is
+    is_sum: bool  # it is the sum over the parts, as a gradient of 0 is
 
 
 def repeats(first: Outcome, second: Outcome) -> bool:
@@ -57,22 +60,47 @@ def is_finite(outcome: Outcome) -> bool:
     return is_known and (not dense or any(_norm(each) > 0 for each in dense))
 
 
-def differences(rehearsal: Rehearsal, runs: Runs) -> list[Difference]:
-    """Return the gradients that differ, the largest difference first."""
+def comparisons(rehearsal: Rehearsal, runs: Runs) -> list[Comparison]:
+    """Compare the gradients, the largest difference first."""
     found = []
     each = list(zip(runs.whole.gradients, *[run.gradients for run in [*runs.again, *runs.parts]]))
     dense = [_dense(values) for values in each]
     size = float(np.sqrt(sum(_norm(values[0]) ** 2 for values in dense)))
-    for variable, values in zip(rehearsal.variables, dense):
+    for variable, reduction, values in zip(rehearsal.variables, rehearsal.reductions, dense):
         whole, again, parts = values[0], values[1 : 1 + len(runs.again)], values[1 + len(runs.again) :]
         rounding = max(_norm(other - whole) for other in again)
         allowed = runs.tolerance * (_norm(whole) + 0.01 * size) + _SAFETY * rounding
+        # By what a part was multiplied: 1 if the optimizer adds up gradients, for all that is known.
+        weights = [1.0] * len(parts) if reduction in rehearsal.step.sums.reductions else runs.weights
         error = _norm(whole - sum(parts))
-        if error > allowed:
-            total = sum(part / weight for part, weight in zip(parts, runs.weights))
-            is_sum = _norm(whole - total) <= allowed
-            found.append(Difference(variable_name(variable), error / (_norm(whole) + 1e-30), is_sum))
-    return sorted(found, key=lambda difference: -difference.size)
+        total = sum(part / weight for part, weight in zip(parts, weights))
+        is_mean, is_sum = error <= allowed, _norm(whole - total) <= allowed
+        found.append(Comparison(variable_name(variable), reduction, error / (_norm(whole) + 1e-30), is_mean, is_sum))
+    return sorted(found, key=lambda comparison: -comparison.size)
+
+
+def adding(compared: Sequence[Comparison]) -> dict[Any, bool]:
+    """Return for each reduction if all its gradients are sums over the samples, or means; without those of 0."""
+    found = {}
+    for reduction in dict.fromkeys(comparison.reduction for comparison in compared):
+        own = [comparison for comparison in compared if comparison.reduction is reduction]
+        are_sums = all(comparison.is_sum for comparison in own)
+        if reduction is not None and are_sums != all(comparison.is_mean for comparison in own):
+            found[reduction] = are_sums
+    return found
+
+
+def kinds(runs: Runs) -> dict[str, bool]:
+    """Return which numbers of a step are sums over the samples, and which means, if need be by what is closer."""
+    found = {}
+    for name, whole in runs.whole.numbers.items():
+        parts = [run.numbers[name] for run in runs.parts]
+        from_sum = abs(whole - sum(parts))
+        from_mean = abs(whole - sum(part * weight for part, weight in zip(parts, runs.weights)))
+        if abs(from_sum - from_mean) > 1e-6 * abs(whole):  # which they aren't for 0 and NaN
+            is_loss = name.startswith((LOSS, ADDED_LOSS))
+            found[name] = bool(from_sum < from_mean and (not is_loss or from_sum <= 1e-3 * abs(whole)))
+    return found
 
 
 def added_losses(rehearsal: Rehearsal, runs: Runs) -> tuple[list[str], list[str]]:
@@ -235,19 +263,42 @@ def where(operation: tf.Operation) -> str:
 # What is said.
 
 
-def names(different: Sequence[Difference]) -> str:
+def last_line(error: BaseException) -> str:
+    """Return what an error says, without the user's lines that AutoGraph and TensorFlow put around it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    nodes = [place for place, line in enumerate(lines) if "{{node" in line]
+    if isinstance(error, tf.errors.OpError) and nodes and nodes[-1]:
+        return lines[nodes[-1] - 1][:200]
+    users = [line for line in lines if line.startswith(f"{type(error).__name__}: ")]
+    line = users[-1] if users else lines[0]
+    return line.split(f"{type(error).__name__}: ")[-1][:200]
+
+
+def names(different: Sequence[Comparison]) -> str:
     shown = ", ".join(difference.name for difference in different[:3])
     return shown + (f" and {len(different) - 3} more" if len(different) > 3 else "")
 
 
-def summed(title: str, what: str, world: World) -> str:
+def of_two_kinds(title: str, compared: Sequence[Comparison], world: World) -> str:
+    sums = [comparison for comparison in compared if comparison.is_sum and not comparison.is_mean]
+    reduction = sums[0].reduction
+    others = [each for each in compared if each.reduction is reduction and not each.is_sum]
     return (
-        f"{title} adds up what its samples give where a replicated model expects their mean: {what}.\nEach of the "
-        f"{world.size} ranks has its share of the batch, so that the result would be {world.size} times too small.\n"
-        "Likely cause: a loss with one value per sample, or their sum, is differentiated; a loss is divided by the "
-        "size of the whole batch; or a regularizer multiplies samples with each other (tf.tensordot).\nWhat to do: "
-        "take the mean over the samples, tf.reduce_mean(loss); for a sum, pass a loss object with reduction='sum' to "
-        "compile, or keep it as an attribute of the model."
+        f"{title} adds up what its samples give in some gradients of an optimizer, but not in others: those of "
+        f"{names(sums)} are sums over the samples, those of {names(others)} aren't. Means over the {world.size} ranks "
+        f"would be {world.size} times too small for the former, sums too large for the latter.\nLikely cause: a loss "
+        "with one value per sample, or their sum, is differentiated together with a mean or with a penalty on weights; "
+        "or a regularizer multiplies samples with each other (tf.tensordot).\nWhat to do: take the mean over the "
+        "samples, tf.reduce_mean(loss); for a sum, pass a loss object with reduction='sum' to compile, or keep it as "
+        "an attribute of the model."
+    )
+
+
+def summed(title: str, line: str, world: World) -> str:
+    return (
+        f"{title} adds up what its samples give where a replicated model expects their mean: a loss that a layer adds, "
+        f"{line}.\nEach of the {world.size} ranks has its share of the batch, so that the result would be "
+        f"{world.size} times too small.\nWhat to do: take the mean over the samples, tf.reduce_mean(loss)."
     )
 
 
@@ -288,7 +339,7 @@ def clipped(title: str, line: str, world: World) -> str:
     )
 
 
-def meeting(title: str, different: Sequence[Difference], place: str | None, parts: Sequence[Part], world: World) -> str:
+def meeting(title: str, different: Sequence[Comparison], place: str | None, parts: Sequence[Part], world: World) -> str:
     head, tail = parts[1].units, parts[2].units
     seen = (
         f"Samples first meet in {place}"

@@ -13,12 +13,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.training.fit import findings, start, xla
 from npu_device._src.training.fit.rehearsal import NotChecked, Outcome, Part, Rehearsal
+from npu_device._src.training.fit.sums import (
+    Compared,
+    Indivisible,
+    Samples,
+    added_up,
+    compared,
+    precision_of,
+    samples_of,
+    set_sums,
+)
 from npu_device._src.training.watching import training_state
 from npu_device._src.world.share import lengths_of, run_of, units_of, without_optional
 
@@ -35,6 +44,8 @@ class _Verdict(NamedTuple):
     statement: str
     error: str = ""
     warning: str = ""
+    sums: dict[str, bool] = {}  # noqa: RUF012  # see ``Sums.numbers``; and for each optimizer, by its place
+    added: str = ""  # what of the gradients is added up, in words
 
 
 def check(function: Function, batch: Any) -> str:
@@ -45,12 +56,8 @@ def check(function: Function, batch: Any) -> str:
     if needs_no_check(function, batch):
         mine = _Verdict("needs no check: the layers, the loss and the step are Keras's own")
     else:
-        before = training_state.random_states()  # a trace may draw seeds
-        try:
-            with compat.without_rewriting():
-                mine = _verdict(function, batch)
-        finally:
-            training_state.set_random_states(before)
+        with _nothing_drawn():
+            mine = _verdict(function, batch)
     found = [_Verdict(*one) for one in world.objects(tuple(mine), "first-step check")]
     wrong = [rank for rank, verdict in enumerate(found) if verdict.error]
     if wrong:
@@ -63,8 +70,37 @@ def check(function: Function, batch: Any) -> str:
     warning = next((verdict.warning for verdict in found if verdict.warning), "")
     if warning and world.is_main:
         _log.warning("%s", warning)
+    set_sums(function, [verdict.sums for verdict in found])
     unchecked = [verdict.statement for verdict in found if verdict.statement.startswith("not checked")]
-    return unchecked[0] if unchecked else found[0].statement
+    statement = unchecked[0] if unchecked else found[0].statement
+    added = next((verdict.added for verdict in found if verdict.added), "")
+    return f"{statement}\n  sums           {added}: the ranks add up" if added else statement
+
+
+def look_for_sums(function: Function, batch: Any) -> str:
+    """Find out on all ranks which numbers of a test step are sums over the samples; return what to remember."""
+    sums: dict[str, bool] = {}
+    is_off = environment.NPU_DEVICE_FIRST_STEP_CHECK.get() == "off"
+    if not is_off and not needs_no_check(function, batch) and not function.model.run_eagerly:
+        try:
+            with _nothing_drawn():
+                samples = samples_of(without_optional(batch))
+                sums = compared(function, samples, repeats=False).sums
+        except Exception:  # the user's step, which may rely on what a few samples don't have
+            _log.debug("sums of a test step", exc_info=True)
+    if not is_off:
+        set_sums(function, function.world.objects(sums, "sums of a test step"))
+    return "looked at"
+
+
+@contextlib.contextmanager
+def _nothing_drawn() -> Iterator[None]:
+    before = training_state.random_states()  # a trace may draw seeds
+    try:
+        with compat.without_rewriting():
+            yield
+    finally:
+        training_state.set_random_states(before)
 
 
 def require_divisible(function: Function, spec: Any, share: Any, batch: Any, error: Exception) -> None:
@@ -73,7 +109,9 @@ def require_divisible(function: Function, spec: Any, share: Any, batch: Any, err
     if _can_be_traced(function, spec, share) or not _can_be_traced(function, spec, lambda data: data):
         return
     rank = function.world.job.cluster.rank
-    raise ValueError(f"rank {rank}: {findings.not_samples(batch, _last_line(error), function.world)}") from error
+    raise ValueError(
+        f"rank {rank}: {findings.not_samples(batch, findings.last_line(error), function.world)}"
+    ) from error
 
 
 def _can_be_traced(function: Function, spec: Any, divide: Any) -> bool:
@@ -90,10 +128,12 @@ def _verdict(function: Function, batch: Any) -> _Verdict:
             raise NotChecked("the step runs eagerly (run_eagerly=True), and what it does in Python can't be undone")
         return _examine(function, batch)
     except NotChecked as error:
-        return _Verdict(f"not checked: {_last_line(error)}")
+        return _Verdict(f"not checked: {findings.last_line(error)}")
+    except Indivisible as error:
+        return _Verdict("", str(error))
     except Exception as error:  # the user's step, which may rely on what a few samples don't have
         _log.debug("first-step check", exc_info=True)
-        text = f"{type(error).__name__}: {_last_line(error)}"
+        text = f"{type(error).__name__}: {findings.last_line(error)}"
         verdict = _Verdict(f"not checked: the step can't run on a few samples ({text})")
     try:
         return _examine_shares(function, batch, verdict)
@@ -102,51 +142,11 @@ def _verdict(function: Function, batch: Any) -> _Verdict:
         return verdict
 
 
-def _last_line(error: BaseException) -> str:
-    """Return what an error says, without the user's lines that AutoGraph and TensorFlow put around it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
-    nodes = [place for place, line in enumerate(lines) if "{{node" in line]
-    if isinstance(error, tf.errors.OpError) and nodes and nodes[-1]:
-        return lines[nodes[-1] - 1][:200]
-    users = [line for line in lines if line.startswith(f"{type(error).__name__}: ")]
-    line = users[-1] if users else lines[0]
-    return line.split(f"{type(error).__name__}: ")[-1][:200]
-
-
 def _examine(function: Function, batch: Any) -> _Verdict:
     batch = without_optional(batch)
-    total = int(units_of(batch))
-    count = min(total, _SAMPLES)
-    if count < 2:
-        raise NotChecked("the first batch has one sample")
-    split = 1 if count == 2 else count // 2 + 1
-    whole = Part(run_of(batch, total, 0, count), count, count, True)
-    parts = [
-        Part(run_of(batch, total, 0, split), split, count, True),
-        Part(run_of(batch, total, split, count), count - split, count, False),
-    ]
-    spec = tf.nest.map_structure(_spec, batch)
-    rehearsal = Rehearsal(function, spec)
-    if not rehearsal.variables and not rehearsal.handles:
-        raise NotChecked("the step trains nothing")
-    before = rehearsal.values()
-    [first] = rehearsal.run([whole])
-    [second] = rehearsal.run([whole])
-    if not findings.repeats(first, second):
-        raise NotChecked("the step gives other gradients for the same samples each time")
-    if not findings.is_finite(first):
-        raise NotChecked("the gradients of the first samples are 0 or not finite")
-    try:
-        divided = rehearsal.run(parts)
-    except tf.errors.OpError as error:
-        if count < total:
-            raise
-        return _Verdict("", findings.not_samples(batch, _last_line(error), function.world))
-    precision = _precision(function.model)
-    with _moved(rehearsal.variables, precision):
-        [moved] = rehearsal.run([whole])
-    runs = findings.Runs(before, first, [second, moved], divided, [part.weight for part in parts], 100 * precision)
-    return _judge(function, spec, rehearsal, runs, [whole, *parts])
+    samples = samples_of(batch)
+    found = compared(function, samples, repeats=True)
+    return _judge(function, samples, found)._replace(sums=found.sums, added=added_up(function, found))
 
 
 def _examine_shares(function: Function, batch: Any, verdict: _Verdict) -> _Verdict:
@@ -167,7 +167,7 @@ def _examine_shares(function: Function, batch: Any, verdict: _Verdict) -> _Verdi
         return verdict
 
     def kept(one: Outcome, handles: set[int]) -> list[findings.Change]:
-        runs = findings.Runs(before, first, [again], [one], [1.0], 100 * _precision(function.model))
+        runs = findings.Runs(before, first, [again], [one], [1.0], 100 * precision_of(function.model))
         some = {handle: variable for handle, variable in named.items() if handle in handles}
         return [change for change in findings.changes(rehearsal, runs, some, set()) if not change.is_number]
 
@@ -179,16 +179,17 @@ def _examine_shares(function: Function, batch: Any, verdict: _Verdict) -> _Verdi
     return _Verdict("", findings.kept(title, found[0], function.world)) if found else verdict
 
 
-def _judge(function: Function, spec: Any, rehearsal: Rehearsal, runs: findings.Runs, parts: Sequence[Part]) -> _Verdict:
+def _judge(function: Function, samples: Samples, found: Compared) -> _Verdict:
     world, title = function.world, f"the train step of {function.model.name!r}"
+    rehearsal, runs, parts = found.rehearsal, found.runs, [samples.whole, *samples.parts]
     sums, mixing = findings.added_losses(rehearsal, runs)
     if sums:
-        return _Verdict("", findings.summed(title, f"a loss that a layer adds: {sums[0]}", world))
-    different = findings.differences(rehearsal, runs)
+        return _Verdict("", findings.summed(title, sums[0], world))
+    compared = findings.comparisons(rehearsal, runs)
+    different = [comparison for comparison in compared if not comparison.is_mean]
     line = findings.clipping(rehearsal.gradients, rehearsal.step.reduced)
-    summed = [difference for difference in different if difference.is_sum]
-    if summed and line is None:
-        return _Verdict("", findings.summed(title, f"the gradient of {findings.names(summed)}", world))
+    if any(comparison.is_sum for comparison in different) and line is None:
+        return _Verdict("", findings.of_two_kinds(title, compared, world))
     changed = findings.changes(rehearsal, runs, *_variables(function))
     kept = [change for change in changed if not change.is_number]
     if kept:
@@ -197,7 +198,7 @@ def _judge(function: Function, spec: Any, rehearsal: Rehearsal, runs: findings.R
     if line is not None:
         warnings.append(findings.clipped(title, line, world))
     elif different:
-        place = _place(function, spec, parts)
+        place = _place(function, samples.spec, parts)
         if place is None and mixing:
             place = f"a loss that a layer adds, {mixing[0]}"
         warnings.append(findings.meeting(title, different, place, parts, world))
@@ -215,21 +216,6 @@ def _place(function: Function, spec: Any, parts: Sequence[Part]) -> str | None:
     return findings.where_samples_meet(rehearsal.chosen, whole.chosen, chosen, rows)
 
 
-# What is compared.
-
-
-def _spec(leaf: Any) -> Any:
-    spec = None if leaf is None else tf.type_spec_from_value(leaf)
-    if spec is None or not spec.shape.rank:
-        return spec
-    shape = [None, *spec.shape[1:]]
-    if isinstance(spec, tf.SparseTensorSpec):
-        return tf.SparseTensorSpec(shape, spec.dtype)
-    if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
-    return tf.TensorSpec(shape, spec.dtype)
-
-
 def _variables(function: Function) -> tuple[dict[int, Any], set[int]]:
     """Return the variables that a step may change only as one process does, and those that are averaged; by handle."""
     model, known = function.model, function.parts
@@ -239,29 +225,6 @@ def _variables(function: Function) -> tuple[dict[int, Any], set[int]]:
     named = {id(compat.handle_of(variable)): variable for variable in every}
     averaged = {id(compat.handle_of(variable)) for variable in known.statistics}
     return {handle: variable for handle, variable in named.items() if handle not in others}, averaged
-
-
-def _precision(model: Any) -> float:
-    """Return how much rounding may change a value, relative."""
-    kinds = {str(getattr(layer, "compute_dtype", "float32")) for layer in compat.all_layers(model)[1:]}
-    has_gpu = bool(tf.config.list_logical_devices("GPU"))
-    is_tf32 = has_gpu and tf.config.experimental.tensor_float_32_execution_enabled()
-    return 5e-4 if is_tf32 or kinds & {"float16", "bfloat16"} else 1e-6
-
-
-@contextlib.contextmanager
-def _moved(variables: Sequence[Any], precision: float) -> Iterator[None]:
-    """Give variables values that differ by rounding from their own in the block."""
-    before = [(variable, tf.convert_to_tensor(variable)) for variable in training_state.unique(variables)]
-    for variable, value in before:
-        array = value.numpy()
-        signs = np.where(np.arange(array.size).reshape(array.shape) % 2, 1.0, -1.0)
-        variable.assign((array.astype(np.float64) * (1 + precision * signs)).astype(array.dtype))
-    try:
-        yield
-    finally:
-        for variable, value in before:
-            variable.assign(value)
 
 
 _LOSSES = {

@@ -10,6 +10,7 @@ from npu_device._src.training.fit.divided import Divided
 from npu_device._src.training.fit.randomness import NumbersOfRank
 from npu_device._src.training.fit.step import Replaced, RunningChecksum, divide
 from npu_device._src.training.watching import training_state
+from npu_device._src.world.current_step import Sums
 from npu_device._src.world.share import Share, content, is_divided, require_units, rows_of, tag_of
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Function:
         self.from_root = False  # rank 0's batches are sent to all ranks
         self.has_own_data = False  # each rank reads its own rows: ``divided``, a pipeline, a Sequence with ``rows``
         self.checksum = RunningChecksum()  # of the batches since the ranks last compared them
+        self.sums = Sums()  # of its step
         self._parts: start.Parts | None = None
         self._replica = replica
         self._name = f"{kind}_function"
@@ -40,7 +42,7 @@ class Function:
         self.is_scripts = not compat.belongs_to_keras(self.own_step)
         self.begins = True  # its next call is the first one of a fit, evaluate or predict
         self._is_built = False
-        self._checked = ""
+        self._checked = ""  # what the first-step check has found, in words
         self._has_drawn = False
         self._input_wait = sources.InputWait() if kind == "train" and self.world.is_main else None
 
@@ -134,6 +136,8 @@ class Function:
             if not self._checked:
                 self._checked = first_step.check(self, content(pulled[0]))
             self._replica.report(None if own_data else int(rows_of(pulled[0])), self._checked)
+        elif self.kind == "test" and pulled and not self._checked:
+            self._checked = first_step.look_for_sums(self, content(pulled[0]))
         return batches if several else sources.again(batches, pulled)
 
     def send_from_root(self, sent: bool) -> None:

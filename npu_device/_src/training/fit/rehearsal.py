@@ -16,8 +16,8 @@ from npu_device._src import compat
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions
 from npu_device._src.training.fit.findings import where
-from npu_device._src.training.fit.step import Replaced, Step
-from npu_device._src.training.fit.weighting import WeightedReduction
+from npu_device._src.training.fit.step import LOGS, Replaced, Step
+from npu_device._src.training.fit.weighting import WeightedReduction, note_numbers
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.applied_gradients import reduction_of
 from npu_device._src.world.current_step import CurrentStep, current_step
@@ -46,6 +46,7 @@ class Outcome:
     gradients: list[Any]  # that reached the optimizers, weighted; None, or values and indices for rows of a table
     losses: list[Any]  # that layers have added
     state: list[np.ndarray]  # of the variables that the step has changed
+    numbers: dict[str, float]  # losses, and what metrics and logs are given; see ``CurrentStep.is_sum``
     chosen: list[np.ndarray]  # tensors that were asked for
 
 
@@ -57,7 +58,9 @@ class Rehearsal:
         self._of, self._choose = function, choose
         self.variables: list[Any] = []  # whose gradients the optimizers got
         self.gradients: list[Any] = []  # that the optimizers got
+        self.reductions: list[Any] = []  # by which the optimizers reduce those; None without one
         self.losses: list[Any] = []  # that layers have added
+        self.numbers: dict[str, Any] = {}
         self.chosen: list[Any] = []
         self.step: CurrentStep
         self._weighted: list[Any] = []
@@ -76,7 +79,7 @@ class Rehearsal:
     def _traced(self, own: Callable[[Any], Any], spec: Any) -> Any:
         def step(data: Any, units: Any, total: Any, is_first: Any) -> Any:
             share = self._begin(data, units, total, is_first)
-            own(share.data)
+            self._note_logs(own(share.data))
             return self._results()
 
         number, flag = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.bool)
@@ -97,12 +100,18 @@ class Rehearsal:
         # What a step needs of a function. Metrics count what they like, and random numbers are those of any rank.
         parts = replace(self._of.parts, metrics=[], trackers=[], statistics=[])
         stand_in: Any = SimpleNamespace(kind="check", model=self._of.model, world=self._world, parts=parts)
-        stand_in.is_scripts = self._of.is_scripts
+        stand_in.is_scripts, stand_in.sums = self._of.is_scripts, self._of.sums
         self._on_stage.enter_context(Step(stand_in, share))
         step = current_step()
         assert step is not None
         self.step = step
+        note_numbers(step, self._of.parts.metrics, replaced)
         return share
+
+    @_as_it_is
+    def _note_logs(self, logs: Any) -> None:
+        for value in tf.nest.flatten(logs):
+            self.step.is_sum(LOGS, value)
 
     def _record(self, optimizer: Any, replaced: Replaced) -> None:
         carriers = [optimizer, getattr(optimizer, "inner_optimizer", None)]
@@ -116,6 +125,7 @@ class Rehearsal:
                 if gradient is not None:
                     self.variables.append(variable)
                     self.gradients.append(gradient)
+                    self.reductions.append(reduction)
                     self._weighted.append(part)
             return optimizer.iterations
 
@@ -149,8 +159,10 @@ class Rehearsal:
             (part.values, part.indices) if isinstance(part, tf.IndexedSlices) else part for part in self._weighted
         ]
         losses = [tf.reduce_sum(loss) for loss in added]
+        given = {name: tf.convert_to_tensor(each) for name, each in self.step.numbers.items() if _is_number(each)}
+        self.numbers = {name: number for name, number in given.items() if compat.is_in(graph, number)}
         compat.without_noise(graph)
-        return gradients, losses, self._world.sent, self.chosen
+        return gradients, losses, self._world.sent, self.numbers, self.chosen
 
     def values(self) -> list[np.ndarray]:
         return [compat.value_of_handle(handle).numpy() for handle in self.handles]
@@ -168,13 +180,20 @@ class Rehearsal:
         before = [compat.value_of_handle(handle) for handle in self.handles]
         numbers = [tf.constant(value) for value in (part.units, part.total, part.is_first)]
         try:
-            gradients, losses, sent, chosen = self._function(part.data, *numbers)
+            gradients, losses, sent, numbers, chosen = self._function(part.data, *numbers)
             state = self.values()
         finally:
             for handle, value in zip(self.handles, before):
                 tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-        arrays = tf.nest.map_structure(lambda tensor: tensor.numpy(), (gradients, losses, chosen))
-        return Outcome(arrays[0], arrays[1], state, arrays[2]), sent
+        gradients, losses, chosen = tf.nest.map_structure(lambda tensor: tensor.numpy(), (gradients, losses, chosen))
+        values = {name: float(number) for name, number in numbers.items()}
+        return Outcome(gradients, losses, state, values, chosen), sent
+
+
+def _is_number(value: Any) -> bool:
+    if not tf.is_tensor(value) or isinstance(value, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)):
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value.shape.rank == 0 and (value.dtype.is_floating or value.dtype.is_integer)
 
 
 @contextlib.contextmanager

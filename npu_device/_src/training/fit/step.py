@@ -35,6 +35,9 @@ _COMPUTED = (
     "in a callback from the logs, which hold the results of all ranks."
 )
 
+LOGS = "logs"
+"""The name of the logs of a step among those who take numbers; see ``CurrentStep.is_sum``."""
+
 _as_it_is = tf.autograph.experimental.do_not_convert
 
 
@@ -160,7 +163,7 @@ def divide(world: World, batch: Any) -> Share:
 
 @_as_it_is
 def _current(function: Function, share: Share) -> CurrentStep:
-    return CurrentStep(share, function.is_scripts, function.world.reduce, function.world.gather)
+    return CurrentStep(share, function.is_scripts, function.world.reduce, function.world.gather, function.sums)
 
 
 class Step:
@@ -183,6 +186,7 @@ class Step:
         counted = [(variable, current.counts) for variable in self._metrics.added_up()]
         moved = [(variable, current.weight) for variable in parts.statistics] if training else []
         self._increments = Increments(counted + moved, world.add_up)
+        self._metrics.settle = self._increments.reduce
 
     def __enter__(self) -> Step:
         self._seen = running(self._current)
@@ -202,15 +206,31 @@ class Step:
     @_as_it_is
     def results_of_all(self, logs: Any) -> Any:
         """Give metrics and statistics the values of all ranks, and return the logs with those."""
-        computed = self._metrics.computed_from_results(logs)
-        if computed and self._world.is_main:
-            _log.warning(_COMPUTED, type(self._function.model).__name__, ", ".join(map(repr, computed)))
         self._increments.reduce()
         values = tf.nest.flatten(logs)
-        again = [self._metrics.result_behind(value) for value in values]
-        others = [value for value, result in zip(values, again) if result is None]
-        rest = iter(mean_of_logs(others, self._current.weight, self._world.add_up))
-        return tf.nest.pack_sequence_as(logs, [next(rest) if result is None else result() for result in again])
+        are_sums = [self._current.is_sum(LOGS, value) for value in values]
+        again, lost = self._metrics.results_again(values)
+        if lost and self._world.is_main:
+            named = logs.items() if isinstance(logs, dict) else ()
+            names = [repr(name) for name, value in named if any(value is values[place] for place in lost)]
+            _log.warning(_COMPUTED, type(self._function.model).__name__, ", ".join(names) or "logs")
+        others = [place for place, result in enumerate(again) if result is None]
+        rest = iter(self._of_all_ranks([values[place] for place in others], [are_sums[place] for place in others]))
+        return tf.nest.pack_sequence_as(logs, [next(rest) if result is None else result for result in again])
+
+    def _of_all_ranks(self, values: Sequence[Any], are_sums: Sequence[bool | None]) -> list[Any]:
+        """Return scalars of the logs of all ranks: sums added up, other numbers averaged by samples."""
+        found = [compat.to_tensor(value) if isinstance(value, (float, np.floating)) else value for value in values]
+        scalars = [place for place, value in enumerate(found) if tf.is_tensor(value) and value.shape.rank == 0]
+        counted = [place for place in scalars if found[place].dtype.is_floating]
+        counted += [place for place in scalars if found[place].dtype.is_integer and are_sums[place]]
+        if counted:
+            current = self._current
+            weights = [current.counts if are_sums[place] else current.weight for place in counted]
+            parts = [tf.cast(found[place], tf.float64) * weight for place, weight in zip(counted, weights)]
+            for place, value in zip(counted, tf.unstack(self._world.add_up(tf.stack(parts)))):
+                found[place] = tf.cast(value, found[place].dtype)
+        return found
 
 
 @_as_it_is
@@ -271,6 +291,8 @@ class Increments:
             sizes = [tf.TensorShape(member.shape).num_elements() for member in members]
             for member, value in zip(members, tf.split(total, sizes)):
                 member.assign(value if len(member.shape) == 1 else tf.reshape(value, member.shape))
+        # From here on, for a step that reads results halfway.
+        self._groups = [(dtype, members, factor, _packed(members)) for dtype, members, factor, _ in self._groups]
 
 
 def _packed(variables: Sequence[Any]) -> tf.Tensor:
@@ -287,18 +309,6 @@ def _times(value: tf.Tensor, factor: Any) -> tf.Tensor:
 
 
 # Logged.
-
-
-def mean_of_logs(values: Sequence[Any], weight: Any, add_up: Callable[[tf.Tensor], tf.Tensor]) -> list[Any]:
-    """Return the averages of scalars in logs over the ranks, weighted by samples; other values stay."""
-    found = [compat.to_tensor(value) if isinstance(value, (float, np.floating)) else value for value in values]
-    places = [place for place, value in enumerate(found) if tf.is_tensor(value)]
-    places = [place for place in places if found[place].shape.rank == 0 and found[place].dtype.is_floating]
-    if places:
-        stacked = tf.stack([tf.cast(found[place], tf.float64) for place in places])
-        for place, value in zip(places, tf.unstack(add_up(stacked * weight))):
-            found[place] = tf.cast(value, found[place].dtype)
-    return found
 
 
 @_as_it_is

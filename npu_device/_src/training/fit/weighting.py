@@ -35,24 +35,28 @@ if TYPE_CHECKING:
     from npu_device._src.training.fit.step import Replaced
 
 
+LOSS, ADDED_LOSS, METRIC = "loss", "added loss", "metric"
+"""How the names of numbers begin; see ``CurrentStep.is_sum``."""
+
+
 class Losses:
     """Stands in for the losses' ``call``, the layers' ``add_loss``, and in Keras 3 the model's ``compute_loss``."""
 
     def __init__(self, model: Any, parts: Parts, step: CurrentStep, world: World, replaced: Replaced) -> None:
         self._step = step
         self._world = world
-        for loss in parts.losses:
-            replaced.replace(loss, "call", partial(self._call, loss, loss.reduction))
+        for place, loss in enumerate(parts.losses):
+            replaced.replace(loss, "call", partial(self._call, f"{LOSS} {place}", loss, loss.reduction))
             replaced.keep(loss, "reduction")
-        for layer in parts.layers:
-            if not compat.belongs_to_keras(type(layer)):
-                replaced.replace(layer, "add_loss", self._add_loss)
+        for place, layer in enumerate(parts.layers):
+            if not compat.belongs_to_keras(type(layer)) or compat.adds_loss_of_script(layer):
+                replaced.replace(layer, "add_loss", partial(self._add_loss, f"{ADDED_LOSS} {place}"))
         for layer in parts.regularized:
             replaced.replace(layer, "activity_regularizer", self._regularize)
         if compat.is_keras_3(compat.keras_of(model)):
             replaced.replace(model, "compute_loss", _compute_with_masks)
 
-    def _call(self, loss: Any, reduction: Any, own: Callable[..., Any], y_true: Any, y_pred: Any) -> Any:
+    def _call(self, name: str, loss: Any, reduction: Any, own: Callable[..., Any], y_true: Any, y_pred: Any) -> Any:
         values = own(y_true, y_pred)
         out_mask = getattr(values, "_keras_mask", None)  # by ignore_class
         given = getattr(y_pred, "_keras_mask", None), out_mask
@@ -62,6 +66,8 @@ class Losses:
         denominator: Any = 1.0
         if reduction not in ("sum", "none", None):
             denominator = self._denominator(reduction, mask, values)
+            if denominator is None and values.shape.rank == 0 and self._step.is_sum(name, values):
+                return self._of_the_whole(values, 1.0)  # of a function that adds up the samples itself
             if denominator is None:
                 return values
             # Keras would divide by what is valid on this rank: perhaps by 0.
@@ -71,16 +77,18 @@ class Losses:
             result._keras_mask = out_mask
         return result
 
-    def _add_loss(self, own: Callable[..., Any], losses: Any, *args: Any, **kwargs: Any) -> Any:
+    def _add_loss(self, name: str, own: Callable[..., Any], losses: Any, *args: Any, **kwargs: Any) -> Any:
         # Keras adds up what a layer gives; one value per sample is a sum over samples.
-        return own(tf.nest.map_structure(self._if_per_sample, losses), *args, **kwargs)
+        return own(tf.nest.map_structure(partial(self._if_a_sum, name), losses), *args, **kwargs)
 
     def _regularize(self, own: Callable[[Any], Any], outputs: Any) -> Any:
         return self._of_the_whole(own(outputs), 1.0)
 
-    def _if_per_sample(self, loss: Any) -> Any:
-        if not tf.is_tensor(loss) or not loss.shape.rank:
+    def _if_a_sum(self, name: str, loss: Any) -> Any:
+        if not tf.is_tensor(loss):
             return loss
+        if not loss.shape.rank:
+            return self._of_the_whole(loss, 1.0) if self._step.is_sum(name, loss) else loss
         rows = self._step.share.rows
         if loss.shape[0] is not None and loss.shape[0] != rows:  # values of something else
             return loss
@@ -143,16 +151,19 @@ class Metrics:
         self._world = world
         self._metrics = parts.metrics
         self._results: list[tuple[Any, Callable[[], Any]]] = []
+        self.settle: Callable[[], None]  # gives the metrics the increments of all ranks so far
         of_losses = set(map(id, parts.trackers))
         # tf-keras counts each loss of a sample as often as there are samples; Keras 3 their mean.
         self._counts_each = not compat.is_keras_3(compat.keras_of(parts.layers[0]))
         kinds = compat.keras_of(parts.layers[0]).metrics
-        plain = (kinds.Mean.update_state, kinds.Sum.update_state)
-        for metric in self._metrics:
+        plain = (kinds.Mean.update_state, kinds.Sum.update_state)  # of numbers, which the step itself works out
+        for place, metric in enumerate(self._metrics):
+            name = f"{METRIC} {place}"
             if _sees_everything(metric):
-                replaced.replace(metric, "update_state", self._update_with_all_ranks)
-            elif type(metric).update_state in plain:  # of numbers, which the step itself works out
-                replaced.replace(metric, "update_state", partial(self._update_mean, id(metric) in of_losses))
+                replaced.replace(metric, "update_state", partial(self._update_with_all_ranks, name))
+            elif type(metric).update_state in plain:
+                weigh = self._weight_in_sum if isinstance(metric, kinds.Sum) else self._weight_in_mean
+                replaced.replace(metric, "update_state", partial(self._update, name, weigh, id(metric) in of_losses))
             replaced.replace(metric, "result", self._record)
             replaced.replace(metric, "reset_state", partial(_refuse_reset, metric.name))
 
@@ -160,25 +171,31 @@ class Metrics:
         counted = [metric for metric in self._metrics if not _sees_everything(metric)]
         return list({id(variable): variable for metric in counted for variable in metric.variables}.values())
 
-    def result_behind(self, value: Any) -> Callable[[], Any] | None:
-        """Return a function that recomputes a value of the logs, if a metric's ``result`` gave it."""
-        name = _name(value)
-        for given, result in self._results:
-            if given is value or (name is not None and name == _name(given)):
-                return result
-        return None
+    def results_again(self, values: Sequence[Any]) -> tuple[list[Any], list[int]]:
+        """Return what of the logs is a metric's result, or a graph computes from some, with the results of all ranks.
 
-    def computed_from_results(self, logs: Any) -> list[str]:
-        """Return the names of logs that a graph computes from results of metrics, which are this rank's own there."""
-        given = {id(value) for value, _ in self._results}
-        named = logs.items() if isinstance(logs, dict) else ()
-        own = [(name, value) for name, value in named if tf.is_symbolic_tensor(value) and not self.result_behind(value)]
-        return [str(name) for name, value in own if any(id(each) in given for each in compat.tensors_behind([value]))]
+        Other values are None. The second list has the places of those that can't be computed again.
+        """
+        found: list[Any] = []
+        lost = []
+        for place, value in enumerate(values):
+            name = _name(value)
+            own = [result for given, result in self._results if given is value or (name and name == _name(given))]
+            again = own[0]() if own else None
+            if not own and tf.is_symbolic_tensor(value):
+                behind = {each.name for each in compat.tensors_behind([value])}
+                used = {given.name: result for given, result in self._results if getattr(given, "name", "") in behind}
+                again = compat.computed_again(value, {name: result() for name, result in used.items()})
+                lost += [place] if used and again is None else []
+            found.append(again)
+        return found, lost
 
     def _record(self, result: Callable[[], Any]) -> Any:
         def part(key: Any) -> Callable[[], Any]:
             return lambda: result()[key]
 
+        if tf.executing_eagerly() and self._step.is_scripts:
+            self.settle()  # no graph tells later what the step has computed from it
         given = result()
         if isinstance(given, dict):
             self._results += [(value, part(key)) for key, value in given.items()]
@@ -186,34 +203,79 @@ class Metrics:
             self._results.append((given, result))
         return given
 
-    def _update_mean(self, is_tracker: bool, update: Callable[..., Any], values: Any, sample_weight: Any = None) -> Any:
-        # A loss, for instance: one number for the whole batch, to which this rank contributes by its samples.
+    def _update(self, name: str, weigh: Any, is_tracker: bool, update: Any, *args: Any, **kwargs: Any) -> Any:
+        """Update a ``Mean`` or ``Sum``: the ranks' increments are added up, as far as they have samples."""
+        are_sums = numbers_given(self._step, name, args, kwargs)
+        values, sample_weight = _values_and_weight(*args, **kwargs)
         tensor = compat.to_tensor(values) if isinstance(values, (int, float)) else tf.convert_to_tensor(values)
         weight = tf.cast(self._step.weight, tensor.dtype if tensor.dtype.is_floating else tf.float32)
         if tensor.shape.rank == 0:
-            return update(values, sample_weight=weight if sample_weight is None else sample_weight)
-        if is_tracker:  # a loss per sample, times what ``Losses`` has divided by
+            is_sum, weight_is_sum = _values_and_weight(*are_sums[0], **are_sums[1])
+            values, sample_weight = weigh(values, sample_weight, is_sum, weight_is_sum, weight)
+        elif is_tracker:  # a loss per sample, times what ``Losses`` has divided by
             if sample_weight is not None and self._counts_each:
                 sample_weight = tf.math.divide_no_nan(tf.cast(sample_weight, weight.dtype), weight)
-            return update(tensor * weight, sample_weight=sample_weight)
+            values = tensor * weight
         return update(values, sample_weight=sample_weight)
 
-    def _update_with_all_ranks(self, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tf.nest.map_structure(self._of_all_ranks, (args, kwargs))
+    def _weight_in_mean(
+        self, number: Any, sample_weight: Any, is_sum: bool | None, weight_is_sum: bool | None, part: tf.Tensor
+    ) -> tuple[Any, Any]:
+        # A loss, for instance: one number for the whole batch, to which this rank contributes by its samples.
+        if is_sum:
+            number = tf.math.divide_no_nan(tf.cast(number, part.dtype), part)
+        if sample_weight is None:
+            return number, part
+        return number, _weighted(sample_weight, part) if weight_is_sum is False else sample_weight
+
+    def _weight_in_sum(
+        self, number: Any, sample_weight: Any, is_sum: bool | None, weight_is_sum: bool | None, part: tf.Tensor
+    ) -> tuple[Any, Any]:
+        is_mean = is_sum is False and (sample_weight is None or weight_is_sum is False)
+        return number, _weighted(sample_weight, part) if is_mean else sample_weight
+
+    def _update_with_all_ranks(self, name: str, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        are_sums = numbers_given(self._step, name, args, kwargs)
+        args, kwargs = tf.nest.map_structure(self._of_all_ranks, (args, kwargs), are_sums)
         return update(*args, **kwargs)
 
-    def _of_all_ranks(self, value: Any) -> Any:
-        if value is None or isinstance(value, (bool, int, float, str)):
+    def _of_all_ranks(self, value: Any, is_sum: bool | None) -> Any:
+        if value is None or (isinstance(value, (bool, int, float, str)) and not is_sum):
             return value
         tensor = tf.convert_to_tensor(value)
         if tensor.shape.rank == 0:
-            mean = self._world.add_up(tf.cast(tensor, tf.float64) * self._step.weight)
-            return tf.cast(mean, tensor.dtype)
+            part = self._step.counts if is_sum else self._step.weight
+            total = self._world.add_up(tf.cast(tensor, tf.float64) * part)
+            return tf.cast(total, tensor.dtype)
         gathered = self._world.gather(self._step.share.counted(tensor))
         mask = getattr(value, "_keras_mask", None)
         if mask is not None:
             gathered._keras_mask = self._world.gather(self._step.share.counted(mask))
         return gathered
+
+
+def numbers_given(step: CurrentStep, name: str, args: Any, kwargs: Any) -> Any:
+    """Return for each argument of a metric's ``update_state`` if it is a sum over the samples; None if unknown."""
+    return tf.nest.map_structure(partial(step.is_sum, name), (args, kwargs))
+
+
+def note_numbers(step: CurrentStep, metrics: Sequence[Any], replaced: Replaced) -> None:
+    """Have a step note the numbers that it gives to metrics, and nothing else."""
+
+    def note(name: str, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        numbers_given(step, name, args, kwargs)
+        return update(*args, **kwargs)
+
+    for place, metric in enumerate(metrics):
+        replaced.replace(metric, "update_state", partial(note, f"{METRIC} {place}"))
+
+
+def _values_and_weight(values: Any, sample_weight: Any = None) -> tuple[Any, Any]:
+    return values, sample_weight
+
+
+def _weighted(sample_weight: Any, part: tf.Tensor) -> tf.Tensor:
+    return part if sample_weight is None else tf.cast(sample_weight, part.dtype) * part
 
 
 def _refuse_reset(name: str, reset: Callable[[], None]) -> None:
@@ -305,13 +367,14 @@ class WeightedReduction(GradientReduction):
     def part_of(self, gradients: Sequence[Gradient], step: CurrentStep) -> list[Gradient]:
         is_weighted = self in step.weighing
         step.weighing.discard(self)
-        return list(gradients) if is_weighted else [weighted(gradient, step.weight) for gradient in gradients]
+        weight = step.weight_for(self)
+        return list(gradients) if is_weighted else [weighted(gradient, weight) for gradient in gradients]
 
 
 def replicate_optimizer(optimizer: Any, world: World) -> None:
     """Make an optimizer weight its gradients by their samples when it reduces them; it may be wrapped already."""
-    carrier = _carrier(optimizer)
-    before = reduction_of(carrier)
+    reducing = carrier(optimizer)
+    before = reduction_of(reducing)
     if before is not None and before.own_batches:
         raise ValueError(
             f"{type(optimizer).__name__} is a DistributedOptimizer of Horovod, with which each rank trains on a batch "
@@ -322,23 +385,23 @@ def replicate_optimizer(optimizer: Any, world: World) -> None:
         return
     keras = compat.keras_of(optimizer)
     how = ReductionOptions("mean") if before is None else before.options
-    install(carrier, keras, WeightedReduction(world, how))
+    install(reducing, keras, WeightedReduction(world, how))
     name, hook = ("scale_loss", _scale_loss) if compat.is_keras_3(keras) else ("minimize", _minimize)
     setattr(optimizer, name, MethodType(hook, optimizer))
 
 
-def _carrier(optimizer: Any) -> Any:
+def carrier(optimizer: Any) -> Any:
     """Return the optimizer itself, or the one inside a loss-scale optimizer if that one has been wrapped."""
     inner = getattr(optimizer, "inner_optimizer", None)
     return inner if inner is not None and reduction_of(inner) is not None else optimizer
 
 
 def _weighted_loss(optimizer: Any, loss: Any) -> Any:
-    reduction, step = getattr(_carrier(optimizer), REDUCTION), current_step()
+    reduction, step = getattr(carrier(optimizer), REDUCTION), current_step()
     if step is None or not isinstance(reduction, WeightedReduction):
         return loss
     step.weighing.add(reduction)
-    return loss * tf.cast(step.weight, loss.dtype)
+    return loss * tf.cast(step.weight_for(reduction), loss.dtype)
 
 
 @tf.autograph.experimental.do_not_convert
