@@ -91,6 +91,7 @@ INSIDE = {
             "hosts",
             "leaks",
             "marked_tests",
+            "short_path",
             "soak/connections",
             "soak/proxy",
         ),
