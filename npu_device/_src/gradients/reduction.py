@@ -246,25 +246,42 @@ class ReducedTensors:
     def missing_in(self, gradients: Sequence[Any]) -> list[Any]:
         """Return the gradients that aren't results of a reduction or, in a function, computed from such only."""
         if tf.executing_eagerly():
-            results = {id(result) for reference in self._eager if (result := reference()) is not None}
-            return [gradient for gradient in gradients if id(dense_of(gradient)) not in results]
-        origins: dict[tf.Graph, dict[str, set[str]]] = {}
-        return [one for one in gradients if self._origins(dense_of(one).graph, origins)[dense_of(one).name] != {"sum"}]
+            return self._missing_by_identity(gradients)
+        return self._missing_by_graph(gradients)
 
-    def _origins(self, graph: Any, known: dict[tf.Graph, dict[str, set[str]]]) -> dict[str, set[str]]:
+    def _missing_by_identity(self, gradients: Sequence[Any]) -> list[Any]:
+        results = {id(result) for reference in self._eager if (result := reference()) is not None}
+        return [gradient for gradient in gradients if id(dense_of(gradient)) not in results]
+
+    def _missing_by_graph(self, gradients: Sequence[Any]) -> list[Any]:
+        origins: dict[tf.Graph, dict[str, set[str]]] = {}
+        missing = []
+        for gradient in gradients:
+            tensor = dense_of(gradient)
+            if self._origins(tensor.graph, origins)[tensor.name] != {"sum"}:
+                missing.append(gradient)
+        return missing
+
+    def _origins(self, graph: Any, origins: dict[tf.Graph, dict[str, set[str]]]) -> dict[str, set[str]]:
         """Return, for each tensor of a graph, whether it is computed from reductions ("sum") and tapes ("tape")."""
-        if graph in known:
-            return known[graph]
-        found: dict[str, set[str]] = {}
-        results, outside = self._graphs.get(graph, ()), {id(own): out for out, own in getattr(graph, "captures", ())}
+        if graph in origins:
+            return origins[graph]
+        names: dict[str, set[str]] = {}
+        results = self._graphs.get(graph, ())
+        captured = {id(inside): outside for outside, inside in getattr(graph, "captures", ())}
         for operation in graph.get_operations():
-            captured = [outside.get(id(each)) for each in operation.outputs if operation.type == "Placeholder"]
-            origins = {"tape"} if _TAPE in operation.name else set()
-            for each in [] if origins else [*operation.inputs, *filter(tf.is_symbolic_tensor, captured)]:
-                origins |= (found if each.graph is graph else self._origins(each.graph, known)).get(each.name, set())
-            found.update({each.name: {"sum"} if each.name in results else origins for each in operation.outputs})
-        known[graph] = found
-        return found
+            sources: set[str] = {"tape"} if _TAPE in operation.name else set()
+            if not sources:
+                inputs = list(operation.inputs)
+                if operation.type == "Placeholder":
+                    inputs += [captured.get(id(output)) for output in operation.outputs]
+                for tensor in filter(tf.is_symbolic_tensor, inputs):
+                    around = names if tensor.graph is graph else self._origins(tensor.graph, origins)
+                    sources |= around.get(tensor.name, set())
+            for output in operation.outputs:
+                names[output.name] = {"sum"} if output.name in results else sources
+        origins[graph] = names
+        return names
 
 
 def dense_of(gradient: Any) -> Any:

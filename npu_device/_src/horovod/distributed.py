@@ -19,7 +19,7 @@ from npu_device._src.tf1.distributed_optimizer import DelegatingOptimizer
 from npu_device._src.training.distribute.reduce_values import reduce_by_hand
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.optimizers.optimizer_wrapper import npu_distributed_keras_optimizer_wrapper
-from npu_device._src.training.watching.applied_gradients import reduction_of
+from npu_device._src.training.watching.wrapped_optimizers import reduction_of
 
 _START_LEVEL = logging.INFO  # scripts broadcast after the first step: before, variables may differ
 

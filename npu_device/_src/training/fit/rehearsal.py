@@ -19,7 +19,7 @@ from npu_device._src.training.fit.findings import where
 from npu_device._src.training.fit.step import LOGS, Replaced, Step
 from npu_device._src.training.fit.weighting import WeightedReduction, note_numbers
 from npu_device._src.training.watching import training_state
-from npu_device._src.training.watching.applied_gradients import reduction_of
+from npu_device._src.training.watching.wrapped_optimizers import reduction_of
 from npu_device._src.world.current_step import CurrentStep, current_step
 from npu_device._src.world.share import Share
 

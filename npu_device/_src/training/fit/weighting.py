@@ -25,8 +25,8 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, weighted
 from npu_device._src.training.optimizers.optimizer_wrapper import GradientReduction, install
-from npu_device._src.training.watching.applied_gradients import REDUCTION, reduction_of
 from npu_device._src.training.watching.schedule import is_only_building
+from npu_device._src.training.watching.wrapped_optimizers import REDUCTION, reduction_of
 from npu_device._src.world.current_step import CurrentStep, current_step, reduced_by_step
 from npu_device._src.world.world import World
 

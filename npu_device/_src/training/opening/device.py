@@ -35,8 +35,8 @@ from npu_device._src.options import global_options
 from npu_device._src.report.output import write_report
 from npu_device._src.trace import trace
 from npu_device._src.trace.records import Settings, settings
-from npu_device._src.training.watching.applied_gradients import AppliedGradients
 from npu_device._src.training.watching.last_word import LastWord
+from npu_device._src.training.watching.optimizer_hook import OptimizerHook
 
 _TO_BE_A_RANK = (
     "To make it a rank of another job, start it with npurun, or with that job's variables and NPU_DEVICE_RANK_PROCESS "
@@ -261,7 +261,7 @@ def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
             atexit.register(close)  # and so runs before the cluster's own shutdown, which is registered at its start
         last_word = LastWord(job)
         job.add(last_word)
-        job.add(AppliedGradients(job, last_word))
+        job.add(OptimizerHook(job, last_word))
     except BaseException as error:
         environment.NPU_DEVICE_RANK_PROCESS.set("")
         cause = jobs.abandon(error)
@@ -304,9 +304,9 @@ def running_job() -> Job | None:
             f"operation.\nWhat to do: make the call in the process of the rank, outside of workers. {_TO_BE_A_RANK}"
         )
     if (job := jobs.current()) is not None:
-        watching = job.part(AppliedGradients)
-        if watching is not None:
-            watching.find_keras()
+        hook = job.part(OptimizerHook)
+        if hook is not None:
+            hook.find_keras()
         return job
     if schemes.world_size_from_environment() == 1:
         return None

@@ -16,7 +16,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import dense_of, with_values
 from npu_device._src.training.distribute.reduce_values import all_reduce
-from npu_device._src.training.watching.applied_gradients import is_wrapped, reduction_of
+from npu_device._src.training.watching.wrapped_optimizers import is_wrapped, reduction_of
 
 _INITIAL_SCALE, _GROWTH_STEPS = 2.0**15, 2000
 _FACTOR, _LARGEST = 2.0, 3.4e38

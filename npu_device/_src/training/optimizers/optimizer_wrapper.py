@@ -24,13 +24,13 @@ from npu_device._src.gradients.reduction import Gradient, ReductionOptions, dens
 from npu_device._src.trace.trace import iteration
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.optimizers.loss_scale_optimizer import all_finite
-from npu_device._src.training.watching.applied_gradients import REDUCTION, is_wrapped
 from npu_device._src.training.watching.digests import SHOWN_RANKS, SHOWN_VARIABLES, variable_name
 from npu_device._src.training.watching.replica_audit import Audit
 from npu_device._src.training.watching.same_samples import Pair, pair_of
 from npu_device._src.training.watching.same_variables import make_equal
 from npu_device._src.training.watching.schedule import can_compare
 from npu_device._src.training.watching.training_state import unique
+from npu_device._src.training.watching.wrapped_optimizers import REDUCTION, is_wrapped
 from npu_device._src.world.world import World
 
 # Otherwise AutoGraph would rewrite the methods below when an optimizer is called in a tf.function.

@@ -1,0 +1,76 @@
+"""The wrapper on the methods through which Keras optimizers apply gradients, while a job is open."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.collectives.job import Job, current
+from npu_device._src.training.watching.applied_gradients import AppliedGradients
+from npu_device._src.training.watching.last_word import LastWord
+from npu_device._src.training.watching.wrapped_optimizers import reduction_inside
+
+_log = logging.getLogger("npu_device")
+
+
+class OptimizerHook:
+    """The wrapped methods of the optimizer classes of each Keras; a part of the job."""
+
+    def __init__(self, job: Job, last_word: LastWord) -> None:
+        job.add(AppliedGradients(job, last_word))
+        self._replaced: list[tuple[type, str, Any, Any]] = []  # class, name, the method before, and the wrapper
+        self._missing = {"keras", "tf_keras"}
+        self.find_keras()
+
+    def find_keras(self) -> None:
+        """Wrap the methods of each Keras that has been imported since the last call."""
+        # At each call: there are thousands of modules.
+        if sys.modules.keys().isdisjoint(self._missing):
+            return
+        wrapped = {(owner, name) for owner, name, _, _ in self._replaced}
+        for owner, name in set(compat.optimizer_methods()) - wrapped:
+            original = vars(owner)[name]
+            wrapper = _wrapper(original, "grads" if name == "apply" else "grads_and_vars")
+            setattr(owner, name, wrapper)
+            self._replaced.append((owner, name, original, wrapper))
+        self._missing -= {owner.__module__.split(".", 1)[0] for owner, _, _, _ in self._replaced}
+
+    def close(self) -> None:
+        """Give the classes their methods back."""
+        for owner, name, original, wrapper in reversed(self._replaced):
+            if vars(owner).get(name) is wrapper:
+                setattr(owner, name, original)
+
+
+def _wrapper(original: Callable[..., Any], parameter: str) -> Callable[..., Any]:
+    """Return a method that looks at its gradients, or reduces them, before the original applies them."""
+
+    @tf.autograph.experimental.do_not_convert  # otherwise AutoGraph would rewrite it
+    @functools.wraps(original)
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        gradients = list(args[0] if args else kwargs.pop(parameter))
+        further = args[1:]
+        job = current()
+        watching = None if job is None or job.is_parents else job.part(AppliedGradients)
+        if watching is None:
+            return original(self, gradients, *further, **kwargs)
+        reduction = reduction_inside(self) if parameter == "grads" else None
+        if reduction is not None:
+            variables = compat.variables_to_update(self, *further, **kwargs)
+            return reduction.apply(self, functools.partial(original, self), gradients, variables)
+        if not watching.skips(self):
+            try:
+                pairs = gradients
+                if parameter == "grads":
+                    pairs = list(zip(gradients, compat.variables_to_update(self, *further, **kwargs)))
+                watching.observe(self, pairs)
+            except Exception:  # whoever watches never ends a training
+                _log.debug("could not look at the gradients of a %s", type(self).__name__, exc_info=True)
+        return original(self, gradients, *further, **kwargs)
+
+    return apply

@@ -1,0 +1,155 @@
+"""Sums of gradients that the ranks post where neither the graph nor the identity of tensors tells if they were reduced.
+
+Whoever finds the sums of all ranks compares them: gradients that are equal on two ranks were reduced, or computed from
+the same data. No rank waits for another, and the finding is a warning, which never ends a training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from npu_device._src.collectives.job import Job
+from npu_device._src.gradients.reduction import ReducedTensors
+from npu_device._src.training.watching.digests import named
+from npu_device._src.training.watching.last_word import LastWord
+from npu_device._src.training.watching.schedule import NEVER, next_look
+from npu_device._src.training.watching.watched_optimizer import Applied, Post, Sums, WatchedOptimizer
+
+_log = logging.getLogger("npu_device")
+
+_MOST_KEPT = 32  # optimizers of a signature, and signatures
+_ROUNDING = 1e-3  # of the sum of a gradient's absolute values: hosts with other processors round differently
+_LAST_LOOK = 1000  # steps, when ranks that have posted nothing are not waited for any more
+
+_NOT_REDUCED = (
+    "the ranks apply gradients that were not reduced%s: the optimizer %s has made %d steps, and each of the %d ranks "
+    "trains a model of its own.\nLikely cause: the result of all_reduce isn't used (it returns the reduced gradients, "
+    "and leaves its arguments as they are); the optimizer isn't wrapped; another model than the replicated one is "
+    "trained, such as one loaded or cloned later; or only the loss is reduced, for printing.\nWhat to do: call model = "
+    "npu.distribute.replicate(model) before fit, for each model; or in the training loop gradients = "
+    "npu.distribute.all_reduce(gradients) before they are applied. If the variables are averaged at longer intervals "
+    "(local SGD), average them once before the first step, too: then this isn't said."
+)
+
+
+class PostedSums:
+    """The sums that this rank has posted, by signature of their optimizers.
+
+    Args:
+        are_equal_otherwise: returns whether what an optimizer trains is kept equal in another way.
+    """
+
+    def __init__(self, job: Job, last_word: LastWord, are_equal_otherwise: Callable[[WatchedOptimizer], bool]) -> None:
+        self._job = job
+        self._last_word = last_word
+        self._are_equal_otherwise = are_equal_otherwise
+        self._posts: dict[str, deque[Post]] = {}
+
+    def compare(
+        self,
+        watched: WatchedOptimizer,
+        step: int,
+        arrays: Sequence[np.ndarray],
+        unreduced: Sequence[tuple[int, str]] = (),
+    ) -> int:
+        """Post sums of gradients, or of changes of variables, and look at what all ranks posted in an earlier step.
+
+        ``unreduced`` has ids and names of their variables, if other gradients of the step were reduced. Return the step
+        of the next look.
+        """
+        # Whoever watches never ends a training; another rank may have told.
+        with contextlib.suppress(Exception):
+            changes = [array.astype(np.float64) for array in arrays]
+            if watched.values_before:
+                changes = [change - before for change, before in zip(changes, watched.values_before)]
+            sums = [[float(change.sum()), float(np.abs(change).sum())] for change in changes]
+            return self._compare(watched, step, sums, unreduced)
+        return NEVER
+
+    def _compare(self, watched: WatchedOptimizer, step: int, sums: Sums, unreduced: Sequence[tuple[int, str]]) -> int:
+        if watched.applied is not Applied.UNKNOWN or self._job.health.is_over or not sums:
+            return NEVER
+        earlier = watched.posted
+        signature = f"{len(sums)} gradients of {watched.signature}"
+        posts_by_rank = self._post(watched, signature, step, sums)
+        if earlier is None:
+            return next_look(step, step)
+        sums_by_rank = {}
+        for rank, posts in posts_by_rank.items():
+            sums_by_rank[rank] = [post_sums for post_step, post_sums in posts if post_step == earlier.step]
+        distinct = _distinct(sums_by_rank)
+        self._judge(watched, earlier, distinct)
+        if watched.applied is Applied.UNREDUCED:
+            self._warn(watched, signature, step, unreduced, distinct)
+        if watched.applied is Applied.UNKNOWN and step < _LAST_LOOK:
+            return next_look(step, step)
+        return NEVER
+
+    def _post(self, watched: WatchedOptimizer, signature: str, step: int, sums: Sums) -> dict[int, list[Post]]:
+        """Post the sums of the first step with those of earlier optimizers like this one: another rank may be behind by
+        one. Return what all ranks have posted.
+        """
+        posts = self._posts.setdefault(signature, deque(maxlen=_MOST_KEPT))
+        if watched.posted is None and np.any(sums) and np.all(np.isfinite(sums)):
+            watched.posted = Post(step, sums)
+            posts.append(watched.posted)
+        if len(self._posts) > _MOST_KEPT:
+            del self._posts[next(iter(self._posts))]
+        posted: dict[int, list[Post]] = self._job.store.post(f"gradients: {signature}", list(posts))
+        return posted
+
+    def _judge(self, watched: WatchedOptimizer, earlier: Post, distinct: dict[int, list[Sums]]) -> None:
+        """Note whether the gradients were reduced, given for each rank the sums that no other rank has."""
+        cluster = self._job.cluster
+        if len(distinct) < cluster.world_size:
+            return
+        # If these were reduced, the other ranks have posted theirs by now.
+        if earlier.sums not in distinct[cluster.rank]:
+            watched.applied = Applied.REDUCED
+        elif all(distinct.values()) and not self._may_be_averaged_later(watched):
+            watched.applied = Applied.UNREDUCED
+
+    def _warn(
+        self,
+        watched: WatchedOptimizer,
+        signature: str,
+        step: int,
+        unreduced: Sequence[tuple[int, str]],
+        distinct: dict[int, list[Sums]],
+    ) -> None:
+        # Some of the variables may be meant for this rank alone, unless they were equal on all ranks.
+        calls_before = [self._last_word.calls_before(number) for number, _ in unreduced]
+        if None in calls_before or self._are_equal_otherwise(watched):
+            return
+        models = min(map(len, distinct.values()))
+        # Fails on a second rank, so that one of them warns.
+        self._job.store.set(f"told about {models} models of {signature}", "")
+        names = f" for {named([name for _, name in unreduced])}" if unreduced else ""
+        _log.warning(_NOT_REDUCED, names, watched.class_name, step, self._job.cluster.world_size)
+
+    def _may_be_averaged_later(self, watched: WatchedOptimizer) -> bool:
+        """Return whether what an optimizer trains may be averaged for the first time much later, as in local SGD: since
+        it has been made equal, nothing was reduced. If it never is, ``last_word`` names it.
+        """
+        calls = self._job.made(ReducedTensors).calls
+        return calls == 0 or all(self._last_word.calls_before(number) == calls for number in watched.trained)
+
+
+def _distinct(sums_by_rank: dict[int, list[Sums]]) -> dict[int, list[Sums]]:
+    """Return, for each rank, the sums that no other rank has."""
+    distinct: dict[int, list[Sums]] = {}
+    for rank, own_sums in sums_by_rank.items():
+        foreign = [np.array(sums) for other, posted in sums_by_rank.items() if other != rank for sums in posted]
+        distinct[rank] = [sums for sums in own_sums if not any(_are_alike(np.array(sums), each) for each in foreign)]
+    return distinct
+
+
+def _are_alike(sums: np.ndarray, foreign: np.ndarray) -> bool:
+    if sums.shape != foreign.shape:
+        return False
+    return bool(np.all(np.abs(sums - foreign) <= _ROUNDING * np.maximum(sums, foreign)[:, 1:]))

@@ -1,0 +1,33 @@
+"""The mark of a wrapped optimizer: its reduction, as an attribute of the object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+REDUCTION = "_npu_gradient_reduction"
+"""The attribute of a wrapped optimizer that holds its ``GradientReduction``."""
+
+
+def reduction_of(optimizer: Any) -> Any:
+    """Return the ``GradientReduction`` of a wrapped optimizer; None for an unwrapped one."""
+    return getattr(optimizer, "__dict__", {}).get(REDUCTION)
+
+
+def is_wrapped(optimizer: Any) -> bool:
+    """Return True when the optimizer, or the one inside a loss-scale optimizer, already reduces its gradients."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return reduction_of(optimizer) is not None or (inner is not None and reduction_of(inner) is not None)
+
+
+def reduction_inside(optimizer: Any) -> Any:
+    """Return the reduction of the optimizer inside a loss-scale optimizer of Keras 3 that isn't wrapped itself; else
+    None.
+
+    It calls the one inside only if the gradients are finite, on which all ranks must agree, or some wait forever. Keras
+    makes it itself (compile under mixed_float16) without telling the inner one. So its gradients are reduced before it
+    looks at them.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is None or reduction_of(optimizer) is not None:
+        return None
+    return reduction_of(inner)
