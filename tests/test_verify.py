@@ -86,6 +86,11 @@ WRONG: dict[str, dict[str, str]] = {
         "reduce": "gradients, _ = tf.clip_by_global_norm(gradients, 0.01)\n    "
         "gradients = npu.distribute.all_reduce(gradients)"
     },
+    "normalized alone": {
+        "model": "model = tf.keras.Sequential([tf.keras.layers.BatchNormalization(synchronized=True), "
+        "tf.keras.layers.Dense(1)])",
+        "start": "",
+    },
     "different starts": {"start": "model.layers[0].kernel.assign_add(tf.fill([4, 3], 0.1 * rank))"},
     "same samples": {"data": "dataset = dataset.batch(12 // size)"},
     "seed of each rank's own": {"data": OF_OWN_SEED + RIGHT["data"]},
@@ -155,7 +160,8 @@ def test_causes_in_a_loop(kind: str, tmp_path: Path) -> None:
     assert verdict.code == (0 if not cause else 3 if cause == "random numbers" else 1)
     assert not list(tmp_path.glob("*.txt")) and all(line.split()[2] == "12" for line in verdict.table)
     assert any("clips its own gradients" in note for note in verdict.notes) == ("1e6" in source)
-    assert any("In a custom loop" in note for note in verdict.notes) == ("BatchNormalization" in source)
+    assert any("aren't synchronized" in note for note in verdict.notes) == ("BatchNormalization()" in source)
+    assert any("by itself" in note for note in verdict.notes) == (cause == "normalized alone")
     if cause in SAID:
         line = next(number for number, text in enumerate(source.splitlines(), start=1) if SAID[cause] in text)
         assert f"script.py:{line}" in verdict.text

@@ -33,6 +33,9 @@ from npu_device.distribute import hccl_ops as hccl_ops
 
 
 def __getattr__(name: str) -> _Any:
+    if name == "SyncBatchNormalization":
+        place = "npu_device._src.training.distribute.sync_batch_normalization"
+        return _importlib.import_module(place).SyncBatchNormalization
     if name not in ("hccl", "npu_callbacks"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _importlib.import_module(f"{__name__}.{name}")

@@ -20,6 +20,7 @@ from tensorflow.python.ops import (
     resource_variable_ops as _resource_variable_ops,
     stateful_random_ops as _stateful_random_ops,
 )
+from tensorflow.python.saved_model import save_context as _save_context
 
 
 def variables_read() -> list[tuple[Any, tf.Tensor]]:
@@ -38,6 +39,16 @@ def variables_read() -> list[tuple[Any, tf.Tensor]]:
 def plain_variable(initial_value: Any, name: str | None = None, shape: Any = None) -> Any:
     """Return a variable that no surrounding scope of tf.distribute or Keras sees; they see each tf.Variable."""
     return _resource_variable_ops.ResourceVariable(initial_value, trainable=False, name=name, shape=shape)
+
+
+def has_variable_creators() -> bool:
+    """Return whether a ``tf.variable_creator_scope`` is open in this thread."""
+    return bool(_ops.get_default_graph()._variable_creator_stack)
+
+
+def is_saving() -> bool:
+    """Return whether a function is being traced for a SavedModel."""
+    return bool(_save_context.in_save_context())
 
 
 _CONTROL_FLOW = (_branches.CondBranchFuncGraph, _branches.WhileCondFuncGraph, _branches.WhileBodyFuncGraph)

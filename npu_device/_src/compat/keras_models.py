@@ -5,6 +5,8 @@ its own training step without the backward pass.
 from __future__ import annotations
 
 import functools
+import gc
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, Callable, cast
 
@@ -187,7 +189,41 @@ def _unique(things: Iterable[Any]) -> list[Any]:
 
 
 def moments_method(layer: Any) -> str:
+    """Return the name of the method that gives a synchronized layer its mean and variance."""
     return "_sync_calculate_mean_and_var" if hasattr(layer, "_sync_calculate_mean_and_var") else "_moments"
+
+
+def is_batch_normalization(layer: Any) -> bool:
+    return any(isinstance(layer, kind) for kind in _batch_normalizations())
+
+
+def batch_normalizations() -> list[Any]:
+    """Return the batch normalizations that exist in this process, of either Keras."""
+    kinds = set(_with_subclasses(_batch_normalizations()))
+    # By their type alone: an attribute of any object could be computed, such as that of a module that loads late.
+    return [thing for thing in gc.get_objects() if type(thing) in kinds] if kinds else []
+
+
+def objects_at_work() -> Iterator[Any]:
+    """Yield the objects whose methods are running, the innermost first."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if "self" in frame.f_locals:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
+def _batch_normalizations() -> list[Any]:
+    """Return the class of each imported Keras that computes moments."""
+    layers = [getattr(sys.modules.get(name), "layers", None) for name in ("keras", "tf_keras")]
+    kinds = [kind for kind in (getattr(each, "BatchNormalization", None) for each in layers) if kind is not None]
+    return [next(each for each in kind.__mro__ if moments_method(kind) in vars(each)) for kind in kinds]
+
+
+def _with_subclasses(kinds: Iterable[Any]) -> Iterator[Any]:
+    for kind in kinds:
+        yield kind
+        yield from _with_subclasses(kind.__subclasses__())
 
 
 def reduction_axes(layer: Any) -> Any:

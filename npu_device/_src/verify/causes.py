@@ -154,6 +154,7 @@ _CAUSES: tuple[tuple[str, Callable[[Findings], object]], ...] = (
     ("same samples", lambda found: found.other_samples() and found.same_samples()),
     (RANDOM, lambda found: found.other_samples() and found.line("random")),
     ("other samples", lambda found: next(iter(found.other_samples().values()), "")),
+    ("normalized alone", lambda found: found.first() and found.line("normalizes alone")),
     ("clipped before the reduction", lambda found: found.first() and not found.ratio() and found.clipped()),
     ("add_loss per sample", lambda found: found.is_ratio(1 / found.size) and found.line("add_loss")),
     ("global batch size", lambda found: found.is_ratio(1 / found.size) and found.line("compute_average_loss")),

@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 from html import escape
 
 from npu_device._src.comparison import compare
+from npu_device._src.comparison.compare import Call
 from npu_device._src.verify import causes
 from npu_device._src.verify.causes import Findings
 from npu_device._src.verify.plan import Process
 
 SAME, DIFFERS, NOT_COMPARABLE = 0, 1, 3
 _NAMES = {SAME: "the same", DIFFERS: "differs", NOT_COMPARABLE: "not comparable"}
-_IN_A_LOOP = "In a custom loop, each rank normalizes by its own samples; GroupNormalization doesn't mix samples."
+_UNKNOWN = (
+    "Announce the layer before its first call: npu.distribute.broadcast(model.weights) before the first step; or use "
+    "npu.distribute.SyncBatchNormalization."
+)
 _HEAD = f"{'ranks':>5} {'step':>5} {'samples':>8} {'':>8}{'gradients':>12}{'updates':>12}"
 
 
@@ -44,6 +48,10 @@ def judge(runs: Sequence[Sequence[Process]]) -> Verdict:
             single = moved = compare.average_of(ranks)
             verdict.text = f"all ranks apply the average of their gradients, for {len(single.steps)} steps."
             notes = ["with Horovod's names, N ranks aren't one process: they were compared with each other only."]
+        if layers := _layers(ranks[0].of("normalizes alone")):
+            notes.append(
+                f"{layers}: BatchNormalization(synchronized=True) used the samples of each rank by itself. {_UNKNOWN}"
+            )
         found = Findings(single, moved, ranks)
         if ranks[0].horovod and found.same_samples() and not found.shuffles_unseeded():
             notes.append("all ranks read the same samples: dataset.shard(hvd.size(), hvd.rank()) gives each its own.")
@@ -63,15 +71,20 @@ def _notes(record: compare.Record) -> list[str]:
     notes = []
     if not record.of("seed"):
         notes.append("the script sets no seed; verify has set one. Call npu.open(seed=…) so that all ranks draw alike.")
-    layers = list(dict.fromkeys(call.what for call in record.of("batch_norm")))
+    layers = _layers(record.of("batch_norm"))
     if layers:
-        in_fit = any(step.logs for step in record.steps)
         notes.append(
-            f"not compared: batch normalization with the samples of each rank, in {len(layers)} layers that aren't "
-            f"synchronized ({', '.join(layers[:3])}{', …' if layers[3:] else ''}); they used their moving statistics. "
-            + ("For the single-process result: BatchNormalization(synchronized=True)." if in_fit else _IN_A_LOOP)
+            f"not compared: batch normalization with the samples of each rank, in {layers}; they aren't synchronized, "
+            "and used their moving statistics. For the single-process result: BatchNormalization(synchronized=True)."
         )
     return notes
+
+
+def _layers(calls: Sequence[Call]) -> str:
+    """Return the number and names of the layers in some calls; "" without any."""
+    names = list(dict.fromkeys(call.what for call in calls))
+    shown = ", ".join(names[:3]) + (", …" if names[3:] else "")
+    return f"{len(names)} layer(s) ({shown})" if names else ""
 
 
 def _table(found: Findings) -> list[str]:

@@ -34,6 +34,7 @@ from npu_device._src.comparison import noise
 from npu_device._src.comparison.compare import PROJECTIONS, Call, Record, Step, load
 from npu_device._src.gradients.reduction import WIRE_DTYPES
 from npu_device._src.trace.trace import leading_to
+from npu_device._src.training.distribute.normalization import is_alone
 from npu_device._src.training.fit.findings import where
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import checksum, variable_name
@@ -104,6 +105,14 @@ class Recorder:
             layer.call = noise.quiet(layer.call)
         batch_norm = keras.layers.BatchNormalization
         batch_norm.call = noise.quiet(batch_norm.call, lambda layer: self._note("batch_norm", what=layer.name))
+        _wrap((batch_norm, "call", self._normalize))
+
+    def _normalize(self, own: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note a layer that trains by the samples of one rank, despite ``synchronized=True``."""
+        arguments = inspect.signature(own).bind(layer, *args, **kwargs).arguments
+        if job.current() is not None and arguments.get("training") and is_alone(layer):
+            self._note("normalizes alone", what=layer.name)
+        return own(layer, *args, **kwargs)
 
     def _note(self, kind: str, line: str = "", what: str = "", outcome: Any = None) -> None:
         """Keep a call of the script with its line, once."""

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list, weighted, with_values
+from npu_device._src.training.distribute.normalization import note_reduced
 from npu_device._src.training.distribute.reduce_values import floating
 from npu_device._src.training.opening import device
 from npu_device._src.training.opening.current_world import world, world_unless_child
@@ -217,6 +218,7 @@ def weighted_mean(values: Any, weight: Any) -> Any:
     if wrong:
         where = f"rank {ranks.job.cluster.rank}: weighted_mean was given "
         raise ValueError(f"{where}{wrong}, such as the number of samples of this rank")
+    note_reduced(ranks, values, by_samples=True)
     part = tf.math.divide_no_nan(mine, ranks.add_up(mine))
     parts = [weighted(with_values(value, floating), part) for value in tf.nest.flatten(values)]
     return tf.nest.pack_sequence_as(values, reduce_list(ranks.job, parts, ReductionOptions("sum"), ranks.group))

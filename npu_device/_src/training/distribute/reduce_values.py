@@ -13,6 +13,7 @@ from npu_device._src import compat
 from npu_device._src.collectives.dtypes import mean_dtype
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list, weighted, with_values
+from npu_device._src.training.distribute.normalization import note_reduced
 from npu_device._src.training.opening.current_world import world
 from npu_device._src.training.watching import same_variables
 from npu_device._src.training.watching.applied_gradients import AppliedGradients
@@ -122,6 +123,7 @@ def watch_reduction(
 ) -> Callable[[], Pair | None] | None:
     """Note a reduction by hand; return what finds one of the gradients before and after it, if ranks can compare it."""
     pair = functools.partial(pair_of, mine, reduced, how.kind, ranks.size) if ranks.group.name == WORLD_GROUP else None
+    note_reduced(ranks, values)
     watching = ranks.job.part(AppliedGradients)
     if watching is not None:
         watching.note_reduced(values, pair)

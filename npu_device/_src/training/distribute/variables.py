@@ -14,6 +14,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.collectives.graph import after, fetchable
 from npu_device._src.collectives.group import WORLD_GROUP
+from npu_device._src.training.distribute.normalization import find_layers
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.watching.digests import checksum
 from npu_device._src.training.watching.same_variables import assign_from_root
@@ -72,6 +73,7 @@ def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int =
             "npu.distribute.replicate(model) see to it.",
             ranks.job.cluster.rank,
         )
+    find_layers(ranks)
     for position, variable in enumerate(given):
         if not (hasattr(variable, "assign") or compat.is_vocabulary(variable)):
             raise TypeError(

@@ -22,6 +22,7 @@ from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.collectives.moves import all_gather
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, dense_of, origin_of, reduce_list
 from npu_device._src.trace.trace import iteration
+from npu_device._src.training.distribute.normalization import find_layers, note_reduced
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.optimizers.loss_scale_optimizer import all_finite
 from npu_device._src.training.watching.digests import SHOWN_RANKS, SHOWN_VARIABLES, variable_name
@@ -97,6 +98,7 @@ def npu_distributed_keras_optimizer_wrapper(
             "the loss-scale optimizer around it, a second time would reduce its gradients twice.\nWhat to do: call "
             "npu_distributed_keras_optimizer_wrapper once per optimizer."
         )
+    find_layers(ranks)
     keras = compat.keras_of(optimizer)
     install(optimizer, keras, GradientReduction(ranks, how))
     return optimizer
@@ -144,6 +146,7 @@ class GradientReduction:
         """Return the gradients reduced over the ranks, ``None`` where ``None`` was."""
         gradients, job, group = list(gradients), self._world.job, self._world.group
         options = self.options_for(optimizer)
+        note_reduced(self._world, gradients)
         reduced = reduce_list(job, gradients, options, group)
         if group.name == WORLD_GROUP:
             self._pair = pair_of(gradients, reduced, options.kind, group.size)
