@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,10 @@ from pool import Pool
 import npu_device as npu
 
 SAMPLES = 12
-FUNCTIONAL = ("functional", "mixing operation", "mean", "sum", "valid steps", "added sum", "noise", "size in a layer")
+FUNCTIONAL = (
+    "functional", "mixing operation", "mean", "sum", "valid steps", "sorted", "added sum", "noise", "size in a layer",
+    "optimizer that clips",
+)  # fmt: skip
 
 
 def model_and_data(kind: str) -> tuple[Any, dict[str, Any]]:
@@ -30,6 +34,8 @@ def model_and_data(kind: str) -> tuple[Any, dict[str, Any]]:
     whole = tf.data.Dataset.from_tensor_slices((x, y))
     if kind in FUNCTIONAL:
         model = _functional(kind)
+        if kind == "sorted":
+            data["y"] = np.sort(y != 0)[::-1].astype(np.int32)  # the first half of the samples counts
         if kind == "size in a layer":
             data = {"x": whole.batch(SAMPLES, drop_remainder=True), "verbose": 0}
     elif kind == "ragged":
@@ -138,7 +144,7 @@ def _functional(kind: str) -> Any:
     def own_loss(y: Any, out: Any) -> Any:
         y = tf.reshape(y, [-1])  # tf-keras gives it a second axis
         each = keras.losses.sparse_categorical_crossentropy(y, out, from_logits=True)
-        if kind == "valid steps":
+        if kind in ("valid steps", "sorted"):
             valid = tf.cast(y != 0, each.dtype)
             return tf.reduce_sum(each * valid) / tf.reduce_sum(valid)
         return tf.reduce_sum(each) if kind == "sum" else tf.reduce_mean(each)
@@ -153,8 +159,15 @@ def _functional(kind: str) -> Any:
     if kind in ("added sum", "noise", "size in a layer"):
         hidden = Hidden()(hidden)
     model = keras.Model(inputs, layers.Dense(3)(hidden))
+
+    class _Clips(keras.optimizers.SGD):  # type: ignore[misc]
+        def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
+            pairs = super().compute_gradients(*args, **kwargs)
+            return [(tf.clip_by_norm(gradient, 99.0), variable) for gradient, variable in pairs]
+
     built_in = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1), own_loss if kind in ("mean", "sum", "valid steps") else built_in)
+    optimizer = _Clips(0.1) if kind == "optimizer that clips" else keras.optimizers.SGD(0.1)
+    model.compile(optimizer, own_loss if kind in ("mean", "sum", "valid steps", "sorted") else built_in)
     return model
 
 
@@ -170,7 +183,9 @@ def body_check(kind: str) -> tuple[str, str, list[str]]:
 
 @pytest.mark.parametrize("kind", ["noise", "gathered", "mean", "own noise", "own function", "clips reduced"])
 def test_what_can_be_divided_is_checked(keras_two_ranks: Pool, kind: str) -> None:
-    assert keras_two_ranks.run(body_check, kind) == [("", "checked", []), ("", "", [])]
+    (error, statement, said), others = keras_two_ranks.run(body_check, kind)
+    assert (error, said, others) == ("", [], ("", "", []))
+    assert re.fullmatch(r"checked: .* of samples 1, \d+, \d+, \d+, 12 of 12, with those of 3 and 2 of them", statement)
 
 
 SUMS = {
@@ -184,7 +199,7 @@ SUMS = {
 def test_sums_over_the_samples_are_added_up(keras_two_ranks: Pool, kind: str) -> None:
     (error, statement, said), others = keras_two_ranks.run(body_check, kind)
     assert (error, said, others) == ("", [], ("", "", []))
-    assert statement.startswith("checked; ") and statement.endswith(SUMS[kind])
+    assert statement.startswith("checked: ") and statement.endswith(SUMS[kind])
 
 
 ERRORS = {
@@ -209,22 +224,30 @@ WARNINGS = {
     "contrastive": ["gradient of 5 samples", "# samples meet here", "dense", "npu.distribute.all_gather"],
     "mixing operation": ["gradient of 5 samples", "Samples first meet in", "npu.distribute.all_gather"],
     "valid steps": ["isn't a mean", "ignore_class"],
+    "sorted": ["isn't a mean", "ignore_class"],
     "clips": ["gradients, _ = tf.clip_by_global_norm(gradients, 99.0)", "npu.distribute.all_reduce(gradients)"],
+    "ragged": ["isn't a mean", "time_distributed"],
+    "optimizer that clips": ["tf.clip_by_norm(gradient, 99.0)", "apply_gradients, which gets those of all ranks"],
     "counter": ["seen", "count steps, not samples", "self.seen.assign_add("],
 }
 
 
-@pytest.mark.parametrize("kind", [*WARNINGS, pytest.param("ragged", marks=pytest.mark.only_keras("2"))])
+def _marked(kind: str) -> Any:
+    is_of_keras_2 = kind in ("ragged", "optimizer that clips")
+    return pytest.param(kind, marks=pytest.mark.only_keras("2") if is_of_keras_2 else [])
+
+
+@pytest.mark.parametrize("kind", list(map(_marked, WARNINGS)))
 def test_warnings(keras_two_ranks: Pool, kind: str) -> None:
     (error, statement, [warning]), others = keras_two_ranks.run(body_check, kind)
-    assert (error, statement) == ("", "checked, with a warning")
-    assert others == ("", "", [])
-    for part in WARNINGS.get(kind, ["isn't a mean", "time_distributed"]):
+    assert (error, others) == ("", ("", "", []))
+    assert statement.startswith("checked, with a warning: ")
+    for part in WARNINGS[kind]:
         assert part in warning
 
 
 STATEMENTS = {
-    "functional": "needs no check: the layers, the loss and the step are Keras's own",
+    "functional": "not compared: layers, loss, step and optimizer are Keras's own",
     "eager": "not checked: the step runs eagerly",
     "python": "not checked: the step runs PyFunc",
     "shuffles": "not checked: the step draws random numbers",

@@ -238,6 +238,26 @@ def body_numbers(kind: str) -> Any:
     return outcome(model, history, scores=model.evaluate(x, y, batch_size=10, verbose=0, return_dict=True))
 
 
+def body_stateful(kind: str) -> Any:
+    """A recurrent layer that keeps a state for each sample: the ranks' batches are parts of those of one process."""
+    keras, rank, size = tf.keras, npu.distribute.rank(), npu.distribute.size()
+    keras.utils.set_random_seed(3)
+    x, _ = samples(24)
+    model = keras.Sequential(
+        [
+            keras.Input(batch_shape=[6 // size, 2, 3]) if kind == "keras3" else keras.Input([2, 3], 6 // size),
+            keras.layers.GRU(2, stateful=True),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    mine = x.reshape(4, size, 6 // size, 2, 3)[:, rank].reshape(-1, 2, 3)
+    data = tf.data.Dataset.from_tensor_slices((mine, mine[:, 0, :1])).batch(6 // size, drop_remainder=True)
+    history = npu.distribute.replicate(model).fit(npu.distribute.divided(data), epochs=2, verbose=0, shuffle=False)
+    weights = [variable.numpy() for variable in model.trainable_variables]
+    return {"weights": weights, "history": np.asarray(history.history["loss"])}
+
+
 def body_float64() -> Any:
     """A model and data of float64, with weights that no binary number is equal to."""
     keras = tf.keras
@@ -337,6 +357,8 @@ KERAS_2, KERAS_3 = pytest.mark.only_keras("2"), pytest.mark.only_keras("3")
         (body_sums, "two optimizers"),
         (body_sums, "compiled, with a penalty"),
         (body_numbers, "numbers"),
+        pytest.param(body_stateful, "keras2", marks=KERAS_2),
+        pytest.param(body_stateful, "keras3", marks=KERAS_3),
         (body_step, "a variable, and a part for testing only"),
         (body_step, "synchronised, of another model"),
     ],

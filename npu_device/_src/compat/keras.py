@@ -165,6 +165,18 @@ def loss_scale_entries(keras: Any) -> list[tuple[Any, str]]:
     return [(kind, "__init__")] if is_keras_3(keras) else [(type(kind), "__call__")]
 
 
+def reduces_first(optimizer: Any) -> bool:
+    """Return True if Keras itself computes the gradients that an optimizer is given, before they are reduced."""
+    names = ("minimize", "scale_loss", "compute_gradients", "_compute_gradients", "_get_gradients", "_transform_loss")
+    methods = [getattr(type(each), name, None) for each in _with_inner(optimizer) for name in names]
+    return all(belongs_to_keras(method) for method in methods if method is not None)
+
+
+def _with_inner(optimizer: Any) -> list[Any]:
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [optimizer] if inner is None else [optimizer, inner]
+
+
 def gradients_and_variables(optimizer: Any, given: Any, variables: Any = None) -> list[tuple[Any, Any]]:
     """Return pairs from the arguments of one of the ``gradient_entries``: gradients and variables, or pairs."""
     if not is_keras_3(keras_of(optimizer)):

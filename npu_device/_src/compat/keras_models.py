@@ -148,9 +148,17 @@ def moving_statistics(model: Any) -> list[Any]:
     # In tf-keras metrics are layers, too.
     others = [layer for layer in layers if not layer.trainable or hasattr(layer, "update_state")]
     frozen = {id(variable) for layer in [*others, *metrics_of(model)] for variable in variables_of(layer)}
+    frozen |= set(map(id, states_of_samples(model)))
     updated = _unique(variable for layer in layers if layer.trainable for variable in _not_trained(layer))
     variables = [each for each in updated if id(each) not in frozen and not is_vocabulary(each)]
     return [variable for variable in variables if tf.as_dtype(variable.dtype).is_floating]
+
+
+def states_of_samples(model: Any) -> list[Any]:
+    """Return the variables of recurrent layers with ``stateful=True``, which have a row for each sample of a batch."""
+    layers = [layer for layer in all_layers(model) if getattr(layer, "stateful", False) and hasattr(layer, "cell")]
+    states = [tf.nest.flatten(getattr(layer, "states", None)) for layer in layers]
+    return [state for of_layer in states for state in of_layer if hasattr(state, "assign")]
 
 
 def _not_trained(layer: Any) -> list[Any]:

@@ -92,6 +92,20 @@ def run_of(data: Any, total: Number, first: Number, last: Number, division: str 
     return tf.nest.map_structure(cut, data)
 
 
+def units_at(data: Any, total: Number, places: Sequence[int]) -> Any:
+    """Return some of a batch's units, of a total number, in the order of their places."""
+    runs = [run_of(data, total, place, place + 1) for place in places]
+    return tf.nest.map_structure(_joined, *runs)
+
+
+def _joined(*leaves: Any) -> Any:
+    if not _is_divisible(leaves[0]):
+        return leaves[0]
+    if isinstance(leaves[0], tf.SparseTensor):
+        return tf.sparse.concat(0, leaves)
+    return tf.concat(leaves, axis=0)
+
+
 def tag_of(data: Any) -> Any:
     """Return the tag of a batch that is divided already, int64 of shape [2]; see ``divided.with_rows``."""
     return (data[0] if isinstance(data, (tuple, list)) else data)[ROWS]

@@ -334,8 +334,8 @@ def clipped(title: str, line: str, world: World) -> str:
     return (
         f"{title} clips or changes gradients before they are reduced over the {world.size} ranks: {line}\nEach rank "
         "does that with the gradients of its own samples, which gives another result than on one process.\nWhat to do: "
-        "reduce them first, gradients = npu.distribute.all_reduce(gradients); or set clipnorm, global_clipnorm or "
-        "clipvalue on the optimizer."
+        "reduce them first, gradients = npu.distribute.all_reduce(gradients); in a class of optimizers, change them in "
+        "apply_gradients, which gets those of all ranks; or set clipnorm, global_clipnorm or clipvalue."
     )
 
 

@@ -54,7 +54,9 @@ def check(function: Function, batch: Any) -> str:
         return "not checked: NPU_DEVICE_FIRST_STEP_CHECK=off"
     world = function.world
     if needs_no_check(function, batch):
-        mine = _Verdict("needs no check: the layers, the loss and the step are Keras's own")
+        mine = _Verdict(
+            "not compared: layers, loss, step and optimizer are Keras's own, which treat samples one by one"
+        )
     else:
         with _nothing_drawn():
             mine = _verdict(function, batch)
@@ -185,11 +187,11 @@ def _judge(function: Function, samples: Samples, found: Compared) -> _Verdict:
     sums, mixing = findings.added_losses(rehearsal, runs)
     if sums:
         return _Verdict("", findings.summed(title, sums[0], world))
-    compared = findings.comparisons(rehearsal, runs)
-    different = [comparison for comparison in compared if not comparison.is_mean]
+    gradients = findings.comparisons(rehearsal, runs)
+    different = [comparison for comparison in gradients if not comparison.is_mean]
     line = findings.clipping(rehearsal.gradients, rehearsal.step.reduced)
     if any(comparison.is_sum for comparison in different) and line is None:
-        return _Verdict("", findings.of_two_kinds(title, compared, world))
+        return _Verdict("", findings.of_two_kinds(title, gradients, world))
     changed = findings.changes(rehearsal, runs, *_variables(function))
     kept = [change for change in changed if not change.is_number]
     if kept:
@@ -202,7 +204,13 @@ def _judge(function: Function, samples: Samples, found: Compared) -> _Verdict:
         if place is None and mixing:
             place = f"a loss that a layer adds, {mixing[0]}"
         warnings.append(findings.meeting(title, different, place, parts, world))
-    return _Verdict("checked, with a warning" if warnings else "checked", warning="\n".join(warnings))
+    numbers = ", ".join(str(place + 1) for place in sorted(samples.places))
+    sizes = " and ".join(str(part.units) for part in samples.parts)
+    compared_with = (
+        f"gradients, added losses and variables of samples {numbers} of {samples.total}, with those of {sizes}"
+    )
+    result = "checked, with a warning" if warnings else "checked"
+    return _Verdict(f"{result}: {compared_with} of them", warning="\n".join(warnings))
 
 
 def _place(function: Function, spec: Any, parts: Sequence[Part]) -> str | None:
@@ -221,7 +229,7 @@ def _variables(function: Function) -> tuple[dict[int, Any], set[int]]:
     model, known = function.model, function.parts
     reduced = [variable for metric in known.metrics for variable in metric.variables]
     others = {id(compat.handle_of(each)) for each in [*reduced, *training_state.optimizer_state(model)]}
-    every = [*compat.variables_of(model), *training_state.loose_variables(model)]
+    every = [*training_state.common(model, compat.variables_of(model)), *training_state.loose_variables(model)]
     named = {id(compat.handle_of(variable)): variable for variable in every}
     averaged = {id(compat.handle_of(variable)) for variable in known.statistics}
     return {handle: variable for handle, variable in named.items() if handle not in others}, averaged
@@ -245,6 +253,7 @@ def needs_no_check(function: Function, batch: Any) -> bool:
         not function.is_scripts
         and compat.belongs_to_keras(type(function.model))
         and bool(losses)
+        and all(map(compat.reduces_first, training_state.optimizers(function.model)))
         and all(map(_is_well_known_loss, losses))
         and all(map(_treats_samples_apart, compat.operations_of(function.model)))
         and len({int(length) for length in lengths_of(batch)}) == 1

@@ -132,8 +132,10 @@ class Replica:
                 self.in_fit = before
             if self.train.begins:  # no epoch was left to train
                 start.synchronise(self.world, self.model, training=True)
-            variables = [*training_state.weights(self.model), *training_state.loose_variables(self.model)]
-            warn_if_different(self.world, variables)  # and so waits for rank 0's files
+            weights = training_state.common(self.model, training_state.weights(self.model))
+            warn_if_different(
+                self.world, [*weights, *training_state.loose_variables(self.model)]
+            )  # and so waits for rank 0's files
             return history
 
         return fit

@@ -67,7 +67,8 @@ def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) ->
     # An eager model's layers may keep tensors of their last call, which are of the rank's share.
     constants = not getattr(model, "run_eagerly", False)
     require_same_state(world, compat.all_layers(model), constants)
-    variables = [variable for variable in compat.variables_of(model) if not compat.is_vocabulary(variable)]
+    every = training_state.common(model, compat.variables_of(model))
+    variables = [variable for variable in every if not compat.is_vocabulary(variable)]
     variables += training_state.loose_variables(model)
     if training:
         variables += training_state.optimizer_state(model)

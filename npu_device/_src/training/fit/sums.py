@@ -16,12 +16,13 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.training.fit import findings
+from npu_device._src.training.fit.different_samples import different_samples
 from npu_device._src.training.fit.rehearsal import NotChecked, Part, Rehearsal
 from npu_device._src.training.fit.weighting import ADDED_LOSS, LOSS, carrier
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.applied_gradients import reduction_of
 from npu_device._src.world.current_step import Sums
-from npu_device._src.world.share import run_of, units_of
+from npu_device._src.world.share import run_of, units_at, units_of
 
 if TYPE_CHECKING:
     from npu_device._src.training.fit.function import Function
@@ -38,7 +39,8 @@ class Samples(NamedTuple):
     spec: Any  # with which the step is traced
     whole: Part
     parts: list[Part]
-    are_all: bool  # of the batch
+    places: list[int]  # in the batch
+    total: int  # of the batch
 
 
 class Compared(NamedTuple):
@@ -65,17 +67,20 @@ def _reductions(function: Function) -> list[tuple[str, Any]]:
 
 
 def samples_of(batch: Any) -> Samples:
+    """Return some samples of a batch that differ, and two uneven parts of them."""
     total = int(units_of(batch))
-    count = min(total, _SAMPLES)
-    if count < 2:
+    if total < 2:
         raise NotChecked("the first batch has one sample")
+    places = different_samples(batch, total, min(total, _SAMPLES))
+    count = len(places)
     split = 1 if count == 2 else count // 2 + 1
-    whole = Part(run_of(batch, total, 0, count), count, count, True)
+    chosen = units_at(batch, total, places)
+    whole = Part(chosen, count, count, True)
     parts = [
-        Part(run_of(batch, total, 0, split), split, count, True),
-        Part(run_of(batch, total, split, count), count - split, count, False),
+        Part(run_of(chosen, count, 0, split), split, count, True),
+        Part(run_of(chosen, count, split, count), count - split, count, False),
     ]
-    return Samples(tf.nest.map_structure(spec_of_any_length, batch), whole, parts, count == total)
+    return Samples(tf.nest.map_structure(spec_of_any_length, batch), whole, parts, places, total)
 
 
 def compared(function: Function, samples: Samples, repeats: bool) -> Compared:
@@ -118,7 +123,7 @@ def _runs(function: Function, rehearsal: Rehearsal, samples: Samples, repeats: b
     try:
         divided = rehearsal.run(parts)
     except tf.errors.OpError as error:
-        if not samples.are_all:
+        if len(samples.places) < samples.total:
             raise
         raise Indivisible(findings.not_samples(whole.data, findings.last_line(error), function.world)) from error
     if repeats:

@@ -50,7 +50,14 @@ def loose_variables(model: Any) -> list[Any]:
     """Return the ``tf.Variable`` objects that the steps can reach, but that Keras doesn't count among its variables."""
     metrics = (variable for metric in compat.metrics_of(model) for variable in metric.variables)
     known = {id(variable) for variable in [*compat.variables_of(model), *metrics, *compat.counters_of(model)]}
+    known |= set(map(id, compat.states_of_samples(model)))
     return [thing for thing in reachable(model) if isinstance(thing, tf.Variable) and id(thing) not in known]
+
+
+def common(model: Any, variables: Iterable[Any]) -> list[Any]:
+    """Return variables of a model without those that hold a state for each sample, of which each rank has its own."""
+    own = set(map(id, compat.states_of_samples(model)))
+    return [variable for variable in variables if id(variable) not in own]
 
 
 def attributes(model: Any) -> Iterable[Any]:
