@@ -18,7 +18,9 @@ import pytest
 from npu_device._src.gradients import split_strategy
 from npu_device._src.report.__main__ import main
 from npu_device._src.report.analysis import analyse
-from npu_device._src.report.output import COLOURS, summary, write_all
+from npu_device._src.report.picture import COLOURS
+from npu_device._src.report.report_files import write_all
+from npu_device._src.report.summary import summary
 from npu_device._src.trace import records
 from npu_device._src.trace.records import FILE, GradientRecord, PointSchema, RankTrace, Schedule, read, settings
 

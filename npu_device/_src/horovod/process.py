@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.horovod import modules
-from npu_device._src.report.output import PERFETTO
+from npu_device._src.report.report_files import PERFETTO
 from npu_device._src.training.distribute import ranks
 from npu_device._src.training.opening import device
 

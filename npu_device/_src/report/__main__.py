@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from npu_device._src.report.output import PAGE, PERFETTO, compared, summary, write_all
+from npu_device._src.report.report_files import PAGE, PERFETTO, write_all
+from npu_device._src.report.summary import compared, summary
 
 
 def main(arguments: Sequence[str] | None = None, name: str | None = None) -> None:
@@ -23,16 +24,16 @@ def main(arguments: Sequence[str] | None = None, name: str | None = None) -> Non
         allow_abbrev=False,
     )
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR")
-    found = {}
+    analyses = {}
     for directory in parser.parse_args(arguments).directories:
         try:
-            found[str(directory)] = write_all(directory)
+            analyses[str(directory)] = write_all(directory)
         except (OSError, ValueError) as error:
             sys.exit(f"{name}: {directory}: {error}")
-    if len(found) > 1:
-        print(compared(found))
+    if len(analyses) > 1:
+        print(compared(analyses))
     else:
-        [(_, analysis)] = found.items()
+        [analysis] = analyses.values()
         print(f"{summary(analysis)}\n\npage: {directory / PAGE}\nPerfetto: {directory / PERFETTO}")
 
 

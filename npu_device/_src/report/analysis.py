@@ -16,7 +16,7 @@ from npu_device._src.trace.records import Iteration, RankTrace
 WARM_UP = 2
 """Recorded iterations at the beginning that don't count: they compile, and fill caches."""
 
-_EVEN = 0.02  # a rank within this part of a step of the others is as fast as they are
+_EVEN = 0.02  # of a step: a rank that is not later than this is as fast as the others
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class Slowest:
-    """The rank that the others wait for: how much later it is than their median, and the part in which it is."""
+    """The rank that the others wait for: how much later it is than their median, and in what."""
 
     rank: int
     host: str
@@ -51,47 +51,55 @@ def steady(traces: Sequence[RankTrace]) -> list[RankTrace]:
     if len({(trace.model, trace.segments) for trace in traces}) > 1:
         lines = "\n".join(f"rank {trace.rank}: model {trace.model}, segments {trace.segments}" for trace in traces)
         raise ValueError(f"the ranks reduced different segments:\n{lines}\nLikely cause: traces of several runs.")
-    by_number = [{one.iteration: one for one in trace.iterations} for trace in traces]
+    by_number = [{iteration.iteration: iteration for iteration in trace.iterations} for trace in traces]
     common = sorted(set.intersection(*map(set, by_number)))
     if not common:
         counts = "\n".join(f"rank {trace.rank}: {len(trace.iterations)} iterations" for trace in traces)
         raise ValueError(f"no iteration was recorded on every rank:\n{counts}")
-    kept = common[WARM_UP:] or common[-1:]
-    pairs = zip(traces, by_number)
-    return [replace(trace, iterations=tuple(iterations[number] for number in kept)) for trace, iterations in pairs]
+    numbers = common[WARM_UP:] or common[-1:]
+    steady_traces = []
+    for trace, iterations in zip(traces, by_number):
+        common_iterations = tuple(iterations[number] for number in numbers)
+        steady_traces.append(replace(trace, iterations=common_iterations))
+    return steady_traces
 
 
 def figures(trace: RankTrace) -> RankFigures:
-    ones = trace.iterations
     return RankFigures(
         rank=trace.rank,
         host=trace.host,
-        step=statistics.median(one.time for one in ones),
-        input_wait=statistics.median(one.input_wait or 0.0 for one in ones),
-        alone=statistics.median(one.bp_end - one.fp_start - one.hidden for one in ones),
-        hidden=statistics.median(one.hidden for one in ones),
-        exposed=statistics.median(one.exposed for one in ones),
-        update=statistics.median(one.iteration_end - max(one.bp_end, one.last_reduced) for one in ones),
+        step=_median(trace, lambda iteration: iteration.time),
+        input_wait=_median(trace, lambda iteration: iteration.input_wait or 0.0),
+        alone=_median(trace, lambda iteration: iteration.bp_end - iteration.fp_start - iteration.hidden),
+        hidden=_median(trace, lambda iteration: iteration.hidden),
+        exposed=_median(trace, lambda iteration: iteration.exposed),
+        update=_median(
+            trace, lambda iteration: iteration.iteration_end - max(iteration.bp_end, iteration.last_reduced)
+        ),
     )
 
 
 def slowest(ranks: Sequence[RankFigures]) -> Slowest | None:
-    last = max(ranks, key=lambda rank: rank.busy)
-    others = [rank for rank in ranks if rank is not last]
+    """Return the rank that the others wait for; None if all are about as fast."""
+    busiest = max(ranks, key=lambda rank: rank.busy)
+    others = [rank for rank in ranks if rank is not busiest]
     if not others:
         return None
-    late = last.busy - statistics.median(rank.busy for rank in others)
-    if late < _EVEN * last.step:
+    late = busiest.busy - statistics.median(rank.busy for rank in others)
+    if late < _EVEN * busiest.step:
         return None
-    waits = last.input_wait - statistics.median(rank.input_wait for rank in others)
-    cause = "waiting for input" if waits > late / 2 else "forward and backward"
-    return Slowest(last.rank, last.host, late, cause)
+    input_wait = busiest.input_wait - statistics.median(rank.input_wait for rank in others)
+    cause = "forward and backward"
+    if input_wait > late / 2:
+        cause = "waiting for input"
+    return Slowest(busiest.rank, busiest.host, late, cause)
 
 
 def median_iteration(traces: Sequence[RankTrace]) -> int:
-    times = [[one.time for one in trace.iterations] for trace in traces]
-    longest = [max(each) for each in zip(*times)]
-    ordered = sorted(range(len(longest)), key=longest.__getitem__)
+    """Return the number of the iteration of median length on its slowest rank."""
+    times_of_ranks = [[iteration.time for iteration in trace.iterations] for trace in traces]
+    times = list(map(max, zip(*times_of_ranks)))
+    ordered = sorted(range(len(times)), key=times.__getitem__)
     return traces[0].iterations[ordered[len(ordered) // 2]].iteration
 
 
@@ -101,11 +109,13 @@ def amount(size: float) -> str:
     >>> amount(102_228_128), amount(196)
     ('102.2 MB', '0.2 kB')
     """
-    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
+    if size >= 1e6:
+        return f"{size / 1e6:.1f} MB"
+    return f"{size / 1e3:.1f} kB"
 
 
-_LITTLE = 0.02  # of a step: not worth a change
-_MOST = 0.9  # of the bytes
+_NEGLIGIBLE = 0.02  # of a step: not worth a change
+_MAJORITY = 0.9  # of the bytes
 _EQUAL = 4
 """Segments of equal bytes to try: about as fast as the best split that a model finds (docs/notes.md)."""
 _NETWORK = 0.2e9
@@ -123,61 +133,93 @@ class Diagnosis:
 
 
 def diagnose(traces: Sequence[RankTrace], ranks: Sequence[RankFigures]) -> Diagnosis:
-    last = max(ranks, key=lambda rank: rank.busy)
-    trace = next(one for one in traces if one.rank == last.rank)
-    if last.exposed < _LITTLE * last.step:
-        reasons = f"Only {_ms(last.exposed)} of each step is exposed."
+    """Return what the split does to the step of the rank that the others wait for."""
+    busiest = max(ranks, key=lambda rank: rank.busy)
+    trace = next(trace for trace in traces if trace.rank == busiest.rank)
+    if busiest.exposed < _NEGLIGIBLE * busiest.step:
+        reasons = f"Only {_ms(busiest.exposed)} of each step is exposed."
         return Diagnosis("Communication is hidden behind backward.", reasons, None, "There is nothing to change.")
-    situation, remedy, reasons = _situation(trace, last)
-    where = "" if trace.group == WORLD_GROUP else f", group={trace.group!r}"
-    call = None if len(trace.segments) == _EQUAL else f"set_split_strategy_by_size({[100 // _EQUAL] * _EQUAL}{where})"
-    expectation = "npurun trace A B compares the steps of two traces." + _send_less(traces, last)
+    situation, remedy, reasons = _situation(trace, busiest)
+    call = None
+    if len(trace.segments) != _EQUAL:  # else that has been tried
+        call = _split_call(trace.group)
+    expectation = "npurun trace A B compares the steps of two traces." + _send_less(traces, busiest)
     return Diagnosis(f"{situation}: {remedy}.", reasons, call, expectation)
+
+
+def _split_call(group: str) -> str:
+    """Return the call that cuts the gradients into segments of equal bytes."""
+    percentages = [100 // _EQUAL] * _EQUAL
+    if group == WORLD_GROUP:
+        return f"set_split_strategy_by_size({percentages})"
+    return f"set_split_strategy_by_size({percentages}, group={group!r})"
 
 
 def _situation(trace: RankTrace, rank: RankFigures) -> tuple[str, str, str]:
     """Return the situation, what the guide advises in it, and the figures that say so."""
 
-    def starts(segment: int) -> float:
-        return _median(trace, lambda one: one.allreduce[segment][0] - one.fp_start)
+    def start(segment: int) -> float:
+        return _median(trace, lambda iteration: iteration.allreduce[segment][0] - iteration.fp_start)
 
-    order = sorted(range(len(trace.segments)), key=starts)
-    share = [trace.bytes_of(segment) / max(1, sum(one.bytes for one in trace.gradients)) for segment in order]
-    before = order[:-1]
-    slack = _median(trace, lambda one: one.bp_end - max((one.allreduce[i][1] for i in before), default=one.bp_end))
+    order = sorted(range(len(trace.segments)), key=start)
+    total = max(1, sum(gradient.bytes for gradient in trace.gradients))
+    shares = [trace.bytes_of(segment) / total for segment in order]
     backward = rank.alone + rank.hidden
-    hang = f"the reduction ends {_ms(rank.exposed)} after the backward pass, {rank.exposed / rank.step:.0%} of a step"
-    if rank.hidden + rank.exposed > backward:
-        hang += f". It takes {_ms(rank.hidden + rank.exposed)}, longer than the backward pass: no split can hide it all"
-    if max(share) >= _MOST:
-        which = f"One of {len(order)} segments has {max(share):.0%}" if before else "The only segment has all"
+    overhang = _overhang(rank)
+    if max(shares) >= _MAJORITY:
+        segment = "The only segment has all"
+        if len(order) > 1:
+            segment = f"One of {len(order)} segments has {max(shares):.0%}"
         situation = "One segment has most of the bytes and ends after the backward pass"
-        return situation, "add segments", f"{which} of the bytes; {hang}."
-    first = (
-        f"The backward pass ends {_ms(backward)} after the start of the step. The first segment ({share[0]:.0%} of the "
-        f"bytes) starts after {_ms(starts(order[0]))}"
+        return situation, "add segments", f"{segment} of the bytes; {overhang}."
+    beginning = (
+        f"The backward pass ends {_ms(backward)} after the start of the step. The first segment ({shares[0]:.0%} of "
+        f"the bytes) starts after {_ms(start(order[0]))}"
     )
+    slack = _slack(trace, order[:-1])
     if slack < 0:
         return (
             "The first reductions start late and end after the backward pass",
             "move the cut forward",
-            f"{first}; all but the last segment end {_ms(-slack)} after the backward pass; {hang}.",
+            f"{beginning}; all but the last segment end {_ms(-slack)} after the backward pass; {overhang}.",
         )
     return (
         "The first reduction starts early and the last one is long",
         "move the cut back",
-        f"{first}; all but the last segment end {_ms(slack)} before the backward pass, and the last one "
-        f"({share[-1]:.0%}) after it; {hang}.",
+        f"{beginning}; all but the last segment end {_ms(slack)} before the backward pass, and the last one "
+        f"({shares[-1]:.0%}) after it; {overhang}.",
     )
 
 
-def _send_less(traces: Sequence[RankTrace], last: RankFigures) -> str:
+def _slack(trace: RankTrace, segments: Sequence[int]) -> float:
+    """Return how long before the end of backward these segments are reduced; negative if after it."""
+
+    def slack(iteration: Iteration) -> float:
+        ends = [iteration.allreduce[segment][1] for segment in segments]
+        return iteration.bp_end - max(ends, default=iteration.bp_end)
+
+    return _median(trace, slack)
+
+
+def _overhang(rank: RankFigures) -> str:
+    """Return the words for the reduction after backward, which a split can shorten only so far."""
+    share = f"{rank.exposed / rank.step:.0%} of a step"
+    text = f"the reduction ends {_ms(rank.exposed)} after the backward pass, {share}"
+    reduction = rank.hidden + rank.exposed
+    if reduction > rank.alone + rank.hidden:
+        text += f". It takes {_ms(reduction)}, longer than the backward pass: no split can hide it all"
+    return text
+
+
+def _send_less(traces: Sequence[RankTrace], rank: RankFigures) -> str:
     """Return advice to send less if the network between hosts is the limit, and not a core."""
     hosts = len({trace.host for trace in traces})
-    wide = any(gradient.dtype in ("float32", "float64") for gradient in traces[0].gradients)
-    sent = sum(gradient.bytes for gradient in traces[0].gradients) * 2 * (hosts - 1) / hosts  # by each host
-    speed = sent / ((last.hidden + last.exposed) * 1e-6)
-    if hosts == 1 or not wide or speed >= _NETWORK:
+    gradients = traces[0].gradients
+    is_wide = any(gradient.dtype in ("float32", "float64") for gradient in gradients)
+    # A ring of hosts sends everything twice, but for each host's own share.
+    sent = sum(gradient.bytes for gradient in gradients) * 2 * (hosts - 1) / hosts
+    speed = sent / ((rank.hidden + rank.exposed) * 1e-6)  # bytes a second
+    if hosts == 1 or not is_wide or speed >= _NETWORK:
         return ""
     return (
         f" Each host sends {speed * 8e-9:.1f} Gbit/s, less than a core can send: the network is the limit. "
@@ -185,8 +227,8 @@ def _send_less(traces: Sequence[RankTrace], last: RankFigures) -> str:
     )
 
 
-def _median(trace: RankTrace, value: Callable[[Iteration], float]) -> float:
-    return statistics.median(map(value, trace.iterations))
+def _median(trace: RankTrace, figure: Callable[[Iteration], float]) -> float:
+    return statistics.median(map(figure, trace.iterations))
 
 
 def _ms(microseconds: float) -> str:
@@ -203,6 +245,7 @@ class Analysis:
 
 
 def analyse(traces: Sequence[RankTrace]) -> Analysis:
-    kept = steady(traces)
-    ranks = [figures(trace) for trace in kept]
-    return Analysis(tuple(kept), tuple(ranks), slowest(ranks), median_iteration(kept), diagnose(kept, ranks))
+    """Return what the iterations show that every rank has recorded, without the first ones."""
+    traces = steady(traces)
+    ranks = [figures(trace) for trace in traces]
+    return Analysis(tuple(traces), tuple(ranks), slowest(ranks), median_iteration(traces), diagnose(traces, ranks))

@@ -32,7 +32,7 @@ from npu_device._src.collectives.stall import StallWatch
 from npu_device._src.membership import parent_rank, schemes
 from npu_device._src.membership.parent_rank import ParentRank
 from npu_device._src.options import global_options
-from npu_device._src.report.output import write_report
+from npu_device._src.report.report_files import write_report
 from npu_device._src.trace import trace
 from npu_device._src.trace.records import Settings, settings
 from npu_device._src.training.watching.last_word import LastWord

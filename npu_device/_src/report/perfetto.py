@@ -1,0 +1,87 @@
+"""Perfetto's file of a trace.
+
+It has the Trace Event Format:
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Events have the names, categories and
+arguments of Ascend's step trace. Times are whole microseconds from the first event on; those in the arguments are
+absolute. A viewer that calculates in doubles would see larger or finer ones as overlapping, and drop them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from npu_device._src.trace.records import Iteration, RankTrace
+
+# Lines of a rank; each segment has one of its own.
+_STEP = 0
+_PHASES = 1
+_FIRST_SEGMENT = 2
+
+Event = dict[str, Any]
+
+
+def write_json(traces: Sequence[RankTrace], path: Path) -> None:
+    """Write the trace: a process per rank, with lines for iterations, for their parts, and for each segment."""
+    # The numbers of lines follow those of the ranks. Perfetto takes a thread with its process's number for the main
+    # thread, and 0 for the idle thread of all processes.
+    events = []
+    for trace in traces:
+        events += [{**event, "tid": trace.world_size + event["tid"]} for event in _events(trace)]
+    timed = [event for event in events if "ts" in event]
+    origin = min((event["ts"] for event in timed), default=0)
+    for event in timed:
+        event["ts"] -= origin
+    document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"Origin(us)": origin}}
+    path.write_text(json.dumps(document), encoding="utf-8")
+
+
+def _events(trace: RankTrace) -> Iterator[Event]:
+    """Yield the events of a rank: the names of its lines, then its iterations."""
+    yield _metadata("process_name", trace.rank, _STEP, name=f"rank {trace.rank} ({trace.host}, process {trace.pid})")
+    yield _metadata("process_sort_index", trace.rank, _STEP, sort_index=trace.rank)
+    names = ["Step Trace(Model ID:1)", "FP, BP and refresh"]
+    names += [f"Reduce {segment}: gradients {low} to {high}" for segment, (low, high) in enumerate(trace.segments)]
+    for line, name in enumerate(names):
+        yield _metadata("thread_name", trace.rank, line, name=name)
+        yield _metadata("thread_sort_index", trace.rank, line, sort_index=line)
+    for iteration in trace.iterations:
+        yield from _iteration_events(trace.rank, iteration)
+
+
+def _iteration_events(rank: int, iteration: Iteration) -> Iterator[Event]:
+    number = iteration.iteration
+    begin = round(iteration.begin)
+    fp_start = round(iteration.fp_start)
+    bp_end = round(iteration.bp_end)
+    end = round(iteration.iteration_end)
+    points = {"Iteration ID": number, "FP Start": fp_start, "BP End": bp_end}
+    step = {**points, "Iteration End": end, "Iteration Time(us)": end - begin}
+    yield _span(f"Iteration {number}", "Iteration Time", rank, _STEP, begin, end, step)
+    compute = {**points, "FP_BP Time(us)": bp_end - fp_start}
+    yield _span(f"FP_BP Time {number}", "FP_BP Time", rank, _PHASES, fp_start, bp_end, compute)
+    if iteration.input_wait is not None:
+        # The wait for data is an arrow from the beginning of the iteration, as on Ascend. Its ends attach to the spans
+        # that begin there.
+        wait = {"Iteration ID": number, "Data_aug Bound(us)": round(iteration.input_wait)}
+        arrow = {"cat": "Data_aug Bound", "name": f"Data_aug Bound {number}", "pid": rank, "id": rank << 32 | number}
+        yield {**arrow, "ph": "s", "tid": _STEP, "ts": begin, "args": wait}
+        yield {**arrow, "ph": "t", "tid": _PHASES, "ts": fp_start, "args": wait}
+    refresh = {"Iteration ID": number, "BP End": bp_end, "Iteration End": end, "Iteration Refresh(us)": end - bp_end}
+    yield _span(f"Iteration Refresh {number}", "Iteration Refresh", rank, _PHASES, bp_end, end, refresh)
+    for segment, (start_us, end_us) in enumerate(iteration.allreduce):
+        start = round(start_us)
+        end = round(end_us)
+        reduce = {"Iteration ID": number, f"Reduce Start {segment}": start, f"Reduce End {segment}": end}
+        yield _span(f"Reduce_{number}_{segment}", "Reduce", rank, _FIRST_SEGMENT + segment, start, end, reduce)
+
+
+def _span(name: str, category: str, rank: int, line: int, start: int, end: int, arguments: Event) -> Event:
+    event = {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": line}
+    return {**event, "ts": start, "dur": end - start, "args": arguments}
+
+
+def _metadata(event: str, rank: int, line: int, **arguments: Any) -> Event:
+    return {"name": event, "ph": "M", "pid": rank, "tid": line, "args": arguments}

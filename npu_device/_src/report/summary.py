@@ -1,0 +1,98 @@
+"""The report of a trace as text, and a comparison of several traces."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from npu_device._src.report.analysis import Analysis, RankFigures, amount
+from npu_device._src.trace.records import RankTrace
+from npu_device._src.wording import counted
+
+
+def summary(analysis: Analysis) -> str:
+    """Return the report: what was traced, a table of the ranks, whom they wait for, and what to do."""
+    diagnosis = analysis.diagnosis
+    lines = [*_notes(analysis), "", _HEAD, *map(_row, analysis.ranks)]
+    lines += ["", _waiting(analysis), _spread(analysis)]
+    lines += ["", diagnosis.situation, diagnosis.reasons]
+    if diagnosis.call is not None:
+        lines += ["", "Paste before the first step:", f"    {diagnosis.call}"]
+    lines.append(diagnosis.expectation)
+    return "\n".join(lines)
+
+
+def _notes(analysis: Analysis) -> list[str]:
+    """Return what was traced, and notes on reading the figures: iterations, clocks, ranks without a trace."""
+    trace = analysis.traces[0]  # all ranks have the same gradients and iterations
+    hosts = counted(len({trace.host for trace in analysis.traces}), "host")
+    size = amount(sum(gradient.bytes for gradient in trace.gradients))
+    segments = counted(len(trace.segments), "segment")
+    numbers = [iteration.iteration for iteration in trace.iterations]
+    lines = [
+        f"{len(trace.gradients)} gradients, {size}, in {segments}; {trace.world_size} ranks on {hosts}, "
+        f"group {trace.group!r}, backend {trace.backend}",
+        f"medians of {len(numbers)} iterations, from number {numbers[0]} to {numbers[-1]}",
+        _clocks(analysis.traces),
+    ]
+    absent = sorted(set(range(trace.world_size)) - {trace.rank for trace in analysis.traces})
+    if absent:
+        lines.append(
+            f"no trace of rank(s) {', '.join(map(str, absent))}. What to do: bring the directories rank<N> of all "
+            "hosts together"
+        )
+    return lines
+
+
+def _clocks(traces: Sequence[RankTrace]) -> str:
+    if len({trace.host for trace in traces}) == 1:
+        return "all ranks read the clock of the same host"
+    if any(trace.clock_error_us is None for trace in traces):
+        return "the clocks of the hosts could not be compared: times of different hosts don't fit together"
+    error = max(trace.clock_error_us or 0.0 for trace in traces)
+    return f"the clocks of the hosts were compared at the start, to ±{error / 1e3:.2f} ms"
+
+
+# Hidden and exposed are the reduction during and after compute.
+_HEAD = "ms".ljust(10) + "".join(f"{name:>9}" for name in ("step", "input", "compute", "hidden", "exposed", "update"))
+_HEAD += "  host"
+
+
+def _row(rank: RankFigures) -> str:
+    compute = rank.alone + rank.hidden
+    times_us = rank.step, rank.input_wait, compute, rank.hidden, rank.exposed, rank.update
+    cells = "".join(f"{time_us / 1e3:9.1f}" for time_us in times_us)
+    return f"rank {rank.rank:<5}{cells}  {rank.host}"
+
+
+def _waiting(analysis: Analysis) -> str:
+    slowest = analysis.slowest
+    if slowest is None:
+        return "no rank is slower than the others"
+    waiting = "the other rank waits"
+    if len(analysis.ranks) > 2:
+        waiting = "the others wait"
+    lag = f"it is {slowest.late / 1e3:.1f} ms later, in {slowest.cause}"
+    return f"{waiting} for rank {slowest.rank} on host {slowest.host}: {lag}"
+
+
+def _spread(analysis: Analysis) -> str:
+    times_of_ranks = [[iteration.time for iteration in trace.iterations] for trace in analysis.traces]
+    times = sorted(map(max, zip(*times_of_ranks)))  # a step is over when it is on all ranks
+    tenth = times[len(times) // 10]
+    ninetieth = times[-1 - len(times) // 10]
+    return (
+        f"on its slowest rank, a step takes {statistics.median(times) / 1e3:.1f} ms; 10 % take less than "
+        f"{tenth / 1e3:.1f} ms, 10 % more than {ninetieth / 1e3:.1f} ms, the longest {times[-1] / 1e3:.1f} ms"
+    )
+
+
+def compared(analyses: Mapping[str, Analysis]) -> str:
+    """Return a table of several traces, by name, with the medians on the rank that the others wait for."""
+    width = max(map(len, analyses))
+    lines = [f"{'trace':{width}}{'segments':>10}{'exposed, ms':>13}{'ms per step':>13}"]
+    for name, analysis in analyses.items():
+        busiest = max(analysis.ranks, key=lambda rank: rank.busy)
+        segments = len(analysis.traces[0].segments)
+        lines.append(f"{name:{width}}{segments:>10}{busiest.exposed / 1e3:>13.1f}{busiest.step / 1e3:>13.1f}")
+    return "\n".join(lines)
