@@ -22,7 +22,7 @@ from npu_device._src.report.picture import COLOURS
 from npu_device._src.report.report_files import write_all
 from npu_device._src.report.summary import summary
 from npu_device._src.trace import records
-from npu_device._src.trace.records import FILE, GradientRecord, PointSchema, RankTrace, Schedule, read, settings
+from npu_device._src.trace.records import FILE, GradientRecord, PointSchema, RankTrace, Sampling, read, settings
 
 GRADIENTS = 10
 STEPS = 9
@@ -222,7 +222,7 @@ def test_the_script_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("NPU_DEVICE_TRACE_ITERATIONS", "3-5,10-10")
     found = settings(False, '{"output": "ignored"}')
     assert found is not None and found.output == tmp_path / "theirs"
-    assert [number for number in range(12) if found.schedule.wants(number)] == [3, 4, 5, 10]
+    assert [number for number in range(12) if found.sampling.wants(number)] == [3, 4, 5, 10]
     mine = settings(True, json.dumps({"output": str(tmp_path / "mine"), "fp_point": "a", "storage_limit": "200MB"}))
     assert mine is not None and mine.output == tmp_path / "mine"
     assert (mine.fp_point, mine.bp_point, mine.storage_limit) == ("a", "", 200_000_000)
@@ -248,7 +248,7 @@ def test_options_with_slips_are_read_with_a_warning(text: str, caplog: pytest.Lo
 
 
 def test_a_long_run_leaves_few_iterations() -> None:
-    recorded = [number for number in range(1, 100_001) if Schedule().wants(number)]
+    recorded = [number for number in range(1, 100_001) if Sampling().wants(number)]
     assert recorded[:100] == list(range(1, 101))
     assert len(recorded) < 650 and recorded[-1] > 98_000
 
@@ -272,7 +272,7 @@ def _points(begin: float) -> list[float]:
 
 def record(directory: Path, *steps: tuple[PointSchema, list[float]]) -> RankTrace:
     """What can be read of the steps. Each line is there at once, without an orderly end."""
-    recorder = records.Recorder(directory, HEADER, Schedule())
+    recorder = records.TraceFile(directory, HEADER, Sampling())
     for schema, points in steps:
         recorder.add(schema, points)
     [found] = read(directory)
@@ -294,7 +294,7 @@ def test_points_become_a_record(tmp_path: Path) -> None:
 
 
 def test_the_older_half_goes_at_the_limit(tmp_path: Path) -> None:
-    recorder = records.Recorder(tmp_path, HEADER, Schedule(((1, 1000),)), limit=2000)
+    recorder = records.TraceFile(tmp_path, HEADER, Sampling(((1, 1000),)), limit=2000)
     for number in range(1, 101):
         recorder.add(TWO, _points(100.0 * number))
         assert (tmp_path / "rank1" / FILE).stat().st_size <= 2000

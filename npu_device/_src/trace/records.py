@@ -49,11 +49,15 @@ class Iteration:
     @property
     def input_wait(self) -> float | None:
         """Return the microseconds between the previous iteration and this one; None for the first."""
-        return None if self.previous_end is None else self.fp_start - self.previous_end
+        if self.previous_end is None:
+            return None
+        return self.fp_start - self.previous_end
 
     @property
     def begin(self) -> float:
-        return self.fp_start if self.previous_end is None else self.previous_end
+        if self.previous_end is None:
+            return self.fp_start
+        return self.previous_end
 
     @property
     def time(self) -> float:
@@ -71,11 +75,12 @@ class Iteration:
     @property
     def hidden(self) -> float:
         """Return the microseconds of communication while backward ran; overlapping segments count once."""
-        covered, reached = 0.0, self.fp_start
+        covered = 0.0
+        covered_until = self.fp_start
         for start, end in sorted(self.allreduce):
             until = min(end, self.bp_end)
-            covered += max(0.0, until - max(start, reached))
-            reached = max(reached, until)
+            covered += max(0.0, until - max(start, covered_until))
+            covered_until = max(covered_until, until)
         return covered
 
 
@@ -97,13 +102,14 @@ class RankTrace:
     iterations: tuple[Iteration, ...] = ()
 
     def bytes_of(self, segment: int) -> int:
-        first, last = self.segments[segment]
-        return sum(gradient.bytes for gradient in self.gradients[first : last + 1])
+        low, high = self.segments[segment]
+        return sum(gradient.bytes for gradient in self.gradients[low : high + 1])
 
     def header(self) -> dict[str, Any]:
-        values = asdict(self)
-        del values["iterations"]
-        return {"version": VERSION, **values}
+        """Return the first line of the file; the iterations follow one by one."""
+        header = asdict(self)
+        del header["iterations"]
+        return {"version": VERSION, **header}
 
 
 def read(directory: str | Path) -> list[RankTrace]:
@@ -114,15 +120,16 @@ def read(directory: str | Path) -> list[RankTrace]:
     """
     if not Path(directory).is_dir():
         raise ValueError("there is no trace: no such directory")
-    found = []
+    traces = []
     for path in Path(directory).glob(f"rank*/{FILE}"):
-        parts = list(_parts(path))
-        if parts:
-            found.append(max(parts, key=lambda part: len(part.iterations)))
-    return sorted(found, key=lambda trace: trace.rank)
+        sections = list(_sections(path))
+        if sections:
+            traces.append(max(sections, key=lambda section: len(section.iterations)))
+    return sorted(traces, key=lambda trace: trace.rank)
 
 
-def _parts(path: Path) -> Iterator[RankTrace]:
+def _sections(path: Path) -> Iterator[RankTrace]:
+    """Yield the trace of a file for each split of the gradients, which begins with a header."""
     header: dict[str, Any] | None = None
     iterations: list[Iteration] = []
     # Another rank may be writing at this moment: a last line without a newline isn't complete yet.
@@ -130,13 +137,14 @@ def _parts(path: Path) -> Iterator[RankTrace]:
         if not line.endswith("\n"):
             break
         try:
-            values = json.loads(line)
-            if "version" in values:
-                if header is not None:
-                    yield _trace(header, iterations)
-                header, iterations = values, []
-            else:
-                iterations.append(_iteration(values))
+            fields = json.loads(line)
+            if "version" not in fields:
+                iterations.append(_iteration(fields))
+                continue
+            if header is not None:
+                yield _trace(header, iterations)
+            header = fields
+            iterations = []
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number}, is not a line of a trace: {error!r}") from error
     if header is not None:
@@ -144,18 +152,19 @@ def _parts(path: Path) -> Iterator[RankTrace]:
 
 
 def _trace(header: dict[str, Any], iterations: list[Iteration]) -> RankTrace:
-    values = dict(header)
-    version = values.pop("version")
+    fields = dict(header)
+    version = fields.pop("version")
     if version != VERSION:
         raise ValueError(f"a trace of version {version}; this package reads version {VERSION}")
-    values["gradients"] = tuple(GradientRecord(**gradient) for gradient in values["gradients"])
-    values["segments"] = tuple((first, last) for first, last in values["segments"])
-    return RankTrace(**values, iterations=tuple(sorted(iterations, key=lambda one: one.iteration)))
+    fields["gradients"] = tuple(GradientRecord(**gradient) for gradient in fields["gradients"])
+    fields["segments"] = tuple((low, high) for low, high in fields["segments"])
+    in_order = sorted(iterations, key=lambda iteration: iteration.iteration)
+    return RankTrace(**fields, iterations=tuple(in_order))
 
 
-def _iteration(values: dict[str, Any]) -> Iteration:
-    allreduce = tuple((start, end) for start, end in values["allreduce"])
-    return Iteration(**{**values, "allreduce": allreduce, "ready": tuple(values["ready"])})
+def _iteration(fields: dict[str, Any]) -> Iteration:
+    allreduce = tuple((start, end) for start, end in fields["allreduce"])
+    return Iteration(**{**fields, "allreduce": allreduce, "ready": tuple(fields["ready"])})
 
 
 @dataclass(frozen=True)
@@ -186,37 +195,48 @@ class PointSchema:
     def iteration(
         self, number: int, points: Sequence[float], offset_us: float, previous_end: float | None
     ) -> Iteration:
+        """Return the record of an iteration, from the times of its points in seconds, in the order of the class."""
         # A tenth of a microsecond is finer than the clock.
         times = [round(point * 1e6 + offset_us, 1) for point in points]
-        end = times.pop() if self.has_end else None
+        update_end = times.pop() if self.has_end else None
         fp_start = times.pop(0) if self.has_start else previous_end
         bp_end = times.pop(0) if self.has_bp_end else None
-        ready, ends = times[: len(self.gradients)], times[len(self.gradients) :]
-        last = max(ready)
-        allreduce = []
-        for (first, final), reduced in zip(self.segments, ends):
-            start = last if self.waits_for_all else max(ready[first : final + 1])
-            allreduce.append((start, max(start, reduced)))
-        last_reduced = max(reduced for _, reduced in allreduce)
+        ready = times[: len(self.gradients)]
+        ends = times[len(self.gradients) :]
+        allreduce = self._intervals(ready, ends)
+        # Threads note the points: an end may seem to come before what it ends.
+        starts = [*ready] if fp_start is None else [*ready, fp_start]
+        iteration_ends = [end for _, end in allreduce]
+        if update_end is not None:
+            iteration_ends.append(update_end)
         return Iteration(
             iteration=number,
-            fp_start=min(ready) if fp_start is None else min(fp_start, *ready),
-            bp_end=last if bp_end is None else bp_end,
-            iteration_end=last_reduced if end is None else max(end, last_reduced),
-            allreduce=tuple(allreduce),
+            fp_start=min(starts),
+            bp_end=max(ready) if bp_end is None else bp_end,
+            iteration_end=max(iteration_ends),
+            allreduce=allreduce,
             ready=tuple(ready),
             previous_end=previous_end,
         )
 
+    def _intervals(self, ready: Sequence[float], ends: Sequence[float]) -> tuple[tuple[float, float], ...]:
+        """Return start and end of the reduction of each segment; it starts when its last gradient is there."""
+        intervals = []
+        for (low, high), end in zip(self.segments, ends):
+            awaited = ready if self.waits_for_all else ready[low : high + 1]
+            start = max(awaited)
+            intervals.append((start, max(start, end)))
+        return tuple(intervals)
 
-class Recorder:
+
+class TraceFile:
     """The file of one rank. If it would exceed the limit (bytes), the older half of its iterations goes."""
 
-    def __init__(self, directory: Path, head: RankTrace, schedule: Schedule, limit: int | None = None) -> None:
+    def __init__(self, directory: Path, head: RankTrace, sampling: Sampling, limit: int | None = None) -> None:
         self._limit = limit
         self._path = directory / f"rank{head.rank}" / FILE
         self._head = head
-        self._schedule = schedule
+        self._schedule = sampling
         self._lock = threading.Lock()
         self._schema: PointSchema | None = None
         self._iteration = 0
@@ -246,12 +266,14 @@ class Recorder:
         if schema is old:
             return True
         if old is not None and old.model != schema.model:
+            # The reductions of a smaller model, such as a part of this one, are no iterations of it.
             if schema.bytes <= old.bytes:
                 return False
             assert self._file is not None
             self._file.seek(0)
             self._file.truncate()
-            self._iteration, self._previous_end = 0, None
+            self._iteration = 0
+            self._previous_end = None
         self._schema = schema
         if old is None or (old.model, old.segments) != (schema.model, schema.segments):
             self._write(self._header(schema))
@@ -277,10 +299,11 @@ class Recorder:
 
     def _drop_older_half(self, file: TextIO) -> None:
         assert self._schema is not None
-        lines = [line for line in self._path.read_text(encoding="utf-8").splitlines() if '"version"' not in line]
+        all_lines = self._path.read_text(encoding="utf-8").splitlines()
+        lines = [line for line in all_lines if '"version"' not in line]
+        newer = lines[len(lines) // 2 + 1 :]
         file.seek(0)
         file.truncate()
-        newer = lines[len(lines) // 2 + 1 :]
         header = json.dumps(self._header(self._schema))
         file.writelines(f"{line}\n" for line in (header, *newer))
 
@@ -294,7 +317,7 @@ _DENSE = 100
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Sampling:
     """The iterations to record: those in the windows, or without windows the first 100 and then fewer and fewer (every
     2nd up to 200, every 4th up to 400, …), so that a run of a million steps leaves some 800 lines.
     """
@@ -304,11 +327,11 @@ class Schedule:
     def wants(self, iteration: int) -> bool:
         """Return True for an iteration to record, from 1.
 
-        >>> [number for number in range(95, 112) if Schedule().wants(number)]
+        >>> [number for number in range(95, 112) if Sampling().wants(number)]
         [95, 96, 97, 98, 99, 100, 102, 104, 106, 108, 110]
         """
         if self.windows:
-            return any(first <= iteration <= last for first, last in self.windows)
+            return any(start <= iteration <= end for start, end in self.windows)
         doublings = ((iteration - 1) // _DENSE).bit_length()
         return iteration % (1 << doublings) == 0
 
@@ -316,7 +339,7 @@ class Schedule:
 @dataclass(frozen=True)
 class Settings:
     output: Path  # directory, made when it is missing
-    schedule: Schedule = field(default_factory=Schedule)  # which iterations are recorded
+    sampling: Sampling = field(default_factory=Sampling)  # which iterations are recorded
     fp_point: str = ""  # name of the operation with which forward starts; "" finds it
     bp_point: str = ""  # name of the operation with which backward ends; "" finds it
     storage_limit: int | None = None  # bytes that a rank may write
@@ -329,15 +352,15 @@ def settings(enabled: bool, options: str | None) -> Settings | None:
         if environment.PROFILING_MODE.get() != "true":
             return None
         options = environment.PROFILING_OPTIONS.get()
-    found = read_options(options or "")
-    if found.get("training_trace", "on").lower() == "off":
+    by_name = read_options(options or "")
+    if by_name.get("training_trace", "on").lower() == "off":
         return None
     return Settings(
-        output=Path(found.get("output") or "./").resolve(),
-        schedule=Schedule(environment.NPU_DEVICE_TRACE_ITERATIONS.get()),
-        fp_point=found.get("fp_point", ""),
-        bp_point=found.get("bp_point", ""),
-        storage_limit=_bytes(found.get("storage_limit", "")),
+        output=Path(by_name.get("output") or "./").resolve(),
+        sampling=Sampling(environment.NPU_DEVICE_TRACE_ITERATIONS.get()),
+        fp_point=by_name.get("fp_point", ""),
+        bp_point=by_name.get("bp_point", ""),
+        storage_limit=_bytes(by_name.get("storage_limit", "")),
     )
 
 
@@ -359,11 +382,11 @@ def read_options(text: str) -> dict[str, str]:
     if not text.strip():
         return {}
     try:
-        values = json.loads(text)
-        if isinstance(values, dict):
-            return {str(name): str(value) for name, value in values.items()}
+        options = json.loads(text)
+        if isinstance(options, dict):
+            return {str(name): str(option) for name, option in options.items()}
     except ValueError:
         pass
-    found = {name: value.strip() for name, value in _PAIR.findall(text)}
-    _log.warning("profiling options %r are not a JSON object; read as %s", text, found)
-    return found
+    options = {name: option.strip() for name, option in _PAIR.findall(text)}
+    _log.warning("profiling options %r are not a JSON object; read as %s", text, options)
+    return options

@@ -9,13 +9,13 @@ marked as independent of other stateful operations, which ``tf.function`` runs o
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -28,7 +28,7 @@ from npu_device._src.collectives.engines.host.host_engine import end_of
 from npu_device._src.collectives.graph import fetchable_call, origin
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job, current
-from npu_device._src.trace.records import FILE, GradientRecord, PointSchema, RankTrace, Recorder, Settings
+from npu_device._src.trace.records import FILE, GradientRecord, PointSchema, RankTrace, Settings, TraceFile
 
 _WAITING = 10_000  # iterations that the queue holds; a step would wait when it is full
 
@@ -43,11 +43,9 @@ class Tracer:
         head = RankTrace(cluster.rank, cluster.world_size, cluster.host, os.getpid(), *measure_clock(job))
         self.rank = cluster.rank
         self.settings = settings
-        self._recorder = Recorder(settings.output, head, settings.schedule, settings.storage_limit)
-        for path in settings.output.glob(f"rank*/{FILE}") if cluster.rank == 0 else ():
-            number = path.parent.name[4:]
-            if number.isdecimal() and int(number) >= cluster.world_size:  # an earlier job had more ranks
-                path.unlink(missing_ok=True)
+        self._file = TraceFile(settings.output, head, settings.sampling, settings.storage_limit)
+        if cluster.rank == 0:
+            _remove_surplus_traces(settings.output, cluster.world_size)
         self._schemas: list[PointSchema] = []
         with compat.eager_mode():
             self._queue = tf.queue.FIFOQueue(_WAITING, [tf.int32, tf.float64])
@@ -57,13 +55,13 @@ class Tracer:
     def hand_over(self, schema: PointSchema, points: Sequence[Any]) -> tf.Operation | None:
         """Record an iteration: now, or whenever the graph runs. In a session, return the operation for it."""
         if tf.executing_eagerly():
-            self._recorder.add(schema, points)
+            self._file.add(schema, points)
             return None
-        together = tf.stack(points)
-        fetched = fetchable_call(lambda values: self._recorder.add(schema, values.tolist()), together)
-        if fetched is None:
+        times = tf.stack(points)
+        fetched = fetchable_call(lambda array: self._file.add(schema, array.tolist()), times)
+        if fetched is None:  # not in a session
             self._schemas.append(schema)
-            components = [tf.constant(len(self._schemas) - 1), together]
+            components = [tf.constant(len(self._schemas) - 1), times]
             compat.run_independently(tf.raw_ops.QueueEnqueueV2(handle=self._queue.queue_ref, components=components))
         return fetched
 
@@ -72,7 +70,7 @@ class Tracer:
         with compat.eager_mode():
             self._queue.close()
         self._thread.join()
-        self._recorder.close()
+        self._file.close()
 
     def _take(self) -> None:
         with compat.eager_mode():
@@ -82,15 +80,25 @@ class Tracer:
                 except tf.errors.OpError:
                     return  # closed
                 try:
-                    self._recorder.add(self._schemas[int(number)], points.numpy().tolist())
+                    self._file.add(self._schemas[int(number)], points.numpy().tolist())
                 except Exception:  # training must not wait for a queue that nobody empties
                     _log.exception("rank %d: tracing ends here", self.rank)
-                    self._recorder.close()
+                    self._file.close()
+
+
+def _remove_surplus_traces(output: Path, world_size: int) -> None:
+    """Remove the traces of ranks that only an earlier, larger job had."""
+    for path in output.glob(f"rank*/{FILE}"):
+        number = path.parent.name[len("rank") :]
+        if number.isdecimal() and int(number) >= world_size:
+            path.unlink(missing_ok=True)
 
 
 def running() -> Tracer | None:
     job = current()
-    return None if job is None else job.part(Tracer)
+    if job is None:
+        return None
+    return job.part(Tracer)
 
 
 def start(job: Job, settings: Settings) -> None:
@@ -111,15 +119,18 @@ def measure_clock(job: Job) -> tuple[float, float | None]:
     """Compare clocks; return the correction of this one, the same on all ranks of a host, and its uncertainty (None if
     unknown), in microseconds. Every rank calls this.
     """
-    cluster, timeout = job.cluster, environment.HCCL_CONNECT_TIMEOUT.get()
-    first = cluster.neighbours[0]
-    if first == 0:
+    cluster = job.cluster
+    timeout = environment.HCCL_CONNECT_TIMEOUT.get()
+    measurer = cluster.neighbours[0]  # one rank of each host asks, since all have the same clock
+    if measurer == 0:
         return 0.0, 0.0
     try:
-        mine = min(_ask(job, number, timeout) for number in range(_ROUNDS)) if cluster.rank == first else None
-        found = job.store.gather_from(f"clock of {cluster.host}", mine, cluster.neighbours, timeout).get(first)
-        if found is None:
-            raise TimeoutError(f"rank {first} hasn't compared them")
+        measurement = None
+        if cluster.rank == measurer:
+            measurement = min(_ask(job, number, timeout) for number in range(_ROUNDS))
+        measurements = job.store.gather_from(f"clock of {cluster.host}", measurement, cluster.neighbours, timeout)
+        if measurements.get(measurer) is None:
+            raise TimeoutError(f"rank {measurer} hasn't compared them")
     except (ClusterError, TimeoutError) as error:
         _log.warning(
             "rank %d: the clocks of the hosts could not be compared (%s); times of different hosts don't belong "
@@ -128,35 +139,45 @@ def measure_clock(job: Job) -> tuple[float, float | None]:
             error,
         )
         return 0.0, None
-    took, offset = found
-    return offset * 1e6, took / 2 * 1e6
+    round_trip, offset = measurements[measurer]
+    return offset * 1e6, round_trip / 2 * 1e6
 
 
 def _ask(job: Job, number: int, timeout: float) -> tuple[float, float]:
-    before = time.time()
-    there = job.health.ask("clock", [job.cluster.rank, number], [0], timeout).get(0)
-    after = time.time()
-    if there is None:
+    """Return how long rank 0 took to answer, and by how much its clock is ahead, in seconds."""
+    asked = time.time()
+    clock = job.health.ask("clock", [job.cluster.rank, number], [0], timeout).get(0)
+    answered = time.time()
+    if clock is None:
         raise TimeoutError("rank 0 doesn't answer")
-    return after - before, there - (before + after) / 2
+    return answered - asked, clock - (asked + answered) / 2
 
 
 # A step's inputs from outside; forward starts when they are there.
 _INPUTS = ("Placeholder", "IteratorGetNext", "IteratorGetNextAsOptional", "OptionalGetValue")
 
 
-def when(values: Iterable[Any]) -> Any:
-    """Return the time when values, of this graph or one around it, are there: a float eagerly, a scalar in a graph."""
+def when(sources: Iterable[Any]) -> Any:
+    """Return the time when tensors or operations, of this graph or one around it, are done: a float eagerly, a scalar
+    in a graph.
+    """
     if tf.executing_eagerly():
         return time.time()
-    operations = [_operation(value) for value in values]
-    return _read(operations, operations[0].graph if operations else tf.compat.v1.get_default_graph())
+    operations = [_operation(source) for source in sources]
+    graph = tf.compat.v1.get_default_graph()
+    if operations:
+        graph = operations[0].graph
+    return _read(operations, graph)
 
 
-def reduced(value: Any) -> Any:
-    """Return the time when the collective that makes a value was over, perhaps before a thread has made the value."""
-    ended = None if tf.executing_eagerly() else end_of(_operation(value))
-    return when([value]) if ended is None else ended
+def reduced(gradient: Any) -> Any:
+    """Return the time when the collective that makes a gradient was over, perhaps before a thread has made it."""
+    end = None
+    if not tf.executing_eagerly():
+        end = end_of(_operation(gradient))
+    if end is None:
+        return when([gradient])
+    return end
 
 
 def forward_start(gradients: Sequence[Any], name: str) -> Any:
@@ -166,10 +187,12 @@ def forward_start(gradients: Sequence[Any], name: str) -> Any:
     if tf.executing_eagerly():
         return None
     targets = [_operation(gradient) for gradient in gradients]
-    named = _named(targets[0].graph, name)
+    graph = targets[0].graph
+    named = _named(graph, name)
     if named is not None:
-        return _read([tensor.op for tensor in named.inputs], targets[0].graph)
-    return _read([operation for operation in leading_to(targets) if operation.type in _INPUTS], targets[0].graph)
+        return _read([tensor.op for tensor in named.inputs], graph)
+    inputs = [operation for operation in leading_to(targets) if operation.type in _INPUTS]
+    return _read(inputs, graph)
 
 
 def backward_end(gradients: Sequence[Any], name: str) -> Any:
@@ -178,7 +201,9 @@ def backward_end(gradients: Sequence[Any], name: str) -> Any:
         return None
     graph = _operation(gradients[0]).graph
     named = _named(graph, name)
-    return None if named is None else _read([named], graph)
+    if named is None:
+        return None
+    return _read([named], graph)
 
 
 def _named(graph: tf.Graph, name: str) -> tf.Operation | None:
@@ -204,50 +229,62 @@ def _read(operations: Sequence[tf.Operation], graph: tf.Graph) -> tf.Tensor:
     return point
 
 
-def _operation(value: Any) -> tf.Operation:
-    """Return the operation that makes a value, in its own graph; not the input of a branch or loop."""
-    if isinstance(value, tf.Operation):
-        return value
-    return origin(value.values if isinstance(value, tf.IndexedSlices) else value).op
+def _operation(source: Any) -> tf.Operation:
+    """Return the operation that makes a tensor, in its own graph; not the input of a branch or loop."""
+    if isinstance(source, tf.Operation):
+        return source
+    if isinstance(source, tf.IndexedSlices):
+        source = source.values
+    return origin(source).op
 
 
 def leading_to(targets: Sequence[tf.Operation]) -> Iterator[tf.Operation]:
     """Yield operations of a graph and all those on which they depend."""
-    seen: set[tf.Operation] = set()
-    waiting = list(targets)
-    while waiting:
-        operation = waiting.pop()
-        if operation not in seen:
-            seen.add(operation)
-            waiting += (tensor.op for tensor in operation.inputs)
-            waiting += operation.control_inputs
+    visited: set[tf.Operation] = set()
+    pending = list(targets)
+    while pending:
+        operation = pending.pop()
+        if operation not in visited:
+            visited.add(operation)
+            pending += (tensor.op for tensor in operation.inputs)
+            pending += operation.control_inputs
             yield operation
 
 
 class TracedReduction:
-    def __init__(self, tracer: Tracer, schema: PointSchema, begun: Sequence[Any]) -> None:
-        self._tracer, self._schema = tracer, schema
-        self._points = [*begun]
-        self._recorded: tf.Operation | None = None
+    """The points of one iteration, while its gradients are reduced."""
 
-    def segment(self, results: Sequence[Any]) -> None:
+    def __init__(self, tracer: Tracer, schema: PointSchema, points: Sequence[Any]) -> None:
+        self._tracer = tracer
+        self._schema = schema
+        self._points = [*points]
+        self._recording: tf.Operation | None = None  # in a session
+
+    def segment(self, gradients: Sequence[Any]) -> None:
         """Note that a segment has been reduced to these tensors; in the order of the segments."""
-        self._points.append(reduced(results[0]))
+        self._points.append(reduced(gradients[0]))
 
     def hand_over(self, end: Any = None) -> None:
         """Record the iteration; its end is a point of its own or the end of the last segment."""
-        schema = self._schema if end is None else replace(self._schema, has_end=True)
-        self._recorded = self._tracer.hand_over(schema, self._points if end is None else [*self._points, end])
+        schema = self._schema
+        points = self._points
+        if end is not None:
+            schema = replace(schema, has_end=True)
+            points = [*points, end]
+        self._recording = self._tracer.hand_over(schema, points)
 
-    def recorded_with(self, results: Sequence[Any]) -> list[Any]:
-        """Return the results, bound to the recording: a session that fetches any of them records the iteration."""
-        if self._recorded is None:
-            return list(results)
-        with tf.control_dependencies([self._recorded]):
-            return [
-                None if result is None else tf.nest.map_structure(tf.identity, result, expand_composites=True)
-                for result in results
-            ]
+    def recorded_with(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return the gradients, bound to the recording: a session that fetches any of them records the iteration."""
+        if self._recording is None:
+            return list(gradients)
+        with tf.control_dependencies([self._recording]):
+            return [_identity(gradient) for gradient in gradients]
+
+
+def _identity(gradient: Any) -> Any:
+    if gradient is None:
+        return None
+    return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
 
 
 @dataclass
@@ -275,21 +312,30 @@ def iteration() -> Iterator[None]:
     if running() is None or _current.iteration is not None or not has_eager_mode:
         yield
         return
-    mine = _current.iteration = _OpenIteration(_graph())
-    known = 0 if mine.graph is None else len(mine.graph.get_operations())
+    open_iteration = _OpenIteration(_graph())
+    _current.iteration = open_iteration
+    earlier = len(_operations(open_iteration.graph))
     try:
         yield
     finally:
         _current.iteration = None
-    if mine.reduction is not None:
-        made = [] if mine.graph is None else mine.graph.get_operations()[known:]
-        mine.reduction.hand_over(when([one for one in made if _changes_a_variable(one)]))
+    if open_iteration.reduction is not None:
+        # The iteration ends when all variables have been changed by what the block has added to the graph.
+        added = _operations(open_iteration.graph)[earlier:]
+        end = when([operation for operation in added if _changes_a_variable(operation)])
+        open_iteration.reduction.hand_over(end)
+
+
+def _operations(graph: tf.Graph | None) -> list[tf.Operation]:
+    if graph is None:
+        return []
+    return list(graph.get_operations())
 
 
 @contextlib.contextmanager
 def traced_reduction(
     tracer: Tracer,
-    values: Sequence[Any],
+    gradients: Sequence[Any],
     segments: Sequence[Sequence[int]],
     job: Job,
     group: Group,
@@ -297,51 +343,71 @@ def traced_reduction(
     wire: tf.DType | None,
 ) -> Iterator[TracedReduction | None]:
     """Mark the block as the reduction of an iteration; yield what is told of each segment, None if there are none."""
-    used = {position for positions in segments for position in positions}
-    rest = [[position] for position, value in enumerate(values) if value is not None and position not in used]
-    parts = [[values[position] for position in positions] for positions in (*segments, *rest)]
-    flat = [value for part in parts for value in part]
-    if not flat:
+    parts = _all_segments(gradients, segments)
+    ordered = [gradients[position] for positions in parts for position in positions]
+    if not ordered:
         yield None
         return
-    start = forward_start(flat, tracer.settings.fp_point)
-    end = backward_end(flat, tracer.settings.bp_point)
+    start = forward_start(ordered, tracer.settings.fp_point)
+    end = backward_end(ordered, tracer.settings.bp_point)
     schema = PointSchema(
-        gradients=tuple(_gradient(value, wire) for value in flat),
-        shapes=tuple(str(value.shape) for value in flat),
-        segments=tuple((end - len(part), end - 1) for end, part in zip(itertools.accumulate(map(len, parts)), parts)),
+        gradients=tuple(_gradient(gradient, wire) for gradient in ordered),
+        shapes=tuple(str(gradient.shape) for gradient in ordered),
+        segments=_bounds(map(len, parts)),
         group=group.name,
-        backend=engine_name(job, group, [value.dtype for value in flat]),
+        backend=engine_name(job, group, [gradient.dtype for gradient in ordered]),
         has_start=start is not None,
         has_bp_end=end is not None,
         waits_for_all=waits_for_all,
     )
-    begun = [point for point in (start, end) if point is not None]
-    seen = TracedReduction(tracer, schema, [*begun, *(when([value]) for value in flat)])
-    yield seen
+    points = [point for point in (start, end) if point is not None]
+    points += [when([gradient]) for gradient in ordered]
+    reduction = TracedReduction(tracer, schema, points)
+    yield reduction
     if _current.iteration is not None and _current.iteration.graph is _graph():
-        _current.iteration.reduction = seen
+        _current.iteration.reduction = reduction  # the block of ``iteration`` ends it
     else:
-        seen.hand_over()
+        reduction.hand_over()
+
+
+def _all_segments(gradients: Sequence[Any], segments: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """Return the positions of the gradients of each segment; gradients without one are segments of their own."""
+    placed = {position for positions in segments for position in positions}
+    single = [position for position, gradient in enumerate(gradients) if gradient is not None]
+    return [*segments, *([position] for position in single if position not in placed)]
+
+
+def _bounds(lengths: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Return the first and last number of each segment, when all are numbered one after the other."""
+    bounds = []
+    begin = 0
+    for length in lengths:
+        bounds.append((begin, begin + length - 1))
+        begin += length
+    return tuple(bounds)
 
 
 def _graph() -> tf.Graph | None:
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    if tf.executing_eagerly():
+        return None
+    return tf.compat.v1.get_default_graph()
 
 
 def _changes_a_variable(operation: tf.Operation) -> bool:
-    return (
-        operation.op_def.is_stateful
-        and not operation.type.startswith("Read")
-        and any(tensor.dtype == tf.resource for tensor in operation.inputs)
-    )
+    if not operation.op_def.is_stateful or operation.type.startswith("Read"):
+        return False
+    return any(tensor.dtype == tf.resource for tensor in operation.inputs)
 
 
-def _gradient(value: Any, wire: tf.DType | None) -> GradientRecord:
-    sparse = isinstance(value, tf.IndexedSlices)
-    dense = value.values if sparse else value
-    # TensorFlow prefixes what a tape makes; the rest of the name is the forward operation's.
-    name = "" if tf.executing_eagerly() else dense.name.removeprefix("gradient_tape/").partition(":")[0]
-    count = dense.shape.num_elements() or 0
-    dtype = wire_dtype(dense.dtype, wire)
-    return GradientRecord(name, f"sparse {dtype.name}" if sparse else dtype.name, count * dtype.size)
+def _gradient(gradient: Any, wire: tf.DType | None) -> GradientRecord:
+    prefix = ""
+    if isinstance(gradient, tf.IndexedSlices):
+        prefix = "sparse "
+        gradient = gradient.values
+    name = ""
+    if not tf.executing_eagerly():  # eager tensors have no names
+        # TensorFlow prefixes what a tape makes; the rest of the name is the forward operation's.
+        name = gradient.name.removeprefix("gradient_tape/").partition(":")[0]
+    count = gradient.shape.num_elements() or 0
+    dtype = wire_dtype(gradient.dtype, wire)
+    return GradientRecord(name, prefix + dtype.name, count * dtype.size)
