@@ -71,18 +71,18 @@ _ENTRIES = [("nodeA", 0, None), ("nodeA", 1, None), ("nodeB", 0, None), ("nodeB"
 def test_forms(table: Any, of_pods: bool, expected: list[tuple[str, int, str | None]], tmp_path: Path) -> None:
     found = load(tmp_path, table)
     assert (found.size, found.of_pods) == (len(expected), of_pods)
-    assert [entry.rank for entry in found.entries] == list(range(len(expected)))
-    assert [(entry.server, entry.device_id, entry.pod) for entry in found.entries] == expected
-    first, host = found.entries[0], "10.0.0.1" if "version" in table else None
+    assert [entry.rank for entry in found.devices] == list(range(len(expected)))
+    assert [(entry.server, entry.device_id, entry.pod) for entry in found.devices] == expected
+    first, host = found.devices[0], "10.0.0.1" if "version" in table else None
     assert (first.host_ip, first.host_port) == (host, host and 61000)
-    assert first.device_ip is not None and found.entries[2].host_ip is None
+    assert first.device_ip is not None and found.devices[2].host_ip is None
 
 
 def test_numbers_for_strings_and_another_layout_are_the_same(tmp_path: Path) -> None:
     numbers = json.loads(json.dumps(VERSION_1_0).replace('"0"', "0").replace('"1"', "1").replace('"2"', "2"))
     assert numbers["server_list"][0]["device"][1]["rank_id"] == 1
     found = load(tmp_path, VERSION_1_0)
-    assert load(tmp_path, numbers).entries == found.entries
+    assert load(tmp_path, numbers).devices == found.devices
     assert load(tmp_path, json.dumps(dict(reversed(VERSION_1_0.items())), indent=4)).checksum == found.checksum
     assert load(tmp_path, {**VERSION_1_0, "version": "1.2"}).checksum != found.checksum
 

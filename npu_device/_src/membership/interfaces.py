@@ -16,21 +16,22 @@ from pathlib import Path
 from npu_device._src import environment
 
 _GET_ADDRESSES = 0x8912  # SIOCGIFCONF of linux/sockios.h
-_ENTRY = struct.Struct("16s4x4s16x")  # struct ifreq with an IPv4 address, on 64-bit systems
-_MOST = 1024  # addresses
+_IFREQ = struct.Struct("16s4x4s16x")  # struct ifreq with an IPv4 address, on 64-bit systems
+_MOST_ADDRESSES = 1024  # addresses
 
 _log = logging.getLogger("npu_device")
 
 
 def announced_address() -> str | None:
     """Return what this rank announces: ``HCCL_IF_IP``, else an address of ``HCCL_SOCKET_IFNAME``; None if unset."""
-    given, names = environment.HCCL_IF_IP.get(), environment.HCCL_SOCKET_IFNAME.get()
-    if given is not None or names is None:
-        return given
+    announced = environment.HCCL_IF_IP.get()
+    names = environment.HCCL_SOCKET_IFNAME.get()
+    if announced is not None or names is None:
+        return announced
     interfaces: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = [*_ipv4()]
     interfaces += [(name, address) for name, address in _ipv6() if not address.is_link_local]
-    for name, address in sorted(interfaces, key=lambda one: one[1].is_loopback):
-        if _is_allowed(name, names):
+    for name, address in sorted(interfaces, key=lambda pair: pair[1].is_loopback):
+        if _is_allowed(name, names):  # one of the loopback only if there is no other
             return str(address)
     _log.warning(
         "HCCL_SOCKET_IFNAME is %r, and no interface of host %s with an address has such a name: this rank announces "
@@ -45,10 +46,15 @@ def announced_address() -> str | None:
 
 def _is_allowed(name: str, names: str) -> bool:
     """Return whether a name fits ``eth,ib`` (beginnings) or ``=eth0`` (whole names); ``^`` excludes. As in HCCL."""
-    excludes, names = names.startswith("^"), names.removeprefix("^")
-    whole, names = names.startswith("="), names.removeprefix("=")
-    listed = [each.strip() for each in names.split(",") if each.strip()]
-    return excludes != (name in listed if whole else name.startswith(tuple(listed)))
+    excludes = names.startswith("^")
+    names = names.removeprefix("^")
+    is_exact = names.startswith("=")
+    names = names.removeprefix("=")
+    patterns = [pattern.strip() for pattern in names.split(",") if pattern.strip()]
+    fits = name in patterns
+    if not is_exact:
+        fits = name.startswith(tuple(patterns))
+    return excludes != fits
 
 
 def interface_of(address: str) -> str | None:
@@ -56,8 +62,8 @@ def interface_of(address: str) -> str | None:
         wanted = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return None
-    found = _ipv4() if wanted.version == 4 else _ipv6()
-    return next((name for name, own in found if own == wanted), None)
+    interfaces = _ipv4() if wanted.version == 4 else _ipv6()
+    return next((name for name, interface_address in interfaces if interface_address == wanted), None)
 
 
 def speed_of(interface: str) -> float | None:
@@ -66,23 +72,25 @@ def speed_of(interface: str) -> float | None:
         megabits = int(Path("/sys/class/net", interface, "speed").read_text())
     except (OSError, ValueError):
         return None
-    return megabits * 1e6 if megabits > 0 else None
+    if megabits <= 0:  # as a driver says that it doesn't know
+        return None
+    return megabits * 1e6
 
 
 def _ipv4() -> list[tuple[str, ipaddress.IPv4Address]]:
-    space = array.array("B", bytes(_ENTRY.size * _MOST))
+    space = array.array("B", bytes(_IFREQ.size * _MOST_ADDRESSES))
     begin, length = space.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("iP", length, begin)
         used = struct.unpack("iP", fcntl.ioctl(any_socket, _GET_ADDRESSES, request))[0]
-    entries = _ENTRY.iter_unpack(space.tobytes()[:used])
-    return [(name.rstrip(b"\0").decode(), ipaddress.IPv4Address(packed)) for name, packed in entries]
+    records = _IFREQ.iter_unpack(space.tobytes()[:used])
+    return [(name.rstrip(b"\0").decode(), ipaddress.IPv4Address(packed)) for name, packed in records]
 
 
 def _ipv6() -> list[tuple[str, ipaddress.IPv6Address]]:
-    found = []
+    interfaces = []
     with contextlib.suppress(OSError):  # no IPv6
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, name = line.split()
-            found.append((name, ipaddress.IPv6Address(bytes.fromhex(digits))))
-    return found
+            interfaces.append((name, ipaddress.IPv6Address(bytes.fromhex(digits))))
+    return interfaces

@@ -12,7 +12,7 @@ import secrets
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import ClusterError
@@ -49,33 +49,44 @@ _REMEDY = (
 
 def read() -> Launched | None:
     """Return the place of this process among those that a launcher started; None without a launcher."""
-    wanted = environment.NPU_DEVICE_LAUNCHER.get()
-    torch = _torchrun() if wanted in ("auto", "torchrun") else None
-    mpi = read_mpi() if wanted in ("auto", "mpi") else None
-    step = _slurm() if wanted in ("auto", "slurm") else None
+    torchrun = _read_if_wanted("torchrun", _torchrun)
+    launched = _mpi_or_slurm(_read_if_wanted("mpi", read_mpi), _read_if_wanted("slurm", _slurm))
+    # Launchers may be nested: srun may start a torchrun on each node, which then knows the ranks.
+    for inner in (_read_if_wanted("jax", _jax), torchrun):
+        if inner is not None and launched is not None:
+            require_agreement(f"by {inner.launcher}", inner.size, inner.rank, launched)
+        launched = inner or launched
+    if launched is not None and launched.rank >= launched.size:
+        raise ClusterError(f"this process is {launched}, but ranks count from 0.\n{_REMEDY}")
+    return launched
+
+
+def _read_if_wanted(launcher: str, read_variables: Callable[[], Launched | None]) -> Launched | None:
+    if environment.NPU_DEVICE_LAUNCHER.get() not in ("auto", launcher):
+        return None
+    return read_variables()
+
+
+def _mpi_or_slurm(mpi: Launched | None, slurm: Launched | None) -> Launched | None:
+    """Return the one of the two that started the ranks."""
+    if mpi is None or slurm is None:
+        return mpi or slurm
+    if mpi.size == 1:  # left over from another job, perhaps; this process would train alone
+        require_agreement(f"by {mpi.launcher}", mpi.size, mpi.rank, slurm)
     # mpiexec may start its daemons with srun, whose variables the ranks inherit. Ranks that srun itself starts may have
     # PMI_RANK and PMI_SIZE (--mpi=pmi2), but no local rank of MPI's; srun's own variables then say more.
-    if mpi is not None and step is not None:
-        if mpi.size == 1:  # left over from another job, perhaps; this process would train alone
-            require_agreement(f"by {mpi.launcher}", mpi.size, mpi.rank, step)
-        same = (mpi.size, mpi.rank, mpi.local_rank) == (step.size, step.rank, None)
-        mpi, step = (None, step) if same else (mpi, None)
-    jax = _jax() if wanted in ("auto", "jax") else None
-    found = mpi or step
-    for inner in (jax, torch):
-        if inner is not None and found is not None:
-            require_agreement(f"by {inner.launcher}", inner.size, inner.rank, found)
-        found = inner or found
-    if found is not None and found.rank >= found.size:
-        raise ClusterError(f"this process is {found}, but ranks count from 0.\n{_REMEDY}")
-    return found
+    if (mpi.size, mpi.rank, mpi.local_rank) == (slurm.size, slurm.rank, None):
+        return slurm
+    return mpi
 
 
-def require_agreement(who: str, size: int, rank: int | None, launched: Launched) -> None:
+def require_agreement(source: str, size: int, rank: int | None, launched: Launched) -> None:
     """Check a description of the job against a launcher, which started the ranks, or on each host their parent."""
     if launched.size > size or (launched.size == size and rank not in (None, launched.rank)):
-        mine = f"one of {size} ranks" if rank is None else f"rank {rank} of {size}"
-        raise ClusterError(f"this process is {mine} {who}, but {launched}.\n{_REMEDY}")
+        position = f"rank {rank} of {size}"
+        if rank is None:
+            position = f"one of {size} ranks"
+        raise ClusterError(f"this process is {position} {source}, but {launched}.\n{_REMEDY}")
 
 
 def rendezvous_address(launched: Launched) -> tuple[tuple[str, ...], int | None, bytes]:
@@ -85,9 +96,11 @@ def rendezvous_address(launched: Launched) -> tuple[tuple[str, ...], int | None,
     """
     if launched.port is not None:
         return (launched.address,), launched.port, b""
-    address, port = environment.MASTER_ADDR.get(), environment.MASTER_PORT.get()
+    address = environment.MASTER_ADDR.get()
+    port = environment.MASTER_PORT.get()
     if address is None or port is None:
-        address, port = launched.address, None
+        address = launched.address
+        port = None
     elif environment.TORCHELASTIC_USE_AGENT_STORE.get() == "True":
         port = None  # the store of torchrun listens there
     if launched.on_one_host:
@@ -98,34 +111,39 @@ def rendezvous_address(launched: Launched) -> tuple[tuple[str, ...], int | None,
                 "What to do: set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port, the same for every rank."
             )
         return ("127.0.0.1",), port, b""
-    return ((address,), port, b"") if address else _ask_mpi(launched)
+    if not address:
+        return _ask_mpi(launched)
+    return (address,), port, b""
 
 
 def _slurm() -> Launched | None:
-    nodes = environment.SLURM_STEP_NODELIST.get()
     # sbatch and salloc set SLURM_PROCID and SLURM_NTASKS too, but the step's own variables only srun.
-    size, rank = environment.SLURM_STEP_NUM_TASKS.get(), environment.SLURM_PROCID.get()
+    nodes = environment.SLURM_STEP_NODELIST.get()
+    size = environment.SLURM_STEP_NUM_TASKS.get()
+    rank = environment.SLURM_PROCID.get()
     if size is None or rank is None or nodes is None:
         return None
     # The first name in the list: rack2n007-ib of rack[2-3]n[007,9-11]-ib,login1.
-    first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.findall(r"(?:\[[^\]]*\]|[^,\[])*", nodes)[0])
+    pattern = re.findall(r"(?:\[[^\]]*\]|[^,\[])*", nodes)[0]
+    node_of_task_0 = re.sub(r"\[(\w+)[^\]]*\]", r"\1", pattern)
     return Launched(
         launcher="Slurm",
         variable=environment.SLURM_PROCID.name,
         size=size,
         rank=rank,
         local_rank=environment.SLURM_LOCALID.get(),
-        on_one_host=first == nodes,
+        on_one_host=node_of_task_0 == nodes,
         node=environment.SLURMD_NODENAME.get() or "",
         job=f"{environment.SLURM_JOB_ID.get()}.{environment.SLURM_STEP_ID.get()}",
-        address=first,  # where Slurm puts task 0, unless a host file orders the tasks
+        address=node_of_task_0,  # where Slurm puts task 0, unless a host file orders the tasks
     )
 
 
 def _torchrun() -> Launched | None:
     if not (environment.RANK.is_set() and environment.WORLD_SIZE.is_set() and environment.MASTER_ADDR.is_set()):
         return None
-    rank, size = environment.RANK.get(), environment.WORLD_SIZE.get()
+    rank = environment.RANK.get()
+    size = environment.WORLD_SIZE.get()
     assert rank is not None and size is not None
     if size > 1 and not environment.MASTER_PORT.is_set():
         raise ClusterError(
@@ -145,17 +163,18 @@ def _torchrun() -> Launched | None:
 
 
 def _jax() -> Launched | None:
-    size, rank = environment.JAX_NUM_PROCESSES.get(), environment.JAX_PROCESS_ID.get()
+    size = environment.JAX_NUM_PROCESSES.get()
+    rank = environment.JAX_PROCESS_ID.get()
     if size is None or rank is None:
         return None
-    place = environment.JAX_COORDINATOR_ADDRESS.get()
-    if size > 1 and place is None:
+    coordinator = environment.JAX_COORDINATOR_ADDRESS.get()
+    if size > 1 and coordinator is None:
         raise ClusterError(
             f"JAX_COORDINATOR_ADDRESS is missing or empty, while JAX_PROCESS_ID ({rank}) and JAX_NUM_PROCESSES "
             f"({size}) are set.\nWhat to do: set it to host:port on the host of rank 0, the same on every rank. To "
             "train on a single device, set NPU_DEVICE_LAUNCHER=off."
         )
-    address, port = place or ("", None)
+    address, port = coordinator or ("", None)
     return Launched(
         launcher="JAX",
         variable=environment.JAX_PROCESS_ID.name,
@@ -197,7 +216,7 @@ def require_single() -> None:
             )
 
 
-_KINDS = (  # the variables of rank, size, local rank, local size, and name of the job
+_VARIABLES_OF_MPI = (  # of rank, size, local rank, local size, and name of the job
     (
         "Open MPI",
         environment.OMPI_COMM_WORLD_RANK,
@@ -225,25 +244,33 @@ _KINDS = (  # the variables of rank, size, local rank, local size, and name of t
     ),
 )
 
-MPI_LAUNCHERS = tuple(launcher for launcher, *_ in _KINDS)
+MPI_LAUNCHERS = tuple(launcher for launcher, *_ in _VARIABLES_OF_MPI)
 
 _reserved: list[ReservedPort] = []
 
 
 def read_mpi() -> Launched | None:
-    for launcher, its_rank, its_size, its_local_rank, its_local_size, its_job in _KINDS:
-        rank, size = its_rank.get(), its_size.get()
-        if rank is not None and size is not None:
-            on_one_host = its_local_size.get() == size
-            return Launched(
-                launcher=launcher,
-                variable=its_rank.name,
-                size=size,
-                rank=rank,
-                local_rank=its_local_rank.get(),
-                on_one_host=on_one_host,
-                job=(its_job and its_job.get()) or (_starter(its_local_rank) if on_one_host and size > 1 else ""),
-            )
+    """Return the place of this process among those that an ``mpiexec`` started; None without one."""
+    for launcher, rank_variable, size_variable, local_rank, local_size, job_variable in _VARIABLES_OF_MPI:
+        rank = rank_variable.get()
+        size = size_variable.get()
+        if rank is None or size is None:
+            continue
+        on_one_host = local_size.get() == size
+        job = ""
+        if job_variable is not None:
+            job = job_variable.get() or ""
+        if not job and on_one_host and size > 1:
+            job = _starter(local_rank)
+        return Launched(
+            launcher=launcher,
+            variable=rank_variable.name,
+            size=size,
+            rank=rank,
+            local_rank=local_rank.get(),
+            on_one_host=on_one_host,
+            job=job,
+        )
     return None
 
 
@@ -266,24 +293,28 @@ def _ask_mpi(launched: Launched) -> tuple[tuple[str, ...], int, bytes]:
         "What to do: install mpi4py for this MPI on every host (pip install mpi4py), or set MASTER_ADDR to the address "
         "of the host of rank 0 and MASTER_PORT to a free port there, the same for every rank."
     )
-    what = f"{launched.launcher} started the {launched.size} ranks on several hosts, and tells no rank where rank 0 is"
+    problem = (
+        f"{launched.launcher} started the {launched.size} ranks on several hosts, and tells no rank where rank 0 is"
+    )
     try:
         mpi: Any = importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:  # RuntimeError: it finds no library of MPI
-        raise ClusterError(f"{what}. mpi4py could ask MPI, but can't be imported: {error}.\n{remedy}") from error
+        raise ClusterError(f"{problem}. mpi4py could ask MPI, but can't be imported: {error}.\n{remedy}") from error
     world = mpi.COMM_WORLD
     if (world.Get_size(), world.Get_rank()) != (launched.size, launched.rank):
         raise ClusterError(
-            f"{what}. mpi4py and the launcher use different MPI libraries: in mpi4py, {launched} is rank "
+            f"{problem}. mpi4py and the launcher use different MPI libraries: in mpi4py, {launched} is rank "
             f"{world.Get_rank()} of {world.Get_size()}.\n{remedy}"
         )
-    chosen: Any = None
+    choice: Any = None
     if launched.rank == 0:
         port = ReservedPort(environment.NPU_DEVICE_PORT_RANGE.get())
         port.leave_to_server()
         _reserved.append(port)  # until the hub, which this rank starts, has it, and longer
-        given = announced_address()
-        hosts = [given] if given else [socket.gethostname(), *addresses_of_this_host()]
-        chosen = tuple(hosts), port.number, secrets.token_hex(32).encode()
-    hosts, number, secret = world.bcast(chosen)
+        hosts = [socket.gethostname(), *addresses_of_this_host()]
+        announced = announced_address()
+        if announced:
+            hosts = [announced]
+        choice = tuple(hosts), port.number, secrets.token_hex(32).encode()
+    hosts, number, secret = world.bcast(choice)
     return hosts, number, secret

@@ -68,8 +68,8 @@ def mark_as_candidate() -> None:
     """Mark the environment of this process, which may become a rank, unless its parent is a rank or a candidate."""
     if not any(variable.is_set() for variable in _OF_A_RANK):
         return
-    found = _of_another_process()
-    if found is None or ("rank" not in found and start_time(found["pid"]) != found["since"]):
+    mark = _mark_of_another_process()
+    if mark is None or ("rank" not in mark and not _is_running(mark)):
         _mark(pid=os.getpid())
 
 
@@ -93,36 +93,50 @@ def _mark(pid: int, **fields: Any) -> None:
 
 def inherited() -> ParentRank | None:
     """Return the rank whose child this process is, by its environment; None if it isn't a child."""
-    found = _of_another_process()
-    if found is None or "rank" not in found:
+    mark = _mark_of_another_process()
+    if mark is None or "rank" not in mark:
         return None
+    del mark["since"]
     try:
-        return ParentRank(**{name: value for name, value in found.items() if name != "since"})
+        return ParentRank(**mark)
     except TypeError:  # not written by this version of the package
         return None
 
 
 def candidate() -> int | None:
     """Return the number of the running process that has started this one, and may become the rank itself."""
-    found = _of_another_process()
-    if found is None or "rank" in found or start_time(found["pid"]) != found["since"]:
+    mark = _mark_of_another_process()
+    if mark is None or "rank" in mark or not _is_running(mark):
         return None
-    return int(found["pid"])
+    return int(mark["pid"])
 
 
-def _of_another_process() -> dict[str, Any] | None:
+def _is_running(mark: dict[str, Any]) -> bool:
+    """Return True if the process that has made a mark is running; its number may belong to a later process."""
+    return bool(start_time(mark["pid"]) == mark["since"])
+
+
+def _mark_of_another_process() -> dict[str, Any] | None:
     """Return what the mark of another process holds, if it has the same variables."""
     try:
-        found = json.loads(environment.NPU_DEVICE_RANK_PROCESS.raw() or "")
-        process, variables = (int(found["pid"]), found["since"]), found.pop("variables")
+        mark = json.loads(environment.NPU_DEVICE_RANK_PROCESS.raw() or "")
+        pid = int(mark["pid"])
+        started = mark["since"]
+        variables = mark.pop("variables")
     except (ValueError, TypeError, KeyError, AttributeError):  # not written by this version of the package
         return None
-    is_this_process = process == (os.getpid(), start_time(os.getpid()))
-    return None if is_this_process or variables != _fingerprint() else dict(found)
+    if (pid, started) == (os.getpid(), start_time(os.getpid())):
+        return None
+    if variables != _fingerprint():
+        return None
+    return dict(mark)
 
 
 def _fingerprint() -> str:
+    """Return a digest of the variables that make this process a rank."""
     rank = environment.RANK_ID.raw()
-    variables = _OF_A_RANK if rank is not None and rank.strip().isdecimal() else (*_OF_A_RANK, *_DEVICES)
+    variables = _OF_A_RANK
+    if rank is None or not rank.strip().isdecimal():
+        variables = (*_OF_A_RANK, *_DEVICES)
     texts = [(variable.name, variable.raw()) for variable in variables]
     return hashlib.sha256(repr(texts).encode(errors="surrogateescape")).hexdigest()[:16]

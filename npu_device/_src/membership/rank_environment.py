@@ -55,5 +55,5 @@ def clean_environment() -> dict[str, str]:
     stays: with it a whole suite can be run on one.
     """
     ours = {variable.name for variable in environment.ALL}.difference(_KEPT)
-    inherited = {name: value for name, value in os.environ.items() if name not in ours}
+    inherited = {name: text for name, text in os.environ.items() if name not in ours}
     return {**inherited, "CUDA_VISIBLE_DEVICES": "-1"}

@@ -20,7 +20,7 @@ from npu_device._src.cluster.time_limits import TABLE_POLL_SECONDS
 
 
 @dataclass(frozen=True)
-class Entry:
+class TableDevice:
     """One device of the table, which is one rank."""
 
     rank: int
@@ -30,7 +30,7 @@ class Entry:
     device_ip: str | None  # address of the device, if given
     host_port: int | None  # port of the server for this rank, if given
     pod: str | None  # name of its pod, in tables of pods
-    place: str  # its location in the file, for messages
+    location: str  # where it is in the file, for messages
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class RankTable:
     """A valid table."""
 
     path: str
-    entries: tuple[Entry, ...]
+    devices: tuple[TableDevice, ...]  # by rank
     of_pods: bool  # True for the forms with ``group_list``, in which a process may be named by its pod
     checksum: int  # the same for equal tables, whatever their formatting
 
     @property
     def size(self) -> int:
-        return len(self.entries)
+        return len(self.devices)
 
 
 def load(path: str, timeout: float) -> RankTable:
@@ -73,112 +73,132 @@ def load(path: str, timeout: float) -> RankTable:
 def _read(table: Fields) -> RankTable:
     if table.content["status"] != "completed":
         raise table.wrong("status", '"completed" or "initializing"')
+    of_pods = False
     if "server_list" in table.content:
-        entries = _read_servers(table)
+        devices = _read_servers(table)
     elif "group_list" in table.content:
-        entries = _read_groups(table)
+        devices = _read_groups(table)
+        of_pods = True
     else:
         raise table.wrong("server_list", "a list of servers (or group_list, in the older forms)")
-    entries.sort(key=lambda entry: entry.rank)
-    _check_ranks(table.path, entries)
-    _check_devices(table.path, entries)
+    devices.sort(key=lambda device: device.rank)
+    _check_ranks(table.path, devices)
+    _check_devices(table.path, devices)
     normalised = json.dumps(table.content, sort_keys=True, separators=(",", ":"))
-    return RankTable(table.path, tuple(entries), "server_list" not in table.content, zlib.crc32(normalised.encode()))
+    return RankTable(table.path, tuple(devices), of_pods, zlib.crc32(normalised.encode()))
 
 
-def _read_servers(table: Fields) -> list[Entry]:  # versions 1.0 and 1.2
+def _read_servers(table: Fields) -> list[TableDevice]:  # versions 1.0 and 1.2
     version = table.text("version", '"1.0" or "1.2"')
     if version not in ("1.0", "1.2"):
         raise table.wrong("version", '"1.0" or "1.2"')
     servers = table.objects("server_list")
     table.counts("server_count", len(servers), "entries of server_list")
-    entries: list[Entry] = []
+    devices: list[TableDevice] = []
     names: list[str] = []
     for server in servers:
         name = server.text("server_id", "text of 1 to 64 characters", limit=64)
         if name in names:
             raise server.wrong("server_id", f"another one: server_list[{names.index(name)}] has the same")
         names.append(name)
-        for device in server.objects("device"):
-            entries.append(_entry(device, device.number("rank_id"), name, server.optional_text("host_ip"), None))
-    return entries
+        host_ip = server.optional_text("host_ip")
+        for fields in server.objects("device"):
+            devices.append(_device(fields, fields.number("rank_id"), name, host_ip, None))
+    return devices
 
 
-def _read_groups(table: Fields) -> list[Entry]:  # the older cloud form (pods), and the lab form
+def _read_groups(table: Fields) -> list[TableDevice]:  # the older cloud form (pods), and the lab form
     groups = table.objects("group_list")
     table.counts("group_count", len(groups), "entries of group_list")
     # All groups together make up the world, in file order.
-    devices: list[tuple[Fields, Fields]] = []
+    pairs: list[tuple[Fields, Fields]] = []
     for group in groups:
         instances = group.objects("instance_list")
         group.counts("instance_count", len(instances), "entries of instance_list")
-        before = len(devices)
+        count_before = len(pairs)
         for instance in instances:
-            devices += [(instance, device) for device in instance.objects("devices")]
-        group.counts("device_count", len(devices) - before, "devices of the group")
-    lab = any("rank_id" in instance.content for instance, _ in devices)
-    entries = []
-    for position, (instance, device) in enumerate(devices):
-        rank = instance.number("rank_id") if lab else position
+            pairs += [(instance, fields) for fields in instance.objects("devices")]
+        group.counts("device_count", len(pairs) - count_before, "devices of the group")
+    is_lab = any("rank_id" in instance.content for instance, _ in pairs)
+    devices = []
+    for position, (instance, fields) in enumerate(pairs):
+        if is_lab:
+            rank = instance.number("rank_id")
+            pod = instance.optional_text("pod_name")
+        else:
+            rank = position
+            pod = instance.text("pod_name", "the pod's name")
         server = instance.text("server_id", "text of 1 to 64 characters", limit=64)
-        pod = instance.optional_text("pod_name") if lab else instance.text("pod_name", "the pod's name")
-        entries.append(_entry(device, rank, server, instance.optional_text("host_ip"), pod))
-    return entries
+        devices.append(_device(fields, rank, server, instance.optional_text("host_ip"), pod))
+    return devices
 
 
-def _entry(device: Fields, rank: int, server: str, host_ip: str | None, pod: str | None) -> Entry:
-    return Entry(
+def _device(fields: Fields, rank: int, server: str, host_ip: str | None, pod: str | None) -> TableDevice:
+    host_port = None
+    if fields.has("host_port"):
+        host_port = fields.number("host_port", "a port from 1 to 65535", 1, 65535)
+    return TableDevice(
         rank=rank,
         server=server,
-        device_id=device.number("device_id"),
+        device_id=fields.number("device_id"),
         host_ip=host_ip,
-        device_ip=device.optional_address("device_ip"),
-        host_port=device.number("host_port", "a port from 1 to 65535", 1, 65535) if device.has("host_port") else None,
+        device_ip=fields.optional_address("device_ip"),
+        host_port=host_port,
         pod=pod,
-        place=device.place("")[:-1],
+        location=fields.location("")[:-1],
     )
 
 
-def _check_ranks(path: str, entries: Sequence[Entry]) -> None:
-    for expected, entry in enumerate(entries):
-        if entry.rank == expected:
+def _check_ranks(path: str, devices: Sequence[TableDevice]) -> None:
+    """Check that the ranks, in order, have no gaps, and that those of a server follow each other."""
+    for expected, device in enumerate(devices):
+        if device.rank == expected:
             continue
-        if expected > 0 and entry.rank == entries[expected - 1].rank:
-            other = entries[expected - 1].place
-            raise fault(path, f"rank {entry.rank} appears twice, in {other} and {entry.place}; expected once")
+        if expected > 0 and device.rank == devices[expected - 1].rank:
+            twin = devices[expected - 1].location
+            raise fault(path, f"rank {device.rank} appears twice, in {twin} and {device.location}; expected once")
         raise fault(
             path,
-            f"rank {expected} is missing, while {entry.place} is rank {entry.rank}; "
-            f"expected the {len(entries)} ranks 0 to {len(entries) - 1} without gaps",
+            f"rank {expected} is missing, while {device.location} is rank {device.rank}; "
+            f"expected the {len(devices)} ranks 0 to {len(devices) - 1} without gaps",
         )
-    finished: set[str] = set()
-    for before, entry in zip(entries, entries[1:]):
-        if entry.server != before.server:
-            finished.add(before.server)
-        if entry.server in finished:
-            what = f"{entry.place} is rank {entry.rank} on server {entry.server!r}, after rank {before.rank} on another"
-            raise fault(path, f"{what}; expected consecutive ranks on each server")
+    finished_servers: set[str] = set()
+    for previous, device in zip(devices, devices[1:]):
+        if device.server != previous.server:
+            finished_servers.add(previous.server)
+        if device.server in finished_servers:
+            raise fault(
+                path,
+                f"{device.location} is rank {device.rank} on server {device.server!r}, after rank {previous.rank} on "
+                "another; expected consecutive ranks on each server",
+            )
 
 
-def _check_devices(path: str, entries: Sequence[Entry]) -> None:
-    seen: dict[tuple[str, int], Entry] = {}
-    for entry in entries:
-        other = seen.setdefault((entry.server, entry.device_id), entry)
-        if other is not entry:
-            what = f"device_id {entry.device_id} of server {entry.server!r} appears twice"
-            raise fault(path, f"{what}, in {other.place} and {entry.place}; expected one rank per device")
-    addressed = [entry for entry in entries if entry.device_ip is not None]
-    for first, entry in zip(addressed, addressed[1:]):
-        if (":" in str(first.device_ip)) != (":" in str(entry.device_ip)):
-            what = f"{first.place}.device_ip is {first.device_ip!r} and {entry.place}.device_ip is {entry.device_ip!r}"
-            raise fault(path, f"{what}; expected addresses of one family, IPv4 or IPv6")
+def _check_devices(path: str, devices: Sequence[TableDevice]) -> None:
+    by_number: dict[tuple[str, int], TableDevice] = {}
+    for device in devices:
+        twin = by_number.setdefault((device.server, device.device_id), device)
+        if twin is not device:
+            raise fault(
+                path,
+                f"device_id {device.device_id} of server {device.server!r} appears twice, in {twin.location} and "
+                f"{device.location}; expected one rank per device",
+            )
+    addressed = [device for device in devices if device.device_ip is not None]
+    for previous, device in zip(addressed, addressed[1:]):
+        if (":" in str(previous.device_ip)) != (":" in str(device.device_ip)):
+            raise fault(
+                path,
+                f"{previous.location}.device_ip is {previous.device_ip!r} and {device.location}.device_ip is "
+                f"{device.device_ip!r}; expected addresses of one family, IPv4 or IPv6",
+            )
 
 
 _CORRECT = "correct the table (or have the tool that made it write it again); every rank reads the same one."
 
 
-def fault(path: str, what: str, remedy: str = _CORRECT) -> ClusterError:
-    return ClusterError(f"EI0004: rank table {path}: {what}.\nWhat to do: {remedy}")
+def fault(path: str, problem: str, remedy: str = _CORRECT) -> ClusterError:
+    return ClusterError(f"EI0004: rank table {path}: {problem}.\nWhat to do: {remedy}")
 
 
 def load_object(path: str) -> Fields:
@@ -193,34 +213,40 @@ def load_object(path: str) -> Fields:
     except json.JSONDecodeError as error:
         raise fault(path, f"is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
     if not isinstance(content, dict):
-        raise fault(path, f"holds {_shown(content)}; expected a JSON object")
+        raise fault(path, f"holds {_excerpt(content)}; expected a JSON object")
     return Fields(path, "", content)
 
 
 class Fields:
     """One JSON object of a table and its location in the file, so that each error can name the field."""
 
-    def __init__(self, path: str, where: str, content: dict[str, Any]) -> None:
+    def __init__(self, path: str, location: str, content: dict[str, Any]) -> None:
         self.path = path
         self.content = content
-        self._where = where
+        self._location = location
 
-    def place(self, name: str) -> str:
+    def location(self, name: str) -> str:
         """Return the location of a field of this object: ``server_list[0].device[1].rank_id``."""
-        return f"{self._where}.{name}" if self._where else name
+        if not self._location:  # the table itself
+            return name
+        return f"{self._location}.{name}"
 
     def wrong(self, name: str, expected: str) -> ClusterError:
-        found = f"is {_shown(self.content[name])}" if name in self.content else "is missing"
-        return fault(self.path, f"{self.place(name)} {found}; expected {expected}")
+        state = "is missing"
+        if name in self.content:
+            state = f"is {_excerpt(self.content[name])}"
+        return fault(self.path, f"{self.location(name)} {state}; expected {expected}")
 
     def text(self, name: str, expected: str, limit: int | None = None) -> str:
         """Return a text that isn't empty. Numbers become text: many tables have numbers."""
-        value = self.content.get(name)
-        if isinstance(value, int) and not isinstance(value, bool):
-            value = str(value)
-        if not isinstance(value, str) or not value.strip() or (limit is not None and len(value) > limit):
+        text = self.content.get(name)
+        if isinstance(text, int) and not isinstance(text, bool):
+            text = str(text)
+        if not isinstance(text, str) or not text.strip():
             raise self.wrong(name, expected)
-        return value.strip()
+        if limit is not None and len(text) > limit:
+            raise self.wrong(name, expected)
+        return text.strip()
 
     def number(self, name: str, expected: str = "a whole number from 0", low: int = 0, high: float = math.inf) -> int:
         text = self.text(name, expected)
@@ -232,33 +258,39 @@ class Fields:
         return self.content.get(name) not in (None, "")
 
     def optional_text(self, name: str) -> str | None:
-        return self.text(name, "text") if self.has(name) else None
+        if not self.has(name):
+            return None
+        return self.text(name, "text")
 
     def optional_address(self, name: str) -> str | None:
         text = self.optional_text(name)
+        if text is None:
+            return None
         try:
-            return None if text is None else str(ipaddress.ip_address(text))
+            return str(ipaddress.ip_address(text))
         except ValueError:
             raise self.wrong(name, "an IPv4 or IPv6 address") from None
 
-    def counts(self, name: str, number: int, things: str) -> None:
-        """Check an optional field that says how many things the table lists."""
-        if name in self.content and self.number(name, f"the number of {things}") != number:
-            raise self.wrong(name, f"{number}, the number of {things}")
+    def counts(self, name: str, number: int, noun: str) -> None:
+        """Check an optional field that says how many of something the table lists."""
+        if name in self.content and self.number(name, f"the number of {noun}") != number:
+            raise self.wrong(name, f"{number}, the number of {noun}")
 
     def objects(self, name: str) -> list[Fields]:
-        value = self.content.get(name)
-        if not isinstance(value, list) or not value:
+        contents = self.content.get(name)
+        if not isinstance(contents, list) or not contents:
             raise self.wrong(name, "a list that is not empty")
-        found = []
-        for index, item in enumerate(value):
-            place = f"{self.place(name)}[{index}]"
-            if not isinstance(item, dict):
-                raise fault(self.path, f"{place} is {_shown(item)}; expected an object")
-            found.append(Fields(self.path, place, item))
-        return found
+        objects = []
+        for index, content in enumerate(contents):
+            location = f"{self.location(name)}[{index}]"
+            if not isinstance(content, dict):
+                raise fault(self.path, f"{location} is {_excerpt(content)}; expected an object")
+            objects.append(Fields(self.path, location, content))
+        return objects
 
 
-def _shown(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _excerpt(content: object) -> str:
+    text = json.dumps(content, ensure_ascii=False)
+    if len(text) > 60:
+        text = f"{text[:57]}..."
+    return text

@@ -11,14 +11,16 @@ import socket
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster.description import Membership
 from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.environment import Variable
 from npu_device._src.membership import launchers, parent_rank, rank_table, tf_config
 from npu_device._src.membership.interfaces import announced_address
 from npu_device._src.membership.launchers import Launched
-from npu_device._src.membership.rank_table import Entry, RankTable
+from npu_device._src.membership.rank_table import RankTable, TableDevice
 
 # Above the range of ports that Linux uses for outgoing connections (32768 to 60999).
 _PORTS = (61000, 64999)
@@ -36,7 +38,9 @@ def world_size_from_environment() -> int:
 
 
 def _size_and_launcher() -> tuple[int, Launched | None]:
-    size, launched = _described_size(), launchers.read()
+    """Return the number of ranks, and what a launcher says; they may not contradict each other."""
+    size = _described_size()
+    launched = launchers.read()
     if launched is None:
         if size in (None, 1):
             launchers.require_single()
@@ -59,7 +63,8 @@ def _described_size() -> int | None:
 
 
 def _size_by_ascends_variables() -> int | None:
-    rank_size, worker_size = environment.RANK_SIZE.get(), environment.CM_WORKER_SIZE.get()
+    rank_size = environment.RANK_SIZE.get()
+    worker_size = environment.CM_WORKER_SIZE.get()
     if rank_size is not None and worker_size is not None:
         raise ValueError(
             f"both RANK_SIZE ({rank_size}) and CM_WORKER_SIZE ({worker_size}) are set: the first belongs to a rank "
@@ -72,10 +77,10 @@ def _size_by_ascends_variables() -> int | None:
     if environment.RANK_TABLE_FILE.is_set():
         table = _load_table()
         if table.size > 1:
-            raise _missing("RANK_SIZE", f"the rank table {table.path} lists {table.size} ranks", str(table.size))
+            raise _unset("RANK_SIZE", f"the rank table {table.path} lists {table.size} ranks", str(table.size))
         return 1
     if environment.CM_CHIEF_IP.is_set():
-        raise _missing("CM_WORKER_SIZE", "CM_CHIEF_IP is set", "the number of ranks")
+        raise _unset("CM_WORKER_SIZE", "CM_CHIEF_IP is set", "the number of ranks")
     return None
 
 
@@ -84,13 +89,15 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
     size, launched = _size_and_launcher()
     if size == 1:
         return None
-    table, chief = environment.RANK_TABLE_FILE, environment.CM_CHIEF_IP
+    table = environment.RANK_TABLE_FILE
+    chief = environment.CM_CHIEF_IP
     if table.is_set() and chief.is_set():
         raise ClusterError(
             f"both CM_CHIEF_IP ({chief.raw()}) and RANK_TABLE_FILE ({table.raw()}) are set, and they are two different "
             "ways to describe a job.\nWhat to do: unset the one you don't use."
         )
-    chosen = device_id is not None and not environment.RANK_ID.is_set()  # by the script: the device may be the rank
+    # A script that chooses its device may choose its rank by that: then it is no child of a process with other ranks.
+    is_chosen = device_id is not None and not environment.RANK_ID.is_set()
     if device_id is None:
         device_id = environment.ASCEND_DEVICE_ID.get()
     if device_id is None:
@@ -98,30 +105,38 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
     if not re.fullmatch(r"[A-Za-z0-9_-]+", environment.JOB_ID.get()):
         _log.warning("JOB_ID is %r; Ascend allows letters, digits, - and _ only", environment.JOB_ID.get())
     if table.is_set():
-        found = _from_rank_table(size, device_id)
+        membership = _from_rank_table(size, device_id)
     elif chief.is_set() or environment.CM_WORKER_SIZE.is_set():
-        found = _without_table(size, device_id or 0)
+        membership = _without_table(size, device_id or 0)
     elif launched is not None and launched.size == size and tf_config.read() is None:
-        found = _from_launcher(launched, device_id)
+        membership = _from_launcher(launched, device_id)
     else:
-        found = _from_tf_config(size, device_id)
-    _require_agreement(size, environment.RANK_ID.get() if found.scheme == "TF_CONFIG" else found.rank)
+        membership = _from_tf_config(size, device_id)
+    described_rank = membership.rank
+    if membership.scheme == "TF_CONFIG":  # only RANK_ID can contradict it
+        described_rank = environment.RANK_ID.get()
+    _require_agreement(size, described_rank)
     if launched is not None:
-        rank = environment.RANK_ID.get() if found.scheme == launched.launcher else found.rank
-        launchers.require_agreement(f"by {found.scheme} and RANK_ID", size, rank, launched)
-    under_mpiexec = launched is not None and launched.launcher in launchers.MPI_LAUNCHERS
+        rank = membership.rank
+        if membership.scheme == launched.launcher:  # only RANK_ID can contradict it
+            rank = environment.RANK_ID.get()
+        launchers.require_agreement(f"by {membership.scheme} and RANK_ID", size, rank, launched)
+    candidate = None
+    if not is_chosen:
+        candidate = parent_rank.candidate()
     return replace(
-        found,
-        host=announced_address() or found.host,
-        secret=secret() or found.secret,
-        under_mpiexec=under_mpiexec,
-        candidate=None if chosen else parent_rank.candidate(),
+        membership,
+        host=announced_address() or membership.host,
+        secret=secret() or membership.secret,
+        under_mpiexec=launched is not None and launched.launcher in launchers.MPI_LAUNCHERS,
+        candidate=candidate,
     )
 
 
 def secret() -> bytes:
     """Return the job secret; empty if none is set."""
-    path, text = environment.NPU_DEVICE_SECRET_FILE.get(), environment.NPU_DEVICE_SECRET.get()
+    path = environment.NPU_DEVICE_SECRET_FILE.get()
+    text = environment.NPU_DEVICE_SECRET.get()
     if path is None:
         return (text or "").encode()
     if text is not None:
@@ -129,18 +144,18 @@ def secret() -> bytes:
             "both NPU_DEVICE_SECRET_FILE and NPU_DEVICE_SECRET are set.\nWhat to do: unset the one you don't use."
         )
     try:
-        found = Path(path).read_bytes().strip()
+        content = Path(path).read_bytes().strip()
     except OSError as error:
         raise ClusterError(
             f"NPU_DEVICE_SECRET_FILE is {path!r}, which can't be read: {error.strerror}.\n"
             "What to do: give every rank a path that its user can read."
         ) from error
-    if not found:
+    if not content:
         raise ClusterError(
             f"NPU_DEVICE_SECRET_FILE is {path!r}, and the file is empty.\n"
             "What to do: write random text into it, the same on every host (openssl rand -hex 32)."
         )
-    return found
+    return content
 
 
 def _load_table() -> RankTable:
@@ -150,29 +165,31 @@ def _load_table() -> RankTable:
 def _from_rank_table(size: int, device_id: int | None) -> Membership:
     table = _load_table()
     if not environment.RANK_SIZE.is_set():
-        raise _missing(
-            "RANK_SIZE", f"RANK_TABLE_FILE is set (CM_WORKER_SIZE={size} belongs to a job without it)", str(table.size)
-        )
+        reason = f"RANK_TABLE_FILE is set (CM_WORKER_SIZE={size} belongs to a job without it)"
+        raise _unset("RANK_SIZE", reason, str(table.size))
     if table.size != size:
         raise rank_table.fault(
             table.path, f"it lists {table.size} ranks, and RANK_SIZE is {size}; expected the same number"
         )
-    mine = _find(table, device_id)
-    chief = table.entries[0]
-    servers = tuple(entry.server for entry in table.entries)
-    given = (chief.host_ip, chief.server, chief.device_ip) if len(set(servers)) > 1 else ("127.0.0.1",)
+    device = _find(table, device_id)
+    chief = table.devices[0]
+    servers = tuple(device.server for device in table.devices)
+    chief_hosts: tuple[str | None, ...] = ("127.0.0.1",)
+    if len(set(servers)) > 1:
+        # Not every table gives addresses of hosts: an id of a server may be its address, too.
+        chief_hosts = (chief.host_ip, chief.server, chief.device_ip)
     job_id = environment.JOB_ID.get()
     if device_id is None:
-        device_id = mine.rank - servers.index(mine.server)
+        device_id = device.rank - servers.index(device.server)
     return Membership(
         scheme="rank table",
         world_size=size,
-        rank=mine.rank,
+        rank=device.rank,
         host=None,
-        host_key=mine.server,
+        host_key=device.server,
         device_id=device_id,
-        is_chief=mine.rank == 0,
-        chief_hosts=tuple(dict.fromkeys(host for host in given if host)),
+        is_chief=device.rank == 0,
+        chief_hosts=tuple(dict.fromkeys(host for host in chief_hosts if host)),
         chief_port=chief.host_port or _computed_port(zlib.crc32(job_id.encode(), table.checksum)),
         job_id=job_id,
         expected_hosts=servers,
@@ -180,36 +197,50 @@ def _from_rank_table(size: int, device_id: int | None) -> Membership:
 
 
 def _computed_port(checksum: int) -> int:
-    first, last = environment.NPU_DEVICE_PORT_RANGE.get() or _PORTS
-    return environment.HCCL_IF_BASE_PORT.get() or first + checksum % (last - first + 1)
+    """Return a port that all ranks of the job compute alike, and other jobs on the host probably not."""
+    lowest, highest = environment.NPU_DEVICE_PORT_RANGE.get() or _PORTS
+    return environment.HCCL_IF_BASE_PORT.get() or lowest + checksum % (highest - lowest + 1)
 
 
-def _find(table: RankTable, device_id: int | None) -> Entry:
-    named = environment.POD_NAME if environment.POD_NAME.is_set() else environment.RANK_ID
-    pod = (named.raw() or "").strip()
-    if table.of_pods and pod and (named is environment.POD_NAME or not pod.isdecimal()):
-        entries = [entry for entry in table.entries if entry.pod == pod]
-        if not entries:
-            known = ", ".join(dict.fromkeys(entry.pod for entry in table.entries if entry.pod is not None)) or "none"
-            raise rank_table.fault(table.path, f"{named.name} {pod!r} is not in it; expected one of its pods: {known}")
-        # Several processes may share the pod: the device tells them apart.
-        for entry in entries:
-            if len(entries) == 1 or entry.device_id == device_id:
-                return entry
-        devices = ", ".join(str(entry.device_id) for entry in entries)
-        found = "is not set" if device_id is None else f"is {device_id}"
-        raise ClusterError(
-            f"pod {pod!r} has {len(entries)} devices in the rank table {table.path}, and ASCEND_DEVICE_ID {found}; "
-            f"expected one of {devices}.\n"
-            "What to do: start one process per device in the pod, each with its own ASCEND_DEVICE_ID."
-        )
-    rank, most = environment.RANK_ID.get(), table.size - 1
+def _find(table: RankTable, device_id: int | None) -> TableDevice:
+    """Return the device of this process, by its pod or its rank."""
+    # In tables of pods, RANK_ID may hold the name of the pod.
+    variable: Variable[Any] = environment.RANK_ID
+    if environment.POD_NAME.is_set():
+        variable = environment.POD_NAME
+    name = (variable.raw() or "").strip()
+    is_pod = variable is environment.POD_NAME or not name.isdecimal()
+    if table.of_pods and name and is_pod:
+        return _find_in_pod(table, variable.name, name, device_id)
+    rank = environment.RANK_ID.get()
+    highest = table.size - 1
     if rank is None:
-        why = f"RANK_TABLE_FILE and RANK_SIZE ({table.size}) are set"
-        raise _missing("RANK_ID", why, f"the rank of this process, 0 to {most}")
-    if rank > most:
-        raise rank_table.fault(table.path, f"RANK_ID {rank} is not in it; expected one of its ranks, 0 to {most}")
-    return table.entries[rank]
+        reason = f"RANK_TABLE_FILE and RANK_SIZE ({table.size}) are set"
+        raise _unset("RANK_ID", reason, f"the rank of this process, 0 to {highest}")
+    if rank > highest:
+        raise rank_table.fault(table.path, f"RANK_ID {rank} is not in it; expected one of its ranks, 0 to {highest}")
+    return table.devices[rank]
+
+
+def _find_in_pod(table: RankTable, variable: str, pod: str, device_id: int | None) -> TableDevice:
+    devices = [device for device in table.devices if device.pod == pod]
+    if not devices:
+        pods = dict.fromkeys(device.pod for device in table.devices if device.pod is not None)
+        expected = ", ".join(pods) or "none"
+        raise rank_table.fault(table.path, f"{variable} {pod!r} is not in it; expected one of its pods: {expected}")
+    # Several processes may share the pod: the device tells them apart.
+    for device in devices:
+        if len(devices) == 1 or device.device_id == device_id:
+            return device
+    expected = ", ".join(str(device.device_id) for device in devices)
+    state = "is not set"
+    if device_id is not None:
+        state = f"is {device_id}"
+    raise ClusterError(
+        f"pod {pod!r} has {len(devices)} devices in the rank table {table.path}, and ASCEND_DEVICE_ID {state}; "
+        f"expected one of {expected}.\n"
+        "What to do: start one process per device in the pod, each with its own ASCEND_DEVICE_ID."
+    )
 
 
 def _without_table(size: int, device_id: int) -> Membership:
@@ -223,17 +254,18 @@ def _without_table(size: int, device_id: int) -> Membership:
         environment.CM_CHIEF_DEVICE,
         environment.CM_WORKER_SIZE,
     )
-    missing = [variable.name for variable in required if not variable.is_set()]
-    if missing:
-        names = ", ".join(missing)
+    unset = [variable.name for variable in required if not variable.is_set()]
+    if unset:
+        names = ", ".join(unset)
         raise ClusterError(
-            f"{names} {'is' if len(missing) == 1 else 'are'} missing or empty: CM_CHIEF_IP, CM_CHIEF_PORT, "
+            f"{names} {'is' if len(unset) == 1 else 'are'} missing or empty: CM_CHIEF_IP, CM_CHIEF_PORT, "
             "CM_CHIEF_DEVICE and CM_WORKER_SIZE together describe a job without a rank table "
             "(RANK_SIZE belongs to one with a table).\n"
             f"What to do: set {names} on every rank, with the same value everywhere."
         )
-    chief_ip, worker_ip = environment.CM_CHIEF_IP.get(), environment.CM_WORKER_IP.get()
-    chief_port, chief_device = environment.CM_CHIEF_PORT.get(), environment.CM_CHIEF_DEVICE.get()
+    worker_ip = environment.CM_WORKER_IP.get()
+    chief_ip = environment.CM_CHIEF_IP.get()
+    chief_port = environment.CM_CHIEF_PORT.get()
     assert chief_ip is not None and chief_port is not None
     if worker_ip is not None and (":" in worker_ip) != (":" in chief_ip):
         raise ValueError(
@@ -241,9 +273,14 @@ def _without_table(size: int, device_id: int) -> Membership:
             "expected addresses of one family, IPv4 or IPv6.\n"
             "What to do: give both in the family that the hosts use to reach each other."
         )
-    on_chief_host = worker_ip == chief_ip if worker_ip is not None else _is_local(chief_ip)
-    is_chief = on_chief_host and device_id == chief_device
-    host = worker_ip or (chief_ip if is_chief else None)
+    if worker_ip is None:
+        on_chief_host = _is_local(chief_ip)
+    else:
+        on_chief_host = worker_ip == chief_ip
+    is_chief = on_chief_host and device_id == environment.CM_CHIEF_DEVICE.get()
+    host = worker_ip
+    if host is None and is_chief:
+        host = chief_ip
     return Membership(
         scheme="CM_*",
         world_size=size,
@@ -258,6 +295,7 @@ def _without_table(size: int, device_id: int) -> Membership:
 
 
 def _is_local(ip: str) -> bool:
+    """Return True if this host has the address: only then can a socket be bound to it."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -284,8 +322,9 @@ def _from_tf_config(size: int, device_id: int | None) -> Membership:
 
 def _from_launcher(launched: Launched, device_id: int | None) -> Membership:
     hosts, port, made_secret = launchers.rendezvous_address(launched)
-    name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{launched.launcher} {launched.job}".strip())
-    job_id = environment.JOB_ID.get() if environment.JOB_ID.is_set() else name
+    job_id = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{launched.launcher} {launched.job}".strip())
+    if environment.JOB_ID.is_set():
+        job_id = environment.JOB_ID.get()
     if device_id is None:
         device_id = launched.local_rank or 0
     return Membership(
@@ -313,16 +352,16 @@ def _require_agreement(size: int, rank: int | None) -> None:
         return
     if config.world_size == size and rank in (None, config.rank):
         return
-    who = f"RANK_SIZE ({size}) and RANK_ID ({environment.RANK_ID.raw() or 'unset'})"
+    sources = f"RANK_SIZE ({size}) and RANK_ID ({environment.RANK_ID.raw() or 'unset'})"
     if has_table:
-        who = f"the rank table {environment.RANK_TABLE_FILE.raw()}, {who}"
+        sources = f"the rank table {environment.RANK_TABLE_FILE.raw()}, {sources}"
     elif has_chief:
-        who = f"CM_CHIEF_IP ({environment.CM_CHIEF_IP.raw()}) and CM_WORKER_SIZE ({size})"
+        sources = f"CM_CHIEF_IP ({environment.CM_CHIEF_IP.raw()}) and CM_WORKER_SIZE ({size})"
     raise ClusterError(
-        f"{who} contradict TF_CONFIG: by TF_CONFIG this process is rank {config.rank} of {config.world_size}.\n"
+        f"{sources} contradict TF_CONFIG: by TF_CONFIG this process is rank {config.rank} of {config.world_size}.\n"
         "What to do: unset the variables you don't use; TF_CONFIG alone is enough."
     )
 
 
-def _missing(variable: str, because: str, value: str) -> ClusterError:
-    return ClusterError(f"{variable} is missing or empty, while {because}.\nWhat to do: set {variable} to {value}.")
+def _unset(variable: str, reason: str, remedy: str) -> ClusterError:
+    return ClusterError(f"{variable} is missing or empty, while {reason}.\nWhat to do: set {variable} to {remedy}.")

@@ -42,13 +42,15 @@ def read(device_id: int | None = None) -> Membership | None:
         return None
     rank, addresses = _job(cluster, task_type, index)
     hosts = tuple(host for host, _ in addresses)
+    if device_id is None:
+        device_id = hosts[:rank].count(hosts[rank])  # the number of earlier ranks on this host
     return Membership(
         scheme="TF_CONFIG",
         world_size=len(hosts),
         rank=rank,
         host=None,
         host_key=hosts[rank],
-        device_id=hosts[:rank].count(hosts[rank]) if device_id is None else device_id,
+        device_id=device_id,
         is_chief=rank == 0,
         chief_hosts=(hosts[0],),
         chief_port=addresses[0][1],
@@ -56,7 +58,12 @@ def read(device_id: int | None = None) -> Membership | None:
     )
 
 
-def _job(cluster: dict[str, Any], task_type: str, index: int) -> tuple[int, list[tuple[str, int]]]:
+_Address = tuple[str, int]
+_Task = tuple[str, int]  # type and index
+
+
+def _job(cluster: dict[str, Any], task_type: str, index: int) -> tuple[int, list[_Address]]:
+    """Return the rank of a task, and the addresses of all ranks."""
     if cluster.get("ps"):
         raise ClusterError(
             f"TF_CONFIG has parameter servers ({cluster['ps']}); here every rank holds all variables.\n"
@@ -70,24 +77,15 @@ def _job(cluster: dict[str, Any], task_type: str, index: int) -> tuple[int, list
     chiefs = [name for name in _CHIEFS if cluster.get(name)]
     if len(chiefs) > 1:
         raise _fault("has both chief and master in its cluster; expected one of them")
-    tasks: dict[tuple[str, int], tuple[str, int]] = {}
+    tasks: dict[_Task, _Address] = {}
     for name in (*chiefs, "worker"):
-        found = cluster.get(name) or []
-        if not isinstance(found, list):
-            raise _fault(f"has {found!r} for cluster.{name}; expected a list of addresses")
-        if name in _CHIEFS and len(found) != 1:
-            raise _fault(f"has {len(found)} addresses for cluster.{name}; expected one")
-        for position, address in enumerate(found):
-            try:
-                place = address_and_port(address if isinstance(address, str) else "")
-            except ValueError:
-                expected = 'expected "host:port", or "[address]:port" for IPv6'
-                raise _fault(f"has {address!r} for cluster.{name}[{position}]; {expected}") from None
-            for (kind, number), known in tasks.items():
-                if known == place:
-                    same = f"gives {kind} {number} and {name} {position} the same address {address!r}"
-                    raise _fault(f"{same}; expected different ones")
-            tasks[name, position] = place
+        texts = cluster.get(name) or []
+        if not isinstance(texts, list):
+            raise _fault(f"has {texts!r} for cluster.{name}; expected a list of addresses")
+        if name in _CHIEFS and len(texts) != 1:
+            raise _fault(f"has {len(texts)} addresses for cluster.{name}; expected one")
+        for position, text in enumerate(texts):
+            _add_task(tasks, (name, position), text)
     if (task_type, index) not in tasks:
         listed = ", ".join(f"{name} {position}" for name, position in tasks) or "none"
         raise _fault(
@@ -96,11 +94,26 @@ def _job(cluster: dict[str, Any], task_type: str, index: int) -> tuple[int, list
     return list(tasks).index((task_type, index)), list(tasks.values())
 
 
+def _add_task(tasks: dict[_Task, _Address], task: _Task, text: Any) -> None:
+    name, position = task
+    try:
+        address = address_and_port(text if isinstance(text, str) else "")
+    except ValueError:
+        expected = 'expected "host:port", or "[address]:port" for IPv6'
+        raise _fault(f"has {text!r} for cluster.{name}[{position}]; {expected}") from None
+    for (earlier_name, earlier_position), earlier_address in tasks.items():
+        if earlier_address == address:
+            twins = f"gives {earlier_name} {earlier_position} and {name} {position} the same address {text!r}"
+            raise _fault(f"{twins}; expected different ones")
+    tasks[task] = address
+
+
 def _task(config: dict[str, Any]) -> tuple[str, int]:
     task = config.get("task")
     if not isinstance(task, dict):
         raise _fault(f"has the task {task!r}; expected an object with type and index")
-    task_type, index = task.get("type"), task.get("index", 0)
+    task_type = task.get("type")
+    index = task.get("index", 0)
     if not isinstance(task_type, str) or not task_type:
         raise _fault(f"has the task type {task_type!r}; expected chief, master, worker or evaluator")
     if isinstance(index, bool) or not str(index).isdecimal():
@@ -108,7 +121,7 @@ def _task(config: dict[str, Any]) -> tuple[str, int]:
     return task_type, int(index)
 
 
-def _fault(what: str) -> ClusterError:
+def _fault(problem: str) -> ClusterError:
     return ClusterError(
-        f"TF_CONFIG {what}.\nWhat to do: correct it; with two workers, for example, worker 0 has\n  {_EXAMPLE}"
+        f"TF_CONFIG {problem}.\nWhat to do: correct it; with two workers, for example, worker 0 has\n  {_EXAMPLE}"
     )
