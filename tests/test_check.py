@@ -16,7 +16,7 @@ from launcher import npurun, start
 from ranks import free_port
 
 from npu_device._src.check import judge
-from npu_device._src.check.judge import Facts, Findings
+from npu_device._src.check.judge import CheckedJob, Facts
 from npu_device._src.testing.hosts import address, can_be_made, hosts, on_host
 
 LIMIT = 100.0
@@ -141,7 +141,7 @@ HERE = Facts(
     clock=0.0,
 )  # fmt: skip
 THERE = replace(HERE, host="node1", machine="b", kernel="2", address="10.0.0.2")
-WELL = Findings(
+WELL = CheckedJob(
     (HERE, THERE), sharing=("", ""), unreachable=({}, {}), between={"tcp": (2e-4, 1e-3, 3e-3, 0.04)}, in_use="tcp"
 )
 
@@ -152,7 +152,7 @@ def test_the_fastest_engine() -> None:
     assert replace(measured, between={"tensorflow": (1.0, 3.1), "tcp": (2.0, 3.0)}).fastest == "tensorflow"
 
 
-def _with(**there: Any) -> Findings:
+def _with(**there: Any) -> CheckedJob:
     return replace(WELL, facts=(HERE, replace(THERE, **there)))
 
 
@@ -165,7 +165,7 @@ APART = replace(WELL, facts=(HERE, HERE), sharing=("", "a different kernel"), be
     [
         ("problem", _with(versions={"Python": "3.11.7", "Keras": "2.15.0"}), "Keras:\n  3.9.0: rank(s) 0\n  2.15.0: "),
         ("problem", _with(address="127.0.0.1"), "rank 1 on host node1 (b) is known to the others as 127.0.0.1"),
-        ("problem", replace(WELL, right=False), "wrong sum"),
+        ("problem", replace(WELL, is_right=False), "wrong sum"),
         ("warning", _with(versions={"Python": "3.12.1", "Keras": "3.9.0"}), "different versions of Python"),
         ("warning", _with(clock=-7.25), "host node1 (b) is 7.2 s behind that of rank 0"),
         ("warning", _with(kernel="1"), "hosts node0, node1 are the same machine"),
@@ -175,7 +175,7 @@ APART = replace(WELL, facts=(HERE, HERE), sharing=("", "a different kernel"), be
         ("warning", APART, "rank 1 on host node0 (a) can't share memory with the others of its host: a different"),
     ],
 )
-def test_a_problem_or_a_warning(kind: str, found: Findings, expected: str) -> None:
+def test_a_problem_or_a_warning(kind: str, found: CheckedJob, expected: str) -> None:
     assert judge.problems(WELL) == judge.warnings(WELL) == []
     problems, warnings = judge.problems(found), judge.warnings(found)
     (text,) = problems + warnings

@@ -12,7 +12,7 @@ from npu_device._src.wording import counted, ranges
 SIZES = {4: "4 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB", 16 << 20: "16 MiB"}
 
 _LEAST_MEMORY = 1 << 30  # bytes a rank; TensorFlow itself takes about half of that
-_CLOSE = 1.1  # times the shortest time: as fast
+_AS_FAST = 1.1  # times the shortest time
 _SLOW_LINK = 0.25  # of the speed that the interface claims; a core may be the limit of fast ones
 
 
@@ -34,7 +34,9 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Findings:
+class CheckedJob:
+    """What the ranks have found together. Lists have an item for each rank."""
+
     facts: Sequence[Facts]
     engine: str = ""  # how gradients will travel, and why
     ports: str = ""  # where the ranks serve whoever reaches them; "" if nowhere
@@ -43,7 +45,7 @@ class Findings:
     within: Sequence[float] = ()  # seconds of an all_reduce on the slowest host, by size; empty if it has one rank
     between: dict[str, Sequence[float]] = field(default_factory=dict)  # the same among hosts, by engine
     in_use: str = ""  # the engine between hosts that the job uses
-    right: bool = True  # False if a sum over all ranks was wrong
+    is_right: bool = True  # False if a sum over all ranks was wrong
 
     @property
     def hosts(self) -> dict[str, list[int]]:
@@ -56,86 +58,98 @@ class Findings:
     @property
     def fastest(self) -> str:
         """Return the engine that is the fastest between hosts with the largest size; that in use, if it is close."""
-        seconds = {name: each[-1] for name, each in self.between.items()}
-        best = min(seconds, key=lambda name: seconds[name])
-        return self.in_use if seconds.get(self.in_use, float("inf")) < _CLOSE * seconds[best] else best
+        by_engine = {engine: seconds[-1] for engine, seconds in self.between.items()}
+        fastest = min(by_engine, key=lambda engine: by_engine[engine])
+        if by_engine.get(self.in_use, float("inf")) < _AS_FAST * by_engine[fastest]:
+            return self.in_use
+        return fastest
 
     @property
     def link_speed(self) -> float:
         """Return the bits per second that the fastest engine sends from each host: 2(N-1)/N of the bytes, in a ring."""
         hosts = len(self.hosts)
-        return 8 * max(SIZES) * 2 * (hosts - 1) / hosts / self.between[self.fastest][-1]
+        sent = max(SIZES) * 2 * (hosts - 1) / hosts  # bytes
+        return 8 * sent / self.between[self.fastest][-1]
 
 
-def _ranks_by(values: Iterable[str]) -> dict[str, list[int]]:
+def _ranks_by(keys: Iterable[str]) -> dict[str, list[int]]:
+    """Return the ranks with equal keys together; there is a key for each rank."""
     ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
+    for rank, key in enumerate(keys):
+        ranks.setdefault(key, []).append(rank)
     return ranks
 
 
-def problems(found: Findings) -> list[str]:
-    wrong_sum = (
-        "an all_reduce over all ranks gave a wrong sum.\n"
-        f"What to do: set NPU_DEVICE_BACKEND={'tcp' if found.in_use == 'tensorflow' else 'tensorflow'} or "
-        "NPU_DEVICE_SHARED_MEMORY=off on all ranks and check again; report it as a bug."
-    )
-    different = _versions(found, ("Keras", "tf-keras"))
-    return [*_blocked(found), *_loopback(found), *different, *([] if found.right else [wrong_sum])]
+def problems(job: CheckedJob) -> list[str]:
+    return [*_blocked(job), *_loopback(job), *_versions(job, ("Keras", "tf-keras")), *_wrong_sum(job)]
 
 
-def warnings(found: Findings) -> list[str]:
-    different = _versions(found, ("Python", "NumPy"))
-    return [*different, *_not_shared(found), *_same_machine(found), *_conditions(found), *_slow_links(found)]
+def warnings(job: CheckedJob) -> list[str]:
+    differences = _versions(job, ("Python", "NumPy"))
+    return [*differences, *_not_shared(job), *_same_machine(job), *_conditions(job), *_slow_links(job)]
 
 
-def _blocked(found: Findings) -> Iterator[str]:
-    blocked: dict[tuple[str, str], tuple[int, int, str]] = {}  # the first ranks between two hosts
-    for rank, failed in enumerate(found.unreachable):
-        for other, what in failed.items():
-            blocked.setdefault((found.facts[rank].host, found.facts[other].host), (rank, other, what))
-    for (here, there), (rank, other, what) in blocked.items():
-        back = f"host {there} can connect to host {here}"
-        direction = "and not in the other direction either" if (there, here) in blocked else back
+def _wrong_sum(job: CheckedJob) -> Iterator[str]:
+    if not job.is_right:
+        alternative = "tcp" if job.in_use == "tensorflow" else "tensorflow"
         yield (
-            f"{found.name(rank)} can't connect to {found.name(other)} at {what}; {direction}.\n"
-            f"Likely cause: a firewall on host {there}, or between the two, or an address of an internal network.\n"
+            "an all_reduce over all ranks gave a wrong sum.\n"
+            f"What to do: set NPU_DEVICE_BACKEND={alternative} or "
+            "NPU_DEVICE_SHARED_MEMORY=off on all ranks and check again; report it as a bug."
+        )
+
+
+def _blocked(job: CheckedJob) -> Iterator[str]:
+    """Yield a problem for each pair of hosts whose ranks can't connect, with the ranks that tried first."""
+    blocked: dict[tuple[str, str], tuple[int, int, str]] = {}
+    for rank, failures in enumerate(job.unreachable):
+        for target, failure in failures.items():
+            hosts = job.facts[rank].host, job.facts[target].host
+            blocked.setdefault(hosts, (rank, target, failure))
+    for (source_host, host), (rank, target, failure) in blocked.items():
+        direction = f"host {host} can connect to host {source_host}"
+        if (host, source_host) in blocked:
+            direction = "and not in the other direction either"
+        yield (
+            f"{job.name(rank)} can't connect to {job.name(target)} at {failure}; {direction}.\n"
+            f"Likely cause: a firewall on host {host}, or between the two, or an address of an internal network.\n"
             "What to do: let the hosts connect to all ports, or only to those of NPU_DEVICE_PORT_RANGE, "
             "set on all ranks; HCCL_SOCKET_IFNAME chooses another interface."
         )
 
 
-def _loopback(found: Findings) -> Iterator[str]:
-    for rank, facts in enumerate(found.facts):
-        if is_loopback(facts.address) and any(other.kernel != facts.kernel for other in found.facts):
+def _loopback(job: CheckedJob) -> Iterator[str]:
+    is_one_machine = len({facts.kernel for facts in job.facts}) == 1
+    for rank, facts in enumerate(job.facts):
+        if is_loopback(facts.address) and not is_one_machine:
             yield (
-                f"{found.name(rank)} is known to the others as {facts.address}, its own loopback.\n"
+                f"{job.name(rank)} is known to the others as {facts.address}, its own loopback.\n"
                 "What to do: let HCCL_SOCKET_IFNAME name its interface to the network, or HCCL_IF_IP its address "
                 "there, and check that host names don't resolve to the loopback (/etc/hosts)."
             )
 
 
-def _versions(found: Findings, names: Sequence[str]) -> Iterator[str]:
+def _versions(job: CheckedJob, names: Sequence[str]) -> Iterator[str]:
     for name in names:
-        ranks = _ranks_by(facts.versions.get(name, "none") for facts in found.facts)
-        if len(ranks) > 1:
-            lines = "\n".join(f"  {version}: rank(s) {ranges(those)}" for version, those in ranks.items())
+        by_version = _ranks_by(facts.versions.get(name, "none") for facts in job.facts)
+        if len(by_version) > 1:
+            lines = "\n".join(f"  {version}: rank(s) {ranges(ranks)}" for version, ranks in by_version.items())
             yield f"the ranks have different versions of {name}:\n{lines}\nWhat to do: install the same one everywhere."
 
 
-def _not_shared(found: Findings) -> Iterator[str]:
-    for rank, why in enumerate(found.sharing):
-        if why and len(found.hosts[found.facts[rank].host]) > 1:
+def _not_shared(job: CheckedJob) -> Iterator[str]:
+    for rank, reason in enumerate(job.sharing):
+        if reason and len(job.hosts[job.facts[rank].host]) > 1:
             yield (
-                f"{found.name(rank)} can't share memory with the others of its host: {why}. It uses the engine "
-                f"between hosts ({found.in_use}), which is slower.\n"
+                f"{job.name(rank)} can't share memory with the others of its host: {reason}. It uses the engine "
+                f"between hosts ({job.in_use}), which is slower.\n"
                 "What to do: start all ranks of a host as one user in one container."
             )
 
 
-def _same_machine(found: Findings) -> Iterator[str]:
-    for ranks in _ranks_by(facts.kernel for facts in found.facts).values():
-        hosts = list(dict.fromkeys(found.facts[rank].host for rank in ranks))
+def _same_machine(job: CheckedJob) -> Iterator[str]:
+    for ranks in _ranks_by(facts.kernel for facts in job.facts).values():
+        hosts = list(dict.fromkeys(job.facts[rank].host for rank in ranks))
         if len(hosts) > 1:
             yield (
                 f"hosts {', '.join(hosts)} are the same machine: their ranks use the network, but could share memory."
@@ -143,22 +157,23 @@ def _same_machine(found: Findings) -> Iterator[str]:
             )
 
 
-def _conditions(found: Findings) -> Iterator[str]:
-    for host, ranks in found.hosts.items():
-        facts = found.facts[ranks[0]]
+def _conditions(job: CheckedJob) -> Iterator[str]:
+    """Yield what is wrong with single hosts: the clock, too few cores, too little memory."""
+    for host, ranks in job.hosts.items():
+        facts = job.facts[ranks[0]]
         if facts.clock is not None and abs(facts.clock) > CLOCK_SECONDS:
             yield (
                 f"the clock of host {host} ({facts.machine}) is {abs(facts.clock):.1f} s "
                 f"{'ahead of' if facts.clock > 0 else 'behind'} that of rank 0: times in logs and files don't match.\n"
                 "What to do: synchronize the clocks of the hosts (chrony, NTP)."
             )
-        cores = len({core for rank in ranks for core in found.facts[rank].cores})
+        cores = len({core for rank in ranks for core in job.facts[rank].cores})
         if cores < len(ranks):
             yield (
                 f"host {host} has {cores} core(s) for {len(ranks)} ranks: they wait for each other.\n"
                 "What to do: start at most one rank per core."
             )
-        free = min(found.facts[rank].free for rank in ranks)
+        free = min(job.facts[rank].free for rank in ranks)
         if free < _LEAST_MEMORY * len(ranks):
             yield (
                 f"host {host} has {free / 2**30:.1f} GiB of free memory for {counted(len(ranks), 'rank')}.\n"
@@ -166,60 +181,95 @@ def _conditions(found: Findings) -> Iterator[str]:
             )
 
 
-def _slow_links(found: Findings) -> Iterator[str]:
-    rated = {facts.bits: facts for facts in found.facts if facts.bits is not None}
-    if found.between and rated and found.link_speed < _SLOW_LINK * min(rated):
-        facts = rated[min(rated)]
+def _slow_links(job: CheckedJob) -> Iterator[str]:
+    by_rate = {facts.bits: facts for facts in job.facts if facts.bits is not None}
+    if not job.between or not by_rate:
+        return
+    rate = min(by_rate)
+    if job.link_speed < _SLOW_LINK * rate:
+        facts = by_rate[rate]
         yield (
-            f"{facts.interface} of host {facts.host} is rated at {min(rated) / 1e9:g} Gbit/s, but the fastest engine "
-            f"sends {found.link_speed / 1e9:.2g} Gbit/s.\nWhat to do: look for other traffic, a slower switch or cable "
+            f"{facts.interface} of host {facts.host} is rated at {rate / 1e9:g} Gbit/s, but the fastest engine "
+            f"sends {job.link_speed / 1e9:.2g} Gbit/s.\nWhat to do: look for other traffic, a slower switch or cable "
             "between the hosts, and a limit of the virtual machine; HCCL_SOCKET_IFNAME chooses another interface."
         )
 
 
-def text(found: Findings, problems: Sequence[str], warnings: Sequence[str]) -> str:
-    ranks, hosts = counted(len(found.facts), "rank"), counted(len(found.hosts), "host")
-    parts = [f"{ranks} on {hosts}: {verdict(problems)}", _hosts(found), _settings(found), _speeds(found)]
-    for name, texts in ("problem", problems), ("warning", warnings):
-        parts.append("\n".join(f"{name} {n}: " + each.replace("\n", "\n  ") for n, each in enumerate(texts, start=1)))
-    return "\n\n".join(filter(None, parts))
+def text(job: CheckedJob, problems: Sequence[str], warnings: Sequence[str]) -> str:
+    """Return the report: the verdict, tables of hosts and speeds, then problems and warnings."""
+    ranks = counted(len(job.facts), "rank")
+    hosts = counted(len(job.hosts), "host")
+    paragraphs = [f"{ranks} on {hosts}: {verdict(problems)}", _hosts(job), _settings(job), _speeds(job)]
+    paragraphs += [_numbered("problem", problems), _numbered("warning", warnings)]
+    return "\n\n".join(filter(None, paragraphs))
+
+
+def _numbered(noun: str, texts: Sequence[str]) -> str:
+    indented = [text.replace("\n", "\n  ") for text in texts]
+    return "\n".join(f"{noun} {number}: {text}" for number, text in enumerate(indented, start=1))
 
 
 def verdict(problems: Sequence[str]) -> str:
-    return f"training would not work: {counted(len(problems), 'problem')}" if problems else "training would work"
+    if problems:
+        return f"training would not work: {counted(len(problems), 'problem')}"
+    return "training would work"
 
 
-def _hosts(found: Findings) -> str:
+def _hosts(job: CheckedJob) -> str:
     rows = [["host", "machine", "ranks", "address", "interface", "cores per rank", "free memory", "clock"]]
-    for host, ranks in found.hosts.items():
-        facts = found.facts[ranks[0]]
+    for host, ranks in job.hosts.items():
+        facts = job.facts[ranks[0]]
         interface = facts.interface or "of another host"
         if facts.bits is not None:
             interface += f", {facts.bits / 1e9:g} Gbit/s"
-        ahead = "unknown" if facts.clock is None else f"{1e3 * facts.clock:+.1f} ms" if 0 not in ranks else "rank 0's"
-        cores, memory = str(facts.share), f"{facts.free / 2**30:.1f} GiB"
-        rows.append([host, facts.machine, ranges(ranks), facts.address, interface, cores, memory, ahead])
+        cores = str(facts.share)
+        memory = f"{facts.free / 2**30:.1f} GiB"
+        clock = _clock(facts, ranks)
+        rows.append([host, facts.machine, ranges(ranks), facts.address, interface, cores, memory, clock])
     return _table(rows)
 
 
-def _settings(found: Findings) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in found.facts[0].versions.items())
-    same = all(facts.versions == found.facts[0].versions for facts in found.facts)
-    lines = [f"{'all ranks run' if same else 'rank 0 runs'} {versions}"]
-    lines += [f"gradients travel through {found.engine}"] if found.engine else []
-    return "\n".join([*lines, *([f"open ports: {found.ports}"] if found.ports else [])])
+def _clock(facts: Facts, ranks: Sequence[int]) -> str:
+    if facts.clock is None:
+        return "unknown"
+    if 0 in ranks:
+        return "rank 0's"
+    return f"{1e3 * facts.clock:+.1f} ms"
 
 
-def _speeds(found: Findings) -> str:
-    measured = {"within a host": found.within} if found.within else {}
-    measured |= {f"between hosts, {name}": seconds for name, seconds in found.between.items()}
-    columns = [[title, *(f"{1e3 * each:.3g} ms" for each in seconds)] for title, seconds in measured.items()]
-    lines = [_table(list(zip(["all_reduce of", *SIZES.values()], *columns)))] if columns else []
-    if found.between:
-        fastest, speed = found.fastest, f"{found.link_speed / 1e9:.3g} Gbit/s"
-        use = "which is in use" if fastest == found.in_use else f"with NPU_DEVICE_BACKEND={fastest} on all ranks"
-        lines.append(f"fastest between these hosts: {fastest}, {use}; each host sends {speed}")
+def _settings(job: CheckedJob) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in job.facts[0].versions.items())
+    subject = "rank 0 runs"
+    if all(facts.versions == job.facts[0].versions for facts in job.facts):
+        subject = "all ranks run"
+    lines = [f"{subject} {versions}"]
+    if job.engine:
+        lines.append(f"gradients travel through {job.engine}")
+    if job.ports:
+        lines.append(f"open ports: {job.ports}")
     return "\n".join(lines)
+
+
+def _speeds(job: CheckedJob) -> str:
+    columns = []
+    if job.within:
+        columns.append(_column("within a host", job.within))
+    for engine, seconds in job.between.items():
+        columns.append(_column(f"between hosts, {engine}", seconds))
+    lines = []
+    if columns:
+        lines.append(_table(list(zip(["all_reduce of", *SIZES.values()], *columns))))
+    if job.between:
+        use = "which is in use"
+        if job.fastest != job.in_use:
+            use = f"with NPU_DEVICE_BACKEND={job.fastest} on all ranks"
+        speed = f"{job.link_speed / 1e9:.3g} Gbit/s"
+        lines.append(f"fastest between these hosts: {job.fastest}, {use}; each host sends {speed}")
+    return "\n".join(lines)
+
+
+def _column(title: str, times: Sequence[float]) -> list[str]:
+    return [title, *(f"{1e3 * seconds:.3g} ms" for seconds in times)]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

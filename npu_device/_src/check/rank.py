@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src.check import judge
-from npu_device._src.check.judge import SIZES, Facts, Findings
+from npu_device._src.check.judge import SIZES, CheckedJob, Facts
 from npu_device._src.cluster.rendezvous import installed_versions
 from npu_device._src.cluster.time_limits import CHECK_OTHERS_SECONDS, CONNECT_SECONDS, MEASURED_SECONDS
 from npu_device._src.collectives.engine_text import explained, open_ports
@@ -34,57 +34,97 @@ def check() -> dict[str, Any]:
     """Open the device of this rank, and check. Every rank calls this; ``leads``: it is the lowest of its host."""
     device.open()
     job = device.running_job()
-    found = Findings([_facts(None)]) if job is None else _found(job)
-    problems = judge.problems(found)
-    report = judge.text(found, problems, judge.warnings(found)) if job is None or job.cluster.rank == 0 else ""
+    if job is None:
+        checked = CheckedJob([_facts(None)])
+    else:
+        checked = _measured(job, _connected(job))
+    problems = judge.problems(checked)
+    report = ""
+    if job is None or job.cluster.rank == 0:
+        report = judge.text(checked, problems, judge.warnings(checked))
     leads = job is None or job.cluster.local_rank == 0
     return {"works": not problems, "verdict": judge.verdict(problems), "report": report, "leads": leads}
 
 
-def _found(job: Job) -> Findings:
+def _gather(job: Job, name: str, content: Any) -> list[Any]:
+    return job.store.gather(f"check/{name}", content, CHECK_OTHERS_SECONDS)
+
+
+def _connected(job: Job) -> CheckedJob:
+    """Return the facts of all ranks, and which of them can't connect."""
+    facts = [Facts(**fields) for fields in _gather(job, "facts", asdict(_facts(job)))]
+    failures = {**_unreachable(job, job.peers.addresses), **_unreachable(job, job.server_addresses)}
+    unreachable = []
+    for failures_of_rank in _gather(job, "unreachable", failures):
+        # In JSON, numbers as keys are texts.
+        unreachable.append({int(rank): failure for rank, failure in failures_of_rank.items()})
+    engine = explained(job, job.group(WORLD_GROUP))
+    return CheckedJob(facts, engine, open_ports(job), job.hosts.problems, unreachable)
+
+
+def _measured(job: Job, checked: CheckedJob) -> CheckedJob:
+    """Add what the ranks measure together, if they can connect."""
+    if any(checked.unreachable):  # a collective would wait for the stall watch
+        return checked
     cluster = job.cluster
-
-    def gather(name: str, value: Any) -> list[Any]:
-        return job.store.gather(f"check/{name}", value, CHECK_OTHERS_SECONDS)
-
-    facts = [Facts(**each) for each in gather("facts", asdict(_facts(job)))]
     leaders = [cluster.hosts.index(host) for host in dict.fromkeys(cluster.hosts)]
-    failed = {**_unreachable(job, job.peers.addresses), **_unreachable(job, job.server_addresses)}
-    unreachable = [{int(rank): what for rank, what in each.items()} for each in gather("unreachable", failed)]
-    found = Findings(facts, explained(job, job.group(WORLD_GROUP)), open_ports(job), job.hosts.problems, unreachable)
-    if any(unreachable):  # a collective would wait for the stall watch
-        return found
-    engines = dict.fromkeys([job.hosts.engine, *(["mpi"] if job.mpi_world else []), "tcp"] if leaders[1:] else [])
-    size = cluster.world_size
-    total = all_reduce(job, tf.fill([1 << 18], float(cluster.rank + 1)), "sum", job.group(WORLD_GROUP))
-    right = bool(tf.reduce_all(total == size * (size + 1) / 2))
-    mine = cluster.neighbours
-    within = _by_size(job, "check_within", mine) if len(mine) > 1 else None
-    gather("within", None)
-    between = _between(job, leaders, engines) if cluster.rank in leaders else {}
-    measured = gather("speeds", [right, within, between])
+    engines = _engines_between(job, len(leaders))
+    is_right = _sums_right(job)
+    within = None
+    if len(cluster.neighbours) > 1:
+        within = _by_size(job, "check_within", cluster.neighbours)
+    _gather(job, "within", None)  # all hosts measure first within, then between them
+    between: dict[str, list[float]] = {}
+    if cluster.rank in leaders:
+        between = _between(job, leaders, engines)
+    by_rank = _gather(job, "speeds", [is_right, within, between])
     return replace(
-        found,
-        within=_slowest(within for _, within, _ in measured),
-        between={name: _slowest(between.get(name) for *_, between in measured) for name in engines},
+        checked,
+        within=_slowest(within for _, within, _ in by_rank),
+        between={engine: _slowest(between.get(engine) for *_, between in by_rank) for engine in engines},
         in_use=job.hosts.engine,
-        right=all(right for right, *_ in measured),
+        is_right=all(is_right for is_right, *_ in by_rank),
     )
 
 
-def _slowest(seconds: Iterable[list[float] | None]) -> list[float]:
-    return [max(each) for each in zip(*(one for one in seconds if one is not None))]
+def _engines_between(job: Job, hosts: int) -> list[str]:
+    """Return the engines that are compared between hosts: the one in use, and those that can be chosen."""
+    if hosts == 1:
+        return []
+    engines = [job.hosts.engine]
+    if job.mpi_world:
+        engines.append("mpi")
+    engines.append("tcp")
+    return list(dict.fromkeys(engines))
+
+
+def _sums_right(job: Job) -> bool:
+    size = job.cluster.world_size
+    tensor = tf.fill([1 << 18], float(job.cluster.rank + 1))
+    total = all_reduce(job, tensor, "sum", job.group(WORLD_GROUP))
+    return bool(tf.reduce_all(total == size * (size + 1) / 2))
+
+
+def _slowest(times_of_ranks: Iterable[list[float] | None]) -> list[float]:
+    """Return the longest time for each size; ranks that haven't measured have none."""
+    measured = [times for times in times_of_ranks if times is not None]
+    return list(map(max, zip(*measured)))
 
 
 def _facts(job: Job | None) -> Facts:
     """Collect the facts of this rank. Every rank of a job calls this, since the clocks are compared."""
-    host, address = "node0", "127.0.0.1"  # npurun's names, for a single rank
+    host = "node0"  # npurun's names, for a single rank
+    address = "127.0.0.1"
     ahead: float | None = 0.0
+    cores = os.sched_getaffinity(0)
+    share = len(cores)
     if job is not None:
-        host, address = job.cluster.host, job.cluster.addresses[job.cluster.rank]
+        host = job.cluster.host
+        address = job.cluster.addresses[job.cluster.rank]
+        share = job.cores
         offset, error = measure_clock(job)
         ahead = None if error is None else -offset / 1e6
-    interface, cores = interface_of(address), os.sched_getaffinity(0)
+    interface = interface_of(address)
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return Facts(
         host=host,
@@ -95,28 +135,35 @@ def _facts(job: Job | None) -> Facts:
         bits=speed_of(interface) if interface else None,
         versions=_versions(),
         cores=sorted(cores),
-        share=len(cores) if job is None else job.cores,
+        share=share,
         free=1024 * int(memory["MemAvailable"].split()[0]),
         clock=ahead,
     )
 
 
 def _versions() -> dict[str, str]:
-    ours = installed_versions()
-    found = {"Python": platform.python_version(), "TensorFlow": ours["tensorflow"], "npu_device": ours["npu_device"]}
+    installed = installed_versions()
+    versions = {
+        "Python": platform.python_version(),
+        "TensorFlow": installed["tensorflow"],
+        "npu_device": installed["npu_device"],
+    }
     for name, distribution in {"Keras": "keras", "tf-keras": "tf-keras", "NumPy": "numpy"}.items():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(distribution)
-    return found
+            versions[name] = importlib.metadata.version(distribution)
+    return versions
 
 
 def _unreachable(job: Job, servers: tuple[str, ...]) -> dict[int, str]:
     """Connect to the server of one rank on each other host, the one with the same place among those of its host."""
-    hosts, targets = job.cluster.hosts, []
-    for host in dict.fromkeys(hosts) if servers else ():
-        ranks = [rank for rank, other in enumerate(hosts) if other == host]
-        if host != job.cluster.host:
-            targets.append(ranks[min(job.cluster.local_rank, len(ranks) - 1)])
+    if not servers:
+        return {}
+    hosts = job.cluster.hosts
+    targets = []
+    for host in set(hosts) - {job.cluster.host}:
+        ranks = [rank for rank, host_of_rank in enumerate(hosts) if host_of_rank == host]
+        targets.append(ranks[min(job.cluster.local_rank, len(ranks) - 1)])
+    targets.sort()
     with ThreadPoolExecutor(16) as pool:
         outcomes = pool.map(lambda rank: _connect(servers[rank]), targets)
         return {rank: f"{servers[rank]}: {outcome}" for rank, outcome in zip(targets, outcomes) if outcome}
@@ -135,14 +182,15 @@ def _connect(server: str) -> str:
 
 def _between(job: Job, leaders: list[int], engines: Iterable[str]) -> dict[str, list[float]]:
     """Return the seconds of an all_reduce of one rank per host, for each engine and size. The leaders call this."""
-    chosen, found = job.hosts, {}
+    hosts = job.hosts
+    times = {}
     try:
-        for name in engines:
-            job.hosts = replace(chosen, engine=name)
-            found[name] = _by_size(job, f"check_between_{name}", leaders)
+        for engine in engines:
+            job.hosts = replace(hosts, engine=engine)
+            times[engine] = _by_size(job, f"check_between_{engine}", leaders)
     finally:
-        job.hosts = chosen
-    return found
+        job.hosts = hosts
+    return times
 
 
 def _by_size(job: Job, name: str, ranks: list[int]) -> list[float]:
@@ -152,17 +200,17 @@ def _by_size(job: Job, name: str, ranks: list[int]) -> list[float]:
 
 def _median_seconds(job: Job, group: Group, size: int) -> float:
     """Return the seconds of one of several calls, each of which begins when the one before has ended on all ranks."""
-    value = tf.ones([size // 4])
+    tensor = tf.ones([size // 4])
 
     @tf.function(autograph=False)
     def reduce(tensor: tf.Tensor) -> tf.Tensor:
         return all_reduce(job, tensor, "mean", group)
 
-    called = reduce.get_concrete_function(value)
+    concrete = reduce.get_concrete_function(tensor)
 
     def seconds() -> float:
         began = time.perf_counter()
-        called(value)
+        concrete(tensor)
         return time.perf_counter() - began
 
     seconds()  # the first call makes connections
