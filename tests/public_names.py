@@ -99,7 +99,9 @@ def _attributes(path: str, thing: type) -> Names:
         for name in members:
             if is_public(name):
                 member = getattr(thing, name, None)
-                found[f"{path}.{name}"] = _parameters(member) if inspect.isroutine(member) else None
+                found[f"{path}.{name}"] = (
+                    _parameters(member) if inspect.isroutine(member) and _is_ours(member) else None
+                )
     return found
 
 
