@@ -91,6 +91,9 @@ def test_two_nodes_on_one_machine_from_one_command() -> None:
     )
     assert re.search(fastest, report)
     assert "hosts node0, node1 are the same machine" in report
+    [ports] = re.findall(r"^open ports: TensorFlow's servers at 127\.0\.0\.1:\d+, \S+ are (.+)$", report, re.MULTILINE)
+    assert ports.startswith("open to everyone who can connect, without the job secret. NPU_DEVICE_BACKEND=tcp")
+    assert "a firewall can" in ports
     assert "\ntraining would work; node 0 prints the report\n" in f"\n{report}"
 
 

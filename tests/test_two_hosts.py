@@ -28,7 +28,12 @@ import numpy as np, tensorflow as tf
 import npu_device as npu
 from hccl.manage.api import create_group
 from npu_device.distribute import hccl_ops
+from npu_device._src.collectives.engine_text import open_ports
+from npu_device._src.collectives.job import current
 rank, size = npu.open().worker_id, npu.open().workers_num
+ports = open_ports(current())
+assert ("BACKEND" == "auto") == ("without the job secret" in ports and "=tcp does without" in ports), ports
+assert "BACKEND" != "auto" or all(host in ports for host in os.environ["HOSTS"].split()), ports
 
 def values(r):
     return np.random.default_rng(r).standard_normal(1000).astype(np.float32)
@@ -120,6 +125,7 @@ def test_hosts_send_what_one_rank_each_needs(tmp_path: Path, count: int) -> None
     common |= {"CM_WORKER_SIZE": str(2 * count)}
     commands = [on_host(host, [sys.executable, str(ranks), str(script), "29700"]) for host in range(count)]
     with hosts(count, gbit=1.0):
+        common["HOSTS"] = " ".join(f"{address(host)}:" for host in range(count))
         environments = [{**common, "CM_WORKER_IP": address(host)} for host in range(count)]
         results = job.run_anew(commands, environments, timeout=60 * count)
     assert [result.code for result in results] == [0] * count, results

@@ -45,7 +45,12 @@ def explained(job: Job, group: Group) -> str:
 
 
 def open_ports(job: Job) -> str:
-    """Return in words where this job's ranks serve whoever reaches them, without the job secret; "" if they don't."""
+    """Return in one line which ports are open to whom, and what can be done; "" if all ask for the job secret."""
     shown, more = ", ".join(job.server_addresses[:_SHOWN_PORTS]), len(job.server_addresses) - _SHOWN_PORTS
     shown += f" and {more} more" if more > 0 else ""
-    return f"TensorFlow's servers at {shown} serve whoever reaches them, without the job secret" if shown else ""
+    if not shown:
+        return ""
+    return (
+        f"TensorFlow's servers at {shown} are open to everyone who can connect, without the job secret. "
+        "NPU_DEVICE_BACKEND=tcp does without them; a firewall can limit them to the hosts of the job"
+    )
