@@ -34,6 +34,7 @@ _TO_MEMBER: list[dict[str, Any]] = [
     {"do": "say", "text": "text"},
     {"do": "stop", "why": "text"},
     {"do": "alive"},
+    {"do": "leave", "code": 1},
     {"do": "over", "code": 1},
 ]
 

@@ -32,9 +32,17 @@ SSH = """\
     if [ -e $here/bare.$host ]; then echo "python: not found" >&2; exit 127; fi
     mkfifo $here/input.$$
     {{ cat <&3; while [ -e $here/deaf ]; do sleep 0.1; done; }} > $here/input.$$ 2> $here/cat.log &
-    setsid sh -c "$*" < $here/input.$$ &
+    command=$(echo "$*" | sed "s| -m npu_device.launch.on_host | $here/on_host.py |")
+    setsid sh -c "$command" < $here/input.$$ &
     wait $!
     """
+
+# The npurun of a host, with another limit.
+ON_HOST = """
+    import npu_device.launch.on_host
+    npu_device.launch.supervisor.RANKS_NOTICE_SECONDS = 0.2
+    npu_device.launch.on_host.main()
+"""
 
 # Ranks that wait for each other through files, without npu_device. Those of the first attempt are to be stopped, and
 # the others while there is a file "hold". A rank that finds the one of the attempt before still running says so.
@@ -74,6 +82,7 @@ class Job:
         self.here = here
         ssh = Path(script(here, SSH.format(here=here), "ssh"))
         ssh.chmod(0o755)
+        script(here, ON_HOST, "on_host.py")
         where = ("--hosts", hosts, "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
         self.launch = start(
             *(*where, "--grace", "1", "--restart-backoff", "0.1", "--preempt-timeout", "1", *options),

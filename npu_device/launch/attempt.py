@@ -161,8 +161,13 @@ class Attempt:
                 def say(text: str) -> None:
                     speaker.submit(self._console.say, text)
 
+                def report(kind: str, what: str) -> None:
+                    if kind == PREEMPTED:
+                        speaker.submit(self._launch.starter.tell, PREEMPTED)
+                    self._report(kind, what)
+
                 events, count = self._launch.events, self._meeting.count
-                supervisor = Supervisor(self._processes, events, options, say, count, self._tell)
+                supervisor = Supervisor(self._processes, events, options, say, count, report)
                 supervisor.run()
         except BaseException as error:
             for process in self._processes:
@@ -188,11 +193,6 @@ class Attempt:
         if self._trace is not None:
             self._console.say(f"the trace is in {self._trace}: npurun trace {self._trace} reports on it")
         return self._conclude(supervisor)
-
-    def _tell(self, kind: str, what: str) -> None:
-        if kind == PREEMPTED:
-            self._launch.starter.tell(PREEMPTED)
-        self._report(kind, what)
 
     def _start(self) -> None:
         options, meeting = self._options, self._meeting

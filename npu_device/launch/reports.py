@@ -4,6 +4,7 @@ takes out of the output.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -55,8 +56,9 @@ class ReportPump(Pump):
     def _write(self, lines: list[bytes]) -> None:
         output = []
         for line in lines:
-            if line.startswith(self._prefix_of_reports):
-                self._report(Report(**json.loads(line[len(self._prefix_of_reports) :])))
-            else:
+            if not line.startswith(self._prefix_of_reports):
                 output.append(line)
+                continue
+            with contextlib.suppress(ValueError):  # the connection broke within the line
+                self._report(Report(**json.loads(line[len(self._prefix_of_reports) :])))
         super()._write(output)
