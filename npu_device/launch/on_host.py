@@ -88,8 +88,10 @@ def _is_alone(name: str, serial: int) -> bool:
     # The guard of an npurun that was killed ends when it has killed the ranks. Its last word is their directory.
     guards = [pid for pid, line in words.items() if os.path.basename(line[-1]).startswith(f"{name}-")]
     _send(signal.SIGSTOP, older)  # so that they start no more processes
-    ending = {pid: start_time(pid) for pid in [*older, *_children(older), *guards]}
-    _send(signal.SIGKILL, older)
+    # Their hub would live as long as ranks on other hosts are connected to it.
+    killed = [*older, *(pid for pid in _children(older) if pid not in guards)]
+    ending = {pid: start_time(pid) for pid in [*killed, *guards]}
+    _send(signal.SIGKILL, killed)
     deadline = time.monotonic() + KILL_SECONDS
     while any(_is_running(pid, started) for pid, started in ending.items()):
         if time.monotonic() > deadline:
