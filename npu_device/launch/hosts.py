@@ -71,7 +71,7 @@ class Host:
     connection: Connection | None = None
     starts: int = 0
     is_running: bool = False  # npurun has reported that it runs there
-    takes_part: bool = False  # and that an attempt has begun
+    attempt: int | None = None  # number of the newest attempt that has begun there
     is_preempted: bool = False
     end: Report | None = None  # of the running npurun, if it has announced its end
     retry_at: float | None = None
@@ -203,7 +203,7 @@ class Hosts:
             host.retries = 0
             host.give_up_at = None
         elif report.kind == ATTEMPT:
-            host.takes_part = True
+            host.attempt = report.count
             if report.count >= self._count:
                 self._count = report.count + 1
                 self._nodes = report.nodes
@@ -214,8 +214,9 @@ class Hosts:
         # A job without restarts has no node that speaks for all. And a node that doesn't match node 0 is turned away.
         if report.kind == OVER and self._options.restarts_hosts and report.code != USAGE:
             self._end_job(report.code)
-            # The others know from node 0. One that has just been started again waits for it.
-            self._send(signal.SIGINT, [each for each in self._hosts if not each.takes_part])
+            # Those of the newest attempt know from node 0. The others may be waiting for it.
+            newest = self._count - 1
+            self._send(signal.SIGINT, [each for each in self._hosts if each.attempt is None or each.attempt < newest])
 
     def _on_closed(self, host: Host, code: int) -> None:
         end = host.end
@@ -223,7 +224,7 @@ class Hosts:
         host.connection = None
         host.end = None
         host.is_running = False
-        host.takes_part = False
+        host.attempt = None
         # The shell there has failed, not ssh: a folder or Python is missing, and will be.
         is_misplaced = not was_running and host.starts == 1 and code < 128
         is_over = self._signal is not None or self._verdict is not None or not self._options.restarts_hosts
