@@ -15,6 +15,7 @@ from heard import settings
 from pool import Pool
 
 import npu_device as npu
+from npu_bridge.experimental import hccl as experimental
 from npu_device._src import compat
 from npu_device._src.tf1 import distributed_optimizer as optimizers, hooks as all_hooks, system
 from npu_device._src.tf1.distributed_optimizer import (
@@ -175,6 +176,8 @@ def hooks() -> Any:
             session.run(stopped)
     session, stop = system.init_resource()
     names = system.get_npu_rank_id(), system.get_npu_rank_size()
+    assert names == (experimental.get_user_rank_id(), experimental.get_user_rank_size())
+    assert experimental.get_actual_rank_size("hccl_world_group") == names[1]
     local = system.get_npu_local_rank_id(), system.get_npu_local_rank_size()
     system.shutdown_resource(session, stop)
     system.close_session(session)

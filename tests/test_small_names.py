@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from npu_bridge import npu_init
 from npu_device import npu_device
 from npu_device._src.no_effect import modes
 from npu_device._src.options import global_options
@@ -77,6 +78,12 @@ def test_scopes_change_nothing() -> None:
     for make in scopes:
         with pytest.raises(KeyError), make():
             raise KeyError
+
+
+def test_placements_are_accepted() -> None:
+    for placement in npu_init.NpuExecutePlacement:
+        with npu_init.npu_scope.npu_variable_scope(placement):
+            assert placement.value == placement.name
 
 
 def test_run_context_options_behave_as_global_options() -> None:
