@@ -5,6 +5,7 @@ variables, datasets.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -21,6 +22,8 @@ from tensorflow.python.ops import (
     stateful_random_ops as _stateful_random_ops,
 )
 from tensorflow.python.saved_model import save_context as _save_context
+
+from npu_device._src.compat.graph_walk import walk
 
 
 def variables_read() -> list[tuple[Any, tf.Tensor]]:
@@ -120,17 +123,17 @@ def run_independently(operation: Any) -> None:
 
 def operations_of_call(graph: Any, call: Any) -> set[str]:
     """Return the types of the operations in the function that an operation calls, and in those that it calls."""
-    kinds: set[str] = set()
-    names, seen = [call.get_attr("f").name], set()
-    while names:
-        name = names.pop()
-        if name in seen:
-            continue
-        seen.add(name)
+    types: set[str] = set()
+
+    def called_by(name: str) -> Iterator[str]:
         for node in graph._get_function(name).cached_definition.node_def:
-            kinds.add(node.op)
-            names += [node.attr["f"].func.name] if node.attr["f"].func.name else []
-    return kinds
+            types.add(node.op)
+            if node.attr["f"].func.name:
+                yield node.attr["f"].func.name
+
+    for _ in walk([call.get_attr("f").name], called_by, str):
+        pass
+    return types
 
 
 _CALLS = {
@@ -170,13 +173,11 @@ def random_generator_of_process() -> Any:
 
 def tensors_behind(tensors: Iterable[Any], until: Callable[[Any], bool] = lambda tensor: False) -> Iterator[Any]:
     """Yield tensors of a graph and those that they are computed from, each once, up to some that are left out."""
-    waiting, seen = list(tensors), set()
-    while waiting:
-        tensor = waiting.pop()
-        if tensor.name not in seen and not until(tensor):
-            seen.add(tensor.name)
-            yield tensor
-            waiting += tensor.op.inputs
+
+    def inputs(tensor: Any) -> Iterator[Any]:
+        return itertools.filterfalse(until, tensor.op.inputs)
+
+    return walk(itertools.filterfalse(until, tensors), inputs)
 
 
 def computed_again(tensor: Any, values: Mapping[str, Any]) -> Any:
@@ -185,13 +186,7 @@ def computed_again(tensor: Any, values: Mapping[str, Any]) -> Any:
     Returns None if it doesn't depend on those, or takes an operation that draws numbers or has an effect.
     """
     copies: dict[str, Any] = dict(values)
-    waiting = [tensor]
-    behind: dict[str, Any] = {}
-    while waiting:
-        each = waiting.pop()
-        if each.name not in values and each.op.name not in behind:
-            behind[each.op.name] = each.op
-            waiting += each.op.inputs
+    behind = {needed.op.name for needed in tensors_behind([tensor], lambda needed: needed.name in values)}
     for operation in tensor.graph.get_operations():  # in the order in which they were created, inputs first
         inputs = operation.inputs if operation.name in behind else ()
         if any(each.name in copies for each in inputs):
@@ -328,22 +323,19 @@ def _is_known(kind: str) -> bool:
 
 def _inside(graph: Any) -> Iterator[tuple[str, Any]]:
     functions = {function.signature.name: function for function in graph.as_graph_def().library.function}
+
+    def called(node: Any) -> list[Any]:
+        attributes = [function for value in node.attr.values() for function in (value.func, *value.list.func)]
+        return [functions[function.name] for function in attributes if function.name in functions]
+
+    def called_by(function: Any) -> Iterator[Any]:
+        return itertools.chain.from_iterable(map(called, function.node_def))
+
     for operation in graph.get_operations():
         if _CALLING.match(operation.type):
-            waiting = _called(operation.node_def)
-            seen: set[str] = set()
-            while waiting:
-                name = waiting.pop()
-                if name not in seen and name in functions:
-                    seen.add(name)
-                    for node in functions[name].node_def:
-                        yield node.op, operation
-                        waiting += _called(node)
-
-
-def _called(node: Any) -> list[str]:
-    functions = [each for value in node.attr.values() for each in (value.func, *value.list.func)]
-    return [function.name for function in functions if function.name]
+            for function in walk(called(operation.node_def), called_by, lambda function: function.signature.name):
+                for node in function.node_def:
+                    yield node.op, operation
 
 
 def changed_by(graph: Any) -> tuple[list[Any], Any]:

@@ -240,15 +240,11 @@ def _operation(source: Any) -> tf.Operation:
 
 def leading_to(targets: Sequence[tf.Operation]) -> Iterator[tf.Operation]:
     """Yield operations of a graph and all those on which they depend."""
-    visited: set[tf.Operation] = set()
-    pending = list(targets)
-    while pending:
-        operation = pending.pop()
-        if operation not in visited:
-            visited.add(operation)
-            pending += (tensor.op for tensor in operation.inputs)
-            pending += operation.control_inputs
-            yield operation
+
+    def producers(operation: tf.Operation) -> list[tf.Operation]:
+        return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
+
+    return compat.walk(targets, producers)
 
 
 class TracedReduction:

@@ -15,6 +15,7 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
+from npu_device._src import compat
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions
 from npu_device._src.world.share import Share
@@ -134,25 +135,36 @@ _READERS = ("ReadVariableOp", "ResourceGather", "VariableShape")
 
 def _comes_from(tensor: Any, reduced: set[int], samples: set[int]) -> bool:
     """Return True if each way back ends in a constant, a variable set to such, or, at least one, a reduced tensor."""
-    waiting, found = [tensor], False
-    seen: set[str] = set()
-    while waiting:
-        tensor = waiting.pop()
-        if id(tensor) in reduced:
-            found = True
-        elif id(tensor) in samples or not tf.is_symbolic_tensor(tensor):
+    if not tf.is_symbolic_tensor(tensor):
+        return id(tensor) in reduced
+    has_reduced = False
+
+    def sources(node: Any) -> list[Any]:
+        if id(node) in reduced:
+            return []
+        if node.dtype == tf.resource:
+            setters = [user for user in node.consumers() if not user.type.startswith(_READERS)]
+            return [setter.inputs[1] for setter in setters]
+        return list(node.op.inputs)
+
+    for node in compat.walk([tensor], sources):
+        if id(node) in reduced:
+            has_reduced = True
+            continue
+        if id(node) in samples:
             return False
-        elif tensor.dtype == tf.resource:
-            setters = [user for user in tensor.consumers() if not user.type.startswith(_READERS)]
-            if getattr(tensor.graph, "outer_graph", None) is not None and tensor.graph.outer_graph.building_function:
-                return False  # a branch or a loop; what is outside may set it
-            if not all(setter.type.startswith("Assign") for setter in setters):
-                return False
-            waiting += [setter.inputs[1] for setter in setters if setter.name not in seen]
-            seen.update(setter.name for setter in setters)
-        elif tensor.op.name not in seen:
-            seen.add(tensor.op.name)
-            if tensor.op.type.startswith(_SOURCES):
-                return False
-            waiting += list(tensor.op.inputs)
-    return found
+        if node.dtype == tf.resource:
+            is_known = _is_only_assigned(node)
+        else:
+            is_known = not node.op.type.startswith(_SOURCES)
+        if not is_known:
+            return False
+    return has_reduced
+
+
+def _is_only_assigned(handle: tf.Tensor) -> bool:
+    """Return whether the graph shows all that a variable is set to, by its handle there."""
+    if getattr(handle.graph, "outer_graph", None) is not None and handle.graph.outer_graph.building_function:
+        return False  # a branch or a loop; what is outside may set it
+    setters = [user for user in handle.consumers() if not user.type.startswith(_READERS)]
+    return all(setter.type.startswith("Assign") for setter in setters)

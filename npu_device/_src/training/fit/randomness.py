@@ -180,23 +180,21 @@ def _is_draw(operation: tf.Operation) -> bool:
 
 def _drawn_from(mark: tf.Operation) -> list[tf.Operation]:
     """Return the random operations that a generator's state goes to; none if one is in a branch, loop or function."""
-    found: list[tf.Operation] = []
-    seen: set[str] = set()
-    waiting = [mark]
-    while waiting:
-        for tensor in waiting.pop().outputs:
-            for user in tensor.consumers():
-                if compat.functions_of(user):
-                    return []
-                if user.name in seen:
-                    continue
-                seen.add(user.name)
-                # Seeds that are themselves drawn are followed to what is drawn from them.
-                if user.type.startswith("Stateless") and not user.type.startswith(_SEEDS):
-                    found.append(user)
-                else:
-                    waiting.append(user)
-    return found
+
+    def users(operation: tf.Operation) -> list[tf.Operation]:
+        # Seeds that are themselves drawn are followed to what is drawn from them.
+        if _draws_from_seeds(operation):
+            return []
+        return [user for tensor in operation.outputs for user in tensor.consumers()]
+
+    operations = list(compat.walk([mark], users))
+    if any(map(compat.functions_of, operations)):
+        return []
+    return list(filter(_draws_from_seeds, operations))
+
+
+def _draws_from_seeds(operation: tf.Operation) -> bool:
+    return operation.type.startswith("Stateless") and not operation.type.startswith(_SEEDS)
 
 
 def _is_per_sample(drawn: tf.Operation, flow: _Flow, rows: set[int]) -> bool:
@@ -288,27 +286,25 @@ class _Flow:
 
     def reach(self, tensors: Sequence[tf.Tensor]) -> _Reach:
         """Return what tensors depend on; no more than that, once it is known that they depend on samples."""
-        found = _Reach(set(), set())
-        seen = {tensor.name for tensor in tensors}
-        waiting = list(tensors)
-        while waiting:
-            tensor = waiting.pop()
+        reach = _Reach(set(), set())
+        for tensor in compat.walk(tensors, self._sources):
             operation = tensor.op
             if tensor.name in self._samples:
-                found.samples = True
-                return found
-            elif operation.name in self._inputs:
-                found.inputs.add(self._inputs[operation.name])
+                reach.samples = True
+                return reach
+            if operation.name in self._inputs:
+                reach.inputs.add(self._inputs[operation.name])
             elif _is_draw(operation):
-                found.draws.add(operation.name)
-            elif not operation.type.startswith(_TRANSFERS):
-                for source in self._sources(operation, tensor.value_index):
-                    if source.name not in seen:
-                        seen.add(source.name)
-                        waiting.append(source)
-        return found
+                reach.draws.add(operation.name)
+        return reach
 
-    def _sources(self, operation: tf.Operation, output: int) -> list[tf.Tensor]:
+    def _sources(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        """Return the tensors from which one is computed; none for a draw, and for what comes from all ranks."""
+        operation = tensor.op
+        output = tensor.value_index
+        is_start = operation.name in self._inputs or _is_draw(operation)
+        if is_start or operation.type.startswith(_TRANSFERS):
+            return []
         inside = self._inside.get(operation.name)
         if inside is None:
             return list(operation.inputs)

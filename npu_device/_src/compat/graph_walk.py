@@ -1,0 +1,28 @@
+"""One walk over graphs: of tensors, operations or functions, along whatever connects them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, TypeVar
+
+_Node = TypeVar("_Node")
+_name = operator.attrgetter("name")
+
+
+def walk(
+    starts: Iterable[_Node], neighbours: Callable[[_Node], Iterable[_Node]], key: Callable[[Any], Hashable] = _name
+) -> Iterator[_Node]:
+    """Yield nodes and all those that their neighbours lead to, each once.
+
+    ``key`` tells nodes apart; tensors and operations of one graph have names. The neighbours of a node are asked for
+    when the next node is wanted.
+    """
+    seen: set[Hashable] = set()
+    waiting = list(starts)
+    while waiting:
+        node = waiting.pop()
+        if key(node) not in seen:
+            seen.add(key(node))
+            yield node
+            waiting += neighbours(node)
