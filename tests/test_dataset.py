@@ -58,6 +58,17 @@ def test_another_number_of_batches_on_some_ranks_is_told(ranks: Pool) -> None:
             assert told == ([True] if differ and rank == 0 else []), elements
 
 
+def body_too_few() -> list[str]:
+    with warnings_of_package() as said:
+        npu.distribute.shard_and_rebatch_dataset(tf.data.Dataset.range(1), 6)
+    return said
+
+
+def test_ranks_without_an_element_are_named(two_ranks: Pool) -> None:
+    [told], others = two_ranks.run(body_too_few)
+    assert "1 elements on 2 ranks: rank(s) from 1 on get none" in told and "files" in told and not others
+
+
 def body_refusals() -> list[str]:
     divide, dataset = npu.distribute.shard_and_rebatch_dataset, tf.data.Dataset.range(13)
     return [error_of(divide, *given) for given in ((dataset, 7), (dataset, 0), (dataset, 6.0), ([1, 2], 6))]

@@ -71,17 +71,28 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
     batch = batch_size // world_size
     if job is not None:
         count = int(dataset.cardinality()) if tf.executing_eagerly() else tf.data.UNKNOWN_CARDINALITY
-        least, rest = divmod(max(count, 0), world_size)
-        if rank == 0 and rest and (least % batch == 0 or (least + 1) % batch == 0):  # that may be one batch more
-            _log.warning(
-                "shard_and_rebatch_dataset: %d elements on %d ranks leave some ranks one element more, and with "
-                "batches of %d per rank one batch more. A rank that makes a step more than the others waits for them, "
-                "or runs ahead by an epoch.\nWhat to do: leave the last ones out, with dataset.take(%d), or repeat the "
-                "dataset.",
-                *(count, world_size, batch, least * world_size),
-            )
+        if rank == 0:
+            _tell_if_uneven(count, world_size, batch)
         _compare_shuffles(job, dataset)
     return dataset.shard(world_size, rank), batch
+
+
+def _tell_if_uneven(count: int, world_size: int, batch: int) -> None:
+    """Warn if ranks get nothing, or may get one batch more than others."""
+    least, more = divmod(max(count, 0), world_size)
+    if more and not least:
+        _log.warning(
+            "shard_and_rebatch_dataset: %d elements on %d ranks: rank(s) from %d on get none.\nWhat to do: give every "
+            "rank at least one element. If the elements are files, write more of them, or read them before the call.",
+            *(count, world_size, count),
+        )
+    elif more and (least % batch == 0 or (least + 1) % batch == 0):
+        _log.warning(
+            "shard_and_rebatch_dataset: %d elements on %d ranks leave some ranks one element more, and with batches of "
+            "%d per rank one batch more. A rank that makes a step more than the others waits for them, or runs ahead "
+            "by an epoch.\nWhat to do: leave the last ones out, with dataset.take(%d), or repeat the dataset.",
+            *(count, world_size, batch, least * world_size),
+        )
 
 
 class _Divided:
