@@ -16,18 +16,21 @@ from typing import Any
 import numpy as np
 
 PROJECTIONS = 12  # kept of a tensor
-GRADIENT, UPDATE, STATE = "gradient", "update", "state"
+# What is compared of a variable.
+GRADIENT = "gradient"
+UPDATE = "update"
+STATE = "state"
 
 _FILE = "record.pickle"
 _TIMES_ROUNDING = 30.0  # of what the perturbed run moves; sums over ranks are rounded more often than once
-_LEAST = 1e-6  # of a tensor's norm: float32's own rounding in sums of a few hundred terms
-_LEAST_UNPERTURBED = 1e-3  # of sessions, whose inputs aren't changed, and of averages, that may travel in 16 bits
+_TOLERANCE = 1e-6  # of a tensor's norm: float32's own rounding in sums of a few hundred terms
+_TOLERANCE_UNPERTURBED = 1e-3  # of sessions, whose inputs aren't changed, and of averages, that may travel in 16 bits
 _ROUNDINGS = 4 * 2.0**-23  # of the norm of the weights: float32 rounds them at each update
-_MOST = 0.75  # of the variables; what moves these may move any
+_MAJORITY = 0.75  # of the variables; what moves these may move any
 _PURE = 0.1  # of a tensor's norm: less is left when the other run's is scaled, so it is a multiple
 
 
-def _nothing() -> np.ndarray:
+def _no_tensors() -> np.ndarray:
     return np.zeros([0, PROJECTIONS])
 
 
@@ -37,8 +40,8 @@ class Step:
 
     optimizer: str = ""
     names: Sequence[str] = ()  # of the variables: those that are trained, then those that no optimizer trains
-    gradients: np.ndarray = field(default_factory=_nothing)  # a row of projections for each one that is trained
-    weights: np.ndarray = field(default_factory=_nothing)  # of all before the step
+    gradients: np.ndarray = field(default_factory=_no_tensors)  # a row of projections for each one that is trained
+    weights: np.ndarray = field(default_factory=_no_tensors)  # of all before the step
     rows: Counter[int] = field(default_factory=Counter)  # the samples that were read since the step before
     own: dict[int, np.ndarray] = field(default_factory=dict)  # sums of what tapes gave since then, with Horovod's names
     logs: dict[str, float] = field(default_factory=dict)  # what the script sees of the step
@@ -79,14 +82,17 @@ class Record:
     def update(self, number: int) -> np.ndarray:
         """Return what a step has added to the weights that are trained; nothing if that isn't known."""
         step = self.steps[number]
-        later = [other for other in self.steps[number + 1 :] if other.optimizer == step.optimizer]
-        return (later[0].weights - step.weights)[: step.trained] if later else _nothing()
+        # Other optimizers may have made steps in between.
+        later = [later for later in self.steps[number + 1 :] if later.optimizer == step.optimizer]
+        if not later:
+            return _no_tensors()
+        return (later[0].weights - step.weights)[: step.trained]
 
     def save(self, folder: Path) -> None:
         """Write the record; others see all of it or none."""
-        part = folder / f"{_FILE}.part"
-        part.write_bytes(pickle.dumps(self))
-        part.replace(folder / _FILE)
+        draft = folder / f"{_FILE}.part"
+        draft.write_bytes(pickle.dumps(self))
+        draft.replace(folder / _FILE)
 
 
 def exists(folder: Path) -> bool:
@@ -105,12 +111,14 @@ def average_of(ranks: Sequence[Record]) -> Record:
     that each has computed.
     """
     steps = []
-    for number, each in enumerate(zip(*(record.steps for record in ranks))):
-        own = [step.own.get(step.trained) for step in each]
-        known = [gradients for gradients in own if gradients is not None]
-        average = np.mean(known, axis=0) if len(known) == len(each) else each[0].gradients
-        first = ranks[0].steps[number]
-        steps.append(Step(first.optimizer, first.names, average, first.weights, union(each)))
+    for steps_of_ranks in zip(*(record.steps for record in ranks)):
+        step = steps_of_ranks[0]
+        computed = [step.own.get(step.trained) for step in steps_of_ranks]
+        gradients = [array for array in computed if array is not None]
+        average = step.gradients
+        if len(gradients) == len(steps_of_ranks):  # else a rank has taken its gradients from somewhere else
+            average = np.mean(gradients, axis=0)
+        steps.append(Step(step.optimizer, step.names, average, step.weights, union(steps_of_ranks)))
     return Record(steps, ranks[0].calls, joined=True, horovod=True, last_bit=ranks[0].last_bit)
 
 
@@ -131,64 +139,94 @@ def union(steps: Sequence[Step]) -> Counter[int]:
     return sum((step.rows for step in steps), Counter())
 
 
-def compare(one: Record, again: Record, other: Record) -> list[Deviation]:
+def compare(single: Record, perturbed: Record, rank: Record) -> list[Deviation]:
     """Return where a rank differs from one process, which ran once more with changed inputs."""
-    found = []
-    for number, steps in enumerate(zip(one.steps, again.steps, other.steps)):
-        first = steps[0]
-        least = max(_LEAST if first.rows and one is not again else _LEAST_UNPERTURBED, one.last_bit)
+    deviations = []
+    for number, steps in enumerate(zip(single.steps, perturbed.steps, rank.steps)):
+        step = steps[0]
+        tolerance = _TOLERANCE
+        if not step.rows or single is perturbed:
+            tolerance = _TOLERANCE_UNPERTURBED
+        tolerance = max(tolerance, single.last_bit)
         # An update is what is left when rounded weights are subtracted.
-        rounding = _ROUNDINGS * np.linalg.norm(first.weights, axis=1)
-        for kind, names, arrays in (
-            (GRADIENT, first.names, [step.gradients for step in steps]),
-            (UPDATE, first.names, [record.update(number) for record in (one, again, other)]),
-            (STATE, first.names[first.trained :], [step.weights[first.trained :] for step in steps]),
-        ):
-            if len({array.shape for array in arrays}) == 1:
-                floor = _LEAST * float(np.nanmax(np.abs(arrays[0]), initial=0))
-                common = 0.0 if kind == STATE else _TIMES_ROUNDING * _moved_by_most(*arrays[:2])
-                for name, more, *values in zip(names, rounding if kind == UPDATE else 0 * rounding, *arrays):
-                    found += deviation(number + 1, kind, name, values, least + common, floor, more)
-    return found
+        rounding = _ROUNDINGS * np.linalg.norm(step.weights, axis=1)
+        unrounded = 0 * rounding
+        gradients = [step.gradients for step in steps]
+        deviations += _deviations(number, GRADIENT, step.names, gradients, tolerance, unrounded)
+        updates = [record.update(number) for record in (single, perturbed, rank)]
+        deviations += _deviations(number, UPDATE, step.names, updates, tolerance, rounding)
+        state = [inner.weights[step.trained :] for inner in steps]
+        deviations += _deviations(number, STATE, step.names[step.trained :], state, tolerance, unrounded)
+    return deviations
 
 
-def _moved_by_most(one: np.ndarray, again: np.ndarray) -> float:
+def _deviations(
+    number: int,
+    quantity: str,
+    names: Sequence[str],
+    arrays: Sequence[np.ndarray],
+    tolerance: float,
+    rounding: np.ndarray,
+) -> list[Deviation]:
+    """Return the deviations of a quantity in a step; ``arrays`` are of one process, of it perturbed, and of a rank."""
+    if len({array.shape for array in arrays}) > 1:  # another script, or an update that isn't known
+        return []
+    floor = _TOLERANCE * float(np.nanmax(np.abs(arrays[0]), initial=0))
+    if quantity != STATE:
+        tolerance += _TIMES_ROUNDING * _typical_change(*arrays[:2])
+    deviations = []
+    for name, rounding_of_variable, *projections in zip(names, rounding, *arrays):
+        deviations += deviation(number + 1, quantity, name, projections, tolerance, floor, rounding_of_variable)
+    return deviations
+
+
+def _typical_change(single: np.ndarray, perturbed: np.ndarray) -> float:
     """Return by which part of their norm most variables have moved: sums of many terms, and Adam's update of a gradient
     near 0, are rounded in other variables than the perturbed run shows.
     """
-    moved = np.linalg.norm(again - one, axis=1) / (np.linalg.norm(one, axis=1) + 1e-30)
-    return float(np.quantile(np.nan_to_num(moved), _MOST)) if len(moved) else 0.0
+    norms = np.linalg.norm(single, axis=1) + 1e-30
+    changes = np.linalg.norm(perturbed - single, axis=1) / norms
+    if not len(changes):
+        return 0.0
+    return float(np.quantile(np.nan_to_num(changes), _MAJORITY))
 
 
 def deviation(
     step: int,
-    kind: str,
+    quantity: str,
     name: str,
-    values: Sequence[np.ndarray],
-    least: float = _LEAST,
+    projections: Sequence[np.ndarray],
+    tolerance: float = _TOLERANCE,
     floor: float = 0.0,
     rounding: float = 0.0,
 ) -> list[Deviation]:
-    """Return what differs between the values of one process, of the same with changed inputs, and of a rank.
+    """Return what differs between a tensor of one process, of the same with changed inputs, and of a rank.
 
-    Allowed are, relative to a norm of at least ``floor``, ``least`` and what the changed inputs do; and ``rounding``.
+    Allowed are, relative to a norm of at least ``floor``, ``tolerance`` and what the changed inputs do; and
+    ``rounding``.
     """
-    one, again, other = values
-    if np.isnan(one).all() and np.isnan(other).all():
+    single, perturbed, rank = projections
+    if np.isnan(single).all() and np.isnan(rank).all():
         return []
-    size = max(float(np.linalg.norm(one)), floor + 1e-30)
-    allowed = _TIMES_ROUNDING * float(np.linalg.norm(again - one)) / size + least + rounding / size
-    off = float(np.linalg.norm(other - one)) / size
+    norm = max(float(np.linalg.norm(single)), floor + 1e-30)
+    perturbation = float(np.linalg.norm(perturbed - single)) / norm
+    allowed = _TIMES_ROUNDING * perturbation + tolerance + rounding / norm
+    off = float(np.linalg.norm(rank - single)) / norm
     if off <= allowed:
         return []
-    ratio = float(np.dot(other, one) / max(np.dot(one, one), 1e-60))
-    rest = float(np.linalg.norm(other - ratio * one)) / max(abs(ratio) * size, 1e-30)
-    is_multiple = rest <= max(_PURE, allowed) and abs(ratio - 1) > _PURE
-    return [Deviation(step, kind, name, ratio if is_multiple else None, off, allowed)]
+    ratio = float(np.dot(rank, single) / max(np.dot(single, single), 1e-60))
+    is_multiple = _is_multiple(rank, single, ratio, norm, allowed)
+    return [Deviation(step, quantity, name, ratio if is_multiple else None, off, allowed)]
 
 
-def equal(first: np.ndarray, second: np.ndarray) -> bool:
+def _is_multiple(rank: np.ndarray, single: np.ndarray, ratio: float, norm: float, allowed: float) -> bool:
+    """Return True if a tensor is that of one process, scaled: by the number of ranks, perhaps."""
+    remainder = float(np.linalg.norm(rank - ratio * single)) / max(abs(ratio) * norm, 1e-30)
+    return remainder <= max(_PURE, allowed) and abs(ratio - 1) > _PURE
+
+
+def equal(projections: np.ndarray, expected: np.ndarray) -> bool:
     """Return True if projections of the same tensors are equal but for rounding."""
-    if first.shape != second.shape:
+    if projections.shape != expected.shape:
         return False
-    return bool(np.allclose(first, second, rtol=1e-4, atol=1e-12, equal_nan=True))
+    return bool(np.allclose(projections, expected, rtol=1e-4, atol=1e-12, equal_nan=True))

@@ -22,12 +22,13 @@ def last_bit(dtype: str) -> float:
     return _LAST_BITS.get(dtype, _OF_FLOAT32)
 
 
-def changed(value: Any, by: float = _OF_FLOAT32, seed: int = 0) -> Any:
+def changed(tensor: Any, by: float = _OF_FLOAT32, seed: int = 0) -> Any:
     """Return a tensor of floats, each changed by a part of itself up or down; anything else as it is."""
-    if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
-        return value
-    signs = tf.random.stateless_uniform(tf.shape(value), [3, 5 + seed], dtype=tf.float32) - 0.5
-    return value * tf.cast(1 + by * tf.sign(signs), value.dtype)
+    if not isinstance(tensor, tf.Tensor) or not tensor.dtype.is_floating:
+        return tensor
+    uniform = tf.random.stateless_uniform(tf.shape(tensor), [3, 5 + seed], dtype=tf.float32)
+    signs = tf.sign(uniform - 0.5)
+    return tensor * tf.cast(1 + by * signs, tensor.dtype)
 
 
 def noisy_layers(keras: Any) -> list[Any]:
