@@ -16,8 +16,8 @@ from pool import Pool
 pytest.importorskip("libcst")
 
 from npu_device._src.port.__main__ import main
-from npu_device._src.port.port import PAGE, RULES
 from npu_device._src.port.porting import port_text as port
+from npu_device._src.port.rules import PAGE, RULES
 
 DOCS = Path(__file__).parent.parent / "docs" / "porting.md"
 
@@ -260,9 +260,9 @@ def test_distribution_and_version_1_are_as_the_user_says() -> None:
         "import horovod.tensorflow as hvd\n",
         "import tensorflow as tf\ns = tf.distribute.MirroredStrategy()\n",
     )
-    assert port(horovod, kind="horovod")[0] == "import npu_device.horovod.tensorflow as hvd\n"
-    assert "other distribution" in {each.rule for each in port(horovod, kind="tf_strategy")[1]}
-    assert "other distribution" in {each.rule for each in port(strategy, kind="horovod")[1]}
+    assert port(horovod, distribution="horovod")[0] == "import npu_device.horovod.tensorflow as hvd\n"
+    assert "other distribution" in {each.rule for each in port(horovod, distribution="tf_strategy")[1]}
+    assert "other distribution" in {each.rule for each in port(strategy, distribution="horovod")[1]}
     old = "import tensorflow as tf\ntrain = tf.train.AdamOptimizer(0.1)\nsession = tf.Session()\n"
     ported, _ = port(old, is_v1=True)
     assert ported.startswith("import tensorflow.compat.v1 as tf\ntf.disable_v2_behavior()\nimport npu_device as npu\n")

@@ -18,7 +18,7 @@ _STYLE = (
 
 
 @dataclass(frozen=True)
-class Result:
+class PortedFile:
     """One file: the diff, "" if nothing changes; the findings; and why it was refused, "" if it wasn't."""
 
     path: str
@@ -31,52 +31,75 @@ class Result:
         """Return what has become of the file."""
         if self.refused:
             return f"refused: {self.refused}"
-        is_open = any(finding.kind == OPEN for finding in self.findings)
-        return "unchanged, since questions are open" if is_open else "ported" if self.diff else "nothing to do"
+        if any(finding.kind == OPEN for finding in self.findings):
+            return "unchanged, since questions are open"
+        if self.diff:
+            return "ported"
+        return "nothing to do"
 
     @property
     def code(self) -> int:
-        return 0 if self.verdict in ("ported", "nothing to do") else 1
+        """Return 0 if nothing is open, else 1."""
+        return int(self.verdict not in ("ported", "nothing to do"))
 
 
-def text(results: Sequence[Result]) -> str:
-    lines = []
-    for result in results:
-        lines.append(f"{result.path}: {result.verdict}")
-        rules: dict[tuple[str, str], list[Finding]] = {}
-        for each in result.findings:
-            if each.kind == OPEN:
-                lines += [f"  line {each.line}: {each.text}", f"      {each.code}"]
-                lines += [f"    - {choice}" for choice in each.choices]
-            elif each.kind == NOTE or result.code == 0:
-                rules.setdefault(("look at" if each.kind == NOTE else "done:", each.rule), []).append(each)
-        for (head, rule), found in sorted(rules.items()):
-            numbers = ", ".join(str(each.line) for each in found)
-            lines.append(f"  {head} {rule}, line {numbers}: {found[0].text}")
-    return "\n".join(lines)
+def text(files: Sequence[PortedFile]) -> str:
+    return "\n".join(line for file in files for line in _lines(file))
 
 
-def as_json(results: Sequence[Result]) -> str:
-    return json.dumps([{**asdict(each), "verdict": each.verdict} for each in results], indent=1)
+def _lines(file: PortedFile) -> list[str]:
+    """Return the lines of a file: its questions one by one, and the rest by rule."""
+    lines = [f"{file.path}: {file.verdict}"]
+    by_rule: dict[tuple[str, str], list[Finding]] = {}
+    for finding in file.findings:
+        if finding.kind == OPEN:
+            lines.append(f"  line {finding.line}: {finding.text}")
+            lines.append(f"      {finding.code}")
+            lines += [f"    - {choice}" for choice in finding.choices]
+        elif finding.kind == NOTE:
+            by_rule.setdefault(("look at", finding.rule), []).append(finding)
+        elif file.code == 0:  # else nothing was done after all
+            by_rule.setdefault(("done:", finding.rule), []).append(finding)
+    for (head, rule), findings in sorted(by_rule.items()):
+        numbers = ", ".join(str(finding.line) for finding in findings)
+        lines.append(f"  {head} {rule}, line {numbers}: {findings[0].text}")
+    return lines
 
 
-def page(results: Sequence[Result]) -> str:
-    body, tags = "", {"+": "ins", "-": "del"}
-    for result in results:
-        rows = "".join(
-            f'<tr class="{one.kind}"><td>{one.line}<td>{one.kind}<td>{escape(one.rule)}<td><code>{escape(one.code)}'
-            f"</code><br>{escape(one.text)}{''.join(f'<li>{escape(choice)}</li>' for choice in one.choices)}</tr>"
-            for one in result.findings
-        )
-        lines = [(tags.get(line[:1], "span"), escape(line)) for line in result.diff.splitlines()]
-        shown = "".join(f"<{tag}>{line}</{tag}" + (">\n" if tag == "span" else ">") for tag, line in lines)
-        body += f"<h2>{escape(result.path)}</h2><p>{escape(result.verdict)}</p><table>{rows}</table><pre>{shown}</pre>"
+def as_json(files: Sequence[PortedFile]) -> str:
+    return json.dumps([{**asdict(file), "verdict": file.verdict} for file in files], indent=1)
+
+
+def page(files: Sequence[PortedFile]) -> str:
+    body = "".join(map(_section, files))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>npurun port</title>'
         f"<style>{_STYLE}</style></head><body><h1>npurun port</h1>{body}</body></html>\n"
     )
 
 
-def diff(old: str, new: str, name: str) -> str:
-    lines = difflib.unified_diff(old.splitlines(True), new.splitlines(True), f"a/{name}", f"b/{name}")
+def _section(file: PortedFile) -> str:
+    rows = "".join(map(_row, file.findings))
+    lines = "".join(map(_diff_line, file.diff.splitlines()))
+    return f"<h2>{escape(file.path)}</h2><p>{escape(file.verdict)}</p><table>{rows}</table><pre>{lines}</pre>"
+
+
+def _row(finding: Finding) -> str:
+    choices = "".join(f"<li>{escape(choice)}</li>" for choice in finding.choices)
+    return (
+        f'<tr class="{finding.kind}"><td>{finding.line}<td>{finding.kind}<td>{escape(finding.rule)}'
+        f"<td><code>{escape(finding.code)}</code><br>{escape(finding.text)}{choices}</tr>"
+    )
+
+
+def _diff_line(line: str) -> str:
+    if line.startswith("+"):
+        return f"<ins>{escape(line)}</ins>"
+    if line.startswith("-"):
+        return f"<del>{escape(line)}</del>"
+    return f"<span>{escape(line)}</span>\n"  # the others are blocks, which need no line break
+
+
+def diff(before: str, after: str, name: str) -> str:
+    lines = difflib.unified_diff(before.splitlines(True), after.splitlines(True), f"a/{name}", f"b/{name}")
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)

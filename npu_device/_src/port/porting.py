@@ -14,7 +14,9 @@ from typing import Any
 
 import libcst as cst
 
-from npu_device._src.port.port import DONE, NOTE, OPEN, RULES, WORDS, Finding, Port, dotted, keyword, method, walk
+from npu_device._src.port.nodes import argument, dotted, method, walk
+from npu_device._src.port.port import DONE, NOTE, OPEN, Finding, Port
+from npu_device._src.port.rules import RULES, WORDS, PortingRule
 from npu_device._src.port.version_1 import horovod, sessions, strategies, uses_strategy
 from npu_device._src.port.version_2 import loops, models
 
@@ -29,8 +31,10 @@ _ONLY_IMPORTS = re.compile(r"(try|if)\b.*:\n(\s+(import|from)\s.*\n)+(except|els
 _PYTHON_2 = re.compile(r"^\s*(print\s+[\"'\w%(]|exec\s+[\"'\w]|except\s+[\w.]+\s*,\s*\w+\s*:|raise\s+\w+\s*,)", re.M)
 _MAGIC = re.compile(r"^\s*(%|!)\w", re.M)
 _IS_MAIN = re.compile(r"^if\s+__name__\s*==\s*[\"']__main__", re.M)
-_FIRST, _MAIN = "with npu.distribute.rank_zero_first()", "if npu.distribute.is_main()"
+_FIRST = "with npu.distribute.rank_zero_first()"
+_MAIN = "if npu.distribute.is_main()"
 _READS = re.compile(r"(^|\.)(load(?!_data\b)\w*|restore|latest_\w+|(im)?read\w*|open|\w*csv|\w*Dataset|list_files)$")
+_KEEPS = (cst.Assign, cst.AnnAssign, cst.AugAssign, cst.Return, cst.Yield, cst.Await)
 
 
 class Refused(Exception):
@@ -56,44 +60,50 @@ class Source:
     def write(self, text: str, path: Path) -> None:
         """Write another text in the encoding and with the mode of this file; by rename, so that nothing is lost."""
         target = path.resolve()
-        new = target.with_name(f".{target.name}.{os.getpid()}")
+        draft = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            with new.open("xb") as file:
+            with draft.open("xb") as file:
                 file.write(text.encode(self._encoding))
                 file.flush()
                 os.fsync(file.fileno())
-            shutil.copymode(self.path, new)
-            new.replace(target)
+            shutil.copymode(self.path, draft)
+            draft.replace(target)
         finally:
-            new.unlink(missing_ok=True)
+            draft.unlink(missing_ok=True)
 
 
 def scripts(folder: Path) -> Iterator[Path]:
     """Yield the scripts and notebooks of a folder, without hidden folders and virtual environments."""
-    for where, folders, names in os.walk(folder):
-        is_environment = "pyvenv.cfg" in names or "site-packages" in folders
-        folders[:] = () if is_environment else sorted(each for each in folders if each[0] not in "._")
-        found = () if is_environment else sorted(each for each in names if each.endswith((".py", ".ipynb")))
-        yield from (Path(where, each) for each in found)
+    for path, folders, names in os.walk(folder):
+        if "pyvenv.cfg" in names or "site-packages" in folders:
+            folders.clear()
+            continue
+        folders[:] = sorted(name for name in folders if name[0] not in "._")
+        for name in sorted(names):
+            if name.endswith((".py", ".ipynb")):
+                yield Path(path, name)
 
 
 def entries(sources: Collection[Source]) -> list[Path]:
     """Return the files with which a job may start: those that ask for it, and those that no other file imports."""
-    imports = [line for each in sources for line in re.findall(r".*\bimport\b.*", each.text)]
-    used = {word for line in imports for word in re.findall(r"\w+", line)}
-    return [each.path for each in sources if _IS_MAIN.search(each.text) or each.path.stem not in used]
+    imports = [line for source in sources for line in re.findall(r".*\bimport\b.*", source.text)]
+    imported_words = {word for line in imports for word in re.findall(r"\w+", line)}
+    starting = [s for s in sources if _IS_MAIN.search(s.text) or s.path.stem not in imported_words]
+    return [source.path for source in starting]
 
 
-def port_text(text: str, is_entry: bool = True, kind: str = "", is_v1: bool = False) -> tuple[str, list[Finding]]:
+def port_text(
+    text: str, is_entry: bool = True, distribution: str = "", is_v1: bool = False
+) -> tuple[str, list[Finding]]:
     """Return the ported source of a script, which is the same if a question is open, and what the report says.
 
     Args:
         text: its source; Refused if that isn't Python 3.
         is_entry: the job starts with it: it calls ``npu.open``.
-        kind: "tf_strategy" or "horovod": what it is distributed with; "" for what it imports.
+        distribution: "tf_strategy" or "horovod": what it is distributed with; "" for what it imports.
         is_v1: TensorFlow 1 calls of ``import tensorflow`` are to run as ``tf.compat.v1``.
     """
-    if _OURS.search(text) or not _TRAINS.search(text):
+    if _OURS.search(text) or not _TRAINS.search(text):  # ported already, or nothing to port
         return text, []
     port = _parsed(text)
     is_horovod = horovod(port)
@@ -104,113 +114,178 @@ def port_text(text: str, is_entry: bool = True, kind: str = "", is_v1: bool = Fa
         sessions(port, is_v1)
         if port or port.is_open:
             files(port)
-    if kind not in ("", "horovod" if is_horovod else "tf_strategy" if uses_strategy(port) else ""):
-        port.found(OPEN, "other distribution", port.module)
+    if distribution and distribution != _distribution(port, is_horovod):
+        port.report(OPEN, "other distribution", port.module)
     if port.is_open or not port:
         return text, port.findings
     if any(node.value == "npu" for node in port.of(cst.Name)):
         raise Refused("it uses the name npu, which this package is imported by. Rename it first")
     if not is_horovod:
         _open(port, is_entry)
-    new = port.apply()
-    _parsed(new)
-    return new, port.findings
+    ported = port.apply()
+    _parsed(ported)  # a last check that it is Python
+    return ported, port.findings
+
+
+def _distribution(port: Port, is_horovod: bool) -> str:
+    if is_horovod:
+        return "horovod"
+    if uses_strategy(port):
+        return "tf_strategy"
+    return ""
 
 
 def _parsed(text: str) -> Port:
     try:
         return Port(text)
     except cst.ParserSyntaxError as error:
-        line, problem = error.raw_line, error.message.splitlines()[0]
+        line = error.raw_line
         if _PYTHON_2.search(text):
             raise Refused("Python 2. Convert it first: 2to3 -w, with Python 3.12 or older") from None
         if _MAGIC.search(text):
             raise Refused(f"line {line}: a command of IPython. Take the lines with % and ! out") from None
+        problem = error.message.splitlines()[0]
         raise Refused(f"line {line}: a syntax error ({problem}). Fix it; python -m py_compile shows it, too") from None
 
 
 def _open(port: Port, is_entry: bool) -> None:
     """Import the package, and open the job in the file that it starts with."""
-    last = None
-    for statement in port.module.body:
-        code = "\n".join(port.lines[port.line(statement) - 1 :])
-        if _BEFORE_OPEN.match(code) or _ONLY_IMPORTS.match(code) or (last is None and code[:1] in "\"'"):
-            last = statement
-        elif code[:1] not in "\"'" and not (port.target(statement) and port.name(statement.body[0].value)):
-            break  # neither a text nor keras = tf.keras
-    known = [each for each in (last, *port.after) if each in port.module.body and len(port.module.body) > 1]
-    last = max(known, key=port.line, default=None)
-    place = port.module.body[0] if last is None else last
+    anchor = _anchor(port)
+    is_after = anchor is not None
+    if anchor is None:
+        anchor = port.module.body[0]
     for line in ["import npu_device as npu", *port.imports]:
-        port.insert(place, line, after=last is not None)
-    for call in (each for each in port.calls if port.name(each.func) in WORDS["generators"] and not each.args):
-        port.replace(call, f"{port.text(call.func)}(1)")
-        port.found(DONE, "generator", call)
+        port.insert(anchor, line, after=is_after)
+    for call in port.calls:
+        if port.name(call.func) in WORDS["generators"] and not call.args:
+            port.replace(call, f"{port.text(call.func)}(1)")
+            port.report(DONE, "generator", call)
     if is_entry:
         is_seeded = any(port.name(call.func).endswith("utils.set_random_seed") for call in port.calls)
-        port.insert(place, f"npu.open({'' if is_seeded else 'seed=1'}).as_default()", after=last is not None)
-        port.found(DONE, "open", place)
+        seed = "" if is_seeded else "seed=1"
+        port.insert(anchor, f"npu.open({seed}).as_default()", after=is_after)
+        port.report(DONE, "open", anchor)
+
+
+def _anchor(port: Port) -> Any:
+    """Return the statement after which the job is opened; None for the top of the script."""
+    statements = port.module.body
+    if len(statements) < 2:
+        return None
+    candidates = [statement for statement in port.opened_after if statement in statements]
+    introduction = _last_of_introduction(port)
+    if introduction is not None:
+        candidates.append(introduction)
+    return max(candidates, key=port.line, default=None)
+
+
+def _last_of_introduction(port: Port) -> Any:
+    """Return the last of the imports, and of what is set with them, at the top of a script."""
+    end = None
+    for statement in port.module.body:
+        code = "\n".join(port.lines[port.line(statement) - 1 :])
+        is_text = code[:1] in "\"'"
+        is_docstring = is_text and end is None
+        if _BEFORE_OPEN.match(code) or _ONLY_IMPORTS.match(code) or is_docstring:
+            end = statement
+        elif not is_text and not _is_alias(port, statement):
+            break
+    return end
+
+
+def _is_alias(port: Port, statement: Any) -> bool:
+    """Return True for ``keras = tf.keras``."""
+    return port.target(statement) is not None and bool(port.name(statement.body[0].value))
 
 
 def files(port: Port) -> None:
     """Guard what is plain of the calls in the table, and point out the rest."""
     for call in port.calls:
         rule = _rule(port, call)
-        statement = _whole(port, call) if rule else None
-        if rule is None or (rule.action == "exist_ok" and keyword(call, "exist_ok", 2) is not None):
+        if rule is None or (rule.action == "exist_ok" and argument(call, "exist_ok", 2) is not None):
             continue
-        if rule.action == "exist_ok":
-            port.replace(call.args[-1], "{}, exist_ok=True")
-        elif rule.action == "first" and statement is not None:
-            port.guard(statement, _FIRST)
-        elif rule.action != "note" and statement is not None and _is_plain(port, statement, call):
-            port.guard(statement, _MAIN, wait=rule.action in ("save", "write") and _is_read(port, statement))
-        else:
-            if rule.action != "print":
-                port.found(NOTE, rule.name, call)
-            continue
-        port.found(DONE, rule.name, call)
+        if rule.action != "note" and _guard(port, call, rule.action):
+            port.report(DONE, rule.name, call)
+        elif rule.action != "print":  # that all ranks print is no problem
+            port.report(NOTE, rule.name, call)
 
 
-def _rule(port: Port, call: Any) -> Any:
-    """Return the first rule that names a call; None for files that are only read, and what Keras saves by itself."""
-    name, receiver = port.name(call.func) or dotted(call.func), ""
+def _guard(port: Port, call: Any, action: str) -> bool:
+    """Do what the rule of a call asks for; return False if the call isn't plain enough."""
+    if action == "exist_ok":
+        port.replace(call.args[-1], "{}, exist_ok=True")
+        return True
+    statement = _guardable(port, call)
+    if statement is None:
+        return False
+    if action == "first":
+        port.guard(statement, _FIRST)
+        return True
+    if not _is_plain(port, statement, call):
+        return False
+    port.guard(statement, _MAIN, waits=action in ("save", "write") and _is_read(port, statement))
+    return True
+
+
+def _rule(port: Port, call: Any) -> PortingRule | None:
+    """Return the rule that names a call; None for files that are only read, and what Keras saves by itself."""
+    name = port.name(call.func) or dotted(call.func)
+    receiver = ""
     if method(call) and not port.name(call.func):
         receiver = port.text(call.func.value)
-        maker = port.maker(call.func.value) if dotted(call.func.value) else ""
-        name = f"{maker}().{method(call)}" if maker else f".{method(call)}"
-    if name == "open" and not re.search("[wax+]", port.text(keyword(call, "mode", 1))):
+        name = f".{method(call)}"
+        # saver.save(…), where saver = tf.train.Saver()
+        if dotted(call.func.value) and port.maker(call.func.value):
+            name = f"{port.maker(call.func.value)}().{method(call)}"
+    if name == "open" and not re.search("[wax+]", port.text(argument(call, "mode", 1))):
         return None
-    rules = [each for each in RULES.values() if each.action != "save" or receiver not in dict(port.replicated)]
-    return next((each for each in rules if any(fnmatchcase(name, pattern) for pattern in each.calls)), None)
+    is_replicated = receiver in dict(port.replicated)
+    for rule in RULES.values():
+        # A replicated model is saved by rank 0 only, by itself.
+        if not (is_replicated and rule.action == "save") and any(fnmatchcase(name, p) for p in rule.patterns):
+            return rule
+    return None
 
 
 def _is_read(port: Port, statement: Any) -> bool:
     """Return True if other ranks may read a file that a statement writes; not where they may not come by."""
-    if any(isinstance(each, (cst.If, cst.Try, cst.ExceptHandler)) for each in port.up(statement)):
+    if any(isinstance(outer, (cst.If, cst.Try, cst.ExceptHandler)) for outer in port.around(statement)):
         return False
-    inside, first = set(walk(statement)), port.line(statement) if statement in port.module.body else 0
-    later = [each for each in port.calls if each not in inside and port.line(each) > first]
-    return any(_READS.search(dotted(each.func) or method(each)) for each in later)
+    inside = set(walk(statement))
+    line = 0  # in a function, calls above it may come later
+    if statement in port.module.body:
+        line = port.line(statement)
+    later = [call for call in port.calls if call not in inside and port.line(call) > line]
+    return any(_READS.search(dotted(call.func) or method(call)) for call in later)
 
 
-def _whole(port: Port, call: Any) -> Any:
+def _guardable(port: Port, call: Any) -> Any:
     """Return the statement that is to be guarded; None if the call is a part of something larger."""
     statement = port.statement(call)
     if isinstance(statement, cst.With):
-        return statement if call in [item.item for item in statement.items] else None
-    if any(isinstance(each, (cst.Lambda, cst.CompFor)) for each in walk(statement)):
+        managers = [with_item.item for with_item in statement.items]
+        is_guardable = call in managers  # with open(…) as file:
+    elif any(isinstance(node, (cst.Lambda, cst.CompFor)) for node in walk(statement)):
+        is_guardable = False  # it isn't known when, and how often, the call is made
+    elif not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
+        is_guardable = False
+    else:
+        is_guardable = isinstance(statement.body[0], cst.Expr) or port.target(statement) is not None
+    if not is_guardable:
         return None
-    is_expression = isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1
-    return statement if is_expression and (isinstance(statement.body[0], cst.Expr) or port.target(statement)) else None
+    return statement
 
 
 def _is_plain(port: Port, statement: Any, call: Any) -> bool:
     """Return True if nothing in a statement is missed on other ranks: no name, and no call that all must make."""
-    allowed = WORDS["harmless in a guarded call"]
-    allowed += WORDS["harmless below an opened file"] if isinstance(statement, cst.With) else ()
-    keeps = (cst.Assign, cst.AnnAssign, cst.AugAssign, cst.Return, cst.Yield, cst.Await)
-    others = [each for each in walk(statement) if isinstance(each, cst.Call) and each is not call]
-    others = [each for each in others if not port.name(each.func).startswith(WORDS["harmless modules"])]
-    is_harmless = all((method(each) or dotted(each.func)) in allowed for each in others)
-    return is_harmless and not any(isinstance(each, keeps) for each in walk(statement))
+    harmless = WORDS["harmless in a guarded call"]
+    if isinstance(statement, cst.With):
+        harmless += WORDS["harmless below an opened file"]
+    for node in walk(statement):
+        if isinstance(node, _KEEPS):  # the other ranks may need the name
+            return False
+        if isinstance(node, cst.Call) and node is not call:
+            is_of_harmless_module = port.name(node.func).startswith(WORDS["harmless modules"])
+            if not is_of_harmless_module and (method(node) or dotted(node.func)) not in harmless:
+                return False
+    return True

@@ -1,320 +1,307 @@
-"""What trains in TensorFlow 2: models that ``fit`` trains, custom loops, and how their loss is scaled."""
+"""What trains in TensorFlow 2: models that ``fit`` trains, and custom loops."""
 
 from __future__ import annotations
 
+import enum
 import re
 from typing import Any
 
 import libcst as cst
 
-from npu_device._src.port.port import DONE, NOTE, OPEN, WORDS, Port, dotted, keyword, method, walk
+from npu_device._src.port.loop_data import divide
+from npu_device._src.port.nodes import DEFINITIONS, argument, dotted, is_call_of, method, walk
+from npu_device._src.port.port import DONE, NOTE, OPEN, Port
+from npu_device._src.port.rules import WORDS
+from npu_device._src.port.scaling import Scale, scaling
+from npu_device._src.port.script import Assignment
 
-SHARE = "[npu.distribute.rank() :: npu.distribute.size()]"
-_MODEL, _COMPILED, _OTHER, _UNKNOWN = "model", "compiled", "other", "unknown"  # what a name is
-MEAN, SUM, EACH, SHARED, COUNT, UNKNOWN = "mean", "sum", "each", "shared", "count", "unknown"
-"""Over the samples; one value per sample; the same on all ranks whatever the samples; the sample count of the rank."""
-_PAIRS = {"add": cst.Add, "subtract": cst.Subtract, "multiply": cst.Multiply, "divide": cst.Divide}
-_NUMBER = re.compile(r"(batch_?size|num_\w+|\w*(weight|alpha|beta|lambda|gamma|coef|scale|factor|_size|losses))$", re.I)
+_MODEL_CLASSES = ("Model", "Sequential")
+_DRAWS = re.compile(r"dropout\w*[(=]|GaussianNoise\(|(normal|uniform)\([^)]*\bshape\(", re.I)
+
+
+class _Trainee(enum.Enum):
+    """What ``fit`` is called on."""
+
+    MODEL = enum.auto()
+    COMPILED = enum.auto()  # a model that a function of the script has compiled, and so replicated
+    OTHER = enum.auto()
+    UNKNOWN = enum.auto()
 
 
 def models(port: Port) -> None:
     """Replicate every model that the script compiles, or trains without compiling it here."""
+    # Without functions of modules, such as re.compile and tf.compat.v1.test.compile.
     calls = [call for call in port.calls if method(call) and not port.name(call.func.value)]
-    for call in (each for each in calls if method(each) == "compile"):
-        if port.text(call.func.value) not in ("self", "super()"):
+    for call in calls:
+        # A class that compiles itself is replicated where it is made.
+        if method(call) == "compile" and port.text(call.func.value) not in ("self", "super()"):
             _replicate(port, call, call.func.value)
-    for call in (each for each in calls if method(each) in WORDS["trains a model"]):
-        _trained(port, call)
-    for call in (each for each in port.calls if method(each) in WORDS["draws"] and port.replicated):
-        if getattr(port.scope(call), "name", cst.Name("_")).value in ("call", "train_step"):
-            port.found(NOTE, "noise", call, "each rank draws its own numbers here, which aren't those of one process")
+    for call in calls:
+        if method(call) in WORDS["trains a model"]:
+            _replicate_trained(port, call)
+    if port.replicated:
+        _point_out_draws(port)
+
+
+def _point_out_draws(port: Port) -> None:
+    """Point out what a model draws by itself in each step."""
+    for call in port.calls:
+        if method(call) in WORDS["draws"] and _function_around(port, call) in ("call", "train_step"):
+            port.report(NOTE, "noise", call, "each rank draws its own numbers here, which aren't those of one process")
+
+
+def _function_around(port: Port, node: Any) -> str:
+    scope = port.scope(node)
+    if isinstance(scope, cst.Module):
+        return ""
+    return str(scope.name.value)
 
 
 def _replicate(port: Port, node: Any, model: Any, after: bool = True) -> None:
-    name, scope = port.text(model), port.scope(node)
-    if (name, scope) not in port.replicated and not isinstance(model, cst.Call):
-        port.replicated.add((name, scope))
-        target = f"{name} = " if dotted(model) and after else ""
-        port.insert(port.statement(node), f"{target}npu.distribute.replicate({name})", after)
-        port.found(DONE, "fit", node)
-
-
-def _trained(port: Port, call: Any) -> None:
-    model = call.func.value
-    name, scopes = port.text(model), list(port.up(call))
-    given = port.takers(name, call) or scopes[-1:]
-    scopes = scopes[: scopes.index(given[0]) + 1]  # a parameter is another model than one of this name outside
-    if any(each == name and (scope in scopes or name.startswith("self.")) for each, scope in port.replicated):
+    """Replicate a model once in its scope, before or after the statement of a node."""
+    name = port.text(model)
+    key = (name, port.scope(node))
+    if key in port.replicated or isinstance(model, cst.Call):
         return
-    kind = _kind(port, model)
-    looks_so = method(call) != "fit" or any(keyword(call, each) is not None for each in WORDS["arguments of fit"])
-    if kind == _COMPILED:
-        port.replicated.add((name, port.scope(call)))
-    elif kind == _MODEL or (kind == _UNKNOWN and looks_so and dotted(model)):
-        made = port.assigned(model)
-        here = made is not None and kind == _MODEL and made.scope is port.scope(call)
-        _replicate(port, made.statement if made and here else call, model, after=here)
-    elif kind == _UNKNOWN:
-        port.found(OPEN, "fit of what", call)
+    port.replicated.add(key)
+    line = f"npu.distribute.replicate({name})"
+    if dotted(model) and after:
+        line = f"{name} = {line}"
+    port.insert(port.statement(node), line, after)
+    port.report(DONE, "fit", node)
 
 
-def _kind(port: Port, node: Any, depth: int = 0) -> str:
-    if isinstance(node, cst.Call):
-        if port.name(node.func):
-            return _MODEL if port.name(node.func).startswith(WORDS["makers of models"]) else _OTHER
-        if dotted(node.func) in port.classes:
-            return _MODEL if port.inherits(port.classes[dotted(node.func)], ("Model", "Sequential")) else _OTHER
-        if any(method(each) == "compile" for function in port.callees(node) for each in walk(function.body)):
-            return _COMPILED
-    kinds = (_kind(port, each, depth + 1) for each in port.origins(node) if depth < 6)
-    return next((each for each in kinds if each != _UNKNOWN), _UNKNOWN)
+def _replicate_trained(port: Port, call: Any) -> None:
+    """Replicate the model of a call of ``fit``, unless that has been done where it was compiled."""
+    model = call.func.value
+    if _is_replicated(port, model, call):
+        return
+    trainee = _trainee(port, model)
+    if trainee is _Trainee.COMPILED:
+        port.replicated.add((port.text(model), port.scope(call)))  # in that function, by the loop over compile
+    elif trainee is _Trainee.MODEL:
+        assignment = port.assigned(model)
+        if assignment is not None and assignment.scope is port.scope(call):
+            _replicate(port, assignment.statement, model)
+        else:  # its name isn't this function's to assign
+            _replicate(port, call, model, after=False)
+    elif trainee is _Trainee.UNKNOWN and dotted(model) and _looks_like_training(call):
+        _replicate(port, call, model, after=False)
+    elif trainee is _Trainee.UNKNOWN:
+        port.report(OPEN, "fit of what", call)
 
 
-def _is_built(port: Port, node: Any, at: Any) -> bool:
-    """Return True if a model has its variables before a line: it was made of inputs, or called or built before."""
-    name = dotted(node)
-    for call in port.calls if name else ():
-        is_use = dotted(call.func) == name or (method(call) in ("build", "summary") and dotted(call.func.value) == name)
-        if is_use and port.scope(call) is port.scope(at) and port.line(call) < port.line(at):
+def _is_replicated(port: Port, model: Any, call: Any) -> bool:
+    name = port.text(model)
+    scopes = list(port.around(call))
+    # A parameter is a different model than one of the same name outside of its function.
+    owner = next(iter(port.takers(name, call)), scopes[-1])
+    scopes = scopes[: scopes.index(owner) + 1]
+    for replicated, scope in port.replicated:
+        if replicated == name and (scope in scopes or name.startswith("self.")):
             return True
-    if not isinstance(node, cst.Call):
-        return any(_is_built(port, each, each) for each in port.origins(node))
-    made = port.name(node.func)
-    if made.endswith("Sequential"):
-        return "Input(" in port.text(node) or "input_shape=" in port.text(node)
-    return made.startswith(WORDS["makers of models"]) or any(_is_built(port, each, each) for each in port.origins(node))
+    return False
+
+
+def _looks_like_training(call: Any) -> bool:
+    if method(call) != "fit":  # scikit-learn has a fit, too
+        return True
+    return any(argument(call, name) is not None for name in WORDS["arguments of fit"])
+
+
+def _trainee(port: Port, node: Any, depth: int = 0) -> _Trainee:
+    if isinstance(node, cst.Call):
+        name = port.name(node.func)
+        class_name = dotted(node.func)
+        if name:  # tf.keras.Sequential()
+            return _model_or_other(name.startswith(WORDS["makers of models"]))
+        if class_name in port.classes:
+            return _model_or_other(port.inherits(port.classes[class_name], _MODEL_CLASSES))
+        bodies = [function.body for function in port.callees(node)]
+        if any(method(inner) == "compile" for body in bodies for inner in walk(body)):
+            return _Trainee.COMPILED
+    if depth < 6:  # assignments may go round in a circle
+        for origin in port.origins(node):
+            trainee = _trainee(port, origin, depth + 1)
+            if trainee is not _Trainee.UNKNOWN:
+                return trainee
+    return _Trainee.UNKNOWN
+
+
+def _model_or_other(is_model: bool) -> _Trainee:
+    if is_model:
+        return _Trainee.MODEL
+    return _Trainee.OTHER
+
+
+# Custom loops
 
 
 def loops(port: Port) -> None:
     """Port every loop that applies gradients of a tape."""
-    items = [each for each in port.of(cst.WithItem) if each.asname and "GradientTape" in port.text(each)]
-    tapes = {port.text(each.asname.name) for each in items}
-    for call in port.calls if tapes else ():
-        if any(dotted(arg.value) in tapes for arg in call.args):  # another function takes the gradients
-            port.found(OPEN, "gradients from elsewhere", call)
-    applies = [call for call in port.calls if method(call) == "apply_gradients" and not _is_of_keras(port, call)]
-    applies = applies if any(method(call) == "gradient" for call in port.calls) else []
+    _ask_where_tapes_go(port)
+    applies = []
+    if any(method(call) == "gradient" for call in port.calls):  # else they aren't of a tape
+        applies = [call for call in port.calls if method(call) == "apply_gradients" and not _is_of_keras(port, call)]
     for call in applies:
         _reduce(port, call)
         _broadcast(port, call)
     if applies:
-        _divide(port, applies)
+        divide(port, applies)
         noise(port, applies[0])
-    for call in (each for each in port.calls if port.last(each) == "BatchNormalization"):
-        if applies or (port.replicated and keyword(call, "synchronized") is None):
-            port.found(NOTE, "batch normalization", call)
+    for call in port.calls:
+        if port.called_word(call) == "BatchNormalization":
+            is_plain_in_fit = port.replicated and argument(call, "synchronized") is None
+            if applies or is_plain_in_fit:
+                port.report(NOTE, "batch normalization", call)
+
+
+def _ask_where_tapes_go(port: Port) -> None:
+    """Ask about tapes that are passed to functions, which may take the gradients."""
+    named = [manager for manager in port.of(cst.WithItem) if manager.asname]
+    tapes = {port.text(manager.asname.name) for manager in named if "GradientTape" in port.text(manager)}
+    for call in port.calls:
+        if any(dotted(arg.value) in tapes for arg in call.args):
+            port.report(OPEN, "gradients from elsewhere", call)
 
 
 def noise(port: Port, node: Any) -> None:
     """Point out what draws numbers in a training step."""
-    if re.search(r"dropout\w*[(=]|GaussianNoise\(|(normal|uniform)\([^)]*\bshape\(", port.module.code, re.I):
-        port.found(NOTE, "noise", node)
+    if _DRAWS.search(port.module.code):
+        port.report(NOTE, "noise", node)
 
 
 def _is_of_keras(port: Port, call: Any) -> bool:
     """Return True in the train step of a model and the methods that it calls, and in an optimizer."""
-    for owner in (each for each in port.up(call) if isinstance(each, cst.ClassDef)):
-        methods = {each.name.value for each in owner.body.body if isinstance(each, cst.FunctionDef)}
-        if port.inherits(owner, ("Optimizer", *(("Model", "Sequential") if "train_step" in methods else ()))):
+    for owner in port.around(call):
+        if not isinstance(owner, cst.ClassDef):
+            continue
+        methods = {node.name.value for node in owner.body.body if isinstance(node, cst.FunctionDef)}
+        if port.inherits(owner, ("Optimizer",)):
+            return True
+        if "train_step" in methods and port.inherits(owner, _MODEL_CLASSES):
             return True
     return False
 
 
 def _reduce(port: Port, call: Any) -> None:
-    source = _gradient(port, call.args[0].value) if call.args else None
-    kind = scaling(port, keyword(source, "target", 0)) if source else UNKNOWN
-    if kind not in (MEAN, SUM, EACH):
-        port.found(OPEN, "sum or mean" if source else "gradients from elsewhere", source or call)
+    """Reduce the gradients that a call of ``apply_gradients`` gets, where the tape gives them."""
+    source = None
+    if call.args:
+        source = _gradient(port, call.args[0].value)
+    if source is None:
+        port.report(OPEN, "gradients from elsewhere", call)
         return
-    how, said = ("mean", "averages over") if kind == MEAN else ("sum", "adds up")
-    statement, reduced = port.statement(source), f'npu.distribute.all_reduce({{}}, reduction="{how}")'
-    target = port.text(port.target(statement)).strip("[]()")
-    if target and statement.body[0].value is source:
-        port.insert(statement, f"{target} = {reduced.format(target)}", after=True)
+    scale = scaling(port, argument(source, "target", 0))
+    if scale is Scale.MEAN:
+        reduction = "mean"
+        effect = "averages over"
+    elif scale in (Scale.SUM, Scale.EACH):  # a tape adds up the values of a loss that has several
+        reduction = "sum"
+        effect = "adds up"
     else:
-        port.replace(source, reduced)
-    port.found(DONE, "reduce", source, f"the loss {said} the samples: gradients are reduced by {how}")
+        port.report(OPEN, "sum or mean", source)
+        return
+    statement = port.statement(source)
+    template = f'npu.distribute.all_reduce({{}}, reduction="{reduction}")'
+    target = port.text(port.target(statement)).strip("[]()")
+    if target and statement.body[0].value is source:  # gradients = tape.gradient(…)
+        port.insert(statement, f"{target} = {template.format(target)}", after=True)
+    else:
+        port.replace(source, template)
+    port.report(DONE, "reduce", source, f"the loss {effect} the samples: gradients are reduced by {reduction}")
 
 
 def _gradient(port: Port, node: Any, depth: int = 0) -> Any:
     """Return the call of ``tape.gradient`` behind gradients, which may have been changed since; None if unknown."""
     if method(node) == "gradient":
         return node
-    made = port.assigned(node) if isinstance(node, cst.Name) else None
-    if made is not None and made.place == 0 and method(made.value) == "clip_by_global_norm":
-        return _gradient(port, made.value.args[0].value, depth + 1)
-    below = [node.args[0].value] if _is_call(node, "zip") else [*port.origins(node), *node.children]
-    return next(filter(None, (_gradient(port, each, depth + 1) for each in below if depth < 20)), None)
+    if isinstance(node, cst.Name):
+        assignment = port.assigned(node)
+        if assignment is not None and _is_clipped(assignment):
+            return _gradient(port, assignment.value.args[0].value, depth + 1)
+    if depth >= 20:
+        return None
+    if is_call_of(node, "zip"):
+        candidates = [node.args[0].value]
+    else:
+        candidates = [*port.origins(node), *node.children]
+    for candidate in candidates:
+        source = _gradient(port, candidate, depth + 1)
+        if source is not None:
+            return source
+    return None
+
+
+def _is_clipped(assignment: Assignment) -> bool:
+    """Return True for gradients that ``gradients, norm = tf.clip_by_global_norm(…)`` has clipped."""
+    return assignment.portion.position == 0 and method(assignment.value) == "clip_by_global_norm"
 
 
 def _broadcast(port: Port, call: Any) -> None:
     """Send the variables of rank 0 before the loop, where they exist."""
-    given: Any = next((each.args[1].value for each in walk(call) if _is_call(each, "zip") and len(each.args) > 1), None)
-    if isinstance(given, cst.Name):
-        given = next(iter(port.origins(given)), given)
-    is_model = isinstance(given, cst.Attribute) and given.attr.value in WORDS["variables of a model"]
-    names = [given.value] if is_model else [each for each in walk(given) if isinstance(each, cst.Name)] if given else []
-    made = [each for each in map(port.assigned, names) if each is not None]
-    last = max(made, key=lambda each: port.line(each.statement), default=None)
-    start = None
-    if last is not None and len({each.scope for each in made}) == 1 and not isinstance(last.scope, cst.ClassDef):
-        block = next(each for each in port.up(last.statement) if hasattr(each, "body"))
-        later = [each for each in block.body if port.line(each) > port.line(last.statement)]
-        start = next(
-            (
-                each
-                for each in later
-                if not isinstance(each, (cst.FunctionDef, cst.ClassDef)) and port.runs(each, [call])
-            ),
-            None,
-        )
-    if start is None or (is_model and not _is_built(port, names[0], start)):
-        port.found(NOTE, "no broadcast", call)
-    else:
-        text = f"{port.text(names[0])}.variables" if is_model else port.text(given)
-        port.insert(start, f"npu.distribute.broadcast({text}, root_rank=0)", after=False)
-        port.found(DONE, "broadcast", start)
+    variables = _applied_variables(port, call)
+    is_of_model = isinstance(variables, cst.Attribute) and variables.attr.value in WORDS["variables of a model"]
+    names: list[Any] = []
+    if is_of_model:
+        names = [variables.value]
+    elif variables is not None:
+        names = [node for node in walk(variables) if isinstance(node, cst.Name)]
+    start = _start_of_loop(port, names, call)
+    if start is None or (is_of_model and not _is_built(port, names[0], start)):
+        port.report(NOTE, "no broadcast", call)
+        return
+    text = port.text(variables)
+    if is_of_model:
+        text = f"{port.text(names[0])}.variables"  # also those that aren't trained
+    port.insert(start, f"npu.distribute.broadcast({text}, root_rank=0)", after=False)
+    port.report(DONE, "broadcast", start)
 
 
-def _divide(port: Port, steps: list[Any]) -> None:
-    """Let each rank read its share of the dataset, or take its share of the arrays, that lead to the steps."""
-    running = [loop for loop in port.of(cst.For) if port.runs(loop.body, steps)]
-    sources = [loop.iter for loop in running]
-    sources += [each for loop in running for each in walk(loop.body) if _is_call(each, "next")]
-    chains = {_chain(port, source) for source in sources} - {None}
-    are_slices = [_divide_slices(port, loop) for loop in running]
-    makers = [each for chain in chains for each in port.up(chain) if isinstance(each, cst.FunctionDef)]
-    is_once = all(sum(each in port.callees(call) for call in port.calls) <= 1 for each in makers)
-    if len(chains) == 1 and is_once:
-        _shard(port, chains.pop(), running)
-    elif chains or not any(are_slices):
-        port.found(OPEN, "several datasets" if chains else "no dataset", steps[0])
-
-
-def _chain(port: Port, node: Any, depth: int = 0) -> Any:
-    """Return the call of ``batch`` behind what a loop reads, or None."""
-    if depth > 12:
+def _applied_variables(port: Port, call: Any) -> Any:
+    """Return the variables that ``apply_gradients(zip(gradients, variables))`` changes; None if unknown."""
+    zips = [node for node in walk(call) if is_call_of(node, "zip") and len(node.args) > 1]
+    if not zips:
         return None
-    if method(node) in WORDS["batches"]:
-        return node
-    if isinstance(node, cst.Call) and node.args and port.last(node) in WORDS["passes data on"]:
-        return _chain(port, node.args[0].value, depth + 1)
-    if method(node) and not port.name(node.func) and not port.functions(node.func, node):
-        return _chain(port, node.func.value, depth + 1)
-    return next(filter(None, (_chain(port, each, depth + 1) for each in port.origins(node))), None)
+    variables = zips[0].args[1].value
+    if isinstance(variables, cst.Name):  # variables = model.trainable_variables
+        return next(iter(port.origins(variables)), variables)
+    return variables
 
 
-def _shard(port: Port, batch: Any, running: list[Any]) -> None:
-    """Divide a dataset before its first shuffle, repeat or batch in the statement, and batch the share of the rank."""
-    size, whole, node = keyword(batch, "batch_size", 0), batch.func.value, batch.func.value
-    while method(node) and not port.name(node.func):
-        whole = node.func.value if method(node) in ("shuffle", "repeat", *WORDS["batches"]) else whole
-        node = node.func.value
-    statement = port.statement(batch)
-    target = dotted(port.target(statement)) or "dataset"
-    call = f"npu.distribute.shard_and_rebatch_dataset({port.text(whole)}, {port.text(size)})"
-    port.insert(statement, f"{target}, rank_batch = {call}", after=False)
-    port.replace(whole, target)
-    port.replace(size, "rank_batch")
-    port.found(DONE, "shard", batch)
-    if isinstance(size, cst.Name):
-        _resize(port, size.value, running)
+def _start_of_loop(port: Port, names: list[Any], call: Any) -> Any:
+    """Return the statement after the assignments of all names that leads to a call; None if there isn't one."""
+    assignments = [assignment for assignment in map(port.assigned, names) if assignment is not None]
+    if len({assignment.scope for assignment in assignments}) != 1:  # no line is known that all of them reach
+        return None
+    latest = max(assignments, key=lambda assignment: port.line(assignment.statement))
+    if isinstance(latest.scope, cst.ClassDef):
+        return None
+    block = next(node for node in port.around(latest.statement) if hasattr(node, "body"))
+    for statement in block.body:
+        is_later = port.line(statement) > port.line(latest.statement)
+        if is_later and not isinstance(statement, DEFINITIONS) and port.runs(statement, [call]):
+            return statement
+    return None
 
 
-def _resize(port: Port, size: str, running: list[Any]) -> None:
-    """Give the batch size of the rank to what the functions of a loop draw or fill in the size of a batch."""
-    for call in (each for each in port.calls if method(each) in WORDS["draws"] + WORDS["fills"]):
-        inside = [each for each in walk(call) if isinstance(each, cst.Name) and each.value == size]
-        if inside and any(port.runs(loop.body, [call]) for loop in running):
-            draws = method(call) in WORDS["draws"]
-            port.replace(call if draws else inside[0], "{}" + (SHARE if draws else " // npu.distribute.size()"))
-            port.found(DONE, "batch size in a shape", call)
-
-
-def _divide_slices(port: Port, loop: Any) -> bool:
-    """Let each rank take its share of the arrays that a loop cuts out of larger ones; True if there are any."""
-    found = [each for each in walk(loop.body) if port.target(each) is not None and is_slice(each.body[0].value)]
-    for statement in found:
-        names = port.text(port.target(statement)).strip("()").split(",")
-        for name in (each.strip() for each in names if each.strip() != "_"):
-            port.insert(statement, f"{name} = {name}{SHARE}", after=True)
-        port.found(DONE, "share of an array", statement)
-    return bool(found)
-
-
-def is_slice(node: Any) -> bool:
-    """Return True for ``x[begin:end]``, several of them, and ``data.next_batch(…)``."""
-    if isinstance(node, cst.Tuple):
-        return all(is_slice(each.value) for each in node.elements)
-    if not isinstance(node, cst.Subscript) or len(node.slice) != 1 or not dotted(node.value):
-        return method(node) == "next_batch"
-    part = node.slice[0].slice
-    return isinstance(part, cst.Slice) and part.lower is not None and part.upper is not None and part.step is None
-
-
-def _is_call(node: Any, name: str) -> bool:
-    return isinstance(node, cst.Call) and dotted(node.func) == name
-
-
-def scaling(port: Port, node: Any, depth: int = 0) -> str:
-    """Return the kind of a loss."""
-    if depth > 20 or node is None:
-        return UNKNOWN
-    if isinstance(node, (cst.Integer, cst.Float)):
-        return SHARED
-    if isinstance(node, cst.UnaryOperation):
-        return scaling(port, node.expression, depth + 1)
-    if isinstance(node, cst.BinaryOperation):
-        return _pair(node.operator, scaling(port, node.left, depth + 1), scaling(port, node.right, depth + 1))
-    if isinstance(node, cst.Subscript):
-        return COUNT if re.search(r"shape(\(\w+\))?\[0\]$", port.text(node)) else UNKNOWN
+def _is_built(port: Port, node: Any, user: Any) -> bool:
+    """Return True if a model has its variables before a node: it was made of inputs, or called or built before."""
+    name = dotted(node)
+    if name and any(_is_use(port, call, name, user) for call in port.calls):
+        return True
     if isinstance(node, cst.Call):
-        return _called(port, node, depth)
-    kinds = {scaling(port, each, depth + 1) for each in port.origins(node)}
-    made = port.assigned(node) if dotted(node) else None
-    if kinds == {COUNT} and made and made.statement in port.module.body and "shape(" not in port.text(made.value):
-        return SHARED  # the size of all data, not of a batch
-    if len(kinds) != 1 or kinds == {UNKNOWN}:
-        return SHARED if _NUMBER.match(dotted(node).rpartition(".")[2]) else UNKNOWN
-    return kinds.pop()
+        maker = port.name(node.func)
+        if maker.endswith("Sequential"):  # its layers are built with it if the shape of the input is known
+            return "Input(" in port.text(node) or "input_shape=" in port.text(node)
+        if maker.startswith(WORDS["makers of models"]):
+            return True
+    return any(_is_built(port, origin, origin) for origin in port.origins(node))
 
 
-def _pair(operator: Any, one: str, two: str) -> str:
-    if isinstance(operator, (cst.Divide, cst.FloorDivide)):
-        if two == COUNT:
-            return MEAN if one == SUM else UNKNOWN
-        return one if two == SHARED else EACH if one == EACH == two else UNKNOWN
-    if isinstance(operator, (cst.Multiply, cst.Power)):
-        return two if one == SHARED else one if two == SHARED else EACH if EACH in (one, two) else UNKNOWN
-    if one == two or (MEAN in (one, two) and SHARED in (one, two)):
-        return MEAN if MEAN in (one, two) else one
-    return EACH if EACH in (one, two) and SUM not in (one, two) else UNKNOWN
-
-
-def _called(port: Port, call: Any, depth: int) -> str:
-    name, last, first = port.name(call.func), port.last(call), call.args[0].value if call.args else None
-    if last in ("reduce_mean", "reduce_sum"):
-        inner, axis = scaling(port, first, depth + 1), keyword(call, "axis", 1) or keyword(call, "reduction_indices")
-        if inner in (MEAN, SUM, SHARED):
-            return inner  # of a single number
-        return EACH if axis is not None and "0" not in port.text(axis) else MEAN if last == "reduce_mean" else SUM
-    if last == "compute_average_loss":
-        return MEAN if keyword(call, "global_batch_size", 2) is None else SUM
-    if last in ("shape", "size", "len") or last in WORDS["the same on all ranks"]:
-        return SHARED if last in WORDS["the same on all ranks"] else COUNT
-    if last in WORDS["keeps the scale of a loss"]:
-        return scaling(port, first, depth + 1)
-    if name.startswith("tensorflow.") and last in _PAIRS and len(call.args) > 1:
-        return _pair(_PAIRS[last](), scaling(port, first, depth + 1), scaling(port, call.args[1].value, depth + 1))
-    if name.startswith("keras.losses."):
-        return MEAN if ".v1" in port.text(call.func) else EACH
-    if name.startswith(("tensorflow.", "numpy.", "keras.")):
-        return EACH
-    if last in ("compiled_loss", "compute_loss") and not port.callees(call):
-        return MEAN
-    if port.maker(call.func).startswith("keras.losses."):
-        [maker] = [call.func] if isinstance(call.func, cst.Call) else port.origins(call.func)
-        said = port.text(keyword(maker, "reduction")).lower().strip("\"'").rpartition(".")[2]
-        return {"none": EACH, "sum": SUM}.get(said, MEAN)
-    kinds = {scaling(port, each, depth + 1) for each in port.origins(call)}
-    return kinds.pop() if len(kinds) == 1 else UNKNOWN
+def _is_use(port: Port, call: Any, name: str, user: Any) -> bool:
+    """Return True if a call builds the variables of a model before a node, in its scope."""
+    builds = method(call) in ("build", "summary") and dotted(call.func.value) == name
+    if not builds and dotted(call.func) != name:
+        return False
+    return port.scope(call) is port.scope(user) and port.line(call) < port.line(user)

@@ -1,0 +1,112 @@
+"""What the ranks divide in a custom loop: the dataset that it reads, or the arrays that it cuts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import libcst as cst
+
+from npu_device._src.port.nodes import argument, dotted, is_call_of, method, walk
+from npu_device._src.port.port import DONE, OPEN, Port
+from npu_device._src.port.rules import WORDS
+
+SHARE = "[npu.distribute.rank() :: npu.distribute.size()]"
+
+
+def divide(port: Port, steps: list[Any]) -> None:
+    """Let each rank read its share of the dataset, or take its share of the arrays, that lead to the steps."""
+    training = [loop for loop in port.of(cst.For) if port.runs(loop.body, steps)]
+    sources = [loop.iter for loop in training]
+    for loop in training:  # for _ in range(steps): x, y = next(iterator)
+        sources += [node for node in walk(loop.body) if is_call_of(node, "next")]
+    batches = {_batch(port, source) for source in sources} - {None}
+    are_slices = [_divide_slices(port, loop) for loop in training]
+    if len(batches) == 1 and _is_made_once(port, next(iter(batches))):
+        _shard(port, batches.pop(), training)
+    elif batches:
+        port.report(OPEN, "several datasets", steps[0])
+    elif not any(are_slices):
+        port.report(OPEN, "no dataset", steps[0])
+
+
+def _is_made_once(port: Port, batch: Any) -> bool:
+    """Return True unless a function that makes a dataset is called for several of them."""
+    makers = [node for node in port.around(batch) if isinstance(node, cst.FunctionDef)]
+    return all(sum(maker in port.callees(call) for call in port.calls) <= 1 for maker in makers)
+
+
+def _batch(port: Port, node: Any, depth: int = 0) -> Any:
+    """Return the call of ``batch`` behind what a loop reads, or None."""
+    if depth > 12:  # assignments may go round in a circle
+        return None
+    if method(node) in WORDS["batches"]:
+        return node
+    if isinstance(node, cst.Call) and node.args and port.called_word(node) in WORDS["passes data on"]:
+        return _batch(port, node.args[0].value, depth + 1)
+    if method(node) and not port.name(node.func) and not port.functions(node.func, node):
+        return _batch(port, node.func.value, depth + 1)  # a method of the dataset, such as prefetch
+    for origin in port.origins(node):
+        batch = _batch(port, origin, depth + 1)
+        if batch is not None:
+            return batch
+    return None
+
+
+def _shard(port: Port, batch: Any, training: list[Any]) -> None:
+    """Divide a dataset before its first shuffle, repeat or batch in the statement, and batch the share of the rank."""
+    size = argument(batch, "batch_size", 0)
+    dataset = batch.func.value
+    node = dataset
+    while method(node) and not port.name(node.func):  # x.map(…).shuffle(…).repeat().batch(…)
+        if method(node) in ("shuffle", "repeat", *WORDS["batches"]):
+            dataset = node.func.value
+        node = node.func.value
+    statement = port.statement(batch)
+    target = dotted(port.target(statement)) or "dataset"
+    call = f"npu.distribute.shard_and_rebatch_dataset({port.text(dataset)}, {port.text(size)})"
+    port.insert(statement, f"{target}, rank_batch = {call}", after=False)
+    port.replace(dataset, target)
+    port.replace(size, "rank_batch")
+    port.report(DONE, "shard", batch)
+    if isinstance(size, cst.Name):
+        _resize(port, size.value, training)
+
+
+def _resize(port: Port, size: str, training: list[Any]) -> None:
+    """Give the batch size of the rank to what the functions of a loop draw or fill in the size of a batch."""
+    for call in port.calls:
+        if method(call) not in WORDS["draws"] + WORDS["fills"]:
+            continue
+        uses = [node for node in walk(call) if isinstance(node, cst.Name) and node.value == size]
+        if not uses or not any(port.runs(loop.body, [call]) for loop in training):
+            continue
+        if method(call) in WORDS["draws"]:
+            port.replace(call, "{}" + SHARE)  # all ranks draw the same numbers, and each takes its own
+        else:
+            port.replace(uses[0], "{} // npu.distribute.size()")
+        port.report(DONE, "batch size in a shape", call)
+
+
+def _divide_slices(port: Port, loop: Any) -> bool:
+    """Let each rank take its share of the arrays that a loop cuts out of larger ones; True if there are any."""
+    assignments = [node for node in walk(loop.body) if port.target(node) is not None]
+    slices = [statement for statement in assignments if is_slice(statement.body[0].value)]
+    for statement in slices:
+        names = port.text(port.target(statement)).strip("()").split(",")
+        for name in map(str.strip, names):
+            if name != "_":  # a value that isn't used
+                port.insert(statement, f"{name} = {name}{SHARE}", after=True)
+        port.report(DONE, "share of an array", statement)
+    return bool(slices)
+
+
+def is_slice(node: Any) -> bool:
+    """Return True for ``x[begin:end]``, several of them, and ``data.next_batch(…)``."""
+    if isinstance(node, cst.Tuple):
+        return all(is_slice(inner.value) for inner in node.elements)
+    if not isinstance(node, cst.Subscript) or len(node.slice) != 1 or not dotted(node.value):
+        return method(node) == "next_batch"
+    index = node.slice[0].slice
+    if not isinstance(index, cst.Slice):
+        return False
+    return index.lower is not None and index.upper is not None and index.step is None

@@ -1,0 +1,71 @@
+"""What a node of LibCST holds: the nodes below it, the name that it spells, the arguments of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import libcst as cst
+
+DEFINITIONS = (cst.FunctionDef, cst.ClassDef)
+
+
+def walk(node: Any, into_definitions: bool = True) -> Iterator[Any]:
+    """Yield a node and all below it; without ``into_definitions``, not what functions and classes hold."""
+    yield node
+    for child in node.children:
+        if into_definitions or not isinstance(child, DEFINITIONS):
+            yield from walk(child, into_definitions)
+
+
+def dotted(node: Any) -> str:
+    """Return "a.b.c" of names and attributes; "" for anything else."""
+    if isinstance(node, cst.Name):
+        return str(node.value)
+    if not isinstance(node, cst.Attribute):
+        return ""
+    owner = dotted(node.value)
+    if not owner:
+        return ""
+    return f"{owner}.{node.attr.value}"
+
+
+def last_word(name: str) -> str:
+    """Return the "c" of "a.b.c"."""
+    return name.rpartition(".")[2]
+
+
+def root(node: Any) -> Any:
+    """Return the node of the "a" in "a.b.c"."""
+    while isinstance(node, cst.Attribute):
+        node = node.value
+    return node
+
+
+def parameters(function: Any) -> list[str]:
+    """Return the names of the parameters that one argument each is for."""
+    params = function.params
+    return [param.name.value for param in (*params.posonly_params, *params.params, *params.kwonly_params)]
+
+
+def method(call: Any) -> str:
+    """Return the name of the method that a call makes; "" if none."""
+    if isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute):
+        return str(call.func.attr.value)
+    return ""
+
+
+def argument(call: Any, name: str, position: int | None = None) -> Any:
+    """Return the value of an argument, by its name or position; None if there is none."""
+    for index, arg in enumerate(call.args):
+        if arg.keyword:
+            is_wanted = arg.keyword.value == name
+        else:
+            is_wanted = index == position and not arg.star
+        if is_wanted:
+            return arg.value
+    return None
+
+
+def is_call_of(node: Any, name: str) -> bool:
+    return isinstance(node, cst.Call) and dotted(node.func) == name

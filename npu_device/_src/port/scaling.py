@@ -1,0 +1,184 @@
+"""How a loss scales with the batch, read from the code that computes it: then it is known how to reduce gradients."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import libcst as cst
+
+from npu_device._src.port.nodes import argument, dotted, last_word
+from npu_device._src.port.port import Port
+from npu_device._src.port.rules import WORDS
+
+_OPERATORS = {"add": cst.Add, "subtract": cst.Subtract, "multiply": cst.Multiply, "divide": cst.Divide}
+_NUMBER = re.compile(r"(batch_?size|num_\w+|\w*(weight|alpha|beta|lambda|gamma|coef|scale|factor|_size|losses))$", re.I)
+_LENGTH_OF_BATCH = re.compile(r"shape(\(\w+\))?\[0\]$")
+_DEEPEST = 20  # steps back from a loss; assignments may go round in a circle
+
+
+class Scale(enum.Enum):
+    """How a loss, or a value in it, depends on the samples of a batch."""
+
+    MEAN = enum.auto()  # averages over the samples
+    SUM = enum.auto()  # adds up the samples
+    EACH = enum.auto()  # one value per sample
+    SHARED = enum.auto()  # the same on all ranks, whatever the samples
+    COUNT = enum.auto()  # the number of samples of the rank
+    UNKNOWN = enum.auto()
+
+
+def scaling(port: Port, loss: Any) -> Scale:
+    """Return how an expression for a loss scales."""
+    return _Reader(port).scale(loss, 0)
+
+
+class _Reader:
+    """Follows a loss back to what it is computed from."""
+
+    def __init__(self, port: Port) -> None:
+        self._port = port
+
+    def scale(self, node: Any, depth: int) -> Scale:
+        if node is None or depth > _DEEPEST:
+            return Scale.UNKNOWN
+        if isinstance(node, (cst.Integer, cst.Float)):  # 0.5
+            return Scale.SHARED
+        if isinstance(node, cst.UnaryOperation):  # -x
+            return self.scale(node.expression, depth + 1)
+        if isinstance(node, cst.BinaryOperation):  # a * b
+            left_scale = self.scale(node.left, depth + 1)
+            right_scale = self.scale(node.right, depth + 1)
+            return _combined(node.operator, left_scale, right_scale)
+        if isinstance(node, cst.Subscript):  # tf.shape(x)[0]
+            return self._of_subscript(node)
+        if isinstance(node, cst.Call):
+            return self._of_call(node, depth)
+        return self._of_name(node, depth)
+
+    def _of_subscript(self, node: Any) -> Scale:
+        if _LENGTH_OF_BATCH.search(self._port.text(node)):
+            return Scale.COUNT
+        return Scale.UNKNOWN
+
+    def _of_name(self, node: Any, depth: int) -> Scale:
+        scale = self._of_all(self._port.origins(node), depth)
+        if scale is Scale.COUNT and self._is_size_of_all_data(node):
+            return Scale.SHARED
+        if scale is Scale.UNKNOWN and _NUMBER.match(last_word(dotted(node))):
+            return Scale.SHARED  # by its name: config.batch_size, an argument alpha
+        return scale
+
+    def _of_all(self, origins: Iterable[Any], depth: int) -> Scale:
+        """Return the scale of several values that one expression may have; UNKNOWN if they differ."""
+        scales = {self.scale(origin, depth + 1) for origin in origins}
+        if len(scales) != 1:
+            return Scale.UNKNOWN
+        return scales.pop()
+
+    def _is_size_of_all_data(self, node: Any) -> bool:
+        """Return True for len(…) that is computed once, at the top of the script: not of a batch."""
+        if not dotted(node):
+            return False
+        assignment = self._port.assigned(node)
+        if assignment is None or assignment.statement not in self._port.module.body:
+            return False
+        return "shape(" not in self._port.text(assignment.value)
+
+    def _of_call(self, call: Any, depth: int) -> Scale:
+        word = self._port.called_word(call)
+        operand = None
+        if call.args:
+            operand = call.args[0].value
+        if word in ("reduce_mean", "reduce_sum"):
+            return self._of_reduction(call, word, operand, depth)
+        if word == "compute_average_loss":
+            # It divides by the global batch size if it is told that: then the ranks' losses add up.
+            if argument(call, "global_batch_size", 2) is None:
+                return Scale.MEAN
+            return Scale.SUM
+        if word in WORDS["the same on all ranks"]:
+            return Scale.SHARED
+        if word in ("shape", "size", "len"):
+            return Scale.COUNT
+        if word in WORDS["keeps the scale of a loss"]:
+            return self.scale(operand, depth + 1)
+        return self._of_function(call, word, operand, depth)
+
+    def _of_reduction(self, call: Any, word: str, operand: Any, depth: int) -> Scale:
+        inner = self.scale(operand, depth + 1)
+        if inner in (Scale.MEAN, Scale.SUM, Scale.SHARED):
+            return inner  # of a single number
+        axis = argument(call, "axis", 1) or argument(call, "reduction_indices")
+        if axis is not None and "0" not in self._port.text(axis):
+            return Scale.EACH  # the samples, which are axis 0, stay
+        if word == "reduce_mean":
+            return Scale.MEAN
+        return Scale.SUM
+
+    def _of_function(self, call: Any, word: str, operand: Any, depth: int) -> Scale:
+        name = self._port.name(call.func)
+        if name.startswith("tensorflow.") and word in _OPERATORS and len(call.args) > 1:
+            left_scale = self.scale(operand, depth + 1)
+            right_scale = self.scale(call.args[1].value, depth + 1)
+            return _combined(_OPERATORS[word](), left_scale, right_scale)
+        if name.startswith("keras.losses.") and ".v1" in self._port.text(call.func):
+            return Scale.MEAN  # tf.compat.v1.losses reduce by themselves
+        if name.startswith(("keras.", "tensorflow.", "numpy.")):
+            return Scale.EACH  # most functions work on each sample
+        if word in ("compiled_loss", "compute_loss") and not self._port.callees(call):
+            return Scale.MEAN  # of the model: Keras's
+        if self._port.maker(call.func).startswith("keras.losses."):
+            return self._of_loss_object(call)
+        return self._of_all(self._port.origins(call), depth)
+
+    def _of_loss_object(self, call: Any) -> Scale:
+        """Return the scale of ``criterion(y, x)``, by the reduction with which the object was made."""
+        maker = call.func
+        if not isinstance(maker, cst.Call):
+            maker = self._port.origins(maker)[0]
+        text = self._port.text(argument(maker, "reduction"))
+        reduction = last_word(text.lower().strip("\"'"))  # also of tf.keras.losses.Reduction.SUM
+        return {"none": Scale.EACH, "sum": Scale.SUM}.get(reduction, Scale.MEAN)
+
+
+def _combined(operator: Any, left_scale: Scale, right_scale: Scale) -> Scale:
+    if isinstance(operator, (cst.Divide, cst.FloorDivide)):
+        return _divided(left_scale, right_scale)
+    if isinstance(operator, (cst.Multiply, cst.Power)):
+        return _multiplied(left_scale, right_scale)
+    return _added(left_scale, right_scale)
+
+
+def _divided(dividend: Scale, divisor: Scale) -> Scale:
+    if divisor is Scale.COUNT and dividend is Scale.SUM:
+        return Scale.MEAN
+    if divisor is Scale.SHARED:
+        return dividend
+    if dividend is Scale.EACH and divisor is Scale.EACH:
+        return Scale.EACH
+    return Scale.UNKNOWN  # such as a quotient of two sums, which isn't the sum or mean of the ranks' quotients
+
+
+def _multiplied(left_scale: Scale, right_scale: Scale) -> Scale:
+    if left_scale is Scale.SHARED:
+        return right_scale
+    if right_scale is Scale.SHARED:
+        return left_scale
+    if Scale.EACH in (left_scale, right_scale):
+        return Scale.EACH
+    return Scale.UNKNOWN
+
+
+def _added(left_scale: Scale, right_scale: Scale) -> Scale:
+    """Return the scale of a sum or a difference."""
+    if left_scale is right_scale:
+        return left_scale
+    scales = {left_scale, right_scale}
+    if scales == {Scale.MEAN, Scale.SHARED}:
+        return Scale.MEAN  # with a regularization term, whose mean over the ranks is itself
+    if Scale.EACH in scales and Scale.SUM not in scales:
+        return Scale.EACH
+    return Scale.UNKNOWN  # such as a sum over the samples, with a term that each rank would add once more

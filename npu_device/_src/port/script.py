@@ -1,0 +1,318 @@
+"""A script as it is read: its calls and functions, what names mean in it, and where values come from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterator
+from typing import Any, NamedTuple
+
+import libcst as cst
+from libcst.metadata import (
+    MetadataWrapper,
+    ParentNodeProvider,
+    PositionProvider,
+    QualifiedNameProvider,
+    QualifiedNameSource,
+)
+
+from npu_device._src.port.nodes import DEFINITIONS, argument, dotted, last_word, method, parameters, root, walk
+
+_TENSORFLOW = re.compile(r"^tensorflow\.compat\.v[12](?=\.|$)")
+_KERAS = re.compile(r"^((tensorflow\.(python\.)?|tf_)keras|tensorflow(?=\.(optimizers|losses|initializers)))(?=\.|$)")
+_SCOPES = (cst.Module, *DEFINITIONS)
+BLOCKS = (cst.Module, cst.IndentedBlock)
+
+
+class Portion(NamedTuple):
+    """Which part of an assigned value a name gets: the whole, or one element, or something that isn't known."""
+
+    is_known: bool
+    position: int | None = None  # of the element of a tuple
+
+
+_WHOLE = Portion(True)
+_UNKNOWN = Portion(False)
+
+
+class Assignment(NamedTuple):
+    """One assignment to a name."""
+
+    value: Any
+    statement: Any
+    scope: Any
+    portion: Portion
+
+
+class Script:
+    """The nodes of a script, and questions about them; libcst.ParserSyntaxError if it isn't Python 3.
+
+    Attributes:
+        module: the whole script.
+        lines: its text.
+        calls: all calls, in order.
+        classes: the classes that it defines, by name.
+        imported: full names of what it imports, with the import statements.
+    """
+
+    def __init__(self, code: str) -> None:
+        # The parser makes each node once: the copy that the wrapper would make is not needed.
+        wrapper = MetadataWrapper(cst.parse_module(code), unsafe_skip_copy=True)
+        self.module = wrapper.module
+        self.lines = code.splitlines()
+        self._positions = wrapper.resolve(PositionProvider)
+        self._parents = wrapper.resolve(ParentNodeProvider)
+        self._qualified_names = wrapper.resolve(QualifiedNameProvider)
+        self._nodes = list(walk(self.module))
+        self.calls = self.of(cst.Call)
+        self._functions = self.of(cst.FunctionDef)
+        self.classes = {node.name.value: node for node in self.of(cst.ClassDef)}
+        self.imported: list[tuple[str, Any]] = []
+        self._aliases: dict[str, str] = {}  # local qualified names of what is assigned an import: keras = tf.keras
+        self._assignments: dict[str, list[Assignment]] = {}
+        for node in self._nodes:
+            if isinstance(node, (cst.Import, cst.ImportFrom)):
+                self._read_import(node)
+            elif isinstance(node, cst.Assign):
+                for target in node.targets:
+                    self._read_assignment(target.target, node.value, node, _WHOLE)
+            elif isinstance(node, (cst.For, cst.AugAssign)):  # the name has another value than that of the expression
+                self._read_assignment(node.target, node, node, _UNKNOWN)
+
+    def _read_import(self, node: Any) -> None:
+        package = ""
+        if isinstance(node, cst.ImportFrom):
+            package = dotted(node.module)
+        if isinstance(node.names, cst.ImportStar) or getattr(node, "relative", False):
+            self.imported.append((package, node))  # its names aren't known, or are the user's
+            return
+        for alias in node.names:
+            name = ".".join(filter(None, (package, dotted(alias.name))))
+            self.imported.append((name, node))
+
+    def _read_assignment(self, target: Any, value: Any, node: Any, portion: Portion) -> None:
+        if isinstance(target, (cst.Tuple, cst.List)):
+            self._read_unpacking(target, value, node, portion)
+            return
+        name = dotted(target)
+        if not name:
+            return
+        full_name = self.name(value)
+        if full_name and portion == _WHOLE and isinstance(target, cst.Name):  # keras = tf.keras
+            self._aliases.update(dict.fromkeys(self._local_names(target), full_name))
+        assignment = Assignment(value, self.statement(node), self.scope(node), portion)
+        self._assignments.setdefault(name, []).append(assignment)
+
+    def _read_unpacking(self, target: Any, value: Any, node: Any, portion: Portion) -> None:
+        pairs_up = isinstance(value, cst.Tuple) and len(value.elements) == len(target.elements)
+        targets = [element.value for element in target.elements]
+        for index, inner_target in enumerate(targets):
+            if pairs_up:  # a, b = x, y
+                self._read_assignment(inner_target, value.elements[index].value, node, _WHOLE)
+            elif portion == _WHOLE:  # a, b = f()
+                self._read_assignment(inner_target, value, node, Portion(True, index))
+            else:  # a, (b, c) = f()
+                self._read_assignment(inner_target, value, node, _UNKNOWN)
+
+    # Nodes and their places
+
+    def of(self, node_type: Any) -> list[Any]:
+        return [node for node in self._nodes if isinstance(node, node_type)]
+
+    def text(self, node: Any) -> str:
+        if node is None:
+            return ""
+        return self.module.code_for_node(node).strip()
+
+    def line(self, node: Any) -> int:
+        return int(self._positions[node].start.line)
+
+    def around(self, node: Any) -> Iterator[Any]:
+        """Yield the nodes around a node, from the inside."""
+        while (node := self._parents.get(node)) is not None:
+            yield node
+
+    def scope(self, node: Any) -> Any:
+        return next(self._scopes(node))
+
+    def _scopes(self, node: Any) -> Iterator[Any]:
+        return (outer for outer in self.around(node) if isinstance(outer, _SCOPES))
+
+    def statement(self, node: Any) -> Any:
+        """Return the statement around a node that stands in a block of its own."""
+        for outer in (node, *self.around(node)):
+            if isinstance(self._parents.get(outer), BLOCKS):
+                return outer
+        return None
+
+    @staticmethod
+    def target(statement: Any) -> Any:
+        """Return what a statement assigns to, if it does nothing else; else None."""
+        if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
+            return None
+        assign = statement.body[0]
+        if not isinstance(assign, cst.Assign) or len(assign.targets) != 1:
+            return None
+        return assign.targets[0].target
+
+    # Names
+
+    def name(self, node: Any) -> str:
+        """Return the full name of what an import has brought ("keras.Model"); "" for anything else."""
+        spelled = dotted(node)
+        if not spelled:
+            return ""
+        full_name = self._imported_name(node)
+        if not full_name:
+            owner = root(node)
+            alias = next((self._aliases[name] for name in self._local_names(owner) if name in self._aliases), "")
+            if not alias:
+                return ""
+            full_name = alias + spelled[len(owner.value) :]
+        return _KERAS.sub("keras", _TENSORFLOW.sub("tensorflow", full_name))
+
+    def _imported_name(self, node: Any) -> str:
+        names = [name.name for name in self._qualified(node) if name.source is QualifiedNameSource.IMPORT]
+        # Of several, in try and except for example, the last import in the script.
+        return max(names, key=self._import_index, default="")
+
+    def _import_index(self, name: str) -> tuple[int, str]:
+        matches = [index for index, (imported, _) in enumerate(self.imported) if f"{name}.".startswith(f"{imported}.")]
+        return max(matches, default=-1), name
+
+    def _local_names(self, node: Any) -> list[str]:
+        return sorted(name.name for name in self._qualified(node) if name.source is QualifiedNameSource.LOCAL)
+
+    def _qualified(self, node: Any) -> Any:
+        names = self._qualified_names.get(node, ())
+        if callable(names):  # since LibCST 1.2, they are looked up when they are asked for
+            return names()
+        return names
+
+    def called_word(self, call: Any) -> str:
+        """Return the last word of what is called: "reduce_mean" of ``tf.reduce_mean(x)``."""
+        return last_word(self.name(call.func) or dotted(call.func) or method(call))
+
+    # Where values come from
+
+    def assigned(self, node: Any) -> Assignment | None:
+        """Return the last assignment of a name before it in its scope; else the last in a scope around it."""
+        name = dotted(node)
+        line = self.line(node)
+        for depth, scope in enumerate(self._scopes(node)):
+            # An attribute may be assigned in any method.
+            is_attribute = name.startswith("self.") and isinstance(scope, cst.ClassDef)
+            assignments = self._assignments.get(name, ())
+            candidates = [a for a in assignments if a.scope is scope or is_attribute]
+            if depth == 0:
+                candidates = [a for a in candidates if self.line(a.statement) < line]
+            # In a scope around it, the lines below may run before it, when the function isn't called yet.
+            if candidates:
+                return candidates[-1]
+        return None
+
+    def origins(self, node: Any) -> list[Any]:
+        """Return where a value comes from, one step back: an assignment, arguments, or results of a function."""
+        if isinstance(node, cst.Call):
+            return self._returned(node)
+        name = dotted(node)
+        assignment = None
+        if name and not self.name(node):
+            assignment = self.assigned(node)
+        if assignment is None:  # a parameter
+            return [passed for function in self.takers(name, node)[:1] for passed in self._arguments(name, function)]
+        if assignment.portion == _WHOLE:
+            return [assignment.value]
+        position = assignment.portion.position
+        if position is None:
+            return []
+        # a, b = f(), where f returns x, y
+        tuples = [origin for origin in self.origins(assignment.value) if isinstance(origin, cst.Tuple)]
+        return [origin.elements[position].value for origin in tuples if position < len(origin.elements)]
+
+    def _returned(self, call: Any) -> list[Any]:
+        """Return what the functions of the script that a call runs return."""
+        returns = []
+        for function in self.callees(call):
+            nodes = walk(function.body, into_definitions=False)
+            returns += [node.value for node in nodes if isinstance(node, cst.Return) and node.value is not None]
+        return returns
+
+    def _arguments(self, name: str, function: Any) -> list[Any]:
+        """Return what the calls of a function in the script pass for a parameter."""
+        index = parameters(function).index(name)
+        is_method = isinstance(self.scope(function), cst.ClassDef)
+        arguments = []
+        for call in self.calls:
+            if function in self.callees(call):
+                # The first parameter of a method is the object itself.
+                is_bound = is_method and bool(method(call))
+                arguments.append(argument(call, name, index - is_bound))
+        return [passed for passed in arguments if passed is not None]
+
+    def takers(self, name: str, node: Any) -> list[Any]:
+        """Return the functions around a node that have a parameter of this name, from the inside."""
+        functions = [outer for outer in self.around(node) if isinstance(outer, cst.FunctionDef)]
+        return [function for function in functions if name in parameters(function)]
+
+    def maker(self, node: Any) -> str:
+        """Return the full name of what was called to make a value; "" if unknown."""
+        call = node
+        if dotted(node):  # optimizer = tf.keras.optimizers.SGD()
+            call = next(iter(self.origins(node)), None)
+        if not isinstance(call, cst.Call):
+            return ""
+        return self.name(call.func)
+
+    # Functions and classes of the script
+
+    def callees(self, call: Any) -> list[Any]:
+        """Return the functions of the script that a call runs, or passes on to be run."""
+        functions = self.functions(call.func, call)
+        if functions:
+            return functions
+        # strategy.run(step), threading.Thread(target=step)
+        return [function for arg in call.args for function in self.functions(arg.value, call)]
+
+    def runs(self, node: Any, targets: Container[Any], visited: set[Any] | None = None) -> bool:
+        """Return True if a node contains one of the targets, or a function that it may call does."""
+        if visited is None:
+            visited = set()
+        for inner in walk(node, into_definitions=False):
+            if inner in targets:
+                return True
+            if not isinstance(inner, cst.Call):
+                continue
+            functions = [function for function in self.callees(inner) if function not in visited]
+            visited.update(functions)  # functions may call themselves
+            if any(self.runs(function.body, targets, visited) for function in functions):
+                return True
+        return False
+
+    def inherits(self, owner: Any, endings: tuple[str, ...]) -> bool:
+        """Return True if a class of the script derives from one whose name ends so, directly or not."""
+        if not isinstance(owner, cst.ClassDef):
+            return False
+        bases = [arg.value for arg in owner.bases]
+        if any(self.name(base).endswith(endings) for base in bases):
+            return True
+        names = [dotted(base) for base in bases if dotted(base) != owner.name.value]
+        return any(self.inherits(self.classes.get(name), endings) for name in names)
+
+    def functions(self, node: Any, call: Any) -> list[Any]:
+        """Return the functions of the script that a name may mean in a call."""
+        name = last_word(dotted(node))
+        if not name or self.name(node):
+            return []
+        if not isinstance(node, cst.Name):  # a method of some object, whose class isn't looked for
+            named = [function for function in self._functions if function.name.value == name]
+            return [function for function in named if isinstance(self.scope(function), cst.ClassDef)]
+        if name in self.classes:  # Model() runs its __init__
+            owner = self.classes[name]
+            candidates = [function for function in self._functions if function.name.value == "__init__"]
+            candidates = [function for function in candidates if self.scope(function) is owner]
+        else:
+            named = [function for function in self._functions if function.name.value == name]
+            candidates = [function for function in named if not isinstance(self.scope(function), cst.ClassDef)]
+        # Of several definitions, the last one before the call.
+        earlier = [function for function in candidates if self.line(function) < self.line(call)]
+        return (earlier or candidates)[-1:]
