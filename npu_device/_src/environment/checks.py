@@ -4,40 +4,53 @@ from __future__ import annotations
 
 import difflib
 import logging
+from collections.abc import Collection
+from types import ModuleType
 
 from npu_device._src.environment import ascend, launcher_variables, own, tensorflow_variables
 from npu_device._src.environment.forms import Variable, names_in_environment
 
-ALL: tuple[Variable, ...] = tuple(
-    value
-    for owner in (ascend, tensorflow_variables, launcher_variables, own)
-    for value in vars(owner).values()
-    if isinstance(value, Variable)
-)
+_OWNERS = (ascend, tensorflow_variables, launcher_variables, own)
+
+
+def _variables_of(owner: ModuleType) -> list[Variable]:
+    return [variable for variable in vars(owner).values() if isinstance(variable, Variable)]
+
+
+ALL: tuple[Variable, ...] = tuple(variable for owner in _OWNERS for variable in _variables_of(owner))
 """All variables, in the order of their owners."""
 
 _log = logging.getLogger("npu_device")
 
 
 def check_own_variables(warns: bool) -> None:
-    known = {value.name: value for value in vars(own).values() if isinstance(value, Variable)}
-    for variable in known.values():
+    """Raise the error of a malformed variable of this package; with ``warns``, warn of names that it doesn't have."""
+    variables = _variables_of(own)
+    for variable in variables:
         variable.get()
-    unknown = sorted(names_in_environment("NPU_DEVICE_") - known.keys()) if warns else []
+    if not warns:
+        return
+    names = {variable.name for variable in variables}
+    unknown = sorted(names_in_environment("NPU_DEVICE_") - names)
     if unknown:
-        hints = [(name, difflib.get_close_matches(name, known, 1)) for name in unknown]
-        lines = [f"  {name}" + (f": did you mean {near[0]}?" if near else "") for name, near in hints]
         _log.warning(
             "npu_device has no environment variables of these names, and ignores them:\n%s\n"
             "What to do: correct or unset them; npurun docs environment lists all variables.",
-            "\n".join(lines),
+            "\n".join(_with_hint(name, names) for name in unknown),
         )
+
+
+def _with_hint(name: str, names: Collection[str]) -> str:
+    matches = difflib.get_close_matches(name, names, 1)
+    if not matches:
+        return f"  {name}"
+    return f"  {name}: did you mean {matches[0]}?"
 
 
 def settings_everywhere() -> dict[str, str]:
     """Return the variables that must be the same on all ranks and don't have their defaults, by name."""
-    values = {variable: variable.get() for variable in ALL if variable.everywhere}
-    return {variable.name: str(value) for variable, value in values.items() if value != variable.default}
+    variables = [variable for variable in ALL if variable.everywhere and variable.get() != variable.default]
+    return {variable.name: str(variable.get()) for variable in variables}
 
 
 def horovod_variables_without_effect() -> list[str]:

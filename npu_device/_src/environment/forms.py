@@ -93,12 +93,14 @@ def integer(low: int, high: int | None = None) -> Form[int]:
     def parse(text: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]+", text):
             raise ValueError(text)
-        value = int(text)
-        if value < low or (high is not None and value > high):
+        number = int(text)
+        if number < low or (high is not None and number > high):
             raise ValueError(text)
-        return value
+        return number
 
-    return Form(parse, f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}")
+    if high is None:
+        return Form(parse, f"a whole number of at least {low}")
+    return Form(parse, f"a whole number from {low} to {high}")
 
 
 def one_of(*texts: str, spelled: Callable[[str], str] = str, note: str = "") -> Form[str]:
@@ -115,25 +117,29 @@ def one_of(*texts: str, spelled: Callable[[str], str] = str, note: str = "") -> 
 
 def split(text: str) -> str | tuple[int, ...] | tuple[float, ...]:
     """Parse numbers as ``set_split_strategy_by_idx`` takes them, percentages (floats), or ``auto``, which is gone."""
-    parts = text.strip("[]").split(",")
     if text == "auto":
         return text
+    words = text.strip("[]").split(",")
     if text.endswith("%"):
-        shares = tuple(float(part.strip().removesuffix("%")) for part in parts)
+        shares = tuple(float(word.strip().removesuffix("%")) for word in words)
         if len(shares) > 8 or min(shares) < 0 or sum(shares) != 100:
             raise ValueError(text)
         return shares
-    numbers = tuple(int(part) for part in parts)
+    numbers = tuple(map(int, words))
     if len(numbers) > 8 or numbers[0] < 0 or list(numbers) != sorted(set(numbers)):
         raise ValueError(text)
     return numbers
 
 
-def _span(text: str, most: float) -> tuple[int, int]:
-    first, _, last = text.partition("-")
-    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= most):
+def _span(text: str, high: float) -> tuple[int, int]:
+    start, _, end = text.partition("-")
+    if not (start.isdecimal() and end.isdecimal() and 1 <= int(start) <= int(end) <= high):
         raise ValueError(text)
-    return int(first), int(last)
+    return int(start), int(end)
+
+
+def _windows(text: str) -> tuple[tuple[int, int], ...]:
+    return tuple(_span(span, float("inf")) for span in text.split(","))
 
 
 def most_nodes(text: str) -> int:
@@ -166,10 +172,10 @@ def audit(text: str) -> int | str:
 
 def seconds(high: float) -> Form[float]:
     def parse(text: str) -> float:
-        value = float(text)
-        if not 0 < value <= high:  # also refuses nan
+        number = float(text)
+        if not 0 < number <= high:  # also refuses nan
             raise ValueError(text)
-        return value
+        return number
 
     return Form(parse, f"a number above 0, at most {high:g}")
 
@@ -178,10 +184,7 @@ INDEX = integer(0)
 COUNT = integer(1)
 PORT = integer(1, 65535)
 PORTS = Form(lambda text: _span(text, 65535), "first and last port, such as 61000-61031")
-WINDOWS = Form(
-    lambda text: tuple(_span(part, float("inf")) for part in text.split(",")),
-    "first and last iteration, such as 1-25 or 100-120,500-520",
-)
+WINDOWS = Form(_windows, "first and last iteration, such as 1-25 or 100-120,500-520")
 ADDRESS = Form(lambda text: str(ipaddress.ip_address(text)), "an IPv4 or IPv6 address")
 PATH = Form(str, "a path")
 TEXT = Form(str, "text")

@@ -21,8 +21,10 @@ SLURM_STEP_ID = optional("SLURM_STEP_ID", forms.TEXT, "number of the step in the
 
 # MPI
 
-_RANK, _SIZE = "rank of this process", "number of ranks in the job"
-_LOCAL_RANK, _LOCAL_SIZE = "number of this process among the ranks of its host", "number of ranks on this host"
+_RANK = "rank of this process"
+_SIZE = "number of ranks in the job"
+_LOCAL_RANK = "number of this process among the ranks of its host"
+_LOCAL_SIZE = "number of ranks on this host"
 
 
 def _index(name: str, meaning: str) -> Variable[int | None]:

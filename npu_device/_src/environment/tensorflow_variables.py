@@ -85,5 +85,8 @@ NVIDIA_VISIBLE_DEVICES = optional(
 
 def reach_without_proxy(hosts: Iterable[str]) -> None:
     """Let gRPC reach hosts directly, besides those that the user has named."""
+    direct = list(hosts)
     named = NO_GRPC_PROXY.raw() or NO_PROXY.raw()
-    NO_GRPC_PROXY.set(",".join(dict.fromkeys([*(named.split(",") if named else ()), *hosts])))
+    if named:
+        direct = [*named.split(","), *direct]
+    NO_GRPC_PROXY.set(",".join(dict.fromkeys(direct)))

@@ -26,9 +26,11 @@ class Option:
     @property
     def value(self) -> str | None:
         """Return the value as Ascend's adapter does: a text, ``"1"`` or ``"0"`` for booleans, None if unset."""
+        if self._value is None:
+            return None
         if isinstance(self._value, bool):
-            return "1" if self._value else "0"
-        return None if self._value is None else str(self._value)
+            return str(int(self._value))
+        return str(self._value)
 
     @property
     def typed(self) -> Any:
@@ -68,12 +70,12 @@ class OptionGroup:
 
     def __init__(self, section: Section, *, prefix: str = "", root: OptionGroup | None = None) -> None:
         root = root or self
-        members: dict[str, Option | OptionGroup] = {
-            member.name: Option(member)
-            if isinstance(member, Rule)
-            else OptionGroup(member, prefix=f"{prefix}{member.name}.", root=root)
-            for member in section.members
-        }
+        members: dict[str, Option | OptionGroup] = {}
+        for member in section.members:
+            if isinstance(member, Rule):
+                members[member.name] = Option(member)
+            else:
+                members[member.name] = OptionGroup(member, prefix=f"{prefix}{member.name}.", root=root)
         self.__dict__.update(_section=section, _members=members, _prefix=prefix, _root=root, _warns=None)
 
     def __getattr__(self, name: str) -> Any:
@@ -121,11 +123,15 @@ class OptionGroup:
         return flat
 
     def _unknown(self, name: str) -> str:
-        here = self._prefix.rstrip(".") or self._section.name
-        elsewhere = [path for path, rule in self._root._section.rules() if rule.name == name]
-        near = elsewhere or [self._prefix + match for match in difflib.get_close_matches(name, self._members, n=1)]
-        question = f"; did you mean {near[0]!r}?" if near else "."
-        return f"{here} has no option {name!r}{question}\nValid names: {', '.join(self._members)}"
+        """Return the error for a name that the group doesn't have, with one that may be meant."""
+        group = self._prefix.rstrip(".") or self._section.name
+        # The same name in another group is more likely meant than a similar one in this group.
+        guesses = [path for path, rule in self._root._section.rules() if rule.name == name]
+        guesses += [self._prefix + match for match in difflib.get_close_matches(name, self._members, n=1)]
+        ending = "."
+        if guesses:
+            ending = f"; did you mean {guesses[0]!r}?"
+        return f"{group} has no option {name!r}{ending}\nValid names: {', '.join(self._members)}"
 
 
 class GlobalOptions(OptionGroup):

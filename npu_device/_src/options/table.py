@@ -30,7 +30,7 @@ class Rule:
         if value is None and self.default is None:
             return None
         if self.bool_words and isinstance(value, bool):
-            value = "true" if value else "false"
+            value = str(value).lower()
         if self.default is not None and not isinstance(value, type(self.default)):
             raise TypeError(
                 f"option {path!r} takes a value of type {type(self.default).__name__} "
@@ -43,7 +43,9 @@ class Rule:
             return self.allowed[self.allowed.index(value)]
         if self.between and not self.between[0] <= value <= self.between[1]:
             raise self._not_allowed(path, value, f"{self.between[0]} to {self.between[1]}")
-        return int(value) if type(self.default) is int else value
+        if type(self.default) is int:
+            return int(value)
+        return value
 
     @staticmethod
     def _not_allowed(path: str, value: Any, expected: str) -> ValueError:
@@ -58,11 +60,15 @@ class Section:
     members: tuple[Rule | Section, ...]
 
     def rules(self, prefix: str = "") -> list[tuple[str, Rule]]:
-        found: list[tuple[str, Rule]] = []
+        """Return all options, those of further groups too, each with its path."""
+        rules: list[tuple[str, Rule]] = []
         for member in self.members:
             path = prefix + member.name
-            found += member.rules(path + ".") if isinstance(member, Section) else [(path, member)]
-        return found
+            if isinstance(member, Section):
+                rules += member.rules(path + ".")
+            else:
+                rules.append((path, member))
+        return rules
 
 
 # The reasons why options have no effect, one for each kind of option.
