@@ -39,8 +39,9 @@ def main() -> None:
     if options.nproc_per_node == 0:
         options = dataclasses.replace(options, nproc_per_node=argument_types.ranks_per_node())
     starter = Starter(name, Console(), order["count"], tuple(order["nodes"]))
-    if not _is_alone(name, serial):
-        starter.console.say("an earlier npurun of this job, or one of its ranks, is still on this host")
+    problem = _problem_on_host(name, serial)
+    if problem:
+        starter.console.say(problem)
         sys.exit(FAILED)
     starter.tell(RUNNING)
     threading.Thread(target=_obey, args=(lines, options, starter), daemon=True).start()
@@ -80,10 +81,12 @@ def _obey(lines: Iterator[bytes], options: Options, starter: Starter) -> None:
     os.kill(os.getpid(), signal.SIGKILL)  # the guard ends the ranks
 
 
-def _is_alone(name: str, serial: int) -> bool:
-    """End what an earlier connection of the job has left on this host; return whether this npurun is the only one."""
+def _problem_on_host(name: str, serial: int) -> str:
+    """End what an earlier connection of the job has left on this host; return why that can't be, "" if it is done."""
     words = _command_lines()
     serials = {pid: int(line[-1]) for pid, line in words.items() if line[-2:-1] == [name] and line[-1].isdecimal()}
+    if max(serials.values(), default=serial) > serial:
+        return "another npurun of this job was started on this host: the connection of this one is broken"
     older = [pid for pid in serials if serials[pid] < serial]
     # The guard of an npurun that was killed ends when it has killed the ranks. Its last word is their directory.
     guards = [pid for pid, line in words.items() if os.path.basename(line[-1]).startswith(f"{name}-")]
@@ -93,11 +96,12 @@ def _is_alone(name: str, serial: int) -> bool:
     ending = {pid: start_time(pid) for pid in [*killed, *guards]}
     _send(signal.SIGKILL, killed)
     deadline = time.monotonic() + KILL_SECONDS
-    while any(_is_running(pid, started) for pid, started in ending.items()):
+    while running := [pid for pid, started in ending.items() if _is_running(pid, started)]:
         if time.monotonic() > deadline:
-            return False
+            pids = ", ".join(map(str, running))
+            return f"processes of an earlier npurun of this job can't be killed on this host: {pids}"
         time.sleep(SWEEP_SECONDS)
-    return max(serials.values(), default=serial) == serial  # else the connection of this npurun is the broken one
+    return ""
 
 
 def _command_lines() -> dict[int, list[str]]:
