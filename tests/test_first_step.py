@@ -21,7 +21,7 @@ import npu_device as npu
 SAMPLES = 12
 FUNCTIONAL = (
     "functional", "mixing operation", "mean", "sum", "valid steps", "sorted", "added sum", "noise", "size in a layer",
-    "optimizer that clips",
+    "optimizer that clips", "codebook", "start by the batch",
 )  # fmt: skip
 
 
@@ -56,6 +56,9 @@ def model_and_data(kind: str) -> tuple[Any, dict[str, Any]]:
             pairs = np.stack([x, x + 1])
             spec = tf.TensorSpec([None, 12, 6] if "any number" in kind else [2, 12, 6])
             data = {"x": tf.data.Dataset.from_generator(lambda: [pairs], output_signature=spec), "verbose": 0}
+        elif kind == "valid steps of words":
+            words = np.arange(SAMPLES * 4).reshape(SAMPLES, 4) % 5
+            data["x"] = words * (np.arange(4) < 1 + np.arange(SAMPLES)[:, None] % 4)
         elif kind.startswith("fixed size"):
             data = {"x": whole.batch(6, drop_remainder=True), "verbose": 0}
     return model, data
@@ -68,6 +71,7 @@ def _with_step(kind: str) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.dense = layers.Dense(3)
+            self.words = layers.Embedding(5, 3)
             self.noise = [layers.Dropout(0.5), layers.GaussianNoise(1.0), layers.BatchNormalization()]
             self.bank = self.add_weight(name="bank", shape=(8, 3), initializer="zeros", trainable=False)
             self.seen = self.add_weight(name="seen", shape=(), initializer="zeros", trainable=False)
@@ -90,8 +94,17 @@ def _with_step(kind: str) -> Any:
                 x = tf.cond(tf.reduce_mean(x) > -9.0, lambda: x + tf.random.normal(tf.shape(x)), lambda: x)
             elif kind.startswith("fixed size"):
                 x += tf.zeros([x.shape[0], 6])
+            elif kind == "sharpness-aware":
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(self(x) ** 2)
+                [slope] = tape.gradient(loss, [self.dense.kernel])
+                before = tf.identity(tf.convert_to_tensor(self.dense.kernel))
+                self.dense.kernel.assign(before + 0.1 * slope / tf.norm(slope))
             with tf.GradientTape() as tape:
-                if kind.startswith("pairs"):
+                if kind == "valid steps of words":
+                    error, valid = tf.reduce_sum(self.words(x) ** 2, axis=-1), tf.cast(x > 0, tf.float32)
+                    loss = tf.reduce_sum(error * valid) / tf.reduce_sum(valid)  # of words
+                elif kind.startswith("pairs"):
                     loss = tf.reduce_mean((self(x[0]) - self(x[1])) ** 2)
                 elif kind in ("contrastive", "gathered"):
                     out = self(x)
@@ -104,8 +117,10 @@ def _with_step(kind: str) -> Any:
                     if "penalty" in kind:
                         loss = tf.reduce_sum(loss) + tf.reduce_sum(tf.convert_to_tensor(self.dense.kernel) ** 2)
                     tf.print("not in the check")
-            variables = self.dense.trainable_variables
+            variables = (self.words if kind == "valid steps of words" else self.dense).trainable_variables
             gradients = tape.gradient(loss, variables)
+            if kind == "sharpness-aware":
+                self.dense.kernel.assign(before)
             if kind == "clips reduced":
                 gradients = npu.distribute.all_reduce(gradients)
             if kind.startswith("clips"):
@@ -132,7 +147,15 @@ def _functional(kind: str) -> Any:
     keras, layers = tf.keras, tf.keras.layers
 
     class Hidden(layers.Layer):  # type: ignore[misc]
+        def build(self, shape: Any) -> None:
+            self.kept = self.add_weight(name="kept", shape=[4], initializer="ones", trainable=kind != "codebook")
+
         def call(self, values: Any, training: bool = False) -> Any:
+            if kind == "codebook":
+                self.kept.assign(0.9 * tf.convert_to_tensor(self.kept) + 0.1 * tf.reduce_sum(values, axis=0))
+            elif kind == "start by the batch":
+                self.kept.assign(1 / tf.math.reduce_std(values, axis=0))
+                return values * tf.convert_to_tensor(self.kept)
             if kind == "added sum":
                 self.add_loss(1e-4 * tf.reduce_sum(values**2))
             elif kind == "noise" and training:
@@ -156,7 +179,7 @@ def _functional(kind: str) -> Any:
     elif kind == "mixing operation":
         mean = keras.ops.mean if hasattr(keras, "ops") else tf.reduce_mean
         hidden = hidden - mean(hidden, axis=0)
-    if kind in ("added sum", "noise", "size in a layer"):
+    if kind in ("added sum", "noise", "size in a layer", "codebook", "start by the batch"):
         hidden = Hidden()(hidden)
     model = keras.Model(inputs, layers.Dense(3)(hidden))
 
@@ -205,6 +228,8 @@ def test_sums_over_the_samples_are_added_up(keras_two_ranks: Pool, kind: str) ->
 ERRORS = {
     "per sample, penalty": ["adds up what its samples give", "dense/bias", "aren't", "reduction='sum'"],
     "local bank": ["bank", "takes values of the samples", "# set here", "npu.distribute.all_gather"],
+    "codebook": ["kept", "from sums or means", "self.kept.assign(0.9", "npu.distribute.all_reduce(total, 'sum')"],
+    "start by the batch": ["kept", "from sums or means", "self.kept.assign(1 /", "npu.distribute.all_reduce("],
     "by hand": ["kernel", "without an optimizer", "variable.assign(", "npu.distribute.all_reduce(gradients)"],
     "pairs": ["first axis", "data: shape (2, 12, 6)", "npu.distribute.divided"],
     "size in a layer": ["fixed batch size", "data[0]: shape (12, 6)", "npu.distribute.divided"],
@@ -223,7 +248,9 @@ def test_errors(keras_two_ranks: Pool, kind: str) -> None:
 WARNINGS = {
     "contrastive": ["gradient of 5 samples", "# samples meet here", "dense", "npu.distribute.all_gather"],
     "mixing operation": ["gradient of 5 samples", "Samples first meet in", "npu.distribute.all_gather"],
-    "valid steps": ["isn't a mean", "ignore_class"],
+    "valid steps": ["isn't a mean", "tf.reduce_sum(each * valid) / tf.reduce_sum(valid)", "all_reduce(total, 'sum')"],
+    "valid steps of words": ["isn't a mean", "# of words", "ignore_class"],
+    "sharpness-aware": ["self.dense.kernel.assign(before + 0.1", "before the move"],
     "sorted": ["isn't a mean", "ignore_class"],
     "clips": ["gradients, _ = tf.clip_by_global_norm(gradients, 99.0)", "npu.distribute.all_reduce(gradients)"],
     "ragged": ["isn't a mean", "time_distributed"],

@@ -126,7 +126,9 @@ class Change:
     is_sum: bool  # its increments are sums over the samples
     is_number: bool  # it is a number, or counts
     is_averaged: bool  # the ranks' increments are averaged; else each rank keeps its own
-    is_trained: bool  # it is a trainable weight
+    is_by_gradients: bool  # it is set by what a tape has computed
+    place: int  # among the variables that the step changes
+    is_in_order: bool = True  # it depends on the order of the samples, as a queue of them does
 
 
 def changes(rehearsal: Rehearsal, runs: Runs, named: dict[int, Any], averaged: set[int]) -> list[Change]:
@@ -150,16 +152,36 @@ def changes(rehearsal: Rehearsal, runs: Runs, named: dict[int, Any], averaged: s
             differs, is_sum = wrong > allowed, _norm(whole - sum(parts)) <= allowed
         if differs:
             is_number = not before.shape or not np.issubdtype(before.dtype, np.floating)
-            name, line = variable_name(named[id(handle)]), _setter(rehearsal.graph, handle)
-            trains = bool(getattr(named[id(handle)], "trainable", False))
-            found.append(Change(name, line, is_sum, is_number, is_averaged, trains))
+            name, setters = variable_name(named[id(handle)]), _setters(rehearsal.graph, handle)
+            line = next((line for line in map(where, setters) if line), "")
+            is_by_gradients = any(map(_is_of_gradients, setters))
+            found.append(Change(name, line, is_sum, is_number, is_averaged, is_by_gradients, place))
     return found
 
 
-def _setter(graph: Any, handle: Any) -> str:
-    inner = next(inner for outer, inner in graph.captures if outer is handle)
-    lines = [where(user) for user in inner.consumers() if user.type.startswith("Assign")]
-    return next((line for line in lines if line), "")
+def depends_on_order(change: Change, runs: Runs, turned: Outcome) -> bool:
+    """Return whether a variable has a different value when the samples come in a different order."""
+    value, other = runs.whole.state[change.place], turned.state[change.place]
+    return value.shape != other.shape or not np.allclose(value, other, rtol=1e-3, atol=1e-6)
+
+
+def moving(rehearsal: Rehearsal) -> str | None:
+    """Return the line at which a step sets a weight by gradients of its samples before it computes others, or None."""
+    for variable in rehearsal.variables:
+        for setter in _setters(rehearsal.graph, compat.handle_of(variable)):
+            if _is_of_gradients(setter):
+                return where(setter) or setter.name
+    return None
+
+
+def _setters(graph: Any, handle: Any) -> list[Any]:
+    users = [user for outer, inner in graph.captures if outer is handle for user in inner.consumers()]
+    return [user for user in users if user.type.startswith("Assign")]
+
+
+def _is_of_gradients(operation: Any) -> bool:
+    behind = compat.tensors_behind(operation.inputs)
+    return any(tensor.op.name.startswith(_TAPE) for tensor in behind)
 
 
 def _dense(values: Sequence[Any]) -> list[np.ndarray]:
@@ -191,6 +213,7 @@ _NOT_LINEAR = {
     "Tanh",
 }  # fmt: skip
 _MOST = 3000
+_SMALL = 4096  # elements of a vector
 
 
 def clipping(gradients: Sequence[Any], reduced: Sequence[Any]) -> str | None:
@@ -213,26 +236,66 @@ def clipping(gradients: Sequence[Any], reduced: Sequence[Any]) -> str | None:
     return None
 
 
-def values_per_sample(graph: Any) -> list[Any]:
-    """Return the tensors of a graph that may hold a value for each sample, in the order in which they were made."""
-    return [
-        output
-        for operation in graph.get_operations()
-        if not operation.name.startswith(_TAPE) and operation.type != "AddN"  # by which a tape adds up gradients
-        for output in operation.outputs
-        if output.dtype.is_floating and output.shape.rank and output.shape[0] is None
-    ][:_MOST]
+def values_of_samples(graph: Any) -> list[Any]:
+    """Return the tensors of a graph that may hold a value for each sample, and small ones that may be made of those, in
+    the order in which they were created; without what is computed of gradients only to apply them.
+    """
+    operations = graph.get_operations()
+    by_tape = [operation for operation in operations if operation.name.startswith(_TAPE)]
+    used = {tensor.op.name for tensor in compat.tensors_behind([one for each in by_tape for one in each.inputs])}
+    of_gradients: set[str] = set()
+    found = []
+    for operation in operations:
+        is_of_gradients = any(each.op.name in of_gradients for each in operation.inputs)
+        if is_of_gradients or operation.name.startswith(_TAPE):
+            of_gradients.add(operation.name)
+        is_used = operation.name in used or any(each.op.name in used for each in operation.inputs)
+        if operation.name.startswith(_TAPE) or not is_used or (is_of_gradients and operation.name not in used):
+            continue
+        found += [output for output in operation.outputs if output.dtype.is_floating and _may_be_of_samples(output)]
+    return found[:_MOST]
+
+
+def _may_be_of_samples(tensor: Any) -> bool:
+    rank = tensor.shape.rank
+    return rank is not None and (rank == 0 or tensor.shape[0] is None or (rank == 1 and tensor.shape[0] <= _SMALL))
 
 
 def where_samples_meet(
     tensors: Sequence[Any], whole: Sequence[np.ndarray], parts: Sequence[Sequence[np.ndarray]], rows: Sequence[int]
-) -> str | None:
-    """Return the operation, and its line, at which the values of a sample first depend on the other samples."""
-    for place, tensor in enumerate(tensors):
-        if not _are_the_same(whole[place], [part[place] for part in parts], rows):
-            line = where(tensor.op)
-            return f"{tensor.op.name}{', ' + line if line else ''}"
+) -> tuple[str, bool] | None:
+    """Return the operation, and its line, at which a value first depends on several samples, unlike a mean or sum; and
+    if it is the value of a sample.
+    """
+    values = [(tensor, whole[place], [part[place] for part in parts]) for place, tensor in enumerate(tensors)]
+    for tensor, value, others in values:
+        if _is_per_sample(tensor) and not _are_the_same(value, others, rows):
+            return _described(tensor.op), True
+    small = [each for each in values if not _is_per_sample(each[0])]
+    reduced = [(tensor, _is_added_up(value, others, rows)) for tensor, value, others in small]
+    mixed = {tensor.op.name for tensor, is_added_up in reduced if not is_added_up}
+    for tensor, is_added_up in reduced:
+        # One by a number of samples, for instance, makes a mean of a sum.
+        users = {other.op.name for other, _ in reduced if any(each is tensor for each in other.op.inputs)}
+        if not is_added_up and users <= mixed:
+            return _described(tensor.op), False
     return None
+
+
+def _is_per_sample(tensor: Any) -> bool:
+    return bool(tensor.shape.rank) and tensor.shape[0] is None
+
+
+def _described(operation: Any) -> str:
+    line = where(operation)
+    return f"{operation.name}{', ' + line if line else ''}"
+
+
+def _is_added_up(whole: np.ndarray, parts: Sequence[np.ndarray], rows: Sequence[int]) -> bool:
+    """Return whether a value is the same for all samples, or the mean or the sum over the parts."""
+    wide = [part.astype(np.float64) for part in parts]
+    mean = sum(part * count for part, count in zip(wide, rows)) / sum(rows)
+    return any(np.allclose(whole, value, rtol=1e-3, atol=1e-6) for value in (mean, sum(wide), wide[0]))
 
 
 def _are_the_same(whole: np.ndarray, parts: Sequence[np.ndarray], rows: Sequence[int]) -> bool:
@@ -304,12 +367,19 @@ def summed(title: str, line: str, world: World) -> str:
 
 def kept(title: str, change: Change, world: World) -> str:
     line = f"\nSet by: {change.line}" if change.line else ""
-    if change.is_trained:
+    if change.is_by_gradients:
         how = "changes by the gradients of its samples, without an optimizer"
         remedy = "reduce the gradients first: gradients = npu.distribute.all_reduce(gradients)"
     elif change.is_sum:
         how = "adds up values of the samples"
         remedy = "add up over the ranks first: value = npu.distribute.all_reduce(value, 'sum')"
+    elif not change.is_in_order:
+        how = "is computed from sums or means over the samples"
+        remedy = (
+            "take these over all ranks: mean = npu.distribute.all_reduce(tf.reduce_mean(x, axis=0)), or "
+            "npu.distribute.all_reduce(total, 'sum') for a sum or a count. If only the first batch sets it, you can "
+            "also call the model on that batch before npu.distribute.replicate"
+        )
     else:
         how = "takes values of the samples, as a queue or a memory bank does"
         remedy = "give it those of all ranks: value = npu.distribute.all_gather(value) before it is set"
@@ -339,21 +409,43 @@ def clipped(title: str, line: str, world: World) -> str:
     )
 
 
-def meeting(title: str, different: Sequence[Comparison], place: str | None, parts: Sequence[Part], world: World) -> str:
-    head, tail = parts[1].units, parts[2].units
-    seen = (
-        f"Samples first meet in {place}"
-        if place is not None
-        else "No operation before the loss mixes samples: the loss isn't a mean over them, such as a mean over their "
-        "valid steps, or a root or a quotient of sums"
+def moved(title: str, line: str, world: World) -> str:
+    return (
+        f"{title} moves weights by gradients, and computes others there: {line}\nEach of the {world.size} ranks moves "
+        "them by the gradients of its own samples, so that the result is another one than on one process.\nWhat to do: "
+        "reduce those gradients before the move: gradients = npu.distribute.all_reduce(gradients). The optimizer "
+        "reduces the others."
     )
+
+
+def meeting(
+    title: str,
+    different: Sequence[Comparison],
+    place: tuple[str, bool] | None,
+    parts: Sequence[Part],
+    world: World,
+) -> str:
+    head, tail = parts[1].units, parts[2].units
+    where_it_is, is_of_a_sample = place or ("", False)
+    if is_of_a_sample:
+        seen = f"Samples first meet in {where_it_is}"
+        remedy = (
+            "to compare or mix the samples of all ranks, gather them first: values = npu.distribute.all_gather(values)"
+        )
+    else:
+        seen = "No operation before the loss mixes samples: the loss isn't a mean over them, such as a mean over their "
+        seen += "valid steps, or a root or a quotient of sums"
+        seen += f". This begins in {where_it_is}" if place else ""
+        remedy = (
+            "to leave out steps, use a mask, ignore_class or sample_weight instead of a loss function that divides by "
+            "their number. Or take the sums, also that of the steps, over all ranks before you divide: total = "
+            "npu.distribute.all_reduce(total, 'sum')"
+        )
     return (
         f"{title} doesn't treat samples one by one: the gradient of {head + tail} samples isn't the mean of those of "
         f"{head} and {tail} of them. The largest difference is that of {different[0].name}, "
         f"{100 * different[0].size:.2g} %.\n{seen}.\nEach of the {world.size} ranks sees its share of the batch only, "
-        "so that the result is another one than on one process.\nWhat to do: to compare or mix the samples of all "
-        "ranks, gather them first: values = npu.distribute.all_gather(values). To leave out steps, use a mask, "
-        "ignore_class or sample_weight instead of a loss function that divides by their number."
+        f"so that the result is another one than on one process.\nWhat to do: {remedy}."
     )
 
 

@@ -157,11 +157,7 @@ def _examine_shares(function: Function, batch: Any, verdict: _Verdict) -> _Verdi
     total = int(units_of(batch))
     count = total // max(2, function.world.size)
     parts = [Part(run_of(batch, total, first, first + count), count, 2 * count, not first) for first in (0, count)]
-
-    def turned(leaf: Any) -> Any:
-        return tf.reverse(leaf, [0]) if leaf is not None and leaf.shape.rank else leaf
-
-    others = [replace(part, data=tf.nest.map_structure(turned, part.data)) for part in parts]
+    others = list(map(_turned, parts))
     rehearsal = Rehearsal(function, start.spec_of(function.model, None, parts[0].data))
     before = rehearsal.values()
     [first, second], [again, _], [other, _] = map(rehearsal.run, (parts, parts, others))
@@ -174,11 +170,23 @@ def _examine_shares(function: Function, batch: Any, verdict: _Verdict) -> _Verdi
         return [change for change in findings.changes(rehearsal, runs, some, set()) if not change.is_number]
 
     named, averaged = _variables(function)
-    found = kept(second, set(named) - averaged)
+    in_order = {change.name for change in kept(other, set(named))}
+    found = [replace(change, is_in_order=change.name in in_order) for change in kept(second, set(named) - averaged)]
     # What is averaged over the ranks may differ between the shares, but not with the order of the samples.
     found += [replace(one, is_averaged=True) for one in kept(second, averaged) if one in kept(other, averaged)]
     title = f"the train step of {function.model.name!r}"
     return _Verdict("", findings.kept(title, found[0], function.world)) if found else verdict
+
+
+def _turned(part: Part) -> Part:
+    """Return a part of a batch with its samples in the opposite order."""
+
+    def turned(leaf: Any) -> Any:
+        if leaf is None or not leaf.shape.rank or isinstance(leaf, tf.SparseTensor):
+            return leaf
+        return leaf[::-1] if isinstance(leaf, tf.RaggedTensor) else tf.reverse(leaf, [0])
+
+    return replace(part, data=tf.nest.map_structure(turned, part.data))
 
 
 def _judge(function: Function, samples: Samples, found: Compared) -> _Verdict:
@@ -195,14 +203,18 @@ def _judge(function: Function, samples: Samples, found: Compared) -> _Verdict:
     changed = findings.changes(rehearsal, runs, *_variables(function))
     kept = [change for change in changed if not change.is_number]
     if kept:
-        return _Verdict("", findings.kept(title, kept[0], world))
+        [turned] = rehearsal.run([_turned(samples.whole)])
+        in_order = findings.depends_on_order(kept[0], runs, turned)
+        return _Verdict("", findings.kept(title, replace(kept[0], is_in_order=in_order), world))
     warnings = [findings.counted(title, change, world) for change in changed]
     if line is not None:
         warnings.append(findings.clipped(title, line, world))
+    elif different and (move := findings.moving(rehearsal)):
+        warnings.append(findings.moved(title, move, world))
     elif different:
         place = _place(function, samples.spec, parts)
         if place is None and mixing:
-            place = f"a loss that a layer adds, {mixing[0]}"
+            place = f"a loss that a layer adds, {mixing[0]}", False
         warnings.append(findings.meeting(title, different, place, parts, world))
     numbers = ", ".join(str(place + 1) for place in sorted(samples.places))
     sizes = " and ".join(str(part.units) for part in samples.parts)
@@ -213,10 +225,10 @@ def _judge(function: Function, samples: Samples, found: Compared) -> _Verdict:
     return _Verdict(f"{result}: {compared_with} of them", warning="\n".join(warnings))
 
 
-def _place(function: Function, spec: Any, parts: Sequence[Part]) -> str | None:
-    """Return where samples meet; None if it can't be found."""
+def _place(function: Function, spec: Any, parts: Sequence[Part]) -> tuple[str, bool] | None:
+    """Return where samples meet, and if that is a value of a sample; None if it can't be found."""
     try:
-        rehearsal = Rehearsal(function, spec, findings.values_per_sample)
+        rehearsal = Rehearsal(function, spec, findings.values_of_samples)
         [whole], divided = rehearsal.run(parts[:1]), rehearsal.run(parts[1:])
     except Exception:  # the check itself has been made
         return None
