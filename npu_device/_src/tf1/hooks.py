@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from npu_device._src import compat
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.sessions import call_python
 from npu_device._src.gradients.reduction import ReducedTensors
@@ -284,15 +285,12 @@ def set_iteration_per_loop(sess: Any, train_op: Any, iterations_per_loop: int = 
 
 def _placeholders_before(operation: tf.Operation) -> list[tf.Tensor]:
     """Return the placeholders that an operation needs. A nested run sees nothing that is fed to the outer one."""
-    reached = {operation}
-    waiting = [operation]
-    while waiting:
-        reader = waiting.pop()
-        sources = {tensor.op for tensor in reader.inputs} | set(reader.control_inputs)
-        waiting.extend(sources - reached)
-        reached |= sources
-    placeholders = [source.outputs[0] for source in reached if source.type.startswith("Placeholder")]
-    return sorted(placeholders, key=lambda tensor: tensor.name)
+
+    def sources(reader: tf.Operation) -> list[tf.Operation]:
+        return [*(tensor.op for tensor in reader.inputs), *reader.control_inputs]
+
+    needed = (source for source in compat.walk([operation], sources) if source.type.startswith("Placeholder"))
+    return [source.outputs[0] for source in needed]
 
 
 def _require_operation(train_op: Any) -> None:
