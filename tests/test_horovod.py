@@ -13,6 +13,7 @@ from typing import Any
 import job
 import numpy as np
 import pytest
+from heard import hears
 from launcher import environment, npurun, script
 from mpi_ranks import mpiexec
 from pool import Pool
@@ -141,6 +142,79 @@ def body_loop(kind: str) -> Any:
     logging.getLogger("npu_device").removeHandler(handler)
     assert not records, records
     return [value.tolist() for value in model.get_weights()]
+
+
+def body_numbers_as_tensors(graph: bool) -> Any:
+    """The numbers of the job, and variables, in a function or in eager mode."""
+    import tensorflow as tf
+
+    import npu_device.horovod.tensorflow as hvd
+
+    hvd.init()
+    variables = [tf.Variable([1.0 * hvd.rank()]), tf.Variable(hvd.rank())]
+
+    def numbers() -> Any:
+        assert hvd.util._executing_eagerly() == hvd._executing_eagerly() != graph
+        found = [hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(name="local"), hvd.local_size_op()]
+        return found, hvd.broadcast_(variables, root_rank=hvd.size() - 1)
+
+    found, sent = (tf.function(numbers) if graph else numbers)()
+    with pytest.raises(NotImplementedError, match="process sets"):
+        hvd.size_op(process_set_id=1)
+    assert [variable.numpy().tolist() for variable in variables] == [one.numpy().tolist() for one in sent]
+    return [int(one) for one in found], [float(tf.squeeze(one)) for one in sent]
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
+def test_numbers_as_tensors(keras_ranks: Pool, graph: bool) -> None:
+    size = keras_ranks.size
+    for rank, found in enumerate(keras_ranks.run(body_numbers_as_tensors, graph)):
+        assert found == ([rank, size, rank, size], [size - 1.0] * 2)
+
+
+@hears
+def body_local_sources(said: list[str], graph: bool, scales: bool) -> Any:
+    """A layer that each rank trains by itself, and a table with rows; return the gradients."""
+    import tensorflow as tf
+
+    import npu_device.horovod.tensorflow as hvd
+
+    hvd.init()
+    rank = hvd.rank()
+    own, common = (tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="ones") for _ in range(2))
+    table = tf.keras.layers.Embedding(2, 1, embeddings_initializer=tf.keras.initializers.Constant(rank))
+    for layer, value in ((own, 1.0), (common, 1.0), (table, 1)):
+        layer(tf.constant([[value]]))
+    optimizer = tf.keras.optimizers.SGD(0.1)
+
+    def step(factor: Any) -> Any:
+        with tf.GradientTape(persistent=True) as tape:
+            rows = table(tf.constant([1])) * factor
+            loss = tf.reduce_sum(common(own(tf.reshape(factor, [1, 1])))) + tf.reduce_sum(rows)
+        sources = [layer.trainable_variables[0] for layer in (own, common, table)]
+        tape = hvd.PartialDistributedGradientTape(tape, local_layers=[own], scale_local_gradients=scales)
+        tape.register_local_source(sources[2])
+        local, others = tape.get_local_and_global_gradients(loss, sources)
+        assert [pair[0] is source for pair, source in zip([*local, *others], [sources[0], sources[2], sources[1]])]
+        optimizer.apply_gradients([(gradient, variable) for variable, gradient in [*local, *others]])
+        gradients = tape.gradient(loss, sources)
+        return gradients[:2], gradients[2].values
+
+    call = tf.function(step) if graph else step
+    first, *_ = [call(tf.constant(rank + 1.0)) for _ in range(8)]
+    with pytest.raises(ValueError, match="expected layers of Keras"):
+        hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=["table"])
+    assert not said, said
+    return [np.asarray(one).ravel().tolist() for one in tf.nest.flatten(first)]
+
+
+@pytest.mark.parametrize(("graph", "scales"), [(False, True), (True, False)])
+def test_local_sources(keras_ranks: Pool, graph: bool, scales: bool) -> None:
+    size = keras_ranks.size
+    mean = (size + 1) / 2
+    for rank, found in enumerate(keras_ranks.run(body_local_sources, graph, scales)):
+        share = (rank + 1.0) / (size if scales else 1)
+        np.testing.assert_allclose(found, [[share], [mean], [share]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["function", "eager", "function, optimizer", "eager, optimizer"])

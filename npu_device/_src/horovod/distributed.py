@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.gradients.reduction import ReductionOptions
-from npu_device._src.horovod.local_gradients import LocalGradients
+from npu_device._src.horovod.local_gradients import LocalGradients, LocalSources
 from npu_device._src.horovod.shared_arguments import described, with_effect
 from npu_device._src.horovod.tensor_ops import Average, Compression, kind_of
 from npu_device._src.tf1.distributed_optimizer import DelegatingOptimizer
@@ -127,15 +127,36 @@ def _take_old_argument(owner: Any) -> None:
 
 
 @described
-def DistributedGradientTape(gradtape: Any, **arguments: Any) -> Any:
+def DistributedGradientTape(gradtape: Any, *, scale_local_gradients: bool = True, **arguments: Any) -> Any:
     """Return a tape like another one, whose ``gradient`` reduces over all ranks.
 
     Args:
         gradtape: the tape, which stays as it is.
+        scale_local_gradients: gradients of ``register_local_source(variable)``, which each rank trains by itself, are
+            divided by the number of ranks.
     """
     tape = copy.copy(gradtape)
     tape.__class__ = _distributed(gradtape.__class__)
     tape.npu_settings = _settings(**with_effect(arguments))
+    tape.npu_local = LocalSources(scale_local_gradients)
+    return tape
+
+
+@described
+def PartialDistributedGradientTape(gradtape: Any, *, local_layers: Any = None, **arguments: Any) -> Any:
+    """Return a ``DistributedGradientTape`` that leaves the gradients of some layers to each rank.
+
+    Args:
+        gradtape: the tape, which stays as it is.
+        local_layers: a Keras layer, or several, which each rank trains by itself.
+    """
+    layers = [local_layers] if compat.is_layer(local_layers) else list(local_layers or ())
+    wrong = [layer for layer in layers if not compat.is_layer(layer)]
+    if wrong:
+        raise ValueError(f"local_layers has a {type(wrong[0]).__name__}; expected layers of Keras")
+    tape = DistributedGradientTape(gradtape, **arguments)
+    for variable in (variable for layer in layers for variable in layer.trainable_weights):
+        tape.register_local_source(variable)
     return tape
 
 
@@ -145,8 +166,28 @@ def _distributed(kind: Any) -> Any:
     def gradient(
         self: Any, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False, **more: Any
     ) -> Any:
-        """Return the gradients, reduced over all ranks."""
-        mine = kind.gradient(self, target, sources, output_gradients, **more)
-        return tf.nest.pack_sequence_as(mine, _reduced(tf.nest.flatten(mine), *self.npu_settings))
+        """Return the gradients, reduced over all ranks but for those of local sources."""
+        nested = kind.gradient(self, target, sources, output_gradients, **more)
+        gradients = tf.nest.flatten(nested)
+        is_local = [self.npu_local.has(source) for source in tf.nest.flatten(sources)]
+        common = [gradient for gradient, local in zip(gradients, is_local) if not local]
+        reduced = iter(_reduced(common, *self.npu_settings) if common else ())
+        found = [
+            self.npu_local.scaled(gradient) if local else next(reduced) for gradient, local in zip(gradients, is_local)
+        ]
+        return tf.nest.pack_sequence_as(nested, found)
 
-    return type(kind.__name__, (kind,), {"gradient": gradient, "__module__": kind.__module__})
+    def register_local_source(self: Any, source: Any) -> None:
+        """Leave the gradient of a variable to each rank."""
+        self.npu_local.add(source)
+
+    @tf.autograph.experimental.do_not_convert
+    def get_local_and_global_gradients(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return pairs of variable and gradient: those of local sources, and the others."""
+        pairs = list(zip(sources, self.gradient(target, sources, *args, **kwargs)))
+        local = [pair for pair in pairs if self.npu_local.has(pair[0])]
+        return local, [pair for pair in pairs if not self.npu_local.has(pair[0])]
+
+    methods = (gradient, register_local_source, get_local_and_global_gradients)
+    names = {method.__name__: method for method in methods}
+    return type(kind.__name__, (kind,), {**names, "__module__": kind.__module__})

@@ -1,4 +1,4 @@
-"""What a rank does with the gradients of a Keras optimizer before they are reduced: add up those of several batches."""
+"""Gradients that a rank keeps: those of several batches until they are reduced, and those of variables of its own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,33 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.gradients.reduction import weighted
+from npu_device._src.training.distribute import ranks
 
 _as_it_is = tf.autograph.experimental.do_not_convert
+
+
+class LocalSources:
+    """The variables that each rank trains by itself: their gradients aren't reduced.
+
+    Args:
+        scales: gradients are divided by the number of ranks. The losses of all ranks may depend on such a variable, and
+            its gradient is their sum.
+    """
+
+    def __init__(self, scales: bool) -> None:
+        self._factor = 1 / ranks.size() if scales else 1.0
+        self._variables: list[Any] = []
+
+    def add(self, variable: Any) -> None:
+        self._variables.append(compat.inner_variable(variable))
+
+    def has(self, variable: Any) -> bool:
+        return any(compat.inner_variable(variable) is each for each in self._variables)
+
+    def scaled(self, gradient: Any) -> Any:
+        """Return the gradient of such a variable, as Horovod returns it."""
+        return None if gradient is None else weighted(gradient, self._factor)
 
 
 class LocalGradients:

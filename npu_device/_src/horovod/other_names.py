@@ -13,11 +13,8 @@ _INSTEAD = {
     "join": "give every rank the same number of steps; npu.distribute.weighted_mean takes ranks without samples",
     "elastic": "npurun --max-restarts with npu.callbacks.FitCheckpoint (npurun docs reliability)",
     "run": "npurun -np N --horovod train.py",
-    "broadcast_": "hvd.broadcast_variables",
     "BestModelCheckpoint": "ModelCheckpoint(file, save_best_only=True) of Keras on rank 0, after MetricAverageCallback",
-    "PartialDistributedGradientTape": "hvd.DistributedGradientTape, and compute the local gradients with another tape",
     **dict.fromkeys(("start_timeline", "stop_timeline"), "HOROVOD_TIMELINE=FILE, or npurun --trace DIR"),
-    **{f"{name}_op": f"hvd.{name}()" for name in ("rank", "local_rank", "size", "local_size")},
     **{f"cross_{name}": f"hvd.{name}() // hvd.local_size(), if hosts are alike" for name in ("rank", "size")},
 }
 

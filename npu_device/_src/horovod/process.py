@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.horovod import modules
+from npu_device._src.horovod.shared_arguments import described
 from npu_device._src.report.report_files import PERFETTO
 from npu_device._src.training.distribute import ranks
 from npu_device._src.training.opening import device
@@ -100,6 +101,32 @@ def _after_init(call: Callable[[], int]) -> Callable[[], int]:
 
 
 rank, size, local_rank, local_size = map(_after_init, (ranks.rank, ranks.size, ranks.local_rank, ranks.local_size))
+
+
+@described
+def rank_op(name: str | None = None) -> tf.Tensor:
+    """Return the rank of this process as a tensor: int32, shape []."""
+    return tf.constant(rank(), tf.int32)
+
+
+@described
+def local_rank_op(name: str | None = None) -> tf.Tensor:
+    """Return the rank among those of this host as a tensor: int32, shape []."""
+    return tf.constant(local_rank(), tf.int32)
+
+
+@described
+def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """Return the number of ranks as a tensor: int32, shape []."""
+    if process_set_id != 0:
+        raise NotImplementedError("process sets aren't supported.\nWhat to do: make groups with hccl.manage.api.")
+    return tf.constant(size(), tf.int32)
+
+
+@described
+def local_size_op(name: str | None = None) -> tf.Tensor:
+    """Return the number of ranks on this host as a tensor: int32, shape []."""
+    return tf.constant(local_size(), tf.int32)
 
 
 def gloo_built() -> bool:

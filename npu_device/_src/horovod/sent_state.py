@@ -8,11 +8,13 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.collectives.graph import after
 from npu_device._src.horovod.shared_arguments import described
 from npu_device._src.horovod.tensor_ops import operation
 from npu_device._src.tf1 import hooks
 from npu_device._src.training.distribute import ranks
 from npu_device._src.training.distribute.variables import broadcast
+from npu_device._src.world.world import value_of
 
 
 @operation
@@ -20,6 +22,14 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
     """Return the operation that overwrites variables with those of the root; eagerly, do it and return None."""
     variables = list(variables)
     return broadcast(variables, root_rank) if variables else None
+
+
+@operation
+def broadcast_(variables: Iterable[Any], root_rank: int) -> list[tf.Tensor]:
+    """Return the values of variables, which are overwritten with those of the root."""
+    variables = list(variables)
+    with after(broadcast_variables(variables, root_rank)):
+        return [tf.identity(value_of(variable)) for variable in variables]
 
 
 @described

@@ -27,6 +27,7 @@ _DESCRIPTIONS = {
     "rest": "what the call takes after the tensor.",
     "name": "ignored.",
     "device": "ignored.",
+    "process_set_id": "0, that of all ranks.",
 }
 _RAISES = """
 Raises:

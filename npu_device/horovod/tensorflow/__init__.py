@@ -3,6 +3,7 @@
 from npu_device._src.horovod.distributed import (
     DistributedGradientTape as DistributedGradientTape,
     DistributedOptimizer as DistributedOptimizer,
+    PartialDistributedGradientTape as PartialDistributedGradientTape,
 )
 from npu_device._src.horovod.other_names import __getattr__ as __getattr__
 from npu_device._src.horovod.process import (
@@ -14,19 +15,24 @@ from npu_device._src.horovod.process import (
     init as init,
     is_initialized as is_initialized,
     local_rank as local_rank,
+    local_rank_op as local_rank_op,
     local_size as local_size,
+    local_size_op as local_size_op,
     mpi_built as mpi_built,
     mpi_enabled as mpi_enabled,
     mpi_threads_supported as mpi_threads_supported,
     nccl_built as nccl_built,
     rank as rank,
+    rank_op as rank_op,
     rocm_built as rocm_built,
     shutdown as shutdown,
     size as size,
+    size_op as size_op,
 )
 from npu_device._src.horovod.sent_state import (
     BroadcastGlobalVariablesHook as BroadcastGlobalVariablesHook,
     allgather_object as allgather_object,
+    broadcast_ as broadcast_,
     broadcast_global_variables as broadcast_global_variables,
     broadcast_object as broadcast_object,
     broadcast_object_fn as broadcast_object_fn,
@@ -49,3 +55,5 @@ from npu_device._src.horovod.tensor_ops import (
     grouped_reducescatter as grouped_reducescatter,
     reducescatter as reducescatter,
 )
+from npu_device.horovod.tensorflow import util as util
+from npu_device.horovod.tensorflow.util import _executing_eagerly as _executing_eagerly
