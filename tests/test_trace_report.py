@@ -117,7 +117,7 @@ def test_the_call_can_be_pasted_and_helps() -> None:
     assert call == "set_split_strategy_by_size([25, 25, 25, 25])"
     assert call in summary(before)
     ends = split_strategy.cut_by_size([MB] * GRADIENTS, [25, 25, 25, 25])
-    segments = tuple(split_strategy.firsts_and_lasts(ends))
+    segments = tuple(split_strategy.bounds(ends))
     after = analyse([trace(0, segments), trace(1, segments)])
     assert after.ranks[0].exposed < before.ranks[0].exposed / 2
     assert after.diagnosis.call is None

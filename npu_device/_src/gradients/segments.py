@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.gradients.split_strategy import firsts_and_lasts, log_once, segment_result, segments
+from npu_device._src.gradients.split_strategy import bounds, log_once, segment_result, segments
 
 
 def production_order(tensors: Sequence[Any]) -> list[int]:
@@ -25,15 +25,21 @@ def production_order(tensors: Sequence[Any]) -> list[int]:
 
     Ties count from the end of the list, since backward runs through the variables from the last to the first.
     """
-    dense = [tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor for tensor in tensors]
-    last_first = list(reversed(range(len(dense))))
+    dense = list(map(_dense, tensors))
+    from_the_end = list(reversed(range(len(dense))))
     if tf.executing_eagerly():
-        made = [compat.number_of(tensor) for tensor in dense]
-        if made == sorted(made):  # re-created in list order, by a comprehension for instance
-            return last_first
-        return sorted(last_first, key=lambda position: made[position])
-    needed = _operations_needed([tensor.op for tensor in dense])
-    return sorted(last_first, key=lambda position: needed[position])
+        numbers = [compat.number_of(tensor) for tensor in dense]
+        if numbers == sorted(numbers):  # re-created in list order, by a comprehension for instance
+            return from_the_end
+    else:
+        numbers = _operations_needed([tensor.op for tensor in dense])
+    return sorted(from_the_end, key=lambda position: numbers[position])
+
+
+def _dense(tensor: Any) -> tf.Tensor:
+    if isinstance(tensor, tf.IndexedSlices):
+        return tensor.values
+    return tensor
 
 
 def producers(operation: tf.Operation) -> list[tf.Operation]:
@@ -41,31 +47,39 @@ def producers(operation: tf.Operation) -> list[tf.Operation]:
 
 
 def _operations_needed(targets: Sequence[tf.Operation]) -> list[int]:
+    """Return the number of operations on which each target depends."""
     # Every operation gets a set of the targets that depend on it, as the bits of an integer.
-    resting: defaultdict[tf.Operation, int] = defaultdict(int)
+    dependents: defaultdict[tf.Operation, int] = defaultdict(int)
     for position, target in enumerate(targets):
-        resting[target] |= 1 << position
-    sizes: Counter[int] = Counter()
+        dependents[target] |= 1 << position
+    # Most operations share their set with others: they are counted by sets, and the sets by targets.
+    counts: Counter[int] = Counter()
     for operation in _consumers_first(targets):
-        bits = resting[operation]
-        sizes[bits] += 1
+        bits = dependents[operation]
+        counts[bits] += 1
         for producer in producers(operation):
-            resting[producer] |= bits
-    return [sum(size for bits, size in sizes.items() if bits >> position & 1) for position in range(len(targets))]
+            dependents[producer] |= bits
+    numbers = []
+    for position in range(len(targets)):
+        numbers.append(sum(count for bits, count in counts.items() if bits >> position & 1))
+    return numbers
 
 
 def _consumers_first(targets: Sequence[tf.Operation]) -> list[tf.Operation]:
     """Return all operations that the targets depend on, each after those that use it."""
+    # A search in depth without recursion, which graphs are too deep for.
     finished: list[tf.Operation] = []
-    seen: set[tf.Operation] = set()
+    visited: set[tf.Operation] = set()
     for target in targets:
-        path = [(target, iter(producers(target)))] if target not in seen else []
-        seen.add(target)
+        if target in visited:
+            continue
+        visited.add(target)
+        path = [(target, iter(producers(target)))]
         while path:
-            operation, left = path[-1]
-            for producer in left:
-                if producer not in seen:
-                    seen.add(producer)
+            operation, remaining_producers = path[-1]
+            for producer in remaining_producers:
+                if producer not in visited:
+                    visited.add(producer)
                     path.append((producer, iter(producers(producer))))
                     break
             else:
@@ -82,14 +96,35 @@ class FirstOrders(dict[tuple[str, ...], list[int]]):
     """The order of production in the first graph of each function; a part of the job."""
 
 
-def cut(first: FirstOrders, tensors: Sequence[Any], reduction: str, fusion: int, group: str) -> list[list[int]]:
+def cut(orders: FirstOrders, tensors: Sequence[Any], reduction: str, fusion: int, group: str) -> list[list[int]]:
     """Cut a list of tensors into segments: positions of dense tensors of one dtype each. Anything else is left out.
 
     Fusion 0 gives every tensor a segment of its own, 1 cuts sums and means by the split strategy of the group, 2 makes
     one segment per dtype. A tensor whose size isn't known before the graph runs travels alone; with 2, the last such
     one travels with the others. Raises ValueError if the strategy doesn't fit the number of gradients.
     """
-    buckets: dict[tf.DType, list[int]] = {}
+    by_dtype, alone = _by_dtype(tensors, fusion)
+    joined: list[list[int]] = []
+    for dtype, positions in by_dtype.items():
+        ordered = positions
+        if len(positions) > 1:
+            order = _order(orders, [tensors[position] for position in positions], group)
+            ordered = [positions[index] for index in order]
+        if len(ordered) == 1 or fusion == 2 or reduction not in ("sum", "mean"):
+            joined.append(ordered)
+            continue
+        sizes = [tensors[position].shape.num_elements() * dtype.size for position in ordered]
+        ends = segments(sizes, group)
+        if _log.isEnabledFor(logging.INFO):
+            gradients = f"{len(ordered)} {dtype.name} gradients"
+            log_once(logging.INFO, f"{segment_result(ends)} of {gradients} in group {group!r}")
+        joined.extend(ordered[low : high + 1] for low, high in bounds(ends))
+    return joined + alone
+
+
+def _by_dtype(tensors: Sequence[Any], fusion: int) -> tuple[dict[tf.DType, list[int]], list[list[int]]]:
+    """Return the positions of the tensors that may travel together, by dtype, and of those that travel alone."""
+    by_dtype: dict[tf.DType, list[int]] = {}
     alone: list[list[int]] = []
     for position, tensor in enumerate(tensors):
         if not isinstance(tensor, tf.Tensor):
@@ -97,28 +132,16 @@ def cut(first: FirstOrders, tensors: Sequence[Any], reduction: str, fusion: int,
         if fusion == 0 or (fusion == 1 and not tensor.shape.is_fully_defined()):
             alone.append([position])
         else:
-            buckets.setdefault(tensor.dtype, []).append(position)
-    for positions in buckets.values():
-        for position in [position for position in positions if not tensors[position].shape.is_fully_defined()][:-1]:
+            by_dtype.setdefault(tensor.dtype, []).append(position)
+    for positions in by_dtype.values():
+        unknown = [position for position in positions if not tensors[position].shape.is_fully_defined()]
+        for position in unknown[:-1]:  # with one of them, the ranks still know where each tensor is
             positions.remove(position)
             alone.append([position])
-    found: list[list[int]] = []
-    for dtype, positions in buckets.items():
-        order = positions
-        if len(positions) > 1:
-            order = [positions[i] for i in _order(first, [tensors[position] for position in positions], group)]
-        if len(order) == 1 or fusion == 2 or reduction not in ("sum", "mean"):
-            found.append(order)
-            continue
-        sizes = [tensors[position].shape.num_elements() * dtype.size for position in order]
-        ends = segments(sizes, group)
-        if _log.isEnabledFor(logging.INFO):
-            log_once(logging.INFO, f"{segment_result(ends)} of {len(order)} {dtype.name} gradients in group {group!r}")
-        found.extend(order[first : last + 1] for first, last in firsts_and_lasts(ends))
-    return found + alone
+    return by_dtype, alone
 
 
-def _order(first: FirstOrders, tensors: Sequence[tf.Tensor], group: str) -> list[int]:
+def _order(orders: FirstOrders, tensors: Sequence[tf.Tensor], group: str) -> list[int]:
     """Return the order of production; in a function that is traced again, that of its first graph.
 
     One rank alone may trace again, for instance when its last batch is smaller than the others'. In a graph for an
@@ -127,10 +150,10 @@ def _order(first: FirstOrders, tensors: Sequence[tf.Tensor], group: str) -> list
     graph = tf.compat.v1.get_default_graph()
     if not isinstance(graph, compat.FuncGraph):
         return production_order(tensors)
-    name = re.sub(r"\d+", "", graph.name)
+    name = re.sub(r"\d+", "", graph.name)  # without the number of the trace
     key = (name, group, *(f"{tensor.dtype.name}{tensor.shape}" for tensor in tensors))
-    if key not in first:
-        if len(first) == _MAX_REMEMBERED:
-            first.clear()
-        first[key] = production_order(tensors)
-    return first[key]
+    if key not in orders:
+        if len(orders) == _MAX_REMEMBERED:
+            orders.clear()
+        orders[key] = production_order(tensors)
+    return orders[key]

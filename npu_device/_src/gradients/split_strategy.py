@@ -13,20 +13,22 @@ import numpy as np
 
 from npu_device._src import environment
 from npu_device._src.collectives.group import WORLD_GROUP, check_group_name
+from npu_device._src.wording import counted
 
 MAX_SEGMENTS = 8
 _MAX_INDEX = 2**32 - 1
 _CLOSE = np.float32(1e-6)
-# Ascend's default, in per cent; it suits ResNet-50 there.
-_DEFAULT_FIRST = 96.54
+# Ascend's default for the first segment, in per cent; it suits ResNet-50 there.
+_DEFAULT_PERCENTAGE = 96.54
 
 _log = logging.getLogger("npu_device")
-_IDX, _SIZE = "idxList", "dataSizeList"
+_IDX = "idxList"
+_SIZE = "dataSizeList"
 _strategies: dict[tuple[str, str], list[Any]] = {}
 """By parameter and group: what the script has set."""
 # Shorter lists are metrics and the like, not a model's gradients; they need no message.
 _FEWEST_GRADIENTS = 4
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 def set_by_idx(idxList: Any, group: str = WORLD_GROUP) -> None:
@@ -94,15 +96,15 @@ def segments(sizes: Sequence[int], group: str) -> list[int]:
     ``sizes`` are bytes in the order of production. A single gradient is one segment, whatever the strategy. Raises
     ValueError if numbers are set, and the last one isn't ``len(sizes) - 1`` (with percentages set as well, too).
     """
-    last = len(sizes) - 1
-    if last == 0:
+    end = len(sizes) - 1
+    if end == 0:
         return [0]
     by_idx = _strategies.get((_IDX, group))
-    if by_idx is not None and by_idx[-1] != last:
+    if by_idx is not None and by_idx[-1] != end:
         raise ValueError(
             f"the split strategy idxList={by_idx} of group {group!r} doesn't fit the gradients: its last entry is "
-            f"{by_idx[-1]}; expected {last}, the number of gradients of one dtype ({len(sizes)}) less one.\n"
-            f"What to do: end idxList with {last}, which the log line with 'segment result' shows when no idxList is "
+            f"{by_idx[-1]}; expected {end}, the number of gradients of one dtype ({len(sizes)}) less one.\n"
+            f"What to do: end idxList with {end}, which the log line with 'segment result' shows when no idxList is "
             "set; or pass fusion=0 or fusion=2 when these aren't the gradients that the strategy is meant for."
         )
     by_size = _strategies.get((_SIZE, group))
@@ -114,26 +116,29 @@ def segments(sizes: Sequence[int], group: str) -> list[int]:
     if ends is not None:
         return ends
     running = _running_sums(sizes)
-    first = _search(running, _share(_DEFAULT_FIRST, running[-1]))
-    return [first, last] if first < last else [last]
+    end_of_first = _search(running, _share(_DEFAULT_PERCENTAGE, running[-1]))
+    if end_of_first == end:
+        return [end]
+    return [end_of_first, end]
 
 
 def _cut_by_environment(sizes: Sequence[int], group: str) -> list[int] | None:
-    wanted = environment.NPU_DEVICE_SPLIT.get()
-    if wanted is None:
+    """Return the last gradient of each segment by ``NPU_DEVICE_SPLIT``; None if it is unset, or doesn't fit."""
+    split = environment.NPU_DEVICE_SPLIT.get()
+    if split is None:
         return None
-    if wanted == "auto":  # until 0.3.0; since 0.2.0: percentages
+    if split == "auto":  # until 0.3.0; since 0.2.0: percentages
         text = (
             "NPU_DEVICE_SPLIT=auto has no effect any more: saved splits are gone. What to do: set it to the "
             "percentages such as 25%,25%,25%,25%"
         )
-    elif isinstance(wanted[0], float):
-        return cut_by_size(sizes, [float(part) for part in wanted])
-    elif wanted[-1] == len(sizes) - 1:
-        return [int(end) for end in wanted]
+    elif isinstance(split[0], float):
+        return cut_by_size(sizes, [float(percentage) for percentage in split])
+    elif split[-1] == len(sizes) - 1:
+        return [int(end) for end in split]
     else:
         text = (
-            f"NPU_DEVICE_SPLIT={','.join(map(str, wanted))} is not applied to {len(sizes)} gradients of one dtype in "
+            f"NPU_DEVICE_SPLIT={','.join(map(str, split))} is not applied to {len(sizes)} gradients of one dtype in "
             f"group {group!r}: its last number has to be {len(sizes) - 1}"
         )
     if len(sizes) >= _FEWEST_GRADIENTS:
@@ -142,20 +147,20 @@ def _cut_by_environment(sizes: Sequence[int], group: str) -> list[int] | None:
 
 
 def log_once(level: int, text: str) -> None:
-    if text not in _said:
-        _said.add(text)
+    if text not in _logged:
+        _logged.add(text)
         _log.log(level, "%s", text)
 
 
-def firsts_and_lasts(ends: Sequence[int]) -> list[tuple[int, int]]:
+def bounds(ends: Sequence[int]) -> list[tuple[int, int]]:
     """Return the first and the last gradient of each segment, given the last ones."""
     return list(zip([0, *(end + 1 for end in ends)], ends))
 
 
 def segment_result(ends: Sequence[int]) -> str:
     """Return the log line from which users learn the number of gradients."""
-    ranges = " ".join(f"[{first},{last}]" for first, last in firsts_and_lasts(ends))
-    return f"segment result: {len(ends)} segment{'s' if len(ends) > 1 else ''} {ranges}"
+    ranges = " ".join(f"[{low},{high}]" for low, high in bounds(ends))
+    return f"segment result: {counted(len(ends), 'segment')} {ranges}"
 
 
 # Sizes and running sums are 32-bit floats, as they are in Ascend's compiler: the ends depend on their rounding. A share
@@ -177,31 +182,33 @@ def cut_by_size(sizes: Sequence[int], percentages: Sequence[float]) -> list[int]
     [4, 9, 19]
     """
     running = _running_sums(sizes)
-    last = len(sizes) - 1
+    end_of_all = len(sizes) - 1
     ends: list[int] = []
-    given = left = np.float32(0)
+    placed = np.float32(0)  # bytes in the segments so far
+    remainder = np.float32(0)  # bytes that they have too few
     for percentage in percentages:
-        goal = _share(percentage, running[-1]) + left
+        goal = _share(percentage, running[-1]) + remainder
         while True:
-            target = given + goal
+            target = placed + goal
             end = _search(running, target)
             if ends:
                 end = max(end, ends[-1] + 1)
             ends.append(end)
-            if end == last:
+            if end == end_of_all:
                 return ends
-            given = running[end]
-            goal = target - given
-            if np.float32(sizes[end + 1]) - goal > _CLOSE:
+            placed = running[end]
+            goal = target - placed
+            if np.float32(sizes[end + 1]) - goal > _CLOSE:  # else the remainder is a segment, too
                 break
-        left = goal
+        remainder = goal
     # Gradients that are too small to change the 32-bit sum can be left over; they go into the last segment.
-    return [*ends[:-1], last]
+    return [*ends[:-1], end_of_all]
 
 
 def _search(running: np.ndarray, target: np.float32) -> int:
     """Search by bisection, then take the better of the last probe and its left neighbour, as Ascend does."""
-    low, high, middle = 0, len(running) - 1, 0
+    low = middle = 0
+    high = len(running) - 1
     while low <= high:
         middle = (low + high) // 2
         if abs(running[middle] - target) <= _CLOSE:
@@ -212,18 +219,20 @@ def _search(running: np.ndarray, target: np.float32) -> int:
             low = middle + 1
     if middle == 0:
         return 0
-    return middle - 1 if target - running[middle - 1] <= running[middle] - target else middle
+    if target - running[middle - 1] <= running[middle] - target:
+        return middle - 1
+    return middle
 
 
-def _check_list(name: str, values: Any) -> None:
-    if not isinstance(values, list) or not values:
-        raise ValueError(f"{name} is {values!r}; expected a list that isn't empty")
-    if len(values) > MAX_SEGMENTS:
-        raise ValueError(f"{name} has {len(values)} entries; expected at most {MAX_SEGMENTS} segments")
+def _check_list(name: str, numbers: Any) -> None:
+    if not isinstance(numbers, list) or not numbers:
+        raise ValueError(f"{name} is {numbers!r}; expected a list that isn't empty")
+    if len(numbers) > MAX_SEGMENTS:
+        raise ValueError(f"{name} has {len(numbers)} entries; expected at most {MAX_SEGMENTS} segments")
 
 
-def _store(name: str, values: list[Any], group: str) -> None:
-    before = _strategies.get((name, group))
-    if before is not None and before != values:
-        _log.info("the split strategy %s of group %r changes from %s to %s", name, group, before, values)
-    _strategies[name, group] = values
+def _store(name: str, numbers: list[Any], group: str) -> None:
+    previous = _strategies.get((name, group))
+    if previous is not None and previous != numbers:
+        _log.info("the split strategy %s of group %r changes from %s to %s", name, group, previous, numbers)
+    _strategies[name, group] = numbers
