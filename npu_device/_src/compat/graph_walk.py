@@ -18,11 +18,11 @@ def walk(
     ``key`` tells nodes apart; tensors and operations of one graph have names. The neighbours of a node are asked for
     when the next node is wanted.
     """
-    seen: set[Hashable] = set()
-    waiting = list(starts)
-    while waiting:
-        node = waiting.pop()
-        if key(node) not in seen:
-            seen.add(key(node))
+    visited: set[Hashable] = set()
+    pending = list(starts)
+    while pending:
+        node = pending.pop()
+        if key(node) not in visited:
+            visited.add(key(node))
             yield node
-            waiting += neighbours(node)
+            pending += neighbours(node)

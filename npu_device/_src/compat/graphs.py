@@ -32,11 +32,20 @@ def variables_read() -> list[tuple[Any, tf.Tensor]]:
 
     The order in which they are read may differ among ranks: one may look at a variable first.
     """
-    graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    graph = _graph_being_built()
     watched = getattr(graph, "_watched_variables", ())  # ``FuncGraph.variables`` is filled at the end only
-    handles = {id(outer): inner for outer, inner in graph.captures} if watched else {}
+    if not watched:
+        return []
+    handles = {id(outer): inner for outer, inner in graph.captures}
     read = [(variable, handles[id(variable.handle)]) for variable in watched if id(variable.handle) in handles]
     return sorted(read, key=lambda pair: int(pair[0].handle._id))
+
+
+def _graph_being_built() -> Any:
+    """Return the default graph; None in eager mode."""
+    if tf.executing_eagerly():
+        return None
+    return tf.compat.v1.get_default_graph()
 
 
 def plain_variable(initial_value: Any, name: str | None = None, shape: Any = None) -> Any:
@@ -65,7 +74,8 @@ def through_outer_graphs(tensor: Any) -> Any:
     gradient captures an eager tensor (TensorFlow 2.20, ``cond_v2._resolve_grad_inputs``; tensorflow/tensorflow#44598).
     Can go when it can.
     """
-    graphs, graph = [], None if tf.executing_eagerly() else _ops.get_default_graph()
+    graphs = []
+    graph = _graph_being_built()
     while isinstance(graph, _CONTROL_FLOW):
         graphs.append(graph)
         graph = graph.outer_graph
@@ -85,8 +95,8 @@ def is_default_strategy(strategy: Any) -> bool:
 def datasets_of(dataset: Any) -> Iterator[Any]:
     """Yield a ``tf.data.Dataset`` and those that it is made of."""
     yield dataset
-    for other in getattr(dataset, "_inputs", list)():
-        yield from datasets_of(other)
+    for source in getattr(dataset, "_inputs", list)():
+        yield from datasets_of(source)
 
 
 def shuffle_seeds(dataset: Any) -> list[tuple[int | None, ...]]:
@@ -94,21 +104,27 @@ def shuffle_seeds(dataset: Any) -> list[tuple[int | None, ...]]:
 
     They are both 0 where neither shuffle nor tf.random.set_seed was given a seed (TensorFlow 2.15 to 2.21).
     """
-    found = []
-    for each in reversed(list(datasets_of(dataset))):
-        if "Shuffle" in type(each).__name__ and hasattr(each, "_seed2"):
-            values = [tf.get_static_value(tf.convert_to_tensor(seed)) for seed in (each._seed, each._seed2)]
-            found.append(tuple(None if value is None else int(value) for value in values))
-    return found
+    seeds: list[tuple[int | None, ...]] = []
+    for source in reversed(list(datasets_of(dataset))):
+        if "Shuffle" in type(source).__name__ and hasattr(source, "_seed2"):
+            seeds.append((_static_number(source._seed), _static_number(source._seed2)))
+    return seeds
 
 
-def keep_whole(result: tf.Tensor) -> None:
-    """Let TensorFlow run a ``tf.cond``, whose result this is, as one operation.
+def _static_number(tensor: Any) -> int | None:
+    number = tf.get_static_value(tf.convert_to_tensor(tensor))
+    if number is None:
+        return None
+    return int(number)
+
+
+def keep_whole(output: tf.Tensor) -> None:
+    """Let TensorFlow run a ``tf.cond``, whose output this is, as one operation.
 
     By default it puts the branches into the graph around them, with an operation for each input of a branch, in each
     step: with hundreds of variables a millisecond. Not for operations of a GPU, which has no such conditions.
     """
-    operation = result.op
+    operation = output.op
     while operation.type not in ("If", "StatelessIf"):
         operation = operation.inputs[0].op
     operation._set_attr("_lower_using_switch_merge", attr_value_pb2.AttrValue(b=False))
@@ -146,14 +162,14 @@ _CALLS = {
 
 def functions_of(operation: Any) -> dict[str, list[Any]]:
     """Return the graphs of the functions that an operation calls, by the name of its attribute; none for most."""
-    kind = operation.type.replace("Stateless", "").replace("Stateful", "")
-    called = {name: operation.get_attr(name) for name in _CALLS.get(kind, ())}
-    return {
-        name: [
-            operation.graph._get_function(each.name).graph for each in (value if isinstance(value, list) else [value])
-        ]
-        for name, value in called.items()
-    }
+    base_type = operation.type.replace("Stateless", "").replace("Stateful", "")
+    graphs = {}
+    for name in _CALLS.get(base_type, ()):
+        functions = operation.get_attr(name)
+        if not isinstance(functions, list):
+            functions = [functions]
+        graphs[name] = [operation.graph._get_function(function.name).graph for function in functions]
+    return graphs
 
 
 def replace_input(operation: Any, index: int, tensor: Any) -> None:
@@ -180,25 +196,26 @@ def tensors_behind(tensors: Iterable[Any], until: Callable[[Any], bool] = lambda
     return walk(itertools.filterfalse(until, tensors), inputs)
 
 
-def computed_again(tensor: Any, values: Mapping[str, Any]) -> Any:
-    """Return a tensor of a graph as other ``values`` of some tensors, by their names, make it.
+def computed_again(tensor: Any, replacements: Mapping[str, Any]) -> Any:
+    """Return a tensor of a graph as it is with ``replacements`` for some tensors, by their names.
 
     Returns None if it doesn't depend on those, or takes an operation that draws numbers or has an effect.
     """
-    copies: dict[str, Any] = dict(values)
-    behind = {needed.op.name for needed in tensors_behind([tensor], lambda needed: needed.name in values)}
+    copies: dict[str, Any] = dict(replacements)
+    sources = tensors_behind([tensor], lambda source: source.name in replacements)
+    operation_names = {source.op.name for source in sources}
     for operation in tensor.graph.get_operations():  # in the order in which they were created, inputs first
-        inputs = operation.inputs if operation.name in behind else ()
-        if any(each.name in copies for each in inputs):
-            if _is_stateful(operation):
-                return None
-            copy = tensor.graph.create_op(
-                operation.type,
-                [copies.get(each.name, each) for each in inputs],
-                [output.dtype for output in operation.outputs],
-                attrs=dict(operation.node_def.attr),
-            )
-            copies.update((old.name, new) for old, new in zip(operation.outputs, copy.outputs))
+        if operation.name not in operation_names or not any(source.name in copies for source in operation.inputs):
+            continue
+        if _is_stateful(operation):
+            return None
+        copy = tensor.graph.create_op(
+            operation.type,
+            [copies.get(source.name, source) for source in operation.inputs],
+            [output.dtype for output in operation.outputs],
+            attrs=dict(operation.node_def.attr),
+        )
+        copies.update((old.name, new) for old, new in zip(operation.outputs, copy.outputs))
     return copies.get(tensor.name)
 
 
@@ -210,22 +227,27 @@ def compiled_by_xla() -> bool:
 
 def graph_around_xla() -> Any:
     """Return the function's graph that calls what XLA compiles of the graph being built; None if Python calls it."""
-    graph, caller = _ops.get_default_graph(), None
+    caller = None
+    graph = _ops.get_default_graph()
     while graph is not None:
-        caller = graph if _control_flow_util.InXlaContext(graph) else caller  # while it calls
+        if _control_flow_util.InXlaContext(graph):  # while it calls
+            caller = graph
         graph = getattr(graph, "outer_graph", None)
-    return caller if isinstance(caller, FuncGraph) else None
+    if not isinstance(caller, FuncGraph):
+        return None
+    return caller
 
 
 def place_without_order() -> str | None:
     """Return in words where the graph being built runs, if TensorFlow runs several such graphs at once; else None."""
-    graph: Any = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    graph = _graph_being_built()
     while graph is not None:
         if getattr(graph, "name", "").startswith("Dataset_"):
             return f"the function of a dataset ({graph.name})"
         # While tracing, only the name shows it (``pfor``, TensorFlow 2.20); when it runs, it is a loop like any other.
-        found = re.match(r"(.*/)?loop_body(_\d+)?(?=/|$)", graph.get_name_scope())
-        if found and f"{found[0]}/PlaceholderWithDefault" in {operation.name for operation in graph.get_operations()}:
+        loop = re.match(r"(.*/)?loop_body(_\d+)?(?=/|$)", graph.get_name_scope())
+        names = {operation.name for operation in graph.get_operations()}
+        if loop and f"{loop[0]}/PlaceholderWithDefault" in names:
             return "a loop that TensorFlow vectorizes (tf.vectorized_map, tape.jacobian or batch_jacobian)"
         graph = getattr(graph, "outer_graph", None)
     return None
@@ -241,10 +263,11 @@ def is_generated(dataset: Any) -> bool:
     if not isinstance(dataset, tf.data.Dataset):
         return True
     function = getattr(getattr(dataset, "_map_func", None), "function", None)  # from_generator is a flat_map
-    operations = function.graph.get_operations() if function is not None else []
-    return any(operation.type == "GeneratorDataset" for operation in operations) or any(
-        map(is_generated, dataset._inputs())
-    )
+    if function is not None:
+        operations = function.graph.get_operations()
+        if any(operation.type == "GeneratorDataset" for operation in operations):
+            return True
+    return any(map(is_generated, dataset._inputs()))
 
 
 _CALLING = re.compile(r"(Stateful|Stateless|^)(PartitionedCall|If|While|Case|SymbolicGradient)$")
@@ -284,12 +307,14 @@ def without_noise(graph: Any) -> None:
         if operation.type in _HELD:
             output = operation.outputs[0]
             users = output.consumers()  # before the constant is one
-            constant = operation.inputs[-2] if _HELD[operation.type] is None else _HELD[operation.type]
-            same = tf.fill(tf.shape(output), tf.cast(constant, output.dtype))
+            number = _HELD[operation.type]
+            if number is None:
+                number = operation.inputs[-2]  # the least integer that it draws
+            constant = tf.fill(tf.shape(output), tf.cast(number, output.dtype))
             for user in users:
-                for place, given in enumerate(user.inputs):
-                    if given is output:
-                        user._update_input(place, same)
+                for index, tensor in enumerate(user.inputs):
+                    if tensor is output:
+                        user._update_input(index, constant)
 
 
 def what_remains(graph: Any) -> tuple[str, Any] | None:
@@ -299,11 +324,11 @@ def what_remains(graph: Any) -> tuple[str, Any] | None:
             return "draws random numbers that can't be held fixed", operation
         if not _is_known(operation.type) and _is_stateful(operation):
             return f"runs {operation.type}, which can't be undone", operation
-    for kind, call in _inside(graph):
-        if kind in _HELD or _DRAWS.match(kind):
+    for inner_type, call in _inside(graph):
+        if inner_type in _HELD or _DRAWS.match(inner_type):
             return "draws random numbers in a branch or a loop", call
-        if re.match("PyFunc|EagerPyFunc|Collective|Write", kind):
-            return f"runs {kind}, which can't be undone", call
+        if re.match("PyFunc|EagerPyFunc|Collective|Write", inner_type):
+            return f"runs {inner_type}, which can't be undone", call
     return None
 
 
@@ -317,16 +342,21 @@ _stateful: dict[str, bool] = {}
 """By the type of an operation."""
 
 
-def _is_known(kind: str) -> bool:
-    return kind in _HELD or any(pattern.match(kind) for pattern in (_CALLING, _READS, _SETS, _HARMLESS))
+def _is_known(operation_type: str) -> bool:
+    if operation_type in _HELD:
+        return True
+    return any(pattern.match(operation_type) for pattern in (_CALLING, _READS, _SETS, _HARMLESS))
 
 
 def _inside(graph: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the types of the operations in the functions that a graph calls, each with the operation that calls."""
     functions = {function.signature.name: function for function in graph.as_graph_def().library.function}
 
     def called(node: Any) -> list[Any]:
-        attributes = [function for value in node.attr.values() for function in (value.func, *value.list.func)]
-        return [functions[function.name] for function in attributes if function.name in functions]
+        names = []
+        for attribute in node.attr.values():
+            names += [function.name for function in (attribute.func, *attribute.list.func)]
+        return [functions[name] for name in names if name in functions]
 
     def called_by(function: Any) -> Iterator[Any]:
         return itertools.chain.from_iterable(map(called, function.node_def))
@@ -347,7 +377,7 @@ def changed_by(graph: Any) -> tuple[list[Any], Any]:
         if inner.dtype != tf.resource:
             continue
         setters = [user for user in inner.consumers() if _sets(user, inner)]
-        if setters and _kind_of_variable(outer) is not None:
+        if setters and _dtype_of_variable(outer) is not None:
             handles.append(outer)
         elif setters:
             return handles, setters[0]
@@ -361,26 +391,27 @@ def _sets(operation: Any, handle: Any) -> bool:
         return True
     try:
         only_read = set(operation.get_attr("_read_only_resource_inputs"))
-    except ValueError:
+    except ValueError:  # TensorFlow hasn't looked into the function
         return True
-    return any(given is handle and place not in only_read for place, given in enumerate(operation.inputs))
+    return any(tensor is handle and index not in only_read for index, tensor in enumerate(operation.inputs))
 
 
 def handle_of(variable: Any) -> Any:
-    inner = variable if hasattr(variable, "handle") else getattr(variable, "_value", None)  # Keras 3.0 to 3.15
-    return getattr(inner, "handle", None)
+    if not hasattr(variable, "handle"):
+        variable = getattr(variable, "_value", None)  # Keras 3.0 to 3.15
+    return getattr(variable, "handle", None)
 
 
 def value_of_handle(handle: Any) -> Any:
-    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=_kind_of_variable(handle))
+    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=_dtype_of_variable(handle))
 
 
-def _kind_of_variable(handle: Any) -> Any:
+def _dtype_of_variable(handle: Any) -> Any:
     """Return the dtype of the variable behind an eager handle; None for another resource, such as a table."""
-    data: Any = getattr(handle, "_handle_data", None)
-    if data is None or not data.is_set or len(data.shape_and_type) != 1:
+    description: Any = getattr(handle, "_handle_data", None)
+    if description is None or not description.is_set or len(description.shape_and_type) != 1:
         return None
-    return tf.as_dtype(data.shape_and_type[0].dtype)
+    return tf.as_dtype(description.shape_and_type[0].dtype)
 
 
 @contextlib.contextmanager
@@ -391,10 +422,10 @@ def without_rewriting() -> Iterator[None]:
     train, and a tanh to what no CPU kernel supports (TensorFlow 2.20).
     """
     current = _context.context()
-    before = dict(current._optimizer_experimental_options)
+    options = dict(current._optimizer_experimental_options)
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     try:
         yield
     finally:
-        current._optimizer_experimental_options = before
+        current._optimizer_experimental_options = options
         current._thread_local_data.function_call_options = None

@@ -9,9 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 
-def keras_of(thing: object) -> Any:
+def keras_of(component: object) -> Any:
     """Return the Keras package that an optimizer, a model or a layer belongs to; tf.keras if it can't be determined."""
-    for cls in type(thing).__mro__:
+    for cls in type(component).__mro__:
         root = cls.__module__.split(".", 1)[0]
         if root in ("keras", "tf_keras") and root in sys.modules:
             return sys.modules[root]
@@ -28,17 +28,24 @@ def optimizer_methods() -> list[tuple[type, str]]:
     """Return the methods of the imported Kerases through which all their optimizers apply gradients, each with its
     class; also that of Keras 3's loss-scale optimizer, which decides whether the one inside is called.
     """
-    found: list[tuple[type, str]] = []
+    methods: list[tuple[type, str]] = []
     for name in ("keras", "tf_keras"):
         optimizers: Any = getattr(sys.modules.get(name), "optimizers", None)
         if not hasattr(optimizers, "Optimizer"):  # not imported, or just being imported
             continue
         if is_keras_3(sys.modules[name]):
-            kinds, method = (optimizers.Optimizer, optimizers.LossScaleOptimizer), "apply"
+            method = "apply"
+            classes = (optimizers.Optimizer, optimizers.LossScaleOptimizer)
         else:
-            kinds, method = (optimizers.Optimizer, optimizers.legacy.Optimizer), "apply_gradients"
-        found += [(next(each for each in kind.__mro__ if method in vars(each)), method) for kind in kinds]
-    return found
+            method = "apply_gradients"
+            classes = (optimizers.Optimizer, optimizers.legacy.Optimizer)
+        methods += [(class_with(cls, method), method) for cls in classes]
+    return methods
+
+
+def class_with(cls: type, method: str) -> type:
+    """Return the base of an exported class that defines a method."""
+    return next(base for base in cls.__mro__ if method in vars(base))
 
 
 def session_backend() -> Any:
@@ -54,21 +61,24 @@ def session_backend() -> Any:
     return inside_tensorflow
 
 
-def belongs_to_keras(thing: Any) -> bool:
-    return str(thing.__module__).split(".", 1)[0] in ("keras", "tf_keras")
+def belongs_to_keras(component: Any) -> bool:
+    return str(component.__module__).split(".", 1)[0] in ("keras", "tf_keras")
 
 
-def is_generator(thing: Any) -> bool:
+def is_generator(candidate: Any) -> bool:
     """Return True for a ``tf.random.Generator``, and for a ``SeedGenerator`` of Keras 3."""
-    if isinstance(thing, tf.random.Generator):
+    if isinstance(candidate, tf.random.Generator):
         return True
-    return type(thing).__name__ == "SeedGenerator" and hasattr(thing, "next") and hasattr(thing, "state")
+    has_state = hasattr(candidate, "next") and hasattr(candidate, "state")
+    return type(candidate).__name__ == "SeedGenerator" and has_state
 
 
 def seed_generator_of_keras_3() -> Any:
     """Return what ``keras.random`` draws from without a seed; None if nothing has been drawn so far."""
     state = sys.modules.get("keras.src.backend.common.global_state")
-    return state.get_global_attribute("global_seed_generator") if state is not None else None
+    if state is None:
+        return None
+    return state.get_global_attribute("global_seed_generator")
 
 
 def build_optimizer(optimizer: Any, variables: Any) -> None:
@@ -104,27 +114,35 @@ def begin_fit_at(model: Any, epoch: int | None) -> None:
     if is_keras_3(keras_of(model)):
         model._initial_epoch = epoch
     else:
+        # fit asks its backup for the epoch and the step.
         counters = SimpleNamespace(maybe_load_initial_counters_from_ckpt=lambda *_, **__: (epoch, 0))
-        model._training_state = None if epoch is None else counters
+        model._training_state = counters
+        if epoch is None:
+            model._training_state = None
 
 
 def iterators_made(model: Any, used: int, knows_length: bool) -> list[int]:
     """Return how many iterators of its data ``fit`` may have made when it has ``used`` some, most likely one last."""
     # From Keras 3.7 on, an epoch ends by making an iterator; the next one uses it only if steps_per_epoch is given.
     version = str(getattr(keras_of(model), "__version__", "2.0")).split(".")
-    makes_more = knows_length and (int(version[0]), int(version[1])) >= (3, 7)
-    return sorted({used, 2 * used}) if makes_more else [used]
+    if knows_length and (int(version[0]), int(version[1])) >= (3, 7):
+        return sorted({used, 2 * used})
+    return [used]
 
 
 def variables_to_update(optimizer: Any, trainable_variables: Any = None) -> list[Any]:
     """Return the variables that a Keras 3 optimizer's ``apply`` updates, given its argument."""
-    return list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
+    if trainable_variables is None:
+        trainable_variables = optimizer._trainable_variables
+    return list(trainable_variables)
 
 
 def inner_variable(variable: Any) -> Any:
     """Return TensorFlow's variable in one of Keras 3 (3.0 to 3.15); any other variable itself."""
     inner = getattr(variable, "_value", None)
-    return inner if isinstance(inner, tf.Variable) else variable
+    if isinstance(inner, tf.Variable):
+        return inner
+    return variable
 
 
 def optimizer_variables(optimizer: Any, weights: Any) -> list[Any]:
@@ -135,53 +153,63 @@ def optimizer_variables(optimizer: Any, weights: Any) -> list[Any]:
     """
     if is_keras_3(keras_of(optimizer)):
         return list(optimizer.variables)
+    candidates = []
     scale: Any = getattr(optimizer, "_loss_scale", None)
-    found = [scale.current_loss_scale, scale.counter] if hasattr(scale, "current_loss_scale") else []
+    if hasattr(scale, "current_loss_scale"):
+        candidates += [scale.current_loss_scale, scale.counter]
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    if hasattr(optimizer, "_hyper"):
+    if hasattr(optimizer, "_hyper"):  # legacy
         if tf.executing_eagerly():
             optimizer._create_hypers()
-        found += [optimizer.iterations, *(optimizer._hyper[name] for name in sorted(optimizer._hyper))]
-        found += slots(optimizer, weights)
+        candidates += [optimizer.iterations, *(optimizer._hyper[name] for name in sorted(optimizer._hyper))]
+        candidates += slots(optimizer, weights)
     else:
-        found += [getattr(optimizer, "learning_rate", None)]
-    more = getattr(optimizer, "variables", ())
-    found += more() if callable(more) else more
-    return [variable for variable in found if hasattr(variable, "assign")]
+        candidates += [getattr(optimizer, "learning_rate", None)]
+    variables = getattr(optimizer, "variables", ())
+    if callable(variables):  # a method of legacy optimizers
+        variables = variables()
+    candidates += variables
+    # A learning rate may also be a number or a schedule.
+    return [candidate for candidate in candidates if hasattr(candidate, "assign")]
 
 
 def gradient_entries(keras: Any) -> list[tuple[Any, str]]:
     """Return the methods, as class and name, through which gradients enter an optimizer after their reduction."""
     optimizers: Any = keras.optimizers
     if is_keras_3(keras):
-        return [(next(cls for cls in optimizers.Optimizer.__mro__ if "apply" in vars(cls)), "apply")]
+        return [(class_with(optimizers.Optimizer, "apply"), "apply")]
     bases = [cls for cls in optimizers.Optimizer.__mro__[1:] if "apply_gradients" in vars(cls)]
     return [(bases[0], "apply_gradients"), (optimizers.legacy.Optimizer, "apply_gradients")]
 
 
 def loss_scale_entries(keras: Any) -> list[tuple[Any, str]]:
     """Return the methods, as class and name, that take the initial scale of a loss-scale optimizer."""
-    kind: Any = keras.mixed_precision.LossScaleOptimizer
-    return [(kind, "__init__")] if is_keras_3(keras) else [(type(kind), "__call__")]
+    loss_scale_class: Any = keras.mixed_precision.LossScaleOptimizer
+    if is_keras_3(keras):
+        return [(loss_scale_class, "__init__")]
+    # In tf-keras, the metaclass chooses the class for the optimizer inside.
+    return [(type(loss_scale_class), "__call__")]
 
 
 def reduces_first(optimizer: Any) -> bool:
     """Return True if Keras itself computes the gradients that an optimizer is given, before they are reduced."""
     names = ("minimize", "scale_loss", "compute_gradients", "_compute_gradients", "_get_gradients", "_transform_loss")
-    methods = [getattr(type(each), name, None) for each in _with_inner(optimizer) for name in names]
+    optimizers = [optimizer]
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None:
+        optimizers.append(inner)
+    methods = [getattr(type(instance), name, None) for instance in optimizers for name in names]
     return all(belongs_to_keras(method) for method in methods if method is not None)
 
 
-def _with_inner(optimizer: Any) -> list[Any]:
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return [optimizer] if inner is None else [optimizer, inner]
+def gradients_and_variables(optimizer: Any, gradients: Any, variables: Any = None) -> list[tuple[Any, Any]]:
+    """Return pairs from the arguments of one of the ``gradient_entries``.
 
-
-def gradients_and_variables(optimizer: Any, given: Any, variables: Any = None) -> list[tuple[Any, Any]]:
-    """Return pairs from the arguments of one of the ``gradient_entries``: gradients and variables, or pairs."""
+    Those of tf-keras are given pairs as ``gradients``, those of Keras 3 gradients and variables.
+    """
     if not is_keras_3(keras_of(optimizer)):
-        return list(given)
-    return list(zip(given, variables_to_update(optimizer, variables)))
+        return list(gradients)
+    return list(zip(gradients, variables_to_update(optimizer, variables)))
 
 
 def loss_scale_class_of_tf_keras(keras: Any, optimizer: object) -> Any:
@@ -191,8 +219,9 @@ def loss_scale_class_of_tf_keras(keras: Any, optimizer: object) -> Any:
     legacy optimizers.
     """
     module = sys.modules[keras.mixed_precision.LossScaleOptimizer.__module__]
-    legacy = isinstance(optimizer, keras.optimizers.legacy.Optimizer)
-    return module.LossScaleOptimizer if legacy else module.LossScaleOptimizerV3
+    if isinstance(optimizer, keras.optimizers.legacy.Optimizer):
+        return module.LossScaleOptimizer
+    return module.LossScaleOptimizerV3
 
 
 def is_vocabulary(weight: Any) -> bool:
@@ -209,14 +238,15 @@ def generator_of_layer(layer: Any) -> Any:
 
 
 def slots(optimizer: Any, weights: Any) -> list[Any]:
-    found = []
+    """Return the variables that a legacy optimizer of tf-keras keeps for weights, such as momenta."""
+    variables = []
     for weight in weights:
         for name in sorted(optimizer.get_slot_names()):
             try:
-                found.append(optimizer.get_slot(weight, name))
+                variables.append(optimizer.get_slot(weight, name))
             except KeyError:  # a weight that it doesn't train
                 continue
-    return found
+    return variables
 
 
 def layers_that_draw(model: Any) -> list[tuple[Any, Any]]:

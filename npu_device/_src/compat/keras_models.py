@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, Callable, cast
@@ -13,7 +14,7 @@ from typing import Any, Callable, cast
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 
-from npu_device._src.compat.keras import belongs_to_keras, is_keras_3, is_vocabulary, keras_of
+from npu_device._src.compat.keras import belongs_to_keras, class_with, is_keras_3, is_vocabulary, keras_of
 
 
 def all_layers(model: Any) -> list[Any]:
@@ -21,12 +22,13 @@ def all_layers(model: Any) -> list[Any]:
     return list(model._flatten_layers())  # in tf-keras 2.15 to 2.20, and Keras 3.0 to 3.15
 
 
-def converted(thing: Any, name: str) -> Callable[..., Any]:
+def converted(component: Any, name: str) -> Callable[..., Any]:
     """Return a method of an object. AutoGraph rewrites that of a loss or metric of tf-keras in a graph, as Keras's own
     calls of it do, even if whoever calls it isn't rewritten. Keras 3 has none rewritten.
     """
-    method = getattr(thing, name)
-    if not (hasattr(thing, "reduction") or hasattr(thing, "update_state")) or is_keras_3(keras_of(thing)):
+    method = getattr(component, name)
+    is_loss_or_metric = hasattr(component, "reduction") or hasattr(component, "update_state")
+    if not is_loss_or_metric or is_keras_3(keras_of(component)):
         return cast(Callable[..., Any], method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -43,8 +45,8 @@ def variables_of(model: Any) -> list[Any]:
     try:
         return list(model.variables)
     except ValueError:
-        own = [[*layer._trainable_weights, *layer._non_trainable_weights] for layer in all_layers(model)]
-        return _unique(variable for variables in own for variable in variables)
+        lists = [[*layer._trainable_weights, *layer._non_trainable_weights] for layer in all_layers(model)]
+        return _unique(variable for variables in lists for variable in variables)
 
 
 def operations_of(model: Any) -> list[Any]:
@@ -55,12 +57,12 @@ def operations_of(model: Any) -> list[Any]:
     return _unique([*layers, *(operation for layer in layers for operation in getattr(layer, "operations", ()))])
 
 
-def is_layer(thing: Any) -> bool:
-    return hasattr(type(thing), "_flatten_layers")
+def is_layer(candidate: Any) -> bool:
+    return hasattr(type(candidate), "_flatten_layers")
 
 
-def is_optimizer(thing: Any) -> bool:
-    return hasattr(type(thing), "apply_gradients") and hasattr(type(thing), "iterations")
+def is_optimizer(candidate: Any) -> bool:
+    return hasattr(type(candidate), "apply_gradients") and hasattr(type(candidate), "iterations")
 
 
 def counters_of(model: Any) -> list[Any]:
@@ -72,20 +74,21 @@ def counters_of(model: Any) -> list[Any]:
 def metrics_of(model: Any) -> list[Any]:
     compiled = [getattr(model, name, None) for name in ("_loss_tracker", "_compile_metrics", "compiled_metrics")]
     losses = [getattr(model, name, None) for name in ("_compile_loss", "compiled_loss")]
-    return _unique(part for metric in [*model.metrics, *compiled, *losses] for part in _flat(metric))
+    return _unique(itertools.chain.from_iterable(map(_flat, [*model.metrics, *compiled, *losses])))
 
 
 def loss_trackers_of(model: Any) -> list[Any]:
     """Return the metrics to which Keras itself passes losses, with the number of samples in the batch."""
-    parts = [getattr(model, name, None) for name in ("_loss_tracker", "_compile_loss", "compiled_loss")]
-    return _unique(part for metric in parts for part in _flat(metric))
+    trackers = [getattr(model, name, None) for name in ("_loss_tracker", "_compile_loss", "compiled_loss")]
+    return _unique(itertools.chain.from_iterable(map(_flat, trackers)))
 
 
 def _flat(metric: Any) -> Iterator[Any]:
+    """Yield the metrics in a container, or a metric itself; nothing of anything else."""
     # The containers of the compiled metrics and of the compiled losses have no state of their own.
     if type(metric).__name__ in ("CompileMetrics", "MetricsContainer", "CompileLoss", "LossesContainer", "MetricsList"):
-        for part in metric.metrics or []:
-            yield from _flat(part)
+        for inner in metric.metrics or []:
+            yield from _flat(inner)
     elif hasattr(metric, "update_state") and hasattr(metric, "variables"):
         yield metric
 
@@ -94,11 +97,11 @@ def compiled_losses(model: Any) -> list[Any]:
     """Return the loss objects of ``compile``, as far as they exist; those of functions and names, too."""
     compiled = getattr(model, "_compile_loss", None)  # Keras 3; before 3.7 with the objects themselves
     built = getattr(compiled, "_flat_losses", None) or getattr(compiled, "flat_losses", None) or []
-    losses = [loss for loss in (getattr(entry, "loss", entry) for entry in built) if hasattr(loss, "reduction")]
+    losses = [getattr(wrapped, "loss", wrapped) for wrapped in built]
     container: Any = getattr(model, "compiled_loss", None)  # tf-keras; in Keras 3 a method
     if getattr(container, "built", False) is True:
-        losses += [loss for loss in container._losses if hasattr(loss, "reduction")]
-    return losses
+        losses += container._losses
+    return [loss for loss in losses if hasattr(loss, "reduction")]
 
 
 def is_loss_container(loss: Any) -> bool:
@@ -115,13 +118,19 @@ def layers_that_add_up_activity(model: Any) -> list[Any]:
 
     Keras 3 divides by their number from 3.14 on, as tf-keras always did. Can go with the versions before that.
     """
-    kinds = [(layer, type(getattr(layer, "activity_regularizer", None))) for layer in all_layers(model)]
-    found = [each for each, kind in kinds if kind.__name__ in ("L1", "L2", "L1L2") and belongs_to_keras(kind)]
-    return found if found and _adds_up_activity(keras_of(model)) else []
+    layers = []
+    for layer in all_layers(model):
+        regularizer = type(getattr(layer, "activity_regularizer", None))
+        if regularizer.__name__ in ("L1", "L2", "L1L2") and belongs_to_keras(regularizer):
+            layers.append(layer)
+    if not layers or not _adds_up_activity(keras_of(model)):
+        return []
+    return layers
 
 
 @functools.cache
 def _adds_up_activity(keras: Any) -> bool:
+    """Return True if a release of Keras does so, by trying a regularizer on two samples."""
     with tf.init_scope():
         layer = keras.layers.Activation("linear", activity_regularizer=keras.regularizers.L1(1.0), name="npu_device")
         layer(tf.ones([2, 1]))
@@ -133,24 +142,26 @@ def is_built(model: Any) -> bool:
     if not model.built or not all(getattr(layer, "built", True) for layer in model.layers):
         return False
     names = ("_compile_metrics", "compiled_metrics", "_compile_loss", "compiled_loss")
-    parts = [getattr(model, name, None) for name in names]
-    return all(getattr(part, "built", True) for part in parts if part is not None and _is_used(part))
+    containers = [getattr(model, name, None) for name in names]
+    used = [container for container in containers if container is not None and _is_used(container)]
+    return all(getattr(container, "built", True) for container in used)
 
 
-def _is_used(part: Any) -> bool:
+def _is_used(container: Any) -> bool:
     # In a model with a custom train step, the compiled loss may exist without ever being called.
-    return bool(getattr(part, "_user_loss", True)) and bool(getattr(part, "_user_losses", True))
+    return bool(getattr(container, "_user_loss", True)) and bool(getattr(container, "_user_losses", True))
 
 
 def moving_statistics(model: Any) -> list[Any]:
     """Return the floating-point variables, such as moving averages, that layers update themselves in training."""
     layers = all_layers(model)
     # In tf-keras metrics are layers, too.
-    others = [layer for layer in layers if not layer.trainable or hasattr(layer, "update_state")]
-    frozen = {id(variable) for layer in [*others, *metrics_of(model)] for variable in variables_of(layer)}
-    frozen |= set(map(id, states_of_samples(model)))
+    excluded_layers = [layer for layer in layers if not layer.trainable or hasattr(layer, "update_state")]
+    excluded = {id(state) for state in states_of_samples(model)}
+    for layer in [*excluded_layers, *metrics_of(model)]:
+        excluded.update(map(id, variables_of(layer)))
     updated = _unique(variable for layer in layers if layer.trainable for variable in _not_trained(layer))
-    variables = [each for each in updated if id(each) not in frozen and not is_vocabulary(each)]
+    variables = [variable for variable in updated if id(variable) not in excluded and not is_vocabulary(variable)]
     return [variable for variable in variables if tf.as_dtype(variable.dtype).is_floating]
 
 
@@ -173,18 +184,20 @@ def steps_per_call(model: Any) -> int:
     current = getattr(model, "_steps_per_execution", None)  # tf-keras: a variable, less at the end of an epoch
     if current is None:
         current = getattr(model, "steps_per_execution", 1)
-    return int(current) if current is not None else 1
+    if current is None:
+        return 1
+    return int(current)
 
 
-def forward_of_training(model: Any, data: Any) -> None:
+def forward_of_training(model: Any, batch: Any) -> None:
     """Do what Keras's own ``train_step`` does, with the same arguments, but for the gradients and the optimizer."""
     keras = keras_of(model)
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     if not is_keras_3(keras):
         y_pred = model(x, training=True)
         model.compute_loss(x, y, y_pred, sample_weight)
     else:
-        y_pred = model(x, training=True) if getattr(model, "_call_has_training_arg", True) else model(x)
+        y_pred = _forward_of_keras_3(model, x)
         if hasattr(model, "_compute_loss"):  # from Keras 3.3 on
             model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
         else:
@@ -192,24 +205,35 @@ def forward_of_training(model: Any, data: Any) -> None:
     model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 
-def _unique(things: Iterable[Any]) -> list[Any]:
-    return list({id(thing): thing for thing in things}.values())
+def _forward_of_keras_3(model: Any, x: Any) -> Any:
+    if getattr(model, "_call_has_training_arg", True):
+        return model(x, training=True)
+    return model(x)
+
+
+def _unique(objects: Iterable[Any]) -> list[Any]:
+    """Return objects once each, in their order; variables have no hash, or compare elements."""
+    return list({id(instance): instance for instance in objects}.values())
 
 
 def moments_method(layer: Any) -> str:
     """Return the name of the method that gives a synchronized layer its mean and variance."""
-    return "_sync_calculate_mean_and_var" if hasattr(layer, "_sync_calculate_mean_and_var") else "_moments"
+    if hasattr(layer, "_sync_calculate_mean_and_var"):  # of tf-keras
+        return "_sync_calculate_mean_and_var"
+    return "_moments"
 
 
 def is_batch_normalization(layer: Any) -> bool:
-    return any(isinstance(layer, kind) for kind in _batch_normalizations())
+    return isinstance(layer, tuple(_batch_normalizations()))
 
 
 def batch_normalizations() -> list[Any]:
     """Return the batch normalizations that exist in this process, of either Keras."""
-    kinds = set(_with_subclasses(_batch_normalizations()))
+    classes = set(_with_subclasses(_batch_normalizations()))
+    if not classes:  # then it isn't worth going through all objects
+        return []
     # By their type alone: an attribute of any object could be computed, such as that of a module that loads late.
-    return [thing for thing in gc.get_objects() if type(thing) in kinds] if kinds else []
+    return [instance for instance in gc.get_objects() if type(instance) in classes]
 
 
 def objects_at_work() -> Iterator[Any]:
@@ -223,15 +247,19 @@ def objects_at_work() -> Iterator[Any]:
 
 def _batch_normalizations() -> list[Any]:
     """Return the class of each imported Keras that computes moments."""
-    layers = [getattr(sys.modules.get(name), "layers", None) for name in ("keras", "tf_keras")]
-    kinds = [kind for kind in (getattr(each, "BatchNormalization", None) for each in layers) if kind is not None]
-    return [next(each for each in kind.__mro__ if moments_method(kind) in vars(each)) for kind in kinds]
+    classes = []
+    for name in ("keras", "tf_keras"):
+        layers: Any = getattr(sys.modules.get(name), "layers", None)
+        exported = getattr(layers, "BatchNormalization", None)
+        if exported is not None:  # else not imported, or just being imported
+            classes.append(class_with(exported, moments_method(exported)))
+    return classes
 
 
-def _with_subclasses(kinds: Iterable[Any]) -> Iterator[Any]:
-    for kind in kinds:
-        yield kind
-        yield from _with_subclasses(kind.__subclasses__())
+def _with_subclasses(classes: Iterable[Any]) -> Iterator[Any]:
+    for cls in classes:
+        yield cls
+        yield from _with_subclasses(cls.__subclasses__())
 
 
 def reduction_axes(layer: Any) -> Any:
@@ -241,8 +269,9 @@ def reduction_axes(layer: Any) -> Any:
 def learning_rate_of(optimizer: Any) -> Any:
     """Return the learning rate of an optimizer, or its schedule if it has one; the public name gives its value now."""
     rate = getattr(optimizer, "_learning_rate", None)
-    is_schedule = hasattr(rate, "get_config") and not hasattr(rate, "assign")
-    return rate if is_schedule else optimizer.learning_rate  # of a legacy optimizer, this may be a schedule as well
+    if hasattr(rate, "get_config") and not hasattr(rate, "assign"):  # a schedule
+        return rate
+    return optimizer.learning_rate  # of a legacy optimizer, this may be a schedule as well
 
 
 def function_of_metric(metric: Any) -> Any:

@@ -38,7 +38,9 @@ def file_functions() -> dict[str, Any]:
 def random_state() -> tuple[int | None, Any]:
     """Return TensorFlow's global seed, and the state of eager operations without a seed of their own."""
     current = _context.context()
-    return current._seed, current._rng.getstate() if current._seed is not None else None
+    if current._seed is None:
+        return None, None
+    return current._seed, current._rng.getstate()
 
 
 def set_random_state(state: tuple[int | None, Any]) -> None:
@@ -63,7 +65,9 @@ def to_array(tensor: tf.Tensor) -> np.ndarray:
     """Return an eager tensor as an array. ``np.asarray`` refuses a bfloat16 scalar (TensorFlow 2.20). Can go when
     it doesn't.
     """
-    return np.asarray(tensor) if tensor.shape.rank else np.array(tensor.numpy(), tensor.dtype.as_numpy_dtype)
+    if tensor.shape.rank:
+        return np.asarray(tensor)
+    return np.array(tensor.numpy(), tensor.dtype.as_numpy_dtype)
 
 
 def context_is_initialized() -> bool:
@@ -119,9 +123,9 @@ def number_of(tensor: Any) -> int:
     return int(tensor._id)
 
 
-def is_trackable(thing: Any) -> bool:
+def is_trackable(candidate: Any) -> bool:
     """Return True for what ``tf.train.Checkpoint`` takes besides lists and dicts. The class isn't public."""
-    return hasattr(thing, "_trackable_children")
+    return hasattr(candidate, "_trackable_children")
 
 
 def warm_start_of(estimator: Any) -> Any:
