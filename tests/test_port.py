@@ -141,6 +141,7 @@ SEEN = {
         + FIT,
         "noise",
     ),
+    "a parameter has the name of a module": (" def make(os):\n     os.makedirs('a')\n" + FIT, "fit"),
     "a layer normalizes": (" layer = tf.keras.layers.BatchNormalization()\n" + FIT, "batch normalization"),
     "gradients are clipped into a tuple": (
         VARIABLE

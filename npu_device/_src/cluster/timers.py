@@ -18,7 +18,7 @@ class Timers:
 
     def later(self, seconds: float, act: Callable[[], None]) -> Callable[[], object]:
         """Call a function after some seconds; return a function that cancels that."""
-        number = next(self._numbers)
+        number = next(self._numbers)  # also of equal times, the earlier call comes first
         if len(self._times) > 2 * len(self._acts) + 16:
             # Most have been cancelled: without them, the heap stays as small as the number of open requests.
             self._times = [(due, number) for due, number in self._times if number in self._acts]

@@ -34,7 +34,7 @@ def variables_read() -> list[tuple[Any, tf.Tensor]]:
     """
     graph = _graph_being_built()
     watched = getattr(graph, "_watched_variables", ())  # ``FuncGraph.variables`` is filled at the end only
-    if not watched:
+    if not watched:  # not a function, or nothing has been read
         return []
     handles = {id(outer): inner for outer, inner in graph.captures}
     read = [(variable, handles[id(variable.handle)]) for variable in watched if id(variable.handle) in handles]
@@ -79,7 +79,7 @@ def through_outer_graphs(tensor: Any) -> Any:
     while isinstance(graph, _CONTROL_FLOW):
         graphs.append(graph)
         graph = graph.outer_graph
-    if not graphs or not isinstance(graph, FuncGraph):
+    if not graphs or not isinstance(graph, FuncGraph):  # no branch, or a branch in the graph of a session
         return tensor
     for outer in [graph, *reversed(graphs)]:
         with outer.as_default():  # where TensorFlow puts the placeholder
@@ -133,7 +133,7 @@ def keep_whole(output: tf.Tensor) -> None:
 def run_independently(operation: Any) -> None:
     """Keep automatic control dependencies from running a stateful operation of a tf.function after others."""
     manager = operation.graph.experimental_acd_manager
-    if manager is not None:
+    if manager is not None:  # else there are no such dependencies
         manager.run_independently(operation)
 
 
@@ -207,7 +207,7 @@ def computed_again(tensor: Any, replacements: Mapping[str, Any]) -> Any:
     for operation in tensor.graph.get_operations():  # in the order in which they were created, inputs first
         if operation.name not in operation_names or not any(source.name in copies for source in operation.inputs):
             continue
-        if _is_stateful(operation):
+        if _is_stateful(operation):  # a copy would draw other numbers, or have the effect twice
             return None
         copy = tensor.graph.create_op(
             operation.type,
@@ -302,7 +302,7 @@ def without_noise(graph: Any) -> None:
     Numbers that branches and loops draw stay; see ``what_remains``.
     """
     for operation in list(graph.get_operations()):
-        if operation.type == "PrintV2":
+        if operation.type == "PrintV2":  # the user would see each line once more
             operation._set_attr("output_stream", attr_value_pb2.AttrValue(s=b"file:///dev/null"))
         if operation.type in _HELD:
             output = operation.outputs[0]
@@ -319,7 +319,7 @@ def without_noise(graph: Any) -> None:
 
 def what_remains(graph: Any) -> tuple[str, Any] | None:
     """Return what a traced function does that can't be undone or repeated, and the operation; None if nothing."""
-    for operation in graph.get_operations():
+    for operation in graph.get_operations():  # first those of the graph itself, which the error can point at
         if _DRAWS.match(operation.type):
             return "draws random numbers that can't be held fixed", operation
         if not _is_known(operation.type) and _is_stateful(operation):
@@ -374,7 +374,7 @@ def changed_by(graph: Any) -> tuple[list[Any], Any]:
     """
     handles = []
     for outer, inner in graph.captures:
-        if inner.dtype != tf.resource:
+        if inner.dtype != tf.resource:  # a tensor, which nothing can set
             continue
         setters = [user for user in inner.consumers() if _sets(user, inner)]
         if setters and _dtype_of_variable(outer) is not None:
@@ -387,7 +387,7 @@ def changed_by(graph: Any) -> tuple[list[Any], Any]:
 def _sets(operation: Any, handle: Any) -> bool:
     if _READS.match(operation.type):
         return False
-    if not _CALLING.match(operation.type):
+    if not _CALLING.match(operation.type):  # to be safe
         return True
     try:
         only_read = set(operation.get_attr("_read_only_resource_inputs"))

@@ -54,7 +54,7 @@ def session_backend() -> Any:
     It is tf-keras's if tf.keras is Keras 2; under Keras 3 it is the one inside TensorFlow, which models don't use.
     """
     backend = tf.compat.v1.keras.backend
-    if hasattr(backend, "set_session"):
+    if hasattr(backend, "set_session"):  # of tf-keras
         return backend
     from tensorflow.python.keras import backend as inside_tensorflow
 
@@ -84,11 +84,11 @@ def seed_generator_of_keras_3() -> Any:
 def build_optimizer(optimizer: Any, variables: Any) -> None:
     """Create the variables of an optimizer, if they don't exist. A legacy optimizer of tf-keras has no public way."""
     if is_keras_3(keras_of(optimizer)):
-        if not optimizer.built:
+        if not optimizer.built:  # a second time, it would raise
             optimizer.build(variables)
     elif hasattr(optimizer, "build"):
         optimizer.build(variables)
-    elif hasattr(optimizer, "_create_all_weights"):
+    elif hasattr(optimizer, "_create_all_weights"):  # legacy
         optimizer._create_all_weights(variables)
 
 
@@ -104,7 +104,7 @@ def adds_up_rows_first(optimizer: Any) -> bool:
         return adds_up_rows_first(optimizer.inner_optimizer)
     changing = ("clipnorm", "clipvalue", "global_clipnorm", "gradient_transformers")
     aggregator = getattr(optimizer, "gradient_aggregator", None)
-    if aggregator is not None and not belongs_to_keras(aggregator):
+    if aggregator is not None and not belongs_to_keras(aggregator):  # a function of the script
         return False
     return not any(getattr(optimizer, name, None) for name in changing)
 
@@ -251,7 +251,7 @@ def slots(optimizer: Any, weights: Any) -> list[Any]:
 
 def layers_that_draw(model: Any) -> list[tuple[Any, Any]]:
     """Return the layers of a tf-keras model that draw random numbers, each with what it draws them from."""
-    if not hasattr(model, "_flatten_layers"):
+    if not hasattr(model, "_flatten_layers"):  # not a model
         return []
     pairs = [(layer, getattr(layer, "_random_generator", None)) for layer in model._flatten_layers()]
     return [(layer, generator) for layer, generator in pairs if generator is not None]

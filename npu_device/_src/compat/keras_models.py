@@ -139,6 +139,7 @@ def _adds_up_activity(keras: Any) -> bool:
 
 def is_built(model: Any) -> bool:
     """Return True when a compiled model has all the variables that training it needs."""
+    # A subclassed model is built once build has been called, although its layers may not be.
     if not model.built or not all(getattr(layer, "built", True) for layer in model.layers):
         return False
     names = ("_compile_metrics", "compiled_metrics", "_compile_loss", "compiled_loss")
@@ -193,7 +194,7 @@ def forward_of_training(model: Any, batch: Any) -> None:
     """Do what Keras's own ``train_step`` does, with the same arguments, but for the gradients and the optimizer."""
     keras = keras_of(model)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    if not is_keras_3(keras):
+    if not is_keras_3(keras):  # as in Model.train_step of each release
         y_pred = model(x, training=True)
         model.compute_loss(x, y, y_pred, sample_weight)
     else:
@@ -240,7 +241,7 @@ def objects_at_work() -> Iterator[Any]:
     """Yield the objects whose methods are running, the innermost first."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if "self" in frame.f_locals:
+        if "self" in frame.f_locals:  # a method, by its usual first parameter
             yield frame.f_locals["self"]
         frame = frame.f_back
 

@@ -26,7 +26,7 @@ _log = logging.getLogger("npu_device")
 def check_own_variables(warns: bool) -> None:
     """Raise the error of a malformed variable of this package; with ``warns``, warn of names that it doesn't have."""
     variables = _variables_of(own)
-    for variable in variables:
+    for variable in variables:  # now, and not in the middle of a training
         variable.get()
     if not warns:
         return

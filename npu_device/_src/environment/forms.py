@@ -117,7 +117,7 @@ def one_of(*texts: str, spelled: Callable[[str], str] = str, note: str = "") -> 
 
 def split(text: str) -> str | tuple[int, ...] | tuple[float, ...]:
     """Parse numbers as ``set_split_strategy_by_idx`` takes them, percentages (floats), or ``auto``, which is gone."""
-    if text == "auto":
+    if text == "auto":  # an old value, which whoever reads it explains
         return text
     words = text.strip("[]").split(",")
     if text.endswith("%"):
@@ -152,7 +152,7 @@ def most_nodes(text: str) -> int:
 
 def address_and_port(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
+    if host.startswith("[") and host.endswith("]"):  # [::1]:2222
         host = host[1:-1]
     elif ":" in host:
         host = ""  # an IPv6 address without brackets: where the port begins is ambiguous

@@ -55,7 +55,7 @@ def read() -> Launched | None:
     for inner in (_read_if_wanted("jax", _jax), torchrun):
         if inner is not None and launched is not None:
             require_agreement(f"by {inner.launcher}", inner.size, inner.rank, launched)
-        launched = inner or launched
+        launched = inner or launched  # the innermost describes the ranks
     if launched is not None and launched.rank >= launched.size:
         raise ClusterError(f"this process is {launched}, but ranks count from 0.\n{_REMEDY}")
     return launched
@@ -98,7 +98,7 @@ def rendezvous_address(launched: Launched) -> tuple[tuple[str, ...], int | None,
         return (launched.address,), launched.port, b""
     address = environment.MASTER_ADDR.get()
     port = environment.MASTER_PORT.get()
-    if address is None or port is None:
+    if address is None or port is None:  # one of them alone says nothing
         address = launched.address
         port = None
     elif environment.TORCHELASTIC_USE_AGENT_STORE.get() == "True":
@@ -205,7 +205,7 @@ _SAYS: tuple[tuple[Variable[int | None], str, str], ...] = (
 
 def require_single() -> None:
     """Refuse to train alone in one of several processes, where nothing gives this one a rank."""
-    if environment.NPU_DEVICE_LAUNCHER.get() == "off":
+    if environment.NPU_DEVICE_LAUNCHER.get() == "off":  # the user knows
         return
     for variable, meaning, remedy in _SAYS:
         size = variable.get()
@@ -260,7 +260,7 @@ def read_mpi() -> Launched | None:
         job = ""
         if job_variable is not None:
             job = job_variable.get() or ""
-        if not job and on_one_host and size > 1:
+        if not job and on_one_host and size > 1:  # ranks of one host have the same starter
             job = _starter(local_rank)
         return Launched(
             launcher=launcher,

@@ -66,7 +66,7 @@ def mark(cluster: Cluster) -> None:
 
 def mark_as_candidate() -> None:
     """Mark the environment of this process, which may become a rank, unless its parent is a rank or a candidate."""
-    if not any(variable.is_set() for variable in _OF_A_RANK):
+    if not any(variable.is_set() for variable in _OF_A_RANK):  # it can't become one
         return
     mark = _mark_of_another_process()
     if mark is None or ("rank" not in mark and not _is_running(mark)):
@@ -125,9 +125,9 @@ def _mark_of_another_process() -> dict[str, Any] | None:
         variables = mark.pop("variables")
     except (ValueError, TypeError, KeyError, AttributeError):  # not written by this version of the package
         return None
-    if (pid, started) == (os.getpid(), start_time(os.getpid())):
+    if (pid, started) == (os.getpid(), start_time(os.getpid())):  # its own mark
         return None
-    if variables != _fingerprint():
+    if variables != _fingerprint():  # a launcher has made this process a rank of another job
         return None
     return dict(mark)
 

@@ -74,9 +74,9 @@ def _read(table: Fields) -> RankTable:
     if table.content["status"] != "completed":
         raise table.wrong("status", '"completed" or "initializing"')
     of_pods = False
-    if "server_list" in table.content:
+    if "server_list" in table.content:  # versions 1.0 and 1.2
         devices = _read_servers(table)
-    elif "group_list" in table.content:
+    elif "group_list" in table.content:  # older cloud and lab
         devices = _read_groups(table)
         of_pods = True
     else:
@@ -84,6 +84,7 @@ def _read(table: Fields) -> RankTable:
     devices.sort(key=lambda device: device.rank)
     _check_ranks(table.path, devices)
     _check_devices(table.path, devices)
+    # Tools of different hosts may format the same table differently.
     normalised = json.dumps(table.content, sort_keys=True, separators=(",", ":"))
     return RankTable(table.path, tuple(devices), of_pods, zlib.crc32(normalised.encode()))
 
@@ -98,7 +99,7 @@ def _read_servers(table: Fields) -> list[TableDevice]:  # versions 1.0 and 1.2
     names: list[str] = []
     for server in servers:
         name = server.text("server_id", "text of 1 to 64 characters", limit=64)
-        if name in names:
+        if name in names:  # else the ranks of one server would be taken for those of two
             raise server.wrong("server_id", f"another one: server_list[{names.index(name)}] has the same")
         names.append(name)
         host_ip = server.optional_text("host_ip")
@@ -116,7 +117,7 @@ def _read_groups(table: Fields) -> list[TableDevice]:  # the older cloud form (p
         instances = group.objects("instance_list")
         group.counts("instance_count", len(instances), "entries of instance_list")
         count_before = len(pairs)
-        for instance in instances:
+        for instance in instances:  # one process with its devices
             pairs += [(instance, fields) for fields in instance.objects("devices")]
         group.counts("device_count", len(pairs) - count_before, "devices of the group")
     is_lab = any("rank_id" in instance.content for instance, _ in pairs)
@@ -154,7 +155,7 @@ def _check_ranks(path: str, devices: Sequence[TableDevice]) -> None:
     for expected, device in enumerate(devices):
         if device.rank == expected:
             continue
-        if expected > 0 and device.rank == devices[expected - 1].rank:
+        if expected > 0 and device.rank == devices[expected - 1].rank:  # devices are sorted by rank
             twin = devices[expected - 1].location
             raise fault(path, f"rank {device.rank} appears twice, in {twin} and {device.location}; expected once")
         raise fault(
@@ -240,7 +241,7 @@ class Fields:
     def text(self, name: str, expected: str, limit: int | None = None) -> str:
         """Return a text that isn't empty. Numbers become text: many tables have numbers."""
         text = self.content.get(name)
-        if isinstance(text, int) and not isinstance(text, bool):
+        if isinstance(text, int) and not isinstance(text, bool):  # true is an int, too
             text = str(text)
         if not isinstance(text, str) or not text.strip():
             raise self.wrong(name, expected)

@@ -42,7 +42,7 @@ def _size_and_launcher() -> tuple[int, Launched | None]:
     size = _described_size()
     launched = launchers.read()
     if launched is None:
-        if size in (None, 1):
+        if size in (None, 1):  # each of several processes would train alone
             launchers.require_single()
         return size or 1, None
     if size is not None:
@@ -100,7 +100,7 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
     is_chosen = device_id is not None and not environment.RANK_ID.is_set()
     if device_id is None:
         device_id = environment.ASCEND_DEVICE_ID.get()
-    if device_id is None:
+    if device_id is None:  # the older name
         device_id = environment.DEVICE_ID.get()
     if not re.fullmatch(r"[A-Za-z0-9_-]+", environment.JOB_ID.get()):
         _log.warning("JOB_ID is %r; Ascend allows letters, digits, - and _ only", environment.JOB_ID.get())
@@ -179,7 +179,7 @@ def _from_rank_table(size: int, device_id: int | None) -> Membership:
         # Not every table gives addresses of hosts: an id of a server may be its address, too.
         chief_hosts = (chief.host_ip, chief.server, chief.device_ip)
     job_id = environment.JOB_ID.get()
-    if device_id is None:
+    if device_id is None:  # its number among the ranks of the server, which have consecutive ranks
         device_id = device.rank - servers.index(device.server)
     return Membership(
         scheme="rank table",
@@ -273,7 +273,7 @@ def _without_table(size: int, device_id: int) -> Membership:
             "expected addresses of one family, IPv4 or IPv6.\n"
             "What to do: give both in the family that the hosts use to reach each other."
         )
-    if worker_ip is None:
+    if worker_ip is None:  # then the host tells, by its addresses
         on_chief_host = _is_local(chief_ip)
     else:
         on_chief_host = worker_ip == chief_ip

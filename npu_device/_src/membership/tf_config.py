@@ -35,10 +35,10 @@ def read(device_id: int | None = None) -> Membership | None:
         raise _fault(
             "has a sparseCluster and no cluster: it names only some of the tasks, and here every rank has to know all"
         )
-    if not cluster:
+    if not cluster:  # a process that runs alone
         return None
     task_type, index = _task(config)
-    if task_type == "evaluator":
+    if task_type == "evaluator":  # it runs beside the training, by itself
         return None
     rank, addresses = _job(cluster, task_type, index)
     hosts = tuple(host for host, _ in addresses)
@@ -78,7 +78,7 @@ def _job(cluster: dict[str, Any], task_type: str, index: int) -> tuple[int, list
     if len(chiefs) > 1:
         raise _fault("has both chief and master in its cluster; expected one of them")
     tasks: dict[_Task, _Address] = {}
-    for name in (*chiefs, "worker"):
+    for name in (*chiefs, "worker"):  # the order of the ranks
         texts = cluster.get(name) or []
         if not isinstance(texts, list):
             raise _fault(f"has {texts!r} for cluster.{name}; expected a list of addresses")
@@ -116,7 +116,7 @@ def _task(config: dict[str, Any]) -> tuple[str, int]:
     index = task.get("index", 0)
     if not isinstance(task_type, str) or not task_type:
         raise _fault(f"has the task type {task_type!r}; expected chief, master, worker or evaluator")
-    if isinstance(index, bool) or not str(index).isdecimal():
+    if isinstance(index, bool) or not str(index).isdecimal():  # it may be written as text
         raise _fault(f"has the task index {index!r}; expected a whole number from 0")
     return task_type, int(index)
 

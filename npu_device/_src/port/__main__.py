@@ -16,7 +16,7 @@ refused; 2: usage."""
 
 def main(arguments: Sequence[str] | None = None, name: str = "npu-port") -> int:
     options = _options(arguments, name)
-    try:
+    try:  # only here, so that the usage can be shown without LibCST
         from npu_device._src.port import port_report
     except ModuleNotFoundError:
         print(f'{name} needs LibCST, of the extra "port": pip install "npu_device[port]"', file=sys.stderr)
@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None, name: str = "npu-port") -> int:
         print(port_report.as_json(files))
     else:
         if not options.write and not options.output:
+            # Before the report on stderr, if both go to one terminal.
             print("".join(file.diff for file in files), end="", flush=True)
         print(port_report.text(files), file=sys.stderr)
     if options.report:
@@ -77,7 +78,7 @@ def _problem(options: argparse.Namespace) -> str:
         return f"no such file or folder: {root}"
     if output and (output.is_file() or (output.is_dir() and any(output.iterdir()))):
         return f"{output} has files already; nothing is overwritten. Name a new folder"
-    if output and root.is_dir() and root.resolve() in output.resolve().parents:
+    if output and root.is_dir() and root.resolve() in output.resolve().parents:  # it would be copied into itself
         return f"{output} is in {root}. Name a folder beside it"
     folder = root if root.is_dir() else root.parent
     if options.main and not folder.joinpath(options.main).is_file():

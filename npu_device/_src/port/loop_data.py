@@ -19,6 +19,7 @@ def divide(port: Port, steps: list[Any]) -> None:
     sources = [loop.iter for loop in training]
     for loop in training:  # for _ in range(steps): x, y = next(iterator)
         sources += [node for node in walk(loop.body) if is_call_of(node, "next")]
+    # Loops over epochs read the same dataset.
     batches = {_batch(port, source) for source in sources} - {None}
     are_slices = [_divide_slices(port, loop) for loop in training]
     if len(batches) == 1 and _is_made_once(port, next(iter(batches))):
@@ -41,7 +42,9 @@ def _batch(port: Port, node: Any, depth: int = 0) -> Any:
         return None
     if method(node) in WORDS["batches"]:
         return node
-    if isinstance(node, cst.Call) and node.args and port.called_word(node) in WORDS["passes data on"]:
+    if (
+        isinstance(node, cst.Call) and node.args and port.called_word(node) in WORDS["passes data on"]
+    ):  # enumerate(data)
         return _batch(port, node.args[0].value, depth + 1)
     if method(node) and not port.name(node.func) and not port.functions(node.func, node):
         return _batch(port, node.func.value, depth + 1)  # a method of the dataset, such as prefetch
@@ -68,7 +71,7 @@ def _shard(port: Port, batch: Any, training: list[Any]) -> None:
     port.replace(dataset, target)
     port.replace(size, "rank_batch")
     port.report(DONE, "shard", batch)
-    if isinstance(size, cst.Name):
+    if isinstance(size, cst.Name):  # a name may also be used for shapes
         _resize(port, size.value, training)
 
 
@@ -82,7 +85,7 @@ def _resize(port: Port, size: str, training: list[Any]) -> None:
             continue
         if method(call) in WORDS["draws"]:
             port.replace(call, "{}" + SHARE)  # all ranks draw the same numbers, and each takes its own
-        else:
+        else:  # all ones are alike, and fewer of them are enough
             port.replace(uses[0], "{} // npu.distribute.size()")
         port.report(DONE, "batch size in a shape", call)
 

@@ -78,7 +78,7 @@ def scripts(folder: Path) -> Iterator[Path]:
         if "pyvenv.cfg" in names or "site-packages" in folders:
             folders.clear()
             continue
-        folders[:] = sorted(name for name in folders if name[0] not in "._")
+        folders[:] = sorted(name for name in folders if name[0] not in "._")  # os.walk goes into these only
         for name in sorted(names):
             if name.endswith((".py", ".ipynb")):
                 yield Path(path, name)
@@ -107,16 +107,16 @@ def port_text(
         return text, []
     port = _parsed(text)
     is_horovod = horovod(port)
-    if not is_horovod:
+    if not is_horovod:  # such a script divides its data and saves on rank 0 by itself
         strategies(port)
         models(port)
         loops(port)
         sessions(port, is_v1)
-        if port or port.is_open:
+        if port or port.is_open:  # else it doesn't train, and other scripts may use it
             files(port)
     if distribution and distribution != _distribution(port, is_horovod):
         port.report(OPEN, "other distribution", port.module)
-    if port.is_open or not port:
+    if port.is_open or not port:  # all or nothing: half a ported script would train wrongly
         return text, port.findings
     if any(node.value == "npu" for node in port.of(cst.Name)):
         raise Refused("it uses the name npu, which this package is imported by. Rename it first")
@@ -170,7 +170,7 @@ def _open(port: Port, is_entry: bool) -> None:
 def _anchor(port: Port) -> Any:
     """Return the statement after which the job is opened; None for the top of the script."""
     statements = port.module.body
-    if len(statements) < 2:
+    if len(statements) < 2:  # nothing would come after it
         return None
     candidates = [statement for statement in port.opened_after if statement in statements]
     introduction = _last_of_introduction(port)
@@ -221,7 +221,7 @@ def _guard(port: Port, call: Any, action: str) -> bool:
     if action == "first":
         port.guard(statement, _FIRST)
         return True
-    if not _is_plain(port, statement, call):
+    if not _is_plain(port, statement, call):  # the other ranks would miss it
         return False
     port.guard(statement, _MAIN, waits=action in ("save", "write") and _is_read(port, statement))
     return True
@@ -237,7 +237,7 @@ def _rule(port: Port, call: Any) -> PortingRule | None:
         # saver.save(…), where saver = tf.train.Saver()
         if dotted(call.func.value) and port.maker(call.func.value):
             name = f"{port.maker(call.func.value)}().{method(call)}"
-    if name == "open" and not re.search("[wax+]", port.text(argument(call, "mode", 1))):
+    if name == "open" and not re.search("[wax+]", port.text(argument(call, "mode", 1))):  # to read
         return None
     is_replicated = receiver in dict(port.replicated)
     for rule in RULES.values():

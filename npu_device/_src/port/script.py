@@ -184,7 +184,7 @@ class Script:
 
     def _qualified(self, node: Any) -> Any:
         names = self._qualified_names.get(node, ())
-        if callable(names):  # since LibCST 1.2, they are looked up when they are asked for
+        if callable(names):  # LibCST looks them up when they are asked for
             return names()
         return names
 

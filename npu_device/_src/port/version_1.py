@@ -32,7 +32,7 @@ def sessions(port: Port, is_v1: bool) -> None:
     _ask_about_what_is_gone(port)
     opened = [call for call in port.calls if port.name(call.func) in WORDS["sessions"]]
     optimizers = [call for call in port.calls if re.fullmatch(r"tensorflow\.train\.\w+Optimizer", port.name(call.func))]
-    if not opened or not optimizers:
+    if not opened or not optimizers:  # nothing trains in a session
         return
     _import_version_1(port, opened, is_v1)
     port.imports.append("from npu_bridge.npu_init import NPUDistributedOptimizer")
@@ -84,6 +84,7 @@ def _port_steps(port: Port) -> None:
     steps = [call for call in port.calls if method(call) in ("minimize", "compute_gradients")]
     for call in steps:
         noise(port, call)
+        # The optimizer averages over the ranks, which is right for a mean only.
         if scaling(port, argument(call, "loss", 0)) in (Scale.SUM, Scale.EACH):
             port.report(OPEN, "sum or mean", call)
     step_names = {port.text(port.target(port.statement(step))) for step in steps} - {""}
@@ -106,7 +107,7 @@ def _add_hook(port: Port, call: Any) -> None:
     hook = "NPUBroadcastGlobalVariablesHook(0)"
     hooks = argument(call, "hooks")
     if hooks is not None:
-        port.replace(hooks, f"[{hook}, *{{}}]")
+        port.replace(hooks, f"[{hook}, *{{}}]")  # before the others, which may read variables
     elif call.args:
         port.replace(call.args[-1], f"{{}}, hooks=[{hook}]")
     else:
@@ -121,7 +122,7 @@ def _divide_feed(port: Port, call: Any) -> None:
     """Divide what the training step of a session is fed with."""
     feeds: dict[Any, _Feed] = {}
     feed_dict = argument(call, "feed_dict", 1)
-    if feed_dict is not None and dotted(feed_dict):
+    if feed_dict is not None and dotted(feed_dict):  # feed_dict=feed, where feed = {x: …}
         feed_dict = next(iter(port.origins(feed_dict)), feed_dict)
     if isinstance(feed_dict, cst.Dict):
         nodes = [pair.value for pair in feed_dict.elements]
@@ -140,7 +141,7 @@ def _feed(port: Port, node: Any, call: Any) -> _Feed:
     assignment = None
     if dotted(node):
         assignment = port.assigned(node)
-    if assignment is None:
+    if assignment is None:  # {x: images[i : i + 10], rate: 0.1}
         if isinstance(node, _NUMBERS) or port.text(node) in ("True", "False"):
             return _Feed.NUMBER
         if is_slice(node):
@@ -189,12 +190,12 @@ def _is_reduce(port: Port, call: Any) -> bool:
 
 def _port_strategy(port: Port, call: Any, name: str) -> None:
     module, _, class_name = dotted(call.func).partition(".distribute.")
-    if "TPU" in name:
+    if "TPU" in name:  # it is there for another machine
         port.report(NOTE, "TPU", call)
     elif class_name and "ParameterServer" not in name:
         port.replace(call, f"{module}.distribute.get_strategy()")
         port.report(DONE, "strategy", call)
-    else:
+    else:  # from tensorflow.distribute import MirroredStrategy
         port.report(OPEN, "strategy's own", call)
 
 
@@ -219,9 +220,10 @@ def horovod(port: Port) -> bool:
     imports = [(name, node) for name, node in port.imported if name.split(".")[0] == "horovod"]
     for name, node in imports:
         is_plain = isinstance(node, cst.Import) and not node.names[0].asname
-        if name == "horovod" and is_plain:
+        if name == "horovod" and is_plain:  # import horovod
             port.replace(node, "from npu_device import horovod")
             port.report(DONE, "horovod", node)
+        # A plain "import horovod.tensorflow" would leave the name horovod to the original.
         elif name == "horovod" or (name.startswith(WORDS["faces of Horovod"]) and not is_plain):
             port.replace(node, port.text(node).replace("horovod", "npu_device.horovod", 1))
             port.report(DONE, "horovod", node)

@@ -61,11 +61,11 @@ def _replicate(port: Port, node: Any, model: Any, after: bool = True) -> None:
     """Replicate a model once in its scope, before or after the statement of a node."""
     name = port.text(model)
     key = (name, port.scope(node))
-    if key in port.replicated or isinstance(model, cst.Call):
+    if key in port.replicated or isinstance(model, cst.Call):  # a call would make a second model
         return
     port.replicated.add(key)
     line = f"npu.distribute.replicate({name})"
-    if dotted(model) and after:
+    if dotted(model) and after:  # else replicate changes the model in place
         line = f"{name} = {line}"
     port.insert(port.statement(node), line, after)
     port.report(DONE, "fit", node)
@@ -98,6 +98,7 @@ def _is_replicated(port: Port, model: Any, call: Any) -> bool:
     owner = next(iter(port.takers(name, call)), scopes[-1])
     scopes = scopes[: scopes.index(owner) + 1]
     for replicated, scope in port.replicated:
+        # An attribute may have been replicated in another method.
         if replicated == name and (scope in scopes or name.startswith("self.")):
             return True
     return False
@@ -161,7 +162,7 @@ def _ask_where_tapes_go(port: Port) -> None:
     named = [manager for manager in port.of(cst.WithItem) if manager.asname]
     tapes = {port.text(manager.asname.name) for manager in named if "GradientTape" in port.text(manager)}
     for call in port.calls:
-        if any(dotted(arg.value) in tapes for arg in call.args):
+        if any(dotted(arg.value) in tapes for arg in call.args):  # minimize(tape, loss)
             port.report(OPEN, "gradients from elsewhere", call)
 
 
@@ -177,8 +178,9 @@ def _is_of_keras(port: Port, call: Any) -> bool:
         if not isinstance(owner, cst.ClassDef):
             continue
         methods = {node.name.value for node in owner.body.body if isinstance(node, cst.FunctionDef)}
-        if port.inherits(owner, ("Optimizer",)):
+        if port.inherits(owner, ("Optimizer",)):  # one around another, which applies what it was given
             return True
+        # fit calls the train step, and replicate reduces its gradients.
         if "train_step" in methods and port.inherits(owner, _MODEL_CLASSES):
             return True
     return False
@@ -207,7 +209,7 @@ def _reduce(port: Port, call: Any) -> None:
     target = port.text(port.target(statement)).strip("[]()")
     if target and statement.body[0].value is source:  # gradients = tape.gradient(…)
         port.insert(statement, f"{target} = {template.format(target)}", after=True)
-    else:
+    else:  # optimizer.apply_gradients(zip(tape.gradient(…), …))
         port.replace(source, template)
     port.report(DONE, "reduce", source, f"the loss {effect} the samples: gradients are reduced by {reduction}")
 
@@ -218,11 +220,11 @@ def _gradient(port: Port, node: Any, depth: int = 0) -> Any:
         return node
     if isinstance(node, cst.Name):
         assignment = port.assigned(node)
-        if assignment is not None and _is_clipped(assignment):
+        if assignment is not None and _is_clipped(assignment):  # reduced before, so that all ranks clip alike
             return _gradient(port, assignment.value.args[0].value, depth + 1)
-    if depth >= 20:
+    if depth >= 20:  # assignments may go round in a circle
         return None
-    if is_call_of(node, "zip"):
+    if is_call_of(node, "zip"):  # zip(gradients, variables)
         candidates = [node.args[0].value]
     else:
         candidates = [*port.origins(node), *node.children]
@@ -243,9 +245,9 @@ def _broadcast(port: Port, call: Any) -> None:
     variables = _applied_variables(port, call)
     is_of_model = isinstance(variables, cst.Attribute) and variables.attr.value in WORDS["variables of a model"]
     names: list[Any] = []
-    if is_of_model:
+    if is_of_model:  # model.trainable_variables
         names = [variables.value]
-    elif variables is not None:
+    elif variables is not None:  # [w, b], generator.variables + discriminator.variables
         names = [node for node in walk(variables) if isinstance(node, cst.Name)]
     start = _start_of_loop(port, names, call)
     if start is None or (is_of_model and not _is_built(port, names[0], start)):
@@ -275,7 +277,7 @@ def _start_of_loop(port: Port, names: list[Any], call: Any) -> Any:
     if len({assignment.scope for assignment in assignments}) != 1:  # no line is known that all of them reach
         return None
     latest = max(assignments, key=lambda assignment: port.line(assignment.statement))
-    if isinstance(latest.scope, cst.ClassDef):
+    if isinstance(latest.scope, cst.ClassDef):  # a class attribute: no statement after it is in the loop
         return None
     block = next(node for node in port.around(latest.statement) if hasattr(node, "body"))
     for statement in block.body:

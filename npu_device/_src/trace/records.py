@@ -124,6 +124,7 @@ def read(directory: str | Path) -> list[RankTrace]:
     for path in Path(directory).glob(f"rank*/{FILE}"):
         sections = list(_sections(path))
         if sections:
+            # The first steps may have reduced something else, such as the gradients of a part of the model.
             traces.append(max(sections, key=lambda section: len(section.iterations)))
     return sorted(traces, key=lambda trace: trace.rank)
 
@@ -272,10 +273,10 @@ class TraceFile:
             assert self._file is not None
             self._file.seek(0)
             self._file.truncate()
-            self._iteration = 0
+            self._iteration = 0  # what was recorded isn't of this model
             self._previous_end = None
         self._schema = schema
-        if old is None or (old.model, old.segments) != (schema.model, schema.segments):
+        if old is None or (old.model, old.segments) != (schema.model, schema.segments):  # else it was traced again
             self._write(self._header(schema))
         return True
 
@@ -291,7 +292,7 @@ class TraceFile:
             if self._limit is not None and self._file.tell() + len(text) > self._limit:
                 self._drop_older_half(self._file)
             self._file.write(text)
-            self._file.flush()
+            self._file.flush()  # a trace may be read while the job runs
         except OSError as error:
             _log.warning("rank %d: tracing ends here, %s can't be written: %s", self._head.rank, self._path, error)
             self._file.close()

@@ -47,7 +47,7 @@ class Tracer:
         if cluster.rank == 0:
             _remove_surplus_traces(settings.output, cluster.world_size)
         self._schemas: list[PointSchema] = []
-        with compat.eager_mode():
+        with compat.eager_mode():  # the queue outlives the graph that is being built, if any
             self._queue = tf.queue.FIFOQueue(_WAITING, [tf.int32, tf.float64])
         self._thread = threading.Thread(target=self._take, name="npu_device-trace", daemon=True)
         self._thread.start()
@@ -60,7 +60,7 @@ class Tracer:
         times = tf.stack(points)
         fetched = fetchable_call(lambda array: self._file.add(schema, array.tolist()), times)
         if fetched is None:  # not in a session
-            self._schemas.append(schema)
+            self._schemas.append(schema)  # a queue takes tensors only: the number stands for the schema
             components = [tf.constant(len(self._schemas) - 1), times]
             compat.run_independently(tf.raw_ops.QueueEnqueueV2(handle=self._queue.queue_ref, components=components))
         return fetched
@@ -165,7 +165,7 @@ def when(sources: Iterable[Any]) -> Any:
         return time.time()
     operations = [_operation(source) for source in sources]
     graph = tf.compat.v1.get_default_graph()
-    if operations:
+    if operations:  # perhaps a graph around the one that is being built
         graph = operations[0].graph
     return _read(operations, graph)
 
@@ -184,7 +184,7 @@ def forward_start(gradients: Sequence[Any], name: str) -> Any:
     """Return the time when all inputs of a step with these gradients are there, or those of the operation with this
     name; None in eager mode.
     """
-    if tf.executing_eagerly():
+    if tf.executing_eagerly():  # forward has been run before anything was known of it
         return None
     targets = [_operation(gradient) for gradient in gradients]
     graph = targets[0].graph
@@ -305,7 +305,7 @@ def iteration() -> Iterator[None]:
     A reduction without this block, or without eager mode, is an iteration by itself.
     """
     has_eager_mode = tf.compat.v1.executing_eagerly_outside_functions()
-    if running() is None or _current.iteration is not None or not has_eager_mode:
+    if running() is None or _current.iteration is not None or not has_eager_mode:  # no trace, or a block in a block
         yield
         return
     open_iteration = _OpenIteration(_graph())
@@ -356,6 +356,7 @@ def traced_reduction(
         has_bp_end=end is not None,
         waits_for_all=waits_for_all,
     )
+    # In the order that PointSchema describes; the ends of segments follow.
     points = [point for point in (start, end) if point is not None]
     points += [when([gradient]) for gradient in ordered]
     reduction = TracedReduction(tracer, schema, points)
@@ -404,6 +405,6 @@ def _gradient(gradient: Any, wire: tf.DType | None) -> GradientRecord:
     if not tf.executing_eagerly():  # eager tensors have no names
         # TensorFlow prefixes what a tape makes; the rest of the name is the forward operation's.
         name = gradient.name.removeprefix("gradient_tape/").partition(":")[0]
-    count = gradient.shape.num_elements() or 0
+    count = gradient.shape.num_elements() or 0  # rows of a sparse one aren't known beforehand
     dtype = wire_dtype(gradient.dtype, wire)
     return GradientRecord(name, prefix + dtype.name, count * dtype.size)
