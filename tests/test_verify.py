@@ -320,7 +320,9 @@ def test_rounding_shows_in_a_few_updates_only() -> None:
     def record(moved: list[int], by: float) -> compare.Record:
         later = 2 * weights
         later[moved] += by * weights[moved]
-        steps = [compare.Step("o", list("abcdefgh"), gradients, each, Counter([1])) for each in (weights, later)]
+        steps = [
+            compare.RecordedStep("o", list("abcdefgh"), gradients, each, Counter([1])) for each in (weights, later)
+        ]
         return compare.Record(steps)
 
     one, again = record([], 0), record([4, 5, 6, 7], 1e-5)

@@ -35,7 +35,7 @@ def _no_tensors() -> np.ndarray:
 
 
 @dataclass
-class Step:
+class RecordedStep:
     """A step of an optimizer in one process."""
 
     optimizer: str = ""
@@ -53,7 +53,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """A call of the script that may explain a difference."""
 
     kind: str
@@ -69,13 +69,13 @@ class Call:
 class Record:
     """What one process leaves."""
 
-    steps: list[Step] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    steps: list[RecordedStep] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
     joined: bool = False  # it was a rank of a job
     horovod: bool = False  # by Horovod's names
     last_bit: float = 0.0  # of the dtype in which its models compute
 
-    def of(self, kind: str) -> list[Call]:
+    def of(self, kind: str) -> list[RecordedCall]:
         """Return the calls of a kind."""
         return [call for call in self.calls if call.kind == kind]
 
@@ -118,7 +118,7 @@ def average_of(ranks: Sequence[Record]) -> Record:
         average = step.gradients
         if len(gradients) == len(steps_of_ranks):  # else a rank has taken its gradients from somewhere else
             average = np.mean(gradients, axis=0)
-        steps.append(Step(step.optimizer, step.names, average, step.weights, union(steps_of_ranks)))
+        steps.append(RecordedStep(step.optimizer, step.names, average, step.weights, union(steps_of_ranks)))
     return Record(steps, ranks[0].calls, joined=True, horovod=True, last_bit=ranks[0].last_bit)
 
 
@@ -134,7 +134,7 @@ class Deviation:
     allowed: float  # what rounding explains
 
 
-def union(steps: Sequence[Step]) -> Counter[int]:
+def union(steps: Sequence[RecordedStep]) -> Counter[int]:
     """Return the rows of all ranks' batches in one step."""
     return sum((step.rows for step in steps), Counter())
 

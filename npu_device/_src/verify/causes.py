@@ -10,7 +10,7 @@ from typing import Callable
 import numpy as np
 
 from npu_device._src.comparison import compare
-from npu_device._src.comparison.compare import GRADIENT, STATE, UPDATE, Deviation, Record, Step
+from npu_device._src.comparison.compare import GRADIENT, STATE, UPDATE, Deviation, Record, RecordedStep
 
 PAGE = Path(__file__).with_name("causes.md").read_text(encoding="utf-8")
 _SHOWN = 5
@@ -27,7 +27,7 @@ class Findings:
 
     def __init__(self, one: Record, again: Record, ranks: Sequence[Record]) -> None:
         self.one, self.again, self.ranks, self.size = one, again, ranks, len(ranks)
-        self.steps: list[tuple[Step, ...]] = list(zip(one.steps, *(record.steps for record in ranks)))
+        self.steps: list[tuple[RecordedStep, ...]] = list(zip(one.steps, *(record.steps for record in ranks)))
         found = [compare.compare(one, again, record) for record in ranks]
         # Of variables that no optimizer trains, those of any rank. Later steps follow from the first one that differs.
         self.deviations = found[0] + [each for more in found[1:] for each in more if each.kind == STATE]

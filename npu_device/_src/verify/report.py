@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 from npu_device._src.comparison import compare
-from npu_device._src.comparison.compare import Call
+from npu_device._src.comparison.compare import RecordedCall
 from npu_device._src.verify import causes
 from npu_device._src.verify.causes import Findings
 from npu_device._src.verify.plan import Process
@@ -80,7 +80,7 @@ def _notes(record: compare.Record) -> list[str]:
     return notes
 
 
-def _layers(calls: Sequence[Call]) -> str:
+def _layers(calls: Sequence[RecordedCall]) -> str:
     """Return the number and names of the layers in some calls; "" without any."""
     names = list(dict.fromkeys(call.what for call in calls))
     shown = ", ".join(names[:3]) + (", …" if names[3:] else "")

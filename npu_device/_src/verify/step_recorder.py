@@ -31,7 +31,7 @@ from npu_device._src.cluster.time_limits import RECORDS_SECONDS
 from npu_device._src.collectives import job
 from npu_device._src.collectives.call import user_line
 from npu_device._src.comparison import noise
-from npu_device._src.comparison.compare import PROJECTIONS, Call, Record, Step, load
+from npu_device._src.comparison.compare import PROJECTIONS, Record, RecordedCall, RecordedStep, load
 from npu_device._src.gradients.reduction import WIRE_DTYPES
 from npu_device._src.trace.trace import leading_to
 from npu_device._src.training.distribute.normalization import is_alone
@@ -53,7 +53,7 @@ class Recorder:
     """The record of this process, and its hooks. TensorFlow's are installed at once, and it is seeded."""
 
     def __init__(self, process: Process, seed: int) -> None:
-        self._process, self._record, self._next = process, Record(), Step()
+        self._process, self._record, self._next = process, Record(), RecordedStep()
         self._lock = threading.RLock()
         self._counts: dict[str, int] = {}  # steps of each optimizer that has been seen
         self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # of optimizers
@@ -116,7 +116,7 @@ class Recorder:
 
     def _note(self, kind: str, line: str = "", what: str = "", outcome: Any = None) -> None:
         """Keep a call of the script with its line, once."""
-        call = Call(kind, line or user_line(), what, outcome)
+        call = RecordedCall(kind, line or user_line(), what, outcome)
         with self._lock:
             if call not in self._record.calls:
                 self._record.calls.append(call)
@@ -170,7 +170,7 @@ class Recorder:
         self._record.steps.append(
             replace(self._next, optimizer=optimizer, names=names, gradients=gradients, weights=weights)
         )
-        self._next = Step()
+        self._next = RecordedStep()
         counts, wanted = self._counts, self._process.steps
         counts[optimizer] += 1
         if min(counts.values()) >= wanted or counts[optimizer] >= _FAR_MORE * wanted:
@@ -267,7 +267,7 @@ class Recorder:
     def _shuffle(self, own: Any, dataset: Any, buffer_size: Any, seed: Any = None, *args: Any, **kwargs: Any) -> Any:
         process, record = self._process, self._record
         number = len(record.of("shuffle"))
-        call = Call("shuffle", user_line(), outcome=None if seed is None else int(seed))
+        call = RecordedCall("shuffle", user_line(), outcome=None if seed is None else int(seed))
         record.calls.append(call)
         if seed is not None and process.ranks > 1 and load(process.single.folder).of("shuffle")[number:][:1] != [call]:
             return own(dataset, buffer_size, seed, *args, **kwargs)  # another seed than that of the single process
