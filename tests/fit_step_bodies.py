@@ -88,7 +88,7 @@ def body_one_optimizer(kind: str) -> Any:
 
 def body_logs() -> dict[str, Any]:
     """Return the logs of a train step that returns a Python number, its rank; the errors of two that can't be run; and
-    the warnings about one that returns a result, a function of it, and a number.
+    the warnings about one that returns a result, what Python makes of it, and its root.
     """
     keras = tf.keras
 
@@ -101,7 +101,8 @@ def body_logs() -> dict[str, Any]:
                 logs["loss"].numpy()
             elif kind == "computed":
                 result = self.mine.result()
-                return {**logs, "mine": result, "perplexity": tf.exp(result), "number": tf.reduce_mean(data[0])}
+                perplexity = tf.ensure_shape(tf.numpy_function(np.exp, [result], tf.float32), [])
+                return {**logs, "mine": result, "perplexity": perplexity, "root": tf.sqrt(result)}
             return {**logs, "number": float(npu.distribute.rank())}
 
     found: dict[str, Any] = {}
