@@ -204,3 +204,33 @@ def body_saved(directory: str) -> None:
 
 def test_layers_are_saved_and_loaded(keras_ranks: Pool, tmp_path: Path) -> None:
     keras_ranks.run(body_saved, str(tmp_path))
+
+
+@hears
+def body_uneven_first_step(said: list[str]) -> list[str]:
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    distribute = npu.distribute
+    layer = distribute.SyncBatchNormalization()
+
+    x = tf.Variable(tf.ones([2, 3]))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(layer(x, training=True))
+    distribute.all_reduce([tape.gradient(loss, x)])
+    assert not said, said
+    x = tf.Variable(tf.ones([1 + distribute.rank(), 3]))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(layer(x, training=True))
+    tape.gradient(loss, x)
+    for _ in range(2):
+        distribute.weighted_mean([tf.ones([3])], 1 + distribute.rank())
+    return said
+
+
+def test_an_uneven_first_step_whose_gradients_are_weighted_later(two_ranks: Pool) -> None:
+    """In eager mode, the backward pass of the first step can't know that ``weighted_mean`` comes."""
+    for said in two_ranks.run(body_uneven_first_step):
+        [text] = said
+        assert "different numbers of samples in the first step" in text and "What to do: begin with" in text
