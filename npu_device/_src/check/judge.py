@@ -167,6 +167,7 @@ def _conditions(job: CheckedJob) -> Iterator[str]:
                 f"{'ahead of' if facts.clock > 0 else 'behind'} that of rank 0: times in logs and files don't match.\n"
                 "What to do: synchronize the clocks of the hosts (chrony, NTP)."
             )
+        # Ranks may be bound to different cores, or share all of them.
         cores = len({core for rank in ranks for core in job.facts[rank].cores})
         if cores < len(ranks):
             yield (

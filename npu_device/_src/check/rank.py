@@ -164,7 +164,7 @@ def _unreachable(job: Job, servers: tuple[str, ...]) -> dict[int, str]:
         ranks = [rank for rank, host_of_rank in enumerate(hosts) if host_of_rank == host]
         targets.append(ranks[min(job.cluster.local_rank, len(ranks) - 1)])
     targets.sort()
-    with ThreadPoolExecutor(16) as pool:
+    with ThreadPoolExecutor(16) as pool:  # a firewall that drops packets makes each one wait
         outcomes = pool.map(lambda rank: _connect(servers[rank]), targets)
         return {rank: f"{servers[rank]}: {outcome}" for rank, outcome in zip(targets, outcomes) if outcome}
 
@@ -184,7 +184,7 @@ def _between(job: Job, leaders: list[int], engines: Iterable[str]) -> dict[str, 
     """Return the seconds of an all_reduce of one rank per host, for each engine and size. The leaders call this."""
     hosts = job.hosts
     times = {}
-    try:
+    try:  # the job has chosen one engine; the others are tried in its place
         for engine in engines:
             job.hosts = replace(hosts, engine=engine)
             times[engine] = _by_size(job, f"check_between_{engine}", leaders)

@@ -52,6 +52,7 @@ def steady(traces: Sequence[RankTrace]) -> list[RankTrace]:
         lines = "\n".join(f"rank {trace.rank}: model {trace.model}, segments {trace.segments}" for trace in traces)
         raise ValueError(f"the ranks reduced different segments:\n{lines}\nLikely cause: traces of several runs.")
     by_number = [{iteration.iteration: iteration for iteration in trace.iterations} for trace in traces]
+    # The files of ranks end at different iterations, and may have lost different older halves.
     common = sorted(set.intersection(*map(set, by_number)))
     if not common:
         counts = "\n".join(f"rank {trace.rank}: {len(trace.iterations)} iterations" for trace in traces)
@@ -83,14 +84,14 @@ def slowest(ranks: Sequence[RankFigures]) -> Slowest | None:
     """Return the rank that the others wait for; None if all are about as fast."""
     busiest = max(ranks, key=lambda rank: rank.busy)
     others = [rank for rank in ranks if rank is not busiest]
-    if not others:
+    if not others:  # the trace of a single rank
         return None
     late = busiest.busy - statistics.median(rank.busy for rank in others)
     if late < _EVEN * busiest.step:
         return None
     input_wait = busiest.input_wait - statistics.median(rank.input_wait for rank in others)
     cause = "forward and backward"
-    if input_wait > late / 2:
+    if input_wait > late / 2:  # the larger part of its lag
         cause = "waiting for input"
     return Slowest(busiest.rank, busiest.host, late, cause)
 
@@ -166,7 +167,7 @@ def _situation(trace: RankTrace, rank: RankFigures) -> tuple[str, str, str]:
     shares = [trace.bytes_of(segment) / total for segment in order]
     backward = rank.alone + rank.hidden
     overhang = _overhang(rank)
-    if max(shares) >= _MAJORITY:
+    if max(shares) >= _MAJORITY:  # then it matters little where the others are cut
         segment = "The only segment has all"
         if len(order) > 1:
             segment = f"One of {len(order)} segments has {max(shares):.0%}"

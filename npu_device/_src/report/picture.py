@@ -67,7 +67,7 @@ def page(analysis: Analysis, text: str) -> str:
 def _drawn(analysis: Analysis) -> list[RankTrace]:
     """Return the traces to draw: of the slowest rank, and of the others as many as fit."""
     slowest = 0
-    if analysis.slowest is not None:
+    if analysis.slowest is not None:  # the rank that explains the others' waiting
         slowest = analysis.slowest.rank
     others = [trace.rank for trace in analysis.traces if trace.rank != slowest]
     ranks = {slowest, *others[: _SHOWN - 1]}
@@ -132,11 +132,11 @@ class _RankPicture:
         for segment in sorted(range(len(intervals)), key=intervals.__getitem__):
             start, end = intervals[segment]
             free_lanes = [lane for lane, free_from in enumerate(lanes) if free_from <= start]
-            lane = min([*free_lanes, len(lanes), _MOST_LANES - 1])
+            lane = min([*free_lanes, len(lanes), _MOST_LANES - 1])  # the highest free one, else a new one below
             lanes[lane : lane + 1] = [end]
             top = _PHASES_HEIGHT + lane * _LANE_HEIGHT
             title = self._title(segment, end - start)
-            if start < bp_end:
+            if start < bp_end:  # a reduction may be hidden at first, and exposed later
                 self._bar("hidden reduction", start, min(end, bp_end), top, title)
             if end > bp_end:
                 self._bar("exposed reduction", max(start, bp_end), end, top, title)

@@ -35,6 +35,7 @@ def _notes(analysis: Analysis) -> list[str]:
         f"medians of {len(numbers)} iterations, from number {numbers[0]} to {numbers[-1]}",
         _clocks(analysis.traces),
     ]
+    # The ranks write on their own hosts.
     absent = sorted(set(range(trace.world_size)) - {trace.rank for trace in analysis.traces})
     if absent:
         lines.append(
@@ -47,7 +48,7 @@ def _notes(analysis: Analysis) -> list[str]:
 def _clocks(traces: Sequence[RankTrace]) -> str:
     if len({trace.host for trace in traces}) == 1:
         return "all ranks read the clock of the same host"
-    if any(trace.clock_error_us is None for trace in traces):
+    if any(trace.clock_error_us is None for trace in traces):  # a rank of another host didn't get an answer
         return "the clocks of the hosts could not be compared: times of different hosts don't fit together"
     error = max(trace.clock_error_us or 0.0 for trace in traces)
     return f"the clocks of the hosts were compared at the start, to ±{error / 1e3:.2f} ms"
