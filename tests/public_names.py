@@ -49,7 +49,7 @@ def names() -> Names:
     for module_name in modules():
         module = importlib.import_module(module_name)
         below = {module.name for module in pkgutil.iter_modules(getattr(module, "__path__", []))}
-        for name in sorted({*getattr(module, "__all__", vars(module)), *below}):
+        for name in sorted({*getattr(module, "__all__", dir(module)), *below}):
             thing = getattr(module, name, None)
             if is_public(name) and type(thing).__module__ != "__future__":
                 found[f"{module_name}.{name}"] = _parameters(thing) if _is_ours(thing) else None

@@ -39,3 +39,7 @@ def __getattr__(name: str) -> _Any:
     if name not in ("hccl", "npu_callbacks"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _importlib.import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "SyncBatchNormalization", "hccl", "npu_callbacks"})
