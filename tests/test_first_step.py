@@ -116,6 +116,8 @@ def _with_step(kind: str) -> Any:
                     loss = each if kind.startswith("per sample") else tf.reduce_mean(each)
                     if "penalty" in kind:
                         loss = tf.reduce_sum(loss) + tf.reduce_sum(tf.convert_to_tensor(self.dense.kernel) ** 2)
+                    if "all weights" in kind:
+                        loss += tf.reduce_sum(tf.convert_to_tensor(self.dense.bias) + 1) ** 2
                     tf.print("not in the check")
             variables = (self.words if kind == "valid steps of words" else self.dense).trainable_variables
             gradients = tape.gradient(loss, variables)
@@ -228,6 +230,7 @@ def test_sums_over_the_samples_are_added_up(keras_two_ranks: Pool, kind: str) ->
 ERRORS = {
     "per sample, penalty": ["adds up what its samples give", "dense/bias", "aren't", "reduction='sum'"],
     "local bank": ["bank", "takes values of the samples", "# set here", "npu.distribute.all_gather"],
+    "per sample, penalty on all weights": ["beside what doesn't depend on them", "reduction='sum'"],
     "codebook": ["kept", "from sums or means", "self.kept.assign(0.9", "npu.distribute.all_reduce(total, 'sum')"],
     "start by the batch": ["kept", "from sums or means", "self.kept.assign(1 /", "npu.distribute.all_reduce("],
     "by hand": ["kernel", "without an optimizer", "variable.assign(", "npu.distribute.all_reduce(gradients)"],

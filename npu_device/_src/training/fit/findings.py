@@ -79,6 +79,23 @@ def comparisons(rehearsal: Rehearsal, runs: Runs) -> list[Comparison]:
     return sorted(found, key=lambda comparison: -comparison.size)
 
 
+def are_sums_with_more(runs: Runs, others: Sequence[Outcome], weights: Sequence[float]) -> bool:
+    """Return whether all gradients are sums over the samples and something else, the same for any samples.
+
+    Added up over parts, they have too much of the latter, whatever the parts; ``others`` are parts of other sizes.
+    """
+    found = False
+    for place, gradient in enumerate(runs.whole.gradients):
+        parts = [run.gradients[place] for run in (*runs.parts, *others)]
+        whole, *values = _dense([gradient, *parts])
+        values = [value / weight for value, weight in zip(values, (*runs.weights, *weights))]
+        too_much, again = (sum(some) - whole for some in (values[: len(runs.parts)], values[len(runs.parts) :]))
+        if not _norm(too_much - again) <= 1e-3 * _norm(whole - too_much):
+            return False
+        found = found or _norm(too_much) > 1e-3 * _norm(whole)
+    return found
+
+
 def adding(compared: Sequence[Comparison]) -> dict[Any, bool]:
     """Return for each reduction if all its gradients are sums over the samples, or means; without those of 0."""
     found = {}
@@ -342,6 +359,20 @@ def names(different: Sequence[Comparison]) -> str:
     return shown + (f" and {len(different) - 3} more" if len(different) > 3 else "")
 
 
+_TAKE_THE_MEAN = (
+    "What to do: take the mean over the samples, tf.reduce_mean(loss); for a sum, pass a loss object with "
+    "reduction='sum' to compile, or keep it as an attribute of the model."
+)
+
+
+def beside_a_sum(title: str, different: Sequence[Comparison], world: World) -> str:
+    return (
+        f"{title} adds up what its samples give beside what doesn't depend on them, such as a penalty on weights: in "
+        f"the gradient of {names(different)}. As means over the {world.size} ranks, the sums would be {world.size} "
+        f"times too small; as sums, the rest {world.size} times too large.\n{_TAKE_THE_MEAN}"
+    )
+
+
 def of_two_kinds(title: str, compared: Sequence[Comparison], world: World) -> str:
     sums = [comparison for comparison in compared if comparison.is_sum and not comparison.is_mean]
     reduction = sums[0].reduction
@@ -351,9 +382,8 @@ def of_two_kinds(title: str, compared: Sequence[Comparison], world: World) -> st
         f"{names(sums)} are sums over the samples, those of {names(others)} aren't. Means over the {world.size} ranks "
         f"would be {world.size} times too small for the former, sums too large for the latter.\nLikely cause: a loss "
         "with one value per sample, or their sum, is differentiated together with a mean or with a penalty on weights; "
-        "or a regularizer multiplies samples with each other (tf.tensordot).\nWhat to do: take the mean over the "
-        "samples, tf.reduce_mean(loss); for a sum, pass a loss object with reduction='sum' to compile, or keep it as "
-        "an attribute of the model."
+        "or a regularizer multiplies samples with each other (tf.tensordot).\n"
+        f"{_TAKE_THE_MEAN}"
     )
 
 

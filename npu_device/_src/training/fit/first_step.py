@@ -211,6 +211,8 @@ def _judge(function: Function, samples: Samples, found: Compared) -> _Verdict:
         warnings.append(findings.clipped(title, line, world))
     elif different and (move := findings.moving(rehearsal)):
         warnings.append(findings.moved(title, move, world))
+    elif different and _are_sums_with_more(samples, found):
+        return _Verdict("", findings.beside_a_sum(title, different, world))
     elif different:
         place = _place(function, samples.spec, parts)
         if place is None and mixing:
@@ -223,6 +225,16 @@ def _judge(function: Function, samples: Samples, found: Compared) -> _Verdict:
     )
     result = "checked, with a warning" if warnings else "checked"
     return _Verdict(f"{result}: {compared_with} of them", warning="\n".join(warnings))
+
+
+def _are_sums_with_more(samples: Samples, found: Compared) -> bool:
+    count = samples.whole.units
+    if count < 3 or found.rehearsal.step.sums.reductions:
+        return False
+    cut = [run_of(samples.whole.data, count, 0, 1), run_of(samples.whole.data, count, 1, count)]
+    others = [Part(cut[0], 1, count, True), Part(cut[1], count - 1, count, False)]
+    weights = [part.weight for part in others]
+    return findings.are_sums_with_more(found.runs, found.rehearsal.run(others), weights)
 
 
 def _place(function: Function, spec: Any, parts: Sequence[Part]) -> tuple[str, bool] | None:
