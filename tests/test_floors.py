@@ -69,7 +69,8 @@ FILES = {
 INSIDE = {
     "collectives": (
         ("dtypes", "engines/host/buffers", "engines/host/mpi_world", "gpu_choice", "graph", "group"),
-        ("call", "hosts_of_job"),
+        ("calling_threads", "hosts_of_job"),
+        ("call",),
         ("call_count", "engines/host/channel", "sessions"),
         ("engines/context", "engines/host/programs", "engines/host/message_channel"),
         ("engines/host/memory_ring", "engines/host/queue", "engines/host/sockets", "engines/host/mpi_messages"),
@@ -177,7 +178,16 @@ def _defined() -> set[str]:
     return found
 
 
-PRIVATE = {"_getframe", "_DummyThread", "_ActionsContainer", "_asdict", "_replace", "_tmp_path_factory", "_setupstate"}
+PRIVATE = {
+    "_getframe",
+    "_current_frames",
+    "_DummyThread",
+    "_ActionsContainer",
+    "_asdict",
+    "_replace",
+    "_tmp_path_factory",
+    "_setupstate",
+}
 """Names with an underscore that are used outside of ``compat/``: they are Python's own, and pytest's (the last two)."""
 
 

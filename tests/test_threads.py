@@ -5,8 +5,11 @@ where TensorFlow runs calls in any order, and a collective is refused on every r
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Callable
 
+import job
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -50,57 +53,150 @@ def _sums(group: str, number: int, elements: int) -> int:
     return wrong
 
 
-def body_one_group(elements: int, named: bool) -> tuple[list[str], list[int]]:
-    begin = threading.Barrier(2)
-
-    def call(number: int) -> int:
-        begin.wait()
-        return _sums("hccl_world_group", number, elements)
-
-    ended = _in_threads(call, named)
+def body_one_group(elements: int, kind: str, rounds: int) -> tuple[list[str], int]:
+    """The errors of two threads that reduce in one group, a few times, and how many sums were wrong."""
+    ended: list[Any] = []
+    for _ in range(rounds):
+        if kind == "pooled":
+            with ThreadPoolExecutor(2) as pool:
+                futures = [pool.submit(_sums, "hccl_world_group", number, elements) for number in range(2)]
+            ended += [future.exception() or future.result() for future in futures]
+        else:
+            ended += _in_threads(lambda number: _sums("hccl_world_group", number, elements), kind == "named")
     errors = [f"{type(error).__name__}: {error}" for error in ended if isinstance(error, Exception)]
-    return errors, [wrong for wrong in ended if not isinstance(wrong, Exception)]
+    return errors, sum(wrong for wrong in ended if not isinstance(wrong, Exception))
 
 
 @pytest.mark.both_backends
-@pytest.mark.parametrize("elements, named", [(1 << 18, True), (3, False)])
-def test_one_group_of_two_threads_is_refused(several_ranks: Pool, elements: int, named: bool) -> None:
+@pytest.mark.parametrize("rounds", [5, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("elements, kind", [(1 << 18, "named"), (3, "unnamed"), (3, "pooled")])
+def test_one_group_of_two_threads_is_refused(several_ranks: Pool, elements: int, kind: str, rounds: int) -> None:
     # A thread whose counterparts all go on is alone with them, once the others have been refused.
-    for errors, wrong in several_ranks.run(body_one_group, elements, named, timeout=90):
-        assert wrong in ([], [0])
+    names = {"named": "'trainer ", "unnamed": "in thread 'Thread", "pooled": "in thread 'ThreadPoolExecutor'"}
+    for errors, wrong in several_ranks.run(body_one_group, elements, kind, rounds, timeout=300):
+        assert wrong == 0
         first = errors[0]
-        assert first.startswith("MismatchError")
-        assert ("'trainer 0'" in first or "'trainer 1'" in first) if named else "in thread 'Thread" in first
+        assert first.startswith("MismatchError") and names[kind] in first
         for rank in range(several_ranks.size):
             assert f"rank {rank} on host" in first
         assert "What to do: give each thread a group of its own (hccl.manage.api.create_group)" in first
 
 
+IN_FUNCTIONS = """
+import os, sys, threading
+import npu_device as npu
+
+npu.open().as_default()
+import tensorflow as tf
+
+size, found = npu.distribute.size(), []
+step = tf.function(lambda x: npu.distribute.all_reduce([x, x[:3]], "sum"))
+step(tf.ones([1000]))
+
+def work(value):
+    try:
+        for _ in range(20):
+            total, part = step(tf.fill([1000], value))
+            if {*total.numpy(), *part.numpy()} != {size * value}:
+                found.append(f"wrong: {total[0]}")
+    except Exception as error:
+        found.append("refused" if "MismatchError: the ranks of group" in str(error) else f"{error}")
+
+threads = [threading.Thread(target=work, args=(float(value),)) for value in (1, 100)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print("ended", *found, flush=True)
+os._exit(0)  # the job has failed
+"""
+_SOCKETS = {"NPU_DEVICE_SHARED_MEMORY": "off"}
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        pytest.param({**_SOCKETS, "NPU_DEVICE_BACKEND": "tcp"}, id="tcp"),
+        pytest.param({**_SOCKETS, "NPU_DEVICE_BACKEND": "tensorflow"}, marks=pytest.mark.full, id="tensorflow"),
+    ],
+)
+def test_two_threads_that_call_one_function_are_refused(tmp_path: Path, environment: dict[str, str]) -> None:
+    for output in job.outputs(tmp_path, 2, IN_FUNCTIONS, **environment):
+        [ended] = [line.split()[1:] for line in output.splitlines() if line.startswith("ended")]
+        assert set(ended) <= {"refused"}, output  # nothing if one thread ends before the other begins
+
+
 def body_one_after_the_other() -> list[Any]:
+    """Threads that reduce in turns: each after the one before, in one pool, beside others that do something else."""
     # Python's own names are numbers of a process: rank 0 has had more threads than the others.
     for _ in range(3 - npu.open().worker_id):
         threading.Thread(target=int).start()
     ended: list[Any] = []
+    step = tf.function(lambda x: npu.distribute.all_reduce(x, "sum"))
+
+    def run(number: int) -> None:
+        ended.append(_sums("hccl_world_group", number, 3))
+        ended.append(float(_in_loop(step)) - npu.distribute.size() ** 3)
+
     for number in range(3):
-        thread = threading.Thread(target=lambda number=number: ended.append(_sums("hccl_world_group", number, 3)))
+        thread = threading.Thread(target=run, args=(number,))
         thread.start()
         thread.join(60)
+    begin, end = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(3) as pool:
+        pool.submit(end.wait, 60)
+        pool.submit(lambda: (begin.set(), end.wait(60)))
+        begin.wait(60)
+        pool.submit(run, 3).result(60)
+        end.set()
+    turns = [threading.Event(), threading.Event()]
+
+    def take_turns(number: int) -> None:
+        for _ in range(3):
+            turns[number].wait(60)
+            turns[number].clear()
+            ended.append(float(step(tf.constant(1.0))) - npu.distribute.size())
+            turns[1 - number].set()
+
+    turns[0].set()
+    _in_threads(take_turns)
     return ended
 
 
+def _in_loop(step: Any) -> tf.Tensor:
+    """A function that is called in a loop of another one."""
+
+    @tf.function
+    def thrice() -> tf.Tensor:
+        value = tf.constant(1.0)
+        for _ in tf.range(3):
+            value = step(value)
+        return value
+
+    return thrice()
+
+
 @pytest.mark.both_backends
-def test_threads_without_a_name_one_after_the_other(several_ranks: Pool) -> None:
-    assert several_ranks.run(body_one_after_the_other) == [[0, 0, 0]] * several_ranks.size
+def test_threads_one_after_the_other(several_ranks: Pool) -> None:
+    assert several_ranks.run(body_one_after_the_other) == [[0] * 14] * several_ranks.size
 
 
-def body_a_group_each(elements: int) -> list[Any]:
+def body_a_group_each(elements: int, pooled: bool = False) -> list[Any]:
     size = npu.open().workers_num
     for number in range(2):
         create_group(f"thread {number}", size, list(range(size)))
-    wrong = _in_threads(lambda number: _sums(f"thread {number}", number, elements))
+    if pooled:
+        with ThreadPoolExecutor(2) as pool:
+            wrong = list(pool.map(lambda number: _sums(f"thread {number}", number, elements), range(2)))
+    else:
+        wrong = _in_threads(lambda number: _sums(f"thread {number}", number, elements))
     for number in range(2):
         destroy_group(f"thread {number}")
     return wrong
+
+
+@pytest.mark.both_backends
+def test_a_group_for_each_thread_of_a_pool(several_ranks: Pool) -> None:
+    assert several_ranks.run(body_a_group_each, 3, True) == [[0, 0]] * several_ranks.size
 
 
 def body_a_tag_each(elements: int) -> list[int]:

@@ -34,6 +34,7 @@ class AgreedEngine:
         self.job = job
         self.group = group
         self.terms = terms
+        self._later_terms = terms and terms.of_later_transfers()
         self._route = route or WithData()
 
     def all_reduce(self, segments: Sequence[Tensors], reduction: str, wire: Wire = None) -> list[list[tf.Tensor]]:
@@ -132,7 +133,7 @@ class AgreedEngine:
         return AgreedEngine(self.job, self.group)
 
     def _take_terms(self) -> Terms | None:
-        terms = self.terms
+        terms = self.terms or self._later_terms
         self.terms = None
         return terms
 

@@ -12,11 +12,8 @@ import functools
 import hashlib
 import json
 import operator
-import re
 import sys
-import threading
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -29,13 +26,12 @@ from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.time_limits import DETAILS_SECONDS
 from npu_device._src.cluster.tracebacks import is_user_file
+from npu_device._src.collectives.calling_threads import calling_thread
 from npu_device._src.collectives.group import Group
 from npu_device._src.wording import counted
 
 _MAX_DIMENSIONS = 16
 _SHOWN_TENSORS = 3
-# Names that Python gives to threads: with numbers of a process, which differ among the ranks.
-_COUNTED_NAME = re.compile(r"^(Thread|ThreadPoolExecutor|asyncio)[-_]\d+(?:_\d+)?")
 
 
 @dataclass(frozen=True)
@@ -137,70 +133,6 @@ def user_line() -> str:
     return last
 
 
-# The calling thread: the calls of one group come in one order, and two threads have none. The ranks compare the
-# thread's name with the call. Threads that they could not tell apart are refused on all ranks.
-
-
-def calling_thread() -> str:
-    """Return the name of the calling thread as far as it is the same on all ranks."""
-    thread = threading.current_thread()
-    if thread is threading.main_thread():
-        return thread.name
-    return "a thread of TensorFlow" if isinstance(thread, threading._DummyThread) else _own_name(thread)
-
-
-def _own_name(thread: threading.Thread) -> str:
-    return _COUNTED_NAME.sub(r"\1", thread.name)
-
-
-class CallingThreads:
-    """The threads of this rank that call collectives."""
-
-    def __init__(self) -> None:
-        # By group and tag: the thread that is in an eager call.
-        self._calling: dict[tuple[Group, int | None], int] = {}
-        # By thread: the groups in which it has called, and whether another living thread of its name has, too.
-        self._alike: weakref.WeakKeyDictionary[threading.Thread, dict[int, bool]] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
-
-    @contextlib.contextmanager
-    def in_call(self, group: Group) -> Iterator[bool]:
-        """Note that this thread is in a call of the group, and yield whether the ranks can mix it up with another."""
-        key, me = (group, group.tag), threading.get_ident()
-        is_main = threading.current_thread() is threading.main_thread()
-        if group.tag is None and not is_main and self._mixed_up(group):
-            yield True
-        elif not tf.executing_eagerly():
-            yield False
-        elif self._calling.setdefault(key, me) != me:
-            yield True
-        else:
-            try:
-                yield False
-            finally:
-                del self._calling[key]
-
-    def _mixed_up(self, group: Group) -> bool:
-        """Return whether another living thread that calls in the group has, or once had, the name of this thread."""
-        me = threading.current_thread()
-        # A ``tf.distribute.Strategy`` lets its replicas take turns.
-        is_replica = tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None
-        if is_replica or isinstance(me, threading._DummyThread):
-            return False
-        key = group.key
-        with self._lock:
-            self._alike.setdefault(me, {}).setdefault(key, False)
-            found = [
-                groups
-                for one, groups in self._alike.items()
-                if key in groups and one.is_alive() and _own_name(one) == _own_name(me)
-            ]
-            if len(found) > 1:
-                for groups in found:
-                    groups[key] = True
-            return self._alike[me][key]
-
-
 # What the ranks compare
 
 
@@ -212,6 +144,11 @@ class Terms(NamedTuple):
     row: Callable[[], dict[str, Any]]  # the call as the stall watch shows it
     overlaps: bool  # another thread of this rank is in a call of the group: every rank refuses
     refuse: Callable[[int], Exception]  # the error for heads that differ, given the position of the call in the group
+    agreed: bool = False  # the ranks have compared the call, and this is a later transfer of it
+
+    def of_later_transfers(self) -> Terms:
+        """Return what they have: which call they belong to. Nothing of it refers to the graph."""
+        return self._replace(shapes=0, agreed=True)
 
 
 # Calls that differ

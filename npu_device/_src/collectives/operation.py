@@ -7,6 +7,7 @@ that graph (``sessions``), which does the same eagerly when the graph runs.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Optional
@@ -68,8 +69,11 @@ class Operation:
             require_order(f"rank {job.cluster.rank}: {call.operation} was called at {call.line}")
         if group.tag is not None:
             call = replace(call, thread="")  # each tag keeps its own order, whichever threads send and receive
-        with job.threads.in_call(group) as overlaps:
+        with job.threads.in_call(group) if tf.executing_eagerly() else contextlib.nullcontext(False) as overlaps:
             terms = self._terms(job, call, overlaps)
+            if not tf.executing_eagerly() and group.tag is None:
+                number = job.threads.number_at_each_call(group)
+                terms = terms._replace(shapes=tf.convert_to_tensor(terms.shapes, tf.int32) + number)
             route = route_of(job, group, self.values, self.ragged)
             engine = AgreedEngine(job, group, terms, route)
             if route is None:
@@ -89,7 +93,8 @@ class Operation:
         is_eager = tf.executing_eagerly()
 
         def refuse(position: int) -> Exception:
-            error = mismatch(job.cluster, job.store, group, {**call.row(), "overlaps": overlaps}, position)
+            several = overlaps or (not is_eager and job.threads.are_several(group))
+            error = mismatch(job.cluster, job.store, group, {**call.row(), "overlaps": several}, position)
             if not is_eager:
                 job.health.stop(str(error))  # the rest of the graph may already have started other collectives
             return error

@@ -25,7 +25,8 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.time_limits import QUEUE_CHECK_SECONDS
-from npu_device._src.collectives.call import Call, MismatchError, calling_thread
+from npu_device._src.collectives.call import Call, MismatchError
+from npu_device._src.collectives.calling_threads import calling_thread
 from npu_device._src.collectives.group import Group
 
 _SENT_AT_ONCE = 64

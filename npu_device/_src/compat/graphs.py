@@ -74,17 +74,55 @@ def through_outer_graphs(tensor: Any) -> Any:
     gradient captures an eager tensor (TensorFlow 2.20, ``cond_v2._resolve_grad_inputs``; tensorflow/tensorflow#44598).
     Can go when it can.
     """
-    graphs = []
+    function, inner = _graphs_of_function()
+    if not inner or not isinstance(function, FuncGraph):  # no branch, or a branch in the graph of a session
+        return tensor
+    with function.as_default():  # where TensorFlow puts the placeholder
+        tensor = function.capture(tensor)
+    return _captured(inner, tensor)
+
+
+def _graphs_of_function() -> tuple[Any, list[Any]]:
+    """Return the graph of the function that is being built, and in it those of branches and loops, outermost first."""
+    inner: list[Any] = []
     graph = _graph_being_built()
     while isinstance(graph, _CONTROL_FLOW):
-        graphs.append(graph)
+        inner.insert(0, graph)
         graph = graph.outer_graph
-    if not graphs or not isinstance(graph, FuncGraph):  # no branch, or a branch in the graph of a session
-        return tensor
-    for outer in [graph, *reversed(graphs)]:
-        with outer.as_default():  # where TensorFlow puts the placeholder
-            tensor = outer.capture(tensor)
+    return graph, inner
+
+
+def _captured(inner: Iterable[Any], tensor: Any) -> Any:
+    """Return a tensor of a function as the innermost of its branches and loops sees it."""
+    for graph in inner:
+        with graph.as_default():
+            tensor = graph.capture(tensor)
     return tensor
+
+
+def at_each_call(key: str, value: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """Return a tensor of the ``tf.function`` being traced that ``value`` gives at each call, in the thread that calls.
+
+    ``value`` returns an eager tensor: int32, shape []. A function called in another one passes on that one's tensor.
+    ``capture_call_time_value`` alone fails for a function that is called in a branch or a loop, since it asks the
+    branch for the value (TensorFlow 2.20, ``FuncGraph.capture_call_time_value``). Can go when it asks the function.
+    """
+    function, inner = _graphs_of_function()
+    if function is None:
+        return value()
+    if not isinstance(function, FuncGraph):  # a session's
+        return tf.constant(0)
+    captures = function._function_captures
+    if key not in captures.by_ref_internal:
+        with function.as_default():
+            function.capture_call_time_value(value, tf.TensorSpec([], tf.int32), key=key)
+
+        def current() -> list[tf.Tensor]:
+            return [at_each_call(key, value)]
+
+        current.output_spec = captures.by_ref_external[key].output_spec  # type: ignore[attr-defined]
+        captures.by_ref_external[key] = current
+    return _captured(inner, captures.by_ref_internal[key])
 
 
 def is_default_strategy(strategy: Any) -> bool:

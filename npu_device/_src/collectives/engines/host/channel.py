@@ -38,7 +38,8 @@ def head_of(terms: Terms | None) -> Head:
     """Return the head of a call; without terms, the ranks have agreed on it before."""
     if terms is None:
         return (_AGREED,) * HEAD_WORDS
-    return (*terms.head, int(terms.shapes), _OVERLAPS if terms.overlaps else _COMPARES)
+    compares = _OVERLAPS if terms.overlaps else _COMPARES
+    return (*terms.head, int(terms.shapes), _AGREED if terms.agreed else compares)
 
 
 def compares(head: Head) -> bool:

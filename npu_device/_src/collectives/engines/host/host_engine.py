@@ -68,7 +68,7 @@ class ArrayEngine:
         for operation, tensors in zip(operations, inputs):
             finish = calls.start(operation, terms, list(map(compat.to_array, tensors)), False)
             results.append(list(map(_tensor, finish()[1])))
-            terms = None
+            terms = terms and terms.of_later_transfers()
         return results
 
     def forget(self, name: str) -> None:
@@ -215,7 +215,7 @@ class Orders:
             tickets = []
             for operation, tensors in zip(operations, inputs):
                 tickets.append(self._start(calls, operation, tensors, terms))
-                terms = None
+                terms = terms and terms.of_later_transfers()
         with tf.device(self._device), tf.control_dependencies(tickets):
             return list(map(self._finish, operations, tickets))
 
