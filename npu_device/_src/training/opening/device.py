@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.cluster import rendezvous
-from npu_device._src.cluster.description import Cluster
+from npu_device._src.cluster.description import Cluster, Membership
 from npu_device._src.cluster.errors import ChildOfRankError, ClusterError
 from npu_device._src.collectives import job as jobs, resources, tensorflow_server
 from npu_device._src.collectives.engine_choice import choose_engine
@@ -113,63 +113,77 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
 
     Source: Ascend TF Adapter 2.x, ``npu.open``.
     """
-    global _handle, _tf_config, _told_as
+    global _handle, _tf_config
     parent = parent_of_this_process()
     if parent is not None:
-        if _told_as != os.getpid():
-            _told_as = os.getpid()
-            _log.warning(
-                "npu.open() does nothing in this process (%d): it is a child of %s, and no rank.\n%s",
-                *(os.getpid(), parent, _TO_BE_A_RANK),
-            )
+        _warn_in_child(parent)
         device = parent.device_id if device_id is None else device_id
         _handle = _handle or NpuDeviceHandle(device, parent.world_size, parent.rank)
         return _handle
     seed = None if seed is None else _checked(seed)
     if _handle is not None:
-        if device_id is not None and device_id != _handle._device_id:
-            raise RuntimeError(
-                f"device {device_id} can't be opened: this process has opened {_handle.name()} already, and one "
-                "process has one device.\n"
-                "What to do: start one process per device, for instance with npurun."
-            )
+        _require_same_device(_handle, device_id)
         _require_same_job(_handle, device_id)
         _set_seed(seed)
         return _handle
+    _set_log_level()
+    membership = schemes.membership_from_environment(device_id)
+    if membership is None:
+        numbers = [device_id, environment.ASCEND_DEVICE_ID.get(), environment.DEVICE_ID.get(), 0]
+        _handle = NpuDeviceHandle(next(int(number) for number in numbers if number is not None), 1, 0)
+    else:
+        try:
+            cluster = _join(membership, seed)
+        except ChildOfRankError as child:  # it was started before its parent's open, or without its parent's mark
+            parent_rank.mark_as_child(child.parent)
+            return open(device_id)
+        _handle = NpuDeviceHandle(cluster.device_id, cluster.world_size, cluster.rank)
+    _tf_config = environment.TF_CONFIG.raw()
+    global_options().freeze()
+    _set_seed(seed)
+    return _handle
+
+
+def _warn_in_child(parent: ParentRank) -> None:
+    """Warn once in each child process of a rank that nothing is opened there."""
+    global _told_as
+    if _told_as != os.getpid():
+        _told_as = os.getpid()
+        _log.warning(
+            "npu.open() does nothing in this process (%d): it is a child of %s, and no rank.\n%s",
+            *(os.getpid(), parent, _TO_BE_A_RANK),
+        )
+
+
+def _set_log_level() -> None:
     level = environment.NPU_DEVICE_LOG_LEVEL.get()
     if level is not None:
         _log.setLevel(level)
         if not _log.hasHandlers():  # Python's own last resort shows warnings and errors only
             _log.addHandler(logging.StreamHandler())
-    mine = schemes.membership_from_environment(device_id)
-    if mine is None:
-        found = [device_id, environment.ASCEND_DEVICE_ID.get(), environment.DEVICE_ID.get(), 0]
-        _handle = NpuDeviceHandle(next(int(number) for number in found if number is not None), 1, 0)
-    else:
-        environment.check_own_variables(warns=mine.is_chief)
-        profiling = global_options().profiling_config
-        trace_settings = settings(profiling.enable_profiling.typed, profiling.profiling_options.typed)
-        try:
-            jobs.require_unclosed()
-            compat.renew_context_of_graphs()
-            cluster, channel = rendezvous.meet(mine)
-            parent_rank.mark(cluster)  # before TensorFlow's threads start: C programs may read the environment
-            job = jobs.start(cluster, channel, mine.starts_hub, mine.secret)
-            _begin(job, trace_settings, seed)
-        except ChildOfRankError as child:  # it was started before its parent's open, or without its parent's mark
-            parent_rank.mark_as_child(child.parent)
-            return open(device_id)
-        except (ClusterError, TimeoutError) as error:
-            raise type(error)(f"Failed open npu device {mine.device_id}: {error}") from error
-        _handle = NpuDeviceHandle(cluster.device_id, cluster.world_size, cluster.rank)
-        path = environment.NPU_DEVICE_ERROR_FILE.get()
-        if path is not None:  # for the launcher
-            with contextlib.suppress(OSError):
-                Path(environment.opened_mark(path)).touch()
-    _tf_config = environment.TF_CONFIG.raw()
-    global_options().freeze()
-    _set_seed(seed)
-    return _handle
+
+
+def _join(membership: Membership, seed: int | None) -> Cluster:
+    """Meet the other ranks, and start the job."""
+    environment.check_own_variables(warns=membership.is_chief)
+    profiling = global_options().profiling_config
+    trace_settings = settings(profiling.enable_profiling.typed, profiling.profiling_options.typed)
+    try:
+        jobs.require_unclosed()
+        compat.renew_context_of_graphs()
+        cluster, channel = rendezvous.meet(membership)
+        parent_rank.mark(cluster)  # before TensorFlow's threads start: C programs may read the environment
+        job = jobs.start(cluster, channel, membership.starts_hub, membership.secret)
+        _begin(job, trace_settings, seed)
+    except ChildOfRankError:
+        raise
+    except (ClusterError, TimeoutError) as error:
+        raise type(error)(f"Failed open npu device {membership.device_id}: {error}") from error
+    path = environment.NPU_DEVICE_ERROR_FILE.get()
+    if path is not None:  # for the launcher
+        with contextlib.suppress(OSError):
+            Path(environment.opened_mark(path)).touch()
+    return cluster
 
 
 def _set_seed(seed: int | None) -> None:
@@ -219,6 +233,15 @@ def _require_same_seed(running: Job, seed: int | None) -> None:
             f"the ranks opened with different seeds:\n{lines}\nLikely cause: the seed is computed from the rank or "
             "drawn at random.\nWhat to do: pass the same seed on every rank. Numbers that each rank should draw by "
             "itself come from a generator made of the seed and the rank: np.random.default_rng([seed, rank])."
+        )
+
+
+def _require_same_device(opened: NpuDeviceHandle, device_id: int | None) -> None:
+    if device_id is not None and device_id != opened._device_id:
+        raise RuntimeError(
+            f"device {device_id} can't be opened: this process has opened {opened.name()} already, and one "
+            "process has one device.\n"
+            "What to do: start one process per device, for instance with npurun."
         )
 
 
