@@ -25,7 +25,6 @@ from npu_device.launch.argument_types import positive
 _RANK_BYTES = 2 << 30  # of a rank with TensorFlow and a small model
 _RUNNER = "npu_device._src.verify.runner"
 _FOR_RANKS = {
-    "NPU_DEVICE_FIRST_STEP_CHECK": "off",
     "NPU_DEVICE_STATEMENT": "off",
     "NPU_DEVICE_LAUNCHER": "off",
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # several processes share a GPU
@@ -59,7 +58,7 @@ def _verify(given: argparse.Namespace, sizes: Sequence[int], directory: Path) ->
     if not given.json:
         _say(f"{given.script}: one process twice, then {' and '.join(map(str, sizes))} ranks, {given.steps} steps each")
         _say(f"your files stay as they are, as far as this covers: {COVERED}")
-    begin, start = time.time(), Process(str(directory), given.steps, given.module, given.replicate)
+    begin, start = time.time(), Process(str(directory), given.steps, given.module, given.replicate, given.seconds)
     problem = _run(start, sizes, [given.script, *given.arguments], horovod=given.horovod)
     if problem:
         _say(problem)
@@ -111,6 +110,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-n", type=positive, metavar="N", help="ranks (default 2, and 3 if there is memory)")
     parser.add_argument("--steps", type=positive, default=5, metavar="K", help="steps of every optimizer (default 5)")
+    parser.add_argument(
+        "--seconds", type=positive, default=30, metavar="S", help="for more phases, after the first step (default 30)"
+    )
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page with a picture of the ratios, too")
     parser.add_argument("--keep", metavar="DIR", help="keep records, output and written files in DIR")

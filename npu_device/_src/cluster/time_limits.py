@@ -116,7 +116,8 @@ SETTLING_SECONDS = 3.0  # until a disturbed connection has ended an attempt
 RECOVERY_SECONDS = 300.0  # until the job goes on after a fault
 
 # Verification and the check
-RECORDS_SECONDS = 60.0  # for the others to come as far as a rank that records its steps
+RECORDS_SECONDS = 60.0  # at least, for ranks to go as far as the single process
+OTHERS_FAIL_SECONDS = 10.0  # for the other processes to end after the first one that fails
 VERIFY_SECONDS = 1800  # one run of a script in ``npurun verify``
 MEASURED_SECONDS = 0.5  # for each size, if that is enough for the fewest repeats
 CLOCK_SECONDS = 1.0  # clocks that differ by more are reported

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ class RecordedStep:
     """A step of an optimizer in one process."""
 
     optimizer: str = ""
+    number: int = 0  # of the optimizer's steps, from 1; not all of them are recorded
+    phase: str = ""  # the optimizer's class, and the line that trains
     names: Sequence[str] = ()  # of the variables: those that are trained, then those that no optimizer trains
     gradients: np.ndarray = field(default_factory=_no_tensors)  # a row of projections for each one that is trained
     weights: np.ndarray = field(default_factory=_no_tensors)  # of all before the step
@@ -71,6 +73,12 @@ class Record:
 
     steps: list[RecordedStep] = field(default_factory=list)
     calls: list[RecordedCall] = field(default_factory=list)
+    # Calls between two steps, by the optimizer of the second.
+    calls_before: dict[str, list[RecordedCall]] = field(default_factory=dict)
+    trained_at: set[str] = field(default_factory=set)  # lines that train, with those that called them
+    ended_at: str = ""  # the line where the limit of time ended the script
+    unreached: list[str] = field(default_factory=list)  # lines that would have trained after that
+    metrics: set[str] = field(default_factory=set)  # names of those of the models in ``fit``
     joined: bool = False  # it was a rank of a job
     horovod: bool = False  # by Horovod's names
     last_bit: float = 0.0  # of the dtype in which its models compute
@@ -79,14 +87,20 @@ class Record:
         """Return the calls of a kind."""
         return [call for call in self.calls if call.kind == kind]
 
-    def update(self, number: int) -> np.ndarray:
+    def successor(self, index: int) -> int | None:
+        """Return the index of the step that follows one, of the same optimizer and variables; None if unknown."""
+        step = self.steps[index]
+        following = (step.optimizer, step.number + 1, step.names)
+        keys = [(step.optimizer, step.number, step.names) for step in self.steps]
+        return keys.index(following) if following in keys else None
+
+    def update(self, index: int) -> np.ndarray:
         """Return what a step has added to the weights that are trained; nothing if that isn't known."""
-        step = self.steps[number]
-        # Other optimizers may have made steps in between.
-        later = [later for later in self.steps[number + 1 :] if later.optimizer == step.optimizer]
-        if not later:
+        step = self.steps[index]
+        successor = self.successor(index)
+        if successor is None:
             return _no_tensors()
-        return (later[0].weights - step.weights)[: step.trained]
+        return (self.steps[successor].weights - step.weights)[: step.trained]
 
     def save(self, folder: Path) -> None:
         """Write the record; others see all of it or none."""
@@ -106,6 +120,20 @@ def load(folder: Path) -> Record:
     return record
 
 
+def aligned(records: Sequence[Record]) -> list[Record]:
+    """Return records with the steps that all of them have, each optimizer's in their order."""
+    tables = []
+    for record in records:
+        counts: Counter[str] = Counter()
+        steps = {}
+        for step in record.steps:
+            steps[step.optimizer, counts[step.optimizer]] = step
+            counts[step.optimizer] += 1
+        tables.append(steps)
+    common = [key for key in tables[0] if all(key in steps for steps in tables)]
+    return [replace(record, steps=[steps[key] for key in common]) for record, steps in zip(records, tables)]
+
+
 def average_of(ranks: Sequence[Record]) -> Record:
     """Return what stands for one process where ranks can't equal it: their samples, and the average of the gradients
     that each has computed.
@@ -118,7 +146,7 @@ def average_of(ranks: Sequence[Record]) -> Record:
         average = step.gradients
         if len(gradients) == len(steps_of_ranks):  # else a rank has taken its gradients from somewhere else
             average = np.mean(gradients, axis=0)
-        steps.append(RecordedStep(step.optimizer, step.names, average, step.weights, union(steps_of_ranks)))
+        steps.append(replace(step, gradients=average, rows=union(steps_of_ranks)))
     return Record(steps, ranks[0].calls, joined=True, horovod=True, last_bit=ranks[0].last_bit)
 
 

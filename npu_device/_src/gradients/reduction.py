@@ -30,7 +30,8 @@ from npu_device._src.trace.trace import Tracer, traced_reduction
 
 Gradient = Optional[Union[tf.Tensor, tf.IndexedSlices]]
 _LARGEST_FUSION_ID = 0x7FFFFFFF
-WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16, None: None}
+WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
+_DTYPES_IN_USE = dict(WIRE_DTYPES)
 _LATEST = 4096  # eager results that are remembered
 _TAPE = "gradient_tape/"  # before the name of an operation that computes a gradient
 
@@ -53,6 +54,11 @@ class ReductionOptions:
             raise ValueError(f"compression {self.compression!r} is unknown; expected 'fp16', 'bf16' or None")
         if self.compression is not None and self.kind not in ("sum", "mean"):
             raise ValueError(f"compression works with sum and mean only; found reduction {self.kind!r}")
+
+
+def send_uncompressed() -> None:
+    """Send all values in their own dtype from now on, whatever the options say: to compare with one process."""
+    _DTYPES_IN_USE.clear()
 
 
 def check_fusion(fusion: int, fusion_id: int) -> None:
@@ -99,7 +105,7 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
     with contextlib.ExitStack() as around:
         trace = None
         if tracer is not None:
-            wire = WIRE_DTYPES[options.compression]
+            wire = _DTYPES_IN_USE.get(options.compression or "")
             trace = around.enter_context(traced_reduction(tracer, values, segments, job, group, waits_for_all, wire))
         if waits_for_all:
             tensors = [value for value in values if isinstance(value, tf.Tensor)]
@@ -137,7 +143,7 @@ class ListReduction:
         self._segments = segments
         self._options = options
         self._group = group
-        self._wire = WIRE_DTYPES[options.compression]
+        self._wire = _DTYPES_IN_USE.get(options.compression or "")
         for value in values:
             if isinstance(value, tf.IndexedSlices) and options.kind not in ("sum", "mean"):
                 raise ValueError(

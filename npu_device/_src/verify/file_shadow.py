@@ -67,10 +67,13 @@ class Redirection:
         self._kept = (os.path.realpath(own) + os.sep, *_SYSTEM, os.path.realpath(tempfile.gettempdir()) + os.sep)
         self._users = tuple(path + os.sep for path in {os.getcwd(), os.path.dirname(os.path.realpath(script))})
 
-    def move(self, folder: Path) -> None:
-        """Write to another folder from now on, which begins with what has been written."""
+    def copy(self, folder: Path) -> None:
+        """Let another folder begin with what has been written."""
         if os.path.exists(self._folder):
             shutil.copytree(self._folder, folder)
+
+    def move(self, folder: Path) -> None:
+        """Write to another folder from now on; all ranks of a run write to the same."""
         self._folder = str(folder)
 
     def _inside(self, path: Any) -> str | None:

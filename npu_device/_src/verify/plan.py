@@ -8,7 +8,8 @@ from pathlib import Path
 
 from npu_device._src.membership.rank_environment import table_environment
 
-LOG, PROBLEM, DONE = "output.log", "problem.txt", "done"
+LOG, PROBLEM, DONE, FAILED = "output.log", "problem.txt", "done", "failed.txt"
+FAR_MORE = 10  # times what is enough: of one optimizer's steps until a rare one isn't waited for; of seconds for ranks
 START = "start"
 """The run whose process begins the script, and becomes all others."""
 
@@ -21,6 +22,7 @@ class Process:
     steps: int  # of every optimizer
     module: bool = False  # the script is the name of a module
     replicate: bool = False  # ranks replicate the models of the script
+    seconds: float = 30.0  # after its first step, in which the single process begins further phases
     run: str = START  # name of its run
     ranks: int = 1  # of its run; 1 for a process without a job
     rank: int = 0
@@ -32,9 +34,19 @@ class Process:
         return Path(self.directory, self.run, f"rank{self.rank}")
 
     @property
+    def files(self) -> Path:
+        """Return the folder of the files that its run writes, one for all of its ranks."""
+        return Path(self.directory, self.run, "files")
+
+    @property
+    def name(self) -> str:
+        """Return what messages call its run."""
+        return f"{self.ranks} ranks" if self.ranks > 1 else "one process"
+
+    @property
     def single(self) -> Process:
         """Return the single process with which ranks are compared."""
-        return replace(self, run="one", ranks=1, rank=0)
+        return replace(self, run="one", ranks=1, rank=0, perturbed=False)
 
     def environment(self) -> dict[str, str]:
         """Return the variables that describe its job to it."""

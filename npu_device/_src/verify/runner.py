@@ -9,6 +9,7 @@ for its rank earlier is forked when it asks.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -22,14 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from npu_device._src.cluster.time_limits import SWEEP_SECONDS
+from npu_device._src.cluster.time_limits import OTHERS_FAIL_SECONDS, RECORDS_SECONDS, SWEEP_SECONDS
 from npu_device._src.cluster.tracebacks import without_libraries
 from npu_device._src.comparison import compare
 from npu_device._src.replicate.after_import import AfterImport
 from npu_device._src.replicate.main_program import run_main
 from npu_device._src.replicate.wrapped_models import Models
 from npu_device._src.verify import file_shadow
-from npu_device._src.verify.plan import DONE, LOG, PROBLEM, START, Process
+from npu_device._src.verify.plan import DONE, FAILED, FAR_MORE, LOG, PROBLEM, START, Process
 
 _SEED = 20201
 _TAIL_LINES = 25
@@ -68,7 +69,10 @@ class _Processes:
         sys.stdout.flush()
         sys.stderr.flush()
         drawn = random.getstate()  # which Python sets anew in every fork
+        seconds = 0.0  # of the single process
         for run in self._runs:
+            self._redirected.copy(run[0].files)
+            begin = time.monotonic()
             waiting = {}
             for process in run:
                 pid = os.fork()
@@ -77,7 +81,8 @@ class _Processes:
                     self._become(process)
                     return
                 waiting[pid] = process
-            _wait(waiting, self._runs[1])
+            _wait(waiting, self._runs[1], seconds)
+            seconds = seconds or time.monotonic() - begin
         os._exit(0)
 
     def _become(self, process: Process) -> None:
@@ -87,7 +92,7 @@ class _Processes:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         os.environ.update(process.environment())
-        self._redirected.move(process.folder / "files")
+        self._redirected.move(process.files)
 
     def imported(self, modules: Sequence[ModuleType]) -> None:
         """Go on as one of the processes, and wrap what the script has imported."""
@@ -103,23 +108,30 @@ class _Processes:
             self._recorder.install(module)
 
 
-def _wait(waiting: dict[int, Process], asked_for: Sequence[Process]) -> None:
+def _wait(waiting: dict[int, Process], asked_for: Sequence[Process], seconds: float) -> None:
     """Wait until each process of a run has recorded its last step or ended, and end them all.
 
-    A number of ranks for which nobody has asked may be one that can't divide the batch.
+    Ranks may take a multiple of the seconds of the single process; 0 for no limit. A number of ranks for which nobody
+    has asked may be one that can't divide the batch.
     """
+    until = time.monotonic() + max(FAR_MORE * seconds, RECORDS_SECONDS) if seconds else math.inf
     while not all((process.folder / DONE).exists() for process in waiting.values()):
         time.sleep(SWEEP_SECONDS)
+        if time.monotonic() > until and all(compare.exists(process.folder) for process in waiting.values()):
+            break
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid not in waiting:
             continue
         ended = waiting.pop(pid)
         if status and ended.ranks > asked_for[0].ranks and _INDIVISIBLE in _output(ended):
             break
-        if status:
-            _report_problem(ended, f"failed with exit code {os.waitstatus_to_exitcode(status)}")
+        what = f"failed with exit code {os.waitstatus_to_exitcode(status)}" if status else "ended before its first step"
         if not (compare.exists(ended.folder) and compare.load(ended.folder).steps):
-            _report_problem(ended, "ended before its first step")
+            _report_problem(ended, what)
+        if status:
+            (ended.folder / FAILED).write_text(_problem(ended, what), encoding="utf-8")
+            until = min(until, time.monotonic() + OTHERS_FAIL_SECONDS)
+        (ended.folder / DONE).touch()  # for those that go as far
     for pid in waiting:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -131,10 +143,13 @@ def _output(process: Process) -> str:
 
 def _report_problem(process: Process, what: str) -> None:
     """Leave what is wrong with a process, and end."""
-    end = "\n".join(_output(process).splitlines()[-_TAIL_LINES:])
-    name = f"{process.ranks} ranks" if process.ranks > 1 else "one process"
-    Path(process.directory, PROBLEM).write_text(f"as {name}, the script {what}. The end of its output:\n{end}")
+    Path(process.directory, PROBLEM).write_text(_problem(process, what), encoding="utf-8")
     os._exit(1)
+
+
+def _problem(process: Process, what: str) -> str:
+    end = "\n".join(_output(process).splitlines()[-_TAIL_LINES:])
+    return f"as {process.name}, the script {what}. The end of its output:\n{end}"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -13,10 +13,8 @@ import atexit
 import contextlib
 import functools
 import inspect
-import os
 import sys
 import threading
-import time
 import weakref
 import zlib
 from collections.abc import Sequence
@@ -27,23 +25,22 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.cluster.time_limits import RECORDS_SECONDS
 from npu_device._src.collectives import job
 from npu_device._src.collectives.call import user_line
 from npu_device._src.comparison import noise
 from npu_device._src.comparison.compare import PROJECTIONS, Record, RecordedCall, RecordedStep, load
-from npu_device._src.gradients.reduction import WIRE_DTYPES
+from npu_device._src.gradients.reduction import send_uncompressed
 from npu_device._src.trace.trace import leading_to
 from npu_device._src.training.distribute.normalization import is_alone
 from npu_device._src.training.fit.findings import where
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import checksum, variable_name
-from npu_device._src.verify.plan import DONE, Process
+from npu_device._src.verify.phases import Phases
+from npu_device._src.verify.plan import Process
 from npu_device._src.world.current_step import current_step
 
 _SCOPE = "npu_verify"  # the name scope of the operations that record
 _WIDTH = 1024  # of the matrix that a tensor is for its projections
-_FAR_MORE = 10  # times the steps of one optimizer, until an optimizer that rarely steps is no longer waited for
 _DRAWS = ("normal", "uniform", "truncated_normal", "categorical", "shuffle")
 _ADAPTED = ("mean", "variance", "bin_boundaries")
 _MUCH = 0.125  # by which inputs of ranks differ where nothing is compared with one process
@@ -55,14 +52,17 @@ class Recorder:
     def __init__(self, process: Process, seed: int) -> None:
         self._process, self._record, self._next = process, Record(), RecordedStep()
         self._lock = threading.RLock()
-        self._counts: dict[str, int] = {}  # steps of each optimizer that has been seen
+        self._phases = Phases(process, self._record, self._lock)
+        self._calls: list[RecordedCall] = []  # since the last step that was made or traced
         self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # of optimizers
         self._models: list[Any] = []
         self._states: dict[str, list[Any]] = {}
         self._unseeded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # datasets, and the line
         self._inside = 0  # depth of models that call models
+        self._known_optimizers = 0
+        self._is_recorded = False  # the latest step is
         atexit.register(self._record.save, process.folder)
-        WIRE_DTYPES.update(dict.fromkeys(WIRE_DTYPES))  # no compression, which rounds
+        send_uncompressed()  # compression rounds
         tf.random.set_seed(seed)
         tf.compat.v1.get_default_graph().seed = self._seed = seed
         session = next(kind for kind in tf.compat.v1.Session.__mro__ if "run" in vars(kind))
@@ -89,13 +89,15 @@ class Recorder:
 
     def _install_keras(self, keras: Any) -> None:
         kinds = [kind for _, kind in inspect.getmembers(keras.layers, inspect.isclass) if "adapt" in vars(kind)]
+        # The class that defines it: Keras compares the two when it loads a model.
+        compiled = next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind))
         _wrap(
             *((*entry, self._apply) for entry in compat.gradient_entries(keras)),
             # A large scale overflows in other steps on each rank.
             *((*entry, _with(initial_scale=1.0)) for entry in compat.loss_scale_entries(keras)),
             (keras.Model, "__call__", self._call_model),
-            (keras.Model, "fit", _with(shuffle=False)),
-            (keras.Model, "compile", _with(jit_compile=False)),  # XLA can't call Python
+            (keras.Model, "fit", self._fit),
+            (compiled, "compile", _with(jit_compile=False)),  # XLA can't call Python
             (keras.callbacks.CallbackList, "on_train_batch_end", self._batch_ended),
             (keras.layers.Layer, "add_loss", self._add_loss),
             (keras.utils, "set_random_seed", functools.partial(self._noted, "seed")),
@@ -118,8 +120,9 @@ class Recorder:
         """Keep a call of the script with its line, once."""
         call = RecordedCall(kind, line or user_line(), what, outcome)
         with self._lock:
-            if call not in self._record.calls:
-                self._record.calls.append(call)
+            for calls in (self._record.calls, self._calls):
+                if call not in calls:
+                    calls.append(call)
 
     def _before(self, tensors: Sequence[Any], keep: Callable[..., None]) -> Any:
         """Call a function with the arrays of tensors, now or when the graph runs; None stands for no gradient. Return
@@ -148,12 +151,11 @@ class Recorder:
         of_sessions = isinstance(optimizer, tf.compat.v1.train.Optimizer)
         pairs = gradients if of_sessions else compat.gradients_and_variables(optimizer, gradients, variables)
         entered, trained = zip(*[pair for pair in pairs if pair[1] is not None])
-        name = self._names.setdefault(optimizer, f"optimizer {len(self._names)}")
-        self._counts.setdefault(name, 0)
         parts = [part for part in tf.nest.flatten(entered, expand_composites=True) if part is not None]
         for operation in [] if tf.executing_eagerly() else leading_to([part.op for part in parts]):
             if "Random" in operation.type and _SCOPE not in operation.name:
                 self._note("random", where(operation), operation.type)
+        name = self._name(optimizer)
         weights = [*trained, *self._states.setdefault(name, _states(self._models, trained))]
         keep = functools.partial(self._step, name, list(map(variable_name, weights)), len(trained))
         after = self._before([*entered, *weights], keep)
@@ -161,24 +163,29 @@ class Recorder:
         with contextlib.nullcontext() if tf.inside_function() else after:
             return own(optimizer, gradients, *args, **kwargs)
 
+    def _name(self, optimizer: Any) -> str:
+        """Return the name of an optimizer that makes or traces a step, and keep the calls that led to it."""
+        with self._lock:
+            if optimizer not in self._names:
+                self._names[optimizer] = f"optimizer {self._known_optimizers}"
+                self._known_optimizers += 1
+            name = self._names[optimizer]
+            calls = self._record.calls_before.setdefault(name, [])
+            calls += [call for call in self._calls if call not in calls]
+            self._calls.clear()
+            self._phases.entered(name, type(optimizer).__name__)
+            return name
+
     def _step(self, optimizer: str, names: Sequence[str], trained: int, *arrays: np.ndarray) -> None:
-        """Keep a step of an optimizer, before it: gradients, and values of the variables, the trained ones first. The
-        process ends with its last step, once all of its run have come as far.
-        """
-        self._record.joined = job.current() is not None
-        gradients, weights = _projected(arrays[:trained]), _projected(arrays[trained:])
-        self._record.steps.append(
-            replace(self._next, optimizer=optimizer, names=names, gradients=gradients, weights=weights)
-        )
-        self._next = RecordedStep()
-        counts, wanted = self._counts, self._process.steps
-        counts[optimizer] += 1
-        if min(counts.values()) >= wanted or counts[optimizer] >= _FAR_MORE * wanted:
-            sys.stdout.flush()
+        """Keep a step of an optimizer, before it: gradients, and values of the variables, the trained ones first."""
+        phase = self._phases.step(optimizer)
+        if phase is not None:
+            self._record.joined = job.current() is not None
+            gradients, weights = _projected(arrays[:trained]), _projected(arrays[trained:])
+            self._record.steps.append(replace(self._next, **phase, names=names, gradients=gradients, weights=weights))
             self._record.save(self._process.folder)
-            (self._process.folder / DONE).touch()
-            time.sleep(RECORDS_SECONDS)  # a rank that ends is missed by those that are a step behind
-            os._exit(0)
+        self._is_recorded = phase is not None
+        self._next = RecordedStep()
 
     def _gradient(self, own: Any, tape: Any, *args: Any, **kwargs: Any) -> Any:
         found = own(tape, *args, **kwargs)
@@ -200,11 +207,13 @@ class Recorder:
     # Models
 
     def _call_model(self, own: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._inside or not compat.a_tape_records():
+        step = current_step()
+        is_rehearsal = step is not None and step.is_rehearsal
+        if self._inside or is_rehearsal or not compat.a_tape_records():
             return own(model, *args, **kwargs)
         if not any(each is model for each in self._models):
             self._models.append(model)
-        step, process, record = current_step(), self._process, self._record
+        process, record = self._process, self._record
         inputs = args[0] if args else next(iter(kwargs.values()), None)
         leaves = [each.to_tensor() if isinstance(each, tf.RaggedTensor) else each for each in tf.nest.flatten(inputs)]
         tensors = [tf.convert_to_tensor(each) for each in leaves if isinstance(each, (tf.Tensor, np.ndarray))]
@@ -236,9 +245,21 @@ class Recorder:
 
     def _batch_ended(self, own: Any, callbacks: Any, batch: Any, logs: Any = None) -> Any:
         logs = {name: float(value) for name, value in (logs or {}).items() if np.ndim(value) == 0}
-        if self._record.steps:
-            self._record.steps[-1].logs.update(logs)
-        return own(callbacks, batch, logs)
+        self._keep_logs(logs)
+        result = own(callbacks, batch, logs)
+        model = self._phases.end_fit()
+        if model is not None:  # whose loss isn't its tracker's, if its step returns another
+            self._record.metrics.update(metric.name for metric in compat.metrics_of(model) if metric.name != "loss")
+        return result
+
+    def _keep_logs(self, logs: dict[str, float]) -> None:
+        """Keep numbers that the script sees of the latest step."""
+        with self._lock:
+            if self._is_recorded:
+                self._record.steps[-1].logs.update(logs)
+
+    def _fit(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._phases.fit(original, *args, **{**kwargs, "shuffle": False})
 
     def _adapt(self, own: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
         result = own(layer, *args, **kwargs)
@@ -254,7 +275,7 @@ class Recorder:
         if len(self._record.steps) > steps:
             values = list(result.values()) if isinstance(result, dict) else result  # its keys may be hooks
             numbers = [float(each) for each in tf.nest.flatten(values) if isinstance(each, np.floating)]
-            self._record.steps[-1].logs.update((f"fetched number {place}", each) for place, each in enumerate(numbers))
+            self._keep_logs({f"fetched number {place}": number for place, number in enumerate(numbers)})
         return result
 
     # Data and randomness

@@ -41,6 +41,7 @@ class CurrentStep:
     reduce: Callable[[Sequence[Any], ReductionOptions], list[Any]]
     gather: Callable[[tf.Tensor], tf.Tensor]  # its gradient is the sum of all ranks' incoming gradients
     sums: Sums
+    is_rehearsal: bool = False  # of the first-step check, in which no Python may run
     # Reductions of optimizers that have multiplied a loss by this rank's weight, so that its gradients needn't be.
     weighing: set[Any] = field(default_factory=set)
     reduced: list[Any] = field(default_factory=list)  # results of reductions that the step has asked for itself

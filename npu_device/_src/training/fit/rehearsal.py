@@ -104,6 +104,7 @@ class Rehearsal:
         self._on_stage.enter_context(Step(stand_in, share))
         step = current_step()
         assert step is not None
+        step.is_rehearsal = True
         self.step = step
         note_numbers(step, self._of.parts.metrics, replaced)
         return share

@@ -121,8 +121,7 @@ class Losses:
         if tf.nest.is_nested(weights):
             raise ValueError(
                 "a loss with reduction 'mean_with_sample_weight' was given sample weights for each output, which a "
-                "replicated model can't divide.\nWhat to do: use one weight per sample, or the reduction "
-                "'sum_over_batch_size'."
+                "replicated model can't divide.\nWhat to do: use the reduction 'sum_over_batch_size'."
             )
         return weights
 

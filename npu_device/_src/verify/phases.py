@@ -1,0 +1,151 @@
+"""Which steps of a script are recorded: the first few of each phase of training. And when that is enough.
+
+A phase is the steps that one optimizer makes from one place of the script: from a call of ``fit``, or from a line of a
+loop, with the lines that called it. A ``fit`` ends early, once its optimizers have made their steps. A loop goes on,
+and its further steps aren't recorded. After a limit of time, the single process begins no new phase, and ends. All
+other processes go as far as it did.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+from npu_device._src import compat
+from npu_device._src.cluster.time_limits import SWEEP_SECONDS
+from npu_device._src.cluster.tracebacks import is_user_file
+from npu_device._src.comparison.compare import Record, load
+from npu_device._src.replicate import main_program
+from npu_device._src.verify.plan import DONE, FAR_MORE, Process
+
+_TRAINING_CALLS = ("fit", "fit_generator", "train_on_batch", "apply_gradients", "minimize")
+
+Stack = tuple[str, ...]
+"""Lines of the script, innermost first, as ``train.py:26``."""
+
+
+class Phases:
+    """The phases of this process."""
+
+    def __init__(self, process: Process, record: Record, lock: threading.RLock) -> None:
+        self._process, self._record, self._lock = process, record, lock
+        self._classes: dict[str, str] = {}  # the class of each optimizer
+        self._totals: Counter[str] = Counter()  # steps of each optimizer
+        self._steps: Counter[tuple[str, Stack]] = Counter()  # steps of each phase
+        self._of_models: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()  # optimizers in fit
+        self._fits: list[tuple[Any, Stack]] = []  # the models that are in fit, and where
+        self._wanted: Optional[Counter[str]] = None  # steps of each optimizer that the single process has recorded
+        self._is_closed = False
+        self._begin = time.monotonic()
+        self._first = self._latest = 0.0  # when steps were recorded
+        threading.Thread(target=self._watch, name="npu_verify", daemon=True).start()
+
+    def fit(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call ``fit``, as a phase."""
+        stack = _user_stack()
+        self._record.trained_at.update(stack)
+        self._fits.append((model, stack))
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            self._fits.pop()
+
+    def entered(self, optimizer: str, kind: str) -> None:
+        """Take note of an optimizer whose step is made, or traced."""
+        self._classes[optimizer] = kind
+        self._record.trained_at.update(_user_stack())
+        if self._fits:
+            self._of_models.setdefault(self._fits[-1][0], set()).add(optimizer)
+
+    def step(self, optimizer: str) -> dict[str, Any] | None:
+        """Count a step. Return what a ``Step`` tells of its phase; None if it isn't recorded."""
+        self._totals[optimizer] += 1
+        stack = _user_stack()
+        if self._fits:
+            model, stack = self._fits[-1]
+            self._of_models.setdefault(model, set()).add(optimizer)
+        phase = (optimizer, stack)
+        if self._is_closed and phase not in self._steps:
+            return None
+        self._steps[phase] += 1
+        if self._steps[phase] > self._process.steps:
+            return None
+        self._latest = time.monotonic()
+        self._first = self._first or self._latest
+        lines = " from ".join(dict.fromkeys([*stack[:1], *stack[-1:]]))
+        label = f"{self._classes.get(optimizer, optimizer)}, {lines}"
+        return {"optimizer": optimizer, "number": self._totals[optimizer], "phase": label}
+
+    def end_fit(self) -> Any:
+        """End a ``fit`` whose optimizers have made their steps. Return its model; None without one."""
+        if not self._fits:
+            return None
+        model, stack = self._fits[-1]
+        steps = [self._steps[optimizer, stack] for optimizer in self._of_models.get(model, ())]
+        enough = self._process.steps
+        if steps and (min(steps) >= enough or max(steps) >= FAR_MORE * enough):
+            model.stop_training = True
+        return model
+
+    def _watch(self) -> None:
+        """Wait until everything is recorded, and tell the process that waits for this one."""
+        is_enough = False
+        while not is_enough:
+            time.sleep(SWEEP_SECONDS)
+            with self._lock:
+                is_enough = self._is_enough()
+        with self._lock:
+            self._is_closed = True
+            if self._process == self._process.single:
+                stack = _user_stack()
+                self._record.ended_at = stack[0] if stack else "an unknown line"
+                self._record.unreached = _calls_that_train(self._record.trained_at)
+            self._record.save(self._process.folder)
+        sys.stdout.flush()
+        (self._process.folder / DONE).touch()
+
+    def _is_enough(self) -> bool:
+        single = self._process.single
+        if self._process != single:
+            if self._wanted is None and (single.folder / DONE).exists():
+                self._wanted = Counter(step.optimizer for step in load(single.folder).steps)
+            recorded = Counter(step.optimizer for step in self._record.steps)
+            return self._wanted is not None and all(recorded[name] >= count for name, count in self._wanted.items())
+        now = time.monotonic()
+        if not self._first or now - self._first < self._process.seconds:
+            return False
+        self._is_closed = True
+        # The steps of a phase may become rare.
+        patience = max(self._process.seconds, self._latest - self._begin)
+        return min(self._steps.values()) >= self._process.steps or now - self._latest > patience
+
+
+def _user_stack() -> Stack:
+    """Return where the main thread is in the script, without what has started that."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    lines = itertools.takewhile(lambda line: line[0] != main_program.__file__, compat.lines_of_stack(frame))
+    return tuple(f"{os.path.basename(file)}:{line}" for file, line, _ in lines if is_user_file(file))
+
+
+def _calls_that_train(reached: set[str]) -> list[str]:
+    """Return the lines of the script that call ``fit`` or an optimizer, without those that were reached."""
+    path = Path(getattr(sys.modules["__main__"], "__file__", None) or sys.argv[0])
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return []
+    missed: list[int] = []
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _TRAINING_CALLS:
+            lines = range(call.lineno, (call.end_lineno or call.lineno) + 1)
+            if not reached.intersection(f"{path.name}:{line}" for line in lines):
+                missed.append(call.lineno)
+    return [f"{path.name}:{line}" for line in sorted(set(missed))]
