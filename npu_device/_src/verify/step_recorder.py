@@ -340,7 +340,8 @@ def _with(**fixed: Any) -> Callable[..., Any]:
 def _states(models: Sequence[Any], trained: Sequence[Any]) -> list[Any]:
     """Return the variables of models that steps can change, but that no optimizer trains."""
     known = {id(variable) for variable in trained}
-    found = [weight for model in models for weight in model.weights if not weight.trainable]
+    weights = [weight for model in models for weight in model.weights if not compat.is_vocabulary(weight)]
+    found = [weight for weight in weights if not weight.trainable]
     found += [variable for model in models for variable in training_state.loose_variables(model)]
     return [each for each in found if id(each) not in known and tf.as_dtype(each.dtype).is_floating]
 
