@@ -347,7 +347,8 @@ class Model(tf.keras.Model):
     def __init__(self):
         super().__init__()
         self.dense = tf.keras.layers.Dense(1)
-        self.lookup = tf.keras.layers.StringLookup(vocabulary=["a", "b"])  # its words are no variable in tf-keras
+        self.lookup = tf.keras.layers.StringLookup()
+        self.lookup.adapt(["a", "b"])  # these words are no variable in tf-keras
 
     def call(self, given):
         return self.dense(given["numbers"]) + 0.0 * tf.reduce_sum(tf.cast(self.lookup(given["word"]), tf.float32))
