@@ -25,9 +25,9 @@ LIMITS = {
     "statements over 30 tokens, %": 2.9,
     "conditional expressions per 100 functions": 38.2,
     "assignments of several values": 398,
-    "circles of files": 2,
+    "circles of files": 0,
     "statements of a file": 330,
-    "functions over 60 lines": 1,
+    "functions over 60 lines": 0,
 }
 """The most that is allowed. Comments have a least number instead."""
 LEAST_COMMENTS = 6.4  # per 100 statements

@@ -35,20 +35,20 @@ def _steps(kind: str, place: str, dynamic: bool, style: str, graph: bool, run: A
     last = handle.worker_id == handle.workers_num - 1
     wrap = npu.distribute.npu_distributed_keras_optimizer_wrapper
     optimizers = tf.keras.optimizers.legacy if "legacy" in kind else tf.keras.optimizers
-    optimizer, kerass_own = optimizers.SGD(0.5, momentum=0.5), tf.keras.mixed_precision.LossScaleOptimizer
+    optimizer, keras_class = optimizers.SGD(0.5, momentum=0.5), tf.keras.mixed_precision.LossScaleOptimizer
     inner = optimizer
     if place == "inner":
         optimizer = wrap(optimizer, "sum")
     more = {"dynamic_growth_steps": 2} if dynamic else {}
     if kind.startswith("Keras"):
-        optimizer = kerass_own(optimizer, initial_scale=8.0, **more)
+        optimizer = keras_class(optimizer, initial_scale=8.0, **more)
     else:
         optimizer = npu.train.optimizer.NpuLossScaleOptimizer(optimizer, dynamic=dynamic, initial_scale=8.0, **more)
         assert isinstance(optimizer, npu.train.optimizer.NpuLossScaleOptimizer)
         assert not optimizer.last_step_finite.numpy()
     if place == "outer":
         assert wrap(optimizer, "sum") is optimizer
-    assert isinstance(optimizer, kerass_own)
+    assert isinstance(optimizer, keras_class)
     variable, unused = tf.Variable([1.0, 1.0]), tf.Variable(1.0)
     table = tf.Variable(tf.ones([3, 2]))
     variables = [variable, table, unused]

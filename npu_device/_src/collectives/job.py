@@ -62,7 +62,7 @@ class Job(EngineContext):
         self.pid = os.getpid()
 
     @property
-    def is_parents(self) -> bool:
+    def in_fork(self) -> bool:
         """Return True in a forked child, which must not leave the job at its exit."""
         return self.pid != os.getpid()
 
@@ -165,7 +165,7 @@ def close() -> None:
     """Leave the job normally; also runs at exit. Does nothing without a job or in a forked child."""
     global _current, _closed_by
     job = _current
-    if job is None or job.is_parents:
+    if job is None or job.in_fork:
         _current = None
         return
     try:

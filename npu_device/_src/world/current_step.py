@@ -37,7 +37,7 @@ class CurrentStep:
     """A step as the calls in it see it."""
 
     share: Share
-    is_scripts: bool  # the script has written the step, not Keras
+    is_from_script: bool  # the script has written the step, not Keras
     reduce: Callable[[Sequence[Any], ReductionOptions], list[Any]]
     gather: Callable[[tf.Tensor], tf.Tensor]  # its gradient is the sum of all ranks' incoming gradients
     sums: Sums

@@ -193,8 +193,8 @@ def _method(self: Any, *args: Any, **kwargs: Any) -> Any:
 def is_alone(layer: Any) -> bool:
     """Return True for a synchronized layer of Keras that got no method for all ranks."""
     name = compat.moments_method(layer)
-    is_kerass = compat.belongs_to_keras(getattr(type(layer), name))
-    return bool(getattr(layer, "synchronized", False)) and is_kerass and name not in vars(layer)
+    is_from_keras = compat.belongs_to_keras(getattr(type(layer), name))
+    return bool(getattr(layer, "synchronized", False)) and is_from_keras and name not in vars(layer)
 
 
 class SynchronizedLayers:

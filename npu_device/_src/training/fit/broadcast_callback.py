@@ -67,12 +67,12 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
             return
         replica = replica_of(self.model)
         if replica is not None:  # it sends everything itself, once the first batch has built the model
-            replica.root_rank = self._root_rank
+            replica.state.root_rank = self._root_rank
             return
         if not tf.executing_eagerly():
             broadcast_keras_model(self.model, self._root_rank)
             return
-        own_step = training_state.takes_kerass_own_step(self.model)
+        own_step = training_state.uses_keras_step(self.model)
         if training_state.has_all_layers_built(self.model) and (own_step or self.model.run_eagerly):
             if own_step:
                 training_state.build_optimizer(self.model)
@@ -145,7 +145,7 @@ def broadcast_keras_model(model: Any, root_rank: int = 0) -> None:
         ValueError: there is no such rank, or the ranks have different variables.
     """
     built = training_state.has_all_layers_built(model)
-    if built and tf.executing_eagerly() and training_state.takes_kerass_own_step(model):
+    if built and tf.executing_eagerly() and training_state.uses_keras_step(model):
         training_state.build_optimizer(model)
     operation = broadcast(training_state.training_variables(model), root_rank)
     if operation is not None:  # a model of TensorFlow 1, whose weights live in Keras's session

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.training.fit import start
-from npu_device._src.training.fit.step import checksum_of
+from npu_device._src.training.fit.batch_checksum import checksum_of
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.world.share import ROWS, rows_of, run_of
 from npu_device._src.world.world import World

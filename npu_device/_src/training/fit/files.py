@@ -247,7 +247,7 @@ def saving(world: World, own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def save(*args: Any, **kwargs: Any) -> Any:
         given = [kwargs["filepath"]] if "filepath" in kwargs else [*args, *kwargs.values()]
-        if job.is_parents or not given or not isinstance(given[0], (str, os.PathLike)):
+        if job.in_fork or not given or not isinstance(given[0], (str, os.PathLike)):
             return own(*args, **kwargs)  # a file object, for instance, is this rank's
         if job.health.is_closed:
             return own(*args, **kwargs) if world.is_main else None

@@ -4,23 +4,20 @@ differs, the user's lines behind it, and what is said.
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.cluster.tracebacks import is_user_file
+from npu_device._src.training.fit.graph_lines import where
+from npu_device._src.training.fit.rehearsal import Outcome, Part, Rehearsal
 from npu_device._src.training.fit.weighting import ADDED_LOSS, LOSS
 from npu_device._src.training.watching.digests import variable_name
 from npu_device._src.world.share import shapes_of
 from npu_device._src.world.world import World
-
-if TYPE_CHECKING:
-    from npu_device._src.training.fit.rehearsal import Outcome, Part, Rehearsal
 
 _SAFETY = 20  # times what rounding has been seen to change
 
@@ -329,15 +326,6 @@ def _are_the_same(whole: np.ndarray, parts: Sequence[np.ndarray], rows: Sequence
     wide = whole.astype(np.float64)
     size = 1e-3 * float(np.max(np.abs(wide), initial=0.0)) + 1e-9
     return any(bool(np.all(np.abs(wide - way.astype(np.float64)) <= size)) for way in ways)
-
-
-def where(operation: tf.Operation) -> str:
-    """Return the user's line that made an operation, in words; "" if there is none."""
-    frames = [frame for frame in operation.traceback if is_user_file(frame.filename)]
-    if not frames:
-        return ""
-    name, number = frames[-1].filename, frames[-1].lineno
-    return f"{name}, line {number}: {linecache.getline(name, number).strip()}"
 
 
 # What is said.

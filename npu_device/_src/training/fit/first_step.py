@@ -11,13 +11,14 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.training.fit import findings, start, xla
 from npu_device._src.training.fit.rehearsal import NotChecked, Outcome, Part, Rehearsal
+from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.fit.sums import (
     Compared,
     Indivisible,
@@ -30,9 +31,6 @@ from npu_device._src.training.fit.sums import (
 )
 from npu_device._src.training.watching import training_state
 from npu_device._src.world.share import lengths_of, run_of, units_of, without_optional
-
-if TYPE_CHECKING:
-    from npu_device._src.training.fit.function import Function
 
 _log = logging.getLogger("npu_device")
 _SAMPLES = 5
@@ -48,18 +46,18 @@ class _Verdict(NamedTuple):
     added: str = ""  # what of the gradients is added up, in words
 
 
-def check(function: Function, batch: Any) -> str:
+def check(context: StepContext, batch: Any) -> str:
     """Check the step of a built model on all ranks; return the line of the statement, or raise ValueError."""
     if environment.NPU_DEVICE_FIRST_STEP_CHECK.get() == "off":
         return "not checked: NPU_DEVICE_FIRST_STEP_CHECK=off"
-    world = function.world
-    if needs_no_check(function, batch):
+    world = context.world
+    if needs_no_check(context, batch):
         mine = _Verdict(
             "not compared: layers, loss, step and optimizer are Keras's own, which treat samples one by one"
         )
     else:
         with _nothing_drawn():
-            mine = _verdict(function, batch)
+            mine = _verdict(context, batch)
     found = [_Verdict(*one) for one in world.objects(tuple(mine), "first-step check")]
     wrong = [rank for rank, verdict in enumerate(found) if verdict.error]
     if wrong:
@@ -72,26 +70,26 @@ def check(function: Function, batch: Any) -> str:
     warning = next((verdict.warning for verdict in found if verdict.warning), "")
     if warning and world.is_main:
         _log.warning("%s", warning)
-    set_sums(function, [verdict.sums for verdict in found])
+    set_sums(context, [verdict.sums for verdict in found])
     unchecked = [verdict.statement for verdict in found if verdict.statement.startswith("not checked")]
     statement = unchecked[0] if unchecked else found[0].statement
     added = next((verdict.added for verdict in found if verdict.added), "")
     return f"{statement}\n  sums           {added}: the ranks add up" if added else statement
 
 
-def look_for_sums(function: Function, batch: Any) -> str:
+def look_for_sums(context: StepContext, batch: Any) -> str:
     """Find out on all ranks which numbers of a test step are sums over the samples; return what to remember."""
     sums: dict[str, bool] = {}
     is_off = environment.NPU_DEVICE_FIRST_STEP_CHECK.get() == "off"
-    if not is_off and not needs_no_check(function, batch) and not function.model.run_eagerly:
+    if not is_off and not needs_no_check(context, batch) and not context.model.run_eagerly:
         try:
             with _nothing_drawn():
                 samples = samples_of(without_optional(batch))
-                sums = compared(function, samples, repeats=False).sums
+                sums = compared(context, samples, repeats=False).sums
         except Exception:  # the user's step, which may rely on what a few samples don't have
             _log.debug("sums of a test step", exc_info=True)
     if not is_off:
-        set_sums(function, function.world.objects(sums, "sums of a test step"))
+        set_sums(context, context.world.objects(sums, "sums of a test step"))
     return "looked at"
 
 
@@ -105,30 +103,28 @@ def _nothing_drawn() -> Iterator[None]:
         training_state.set_random_states(before)
 
 
-def require_divisible(function: Function, spec: Any, share: Any, batch: Any, error: Exception) -> None:
+def require_divisible(context: StepContext, spec: Any, share: Any, batch: Any, error: Exception) -> None:
     """Raise an error that says what is divided, if a step can be traced with the batch, but not with a share of it."""
     # The share first: what has been traced with the batch counts as built, and wouldn't be traced again.
-    if _can_be_traced(function, spec, share) or not _can_be_traced(function, spec, lambda data: data):
+    if _can_be_traced(context, spec, share) or not _can_be_traced(context, spec, lambda data: data):
         return
-    rank = function.world.job.cluster.rank
-    raise ValueError(
-        f"rank {rank}: {findings.not_samples(batch, findings.last_line(error), function.world)}"
-    ) from error
+    rank = context.world.job.cluster.rank
+    raise ValueError(f"rank {rank}: {findings.not_samples(batch, findings.last_line(error), context.world)}") from error
 
 
-def _can_be_traced(function: Function, spec: Any, divide: Any) -> bool:
+def _can_be_traced(context: StepContext, spec: Any, divide: Any) -> bool:
     try:
-        start.build(function.model, function.kind, function.own_step, spec, divide)
+        start.build(context.model, context.kind, context.own_step, spec, divide)
     except Exception:
         return False
     return True
 
 
-def _verdict(function: Function, batch: Any) -> _Verdict:
+def _verdict(context: StepContext, batch: Any) -> _Verdict:
     try:
-        if function.model.run_eagerly and function.is_scripts:
+        if context.model.run_eagerly and context.is_from_script:
             raise NotChecked("the step runs eagerly (run_eagerly=True), and what it does in Python can't be undone")
-        return _examine(function, batch)
+        return _examine(context, batch)
     except NotChecked as error:
         return _Verdict(f"not checked: {findings.last_line(error)}")
     except Indivisible as error:
@@ -138,44 +134,44 @@ def _verdict(function: Function, batch: Any) -> _Verdict:
         text = f"{type(error).__name__}: {findings.last_line(error)}"
         verdict = _Verdict(f"not checked: the step can't run on a few samples ({text})")
     try:
-        return _examine_shares(function, batch, verdict)
+        return _examine_shares(context, batch, verdict)
     except Exception:
         _log.debug("first-step check of shares", exc_info=True)
         return verdict
 
 
-def _examine(function: Function, batch: Any) -> _Verdict:
+def _examine(context: StepContext, batch: Any) -> _Verdict:
     batch = without_optional(batch)
     samples = samples_of(batch)
-    found = compared(function, samples, repeats=True)
-    return _judge(function, samples, found)._replace(sums=found.sums, added=added_up(function, found))
+    found = compared(context, samples, repeats=True)
+    return _judge(context, samples, found)._replace(sums=found.sums, added=added_up(context, found))
 
 
-def _examine_shares(function: Function, batch: Any, verdict: _Verdict) -> _Verdict:
+def _examine_shares(context: StepContext, batch: Any, verdict: _Verdict) -> _Verdict:
     """Run a step that needs its batch's size on two shares of one size, which shows what it keeps of its samples."""
     batch = without_optional(batch)
     total = int(units_of(batch))
-    count = total // max(2, function.world.size)
+    count = total // max(2, context.world.size)
     parts = [Part(run_of(batch, total, first, first + count), count, 2 * count, not first) for first in (0, count)]
     others = list(map(_turned, parts))
-    rehearsal = Rehearsal(function, start.spec_of(function.model, None, parts[0].data))
+    rehearsal = Rehearsal(context, start.spec_of(context.model, None, parts[0].data))
     before = rehearsal.values()
     [first, second], [again, _], [other, _] = map(rehearsal.run, (parts, parts, others))
     if not findings.repeats(first, again):
         return verdict
 
     def kept(one: Outcome, handles: set[int]) -> list[findings.Change]:
-        runs = findings.Runs(before, first, [again], [one], [1.0], 100 * precision_of(function.model))
+        runs = findings.Runs(before, first, [again], [one], [1.0], 100 * precision_of(context.model))
         some = {handle: variable for handle, variable in named.items() if handle in handles}
         return [change for change in findings.changes(rehearsal, runs, some, set()) if not change.is_number]
 
-    named, averaged = _variables(function)
+    named, averaged = _variables(context)
     in_order = {change.name for change in kept(other, set(named))}
     found = [replace(change, is_in_order=change.name in in_order) for change in kept(second, set(named) - averaged)]
     # What is averaged over the ranks may differ between the shares, but not with the order of the samples.
     found += [replace(one, is_averaged=True) for one in kept(second, averaged) if one in kept(other, averaged)]
-    title = f"the train step of {function.model.name!r}"
-    return _Verdict("", findings.kept(title, found[0], function.world)) if found else verdict
+    title = f"the train step of {context.model.name!r}"
+    return _Verdict("", findings.kept(title, found[0], context.world)) if found else verdict
 
 
 def _turned(part: Part) -> Part:
@@ -189,8 +185,8 @@ def _turned(part: Part) -> Part:
     return replace(part, data=tf.nest.map_structure(turned, part.data))
 
 
-def _judge(function: Function, samples: Samples, found: Compared) -> _Verdict:
-    world, title = function.world, f"the train step of {function.model.name!r}"
+def _judge(context: StepContext, samples: Samples, found: Compared) -> _Verdict:
+    world, title = context.world, f"the train step of {context.model.name!r}"
     rehearsal, runs, parts = found.rehearsal, found.runs, [samples.whole, *samples.parts]
     sums, mixing = findings.added_losses(rehearsal, runs)
     if sums:
@@ -200,7 +196,7 @@ def _judge(function: Function, samples: Samples, found: Compared) -> _Verdict:
     line = findings.clipping(rehearsal.gradients, rehearsal.step.reduced)
     if any(comparison.is_sum for comparison in different) and line is None:
         return _Verdict("", findings.of_two_kinds(title, gradients, world))
-    changed = findings.changes(rehearsal, runs, *_variables(function))
+    changed = findings.changes(rehearsal, runs, *_variables(context))
     kept = [change for change in changed if not change.is_number]
     if kept:
         [turned] = rehearsal.run([_turned(samples.whole)])
@@ -214,7 +210,7 @@ def _judge(function: Function, samples: Samples, found: Compared) -> _Verdict:
     elif different and _are_sums_with_more(samples, found):
         return _Verdict("", findings.beside_a_sum(title, different, world))
     elif different:
-        place = _place(function, samples.spec, parts)
+        place = _place(context, samples.spec, parts)
         if place is None and mixing:
             place = f"a loss that a layer adds, {mixing[0]}", False
         warnings.append(findings.meeting(title, different, place, parts, world))
@@ -237,10 +233,10 @@ def _are_sums_with_more(samples: Samples, found: Compared) -> bool:
     return findings.are_sums_with_more(found.runs, found.rehearsal.run(others), weights)
 
 
-def _place(function: Function, spec: Any, parts: Sequence[Part]) -> tuple[str, bool] | None:
+def _place(context: StepContext, spec: Any, parts: Sequence[Part]) -> tuple[str, bool] | None:
     """Return where samples meet, and if that is a value of a sample; None if it can't be found."""
     try:
-        rehearsal = Rehearsal(function, spec, findings.values_of_samples)
+        rehearsal = Rehearsal(context, spec, findings.values_of_samples)
         [whole], divided = rehearsal.run(parts[:1]), rehearsal.run(parts[1:])
     except Exception:  # the check itself has been made
         return None
@@ -248,9 +244,9 @@ def _place(function: Function, spec: Any, parts: Sequence[Part]) -> tuple[str, b
     return findings.where_samples_meet(rehearsal.chosen, whole.chosen, chosen, rows)
 
 
-def _variables(function: Function) -> tuple[dict[int, Any], set[int]]:
+def _variables(context: StepContext) -> tuple[dict[int, Any], set[int]]:
     """Return the variables that a step may change only as one process does, and those that are averaged; by handle."""
-    model, known = function.model, function.parts
+    model, known = context.model, context.parts
     reduced = [variable for metric in known.metrics for variable in metric.variables]
     others = {id(compat.handle_of(each)) for each in [*reduced, *training_state.optimizer_state(model)]}
     every = [*training_state.common(model, compat.variables_of(model)), *training_state.loose_variables(model)]
@@ -270,16 +266,16 @@ _LOSSES = {
 _ANYTHING = (*xla.LAYERS_OF_SCRIPTS, "AddLoss")  # Keras's layers that hold anything that the user has written
 
 
-def needs_no_check(function: Function, batch: Any) -> bool:
+def needs_no_check(context: StepContext, batch: Any) -> bool:
     """Return True for a functional model of Keras's own layers with a built-in loss and dense inputs of one length."""
-    losses = function.parts.losses
+    losses = context.parts.losses
     return (
-        not function.is_scripts
-        and compat.belongs_to_keras(type(function.model))
+        not context.is_from_script
+        and compat.belongs_to_keras(type(context.model))
         and bool(losses)
-        and all(map(compat.reduces_first, training_state.optimizers(function.model)))
+        and all(map(compat.reduces_first, training_state.optimizers(context.model)))
         and all(map(_is_well_known_loss, losses))
-        and all(map(_treats_samples_apart, compat.operations_of(function.model)))
+        and all(map(_treats_samples_apart, compat.operations_of(context.model)))
         and len({int(length) for length in lengths_of(batch)}) == 1
         and not any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(batch))
     )

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Callable
+from typing import Any, Callable
 
 from npu_device._src import compat, environment
 from npu_device._src.training.fit import first_step, randomness, sources, start
 from npu_device._src.training.fit.divided import Divided
+from npu_device._src.training.fit.model_parts import generators_of, parts_of
 from npu_device._src.training.fit.randomness import NumbersOfRank
-from npu_device._src.training.fit.step import Replaced, RunningChecksum, divide
+from npu_device._src.training.fit.replaced import Replaced
+from npu_device._src.training.fit.replica_state import ReplicaState
+from npu_device._src.training.fit.step import divide
+from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.watching import training_state
-from npu_device._src.world.current_step import Sums
 from npu_device._src.world.share import Share, content, is_divided, require_units, rows_of, tag_of
-
-if TYPE_CHECKING:
-    from npu_device._src.training.fit.replica import Replica
 
 _TRACED = (
     "Likely cause: the model runs eagerly, but is traced once before its first step, to make its variables, and traced "
@@ -23,24 +23,25 @@ _TRACED = (
 )
 
 
-class Function:
-    """One of the three functions of a model, around the one that Keras makes; the first call makes the ranks ready."""
+class Function(StepContext):
+    """One of the three functions of a model, around the one that Keras makes; the first call makes the ranks ready.
 
-    def __init__(self, replica: Replica, kind: str) -> None:
-        self.kind, self.world, self.model = kind, replica.world, replica.model
-        self.source: Any = None  # the data that the user passed
-        self.from_root = False  # rank 0's batches are sent to all ranks
-        self.has_own_data = False  # each rank reads its own rows: ``divided``, a pipeline, a Sequence with ``rows``
-        self.checksum = RunningChecksum()  # of the batches since the ranks last compared them
-        self.sums = Sums()  # of its step
-        self._parts: start.Parts | None = None
-        self._replica = replica
+    Attributes:
+        source: the data that the user passed.
+        has_own_data: each rank reads its own rows: ``divided``, a pipeline, a Sequence with ``rows``.
+        begins: its next call is the first one of a fit, evaluate or predict.
+    """
+
+    def __init__(self, state: ReplicaState, kind: str) -> None:
+        super().__init__(state.world, state.model, kind, getattr(state.model, f"{kind}_step"))
+        self.settle_draws = self._settle_draws
+        self.source: Any = None
+        self.has_own_data = False
+        self.begins = True
+        self._state = state
         self._name = f"{kind}_function"
-        self._make_kerass: Callable[..., Any] = getattr(self.model, f"make_{kind}_function")
-        self._kerass: Callable[[Any], Any]
-        self.own_step: Callable[[Any], Any] = getattr(self.model, f"{kind}_step")
-        self.is_scripts = not compat.belongs_to_keras(self.own_step)
-        self.begins = True  # its next call is the first one of a fit, evaluate or predict
+        self._make_keras_function: Callable[..., Any] = getattr(self.model, f"make_{kind}_function")
+        self._keras_function: Callable[[Any], Any]
         self._is_built = False
         self._checked = ""  # what the first-step check has found, in words
         self._has_drawn = False
@@ -52,30 +53,25 @@ class Function:
             self.begins = False
             batches = self._start(batches)
         if self._input_wait is None or self._input_wait.is_over:
-            return self._kerass(batches)
+            return self._keras_function(batches)
         steps = compat.steps_per_call(self.model)
-        return self._input_wait.call(self._kerass, batches, steps, self.has_own_data)
+        return self._input_wait.call(self._keras_function, batches, steps, self.has_own_data)
 
     def make(self, force: bool = False) -> Function:
         """Make the function of the model, unless it is there; Keras calls this at the beginning of each ``fit``."""
-        self._replica.prepare(self.kind)
+        self._state.prepare(self.kind)
         if getattr(self.model, self._name) is not self or force:  # also after compile
-            self.begins, self._is_built, self._checked = True, False, ""
+            self.begins = True
+            self._is_built = False
+            self._checked = ""
             self._make_anew()
         return self
 
     def _make_anew(self) -> None:
         setattr(self.model, self._name, None)
-        self._make_kerass(True)
-        self._kerass = getattr(self.model, self._name)
+        self._make_keras_function(True)
+        self._keras_function = getattr(self.model, self._name)
         setattr(self.model, self._name, self)
-
-    @property
-    def parts(self) -> start.Parts:
-        """Return the parts of the model that take part in a step; found after the model has been built."""
-        if self._parts is None:
-            self._parts = start.parts_of(self.model)
-        return self._parts
 
     def build(self, batches: Any, batch: Any) -> None:
         """Make all variables that a step needs, before its first one, given the first batch."""
@@ -83,7 +79,7 @@ class Function:
             return
         self._is_built = True
         replaced = Replaced()
-        numbers = NumbersOfRank(self.world, start.generators_of(self.model), replaced)
+        numbers = NumbersOfRank(self.world, generators_of(self.model), replaced)
 
         def share(data: Any) -> Any:
             mine = divide(self.world, data).data
@@ -102,7 +98,7 @@ class Function:
         finally:
             replaced.restore()
 
-    def drew(self, numbers: NumbersOfRank, share: Share) -> None:
+    def _settle_draws(self, numbers: NumbersOfRank, share: Share) -> None:
         """Give the ranks the same numbers where a step that has drawn some needs that, and report on them, once."""
         draws = numbers.settle(share.data, training_state.weights(self.model))
         if draws and not self._has_drawn:
@@ -121,10 +117,10 @@ class Function:
             if not own_data and environment.NPU_DEVICE_DIVISION.get() == "alike":
                 require_units(pulled[0], world.size)
             self.build(batches, pulled[0])
-        if training or not self._replica.in_fit:
-            start.synchronise(world, model, training, self._replica.root_rank)
-            self._replica.root_rank = 0
-        self._parts = start.parts_of(model)
+        if training or not self._state.in_fit:
+            start.synchronise(world, model, training, self._state.root_rank)
+            self._state.root_rank = 0
+        self.known_parts = parts_of(model)
         if own_data and type(self.source) is Divided:
             sources.warn_if_all_the_same(world, start.digest(pulled))
         elif own_data:
@@ -135,7 +131,7 @@ class Function:
         if training and pulled:
             if not self._checked:
                 self._checked = first_step.check(self, content(pulled[0]))
-            self._replica.report(None if own_data else int(rows_of(pulled[0])), self._checked)
+            self._state.report(None if own_data else int(rows_of(pulled[0])), self._checked)
         elif self.kind == "test" and pulled and not self._checked:
             self._checked = first_step.look_for_sums(self, content(pulled[0]))
         return batches if several else sources.again(batches, pulled)

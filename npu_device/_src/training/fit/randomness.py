@@ -13,15 +13,13 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable
+from typing import Any, Callable
 
 import tensorflow as tf
 
 from npu_device._src import compat, environment
+from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.world.world import World
-
-if TYPE_CHECKING:
-    from npu_device._src.training.fit.step import Replaced
 
 _APART = 1_000_003  # between the seeds of neighbouring ranks; scripts' own seeds are closer together
 _SHOWN = 4

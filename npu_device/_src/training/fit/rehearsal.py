@@ -6,8 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Callable
+from typing import Any, Callable
 
 import numpy as np
 import tensorflow as tf
@@ -15,16 +14,14 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions
-from npu_device._src.training.fit.findings import where
+from npu_device._src.training.fit.graph_lines import where
 from npu_device._src.training.fit.step import LOGS, Replaced, Step
+from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.fit.weighting import WeightedReduction, note_numbers
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.wrapped_optimizers import reduction_of
 from npu_device._src.world.current_step import CurrentStep, current_step
 from npu_device._src.world.share import Share
-
-if TYPE_CHECKING:
-    from npu_device._src.training.fit.function import Function
 
 _as_it_is = tf.autograph.experimental.do_not_convert
 
@@ -53,9 +50,10 @@ class Outcome:
 class Rehearsal:
     """A train step, traced once, that runs on parts of a batch."""
 
-    def __init__(self, function: Function, spec: Any, choose: Callable[[Any], list[Any]] | None = None) -> None:
+    def __init__(self, context: StepContext, spec: Any, choose: Callable[[Any], list[Any]] | None = None) -> None:
         """Trace the step of a built model; ``choose`` returns tensors of the graph whose values are wanted, too."""
-        self._of, self._choose = function, choose
+        self._context = context
+        self._choose = choose
         self.variables: list[Any] = []  # whose gradients the optimizers got
         self.gradients: list[Any] = []  # that the optimizers got
         self.reductions: list[Any] = []  # by which the optimizers reduce those; None without one
@@ -67,7 +65,7 @@ class Rehearsal:
         self._world: _VirtualRanks
         self._on_stage = contextlib.ExitStack()
         with self._on_stage, _functions_inline():
-            self._function = self._traced(function.own_step, spec)
+            self._function = self._traced(context.own_step, spec)
         self.graph = self._function.graph
         remains = compat.what_remains(self.graph)
         if remains is not None:
@@ -83,7 +81,7 @@ class Rehearsal:
             return self._results()
 
         number, flag = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.bool)
-        autograph = not compat.is_keras_3(compat.keras_of(self._of.model))  # as each Keras traces the step itself
+        autograph = not compat.is_keras_3(compat.keras_of(self._context.model))  # as each Keras traces the step itself
         return tf.function(step, autograph=autograph).get_concrete_function(spec, number, number, flag)
 
     @_as_it_is
@@ -91,22 +89,22 @@ class Rehearsal:
         replaced = Replaced()
         self._on_stage.callback(replaced.restore)
         self._world = _VirtualRanks(tf.compat.v1.get_default_graph(), is_first)
-        for layer in self._of.parts.layers:
+        for layer in self._context.parts.layers:
             if _differs_in_noise_only(layer):
                 replaced.replace(layer, "call", _call_as_in_inference)
-        for optimizer in training_state.optimizers(self._of.model):
+        for optimizer in training_state.optimizers(self._context.model):
             self._record(optimizer, replaced)
         share = Share(data, units, total)
-        # What a step needs of a function. Metrics count what they like, and random numbers are those of any rank.
-        parts = replace(self._of.parts, metrics=[], trackers=[], statistics=[])
-        stand_in: Any = SimpleNamespace(kind="check", model=self._of.model, world=self._world, parts=parts)
-        stand_in.is_scripts, stand_in.sums = self._of.is_scripts, self._of.sums
-        self._on_stage.enter_context(Step(stand_in, share))
+        # Metrics count what they like, and random numbers are those of any rank.
+        of = self._context
+        virtual = StepContext(self._world, of.model, "check", of.own_step, of.sums, of.checksum)
+        virtual.known_parts = replace(self._context.parts, metrics=[], trackers=[], statistics=[])
+        self._on_stage.enter_context(Step(virtual, share))
         step = current_step()
         assert step is not None
         step.is_rehearsal = True
         self.step = step
-        note_numbers(step, self._of.parts.metrics, replaced)
+        note_numbers(step, self._context.parts.metrics, replaced)
         return share
 
     @_as_it_is
@@ -153,7 +151,7 @@ class Rehearsal:
             raise NotChecked("the step applies gradients in a branch or a loop")
         added = []
         with contextlib.suppress(AttributeError, ValueError):  # a model that its step has never called
-            added = [loss for loss in self._of.model.losses if compat.is_in(graph, loss)]
+            added = [loss for loss in self._context.model.losses if compat.is_in(graph, loss)]
         self.losses += added
         self.chosen = [] if self._choose is None else self._choose(graph)
         gradients = [
@@ -213,8 +211,8 @@ def _differs_in_noise_only(layer: Any) -> bool:
     if hasattr(layer, "train_step"):
         return False
     parts = compat.all_layers(layer)
-    is_kerass = all(compat.belongs_to_keras(type(part).call) for part in parts)
-    return is_kerass and "training" in inspect.signature(type(layer).call).parameters
+    is_from_keras = all(compat.belongs_to_keras(type(part).call) for part in parts)
+    return is_from_keras and "training" in inspect.signature(type(layer).call).parameters
 
 
 def _call_as_in_inference(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

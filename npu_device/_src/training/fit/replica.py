@@ -36,12 +36,12 @@ from typing import Any, Callable
 
 from npu_device._src import compat
 from npu_device._src.training.distribute.variables import require_no_strategy
-from npu_device._src.training.fit import files, start, xla
+from npu_device._src.training.fit import files, start
 from npu_device._src.training.fit.divided import Divided, Pipeline, rows_of_rank, with_equal_length
 from npu_device._src.training.fit.function import Function
+from npu_device._src.training.fit.replica_state import ReplicaState
 from npu_device._src.training.fit.sources import kinds_that_differ
 from npu_device._src.training.fit.step import predict_step, train_or_test_step
-from npu_device._src.training.fit.weighting import replicate_optimizer
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.same_variables import warn_if_different
@@ -57,13 +57,10 @@ class Replica:
     def __init__(self, world: World, model: Any) -> None:
         self.world = world
         self.model = model
-        self.train = Function(self, "train")
-        self.test = Function(self, "test")
-        self.predict = Function(self, "predict")
-        self.in_fit = False
-        self.root_rank = 0  # from whose variables the next training starts
-        self._is_reported = False
-        self._callbacks: Any = None
+        self.state = ReplicaState(world, model)
+        self.train = Function(self.state, "train")
+        self.test = Function(self.state, "test")
+        self.predict = Function(self.state, "predict")
         for name, method in {**self._methods(), _REPLICA: self}.items():
             object.__setattr__(model, name, method)  # past Keras's own __setattr__, which tracks what is to be saved
         files.save_parts_once(world, model)
@@ -93,27 +90,6 @@ class Replica:
             methods[compat.COUNTERS_METHOD] = lambda *args: self.world.object_from_root(own(*args))
         return methods
 
-    def prepare(self, kind: str) -> None:
-        """Set what must be set before Keras makes a function."""
-        xla.leave_call(self.model)
-        if getattr(self.model, "autotune_steps_per_execution", False):
-            # tf-keras would choose the number by the time that this rank takes; its callbacks would run at other steps.
-            self.model.autotune_steps_per_execution = False
-            if self.world.is_main:
-                _log.warning("steps_per_execution='auto' is 1 in a replicated model: ranks would choose other numbers.")
-        if kind == "train":
-            for optimizer in training_state.optimizers(self.model):
-                replicate_optimizer(optimizer, self.world)
-
-    def report(self, rows: int | None, checked: str) -> None:
-        """Print the statement at the start, once; ``rows`` are those of the first batch, None of divided data."""
-        if not self._is_reported:
-            self._is_reported = True
-            if self.world.is_main:
-                last = self._callbacks[-1] if isinstance(self._callbacks, list) else self._callbacks
-                steps = (getattr(last, "params", None) or {}).get("steps")
-                start.say(start.statement(self.world, self.model, rows, steps, checked))
-
     def _fit(self, own: Callable[..., Any]) -> Callable[..., Any]:
         def fit(*args: Any, **kwargs: Any) -> Any:
             arguments = self._arguments(self.train, own, args, kwargs)
@@ -121,15 +97,16 @@ class Replica:
             self._set_data(arguments, "validation_data")
             callbacks = callbacks_of_rank(self.world, self.model, arguments.get("callbacks"), self._compare_batches)
             arguments.set("callbacks", callbacks)
-            self._callbacks = callbacks
+            self.state.callbacks = callbacks
             start.share_random_state(self.world)
             self.train.begins = self.test.begins = True
-            before, self.in_fit = self.in_fit, True
+            before = self.state.in_fit
+            self.state.in_fit = True
             try:
                 with silent(self.world, self.model, callbacks):
                     history = arguments.call()
             finally:
-                self.in_fit = before
+                self.state.in_fit = before
             if self.train.begins:  # no epoch was left to train
                 start.synchronise(self.world, self.model, training=True)
             weights = training_state.common(self.model, training_state.weights(self.model))
@@ -142,7 +119,7 @@ class Replica:
 
     def _evaluate_or_predict(self, function: Function, own: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self.in_fit:
+            if self.state.in_fit:
                 arguments = Arguments(self.model, own, args, kwargs)
                 if not self.world.is_main:
                     arguments.set("verbose", 0)
@@ -184,7 +161,7 @@ class Replica:
         functions = {function.kind: function for function in (self.train, self.test, self.predict)}
         found = {kind: function.checksum.take() for kind, function in functions.items()}
         own_data = [kind for kind, function in functions.items() if function.has_own_data]
-        for kind in kinds_that_differ(self.world, found, self.in_fit, own_data):
+        for kind in kinds_that_differ(self.world, found, self.state.in_fit, own_data):
             functions[kind].send_from_root(True)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Callable
 
@@ -74,44 +73,6 @@ def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) ->
         variables += training_state.optimizer_state(model)
     each = [variable for variable in training_state.unique(variables) if tf.as_dtype(variable.dtype) != tf.string]
     assign_from_root(world, each, root_rank)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a model that take part in a step; found before the first one."""
-
-    metrics: list[Any]  # that have variables of their own
-    trackers: list[Any]  # the metrics to which Keras itself passes losses
-    losses: list[Any]  # that reduce: the compiled ones, and those among the model's attributes
-    layers: list[Any]  # and the model
-    regularized: list[Any]  # layers whose activity regularizer is a sum over the samples
-    statistics: list[Any]  # floating-point variables that the step moves, but no optimizer, such as moving averages
-    generators: list[Any]  # from which the step draws random numbers
-
-
-def generators_of(model: Any) -> list[Any]:
-    """Return the generators that a model's step draws from: among its layers and attributes, and of the process."""
-    found = [compat.random_generator_of_process(), compat.seed_generator_of_keras_3()]
-    for layer in compat.all_layers(model):
-        found += [compat.generator_of_layer(layer), *training_state.attributes(layer)]
-    return training_state.unique(each for each in found if compat.is_generator(each))
-
-
-def parts_of(model: Any) -> Parts:
-    base = compat.keras_of(model).losses.Loss
-    own = [value for value in training_state.attributes(model) if isinstance(value, base)]
-    # Without a reduction, the script reduces what an attribute gives; most take means, which need no change.
-    own = [loss for loss in own if not compat.is_loss_container(loss) and loss.reduction not in ("none", None)]
-    loose = [each for each in training_state.loose_variables(model) if each.dtype.is_floating]
-    return Parts(
-        compat.metrics_of(model),
-        compat.loss_trackers_of(model),
-        training_state.unique([*compat.compiled_losses(model), *own]),
-        compat.all_layers(model),
-        compat.layers_that_add_up_activity(model),
-        training_state.unique([*compat.moving_statistics(model), *loose]),
-        generators_of(model),
-    )
 
 
 def digest(batch: Any) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Callable
+from typing import Any, Callable
 
 import numpy as np
 import tensorflow as tf
@@ -17,16 +17,12 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.training.fit import xla
 from npu_device._src.training.fit.randomness import NumbersOfRank
+from npu_device._src.training.fit.replaced import Replaced
+from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.fit.weighting import Losses, Metrics, synchronise_normalisation
 from npu_device._src.world.current_step import CurrentStep, current_step, running
 from npu_device._src.world.share import Share, content, is_divided, share_of_batch, tag_of
 from npu_device._src.world.world import World
-
-if TYPE_CHECKING:
-    from npu_device._src.training.fit.function import Function
-
-_SAMPLE = 4096
-"""Elements of a tensor that count, at equal distances; those of a smaller tensor all count."""
 
 _log = logging.getLogger("npu_device")
 _COMPUTED = (
@@ -41,7 +37,7 @@ LOGS = "logs"
 _as_it_is = tf.autograph.experimental.do_not_convert
 
 
-def train_or_test_step(function: Function, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def train_or_test_step(context: StepContext, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a model's ``train_step`` or ``test_step``, given its own one: Keras's or the user's."""
 
     # tf-keras has AutoGraph rewrite this, for the sake of the user's step inside. So it holds no more than the road.
@@ -49,23 +45,23 @@ def train_or_test_step(function: Function, own: Callable[[Any], Any]) -> Callabl
     def step(data: Any) -> Any:
         if current_step() is not None:  # a step that another model's step calls, whose share it works on
             return own(data)
-        batch = _take(function, data)
-        share = divide(function.world, batch)
-        with _begin(function, share) as mine:
+        batch = _take(context, data)
+        share = divide(context.world, batch)
+        with _begin(context, share) as mine:
             logs = own(share.data)  # whose optimizers reduce the gradients
         return mine.results_of_all(logs)
 
     return step
 
 
-def predict_step(function: Function, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def predict_step(context: StepContext, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(own)
     def step(data: Any) -> Any:
-        batch = _take(function, data)
-        share = divide(function.world, batch)
-        with running(_current(function, share)):
+        batch = _take(context, data)
+        share = divide(context.world, batch)
+        with running(_current(context, share)):
             mine = own(share.data)
-        outputs = _gather(function.world, share, mine)
+        outputs = _gather(context.world, share, mine)
         return own(batch) if outputs is None else outputs
 
     return step
@@ -75,17 +71,17 @@ def predict_step(function: Function, own: Callable[[Any], Any]) -> Callable[[Any
 
 
 @_as_it_is
-def _take(function: Function, data: Any) -> Any:
+def _take(context: StepContext, data: Any) -> Any:
     """Return the batch to work on: rank 0's, if the ranks' differ; else it is counted in their checksum."""
     if is_divided(data):
-        function.checksum.add(tag_of(data)[1])
+        context.checksum.add(tag_of(data)[1])
         return data
-    if not function.from_root:
-        function.checksum.add(data)
+    if not context.from_root:
+        context.checksum.add(data)
         return data
     leaves = tf.nest.flatten(data)
-    arrived = iter(function.world.from_root([leaf for leaf in leaves if _is_sent_as_it_is(leaf)]))
-    as_bytes = functools.partial(_sent_as_bytes, function.world)
+    arrived = iter(context.world.from_root([leaf for leaf in leaves if _is_sent_as_it_is(leaf)]))
+    as_bytes = functools.partial(_sent_as_bytes, context.world)
     found = [
         next(arrived) if _is_sent_as_it_is(leaf) else tf.nest.map_structure(as_bytes, leaf, expand_composites=True)
         for leaf in leaves
@@ -109,44 +105,6 @@ def _sent_as_bytes(world: World, tensor: Any) -> Any:
     return tf.ensure_shape(found, tensor.shape)
 
 
-class RunningChecksum:
-    """Two ranks' checksums are equal if they were given the same batches in the same order, except by chance."""
-
-    def __init__(self) -> None:
-        self._value = tf.Variable(0, dtype=tf.int64, trainable=False)
-
-    def add(self, batch: Any) -> None:
-        """Add a batch: nested tensors, dense, sparse or ragged, and ``None``. May be called in a graph."""
-        self._value.assign(checksum_of(batch, self._value.read_value()))
-
-    def take(self) -> int:
-        value = int(self._value)
-        self._value.assign(0)
-        return value
-
-
-def checksum_of(batch: Any, value: Any = 0) -> Any:
-    """Return the checksum of nested tensors, an int64 of shape [], beginning with another one's."""
-    for leaf in tf.nest.flatten(batch, expand_composites=True):
-        if leaf is not None:
-            value = value * 31 + _checksum(tf.convert_to_tensor(leaf))
-    return tf.cast(value, tf.int64)
-
-
-def _checksum(tensor: tf.Tensor) -> tf.Tensor | int:
-    """Return an int64 of shape []; 0 for a dtype without values that can be read."""
-    if not (tensor.dtype == tf.string or tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool):
-        return 0
-    flat = tf.reshape(tensor, [-1])
-    flat = flat[:: tf.maximum(tf.size(flat) // _SAMPLE, 1)]
-    if flat.dtype == tf.string:
-        flat = tf.strings.to_hash_bucket_fast(flat, 1 << 31)
-    elif flat.dtype.is_floating:
-        flat = tf.bitcast(tf.cast(flat, tf.float32), tf.int32)
-    # A value counts as often as its place says, so that the order counts.
-    return tf.reduce_sum(tf.cast(flat, tf.int64) * (2 * tf.range(tf.size(flat, tf.int64)) + 1))
-
-
 # Divided.
 
 
@@ -162,23 +120,23 @@ def divide(world: World, batch: Any) -> Share:
 
 
 @_as_it_is
-def _current(function: Function, share: Share) -> CurrentStep:
-    return CurrentStep(share, function.is_scripts, function.world.reduce, function.world.gather, function.sums)
+def _current(context: StepContext, share: Share) -> CurrentStep:
+    return CurrentStep(share, context.is_from_script, context.world.reduce, context.world.gather, context.sums)
 
 
 class Step:
     """One step while it is running or being traced: a context in which the model works on the share of this rank."""
 
-    def __init__(self, function: Function, share: Share) -> None:
-        world, parts, training = function.world, function.parts, function.kind == "train"
+    def __init__(self, context: StepContext, share: Share) -> None:
+        world, parts, training = context.world, context.parts, context.kind == "train"
         self._world = world
-        self._function = function
-        self._current = current = _current(function, share)
+        self._context = context
+        self._current = current = _current(context, share)
         self._replaced = Replaced()
         self._metrics = Metrics(parts, current, world, self._replaced)
-        Losses(function.model, parts, current, world, self._replaced)
-        if xla.compiles_call(function.model):
-            xla.compile_call(function.model, self._replaced)
+        Losses(context.model, parts, current, world, self._replaced)
+        if xla.compiles_call(context.model):
+            xla.compile_call(context.model, self._replaced)
         if training:
             synchronise_normalisation(parts.layers, current, world, self._replaced)
         self._numbers = NumbersOfRank(world, parts.generators, self._replaced) if training else None
@@ -201,7 +159,7 @@ class Step:
         if self._numbers is not None:
             self._numbers.end()
             if error is None:
-                self._function.drew(self._numbers, self._current.share)
+                self._context.settle_draws(self._numbers, self._current.share)
 
     @_as_it_is
     def results_of_all(self, logs: Any) -> Any:
@@ -213,7 +171,7 @@ class Step:
         if lost and self._world.is_main:
             named = logs.items() if isinstance(logs, dict) else ()
             names = [repr(name) for name, value in named if any(value is values[place] for place in lost)]
-            _log.warning(_COMPUTED, type(self._function.model).__name__, ", ".join(names) or "logs")
+            _log.warning(_COMPUTED, type(self._context.model).__name__, ", ".join(names) or "logs")
         others = [place for place, result in enumerate(again) if result is None]
         rest = iter(self._of_all_ranks([values[place] for place in others], [are_sums[place] for place in others]))
         return tf.nest.pack_sequence_as(logs, [next(rest) if result is None else result for result in again])
@@ -234,35 +192,8 @@ class Step:
 
 
 @_as_it_is
-def _begin(function: Function, share: Share) -> Step:
-    return Step(function, share)
-
-
-class Replaced:
-    """Methods of the metrics of a model, losses and layers that are replaced while a step runs."""
-
-    _ABSENT = object()
-
-    def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
-
-    def replace(self, thing: Any, name: str, hook: Callable[..., Any]) -> None:
-        """Replace a method of an object, and of no class, by ``hook(own method, *arguments)``."""
-        own = compat.converted(thing, name)
-        self.keep(thing, name)
-        vars(thing)[name] = _as_it_is(lambda *args, **kwargs: hook(own, *args, **kwargs))
-
-    def keep(self, thing: Any, name: str) -> None:
-        """Give an object this attribute back as it is now, whatever sets it until then."""
-        self._before.append((thing, name, vars(thing).get(name, self._ABSENT)))
-
-    def restore(self) -> None:
-        while self._before:
-            thing, name, before = self._before.pop()
-            if before is self._ABSENT:
-                vars(thing).pop(name, None)
-            else:
-                vars(thing)[name] = before
+def _begin(context: StepContext, share: Share) -> Step:
+    return Step(context, share)
 
 
 # Reduced.

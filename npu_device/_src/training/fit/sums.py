@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -18,14 +18,12 @@ from npu_device._src import compat
 from npu_device._src.training.fit import findings
 from npu_device._src.training.fit.different_samples import different_samples
 from npu_device._src.training.fit.rehearsal import NotChecked, Part, Rehearsal
+from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.fit.weighting import ADDED_LOSS, LOSS, carrier
 from npu_device._src.training.watching import training_state
-from npu_device._src.training.watching.applied_gradients import reduction_of
+from npu_device._src.training.watching.wrapped_optimizers import reduction_of
 from npu_device._src.world.current_step import Sums
 from npu_device._src.world.share import run_of, units_at, units_of
-
-if TYPE_CHECKING:
-    from npu_device._src.training.fit.function import Function
 
 _log = logging.getLogger("npu_device")
 _SAMPLES = 5
@@ -49,20 +47,20 @@ class Compared(NamedTuple):
     sums: dict[str, bool]  # of all numbers, and of all optimizers
 
 
-def set_sums(function: Function, found: Sequence[dict[str, bool]]) -> None:
+def set_sums(context: StepContext, found: Sequence[dict[str, bool]]) -> None:
     """Take numbers for sums or means of which the ranks have found this; if they differ, as the first of them has."""
-    function.sums = Sums()
+    context.sums = Sums()
     for sums in reversed(found):
-        function.sums.numbers.update(sums)
-    reductions = dict(_reductions(function))
-    adding = {reduction for name, reduction in reductions.items() if function.sums.numbers.get(name)}
-    function.sums.reductions = adding
-    function.sums.are_all = bool(adding) and adding == set(reductions.values())
+        context.sums.numbers.update(sums)
+    reductions = dict(_reductions(context))
+    adding = {reduction for name, reduction in reductions.items() if context.sums.numbers.get(name)}
+    context.sums.reductions = adding
+    context.sums.are_all = bool(adding) and adding == set(reductions.values())
 
 
-def _reductions(function: Function) -> list[tuple[str, Any]]:
+def _reductions(context: StepContext) -> list[tuple[str, Any]]:
     """Return the reductions of the optimizers of a model, with names that are the same on all ranks."""
-    found = enumerate(map(reduction_of, map(carrier, training_state.optimizers(function.model))))
+    found = enumerate(map(reduction_of, map(carrier, training_state.optimizers(context.model))))
     return [(f"optimizer {place}", reduction) for place, reduction in found if reduction is not None]
 
 
@@ -83,32 +81,32 @@ def samples_of(batch: Any) -> Samples:
     return Samples(tf.nest.map_structure(spec_of_any_length, batch), whole, parts, places, total)
 
 
-def compared(function: Function, samples: Samples, repeats: bool) -> Compared:
+def compared(context: StepContext, samples: Samples, repeats: bool) -> Compared:
     """Run a step on samples and on their parts, until what are sums over the samples is known, and added up.
 
     With ``repeats`` the gradients must be the same twice, and it is seen what rounding changes.
     """
     known: set[str] = set()
     while True:
-        set_sums(function, [dict.fromkeys(known, True)])
-        rehearsal = Rehearsal(function, samples.spec)
-        runs = _runs(function, rehearsal, samples, repeats)
+        set_sums(context, [dict.fromkeys(known, True)])
+        rehearsal = Rehearsal(context, samples.spec)
+        runs = _runs(context, rehearsal, samples, repeats)
         numbers = findings.kinds(runs)
         losses = {name for name, is_sum in numbers.items() if is_sum and name.startswith((LOSS, ADDED_LOSS))}
         if not losses <= known:  # first these: the penalties beside them are no sums
             known |= losses
             continue
         kinds = findings.adding(findings.comparisons(rehearsal, runs))
-        optimizers = {name: kinds[reduction] for name, reduction in _reductions(function) if reduction in kinds}
+        optimizers = {name: kinds[reduction] for name, reduction in _reductions(context) if reduction in kinds}
         adding = {name for name, is_sum in optimizers.items() if is_sum}
         if adding <= known:
             return Compared(rehearsal, runs, {**numbers, **optimizers, **dict.fromkeys(known, True)})
         known |= adding
 
 
-def _runs(function: Function, rehearsal: Rehearsal, samples: Samples, repeats: bool) -> findings.Runs:
+def _runs(context: StepContext, rehearsal: Rehearsal, samples: Samples, repeats: bool) -> findings.Runs:
     whole, parts = samples.whole, samples.parts
-    precision = precision_of(function.model)
+    precision = precision_of(context.model)
     before = rehearsal.values()
     [first] = rehearsal.run([whole])
     again = []
@@ -125,26 +123,26 @@ def _runs(function: Function, rehearsal: Rehearsal, samples: Samples, repeats: b
     except tf.errors.OpError as error:
         if len(samples.places) < samples.total:
             raise
-        raise Indivisible(findings.not_samples(whole.data, findings.last_line(error), function.world)) from error
+        raise Indivisible(findings.not_samples(whole.data, findings.last_line(error), context.world)) from error
     if repeats:
         with _moved(rehearsal.variables, precision):
             again += rehearsal.run([whole])
     return findings.Runs(before, first, again, divided, [part.weight for part in parts], 100 * precision)
 
 
-def added_up(function: Function, found: Compared) -> str:
+def added_up(context: StepContext, found: Compared) -> str:
     """Return what of the step's losses and gradients is a sum over the samples, in words; "" for nothing."""
     texts = []
     for name, is_sum in found.sums.items():
         kind, _, place = name.partition(" ")
         if is_sum and name.startswith(LOSS):
-            loss = function.parts.losses[int(place.split()[0])]
+            loss = context.parts.losses[int(place.split()[0])]
             texts.append(f"the loss {getattr(loss, 'name', None) or type(loss).__name__}")
         elif is_sum and name.startswith(ADDED_LOSS):
             line = findings.where(found.rehearsal.numbers[name].op)
             texts.append(f"a loss that a layer adds{f' ({line})' if line else ''}")
         elif is_sum and kind == "optimizer":
-            optimizer = training_state.optimizers(function.model)[int(place)]
+            optimizer = training_state.optimizers(context.model)[int(place)]
             texts.append(f"the gradients of {type(optimizer).__name__}")
     return ", ".join(dict.fromkeys(texts))
 

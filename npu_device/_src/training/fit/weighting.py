@@ -18,23 +18,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Callable
+from typing import Any, Callable
 
 import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, weighted
 from npu_device._src.training.distribute.normalization import Exchange, exchange_of_step, moments
+from npu_device._src.training.fit.model_parts import ModelParts
+from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.training.optimizers.optimizer_wrapper import GradientReduction, install
 from npu_device._src.training.watching.schedule import is_only_building
 from npu_device._src.training.watching.wrapped_optimizers import REDUCTION, reduction_of
 from npu_device._src.world.current_step import CurrentStep, current_step, reduced_by_step
 from npu_device._src.world.world import World
-
-if TYPE_CHECKING:
-    from npu_device._src.training.fit.start import Parts
-    from npu_device._src.training.fit.step import Replaced
-
 
 LOSS, ADDED_LOSS, METRIC = "loss", "added loss", "metric"
 """How the names of numbers begin; see ``CurrentStep.is_sum``."""
@@ -43,7 +40,7 @@ LOSS, ADDED_LOSS, METRIC = "loss", "added loss", "metric"
 class Losses:
     """Stands in for the losses' ``call``, the layers' ``add_loss``, and in Keras 3 the model's ``compute_loss``."""
 
-    def __init__(self, model: Any, parts: Parts, step: CurrentStep, world: World, replaced: Replaced) -> None:
+    def __init__(self, model: Any, parts: ModelParts, step: CurrentStep, world: World, replaced: Replaced) -> None:
         self._step = step
         self._world = world
         for place, loss in enumerate(parts.losses):
@@ -146,7 +143,7 @@ def _as_losses_cast(output: Any) -> Any:
 
 
 class Metrics:
-    def __init__(self, parts: Parts, step: CurrentStep, world: World, replaced: Replaced) -> None:
+    def __init__(self, parts: ModelParts, step: CurrentStep, world: World, replaced: Replaced) -> None:
         self._step = step
         self._world = world
         self._metrics = parts.metrics
@@ -194,7 +191,7 @@ class Metrics:
         def part(key: Any) -> Callable[[], Any]:
             return lambda: result()[key]
 
-        if tf.executing_eagerly() and self._step.is_scripts:
+        if tf.executing_eagerly() and self._step.is_from_script:
             self.settle()  # no graph tells later what the step has computed from it
         given = result()
         if isinstance(given, dict):
@@ -384,7 +381,7 @@ def _weighted_loss(optimizer: Any, loss: Any) -> Any:
 @tf.autograph.experimental.do_not_convert
 def _scale_loss(self: Any, loss: Any) -> Any:
     loss, step = type(self).scale_loss(self, loss), current_step()
-    return loss if step is not None and step.is_scripts else _weighted_loss(self, loss)
+    return loss if step is not None and step.is_from_script else _weighted_loss(self, loss)
 
 
 @tf.autograph.experimental.do_not_convert

@@ -5,15 +5,13 @@ compile the call of the model alone, forward and backward, and the reduction sta
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Callable
+from typing import Any, Callable
 
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.training.opening import device
-
-if TYPE_CHECKING:
-    from npu_device._src.training.fit.step import Replaced
 
 _log = logging.getLogger("npu_device")
 LAYERS_OF_SCRIPTS = ("Lambda", "TFOpLambda", "SlicingOpLambda", "ClassMethod", "InstanceMethod", "InstanceProperty")

@@ -305,7 +305,7 @@ def close() -> None:
     global _handle, _seed
     _handle = _seed = None
     job = jobs.current()
-    if job is not None and job.is_parents:
+    if job is not None and job.in_fork:
         return
     tracer = trace.running()
     jobs.close()
@@ -357,4 +357,4 @@ def parent_of_this_process() -> ParentRank | None:
     job = jobs.current()
     if job is None:
         return parent_rank.inherited()
-    return ParentRank.of(job.cluster, job.pid) if job.is_parents else None
+    return ParentRank.of(job.cluster, job.pid) if job.in_fork else None

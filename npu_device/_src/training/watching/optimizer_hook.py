@@ -56,7 +56,7 @@ def _wrapper(original: Callable[..., Any], parameter: str) -> Callable[..., Any]
         gradients = list(args[0] if args else kwargs.pop(parameter))
         further = args[1:]
         job = current()
-        watching = None if job is None or job.is_parents else job.part(AppliedGradients)
+        watching = None if job is None or job.in_fork else job.part(AppliedGradients)
         if watching is None:
             return original(self, gradients, *further, **kwargs)
         reduction = reduction_inside(self) if parameter == "grads" else None

@@ -70,7 +70,7 @@ def has_all_layers_built(model: Any) -> bool:
     return all(layer.built for layer in compat.all_layers(model)[1:])
 
 
-def takes_kerass_own_step(model: Any) -> bool:
+def uses_keras_step(model: Any) -> bool:
     """Return True when ``fit`` uses Keras's own step, which updates the trainable variables with one optimizer."""
     return "train_step" not in vars(model) and compat.belongs_to_keras(type(model).train_step)
 
@@ -98,7 +98,7 @@ def call_on(model: Any, batch: Any) -> None:
             f"first batch fails ({type(error).__name__}: {error}).\n"
             "What to do: build the model before fit, on every rank, or compile it without run_eagerly=True."
         ) from error
-    if takes_kerass_own_step(model):
+    if uses_keras_step(model):
         build_optimizer(model)
 
 

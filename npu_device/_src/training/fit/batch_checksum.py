@@ -1,0 +1,48 @@
+"""The checksum of the batches that a rank has read, by which the ranks notice that they read different ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+_SAMPLE = 4096
+"""Elements of a tensor that count, at equal distances; those of a smaller tensor all count."""
+
+
+class RunningChecksum:
+    """Two ranks' checksums are equal if they were given the same batches in the same order, except by chance."""
+
+    def __init__(self) -> None:
+        self._value = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    def add(self, batch: Any) -> None:
+        """Add a batch: nested tensors, dense, sparse or ragged, and ``None``. May be called in a graph."""
+        self._value.assign(checksum_of(batch, self._value.read_value()))
+
+    def take(self) -> int:
+        value = int(self._value)
+        self._value.assign(0)
+        return value
+
+
+def checksum_of(batch: Any, value: Any = 0) -> Any:
+    """Return the checksum of nested tensors, an int64 of shape [], beginning with another one's."""
+    for leaf in tf.nest.flatten(batch, expand_composites=True):
+        if leaf is not None:
+            value = value * 31 + _checksum(tf.convert_to_tensor(leaf))
+    return tf.cast(value, tf.int64)
+
+
+def _checksum(tensor: tf.Tensor) -> tf.Tensor | int:
+    """Return an int64 of shape []; 0 for a dtype without values that can be read."""
+    if not (tensor.dtype == tf.string or tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool):
+        return 0
+    flat = tf.reshape(tensor, [-1])
+    flat = flat[:: tf.maximum(tf.size(flat) // _SAMPLE, 1)]
+    if flat.dtype == tf.string:
+        flat = tf.strings.to_hash_bucket_fast(flat, 1 << 31)
+    elif flat.dtype.is_floating:
+        flat = tf.bitcast(tf.cast(flat, tf.float32), tf.int32)
+    # Each value counts with a weight of its position, so that the order counts.
+    return tf.reduce_sum(tf.cast(flat, tf.int64) * (2 * tf.range(tf.size(flat, tf.int64)) + 1))

@@ -1,0 +1,18 @@
+"""The lines of a script that made the operations of a graph."""
+
+from __future__ import annotations
+
+import linecache
+
+import tensorflow as tf
+
+from npu_device._src.cluster.tracebacks import is_user_file
+
+
+def where(operation: tf.Operation) -> str:
+    """Return the user's line that made an operation, in words; "" if there is none."""
+    frames = [frame for frame in operation.traceback if is_user_file(frame.filename)]
+    if not frames:
+        return ""
+    name, number = frames[-1].filename, frames[-1].lineno
+    return f"{name}, line {number}: {linecache.getline(name, number).strip()}"

@@ -1,0 +1,47 @@
+"""The parts of a model that take part in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from npu_device._src import compat
+from npu_device._src.training.watching import training_state
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """Found before the first step."""
+
+    metrics: list[Any]  # that have variables of their own
+    trackers: list[Any]  # the metrics to which Keras itself passes losses
+    losses: list[Any]  # that reduce: the compiled ones, and those among the model's attributes
+    layers: list[Any]  # and the model
+    regularized: list[Any]  # layers whose activity regularizer is a sum over the samples
+    statistics: list[Any]  # floating-point variables that the step moves, but no optimizer, such as moving averages
+    generators: list[Any]  # from which the step draws random numbers
+
+
+def generators_of(model: Any) -> list[Any]:
+    """Return the generators that a model's step draws from: among its layers and attributes, and of the process."""
+    candidates = [compat.random_generator_of_process(), compat.seed_generator_of_keras_3()]
+    for layer in compat.all_layers(model):
+        candidates += [compat.generator_of_layer(layer), *training_state.attributes(layer)]
+    return training_state.unique(filter(compat.is_generator, candidates))
+
+
+def parts_of(model: Any) -> ModelParts:
+    base = compat.keras_of(model).losses.Loss
+    own = [value for value in training_state.attributes(model) if isinstance(value, base)]
+    # Without a reduction, the script reduces what an attribute gives; most take means, which need no change.
+    own = [loss for loss in own if not compat.is_loss_container(loss) and loss.reduction not in ("none", None)]
+    loose = [each for each in training_state.loose_variables(model) if each.dtype.is_floating]
+    return ModelParts(
+        compat.metrics_of(model),
+        compat.loss_trackers_of(model),
+        training_state.unique([*compat.compiled_losses(model), *own]),
+        compat.all_layers(model),
+        compat.layers_that_add_up_activity(model),
+        training_state.unique([*compat.moving_statistics(model), *loose]),
+        generators_of(model),
+    )

@@ -1,0 +1,53 @@
+"""What the functions of one replicated model share."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from npu_device._src.training.fit import start, xla
+from npu_device._src.training.fit.weighting import replicate_optimizer
+from npu_device._src.training.watching import training_state
+from npu_device._src.world.world import World
+
+_log = logging.getLogger("npu_device")
+
+
+class ReplicaState:
+    """The state of one replicated model between the calls of Keras.
+
+    Attributes:
+        in_fit: a ``fit`` is running.
+        root_rank: from whose variables the next training starts.
+        callbacks: of the newest ``fit``.
+    """
+
+    def __init__(self, world: World, model: Any) -> None:
+        self.world = world
+        self.model = model
+        self.in_fit = False
+        self.root_rank = 0
+        self.callbacks: Any = None
+        self._is_reported = False
+
+    def prepare(self, kind: str) -> None:
+        """Set what must be set before Keras makes a function."""
+        xla.leave_call(self.model)
+        if getattr(self.model, "autotune_steps_per_execution", False):
+            # tf-keras would choose the number by the time that this rank takes; its callbacks would run at other steps.
+            self.model.autotune_steps_per_execution = False
+            if self.world.is_main:
+                _log.warning("steps_per_execution='auto' is 1 in a replicated model: ranks would choose other numbers.")
+        if kind == "train":
+            for optimizer in training_state.optimizers(self.model):
+                replicate_optimizer(optimizer, self.world)
+
+    def report(self, rows: int | None, checked: str) -> None:
+        """Print the statement at the start, once; ``rows`` are those of the first batch, None of divided data."""
+        if self._is_reported:
+            return
+        self._is_reported = True
+        if self.world.is_main:
+            last_callback = self.callbacks[-1] if isinstance(self.callbacks, list) else self.callbacks
+            steps = (getattr(last_callback, "params", None) or {}).get("steps")
+            start.say(start.statement(self.world, self.model, rows, steps, checked))

@@ -1,0 +1,53 @@
+"""What a step needs of the function that Keras calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Callable, Optional
+
+from npu_device._src import compat
+from npu_device._src.training.fit.batch_checksum import RunningChecksum
+from npu_device._src.training.fit.model_parts import ModelParts, parts_of
+from npu_device._src.training.fit.randomness import NumbersOfRank
+from npu_device._src.world.current_step import Sums
+from npu_device._src.world.share import Share
+
+
+def _ignore(numbers: NumbersOfRank, share: Share) -> None: ...
+
+
+@dataclass(eq=False)  # Keras tells functions apart by identity
+class StepContext:
+    """The surroundings of the steps of one kind.
+
+    Attributes:
+        world: with which the step exchanges: a ``World``, or ranks that are only virtual.
+        kind: ``"train"``, ``"test"``, ``"predict"``, or ``"check"`` for a step that only runs on samples.
+        own_step: the step of the model, that of Keras or of the script.
+        sums: which of the numbers of the step are sums over the samples.
+        checksum: of the batches since the ranks last compared them.
+        from_root: rank 0's batches are sent to all ranks.
+        settle_draws: called with the random numbers that a step has drawn, and its share.
+    """
+
+    world: Any
+    model: Any
+    kind: str
+    own_step: Callable[[Any], Any]
+    sums: Sums = field(default_factory=Sums)
+    checksum: RunningChecksum = field(default_factory=RunningChecksum)
+    from_root: bool = False
+    settle_draws: Callable[[NumbersOfRank, Share], None] = _ignore
+    known_parts: Optional[ModelParts] = None
+
+    @property
+    def is_from_script(self) -> bool:
+        """Return whether the script has written the step, not Keras."""
+        return not compat.belongs_to_keras(self.own_step)
+
+    @property
+    def parts(self) -> ModelParts:
+        """Return the parts of the model that take part in a step; found after the model has been built."""
+        if self.known_parts is None:
+            self.known_parts = parts_of(self.model)
+        return self.known_parts
