@@ -24,25 +24,59 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     names = list(dict.fromkeys(name for name, _ in FULL))
     parser.add_argument("--ranks", type=int, nargs="+", help="only cases of these numbers of ranks")
-    parser.add_argument("--cases", nargs="+", choices=names, default=names, help="what to measure (default: all)")
-    parser.add_argument("--short", action="store_true", help="two ranks and two hosts, and 3 repetitions")
-    parser.add_argument("--minutes", type=float, default=90, help="after which no further case starts (default: 90)")
-    parser.add_argument("--repeats", type=int, help="how often each rival is timed (default: 5, with --short 3)")
-    parser.add_argument("--quick", action="store_true", help="one step a repetition: to see that it works")
-    parser.add_argument("--output", type=Path, default=Path("build/benchmarks"), help="default: build/benchmarks")
-    parser.add_argument("--write-docs", action="store_true", help="put the figures into README and docs/")
     parser.add_argument(
-        "--gpu", action="store_true", help="measure training steps on GPUs instead; --ranks: one number"
+        "--cases", nargs="+", choices=names, default=names, help="what to measure (default: all)"
     )
-    parser.add_argument("--on-cpu", action="store_true", help="with --gpu: run its sides on CPUs, to check them")
+    parser.add_argument(
+        "--short", action="store_true", help="two ranks and two hosts, and 3 repetitions"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=90, help="after which no further case starts (default: 90)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, help="how often each rival is timed (default: 5, with --short 3)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one step a repetition: to see that it works"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("build/benchmarks"), help="default: build/benchmarks"
+    )
+    parser.add_argument(
+        "--write-docs", action="store_true", help="put the figures into README and docs/"
+    )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="measure training steps on GPUs instead; --ranks: one number",
+    )
+    parser.add_argument(
+        "--on-cpu", action="store_true", help="with --gpu: run its sides on CPUs, to check them"
+    )
     options = parser.parse_args(arguments)
-    repeats = options.repeats if options.repeats is not None else 1 if options.quick else 3 if options.short else 5
+    repeats = (
+        options.repeats
+        if options.repeats is not None
+        else 1
+        if options.quick
+        else 3
+        if options.short
+        else 5
+    )
     if min(options.ranks or [1]) < 1 or repeats < 1:
         parser.error("--ranks and --repeats have to be 1 or more")
     if importlib.util.find_spec("tf_keras") is None:
-        sys.exit('tf-keras is not installed. What to do: pip install -e ".[benchmarks]" in the clone.')
+        sys.exit(
+            'tf-keras is not installed. What to do: pip install -e ".[benchmarks]" in the clone.'
+        )
     if options.gpu:
-        gpu.measure(options.ranks and options.ranks[0], repeats, options.quick, options.on_cpu, options.output)
+        gpu.measure(
+            options.ranks and options.ranks[0],
+            repeats,
+            options.quick,
+            options.on_cpu,
+            options.output,
+        )
         return
 
     plan = [

@@ -132,13 +132,20 @@ def hosts_all_reduce(quick: bool, ranks: int) -> Case:
             Rival(MPICH, sides.MPICH_OF_HOSTS, "all_reduce", (size,)),
         )
         rates = _rates(quick or ranks > 2)
-        rounds += [Round(size_text(size), size, steps_for(size, quick), rivals, gbit=gbit) for gbit in rates]
+        rounds += [
+            Round(size_text(size), size, steps_for(size, quick), rivals, gbit=gbit)
+            for gbit in rates
+        ]
     return Case("hosts_all_reduce", "all_reduce", tuple(rounds))
 
 
 def hosts_resnet50(quick: bool, ranks: int) -> Case:
     """Return the case of ResNet-50's training step between two hosts."""
-    return Case("hosts_resnet50", "ResNet-50", _between_hosts("resnet50", RESNET50_BYTES, 1 if quick else 4, quick))
+    return Case(
+        "hosts_resnet50",
+        "ResNet-50",
+        _between_hosts("resnet50", RESNET50_BYTES, 1 if quick else 4, quick),
+    )
 
 
 def hosts_bert(quick: bool, ranks: int) -> Case:
@@ -150,11 +157,26 @@ def hosts_bert(quick: bool, ranks: int) -> Case:
 def checks(quick: bool, ranks: int) -> Case:
     """Return the case of what tracing and watching cost, in real steps and in steps of little else."""
     rounds = []
-    models = (("resnet50", RESNET50_BYTES, 3, 10), ("mlp", _MLP_BYTES, 130, 20), ("chain", _CHAIN_BYTES, 200, 10))
+    models = (
+        ("resnet50", RESNET50_BYTES, 3, 10),
+        ("mlp", _MLP_BYTES, 130, 20),
+        ("chain", _CHAIN_BYTES, 200, 10),
+    )
     for model, size, steps, turns in models:
         for what, side in (("traced", sides.SHARED_MEMORY), ("watched", sides.WATCHED)):
-            rivals = tuple(Rival(f"{word}{what}", side, f"{word}{what}_training", (model,)) for word in ("un", ""))
-            rounds.append(Round(f"{model}, {what}", size, 1 if quick else steps, rivals, turns=1 if quick else turns))
+            rivals = tuple(
+                Rival(f"{word}{what}", side, f"{word}{what}_training", (model,))
+                for word in ("un", "")
+            )
+            rounds.append(
+                Round(
+                    f"{model}, {what}",
+                    size,
+                    1 if quick else steps,
+                    rivals,
+                    turns=1 if quick else turns,
+                )
+            )
     return Case("checks", "what checks cost", tuple(rounds))
 
 
@@ -163,10 +185,17 @@ def compiled(quick: bool, ranks: int) -> Case:
     rounds = []
     for model, steps in (("resnet50", 3), ("bert", 2), ("mlp", 50)):
         rivals = tuple(
-            Rival(label, sides.ONE_PROCESS, "training", (model, False, None, None, label == "jit_compile"))
+            Rival(
+                label,
+                sides.ONE_PROCESS,
+                "training",
+                (model, False, None, None, label == "jit_compile"),
+            )
             for label in ("as it is", "jit_compile")
         )
-        rounds.append(Round(f"{model}, XLA on one process", SAMPLES[model], 1 if quick else steps, rivals))
+        rounds.append(
+            Round(f"{model}, XLA on one process", SAMPLES[model], 1 if quick else steps, rivals)
+        )
     return Case("compiled", "what XLA changes", tuple(rounds))
 
 
@@ -175,13 +204,17 @@ def faster(quick: bool, ranks: int) -> Case:
     rounds = []
     for model, steps in (("resnet50", 3), ("bert", 2), ("mlp", 50)):
         rivals = (
-            Rival(ONE_PROCESS, sides.ONE_PROCESS, "training", (model, False, None, None, False, ranks)),
+            Rival(
+                ONE_PROCESS, sides.ONE_PROCESS, "training", (model, False, None, None, False, ranks)
+            ),
             Rival(TWO_DEVICES, sides.TWO_DEVICES, "training", (model,)),
             Rival(TWO_RANKS, sides.SHARED_MEMORY, "training", (model, True, None)),
             Rival(f"{TWO_RANKS}, {ALONE}", sides.SHARED_MEMORY, "training", (model, False, None)),
             Rival(TWO_HOSTS, sides.RING_OF_HOSTS, "training", (model, True, None)),
         )
-        rounds.append(Round(model, ranks * SAMPLES[model], 1 if quick else steps, rivals, gbit=10.0))
+        rounds.append(
+            Round(model, ranks * SAMPLES[model], 1 if quick else steps, rivals, gbit=10.0)
+        )
     readers = (
         Rival(ONE_PROCESS, sides.ONE_PROCESS, "reading", ("images", True)),
         Rival(TWO_DEVICES, sides.TWO_DEVICES, "reading", ("images",)),
@@ -226,7 +259,9 @@ def on_gpus(quick: bool, ranks: int, model: str, gpus: int, device: str) -> Case
             Rival(MIRRORED, sides.GPU_MIRRORED, "training", (model,)),
         ]
     one_round = Round("step", RESNET50_BYTES, 1 if quick else 20, tuple(rivals))
-    return Case("gpu", f"{model}, {min(gpus, ranks)} {device}s", (one_round,), one_side_at_a_time=True)
+    return Case(
+        "gpu", f"{model}, {min(gpus, ranks)} {device}s", (one_round,), one_side_at_a_time=True
+    )
 
 
 def _training(model: str, ranks: int) -> tuple[Rival, ...]:
@@ -251,7 +286,9 @@ def _between_hosts(model: str, size: int, steps: int, quick: bool) -> tuple[Roun
     ):
         rivals.append(Rival(label, side, "training", (model, True, None)))
         if label != MPI_BETWEEN:
-            rivals.append(Rival(f"{label}, 4 segments, bf16", side, "training", (model, True, 4, "bf16")))
+            rivals.append(
+                Rival(f"{label}, 4 segments, bf16", side, "training", (model, True, 4, "bf16"))
+            )
     return tuple(Round("step", size, steps, tuple(rivals), gbit=gbit) for gbit in _rates(quick))
 
 
@@ -283,8 +320,22 @@ START = "start"
 """A case without sides; see ``start``."""
 
 SHORT = (
-    *(("all_reduce", 2), ("resnet50", 2), ("faster", 2), ("hosts_all_reduce", 2), ("reading", 2), (START, 2)),
+    *(
+        ("all_reduce", 2),
+        ("resnet50", 2),
+        ("faster", 2),
+        ("hosts_all_reduce", 2),
+        ("reading", 2),
+        (START, 2),
+    ),
     *(("bert", 2), ("hosts_resnet50", 2), ("checks", 2), ("compiled", 1)),
 )
-FULL = (*SHORT, ("hosts_bert", 2), ("reading", 3), ("all_reduce", 4), ("resnet50", 4), ("hosts_all_reduce", 4))
+FULL = (
+    *SHORT,
+    ("hosts_bert", 2),
+    ("reading", 3),
+    ("all_reduce", 4),
+    ("resnet50", 4),
+    ("hosts_all_reduce", 4),
+)
 """Cases with their numbers of ranks, in the order in which they run: the most important ones first."""

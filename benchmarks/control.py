@@ -21,7 +21,11 @@ from npu_device._src.cluster.rendezvous import meet
 
 _RANKS_PER_PROCESS = 128
 _SECONDS = 120.0
-_HEADER = "| ranks | meeting | barrier | stall table | failure known | messages per rank |\n" + 6 * "|---" + "|"
+_HEADER = (
+    "| ranks | meeting | barrier | stall table | failure known | messages per rank |\n"
+    + 6 * "|---"
+    + "|"
+)
 
 
 class _Rank:
@@ -45,7 +49,11 @@ class _Rank:
         """Ask from all ranks but the last, which is late, where the others are, as the stall watch does."""
         if self.membership.rank == self.membership.world_size - 1:
             return
-        body = {"group": "hccl_world_group", "ranks": f"0-{self.membership.world_size - 1}", "begun": 7}
+        body = {
+            "group": "hccl_world_group",
+            "ranks": f"0-{self.membership.world_size - 1}",
+            "begun": 7,
+        }
         answers = self.channel.ask("where", body, range(self.membership.world_size), _SECONDS)
         assert len(answers) == self.membership.world_size
 
@@ -128,7 +136,9 @@ def _measure(ranks: int) -> str:
     links, processes = [], []
     for first in range(0, ranks, _RANKS_PER_PROCESS):
         ours, theirs = multiprocessing.Pipe()
-        process = multiprocessing.Process(target=_serve, args=(theirs, memberships[first : first + _RANKS_PER_PROCESS]))
+        process = multiprocessing.Process(
+            target=_serve, args=(theirs, memberships[first : first + _RANKS_PER_PROCESS])
+        )
         process.start()
         links.append(ours)
         processes.append(process)

@@ -37,7 +37,9 @@ def measure(ranks: int | None, repeats: int, quick: bool, on_cpu: bool, output: 
     else:
         command = [sys.executable, "-c", _FACTS]
         environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-        found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        found = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        ).stdout
         found = found.rsplit("found: ", 1)[1].strip()
         gpus = int(found.split()[0])
         if not gpus:
@@ -58,5 +60,10 @@ def measure(ranks: int | None, repeats: int, quick: bool, on_cpu: bool, output: 
     print(setup(run), one_step(run.cases[0]), sep="\n\n")
     if on_cpu:
         print("These steps ran on CPUs: the table only shows that the sides work.")
-    if any(timing.error for one in run.cases for one_round in one.rounds for timing in one_round.timings):
+    if any(
+        timing.error
+        for one in run.cases
+        for one_round in one.rounds
+        for timing in one_round.timings
+    ):
         sys.exit(1)

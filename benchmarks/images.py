@@ -17,7 +17,11 @@ _PIXELS, _RESULT, _FILES, _BATCH = 1200, 96, 16, 32
 def model(keras_name: str) -> Any:
     """Return a compiled model that costs next to nothing, of ``keras`` or ``tf_keras``."""
     keras = importlib.import_module(keras_name)
-    layers = [keras.layers.Input([_RESULT, _RESULT, 3]), keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(1)]
+    layers = [
+        keras.layers.Input([_RESULT, _RESULT, 3]),
+        keras.layers.GlobalAveragePooling2D(),
+        keras.layers.Dense(1),
+    ]
     made = keras.Sequential(layers)
     made.compile(keras.optimizers.SGD(1e-9), "mse")
     return made
@@ -44,7 +48,9 @@ def batches(kind: str, divides: bool) -> Any:
     source = source.repeat(READ_SAMPLES // _FILES).shuffle(READ_SAMPLES, seed=1)
 
     def decoded(file: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return tf.image.resize(tf.io.decode_jpeg(file, channels=3), [_RESULT, _RESULT]), tf.constant([1.0])
+        return tf.image.resize(
+            tf.io.decode_jpeg(file, channels=3), [_RESULT, _RESULT]
+        ), tf.constant([1.0])
 
     def flipped(file: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         picture, label = decoded(file)

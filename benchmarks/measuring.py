@@ -32,15 +32,23 @@ def run_case(case: Case, ranks: int, repeats: int, logs: Path) -> CaseResult:
         for one_round in case.rounds
         for rival in one_round.rivals
     }
-    present = list(dict.fromkeys(rival.side for (_, rival), timing in timings.items() if timing.error is None))
+    present = list(
+        dict.fromkeys(rival.side for (_, rival), timing in timings.items() if timing.error is None)
+    )
     for together in [[side] for side in present] if case.one_side_at_a_time else [present]:
         progress(f"{name}: starting the processes ({', '.join(together)})")
         sets = {side: ProcessSet(side, ranks, logs / f"{case.name}_{ranks}") for side in together}
         prepared: dict[tuple[str, str], Rival] = {}
         try:
             for one_round in case.rounds:
-                here = {rival: timings[one_round, rival] for rival in one_round.rivals if rival.side in sets}
-                for host in range(ranks if one_round.gbit is not None and hosts.can_be_made() else 0):
+                here = {
+                    rival: timings[one_round, rival]
+                    for rival in one_round.rivals
+                    if rival.side in sets
+                }
+                for host in range(
+                    ranks if one_round.gbit is not None and hosts.can_be_made() else 0
+                ):
                     hosts.set_speed(host, one_round.gbit or 0.0)
                 _run_round(one_round, here, sets, prepared, repeats, f"{name}, {one_round.label}")
         finally:
@@ -48,7 +56,9 @@ def run_case(case: Case, ranks: int, repeats: int, logs: Path) -> CaseResult:
                 processes.close()
     for one_round in case.rounds:
         in_order = [timings[one_round, rival] for rival in one_round.rivals]
-        result.rounds.append(RoundResult(one_round.label, one_round.size, one_round.steps, in_order, one_round.gbit))
+        result.rounds.append(
+            RoundResult(one_round.label, one_round.size, one_round.steps, in_order, one_round.gbit)
+        )
     return result
 
 
@@ -59,7 +69,11 @@ def progress(text: str) -> None:
 
 def _missing(rival: Rival) -> str | None:
     missing = SIDES[rival.side].missing()
-    return f'{NOT_INSTALLED}: {", ".join(missing)}; pip install -e ".[rivals]" brings it' if missing else None
+    return (
+        f'{NOT_INSTALLED}: {", ".join(missing)}; pip install -e ".[rivals]" brings it'
+        if missing
+        else None
+    )
 
 
 def _run_round(

@@ -32,7 +32,9 @@ class MirroredSide:
         def reduce(tensor: tf.Tensor) -> Any:
             # The strategy refuses the bare argument of a function, since it has no device yet.
             placed = tf.identity(tensor)
-            return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, placed)
+            return tf.distribute.get_replica_context().all_reduce(
+                tf.distribute.ReduceOp.SUM, placed
+            )
 
         @tf.function
         def called(tensor: tf.Tensor) -> Any:

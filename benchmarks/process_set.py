@@ -59,18 +59,35 @@ class ProcessSet:
             self._connections.append(mine)
             theirs.append(other)
             commands.append(
-                [sys.executable, "-m", "benchmarks.worker", str(other.fileno()), side, str(rank), str(ranks)]
+                [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.worker",
+                    str(other.fileno()),
+                    side,
+                    str(rank),
+                    str(ranks),
+                ]
             )
         environments = kind.environments(ranks, logs)
         if not kind.uses_gpus:
-            environments = [{**environment, "CUDA_VISIBLE_DEVICES": "-1"} for environment in environments]
+            environments = [
+                {**environment, "CUDA_VISIBLE_DEVICES": "-1"} for environment in environments
+            ]
         if kind.on_hosts:
             cores = sorted(os.sched_getaffinity(0))
             pinned = [str(cores[rank % len(cores)]) for rank in range(ranks)]
-            commands = [["taskset", "-c", core, *command] for core, command in zip(pinned, commands)]
+            commands = [
+                ["taskset", "-c", core, *command] for core, command in zip(pinned, commands)
+            ]
         if kind.started_by_mpiexec:
             command, library = _under_mpiexec(commands, kind.on_hosts)
-            self._start(command, {**environments[0], "LD_LIBRARY_PATH": library}, logs / f"{side}.log", theirs)
+            self._start(
+                command,
+                {**environments[0], "LD_LIBRARY_PATH": library},
+                logs / f"{side}.log",
+                theirs,
+            )
         else:
             if kind.on_hosts:
                 commands = [hosts.on_host(rank, command) for rank, command in enumerate(commands)]
@@ -79,7 +96,9 @@ class ProcessSet:
         for other in theirs:
             other.close()
 
-    def _start(self, command: list[str], environment: dict[str, str], log: Path, pipes: list[Connection]) -> None:
+    def _start(
+        self, command: list[str], environment: dict[str, str], log: Path, pipes: list[Connection]
+    ) -> None:
         self._logs.append(log)
         with log.open("wb") as output:
             self._processes.append(
@@ -117,7 +136,9 @@ class ProcessSet:
         while unheard:
             ready = wait(list(unheard), max(0.0, deadline - time.monotonic()))
             if not ready:
-                problems.append(f"rank(s) {', '.join(map(str, unheard.values()))} gave no answer in time")
+                problems.append(
+                    f"rank(s) {', '.join(map(str, unheard.values()))} gave no answer in time"
+                )
                 break
             for connection in [connection for connection in unheard if connection in ready]:
                 rank = unheard.pop(connection)
@@ -194,6 +215,13 @@ def _under_mpiexec(commands: list[list[str]], on_hosts: bool) -> tuple[list[str]
 
 def clean_environment() -> dict[str, str]:
     """Return this process's environment without settings of a cluster or its threads; the same Keras for all."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_CLUSTER_PREFIXES)}
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(_CLUSTER_PREFIXES)
+    }
     # In steps without communication the ranks drift apart, which an audit would find.
-    return {**inherited, "TF_USE_LEGACY_KERAS": "1", "TF_CPP_MIN_LOG_LEVEL": "2", "NPU_DEVICE_AUDIT": "off"}
+    return {
+        **inherited,
+        "TF_USE_LEGACY_KERAS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "NPU_DEVICE_AUDIT": "off",
+    }

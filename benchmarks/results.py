@@ -76,7 +76,9 @@ class CaseResult:
 
     def rivals(self) -> list[str]:
         """Return the labels of those that took part in any round."""
-        return list(dict.fromkeys(timing.rival for one_round in self.rounds for timing in one_round.timings))
+        return list(
+            dict.fromkeys(timing.rival for one_round in self.rounds for timing in one_round.timings)
+        )
 
 
 @dataclass(frozen=True)
@@ -109,11 +111,15 @@ class Results:
 
     def of(self, case: str) -> list[CaseResult]:
         """Return the results of a case, by number of ranks."""
-        return sorted((each for each in self.cases if each.case == case), key=lambda each: each.ranks)
+        return sorted(
+            (each for each in self.cases if each.case == case), key=lambda each: each.ranks
+        )
 
     def with_others_of(self, other: Results | None) -> Results:
         """Return these results with those of other cases of the same machine, day and commit."""
-        if other is None or dataclasses.replace(other, cases=[]) != dataclasses.replace(self, cases=[]):
+        if other is None or dataclasses.replace(other, cases=[]) != dataclasses.replace(
+            self, cases=[]
+        ):
             return self
         mine = {(each.case, each.ranks) for each in self.cases}
         others = [each for each in other.cases if (each.case, each.ranks) not in mine]
@@ -148,10 +154,18 @@ def begin() -> Results:
 
 def _commit() -> str:
     """Return the last commit of the code, whatever has changed in the documentation since."""
-    root, code = Path(__file__).parents[1], ["npu_device", "hccl", "npu_bridge", "benchmarks", f":!benchmarks/{FILE}"]
+    root, code = (
+        Path(__file__).parents[1],
+        ["npu_device", "hccl", "npu_bridge", "benchmarks", f":!benchmarks/{FILE}"],
+    )
     last, changes = (
-        subprocess.run(["git", *words, "--", *code], cwd=root, capture_output=True, text=True, check=False).stdout
-        for words in (["log", "-1", "--format=%h"], ["status", "--porcelain", "--untracked-files=no"])
+        subprocess.run(
+            ["git", *words, "--", *code], cwd=root, capture_output=True, text=True, check=False
+        ).stdout
+        for words in (
+            ["log", "-1", "--format=%h"],
+            ["status", "--porcelain", "--untracked-files=no"],
+        )
     )
     return f"{last.strip() or 'unknown'}{' with changes' if changes else ''}"
 
@@ -161,7 +175,9 @@ def _machine() -> Machine:
     system = f"{platform.system()} {platform.release().split('-')[0]}"
     versions = {name: found for name in _PACKAGES if (found := version(name)) is not None}
     cores = len(os.sched_getaffinity(0))
-    return Machine(_cpu_model(), cores, round(memory, 1), system, platform.python_version(), versions)
+    return Machine(
+        _cpu_model(), cores, round(memory, 1), system, platform.python_version(), versions
+    )
 
 
 def _cpu_model() -> str:

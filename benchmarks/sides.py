@@ -67,7 +67,11 @@ class Side:
         """Return the required packages that aren't installed."""
         missing = [name for name in self.needs if version(name) is None]
         missing += ["root, ip and tc"] if self.on_hosts and not can_be_made() else []
-        return [*missing, "mpich"] if self.started_by_mpiexec and mpiexecs.mpiexec("MPICH") is None else missing
+        return (
+            [*missing, "mpich"]
+            if self.started_by_mpiexec and mpiexecs.mpiexec("MPICH") is None
+            else missing
+        )
 
 
 def version(package: str) -> str | None:
@@ -87,26 +91,40 @@ def _npu(ranks: int, directory: Path, backend: str, **settings: str) -> list[dic
     """Return the variables of ranks on this host: in shared memory, or through an engine."""
     table = directory / f"ranks_{backend}{len(settings)}.json"
     table.write_text(rank_table((0,), ranks, _HOST, _free_port()))
-    common = {"RANK_TABLE_FILE": str(table.resolve()), "RANK_SIZE": str(ranks), "JOB_ID": "benchmarks", **settings}
+    common = {
+        "RANK_TABLE_FILE": str(table.resolve()),
+        "RANK_SIZE": str(ranks),
+        "JOB_ID": "benchmarks",
+        **settings,
+    }
     if backend != SHARED_MEMORY:
         common |= {"NPU_DEVICE_BACKEND": backend, "NPU_DEVICE_SHARED_MEMORY": "off"}
-    return [{**common, "RANK_ID": str(rank), "ASCEND_DEVICE_ID": str(rank)} for rank in range(ranks)]
+    return [
+        {**common, "RANK_ID": str(rank), "ASCEND_DEVICE_ID": str(rank)} for rank in range(ranks)
+    ]
 
 
 def _host_memory(ranks: int, directory: Path) -> list[dict[str, str]]:
     """Return what keeps NCCL from being used: the name of another engine."""
-    return [{**each, "NPU_DEVICE_BACKEND": "tensorflow"} for each in _npu(ranks, directory, SHARED_MEMORY)]
+    return [
+        {**each, "NPU_DEVICE_BACKEND": "tensorflow"}
+        for each in _npu(ranks, directory, SHARED_MEMORY)
+    ]
 
 
 def _mirrored(ranks: int, _: Path) -> list[dict[str, str]]:
     workers = [f"{_HOST}:{_free_port()}" for _ in range(ranks)]
     tasks = [{"type": "worker", "index": rank} for rank in range(ranks)]
-    return [{"TF_CONFIG": json.dumps({"cluster": {"worker": workers}, "task": task})} for task in tasks]
+    return [
+        {"TF_CONFIG": json.dumps({"cluster": {"worker": workers}, "task": task})} for task in tasks
+    ]
 
 
 def _mirrored_on_gpus(ranks: int, directory: Path) -> list[dict[str, str]]:
     """Give each worker a GPU of its own: the strategy takes all that it sees."""
-    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(ranks)))).split(",")
+    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(ranks)))).split(
+        ","
+    )
     return [
         {**environment, "CUDA_VISIBLE_DEVICES": visible[rank % len(visible)]}
         for rank, environment in enumerate(_mirrored(ranks, directory))
@@ -124,15 +142,22 @@ def _npu_on_hosts(ranks: int, directory: Path, backend: str) -> list[dict[str, s
     """
     table = directory / f"hosts_{backend}.json"
     table.write_text(rank_table(range(ranks), 1, address(0), _free_port()))
-    common = {"RANK_TABLE_FILE": str(table.resolve()), "RANK_SIZE": str(ranks), "NPU_DEVICE_BACKEND": backend}
+    common = {
+        "RANK_TABLE_FILE": str(table.resolve()),
+        "RANK_SIZE": str(ranks),
+        "NPU_DEVICE_BACKEND": backend,
+    }
     common |= {"JOB_ID": "benchmarks", "NPU_DEVICE_SECRET": secrets.token_hex(32)}
     return [
-        {**common, "RANK_ID": str(rank), "ASCEND_DEVICE_ID": "0", "HCCL_IF_IP": address(rank)} for rank in range(ranks)
+        {**common, "RANK_ID": str(rank), "ASCEND_DEVICE_ID": "0", "HCCL_IF_IP": address(rank)}
+        for rank in range(ranks)
     ]
 
 
 def _gloo_on_hosts(ranks: int, _: Path) -> list[dict[str, str]]:
-    return [{"MASTER_ADDR": address(0), "MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "eth0"}] * ranks
+    return [
+        {"MASTER_ADDR": address(0), "MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "eth0"}
+    ] * ranks
 
 
 def _mpi_on_hosts(ranks: int, _: Path, **settings: str) -> list[dict[str, str]]:
@@ -152,7 +177,9 @@ SIDES = {
     GLOO: Side("gloo_side", "GlooSide", _gloo, needs=("torch",)),
     MPICH: Side("mpich_side", "MpichSide", _nothing, needs=("mpi4py",), started_by_mpiexec=True),
     TCP_OF_HOSTS: Side("npu_side", "NpuSide", partial(_npu_on_hosts, backend="tcp"), on_hosts=True),
-    RING_OF_HOSTS: Side("npu_side", "NpuSide", partial(_npu_on_hosts, backend="tensorflow"), on_hosts=True),
+    RING_OF_HOSTS: Side(
+        "npu_side", "NpuSide", partial(_npu_on_hosts, backend="tensorflow"), on_hosts=True
+    ),
     MPI_OF_HOSTS: Side(
         "npu_side",
         "NpuSide",
@@ -163,12 +190,19 @@ SIDES = {
     ),
     GLOO_OF_HOSTS: Side("gloo_side", "GlooSide", _gloo_on_hosts, needs=("torch",), on_hosts=True),
     MPICH_OF_HOSTS: Side(
-        "mpich_side", "MpichSide", _mpi_on_hosts, needs=("mpi4py",), started_by_mpiexec=True, on_hosts=True
+        "mpich_side",
+        "MpichSide",
+        _mpi_on_hosts,
+        needs=("mpi4py",),
+        started_by_mpiexec=True,
+        on_hosts=True,
     ),
     GPU_HOST_MEMORY: Side("npu_side", "NpuSide", _host_memory, uses_gpus=True),
     GPU_NCCL: Side("npu_side", "NpuSide", partial(_npu, backend="nccl"), uses_gpus=True),
     GPU_MIRRORED: Side("mirrored_side", "MirroredSide", _mirrored_on_gpus, uses_gpus=True),
     ONE_PROCESS: Side("npu_side", "NpuSide", _nothing, is_alone=True),
     TWO_DEVICES: Side("mirrored_side", "DevicesSide", _nothing, uses_gpus=True, is_alone=True),
-    WATCHED: Side("npu_side", "NpuSide", partial(_npu, backend=SHARED_MEMORY, NPU_DEVICE_AUDIT="auto")),
+    WATCHED: Side(
+        "npu_side", "NpuSide", partial(_npu, backend=SHARED_MEMORY, NPU_DEVICE_AUDIT="auto")
+    ),
 }

@@ -38,7 +38,9 @@ def measure(ranks: int, repeats: int, directory: Path) -> CaseResult:
         "TensorFlow alone": [[sys.executable, script, "alone"]] * ranks,
         "npurun": [[sys.executable, "-m", "npu_device.launch", "-n", str(ranks), script, "npurun"]],
     }
-    seconds = RoundResult(f"start to first step, {ranks} processes, s", 0, 1, [Timing(kind) for kind in kinds])
+    seconds = RoundResult(
+        f"start to first step, {ranks} processes, s", 0, 1, [Timing(kind) for kind in kinds]
+    )
     memory = RoundResult("memory of a process, MB", 0, 1, [Timing(kind) for kind in kinds])
     for _ in range(repeats):
         for place, commands in enumerate(kinds.values()):
@@ -56,9 +58,14 @@ def _run(commands: list[list[str]]) -> list[tuple[float, float]] | str:
     """Return when the first step of each process was over, and its memory; or what went wrong."""
     environment = {**clean_environment(), "CUDA_VISIBLE_DEVICES": "-1"}
     pipe = subprocess.PIPE
-    started = [subprocess.Popen(each, env=environment, stdout=pipe, stderr=pipe, text=True) for each in commands]
+    started = [
+        subprocess.Popen(each, env=environment, stdout=pipe, stderr=pipe, text=True)
+        for each in commands
+    ]
     ends = [process.communicate(timeout=_SECONDS) for process in started]
-    lines = [line.split() for output, _ in ends for line in output.splitlines() if "first step" in line]
+    lines = [
+        line.split() for output, _ in ends for line in output.splitlines() if "first step" in line
+    ]
     if any(process.returncode for process in started) or not lines:
         return ends[0][1][-300:]
     return [(float(words[-2]), float(words[-1])) for words in lines]

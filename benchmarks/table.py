@@ -47,7 +47,11 @@ def all_reduce(results: Results) -> str:
         rows = [[f"{case.ranks} ranks, ms", *(each.label for each in rounds), "CPU s/GB"]]
         for rival in case.rivals():
             rows.append(
-                [rival, *(_milliseconds(each.timing(rival)) for each in rounds), _core_seconds(rounds[-1], rival)]
+                [
+                    rival,
+                    *(_milliseconds(each.timing(rival)) for each in rounds),
+                    _core_seconds(rounds[-1], rival),
+                ]
             )
         parts.append(_markdown(rows))
     return "\n\n".join(parts)
@@ -70,10 +74,15 @@ def four_hosts(results: Results) -> str:
 
 
 def _of_hosts(results: Results, count: int) -> str:
-    found = [case for name in ("all_reduce", "resnet50", "bert") for case in results.of(f"hosts_{name}")]
+    found = [
+        case for name in ("all_reduce", "resnet50", "bert") for case in results.of(f"hosts_{name}")
+    ]
     cases = [case for case in found if case.ranks == count]
     columns = [
-        (f"{case.title}{'' if each.label == 'step' else ' ' + each.label}, {each.gbit:g} Gbit/s", each)
+        (
+            f"{case.title}{'' if each.label == 'step' else ' ' + each.label}, {each.gbit:g} Gbit/s",
+            each,
+        )
         for case in cases
         for each in case.rounds
     ]
@@ -87,7 +96,9 @@ def checks(results: Results) -> str:
         for each in case.rounds:
             without, package = (each.median(timing.rival) for timing in each.timings[:2])
             if without is not None and package is not None:
-                rows.append([each.label, f"{without:.3g}", f"{package:.3g}", f"{package - without:+.3g}"])
+                rows.append(
+                    [each.label, f"{without:.3g}", f"{package:.3g}", f"{package - without:+.3g}"]
+                )
     for case in [*results.of("checks"), *results.of("compiled")]:
         rows += _pairs(case)
     return _markdown(rows) if len(rows) > 1 else ""
@@ -101,12 +112,20 @@ def faster(results: Results) -> str:
 def model(results: Results) -> str:
     """Return steps of two ranks as the time to compute plus the time to send all bytes, and what was measured."""
     rows = [["ms per step", "computing", "sending", "sum", "measured", "one process or host"]]
-    one = {each.label: each.median(ONE_PROCESS) for case in results.of("faster") for each in case.rounds}
+    one = {
+        each.label: each.median(ONE_PROCESS)
+        for case in results.of("faster")
+        for each in case.rounds
+    }
     steps_of = [("", "resnet50", FUNCTION), ("", "bert", FUNCTION)]
     steps_of += [("hosts_", "resnet50", rival) for rival in (RING_BETWEEN, TCP_BETWEEN)]
     for hosts, name, rival in steps_of:
-        sums = [each for case in results.of(f"{hosts}all_reduce")[:1] for each in case.rounds]  # the largest last
-        per_byte = {each.gbit: seconds / each.size for each in sums if (seconds := each.median(rival))}
+        sums = [
+            each for case in results.of(f"{hosts}all_reduce")[:1] for each in case.rounds
+        ]  # the largest last
+        per_byte = {
+            each.gbit: seconds / each.size for each in sums if (seconds := each.median(rival))
+        }
         for each in (each for case in results.of(hosts + name)[:1] for each in case.rounds):
             computing, measured = each.median(ALONE), each.median(rival)
             if computing and measured and each.gbit in per_byte:
@@ -114,7 +133,9 @@ def model(results: Results) -> str:
                 alone = 2 * computing if hosts else one.get(name)
                 label = f"{_NAMES[name]}, {f'two hosts, {each.gbit:g} Gbit/s, {rival}' if hosts else 'one host'}"
                 times = (computing, sending, computing + sending, measured, alone)
-                rows.append([label, *(f"{1000 * seconds:.0f}" if seconds else "" for seconds in times)])
+                rows.append(
+                    [label, *(f"{1000 * seconds:.0f}" if seconds else "" for seconds in times)]
+                )
     return _markdown(rows) if len(rows) > 1 else ""
 
 
@@ -139,7 +160,9 @@ def reading(results: Results) -> str:
     parts = []
     for case in results.of("reading"):
         gain = [
-            f"{whole / divided:.2f}" if (whole := each.median(WHOLE)) and (divided := each.median(DIVIDED)) else "?"
+            f"{whole / divided:.2f}"
+            if (whole := each.median(WHOLE)) and (divided := each.median(DIVIDED))
+            else "?"
             for each in case.rounds
         ]
         parts.append(_samples(case, f"samples per second, {case.ranks} ranks", ["gain", *gain]))
@@ -148,7 +171,18 @@ def reading(results: Results) -> str:
 
 FIGURES: dict[str, Callable[[Results], str]] = {
     each.__name__: each
-    for each in (setup, all_reduce, steps, between_hosts, four_hosts, checks, faster, model, summary, reading)
+    for each in (
+        setup,
+        all_reduce,
+        steps,
+        between_hosts,
+        four_hosts,
+        checks,
+        faster,
+        model,
+        summary,
+        reading,
+    )
 }
 
 
@@ -186,13 +220,23 @@ def _by_rival(columns: Sequence[tuple[str, RoundResult]], corner: str, base: str
 
 
 def _samples(case: CaseResult, corner: str, last: Sequence[str] = ()) -> str:
-    rows = [[corner, *(", ".join(_NAMES.get(word, word) for word in each.label.split(", ")) for each in case.rounds)]]
+    rows = [
+        [
+            corner,
+            *(
+                ", ".join(_NAMES.get(word, word) for word in each.label.split(", "))
+                for each in case.rounds
+            ),
+        ]
+    ]
     for rival in case.rivals():
         cells = []
         for each in case.rounds:
             timing = each.timing(rival)
             rates = [each.size / seconds for seconds in timing.seconds] if timing else []
-            cells.append(_spread(rates) if timing and timing.median is not None else _milliseconds(timing))
+            cells.append(
+                _spread(rates) if timing and timing.median is not None else _milliseconds(timing)
+            )
         rows.append([rival, *cells])
     return _markdown([*rows, list(last)] if last else rows)
 
@@ -208,9 +252,15 @@ def _pairs(case: CaseResult) -> Rows:
         difference = _FAILED
         if without.median is not None and package.median is not None:
             shares = [theirs / ours - 1 for ours, theirs in zip(without.seconds, package.seconds)]
-            error = 1.25 * statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else math.inf
+            error = (
+                1.25 * statistics.stdev(shares) / math.sqrt(len(shares))
+                if len(shares) > 1
+                else math.inf
+            )
             difference = f"{statistics.median(shares):+.1%} ± {error:.1%}"
-        rows.append([f"{_NAMES[model]}, {what}, ms", *map(_milliseconds, (without, package)), difference])
+        rows.append(
+            [f"{_NAMES[model]}, {what}, ms", *map(_milliseconds, (without, package)), difference]
+        )
     return rows
 
 
@@ -225,7 +275,11 @@ def _milliseconds(timing: Timing | None) -> str:
     if timing is None:
         return ""
     if timing.median is None:
-        return NOT_INSTALLED if timing.error is not None and timing.error.startswith(NOT_INSTALLED) else _FAILED
+        return (
+            NOT_INSTALLED
+            if timing.error is not None and timing.error.startswith(NOT_INSTALLED)
+            else _FAILED
+        )
     return _spread([1000 * seconds for seconds in timing.seconds])
 
 
@@ -254,10 +308,14 @@ def chart(results: Results) -> str:
     if not bars:
         return ""
     widest = max(ratio for _, ratio in bars)
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {26 * len(bars) + 4}" font-size="13">']
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {26 * len(bars) + 4}" font-size="13">'
+    ]
     for place, (label, ratio) in enumerate(bars):
         y, colour = 26 * place + 4, "#2a6" if FUNCTION in label else "#999"
         lines.append(f'<text x="350" y="{y + 15}" text-anchor="end">{label}</text>')
-        lines.append(f'<rect x="358" y="{y}" width="{340 * ratio / widest:.0f}" height="20" fill="{colour}"/>')
+        lines.append(
+            f'<rect x="358" y="{y}" width="{340 * ratio / widest:.0f}" height="20" fill="{colour}"/>'
+        )
         lines.append(f'<text x="{364 + 340 * ratio / widest:.0f}" y="{y + 15}">{ratio:.2f}</text>')
     return "\n".join([*lines, "</svg>"]) + "\n"

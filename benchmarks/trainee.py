@@ -33,14 +33,18 @@ class Trainee:
         self._optimizer.build(self.model.trainable_variables)
         self.inputs, self.labels = _BATCHES[name](tf.random.Generator.from_seed(rank), shares)
 
-    def gradients(self, inputs: tf.Tensor, labels: tf.Tensor, share: float = 1.0) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    def gradients(
+        self, inputs: tf.Tensor, labels: tf.Tensor, share: float = 1.0
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Return the batch's loss times ``share``, and its gradients.
 
         The embedding's gradient is made dense, as in pre-training, where the output layer uses the embedding too: all
         rivals move the same bytes.
         """
         with tf.GradientTape() as tape:
-            losses = tf_keras.losses.sparse_categorical_crossentropy(labels, self.model(inputs, training=True))
+            losses = tf_keras.losses.sparse_categorical_crossentropy(
+                labels, self.model(inputs, training=True)
+            )
             loss = tf.reduce_mean(losses) * share
         gradients = tape.gradient(loss, self.model.trainable_variables)
         return loss, [tf.convert_to_tensor(gradient) for gradient in gradients]
@@ -51,7 +55,9 @@ class Trainee:
 
 
 def _resnet50(pixels: int) -> Any:
-    return tf_keras.applications.ResNet50(weights=None, input_shape=(pixels, pixels, 3), classes=_CLASSES)
+    return tf_keras.applications.ResNet50(
+        weights=None, input_shape=(pixels, pixels, 3), classes=_CLASSES
+    )
 
 
 def _bert() -> Any:
@@ -82,13 +88,21 @@ def _chain() -> Any:
 def _mlp() -> Any:
     layers = tf_keras.layers
     return tf_keras.Sequential(
-        [layers.Input([784]), *(layers.Dense(512, "relu") for _ in range(2)), layers.Dense(10, "softmax")]
+        [
+            layers.Input([784]),
+            *(layers.Dense(512, "relu") for _ in range(2)),
+            layers.Dense(10, "softmax"),
+        ]
     )
 
 
-def _floats(shape: tuple[int, ...], classes: int, generator: tf.random.Generator, shares: int) -> tuple[Any, Any]:
+def _floats(
+    shape: tuple[int, ...], classes: int, generator: tf.random.Generator, shares: int
+) -> tuple[Any, Any]:
     count = shares * shape[0]
-    return generator.uniform([count, *shape[1:]]), generator.uniform([count], maxval=classes, dtype=tf.int32)
+    return generator.uniform([count, *shape[1:]]), generator.uniform(
+        [count], maxval=classes, dtype=tf.int32
+    )
 
 
 def _sentences(generator: tf.random.Generator, shares: int) -> tuple[tf.Tensor, tf.Tensor]:
@@ -106,7 +120,9 @@ _MODELS: dict[str, Callable[[], Any]] = {
 }
 _BATCHES: dict[str, Callable[[tf.random.Generator, int], tuple[Any, Any]]] = {
     "resnet50": partial(_floats, (SAMPLES["resnet50"], _PIXELS, _PIXELS, 3), _CLASSES),
-    "resnet50_224": partial(_floats, (_IMAGES_OF_A_GPU, _PIXELS_OF_A_GPU, _PIXELS_OF_A_GPU, 3), _CLASSES),
+    "resnet50_224": partial(
+        _floats, (_IMAGES_OF_A_GPU, _PIXELS_OF_A_GPU, _PIXELS_OF_A_GPU, 3), _CLASSES
+    ),
     "bert": _sentences,
     "mlp": partial(_floats, (SAMPLES["mlp"], 784), 10),
     "chain": partial(_floats, (1, 1), 1),

@@ -52,13 +52,20 @@ def _give_memory_back() -> None:
     """Free memory that this process doesn't use while it sleeps, several GB with BERT's gradients, for the other set.
     The untimed step of the next turn takes it again.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps freed memory, and only glibc has this
+    trim = getattr(
+        ctypes.CDLL(None), "malloc_trim", None
+    )  # glibc keeps freed memory, and only glibc has this
     if trim is not None:
         trim(0)
 
 
 def main() -> None:
-    descriptor, side_name, rank, ranks = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    descriptor, side_name, rank, ranks = (
+        int(sys.argv[1]),
+        sys.argv[2],
+        int(sys.argv[3]),
+        int(sys.argv[4]),
+    )
     with Connection(descriptor) as connection:
         worker = Worker(SIDES[side_name].make(rank, ranks))
         while True:

@@ -53,7 +53,13 @@ COMMANDS = {
 
 project = "npu_device"
 release = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_design", "sphinx_copybutton"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_design",
+    "sphinx_copybutton",
+]
 exclude_patterns: list[str] = []
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
@@ -65,7 +71,9 @@ napoleon_use_rtype = False
 autodoc_member_order = "groupwise"
 autodoc_typehints = "none"
 autodoc_inherit_docstrings = False  # those of TensorFlow and Keras are Markdown
-nitpick_ignore_regex = [("py:.*", r"(tensorflow|tf|keras|tf_keras|numpy|np|collections|typing|contextlib)\..*")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(tensorflow|tf|keras|tf_keras|numpy|np|collections|typing|contextlib)\..*")
+]
 
 html_theme = "furo"
 html_title = "npu_device"
@@ -85,7 +93,9 @@ def write_reference(app: Sphinx) -> None:
         again, members = {}, []
         for each in getattr(module, "__all__", None) or sorted(vars(module)):
             thing = getattr(module, each)
-            if each.startswith("_") or not str(getattr(thing, "__module__", "")).startswith("npu_device"):
+            if each.startswith("_") or not str(getattr(thing, "__module__", "")).startswith(
+                "npu_device"
+            ):
                 continue
             if id(thing) in shown:
                 again[each] = shown[id(thing)]
@@ -102,19 +112,25 @@ def write_reference(app: Sphinx) -> None:
     contents = "\n".join(MODULES)
     for file in ("CONTRIBUTING", "CHANGELOG"):
         text = (DOCS.parent / f"{file}.md").read_text()
-        _write(folder / f"{file.lower()}.md", re.sub(r"\]\((?=[\w.]+[/\w]*\.\w+)", "](../../", text))
+        _write(
+            folder / f"{file.lower()}.md", re.sub(r"\]\((?=[\w.]+[/\w]*\.\w+)", "](../../", text)
+        )
     _write(
         folder / "api.md",
         f"# Python API\n\nFrom the docstrings.\n\n{''.join(rows)}\n```{{toctree}}\n:hidden:\n\n{contents}\n```\n",
     )
-    sections = "".join(f"\n## {name}\n\n```text\n{_help(words)}```\n" for name, words in COMMANDS.items())
+    sections = "".join(
+        f"\n## {name}\n\n```text\n{_help(words)}```\n" for name, words in COMMANDS.items()
+    )
     _write(folder / "commands.md", f"# Commands\n\nWhat `--help` prints.\n{sections}")
 
 
 def _help(words: str) -> str:
     command = [sys.executable, *words.split(), "--help"]
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def _write(path: Path, text: str) -> None:
@@ -137,7 +153,11 @@ def link_to_pages(app: Sphinx, name: str, source: list[str]) -> None:
 
 def is_other_name(app: Sphinx, what: str, name: str, thing: object, *_: object) -> bool | None:
     """Leave out a class attribute that only names another class of the package."""
-    return True if isinstance(thing, type) and "._src." in thing.__module__ and name != thing.__name__ else None
+    return (
+        True
+        if isinstance(thing, type) and "._src." in thing.__module__ and name != thing.__name__
+        else None
+    )
 
 
 def setup(app: Sphinx) -> None:

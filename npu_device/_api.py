@@ -23,6 +23,13 @@ from npu_device._src.no_effect.modes import (
 )
 from npu_device._src.options import global_options as global_options
 from npu_device._src.training.fit.small_names import npu_compat_function as npu_compat_function
-from npu_device._src.training.opening.device import NpuDeviceHandle as NpuDeviceHandle, close as close, open as open
+from npu_device._src.training.opening.device import (
+    NpuDeviceHandle as NpuDeviceHandle,
+    close as close,
+    open as open,
+)
 from npu_device.configs import npu_run_context as npu_run_context
-from npu_device.utils.scope import keep_dtype_scope as keep_dtype_scope, npu_recompute_scope as npu_recompute_scope
+from npu_device.utils.scope import (
+    keep_dtype_scope as keep_dtype_scope,
+    npu_recompute_scope as npu_recompute_scope,
+)

@@ -5,7 +5,12 @@ from npu_device._src.membership.schemes import world_size_from_environment as ge
 from npu_device._src.options import global_options
 from npu_device._src.tf1.system import enable_v1
 from npu_device._src.training.fit.small_names import stupid_repeat
-from npu_device._src.training.opening.device import NpuDeviceHandle, close, handle as global_npu_ctx, open
+from npu_device._src.training.opening.device import (
+    NpuDeviceHandle,
+    close,
+    handle as global_npu_ctx,
+    open,
+)
 
 __all__ = [
     "NpuDeviceHandle",

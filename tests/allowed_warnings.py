@@ -40,10 +40,13 @@ def is_allowed(warning: warnings.WarningMessage) -> bool:
     """Return True for a warning of the list, and on ranks for what Keras says about the script: data that end, files
     that it loads.
     """
-    if warning.category is UserWarning and {"keras", "tf_keras"} & set(Path(warning.filename).parts):
+    if warning.category is UserWarning and {"keras", "tf_keras"} & set(
+        Path(warning.filename).parts
+    ):
         return True
     return any(
-        issubclass(warning.category, category) and re.match(text, str(warning.message)) for text, category, _ in ALLOWED
+        issubclass(warning.category, category) and re.match(text, str(warning.message))
+        for text, category, _ in ALLOWED
     )
 
 

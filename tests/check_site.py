@@ -14,28 +14,46 @@ import pytest
 
 SITE = Path(__file__).resolve().parent.parent / "build" / "site"
 PAGES = sorted(SITE.rglob("*.html"))
-ASSET = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=["'](?P<place>[^"']+)["']""")
+ASSET = re.compile(
+    r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=["'](?P<place>[^"']+)["']"""
+)
 STYLE = re.compile(r"""url\(\s*["']?(?P<place>[^"')]+)|@import\s+["'](?P<other>[^"']+)""")
-NO_NETWORK = ("--host-resolver-rules=MAP * ~NOTFOUND", "--proxy-server=127.0.0.1:9", "--proxy-bypass-list=<-loopback>")
+NO_NETWORK = (
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--proxy-server=127.0.0.1:9",
+    "--proxy-bypass-list=<-loopback>",
+)
 
 needs_chromium = pytest.mark.skipif(
-    not chromium.PROGRAM and not os.environ.get("CI"), reason="needs Chromium: apt-get install chromium"
+    not chromium.PROGRAM and not os.environ.get("CI"),
+    reason="needs Chromium: apt-get install chromium",
 )
 
 
 def test_it_is_built() -> None:
     names = {page.relative_to(SITE).as_posix() for page in PAGES}
-    assert {"index.html", "messages.html", "tutorials/fit.html", "reference/npu_device.distribute.html"} <= names
+    assert {
+        "index.html",
+        "messages.html",
+        "tutorials/fit.html",
+        "reference/npu_device.distribute.html",
+    } <= names
 
 
 def test_every_asset_is_there_and_nothing_is_loaded_from_elsewhere() -> None:
-    places = [(page, match["place"]) for page in PAGES for match in ASSET.finditer(page.read_text())]
+    places = [
+        (page, match["place"]) for page in PAGES for match in ASSET.finditer(page.read_text())
+    ]
     assert len(places) > 100
     for page, place in places:
         if not place.startswith(("data:", "#")):
-            assert (page.parent / place.partition("?")[0].partition("#")[0]).exists(), f"{page}: {place}"
+            assert (page.parent / place.partition("?")[0].partition("#")[0]).exists(), (
+                f"{page}: {place}"
+            )
     for sheet in SITE.rglob("*.css"):
-        places += [(sheet, match["place"] or match["other"]) for match in STYLE.finditer(sheet.read_text())]
+        places += [
+            (sheet, match["place"] or match["other"]) for match in STYLE.finditer(sheet.read_text())
+        ]
     assert not [place for place in places if re.match(r"(?:[a-z]+:)?//", place[1])]
 
 

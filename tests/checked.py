@@ -28,7 +28,12 @@ def call(body: Callable[..., Any], arguments: tuple[Any, ...]) -> Checked:
     with allowed_warnings.collected() as warnings:
         value = body(*arguments)
     _forget_graphs()
-    return Checked(value, warnings, leaks.held().beyond(before, _idle_connections()), time.process_time() - began)
+    return Checked(
+        value,
+        warnings,
+        leaks.held().beyond(before, _idle_connections()),
+        time.process_time() - began,
+    )
 
 
 def _forget_graphs() -> None:
@@ -62,11 +67,21 @@ def prepare() -> None:
     from npu_device._src.collectives.job import current
     from npu_device.distribute import hccl_ops
 
-    gc.set_threshold(100_000, 50, 100)  # `call` collects after each body; in between it would be 4 % of the time
-    if os.environ.get("NCCL_HOSTID") == "own":  # NCCL refuses two ranks of one host on one GPU (tests/gpu)
+    gc.set_threshold(
+        100_000, 50, 100
+    )  # `call` collects after each body; in between it would be 4 % of the time
+    if (
+        os.environ.get("NCCL_HOSTID") == "own"
+    ):  # NCCL refuses two ranks of one host on one GPU (tests/gpu)
         os.environ["NCCL_HOSTID"] = os.environ["RANK_ID"]
-    rank, size, backend = npu.distribute.rank(), npu.distribute.size(), os.environ.get("NPU_DEVICE_BACKEND")
-    if os.environ.get("NPU_DEVICE_SHARED_MEMORY") == "off" and (backend != "tensorflow" or size == 2):
+    rank, size, backend = (
+        npu.distribute.rank(),
+        npu.distribute.size(),
+        os.environ.get("NPU_DEVICE_BACKEND"),
+    )
+    if os.environ.get("NPU_DEVICE_SHARED_MEMORY") == "off" and (
+        backend != "tensorflow" or size == 2
+    ):
         current().most_message_bytes = 0  # the engine moves all data, however small
     values = [tf.ones([4]), tf.ones([300_000])]
     in_graph = tf.function(npu.distribute.all_reduce)

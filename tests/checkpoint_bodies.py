@@ -60,12 +60,18 @@ class Training:
         keras.utils.set_random_seed(1 + rank)  # other noise on each rank
         with random_generators():
             layers = keras.layers
-            hidden = [layers.Dense(width, activation="relu"), layers.BatchNormalization(), layers.Dropout(0.5)]
+            hidden = [
+                layers.Dense(width, activation="relu"),
+                layers.BatchNormalization(),
+                layers.Dropout(0.5),
+            ]
             self.model = keras.Sequential([keras.Input([4]), *hidden, layers.Dense(2)])
         self.optimizer = keras.optimizers.Adam(0.01)
         self.signal_at = 0
         data = tf.random.stateless_normal([SAMPLES, 4], [1, 2])
-        dataset, batch = npu.distribute.shard_and_rebatch_dataset(tf.data.Dataset.from_tensor_slices(data), 12)
+        dataset, batch = npu.distribute.shard_and_rebatch_dataset(
+            tf.data.Dataset.from_tensor_slices(data), 12
+        )
         self.iterator = iter(dataset.shuffle(20).repeat().batch(batch))
         self.noise = tf.random.Generator.from_seed(5 + rank)
         things = {"model": self.model, "optimizer": self.optimizer}
@@ -76,7 +82,9 @@ class Training:
         @tf.function
         def step(x: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
             def loss() -> tf.Tensor:
-                return tf.reduce_mean(tf.square(self.model(x + self.noise.normal(x.shape), training=True) - scale))
+                return tf.reduce_mean(
+                    tf.square(self.model(x + self.noise.normal(x.shape), training=True) - scale)
+                )
 
             return descend(self.model, loss, self.optimizer, npu.distribute.all_reduce)
 
@@ -95,8 +103,15 @@ class Training:
         return self.outcome(start, losses)
 
     def outcome(self, start: int, losses: list[float]) -> dict[str, Any]:
-        state = [variable.numpy() for variable in compat.optimizer_variables(self.optimizer, self.model.weights)]
-        return {"start": start, "losses": losses, "weights": [*map(np.asarray, self.model.get_weights()), *state]}
+        state = [
+            variable.numpy()
+            for variable in compat.optimizer_variables(self.optimizer, self.model.weights)
+        ]
+        return {
+            "start": start,
+            "losses": losses,
+            "weights": [*map(np.asarray, self.model.get_weights()), *state],
+        }
 
 
 def body_loop(directory: str, end: int, disks: bool = False) -> dict[str, Any]:
@@ -115,7 +130,11 @@ def body_restore(directory: str) -> dict[str, Any]:
             start: Any = training.checkpoint.restore()
         except npu.train.CheckpointError as error:
             start = str(error)
-    return {**training.outcome(start, []), "warnings": texts, "not_kept": training.checkpoint.not_kept}
+    return {
+        **training.outcome(start, []),
+        "warnings": texts,
+        "not_kept": training.checkpoint.not_kept,
+    }
 
 
 def body_forgotten(directory: str) -> str:
@@ -133,7 +152,9 @@ def body_full_disk(directory: str) -> dict[str, Any]:
             checkpoint.step_done(2)
             errors = [error_of(checkpoint.save, 2)]
         with file_sizes(3_000_000):
-            errors.append(error_of(checkpoint.save, 2, {"long": "x" * 4_000_000}))  # fails when all else is written
+            errors.append(
+                error_of(checkpoint.save, 2, {"long": "x" * 4_000_000})
+            )  # fails when all else is written
         errors.append(error_of(checkpoint.save, 2, {"score": np.float32(0.5)}))
         there = sorted(os.listdir(directory))
         other = npu.train.JobCheckpoint(directory, **things)
@@ -141,7 +162,13 @@ def body_full_disk(directory: str) -> dict[str, Any]:
         with settings(NPU_DEVICE_PROGRESS_FILE=f"{directory}/not/there"):
             checkpoint.step_done(3)
         errors.append(error_of(other.save, 4))
-    return {"warnings": texts, "errors": errors, "there": there, "latest": latest, "end": sorted(os.listdir(directory))}
+    return {
+        "warnings": texts,
+        "errors": errors,
+        "there": there,
+        "latest": latest,
+        "end": sorted(os.listdir(directory)),
+    }
 
 
 def body_fewer_things(directory: str) -> Any:
@@ -149,7 +176,9 @@ def body_fewer_things(directory: str) -> Any:
     stop in a process with more open files than ``select`` takes.
     """
     both = {"one": tf.Variable(1.0), "other": tf.Variable(2.0)}
-    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
     with warnings_of_package() as texts, contextlib.ExitStack() as opened:
         for _ in range(1100):
             opened.enter_context(open(os.devnull))
@@ -179,7 +208,9 @@ def body_two_ask() -> None:
         health.ask(preemption._STOP, [watch._name, name, step], everyone, 10.0)
 
     for gives_up in (True, False):
-        with contextlib.closing(preemption.Preemption(health, ranks.size, signal.SIGUSR2, 20.0)) as watch:
+        with contextlib.closing(
+            preemption.Preemption(health, ranks.size, signal.SIGUSR2, 20.0)
+        ) as watch:
             ranks.wait()
             if ranks.is_main:
                 first = ask(watch, "first")
@@ -206,7 +237,9 @@ def main() -> None:
     it has its name; or ``asked``: SIGTERM in step 7; or ``whole``: nothing, and a training from the first step beside.
     """
     directory, end, how = sys.argv[1:]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "importing must not install a handler"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, (
+        "importing must not install a handler"
+    )
     training = Training(f"{directory}/checkpoints", every=3)
     rank = npu.distribute.rank()
 

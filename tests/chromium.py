@@ -16,7 +16,9 @@ def visit(url: str, directory: Path, *flags: str) -> str:
     assert PROGRAM
     command = [PROGRAM, *FLAGS, *flags, f"--user-data-dir={directory / 'profile'}", url]
     home = {**os.environ, "HOME": str(directory)}
-    return subprocess.run(command, env=home, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(
+        command, env=home, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
 
 
 def draw(url: str, directory: Path, picture: Path, size: str, *flags: str) -> None:

@@ -38,7 +38,12 @@ _alone: dict[Any, Any] = {}
 
 
 def compare(
-    several: Pool, single: Pool, body: Any, *arguments: Any, directory: Path | None = None, tolerance: float = TOLERANCE
+    several: Pool,
+    single: Pool,
+    body: Any,
+    *arguments: Any,
+    directory: Path | None = None,
+    tolerance: float = TOLERANCE,
 ) -> list[Any]:
     """Run a body alone (once) and on several ranks, whose weights are the same to the last bit."""
     key = (body, single.keras, repr(arguments))

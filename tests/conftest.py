@@ -92,7 +92,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         is_quick = config.getoption("--quick")
         if is_quick:
             chosen = [item for item in chosen if item.get_closest_marker("slow") is None]
-        kept = {item for item in chosen if item.get_closest_marker("every_combination") and not is_quick}
+        kept = {
+            item for item in chosen if item.get_closest_marker("every_combination") and not is_quick
+        }
         for variants in _variants([item for item in chosen if item not in kept]):
             kept.update(_in_turns(variants, is_quick))
         chosen = [item for item in chosen if item in kept]
@@ -105,7 +107,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(group))
     # Those of the pools first, which come in large groups, and the longest of the others next, so that no worker is
     # left with much in the end.
-    items[:] = sorted(chosen, key=lambda item: (_group(item) or "~", item.get_closest_marker("slow") is None))
+    items[:] = sorted(
+        chosen, key=lambda item: (_group(item) or "~", item.get_closest_marker("slow") is None)
+    )
 
 
 def _parameters(item: pytest.Item) -> dict[str, Any]:
@@ -137,7 +141,13 @@ def _variants(items: list[pytest.Item]) -> list[list[list[pytest.Item]]]:
     """Return for each test its variants, by its own parameters, and for each variant its combinations."""
     tests: dict[str, dict[str, list[pytest.Item]]] = {}
     for item in items:
-        own = str([each for each in _parameters(item).items() if each[0] not in (*_SIZE_NAMES, "keras", "backend")])
+        own = str(
+            [
+                each
+                for each in _parameters(item).items()
+                if each[0] not in (*_SIZE_NAMES, "keras", "backend")
+            ]
+        )
         tests.setdefault(item.nodeid.partition("[")[0], {}).setdefault(own, []).append(item)
     return [list(variants.values()) for variants in tests.values()]
 
@@ -163,13 +173,22 @@ def _nearest(items: list[pytest.Item], size: int, keras: str, backend: str) -> p
 
     def distance(item: pytest.Item) -> tuple[bool, int]:
         its_size, its_keras, its_backend = _combination(item)
-        return (its_keras or keras, its_backend or backend) != (keras, backend), abs((its_size or size) - size)
+        return (its_keras or keras, its_backend or backend) != (keras, backend), abs(
+            (its_size or size) - size
+        )
 
     return min(items, key=distance)
 
 
 _SIZES = {"single": 1, "keras_single": 1, "two_ranks": 2, "keras_two_ranks": 2}
-_POOLS = (*_SIZES, "ranks", "several_ranks", "tensorflow_ranks", "keras_ranks", "several_keras_ranks")
+_POOLS = (
+    *_SIZES,
+    "ranks",
+    "several_ranks",
+    "tensorflow_ranks",
+    "keras_ranks",
+    "several_keras_ranks",
+)
 
 
 def _group(item: pytest.Item) -> str | None:
@@ -186,18 +205,25 @@ def _group(item: pytest.Item) -> str | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):  # of pytest-xdist: most parts of the suite import TensorFlow here as well
+    if hasattr(
+        config, "workerinput"
+    ):  # of pytest-xdist: most parts of the suite import TensorFlow here as well
         with pytest.MonkeyPatch.context() as patch:
             patch.syspath_prepend(LEAN)
             import tensorflow as tf
 
             tf.keras.Sequential  # noqa: B018 - loads Keras, too
     for text, category, _ in allowed_warnings.ALLOWED:
-        config.addinivalue_line("filterwarnings", f"ignore:{text}:{category.__module__}.{category.__qualname__}")
+        config.addinivalue_line(
+            "filterwarnings", f"ignore:{text}:{category.__module__}.{category.__qualname__}"
+        )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.definition.get_closest_marker("both_backends") and "backend" in metafunc.fixturenames:
+    if (
+        metafunc.definition.get_closest_marker("both_backends")
+        and "backend" in metafunc.fixturenames
+    ):
         metafunc.parametrize("backend", BACKENDS, indirect=True, scope="session")
 
 
@@ -286,15 +312,26 @@ def nothing_is_left() -> Iterator[None]:
     yield
     left = leaks.left_since(before, _kept_for_other_tests)
     of_pools = [process for pool in run.pools() for process in pool.processes]
-    left += [f"rank {process.pid} runs: {process.name}" for process in forked.running() if process not in of_pools]
+    left += [
+        f"rank {process.pid} runs: {process.name}"
+        for process in forked.running()
+        if process not in of_pools
+    ]
     assert not left, "the test leaves\n" + "\n".join(left)
 
 
 def _kept_for_other_tests() -> tuple[set[int], set[int]]:
     """Return the descriptors and the children of the pools and of the processes that fork."""
     servers = forked.servers()
-    pipes = {pipe.fileno() for server in servers for pipe in (server.stdin, server.stdout) if pipe is not None}
-    return pipes.union(*(pool.descriptors() for pool in run.pools())), {server.pid for server in servers}
+    pipes = {
+        pipe.fileno()
+        for server in servers
+        for pipe in (server.stdin, server.stdout)
+        if pipe is not None
+    }
+    return pipes.union(*(pool.descriptors() for pool in run.pools())), {
+        server.pid for server in servers
+    }
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,7 +9,16 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from fit_models import CLASS_WEIGHT, SAMPLES, compile_model, make_model, make_optimizer, outcome, replicated, samples
+from fit_models import (
+    CLASS_WEIGHT,
+    SAMPLES,
+    compile_model,
+    make_model,
+    make_optimizer,
+    outcome,
+    replicated,
+    samples,
+)
 from heard import error_of, warnings_of_package
 
 import npu_device as npu
@@ -31,7 +40,9 @@ def body_arrays(kind: str, directory: str) -> Any:
         decisions = [
             callbacks.ReduceLROnPlateau(monitor="val_loss", factor=0.5, patience=1, min_delta=0.01),
             callbacks.EarlyStopping(monitor="val_accuracy", patience=3, restore_best_weights=True),
-            callbacks.ModelCheckpoint(best, monitor="val_loss", save_best_only=True, save_weights_only=True),
+            callbacks.ModelCheckpoint(
+                best, monitor="val_loss", save_best_only=True, save_weights_only=True
+            ),
             callbacks.LambdaCallback(on_epoch_end=rate),
         ]
         given = {"epochs": 12, "callbacks": decisions}
@@ -76,18 +87,31 @@ def _fit_on(model: Any, kind: str) -> Any:
     endless = dataset.shuffle(SAMPLES, seed=3).repeat().batch(16)
     checked = x[:31], y[:31], weights[:31]
     kinds: dict[str, dict[str, Any]] = {
-        "dataset": {"x": dataset.shuffle(SAMPLES, seed=3).batch(16), "validation_data": dataset.batch(10)},
+        "dataset": {
+            "x": dataset.shuffle(SAMPLES, seed=3).batch(16),
+            "validation_data": dataset.batch(10),
+        },
         "empty validation": {"x": dataset.batch(16), "validation_data": dataset.take(0).batch(10)},
         "endless dataset": {"x": endless, "steps_per_epoch": 4, "class_weight": CLASS_WEIGHT},
         "weighted dataset": {"x": tf.data.Dataset.from_tensor_slices((x, y, weights)).batch(16)},
-        "sample weights": {"x": x, "y": y, "sample_weight": weights, "batch_size": 16, "validation_data": checked},
+        "sample weights": {
+            "x": x,
+            "y": y,
+            "sample_weight": weights,
+            "batch_size": 16,
+            "validation_data": checked,
+        },
         "generator": {"x": generate(), "steps_per_epoch": 7},
         "sequence": {"x": Batches(), "shuffle": True},
     }
     history = model.fit(**kinds[kind], epochs=2, verbose=0)
     if kind != "sample weights":
         return outcome(model, history)
-    return outcome(model, history, scores=model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True))
+    return outcome(
+        model,
+        history,
+        scores=model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True),
+    )
 
 
 def body_compiled(kind: str) -> Any:
@@ -103,14 +127,20 @@ def body_compiled(kind: str) -> Any:
     if kind == "steps per execution, clipping":
         compiled.update(steps_per_execution=3, optimizer=make_optimizer("clipped"))
     elif kind == "eagerly, sum":
-        compiled.update(run_eagerly=True, loss=crossentropy(reduction="sum"), optimizer=optimizers.SGD(0.01))
+        compiled.update(
+            run_eagerly=True, loss=crossentropy(reduction="sum"), optimizer=optimizers.SGD(0.01)
+        )
     elif kind == "accumulation":
         compiled["optimizer"] = optimizers.SGD(0.2, gradient_accumulation_steps=2)
     elif kind == "loss scale":
         compiled["optimizer"] = keras.mixed_precision.LossScaleOptimizer(optimizers.SGD(0.2))
-    elif kind.startswith("words"):  # the same word several times in a batch: rows that are squared or clipped singly
+    elif kind.startswith(
+        "words"
+    ):  # the same word several times in a batch: rows that are squared or clipped singly
         _, _, clip = kind.partition(", ")
-        adam = functools.partial(optimizers.Adam, 0.02, use_ema=True, ema_momentum=0.5, weight_decay=0.01)
+        adam = functools.partial(
+            optimizers.Adam, 0.02, use_ema=True, ema_momentum=0.5, weight_decay=0.01
+        )
         compiled["optimizer"] = adam() if clip == "average" else optimizers.SGD(1.0, **{clip: 0.02})
         x = np.random.default_rng(2).integers(0, 9, x.shape)
         inputs = keras.Input([6], dtype="int32")
@@ -195,7 +225,9 @@ def body_unshuffled(kind: str) -> Any:
 
     if kind == "shuffle":
         tf.keras.utils.set_random_seed(rank)
-        for _ in range(10 * rank):  # the functions in the dataset are numbered otherwise on each rank
+        for _ in range(
+            10 * rank
+        ):  # the functions in the dataset are numbered otherwise on each rank
             tf.function(lambda: 1)()
     make = {
         "shuffle": lambda: {"x": dataset.map(augment).shuffle(SAMPLES).batch(16)},
@@ -228,7 +260,11 @@ def body_later_batches(wanted: str, steps: int) -> tuple[str, list[str], Any]:
     with warnings_of_package() as said:
         if wanted in ("train", "validation", "none"):
             model.fit(data("train"), validation_data=data("validation"), epochs=3, verbose=0)
-        found = [error_of(call, data(name), verbose=0) for name, call in calls.items() if wanted in (name, "none")]
+        found = [
+            error_of(call, data(name), verbose=0)
+            for name, call in calls.items()
+            if wanted in (name, "none")
+        ]
     return "".join(found), said, [weight.tolist() for weight in model.get_weights()]
 
 
@@ -243,7 +279,9 @@ def body_callback_of_rank_0(kind: str, directory: str) -> tuple[str, Any]:
         model.predict(np.ones([8, 2]), verbose=0)
 
     made: Any = {
-        "rate": lambda: [keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 if epoch == 0 else 0.001)],
+        "rate": lambda: [
+            keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 if epoch == 0 else 0.001)
+        ],
         "backup": lambda: [keras.callbacks.BackupAndRestore(f"{directory}/backup")],
         "predicts": lambda: [keras.callbacks.LambdaCallback(on_epoch_end=predict)],
         "auto": list,

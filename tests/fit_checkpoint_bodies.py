@@ -56,16 +56,25 @@ def make_data(kind: str, seed: int) -> dict[str, Any]:
     if kind == "generator":
         return {"x": _Batches(x, y)}
     if kind == "pipeline":
-        return {"x": npu.distribute.pipeline(whole.shuffle(SAMPLES, seed), lambda x, y: (x, y), BATCH)}
+        return {
+            "x": npu.distribute.pipeline(whole.shuffle(SAMPLES, seed), lambda x, y: (x, y), BATCH)
+        }
     if kind == "own":
-        return {"x": whole.shard(size, rank).take(SAMPLES // size).shuffle(SAMPLES, seed).batch(BATCH // size)}
+        return {
+            "x": whole.shard(size, rank)
+            .take(SAMPLES // size)
+            .shuffle(SAMPLES, seed)
+            .batch(BATCH // size)
+        }
     return {"x": whole.shuffle(SAMPLES, seed).batch(BATCH)}
 
 
 class _Batches(getattr(tf.keras.utils, "PyDataset", tf.keras.utils.Sequence)):  # type: ignore[misc]
     def __init__(self, x: Any, y: Any) -> None:
         super().__init__()
-        self._batches = [(x[at : at + BATCH], y[at : at + BATCH]) for at in range(0, SAMPLES, BATCH)]
+        self._batches = [
+            (x[at : at + BATCH], y[at : at + BATCH]) for at in range(0, SAMPLES, BATCH)
+        ]
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -117,9 +126,17 @@ def fit(
             model.fit(**make_data(kind, seed), epochs=epochs, verbose=0, callbacks=callbacks)
         finally:
             checkpoint._job.close()  # a process that is asked to stop would end soon
-    state = [np.asarray(variable) for variable in compat.optimizer_variables(model.optimizer, model.weights)]
+    state = [
+        np.asarray(variable)
+        for variable in compat.optimizer_variables(model.optimizer, model.weights)
+    ]
     values = [*map(np.asarray, model.get_weights()), *state]
-    return {"values": values, "logs": watch.logs, "not_kept": checkpoint.not_kept, "warnings": texts}
+    return {
+        "values": values,
+        "logs": watch.logs,
+        "not_kept": checkpoint.not_kept,
+        "warnings": texts,
+    }
 
 
 def fresh(directory: str) -> Path:
@@ -143,7 +160,9 @@ def body_same_bits(directory: str, kind: str) -> dict[str, Any]:
     then, as if all ranks had been killed.
     """
     place = fresh(directory)
-    after = 11 if kind == "dataset" else 8  # steps; the newest checkpoint is of step 10, the second epoch's end, or 6
+    after = (
+        11 if kind == "dataset" else 8
+    )  # steps; the newest checkpoint is of step 10, the second epoch's end, or 6
     watch = None if kind == "repeated" else Watch(after, lambda: copy(place, "parts"))
     whole = fit(f"{directory}/whole", kind, watch=watch, every=3, preemption=False)
 
@@ -172,14 +191,28 @@ def body_others(directory: str) -> dict[str, Any]:
     watch = Watch(3, lambda: [copy(place, name) for name in ("parts", "order", "generator")])
     whole = fit(f"{directory}/whole", "dataset", compiled=compiled, watch=watch, **options)
     there = sorted(os.listdir(place / "whole"))
-    parts = fit(f"{directory}/parts", "dataset", compiled={**compiled, "metrics": ["mape", "mae"]}, **options)
+    parts = fit(
+        f"{directory}/parts",
+        "dataset",
+        compiled={**compiled, "metrics": ["mape", "mae"]},
+        **options,
+    )
     plain = {"metrics": compiled["metrics"]}
-    told = [fit(f"{directory}/{name}", kind, seed=4, compiled=plain, **options) for name, kind in OTHERS]
+    told = [
+        fit(f"{directory}/{name}", kind, seed=4, compiled=plain, **options) for name, kind in OTHERS
+    ]
     loop = npu.train.JobCheckpoint(f"{directory}/loop", preemption=False, count=tf.Variable(0))
     loop.restore()
     loop.save(1)
-    others: list[tuple[str, dict[str, Any]]] = [("loop", {}), ("whole", {"epochs": 1}), ("whole", {})]
-    errors = [error_of(fit, f"{directory}/{where}", "dataset", preemption=False, **more) for where, more in others]
+    others: list[tuple[str, dict[str, Any]]] = [
+        ("loop", {}),
+        ("whole", {"epochs": 1}),
+        ("whole", {}),
+    ]
+    errors = [
+        error_of(fit, f"{directory}/{where}", "dataset", preemption=False, **more)
+        for where, more in others
+    ]
     return {"whole": whole, "parts": parts, "there": there, "told": told, "errors": errors}
 
 

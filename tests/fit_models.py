@@ -53,7 +53,9 @@ def make_model(kind: str, directory: str = "") -> Any:
             def loss_of() -> Any:
                 scores = self(x, training=True)
                 self.right.update_state(y, scores)
-                return tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, scores, from_logits=True))
+                return tf.reduce_mean(
+                    keras.losses.sparse_categorical_crossentropy(y, scores, from_logits=True)
+                )
 
             loss = descend(self, loss_of)
             self.tracker.update_state(loss)
@@ -68,7 +70,10 @@ def make_model(kind: str, directory: str = "") -> Any:
         return Subclassed()
     if kind == "own step":
         return OwnStep()
-    stack = [layers.Dense(8, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.01)), layers.Dense(3)]
+    stack = [
+        layers.Dense(8, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.01)),
+        layers.Dense(3),
+    ]
     if kind == "unbuilt":
         return keras.Sequential(stack)
     inputs = keras.Input([6])
@@ -76,7 +81,9 @@ def make_model(kind: str, directory: str = "") -> Any:
     if kind == "loaded":
         path = f"{directory}/rank{npu.open().worker_id}.keras"
         compile_model(model, "adam")
-        model.optimizer.build(model.trainable_variables)  # or Keras 3 warns that the file holds another number of them
+        model.optimizer.build(
+            model.trainable_variables
+        )  # or Keras 3 warns that the file holds another number of them
         model.save(path)
         return keras.models.load_model(path)
     return model
@@ -104,12 +111,19 @@ def replicated() -> Any:
     return npu.distribute.replicate(model)
 
 
-def descend(model: Any, loss_of: Callable[[], Any], optimizer: Any = None, reduced: Callable[[Any], Any] = list) -> Any:
+def descend(
+    model: Any,
+    loss_of: Callable[[], Any],
+    optimizer: Any = None,
+    reduced: Callable[[Any], Any] = list,
+) -> Any:
     """Make a step as custom loops do: apply the gradients of a loss, after they are ``reduced``; return the loss."""
     with tf.GradientTape() as tape:
         loss = loss_of()
     gradients = reduced(tape.gradient(loss, model.trainable_variables))
-    (model.optimizer if optimizer is None else optimizer).apply_gradients(zip(gradients, model.trainable_variables))
+    (model.optimizer if optimizer is None else optimizer).apply_gradients(
+        zip(gradients, model.trainable_variables)
+    )
     return loss
 
 

@@ -27,7 +27,9 @@ def sequences() -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(5)
     lengths = random.integers(0, STEPS + 1, SAMPLES)
     lengths[8:16] = 0
-    words = np.where(np.arange(STEPS) < lengths[:, None], random.integers(1, 9, [SAMPLES, STEPS]), 0)
+    words = np.where(
+        np.arange(STEPS) < lengths[:, None], random.integers(1, 9, [SAMPLES, STEPS]), 0
+    )
     return words.astype(np.int32), np.where(words == 0, 0, words % 3).astype(np.int32)
 
 
@@ -41,14 +43,19 @@ def body_masked(kind: str) -> Any:
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             crossentropy = keras.losses.SparseCategoricalCrossentropy
-            self.criteria = [crossentropy(from_logits=True), crossentropy(from_logits=True, reduction="none")]
+            self.criteria = [
+                crossentropy(from_logits=True),
+                crossentropy(from_logits=True, reduction="none"),
+            ]
 
         def train_step(self, data: Any) -> Any:
             x, y = data
 
             def loss() -> Any:
                 scores = self(x, training=True)
-                return self.criteria[0](y, scores) + 0.1 * tf.reduce_mean(self.criteria[1](y, scores))
+                return self.criteria[0](y, scores) + 0.1 * tf.reduce_mean(
+                    self.criteria[1](y, scores)
+                )
 
             return {"loss": descend(self, loss)}
 
@@ -77,7 +84,11 @@ def body_one_optimizer(kind: str) -> Any:
     optimizer = make_optimizer("sgd")
     x, y = samples()
     for one in (model, second):
-        one.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        one.compile(
+            optimizer,
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
         npu.distribute.replicate(one)
     history = model.fit(x, y, batch_size=15, verbose=0)
     batches = [(x[begin : begin + 16], y[begin : begin + 16]) for begin in range(0, SAMPLES, 16)]
@@ -133,11 +144,19 @@ def body_sent_as_bytes(kind: str) -> Any:
 
         def call(self, x: Any) -> Any:
             ragged = tf.reshape(x["ragged"].to_tensor(shape=[None, 6]), [-1, 6])
-            return self.last(tf.strings.to_number(x["strings"]) + 2 * tf.sparse.to_dense(x["sparse"]) + 3 * ragged)
+            return self.last(
+                tf.strings.to_number(x["strings"])
+                + 2 * tf.sparse.to_dense(x["sparse"])
+                + 3 * ragged
+            )
 
     keras.utils.set_random_seed(npu.distribute.rank())
     x, y = samples()
-    given = {"strings": tf.strings.as_string(x), "sparse": tf.sparse.from_dense(x), "ragged": _ragged(x)}
+    given = {
+        "strings": tf.strings.as_string(x),
+        "sparse": tf.sparse.from_dense(x),
+        "ragged": _ragged(x),
+    }
     dataset = tf.data.Dataset.from_tensor_slices((given, y)).shuffle(SAMPLES).batch(16)
     model = Dense()
     model.compile("sgd", "mse")
@@ -154,10 +173,15 @@ def body_with_the_callback(kind: str) -> Any:
     model = make_model(kind)
     optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(keras.optimizers.Adam(0.02))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"], run_eagerly=kind == "subclassed")
+    model.compile(
+        optimizer=optimizer, loss=loss, metrics=["accuracy"], run_eagerly=kind == "subclassed"
+    )
     model = npu.distribute.replicate(model)
     x, y = samples()
-    return outcome(model, model.fit(x, y, batch_size=16, epochs=2, verbose=0, callbacks=npu_callbacks_append([])))
+    return outcome(
+        model,
+        model.fit(x, y, batch_size=16, epochs=2, verbose=0, callbacks=npu_callbacks_append([])),
+    )
 
 
 def body_from_another_rank() -> Any:
@@ -168,7 +192,9 @@ def body_from_another_rank() -> Any:
     model = npu.distribute.replicate(model)
     callbacks = [NPUBroadcastGlobalVariablesCallback(npu.distribute.size() - 1)]
     for _ in range(2):
-        model.fit(np.ones([6, 6], np.float32), np.ones([6, 3], np.float32), verbose=0, callbacks=callbacks)
+        model.fit(
+            np.ones([6, 6], np.float32), np.ones([6, 3], np.float32), verbose=0, callbacks=callbacks
+        )
     return initial, [np.asarray(value) for value in model.get_weights()]
 
 
@@ -187,8 +213,17 @@ def body_replaced() -> tuple[list[str], str]:
 
     def replaced(model: Any) -> set[str]:
         losses = [model.loss_object, *compat.compiled_losses(model)]
-        parts = [*compat.all_layers(model), *model.metrics, *losses, model.optimizer, model.generator, *seeds]
-        held = [(part, name) for part in parts for name, value in vars(part).items() if callable(value)]
+        parts = [
+            *compat.all_layers(model),
+            *model.metrics,
+            *losses,
+            model.optimizer,
+            model.generator,
+            *seeds,
+        ]
+        held = [
+            (part, name) for part in parts for name, value in vars(part).items() if callable(value)
+        ]
         return {name for part, name in held if callable(getattr(type(part), name, None))}
 
     class Model(keras.Model):  # type: ignore[misc]
@@ -197,10 +232,15 @@ def body_replaced() -> tuple[list[str], str]:
             return super().train_step(data)
 
     inputs = keras.Input([6])
-    normalised = keras.layers.BatchNormalization(synchronized=True)(keras.layers.Dropout(0.1)(Noise()(inputs)))
+    normalised = keras.layers.BatchNormalization(synchronized=True)(
+        keras.layers.Dropout(0.1)(Noise()(inputs))
+    )
     model = Model(inputs, keras.layers.Dense(1, activity_regularizer="l2")(normalised))
     seeds = [layer.seed_generator for layer in model.layers if hasattr(layer, "seed_generator")]
-    model.loss_object, model.generator = keras.losses.MeanSquaredError(), tf.random.Generator.from_seed(1)
+    model.loss_object, model.generator = (
+        keras.losses.MeanSquaredError(),
+        tf.random.Generator.from_seed(1),
+    )
     model.compile("sgd", "mse", metrics=["mae", keras.metrics.AUC()])
     x, before = np.ones([6, 6], np.float32), replaced(model)
     npu.distribute.replicate(model).fit(x, x[:, :1], verbose=0)

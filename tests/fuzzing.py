@@ -26,11 +26,20 @@ given, st = hypothesis.given, pytest.importorskip("hypothesis.strategies")
 SOON = 5.0
 GREETING: dict[str, Any] = {"npu_device": 3, "nonce": "x"}
 SECRET = b"known to the ranks"
-PLACE = Membership("rank table", 2, 0, None, "here", 0, False, ("127.0.0.1",), 0, "fuzz", 20.0, secret=SECRET)
+PLACE = Membership(
+    "rank table", 2, 0, None, "here", 0, False, ("127.0.0.1",), 0, "fuzz", 20.0, secret=SECRET
+)
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 5) | st.integers() | st.floats() | st.text(max_size=5),
-    lambda parts: st.lists(parts, max_size=3) | st.dictionaries(st.text(max_size=5), parts, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 5)
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5),
+    lambda parts: (
+        st.lists(parts, max_size=3) | st.dictionaries(st.text(max_size=5), parts, max_size=3)
+    ),
     max_leaves=5,
 )
 
@@ -44,7 +53,10 @@ def hub_of_two(stays: bool) -> HubProcess:
 def both_met(hub: HubProcess) -> list[tuple[Cluster, ControlChannel]]:
     """Let two ranks meet; return what each of them gets."""
     places = [replace(PLACE, rank=rank, device_id=rank, chief_port=hub.port) for rank in (0, 1)]
-    with mock.patch.object(rendezvous, "installed_versions", lambda: {"v": "1"}), ThreadPoolExecutor(2) as pool:
+    with (
+        mock.patch.object(rendezvous, "installed_versions", lambda: {"v": "1"}),
+        ThreadPoolExecutor(2) as pool,
+    ):
         return list(pool.map(meet, places))
 
 
@@ -79,7 +91,14 @@ def streams(*messages: dict[str, Any]) -> st.SearchStrategy[list[bytes]]:
     broken = st.one_of(
         st.binary(max_size=30),
         VALUES.map(frame),
-        st.sampled_from([b"\xff\xff\xff\xff", b"\0\0\0\0", frame(b"[" * 5000), frame(b'{"id":' + b"9" * 9000 + b"}")]),
+        st.sampled_from(
+            [
+                b"\xff\xff\xff\xff",
+                b"\0\0\0\0",
+                frame(b"[" * 5000),
+                frame(b'{"id":' + b"9" * 9000 + b"}"),
+            ]
+        ),
         st.tuples(whole, st.integers(1, 40)).map(lambda cut: cut[0][: -cut[1]]),
     )
     return st.lists(st.one_of(whole, whole, whole, broken), max_size=6).flatmap(

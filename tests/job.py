@@ -30,7 +30,9 @@ def start(directory: Path, size: int, script: str, **environment: str) -> list[P
     return start_command(directory, size, _written(directory, script), **environment)
 
 
-def start_command(directory: Path, size: int, command: list[str], **environment: str) -> list[Process]:
+def start_command(
+    directory: Path, size: int, command: list[str], **environment: str
+) -> list[Process]:
     """Start ``size`` ranks of a script's file, with arguments."""
     return start_ranks(directory, size, command, _variables(environment))
 
@@ -56,7 +58,9 @@ def finish(processes: list[Process], timeout: float = 60) -> list[Ended]:
     late = end_all(processes, timeout)
     results = [Ended(process.wait(), process.output, process.ended_at) for process in processes]
     if late:
-        outputs = "\n".join(f"--- rank {rank} ---\n{result.output[-3000:]}" for rank, result in enumerate(results))
+        outputs = "\n".join(
+            f"--- rank {rank} ---\n{result.output[-3000:]}" for rank, result in enumerate(results)
+        )
         raise AssertionError(f"rank(s) {late} did not end within {timeout} s\n{outputs}")
     return results
 
@@ -68,18 +72,28 @@ def kill(processes: list[Process]) -> None:
         process.wait()
 
 
-def run(directory: Path, size: int, script: str, timeout: float = 60, **environment: str) -> list[Ended]:
+def run(
+    directory: Path, size: int, script: str, timeout: float = 60, **environment: str
+) -> list[Ended]:
     """Start and wait."""
     return finish(start(directory, size, script, **environment), timeout)
 
 
 def outputs(
-    directory: Path, size: int, script: str, code: int = 0, timeout: float = 60, keras: str = "3", **environment: str
+    directory: Path,
+    size: int,
+    script: str,
+    code: int = 0,
+    timeout: float = 60,
+    keras: str = "3",
+    **environment: str,
 ) -> list[str]:
     """Run a script to its end, which is to be the same on all ranks; return what each has printed."""
     environment = {"TF_USE_LEGACY_KERAS": "1" if keras == "2" else "0", **environment}
     results = run(directory, size, script, timeout, **environment)
-    assert [result.code for result in results] == [code] * size, "\n".join(result.output for result in results)
+    assert [result.code for result in results] == [code] * size, "\n".join(
+        result.output for result in results
+    )
     return [result.output for result in results]
 
 
@@ -99,11 +113,17 @@ def stamp(output: str, word: str) -> float:
     return float(found.group(1))
 
 
-def run_anew(commands: list[list[str]], environments: list[dict[str, str]], timeout: float = 60) -> list[Ended]:
+def run_anew(
+    commands: list[list[str]], environments: list[dict[str, str]], timeout: float = 60
+) -> list[Ended]:
     """Start commands side by side, with nothing imported beforehand, and wait."""
     processes = [
         subprocess.Popen(
-            command, env=_variables(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            env=_variables(environment),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for command, environment in zip(commands, environments)
     ]
@@ -112,4 +132,7 @@ def run_anew(commands: list[list[str]], environments: list[dict[str, str]], time
     finally:
         for process in processes:
             process.kill()
-    return [Ended(process.returncode, output, time.monotonic()) for process, output in zip(processes, outputs)]
+    return [
+        Ended(process.returncode, output, time.monotonic())
+        for process, output in zip(processes, outputs)
+    ]

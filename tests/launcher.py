@@ -34,7 +34,12 @@ def npurun(
 ) -> subprocess.CompletedProcess[bytes]:
     """Run npurun to its end, with ``extra`` in its environment."""
     return subprocess.run(
-        [*NPURUN, *arguments], cwd=cwd, env=environment(**extra), capture_output=True, timeout=limit, check=False
+        [*NPURUN, *arguments],
+        cwd=cwd,
+        env=environment(**extra),
+        capture_output=True,
+        timeout=limit,
+        check=False,
     )
 
 
@@ -55,7 +60,9 @@ def without_hint(stderr: bytes) -> bytes:
     return b"".join(line for line in stderr.splitlines(keepends=True) if not line.startswith(hints))
 
 
-def start(*arguments: str, on: Callable[[list[str]], list[str]] = list, **extra: str) -> subprocess.Popen[bytes]:
+def start(
+    *arguments: str, on: Callable[[list[str]], list[str]] = list, **extra: str
+) -> subprocess.Popen[bytes]:
     """Start npurun as the leader of a process group of its own, as a shell starts a job.
 
     ``on`` makes the command line that runs a command somewhere else.
@@ -75,7 +82,12 @@ def hurried(command: list[str], **limits: float) -> list[str]:
     for name, seconds in limits.items():
         modules = f"list(sys.modules.values()) if hasattr(module, {name!r})"
         code += f"[setattr(module, {name!r}, {seconds}) for module in {modules}]; "
-    return [sys.executable, "-c", f"{code}from npu_device.launch.__main__ import main; main()", *command[len(NPURUN) :]]
+    return [
+        sys.executable,
+        "-c",
+        f"{code}from npu_device.launch.__main__ import main; main()",
+        *command[len(NPURUN) :],
+    ]
 
 
 def wait_until(condition: Callable[[], bool], limit: float = LIMIT) -> None:

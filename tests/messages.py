@@ -43,7 +43,11 @@ def opening(text: str) -> str | None:
     """Return the first words of a message; None for a text without a remedy, and for the end of a message."""
     beginning, remedy, _ = text.partition("What to do")
     words = beginning.replace(f"rank {_VALUE}: ", "", 1).split("\n")[0].split()
-    if not remedy or not beginning.strip(f"{_VALUE}:;,. \n") or beginning.lstrip().startswith("Likely cause"):
+    if (
+        not remedy
+        or not beginning.strip(f"{_VALUE}:;,. \n")
+        or beginning.lstrip().startswith("Likely cause")
+    ):
         return None
     return " ".join(words[:WORDS]).rstrip(":;,.")
 
@@ -72,7 +76,9 @@ def written(page: str) -> str:
     def block(match: re.Match[str]) -> str:
         shown = sorted({line for path in match["paths"].split() for line in lines.get(path, ())})
         text = "\n".join(shown)
-        return f"<!-- openings: {match['paths']} -->\n" + (f"\n```text\n{text}\n```\n" if shown else "")
+        return f"<!-- openings: {match['paths']} -->\n" + (
+            f"\n```text\n{text}\n```\n" if shown else ""
+        )
 
     return _BLOCK.sub(block, page)
 

@@ -33,7 +33,12 @@ def environment_for(command: list[str], **variables: str) -> dict[str, str]:
     """Return the environment of an ``mpiexec`` whose ranks use MPI."""
     path = os.pathsep.join([LEAN, str(_ROOT), *sys.path])
     library = mpiexecs.library_of(next(word for word in command if word.endswith("mpiexec")))
-    common = {**AS_ROOT, "LD_LIBRARY_PATH": library, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    common = {
+        **AS_ROOT,
+        "LD_LIBRARY_PATH": library,
+        "PYTHONPATH": path,
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
     return {**clean_environment(), **common, **variables}
 
 
@@ -59,7 +64,11 @@ class Started:
         self._log = log
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
             )
         self.poll, self.wait = self._process.poll, self._process.wait
 
@@ -78,7 +87,9 @@ class MpiPool(Pool):
 
     def __init__(self, size: int, kind: str) -> None:
         self._command = mpiexec(kind)
-        super().__init__(size, "3", **environment_for(self._command, **all_through("mpi"), **DEAD_PROXY))
+        super().__init__(
+            size, "3", **environment_for(self._command, **all_through("mpi"), **DEAD_PROXY)
+        )
 
     def _start(self, arguments: list[str], environment: dict[str, str]) -> list[Any]:
         command = [*self._command, "-n", str(self.size), sys.executable, *arguments]

@@ -18,7 +18,9 @@ def _as_list(results: Any) -> list[Any]:
 def _weighted_sum(result: Any) -> Any:
     """The weights differ, so that no two elements can be mixed up."""
     numbers = tf.range(tf.size(result, out_type=tf.int32))
-    return tf.reduce_sum(result * tf.reshape(tf.cos(tf.cast(numbers, result.dtype)), tf.shape(result)))
+    return tf.reduce_sum(
+        result * tf.reshape(tf.cos(tf.cast(numbers, result.dtype)), tf.shape(result))
+    )
 
 
 def evaluate(mode: str, function: Callable[..., Any], *arrays: Any) -> list[np.ndarray]:
@@ -44,14 +46,23 @@ def check_gradients(function: Callable[..., Any], *arrays: Any) -> None:
     _, gradients = both(*map(tf.constant, arrays))
     for which, array in enumerate(arrays):
         direction = np.random.default_rng(which).normal(size=array.shape)
-        moved = ([*arrays[:which], array + step * direction, *arrays[which + 1 :]] for step in (_STEP, -_STEP))
+        moved = (
+            [*arrays[:which], array + step * direction, *arrays[which + 1 :]]
+            for step in (_STEP, -_STEP)
+        )
         ahead, behind = (float(both(*map(tf.constant, each))[0]) for each in moved)
         slope = np.sum(gradients[which] * direction)
-        np.testing.assert_allclose(slope, (ahead - behind) / (2 * _STEP), 1e-5, 1e-6, err_msg=f"argument {which}")
+        np.testing.assert_allclose(
+            slope, (ahead - behind) / (2 * _STEP), 1e-5, 1e-6, err_msg=f"argument {which}"
+        )
 
 
 def check_gradient_operator(
-    mode: str, operator: Callable[..., Any], incoming: Any, gradients: Callable[..., Any], *arrays: Any
+    mode: str,
+    operator: Callable[..., Any],
+    incoming: Any,
+    gradients: Callable[..., Any],
+    *arrays: Any,
 ) -> None:
     """``gradients`` gives what TensorFlow finds for the arrays from the gradients of the operator's results."""
 

@@ -45,7 +45,13 @@ class Pool(PlainPool):
                     break
             if left:
                 problems = [f"rank {rank}: {what}" for rank, what in left.items()]
-                raise AssertionError("\n".join([f"each run of {body.__qualname__} leaves something:", *problems]))
-        warned = [f"rank {rank} warned: {warning}" for rank, end in enumerate(ends) for warning in end.warnings]
+                raise AssertionError(
+                    "\n".join([f"each run of {body.__qualname__} leaves something:", *problems])
+                )
+        warned = [
+            f"rank {rank} warned: {warning}"
+            for rank, end in enumerate(ends)
+            for warning in end.warnings
+        ]
         assert not warned, "\n".join([*warned, self.tails()])
         return [end.value for end in ends]

@@ -19,8 +19,16 @@ GENERATED = {"environment.md", "options.md"}
 CONTRIBUTORS = {"CONTRIBUTING.md", "architecture.md", "notes.md"}
 
 WORDS = {"README.md": 500, "pages for users": 24_000, "pages for contributors": 8_000}
-_LONG, _CROWDED = "sentences above 30 words", "sentences with two possessives"  # the first in pages for users
-LIMITS = {_LONG: 0, _CROWDED: 0, "possessives in pages": 17, "possessives in docstrings and messages": 200}  # on things
+_LONG, _CROWDED = (
+    "sentences above 30 words",
+    "sentences with two possessives",
+)  # the first in pages for users
+LIMITS = {
+    _LONG: 0,
+    _CROWDED: 0,
+    "possessives in pages": 17,
+    "possessives in docstrings and messages": 200,
+}  # on things
 
 _GENERATED_FROM = {"porting.md": "\n## Rules", "verify.md": "\n[when results differ"}
 _MOST_WORDS = 30  # in a sentence
@@ -28,7 +36,8 @@ _WIDE = 120  # characters of a line outside of tables
 _NAMES = "Ascend|Keras|TensorFlow|Horovod|Python|MPI|NCCL|Kubeflow|Slurm|Ray|Spark|PyTorch|glibc|Linux|gRPC"
 _NAMES += "|numpy|NVIDIA|npurun|Perfetto|pytest|torchrun|user|author|caller"  # products, and people
 _POSSESSIVE = re.compile(
-    rf"\b(?!(?:{_NAMES}|it|that|let|what|here|there|who|one|he|she)'s)(?<!Keras )\w+'s\b", re.IGNORECASE
+    rf"\b(?!(?:{_NAMES}|it|that|let|what|here|there|who|one|he|she)'s)(?<!Keras )\w+'s\b",
+    re.IGNORECASE,
 )
 _BANNED = {
     r"says (?:so|what|which|that|how)\b": "reports, prints, lists, warns that",
@@ -54,22 +63,38 @@ def main() -> int:
         prose = plain(text)
         kind = "pages for contributors" if path.name in CONTRIBUTORS else "pages for users"
         words["README.md" if name == "README.md" else kind] += len(text.split())
-        problems += [f"{name}: a line of {len(line)} characters: {line[:60]}…" for line in too_wide(text)]
+        problems += [
+            f"{name}: a line of {len(line)} characters: {line[:60]}…" for line in too_wide(text)
+        ]
         problems += [f"{name}: {phrase!r}; write {instead!r}" for phrase, instead in banned(prose)]
         headings = re.findall(r"^#+ .*", prose, re.MULTILINE)
-        problems += [f"{name}: a possessive in a heading: {line}" for line in headings if _POSSESSIVE.search(line)]
+        problems += [
+            f"{name}: a possessive in a heading: {line}"
+            for line in headings
+            if _POSSESSIVE.search(line)
+        ]
         found["possessives in pages"] += [f"{name}: {one}" for one in _POSSESSIVE.findall(prose)]
-        found[_CROWDED] += [f"{name}: {one}" for one in sentences(prose) if len(_POSSESSIVE.findall(one)) > 1]
+        found[_CROWDED] += [
+            f"{name}: {one}" for one in sentences(prose) if len(_POSSESSIVE.findall(one)) > 1
+        ]
         if kind == "pages for users":
-            found[_LONG] += [f"{name}: {one}" for one in sentences(prose) if len(one.split()) > _MOST_WORDS]
+            found[_LONG] += [
+                f"{name}: {one}" for one in sentences(prose) if len(one.split()) > _MOST_WORDS
+            ]
     for path in (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))):
         for text in literals(path):
             each = re.split(r"(?<=[.!?:;])\s+|\n\s*\n", text)
-            found[_CROWDED] += [f"{path.name}: {one.strip()}" for one in each if len(_POSSESSIVE.findall(one)) > 1]
+            found[_CROWDED] += [
+                f"{path.name}: {one.strip()}" for one in each if len(_POSSESSIVE.findall(one)) > 1
+            ]
             possessives = _POSSESSIVE.findall(text)
-            found["possessives in docstrings and messages"] += [f"{path.relative_to(ROOT)}: {o}" for o in possessives]
+            found["possessives in docstrings and messages"] += [
+                f"{path.relative_to(ROOT)}: {o}" for o in possessives
+            ]
     problems += [
-        f"{name}: {words[name]} words, at most {limit}" for name, limit in WORDS.items() if words[name] > limit
+        f"{name}: {words[name]} words, at most {limit}"
+        for name, limit in WORDS.items()
+        if words[name] > limit
     ]
     for name, limit in LIMITS.items():
         if len(found[name]) > limit:
@@ -84,7 +109,11 @@ def main() -> int:
 def pages() -> list[Path]:
     """Return the pages that people write."""
     found = [*DOCS.glob("*.md"), *DOCS.glob("tutorials/*.md")]
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(p for p in found if p.name not in GENERATED)]
+    return [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted(p for p in found if p.name not in GENERATED),
+    ]
 
 
 def hand_written(path: Path) -> str:
@@ -112,7 +141,11 @@ def sentences(prose: str) -> Iterator[str]:
 def too_wide(text: str) -> list[str]:
     """Return the lines that are too long, outside of tables and code."""
     outside = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    return [line for line in outside.splitlines() if len(line) > _WIDE and not line.lstrip().startswith(("|", "<!--"))]
+    return [
+        line
+        for line in outside.splitlines()
+        if len(line) > _WIDE and not line.lstrip().startswith(("|", "<!--"))
+    ]
 
 
 def banned(text: str) -> Iterator[tuple[str, str]]:

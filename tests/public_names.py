@@ -38,7 +38,10 @@ def modules() -> Iterator[str]:
     """Yield the names of public modules."""
     for package in PACKAGES:
         path = importlib.import_module(package).__path__
-        for name in (package, *(module.name for module in pkgutil.walk_packages(path, f"{package}."))):
+        for name in (
+            package,
+            *(module.name for module in pkgutil.walk_packages(path, f"{package}.")),
+        ):
             if not _NOT_PUBLIC.search(name):
                 yield name
 
@@ -55,10 +58,16 @@ def names() -> Names:
                 found[f"{module_name}.{name}"] = _parameters(thing) if _is_ours(thing) else None
                 if inspect.isclass(thing) and _is_ours(thing):
                     found.update(_attributes(f"{module_name}.{name}", thing))
-    groups = {"global_options()": GlobalOptions(), "configs.run_context_options()": RunContextOptions()}
+    groups = {
+        "global_options()": GlobalOptions(),
+        "configs.run_context_options()": RunContextOptions(),
+    }
     for name, group in groups.items():
         for path, rule in group._section.rules():
-            found[f"npu_device.{name}.{path}"] = [f"default={rule.default!r}", *map(repr, rule.allowed)]
+            found[f"npu_device.{name}.{path}"] = [
+                f"default={rule.default!r}",
+                *map(repr, rule.allowed),
+            ]
     return dict(sorted(found.items()))
 
 
@@ -68,7 +77,9 @@ def is_public(name: str) -> bool:
 
 
 def _is_ours(thing: Any) -> bool:
-    return not isinstance(thing, types.ModuleType) and str(getattr(thing, "__module__", "")).startswith(PACKAGES)
+    return not isinstance(thing, types.ModuleType) and str(
+        getattr(thing, "__module__", "")
+    ).startswith(PACKAGES)
 
 
 def _parameters(thing: Any) -> list[str] | None:
@@ -112,7 +123,11 @@ def _assigned(kind: type) -> Iterator[str]:
     except (OSError, TypeError):
         return
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and ast.unparse(node.value) == "self"
+        ):
             yield node.attr
 
 
@@ -143,7 +158,11 @@ def _takes_all(old: list[str], new: list[str]) -> bool:
 
 def added(old: Names, new: Names) -> Names:
     """Return the names that aren't in the file, or have other parameters there."""
-    return {name: parameters for name, parameters in new.items() if name not in old or old[name] != parameters}
+    return {
+        name: parameters
+        for name, parameters in new.items()
+        if name not in old or old[name] != parameters
+    }
 
 
 def main() -> int:

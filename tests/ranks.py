@@ -8,7 +8,14 @@ from pathlib import Path
 from npu_device._src.membership import rank_environment
 from npu_device._src.membership.rank_environment import free_port, table_environment
 
-__all__ = ["DEAD_PROXY", "LEAN", "all_through", "clean_environment", "free_port", "table_environment"]
+__all__ = [
+    "DEAD_PROXY",
+    "LEAN",
+    "all_through",
+    "clean_environment",
+    "free_port",
+    "table_environment",
+]
 
 LEAN = str(Path(__file__).parent / "lean")
 """Modules that hide installed packages of the same names, which TensorFlow and Keras import only because they are

@@ -27,7 +27,9 @@ LIMIT = 15.0
 class Rank:
     """A process that goes to the rendezvous, with installed versions and ``time_limits`` of its own."""
 
-    def __init__(self, environment: dict[str, str], versions: dict[str, str] | None = None, **limits: float) -> None:
+    def __init__(
+        self, environment: dict[str, str], versions: dict[str, str] | None = None, **limits: float
+    ) -> None:
         self.process = subprocess.Popen(
             [sys.executable, str(WORKER), json.dumps(versions), json.dumps(limits)],
             env={**clean_environment(), "HCCL_CONNECT_TIMEOUT": TIMEOUT, **environment},
@@ -89,7 +91,11 @@ def without_table(port: int, size: int, device: int, ip: str = "127.0.0.1") -> d
 
 def by_tf_config(port: int, size: int, rank: int, host: str = "localhost") -> dict[str, str]:
     workers = [f"{host}:{port}", *(f"{host}:{index}" for index in range(1, size))]
-    return {"TF_CONFIG": json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})}
+    return {
+        "TF_CONFIG": json.dumps(
+            {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
+        )
+    }
 
 
 def one_error(ranks: list[Rank]) -> str:
@@ -104,7 +110,11 @@ def wait_for(directory: Path, count: int) -> None:
     port = f":{the_port(directory):04X}"
 
     def connected() -> bool:
-        rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()]
+        rows = [
+            row.split()
+            for table in ("tcp", "tcp6")
+            for row in Path(f"/proc/net/{table}").read_text().splitlines()
+        ]
         return sum(row[2].endswith(port) and row[3] == "01" for row in rows) >= count
 
     wait_until(connected)

@@ -36,7 +36,10 @@ def main(versions: str = "null", limits: str = "{}") -> None:
     except ClusterError as error:
         report["error"] = str(error)
     report["seconds"] = time.monotonic() - began
-    report |= {"sockets_left": open_sockets() - sockets, "threads_left": threading.active_count() - 1}
+    report |= {
+        "sockets_left": open_sockets() - sockets,
+        "threads_left": threading.active_count() - 1,
+    }
     print(json.dumps(report), flush=True)
 
 

@@ -20,7 +20,10 @@ _BY_LAUNCH_SCRIPTS = re.compile("RANK_|POD_NAME|CM_|(ASCEND_)?DEVICE_ID|JOB_ID")
 
 def filled() -> dict[Path, str]:
     """Return both pages as they should be."""
-    return {DOCS / "environment.md": _page("environment.md", _variables()), DOCS / "options.md": _options_page()}
+    return {
+        DOCS / "environment.md": _page("environment.md", _variables()),
+        DOCS / "options.md": _options_page(),
+    }
 
 
 def _page(name: str, tables: dict[str, list[str]]) -> str:
@@ -37,12 +40,17 @@ def _variables() -> dict[str, list[str]]:
     declared = {variable.name: variable for variable in (*_of(own), *ALL)}
     tables: dict[str, list[str]] = {
         "Variables that you set": [],
-        "Variables that npurun or a rank sets": [_row(declared.pop(f"NPU_DEVICE_{name}")) for name in _BY_NPURUN],
+        "Variables that npurun or a rank sets": [
+            _row(declared.pop(f"NPU_DEVICE_{name}")) for name in _BY_NPURUN
+        ],
         "Variables that Ascend launch scripts set": [
-            _row(declared.pop(variable.name)) for variable in _of(ascend) if _BY_LAUNCH_SCRIPTS.match(variable.name)
+            _row(declared.pop(variable.name))
+            for variable in _of(ascend)
+            if _BY_LAUNCH_SCRIPTS.match(variable.name)
         ],
         "Variables that launchers and platforms set": [
-            _row(declared.pop(variable.name)) for variable in (tensorflow_variables.TF_CONFIG, *_of(launcher_variables))
+            _row(declared.pop(variable.name))
+            for variable in (tensorflow_variables.TF_CONFIG, *_of(launcher_variables))
         ],
     }
     tables["Variables that you set"] = list(map(_row, declared.values()))
@@ -55,7 +63,9 @@ def _of(owner: object) -> Iterable[Variable]:
 
 def _row(variable: Variable) -> str:
     value = variable.default
-    default = "–" if value in (None, ()) else f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+    default = (
+        "–" if value in (None, ()) else f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+    )
     meaning = variable.meaning + (" Must be the same on all ranks." if variable.everywhere else "")
     return f"| `{variable.name}` | {default} | {variable.unit or '–'} | {variable.form.expected} | {meaning} |\n"
 
@@ -63,15 +73,17 @@ def _row(variable: Variable) -> str:
 def _options_page() -> str:
     tables: dict[str, list[str]] = {"Options with an effect": [], "Options without effect": []}
     for path, rule in GLOBAL_OPTIONS.rules():
-        tables[f"Options with{'out' if rule.effect.startswith('No effect') else ' an'} effect"].append(
-            _option(path, rule)
-        )
+        tables[
+            f"Options with{'out' if rule.effect.startswith('No effect') else ' an'} effect"
+        ].append(_option(path, rule))
     return _page("options.md", tables)
 
 
 def _option(path: str, rule: Rule) -> str:
     example = rule.allowed[0] if rule.allowed else rule.default
-    kind = ("any" if example is None else type(example).__name__) + (" or bool" if rule.bool_words else "")
+    kind = ("any" if example is None else type(example).__name__) + (
+        " or bool" if rule.bool_words else ""
+    )
     default = "unset" if rule.default is None else f"`{rule.default!r}`"
     allowed = ", ".join(f"`{value!r}`" for value in rule.allowed) or "any"
     allowed = f"{rule.between[0]} to {rule.between[1]}" if rule.between else allowed

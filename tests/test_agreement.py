@@ -34,7 +34,9 @@ def _calls(rank: int) -> dict[str, Callable[[], Any]]:
         "root": lambda: broadcast(variable, root_rank=int(odd)),
         "operation": lambda: broadcast(variable) if odd else reduce(three),
         "counts": lambda: hccl_ops.all_to_all_v_c(three, counts, rank),
-        "order of two calls": lambda: [reduce(value) for value in ((three, four) if odd else (four, three))],
+        "order of two calls": lambda: [
+            reduce(value) for value in ((three, four) if odd else (four, three))
+        ],
         "None on one rank": lambda: reduce([three, None if odd else four]),
         "dense against sparse": lambda: reduce([sparse if odd else tf.ones([4, 2])]),
         "number of tensors": lambda: reduce([three] * (3 if odd else 2)),
@@ -88,7 +90,9 @@ def test_calls_in_a_graph_that_nobody_uses_and_that_do_not_match(tmp_path: Path)
         assert "[2. 2. 2.]" in output
         assert job.stamp(output, "raised") - last_arrival < 5  # tracing, and 2 s
         for rank in range(2):  # in code that AutoGraph rewrites
-            assert re.search(rf"rank {rank} on host \w+: .* called at .*script\.py:8 \(step\)", output), output
+            assert re.search(
+                rf"rank {rank} on host \w+: .* called at .*script\.py:8 \(step\)", output
+            ), output
         assert "shapes that only the running graph knows" in output and "float32 [?]" in output
 
 
@@ -118,11 +122,15 @@ finally:
 
 @pytest.mark.slow
 def test_a_rank_that_comes_late_is_named_and_waited_for_until_the_limit(tmp_path: Path) -> None:
-    results = job.run(tmp_path, 2, WAITING, NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="4")
+    results = job.run(
+        tmp_path, 2, WAITING, NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="4"
+    )
     assert [result.output.count("[2. 2. 2.]") for result in results] == [1, 1]
     output = results[0].output
     assert results[0].code == 1 and "rank 0 has waited" in output
-    assert re.search(r"rank 1 on host \w+: hasn't arrived: 1 of 2 calls made, the last one: all_reduce", output)
+    assert re.search(
+        r"rank 1 on host \w+: hasn't arrived: 1 of 2 calls made, the last one: all_reduce", output
+    )
     assert "is waiting (all_reduce called at" in output
     assert "rank 1 on host node0: has made a different group of this name, with ranks 1" in output
     assert "This is the limit (NPU_DEVICE_STALL_TIMEOUT" in output

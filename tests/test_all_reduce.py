@@ -32,7 +32,11 @@ def body_kinds() -> dict[str, Any]:
     narrow = tf.cast(own, tf.bfloat16)
     variable = tf.Variable(narrow)
     npu.distribute.broadcast(variable)
-    bfloat16 = [reduce(narrow, "sum"), hccl_ops.broadcast([narrow], 0)[0], npu.distribute.weighted_mean(narrow, 1)]
+    bfloat16 = [
+        reduce(narrow, "sum"),
+        hccl_ops.broadcast([narrow], 0)[0],
+        npu.distribute.weighted_mean(narrow, 1),
+    ]
     return {
         "bfloat16 scalars": [float(each) for each in (*bfloat16, variable)],
         "single": float(single),
@@ -67,7 +71,10 @@ def body_slices(reduction: str, length: int) -> Any:
     rank = npu.open().worker_id
     rows, width = rank + 1, 50_000  # another number of rows on each rank
     shape = tf.constant([length, width], tf.int64)
-    values, indices = tf.fill([rows + 1, width], float(rank + 1)), tf.constant([0, *range(rows)], tf.int64)
+    values, indices = (
+        tf.fill([rows + 1, width], float(rank + 1)),
+        tf.constant([0, *range(rows)], tf.int64),
+    )
 
     @tf.function
     def in_graph(values: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
@@ -77,7 +84,10 @@ def body_slices(reduction: str, length: int) -> Any:
     none = npu.distribute.all_reduce(tf.IndexedSlices(values[:0], indices[:0], shape), reduction)
     found = []
     for slices in (eager, in_graph(values, indices), none):
-        least, most = tf.reduce_min(slices.values, 1).numpy(), tf.reduce_max(slices.values, 1).numpy()
+        least, most = (
+            tf.reduce_min(slices.values, 1).numpy(),
+            tf.reduce_max(slices.values, 1).numpy(),
+        )
         assert np.array_equal(least, most)
         found.append((slices.indices.numpy().tolist(), most.tolist()))
     return found
@@ -106,7 +116,11 @@ def body_lookups(kind: str) -> list[Any]:
             found.append(tf.reduce_sum(tf.nn.embedding_lookup(table, words), 1))
         if "combined" in kind:  # as feature columns do
             weights = tf.sparse.from_dense(tf.ones(tf.shape(words))) if "weighted" in kind else None
-            found.append(tf.nn.embedding_lookup_sparse(table, tf.sparse.from_dense(words), weights, combiner="sum"))
+            found.append(
+                tf.nn.embedding_lookup_sparse(
+                    table, tf.sparse.from_dense(words), weights, combiner="sum"
+                )
+            )
         return tf.add_n(found)
 
     def gradient(words: tf.Tensor, reduce: Any) -> Any:
@@ -119,7 +133,10 @@ def body_lookups(kind: str) -> list[Any]:
     together = tf.function(lambda words: gradient(words, npu.distribute.all_reduce))
     alone = tf.function(lambda words: gradient(words, lambda slices: slices))
     own = np.array_split(words, npu.distribute.size())[npu.distribute.rank()]
-    return [[part.numpy() for part in call] for call in (together(tf.constant(own)), alone(tf.constant(words)))]
+    return [
+        [part.numpy() for part in call]
+        for call in (together(tf.constant(own)), alone(tf.constant(words)))
+    ]
 
 
 @pytest.mark.parametrize("kind", ["combined", "weighted combined", "plain and combined"])
@@ -132,12 +149,21 @@ def test_rows_of_lookups(several_ranks: Pool, kind: str) -> None:
 
 def body_compressed_slices(length: int) -> list[list[float]]:
     """Values that bfloat16 rounds to 1. Of a short table, the ranks send the dense sum for an optimizer of tf-keras."""
-    slices = tf.IndexedSlices(tf.fill([2, 1], 1 + 2.0**-12), tf.constant([0, 1]), tf.constant([length, 1]))
-    in_graph = tf.function(lambda values: npu.distribute.all_reduce(values, "sum", compression="bf16"))
+    slices = tf.IndexedSlices(
+        tf.fill([2, 1], 1 + 2.0**-12), tf.constant([0, 1]), tf.constant([length, 1])
+    )
+    in_graph = tf.function(
+        lambda values: npu.distribute.all_reduce(values, "sum", compression="bf16")
+    )
     found = [npu.distribute.all_reduce(slices, "sum", compression="bf16"), in_graph(slices)]
-    wrap, options = npu.distribute.npu_distributed_keras_optimizer_wrapper, {"fusion": 2, "fusion_id": 5}
+    wrap, options = (
+        npu.distribute.npu_distributed_keras_optimizer_wrapper,
+        {"fusion": 2, "fusion_id": 5},
+    )
     table = tf.Variable(tf.zeros([length, 1]))
-    wrap(tf.keras.optimizers.SGD(1.0), **options, compression="bf16").apply_gradients([(slices, table)])
+    wrap(tf.keras.optimizers.SGD(1.0), **options, compression="bf16").apply_gradients(
+        [(slices, table)]
+    )
     return [[float(row) for row in tf.convert_to_tensor(each)[:2, 0]] for each in (*found, -table)]
 
 
@@ -162,7 +188,9 @@ def body_gradient_through_control_flow() -> list[list[float]]:
         def body(step: tf.Tensor, value: tf.Tensor, steps: tf.Tensor) -> Any:
             return step + 1, reduce(value), steps + reduce(tf.cast(step, tf.float32))
 
-        _, value, steps = tf.while_loop(lambda step, *_: step < 3, body, (0, value, 0.0), parallel_iterations=10)
+        _, value, steps = tf.while_loop(
+            lambda step, *_: step < 3, body, (0, value, 0.0), parallel_iterations=10
+        )
         return value + steps
 
     def gradient(value: tf.Tensor, function: Any) -> tuple[tf.Tensor, tf.Tensor]:
@@ -187,15 +215,33 @@ def body_refusals() -> list[str]:
         ("ValueError", "fusion_id 4", partial(reduce, one, fusion=1, fusion_id=4)),
     ]
     if npu.distribute.size() > 1:
-        reduce(tf.IndexedSlices(np.ones([1, 2]), np.array([0]), (4, 2)))  # arrays of numpy are accepted
+        reduce(
+            tf.IndexedSlices(np.ones([1, 2]), np.array([0]), (4, 2))
+        )  # arrays of numpy are accepted
         cases += [
             ("ValueError", "'sum', 'mean'", reduce, one, "median"),
             ("TypeError", "string", reduce, tf.constant("text"), "sum"),
             ("TypeError", "bool", reduce, tf.constant(True), "max"),
             ("ValueError", "nobody", partial(reduce, one, group="nobody")),
-            ("ValueError", "IndexedSlices", reduce, tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])), "max"),
-            ("TypeError: all_reduce", "a SparseTensor; expected tensors", reduce, {"a": tf.sparse.from_dense([1.0])}),
-            ("TypeError: all_reduce", "a RaggedTensor", reduce, [tf.ragged.constant([[1.0], [2.0, 3.0]])]),
+            (
+                "ValueError",
+                "IndexedSlices",
+                reduce,
+                tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])),
+                "max",
+            ),
+            (
+                "TypeError: all_reduce",
+                "a SparseTensor; expected tensors",
+                reduce,
+                {"a": tf.sparse.from_dense([1.0])},
+            ),
+            (
+                "TypeError: all_reduce",
+                "a RaggedTensor",
+                reduce,
+                [tf.ragged.constant([[1.0], [2.0, 3.0]])],
+            ),
         ]
     return wrong_refusals(*cases)
 

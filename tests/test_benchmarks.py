@@ -25,16 +25,22 @@ def lean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tiny_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without TensorFlow's ring, and with a rival that fails."""
-    monkeypatch.setitem(sides.SIDES, "missing", sides.Side("no_side", "NoSide", lambda *_: [], needs=("no-such",)))
+    monkeypatch.setitem(
+        sides.SIDES, "missing", sides.Side("no_side", "NoSide", lambda *_: [], needs=("no-such",))
+    )
 
     def case(quick: bool, ranks: int) -> Case:
         whole = cases.all_reduce(quick, ranks)
         rivals = [rival for rival in whole.rounds[1].rivals if rival.label != cases.RING]
         rivals.append(Rival("broken", sides.SHARED_MEMORY, "nothing_like_that", ()))
         rivals.append(Rival("the rival", "missing", "all_reduce", (4,)))
-        return replace(whole, rounds=(whole.rounds[0], replace(whole.rounds[1], rivals=tuple(rivals))))
+        return replace(
+            whole, rounds=(whole.rounds[0], replace(whole.rounds[1], rivals=tuple(rivals)))
+        )
 
     monkeypatch.setitem(cases.CASES, "all_reduce", case)
     main(["--quick", "--cases", "all_reduce", "--ranks", "2", "--output", str(tmp_path)])
@@ -53,9 +59,14 @@ def test_a_tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_what_a_start_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "_SCRIPT", "import time; print('first step', time.time(), 42, flush=True)")
+    monkeypatch.setattr(
+        start, "_SCRIPT", "import time; print('first step', time.time(), 42, flush=True)"
+    )
     seconds, megabytes = (each.timings for each in start.measure(2, 1, tmp_path).rounds)
-    assert [timing.rival for timing in seconds if timing.seconds[0] > 0] == ["TensorFlow alone", "npurun"]
+    assert [timing.rival for timing in seconds if timing.seconds[0] > 0] == [
+        "TensorFlow alone",
+        "npurun",
+    ]
     assert [timing.seconds for timing in megabytes] == [[42.0], [42.0]]
 
 
@@ -81,9 +92,13 @@ def test_tables() -> None:
     timings = [Timing("untraced", plain), Timing("traced", [seconds * 1.01 for seconds in plain])]
     text = tables(_results("checks", "mlp, traced", *timings))
     assert "| MLP, traced, ms | 250 (100–400) | 252 (101–404) | +1.0% ± 0.0% |" in text, text
-    results = _results("faster", "mlp", Timing(cases.ONE_PROCESS, [0.04]), Timing(TWO_RANKS, [0.02]))
+    results = _results(
+        "faster", "mlp", Timing(cases.ONE_PROCESS, [0.04]), Timing(TWO_RANKS, [0.02])
+    )
     assert f"| {TWO_RANKS} | 400 |" in tables(results)
-    assert "two ranks process 2.00 (MLP) times the samples per second" in FIGURES["summary"](results)
+    assert "two ranks process 2.00 (MLP) times the samples per second" in FIGURES["summary"](
+        results
+    )
 
 
 @pytest.mark.slow
@@ -110,10 +125,14 @@ def test_the_pages_have_the_figures_of_the_results() -> None:
     for page in docs_page.pages():
         text = page.read_text()
         places += [place[2] for place in docs_page.PLACE.finditer(text)]
-        assert docs_page.filled(text, results) == text, f"python -m benchmarks --write-docs would change {page.name}"
+        assert docs_page.filled(text, results) == text, (
+            f"python -m benchmarks --write-docs would change {page.name}"
+        )
         guide = page.stem not in ("benchmarks", "notes", "architecture", "environment", "options")
         loose = re.sub(r"```.*?```", "", docs_page.PLACE.sub("", text), flags=re.DOTALL)
-        assert not guide or not re.findall(r".*\d (?:GB/s|times as (?:fast|long))\b.*", loose), page.name
+        assert not guide or not re.findall(r".*\d (?:GB/s|times as (?:fast|long))\b.*", loose), (
+            page.name
+        )
     assert sorted(places) == sorted([*FIGURES, "chart"])
 
 
@@ -128,12 +147,18 @@ def test_results_of_another_version_or_commit_are_left_out(tmp_path: Path) -> No
     results.write(tmp_path / "results.json")
     empty = page.replace("old\n", "")
     assert read(tmp_path / "results.json") is None
-    assert docs_page.filled(docs_page.filled(page, begin()), None) == docs_page.filled(page, begin()) == empty
+    assert (
+        docs_page.filled(docs_page.filled(page, begin()), None)
+        == docs_page.filled(page, begin())
+        == empty
+    )
     assert other.with_others_of(results) is other
 
 
 @pytest.mark.slow
-def test_without_a_gpu_the_benchmark_of_gpus_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_the_benchmark_of_gpus_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--gpu", "--output", str(tmp_path)])
     shown = capsys.readouterr().err

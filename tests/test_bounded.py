@@ -64,13 +64,23 @@ def body_rings(calls: int) -> tuple[list[float], int, int]:
     second half of calls of other lengths.
     """
     job, mine = group("world")
-    rank, size, drawn = mine.rank, mine.size, job.engines.tensorflow.kernels.sequence_of(mine)._drawn
+    rank, size, drawn = (
+        mine.rank,
+        mine.size,
+        job.engines.tensorflow.kernels.sequence_of(mine)._drawn,
+    )
     before = len(drawn)
-    sums = in_graph(lambda value: [all_reduce(job, value + float(n), "sum", mine)[-1] for n in range(2 * RING + 1)])
+    sums = in_graph(
+        lambda value: [
+            all_reduce(job, value + float(n), "sum", mine)[-1] for n in range(2 * RING + 1)
+        ]
+    )
     for _ in range(3):
         found = [float(one) for one in sums(tf.zeros([1357]))]
     of_sums = len(drawn) - before
-    gather = in_graph(lambda rows: all_gather_v(job, rows, mine), input_signature=[tf.TensorSpec([None, 3])])
+    gather = in_graph(
+        lambda rows: all_gather_v(job, rows, mine), input_signature=[tf.TensorSpec([None, 3])]
+    )
     rings = []
     for number in range(calls):
         lengths = [1000 + 7 * (number + other) for other in range(size)]
@@ -92,7 +102,9 @@ def test_keys_of_tensorflow(tensorflow_ranks: Pool) -> None:
     for sums, rings, of_lengths in tensorflow_ranks.run(body_rings, 20):
         assert sums == [2 * number for number in range(33)]
         assert rings == 1
-        assert of_lengths <= 3  # where each length took keys of its own, 30 more for the ten of the second half
+        assert (
+            of_lengths <= 3
+        )  # where each length took keys of its own, 30 more for the ten of the second half
 
 
 def body_graphs(known: bool) -> tuple[dict[str, int], int, int]:
@@ -114,16 +126,25 @@ def body_graphs(known: bool) -> tuple[dict[str, int], int, int]:
         return tape.gradient(summed, values)
 
     def branch(values: list[tf.Tensor]) -> Any:
-        return tf.cond(values[0][0] > 0, lambda: npu.distribute.all_reduce(values, "max"), lambda: values)
+        return tf.cond(
+            values[0][0] > 0, lambda: npu.distribute.all_reduce(values, "max"), lambda: values
+        )
 
     def loop(values: list[tf.Tensor]) -> Any:
         return tf.while_loop(
-            lambda *_: True, lambda *now: npu.distribute.all_reduce(list(now), "mean"), values, maximum_iterations=2
+            lambda *_: True,
+            lambda *now: npu.distribute.all_reduce(list(now), "mean"),
+            values,
+            maximum_iterations=2,
         )
 
     def nested(values: list[tf.Tensor]) -> Any:
-        inner = tf.function(lambda value: npu.distribute.all_reduce([value, value[:1]])[0])  # gone when it is called
-        return tf.while_loop(lambda step, _: step < 2, lambda step, value: (step + 1, inner(value)), (0, values[0]))
+        inner = tf.function(
+            lambda value: npu.distribute.all_reduce([value, value[:1]])[0]
+        )  # gone when it is called
+        return tf.while_loop(
+            lambda step, _: step < 2, lambda step, value: (step + 1, inner(value)), (0, values[0])
+        )
 
     def others(values: list[tf.Tensor]) -> Any:
         sent = all_to_all(job, tf.tile(values[1], [mine.size]), mine)
@@ -150,7 +171,10 @@ def body_graphs(known: bool) -> tuple[dict[str, int], int, int]:
         gc.collect()
         return sum(one() is not None for one in graphs)
 
-    alive = {call.__name__: alive_after(call) for call in (lists, gradients, branch, loop, nested, others)}
+    alive = {
+        call.__name__: alive_after(call)
+        for call in (lists, gradients, branch, loop, nested, others)
+    }
     return alive, len(called - before), len(set(graph._functions) - before)
 
 
@@ -198,4 +222,7 @@ def body_tags_and_groups(tags: int, length: int, groups: int) -> list[bool]:
 @pytest.mark.both_backends
 @pytest.mark.parametrize(("tags", "length", "groups"), [(600, 1, 40), (40, 300_000, 12)])
 def test_tags_and_groups(several_ranks: Pool, tags: int, length: int, groups: int) -> None:
-    assert several_ranks.run(body_tags_and_groups, tags, length, groups) == [[True, True]] * several_ranks.size
+    assert (
+        several_ranks.run(body_tags_and_groups, tags, length, groups)
+        == [[True, True]] * several_ranks.size
+    )

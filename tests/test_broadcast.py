@@ -23,7 +23,8 @@ DTYPES = (*FLOATS, *INTEGERS, "bool")
 def body_variables(root: int) -> None:
     rank = npu.distribute.rank()
     variables = [
-        tf.Variable(tf.cast(tf.fill([5], rank + 1 if dtype != "bool" else rank % 2), dtype)) for dtype in DTYPES
+        tf.Variable(tf.cast(tf.fill([5], rank + 1 if dtype != "bool" else rank % 2), dtype))
+        for dtype in DTYPES
     ]
     odd = tf.Variable(tf.cast(tf.range(3) + rank, tf.int8))
     scalar, alone = tf.Variable(float(rank)), tf.Variable(rank)
@@ -33,7 +34,9 @@ def body_variables(root: int) -> None:
     npu.distribute.broadcast(alone, root)
     npu.distribute.broadcast([], root_rank=root)
     for dtype, variable in zip(DTYPES, variables):
-        assert (tf.cast(variable, tf.float32).numpy() == (root % 2 if dtype == "bool" else root + 1)).all(), dtype
+        assert (
+            tf.cast(variable, tf.float32).numpy() == (root % 2 if dtype == "bool" else root + 1)
+        ).all(), dtype
     assert odd.numpy().tolist() == [root, root + 1, root + 2]
     assert float(scalar) == int(alone) == root and (matrix.numpy() == root).all()
 
@@ -45,7 +48,9 @@ def test_every_dtype_from_any_root(ranks: Pool, last: bool) -> None:
 
 def body_models() -> Any:
     tf.keras.utils.set_random_seed(npu.distribute.rank())
-    model = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(8), tf.keras.layers.BatchNormalization()])
+    model = tf.keras.Sequential(
+        [tf.keras.Input([4]), tf.keras.layers.Dense(8), tf.keras.layers.BatchNormalization()]
+    )
     before = model.get_weights()
     npu.distribute.broadcast(model.trainable_variables, root_rank=0)
     after = model.get_weights()
@@ -55,7 +60,9 @@ def body_models() -> Any:
 
 def test_keras_models(keras_two_ranks: Pool) -> None:
     (root, *sent), (before, *received) = keras_two_ranks.run(body_models)
-    assert not np.array_equal(before[0], root[0]), "the ranks must start from other weights for the test to mean much"
+    assert not np.array_equal(before[0], root[0]), (
+        "the ranks must start from other weights for the test to mean much"
+    )
     same_bits(root, *sent, *received)
 
 
@@ -80,7 +87,9 @@ def test_many_variables_take_few_transfers(two_ranks: Pool, backend: str) -> Non
 
 def body_refusals() -> list[str]:
     broadcast, variable = npu.distribute.broadcast, tf.Variable(1.0)
-    cases: list[tuple[Any, ...]] = [("ValueError", "fusion", partial(broadcast, [variable], fusion=1))]
+    cases: list[tuple[Any, ...]] = [
+        ("ValueError", "fusion", partial(broadcast, [variable], fusion=1))
+    ]
     if npu.distribute.size() > 1:
         cases += [
             ("TypeError", "number 1 of the 2 values", broadcast, [variable, tf.constant(1.0)]),

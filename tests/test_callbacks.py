@@ -19,7 +19,10 @@ from pool import Pool
 import npu_device as npu
 from npu_device._src.training.watching.training_state import training_variables
 from npu_device.distribute.hccl import npu_callbacks_append
-from npu_device.distribute.npu_callbacks import NPUBroadcastGlobalVariablesCallback, npu_broadcast_scope_wrapper
+from npu_device.distribute.npu_callbacks import (
+    NPUBroadcastGlobalVariablesCallback,
+    npu_broadcast_scope_wrapper,
+)
 
 ROWS = 12
 STEPS = 3
@@ -58,31 +61,46 @@ def make_model(shape: str) -> Any:
         optimizer_of_first: Any = None
 
         def learn(self, gradients: Any) -> None:
-            pairs, count = list(zip(gradients, self.trainable_variables)), len(self.hidden.trainable_variables)
+            pairs, count = (
+                list(zip(gradients, self.trainable_variables)),
+                len(self.hidden.trainable_variables),
+            )
             self.optimizer_of_first.apply_gradients(pairs[:count])
             self.optimizer.apply_gradients(pairs[count:])
 
-    return {"own_step": OwnStep, "untraceable": Untraceable, "sharded": Sharded, "gan": Gan}[shape]()
+    return {"own_step": OwnStep, "untraceable": Untraceable, "sharded": Sharded, "gan": Gan}[
+        shape
+    ]()
 
 
 def compile_model(model: Any, kind: str, wrap: bool, **keywords: Any) -> None:
     """Compile with one optimizer with slots, wrapped or not, or two."""
     keras = tf.keras
     optimizers = keras.optimizers
-    scaling = getattr(keras.mixed_precision, "LossScaleOptimizer", None) or optimizers.LossScaleOptimizer
+    scaling = (
+        getattr(keras.mixed_precision, "LossScaleOptimizer", None) or optimizers.LossScaleOptimizer
+    )
     make: Any = {
         "adam": lambda: optimizers.Adam(0.05),
         "ema": lambda: optimizers.SGD(0.05, momentum=0.9, use_ema=True, ema_overwrite_frequency=3),
         "scaled": lambda: scaling(optimizers.Adam(0.05), dynamic_growth_steps=2),
         "legacy_scaled": lambda: scaling(optimizers.legacy.Adam(0.05), dynamic_growth_steps=2),
     }[kind]
-    wrapped = npu.distribute.npu_distributed_keras_optimizer_wrapper if wrap else lambda optimizer: optimizer
+    wrapped = (
+        npu.distribute.npu_distributed_keras_optimizer_wrapper
+        if wrap
+        else lambda optimizer: optimizer
+    )
     if hasattr(model, "optimizer_of_first"):
         model.optimizer_of_first = wrapped(make())
-    model.compile(wrapped(make()), keras.losses.SparseCategoricalCrossentropy(from_logits=True), **keywords)
+    model.compile(
+        wrapped(make()), keras.losses.SparseCategoricalCrossentropy(from_logits=True), **keywords
+    )
 
 
-def body_resume(directory: str, shape: str, kind: str, built: str) -> tuple[list[Any], list[Any] | None, list[str]]:
+def body_resume(
+    directory: str, shape: str, kind: str, built: str
+) -> tuple[list[Any], list[Any] | None, list[str]]:
     """Train in one process, and save, on rank 0; let rank 0 alone restore that, and train on all ranks.
 
     The model is ``built`` before ``fit`` ``nowhere``, ``everywhere`` or on the ``root``; with ``fresh`` nobody restores
@@ -97,7 +115,12 @@ def body_resume(directory: str, shape: str, kind: str, built: str) -> tuple[list
         return tf.train.Checkpoint(model=model, optimizer=model.optimizer, **more)
 
     def train(model: Any, rows: slice, *callbacks: Any) -> None:
-        given = {"batch_size": rows.stop - rows.start, "epochs": STEPS, "shuffle": False, "verbose": 0}
+        given = {
+            "batch_size": rows.stop - rows.start,
+            "epochs": STEPS,
+            "shuffle": False,
+            "verbose": 0,
+        }
         model.fit(x[rows], y[rows], **given, callbacks=list(callbacks))
 
     written, expected = "", None
@@ -141,9 +164,22 @@ def body_unsendable(case: str) -> tuple[str, list[str]]:
     x, y = samples(ROWS)
     eager = case != "sharded"
     model = Uncallable() if case == "uncallable" else make_model(case)
-    compile_model(model, "adam", wrap=eager, run_eagerly=eager, steps_per_execution=2 if case == "untraceable" else 1)
+    compile_model(
+        model,
+        "adam",
+        wrap=eager,
+        run_eagerly=eager,
+        steps_per_execution=2 if case == "untraceable" else 1,
+    )
     with warnings_of_package() as warnings:
-        error = error_of(model.fit, x, y, batch_size=3, verbose=0, callbacks=[NPUBroadcastGlobalVariablesCallback(0)])
+        error = error_of(
+            model.fit,
+            x,
+            y,
+            batch_size=3,
+            verbose=0,
+            callbacks=[NPUBroadcastGlobalVariablesCallback(0)],
+        )
     return error, warnings
 
 
@@ -172,7 +208,9 @@ def test_broadcasts_once_at_the_first_batch(several_keras_ranks: Pool, built: bo
     for rank, (own, after, later) in enumerate(results):
         # The learning rate is 0: the weights are the root's initial ones.
         np.testing.assert_array_equal(after, initial if built else first)
-        np.testing.assert_allclose(later, first + rank, rtol=1e-6, err_msg="the second fit must not broadcast again")
+        np.testing.assert_allclose(
+            later, first + rank, rtol=1e-6, err_msg="the second fit must not broadcast again"
+        )
         if built and rank < len(results) - 1:
             assert not np.array_equal(own, initial)
 
@@ -230,7 +268,10 @@ def test_training_goes_on_from_the_checkpoint_of_the_root_as_in_one_process(
 def test_what_cant_be_sent_before_the_first_step_is_said(keras_two_ranks: Pool) -> None:
     for error, _ in keras_two_ranks.run(body_unsendable, "uncallable"):
         assert "What to do: build the model before fit, on every rank" in error
-    parts = {"sharded": "the optimizers of the ranks have different variables", "untraceable": "in the first 2 steps"}
+    parts = {
+        "sharded": "the optimizers of the ranks have different variables",
+        "untraceable": "in the first 2 steps",
+    }
     for case, part in parts.items():
         for error, [warning] in keras_two_ranks.run(body_unsendable, case):
             assert error == "" and part in warning and "What to do: " in warning
@@ -253,7 +294,9 @@ def body_sharded(graph: bool) -> Any:
         for scale in (1.0, -0.5, 2.0):
             call(tf.constant(scale))
         state = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
-        return [v.numpy() for v in variables], sum(int(np.prod(v.shape)) for v in state if len(v.shape))
+        return [v.numpy() for v in variables], sum(
+            int(np.prod(v.shape)) for v in state if len(v.shape)
+        )
 
     sharded, sharded_state = train(True)
     plain, plain_state = train(False)
@@ -268,16 +311,26 @@ def test_equal_to_the_plain_update(keras_ranks: Pool, graph: bool) -> None:
         assert all(equal)
         if keras_ranks.size > 1:
             assert state < plain_state, "the optimizer's state is sharded"
-    assert sum(state for _, state, _ in results) == results[0][2], "each rank holds its own share of the state"
+    assert sum(state for _, state, _ in results) == results[0][2], (
+        "each rank holds its own share of the state"
+    )
 
 
 def body_refused() -> list[str]:
     keras = tf.keras
-    scaling = getattr(keras.optimizers, "LossScaleOptimizer", None) or keras.mixed_precision.LossScaleOptimizer
+    scaling = (
+        getattr(keras.optimizers, "LossScaleOptimizer", None)
+        or keras.mixed_precision.LossScaleOptimizer
+    )
     found = []
-    for optimizer in (keras.optimizers.Adam(0.1, global_clipnorm=1.0), scaling(keras.optimizers.SGD(0.1))):
+    for optimizer in (
+        keras.optimizers.Adam(0.1, global_clipnorm=1.0),
+        scaling(keras.optimizers.SGD(0.1)),
+    ):
         pairs = [(tf.ones([]), tf.Variable(1.0)) for _ in range(4)]
-        found.append(error_of(npu.distribute.grouping_gradients_apply, optimizer.apply_gradients, pairs))
+        found.append(
+            error_of(npu.distribute.grouping_gradients_apply, optimizer.apply_gradients, pairs)
+        )
     return [*found, error_of(npu.distribute.grouping_broadcast, [tf.Variable([1.0])])]
 
 

@@ -27,14 +27,23 @@ ELSEWHERE = "203.0.113.7"  # RFC 5737: an address that no host has
 def rows(report: str) -> dict[str, list[float]]:
     """Return the milliseconds in the table of collectives, by size."""
     lines = re.findall(r"^(4 B|64 KiB|1 MiB|16 MiB) (.* ms)$", report, re.MULTILINE)
-    return {size: [float(number) for number in re.findall(r"(\S+) ms", line)] for size, line in lines}
+    return {
+        size: [float(number) for number in re.findall(r"(\S+) ms", line)] for size, line in lines
+    }
 
 
 def two_nodes(ranks: int = 1, node0: str = "", **second: str) -> list[tuple[int, str]]:
     """Check two nodes, each on a host of its own if node 0 has an address; return exit code and output of each.
     ``second`` are variables of node 1 only.
     """
-    where = ("--nnodes", "2", "--master-addr", node0 or "127.0.0.1", "--master-port", str(free_port()))
+    where = (
+        "--nnodes",
+        "2",
+        "--master-addr",
+        node0 or "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+    )
     launches = [
         start(
             *("check", "-n", str(ranks), "--node-rank", str(node), *where),
@@ -67,7 +76,9 @@ def test_two_ranks_of_another_launcher(tmp_path: Path) -> None:
     assert (first.code, second.code) == (0, 0), first.output + second.output
     report = first.output
     assert "2 ranks on 1 host: training would work\n" in report
-    assert re.search(rf"^node0 +{re.escape(socket.gethostname())} +0-1 +127\.0\.0\.1 +lo +", report, re.MULTILINE)
+    assert re.search(
+        rf"^node0 +{re.escape(socket.gethostname())} +0-1 +127\.0\.0\.1 +lo +", report, re.MULTILINE
+    )
     assert "gradients travel through shared memory: all ranks share that of one host" in report
     found = rows(report)
     assert tuple(found) == SIZES
@@ -78,7 +89,14 @@ def test_two_ranks_of_another_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_nodes_on_one_machine_from_one_command() -> None:
-    where = ("--hosts", "localhost:1,127.0.0.1:1", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    where = (
+        "--hosts",
+        "localhost:1,127.0.0.1:1",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+    )
     done = npurun("check", *where, limit=LIMIT)
     assert done.returncode == 0, done.stderr
     report = done.stdout.decode()
@@ -87,12 +105,19 @@ def test_two_nodes_on_one_machine_from_one_command() -> None:
     found = rows(report)
     assert tuple(found) == SIZES and all(min(row) > 0 for row in found.values())
     fastest = (
-        "fastest between these hosts: (tensorflow, which is in use|tcp, with NPU_D.*); each host sends [0-9.e+]+ Gb"
+        "fastest between these hosts: (tensorflow, which is in use|tcp, with NPU_D.*); "
+        "each host sends [0-9.e+]+ Gb"
     )
     assert re.search(fastest, report)
     assert "hosts node0, node1 are the same machine" in report
-    [ports] = re.findall(r"^open ports: TensorFlow's servers at 127\.0\.0\.1:\d+, \S+ are (.+)$", report, re.MULTILINE)
-    assert ports.startswith("open to everyone who can connect, without the job secret. NPU_DEVICE_BACKEND=tcp")
+    [ports] = re.findall(
+        r"^open ports: TensorFlow's servers at 127\.0\.0\.1:\d+, \S+ are (.+)$",
+        report,
+        re.MULTILINE,
+    )
+    assert ports.startswith(
+        "open to everyone who can connect, without the job secret. NPU_DEVICE_BACKEND=tcp"
+    )
     assert "a firewall can" in ports
     assert "\ntraining would work; node 0 prints the report\n" in f"\n{report}"
 
@@ -102,8 +127,12 @@ def test_an_address_that_others_cannot_reach_fails_in_one_direction() -> None:
     (first, report), (second, other) = two_nodes(HCCL_IF_IP=ELSEWHERE)
     assert (first, second) == (1, 1)
     assert "2 ranks on 2 hosts: training would not work: 1 problem" in report
-    blocked = r"problem 1: rank 0 on host node0 \(.*\) can't connect to rank 1 on host node1 \(.*\) at "
-    assert re.search(rf"{blocked}{ELSEWHERE}:\d+: .+; host node1 can connect to host node0\.", report)
+    blocked = (
+        r"problem 1: rank 0 on host node0 \(.*\) can't connect to rank 1 on host node1 \(.*\) at "
+    )
+    assert re.search(
+        rf"{blocked}{ELSEWHERE}:\d+: .+; host node1 can connect to host node0\.", report
+    )
     assert "NPU_DEVICE_PORT_RANGE" in report
     assert "training would not work: 1 problem; node 0 prints the report\n" in other
 
@@ -112,7 +141,10 @@ def test_a_taken_port_is_told_before_ranks_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = npurun("check", "-n", "2", "--master-port", str(taken.getsockname()[1]), limit=15)
     assert done.returncode == 2
-    assert b"another program uses this port" in done.stderr and b"could not be completed" in done.stderr
+    assert (
+        b"another program uses this port" in done.stderr
+        and b"could not be completed" in done.stderr
+    )
 
 
 def test_wrong_usage() -> None:
@@ -128,7 +160,9 @@ def test_two_hosts() -> None:
     with hosts(2, gbit=1.0):
         (first, report), (second, _) = two_nodes(2, node0=address(0))
         assert (first, second) == (0, 0)
-        assert "shared memory within each host, and TensorFlow's ring over gRPC between them" in report
+        assert (
+            "shared memory within each host, and TensorFlow's ring over gRPC between them" in report
+        )
         (speed,) = re.findall(r"each host sends ([0-9.]+) Gbit/s", report)
         assert 0.1 < float(speed) < 1.1
         _, ring, tcp = rows(report)["16 MiB"]
@@ -145,14 +179,23 @@ HERE = Facts(
 )  # fmt: skip
 THERE = replace(HERE, host="node1", machine="b", kernel="2", address="10.0.0.2")
 WELL = CheckedJob(
-    (HERE, THERE), sharing=("", ""), unreachable=({}, {}), between={"tcp": (2e-4, 1e-3, 3e-3, 0.04)}, in_use="tcp"
+    (HERE, THERE),
+    sharing=("", ""),
+    unreachable=({}, {}),
+    between={"tcp": (2e-4, 1e-3, 3e-3, 0.04)},
+    in_use="tcp",
 )
 
 
 def test_the_fastest_engine() -> None:
-    measured = replace(WELL, between={"tensorflow": (1.0, 3.1), "tcp": (2.0, 1.42)}, in_use="tensorflow")
+    measured = replace(
+        WELL, between={"tensorflow": (1.0, 3.1), "tcp": (2.0, 1.42)}, in_use="tensorflow"
+    )
     assert measured.fastest == "tcp"
-    assert replace(measured, between={"tensorflow": (1.0, 3.1), "tcp": (2.0, 3.0)}).fastest == "tensorflow"
+    assert (
+        replace(measured, between={"tensorflow": (1.0, 3.1), "tcp": (2.0, 3.0)}).fastest
+        == "tensorflow"
+    )
 
 
 def _with(**there: Any) -> CheckedJob:
@@ -166,16 +209,32 @@ APART = replace(WELL, facts=(HERE, HERE), sharing=("", "a different kernel"), be
 @pytest.mark.parametrize(
     ("kind", "found", "expected"),
     [
-        ("problem", _with(versions={"Python": "3.11.7", "Keras": "2.15.0"}), "Keras:\n  3.9.0: rank(s) 0\n  2.15.0: "),
-        ("problem", _with(address="127.0.0.1"), "rank 1 on host node1 (b) is known to the others as 127.0.0.1"),
+        (
+            "problem",
+            _with(versions={"Python": "3.11.7", "Keras": "2.15.0"}),
+            "Keras:\n  3.9.0: rank(s) 0\n  2.15.0: ",
+        ),
+        (
+            "problem",
+            _with(address="127.0.0.1"),
+            "rank 1 on host node1 (b) is known to the others as 127.0.0.1",
+        ),
         ("problem", replace(WELL, is_right=False), "wrong sum"),
-        ("warning", _with(versions={"Python": "3.12.1", "Keras": "3.9.0"}), "different versions of Python"),
+        (
+            "warning",
+            _with(versions={"Python": "3.12.1", "Keras": "3.9.0"}),
+            "different versions of Python",
+        ),
         ("warning", _with(clock=-7.25), "host node1 (b) is 7.2 s behind that of rank 0"),
         ("warning", _with(kernel="1"), "hosts node0, node1 are the same machine"),
         ("warning", _with(cores=[]), "0 core(s) for 1 ranks"),
         ("warning", _with(free=600 << 20), "0.6 GiB of free memory for 1 rank"),
         ("warning", SLOW, "node0 is rated at 25 Gbit/s, but the fastest engine sends 3.4 Gbit/s"),
-        ("warning", APART, "rank 1 on host node0 (a) can't share memory with the others of its host: a different"),
+        (
+            "warning",
+            APART,
+            "rank 1 on host node0 (a) can't share memory with the others of its host: a different",
+        ),
     ],
 )
 def test_a_problem_or_a_warning(kind: str, found: CheckedJob, expected: str) -> None:

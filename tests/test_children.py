@@ -131,23 +131,48 @@ if __name__ == "__main__":
 
 def test_processes_that_a_rank_starts_leave_the_job_alone(tmp_path: Path) -> None:
     """Both ranks fork, and rank 1 has a process in which everything is imported anew."""
-    for rank, output in enumerate(job.outputs(tmp_path, 2, _STARTS, FOLDER=str(tmp_path / "saved"))):
+    for rank, output in enumerate(
+        job.outputs(tmp_path, 2, _STARTS, FOLDER=str(tmp_path / "saved"))
+    ):
         assert len(re.findall(_expected(rank), output)) == 1 + rank, output
         said = rf"npu.open\(\) does nothing in this process \(\d+\): it is a child of rank {rank} of 2 \(process \d+\)"
         assert len(re.findall(said, output)) == 1 + rank, output
-        assert re.search(rf"update: this process \(\d+\) is a forked child of rank {rank} on host", output)
-        for end in ("codes 0 3 0 3 1", "training ends with 3 3.0", "terminated -15 3.0", "at the end 3.0"):
+        assert re.search(
+            rf"update: this process \(\d+\) is a forked child of rank {rank} on host", output
+        )
+        for end in (
+            "codes 0 3 0 3 1",
+            "training ends with 3 3.0",
+            "terminated -15 3.0",
+            "at the end 3.0",
+        ):
             assert end in output, output
 
 
 @pytest.mark.parametrize(
     "scheme, changes, is_child",
     [
-        ({"RANK_ID": "1", "RANK_SIZE": "2"}, {"ASCEND_DEVICE_ID": "3"}, True),  # the rank's number is given
+        (
+            {"RANK_ID": "1", "RANK_SIZE": "2"},
+            {"ASCEND_DEVICE_ID": "3"},
+            True,
+        ),  # the rank's number is given
         ({"RANK_ID": "1", "RANK_SIZE": "2"}, {"RANK_ID": "0"}, False),
-        ({"RANK_ID": "1", "RANK_SIZE": "2"}, {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, False),
-        ({"CM_WORKER_SIZE": "2", "ASCEND_DEVICE_ID": "1"}, {"ASCEND_DEVICE_ID": "0"}, False),  # the device is the rank
-        ({"PMIX_NAMESPACE": "a", "OMPI_COMM_WORLD_RANK": "0"}, {"PMIX_NAMESPACE": "b"}, False),  # mpirun within mpirun
+        (
+            {"RANK_ID": "1", "RANK_SIZE": "2"},
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+            False,
+        ),
+        (
+            {"CM_WORKER_SIZE": "2", "ASCEND_DEVICE_ID": "1"},
+            {"ASCEND_DEVICE_ID": "0"},
+            False,
+        ),  # the device is the rank
+        (
+            {"PMIX_NAMESPACE": "a", "OMPI_COMM_WORLD_RANK": "0"},
+            {"PMIX_NAMESPACE": "b"},
+            False,
+        ),  # mpirun within mpirun
         ({"RANK": "0"}, {"NPU_DEVICE_RANK_PROCESS": "something else"}, False),
     ],
 )
@@ -162,7 +187,9 @@ def test_who_is_a_child(
     for name, value in changes.items():
         monkeypatch.setenv(name, value)
     code = "from npu_device._src.membership import parent_rank; print(parent_rank.inherited())"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert found == (f"rank 1 of 2 (process {os.getpid()})\n" if is_child else "None\n")
 
 
@@ -209,7 +236,9 @@ def test_children_that_come_before_their_parents(tmp_path: Path, scheme: str) ->
     (tmp_path / "script.py").write_text(_STARTS_CHILDREN)
     port = free_port()
     by_table = [table_environment(tmp_path, 2, rank) for rank in (0, 1)]
-    variables = by_table if scheme == "rank table" else [without_table(port, 2, rank) for rank in (0, 1)]
+    variables = (
+        by_table if scheme == "rank table" else [without_table(port, 2, rank) for rank in (0, 1)]
+    )
     ranks = [started(tmp_path, each, str(WORKER)) for each in variables]
     for rank, process in enumerate(ranks):
         output, errors = process.communicate(timeout=60)
@@ -246,7 +275,10 @@ def test_a_parent_whose_child_has_become_the_rank(tmp_path: Path) -> None:
     rank = started(tmp_path, table_environment(tmp_path, 2, 0))
     parent = started(tmp_path, table_environment(tmp_path, 2, 1), "parent")
     said = parent.communicate(timeout=15)[0]
-    assert f"rank 1: a process that this one (machine {socket.gethostname()}, pid {parent.pid}) has started" in said
+    assert (
+        f"rank 1: a process that this one (machine {socket.gethostname()}, pid {parent.pid}) has started"
+        in said
+    )
     assert "call npu.open() before starting processes that import the same script" in said
     assert rank.communicate(timeout=15)[0] == "met\n"
 
@@ -274,8 +306,14 @@ except RuntimeError as error:
 
 
 @pytest.mark.parametrize("engine", ["shared_memory", "tcp"])
-def test_a_killed_rank_is_noticed_although_its_forked_child_lives(tmp_path: Path, engine: str) -> None:
-    environment = {} if engine == "shared_memory" else {"NPU_DEVICE_BACKEND": engine, "NPU_DEVICE_SHARED_MEMORY": "off"}
+def test_a_killed_rank_is_noticed_although_its_forked_child_lives(
+    tmp_path: Path, engine: str
+) -> None:
+    environment = (
+        {}
+        if engine == "shared_memory"
+        else {"NPU_DEVICE_BACKEND": engine, "NPU_DEVICE_SHARED_MEMORY": "off"}
+    )
     survivor, killed = job.run(tmp_path, 2, _KILLED, **environment)
     assert killed.code == -9
     assert "rank 1 on host node0 is gone" in survivor.output

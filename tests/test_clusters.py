@@ -17,7 +17,9 @@ pytestmark = pytest.mark.slow
 LIMIT = 240.0
 
 
-@pytest.mark.parametrize("cluster, module", [("ray", "ray.train"), ("spark", "spark_tensorflow_distributor")])
+@pytest.mark.parametrize(
+    "cluster, module", [("ray", "ray.train"), ("spark", "spark_tensorflow_distributor")]
+)
 def test_two_workers_end_with_equal_weights(cluster: str, module: str, tmp_path: Path) -> None:
     pytest.importorskip(module, reason=f"needs {cluster}: see docs/launching.md")
     script = ROOT / "examples" / cluster / "train.py"

@@ -28,7 +28,9 @@ def body_gradients(graph: bool) -> dict[str, list[Any]]:
     calls = {
         "all_gather": lambda x: all_gather(job, x, mine),
         "all_gather_v": lambda x: all_gather_v(job, x[: me + 1], mine),
-        "all_to_all_v": lambda x: all_to_all_v(job, x, row, apart(row), column, apart(column), mine),
+        "all_to_all_v": lambda x: all_to_all_v(
+            job, x, row, apart(row), column, apart(column), mine
+        ),
         "all_to_all_vc": lambda x: all_to_all_vc(job, x, matrix, mine),
         "broadcast": lambda x: broadcast(job, [x], size - 1, mine)[0],
         "reduce_scatter max": lambda x: reduce_scatter(job, x, "max", mine),
@@ -53,7 +55,9 @@ def body_gradients(graph: bool) -> dict[str, list[Any]]:
     found = {}
     for name, call in calls.items():
         run = in_graph(derivatives) if graph else derivatives
-        found[name] = [value.numpy() for value in run(call, tf.random.stateless_normal([6 * size], [me, 1]))]
+        found[name] = [
+            value.numpy() for value in run(call, tf.random.stateless_normal([6 * size], [me, 1]))
+        ]
     return found
 
 

@@ -39,7 +39,9 @@ def _expected(size: int, length: int, dtype: Any, reduction: str) -> np.ndarray:
     total = _mine(0, length, sum_dtype(found).as_numpy_dtype)
     for rank in range(1, size):
         total = COMBINE[reduction](total, _mine(rank, length, total.dtype))
-    return (total / total.dtype.type(size) if reduction == "mean" else total).astype(found.as_numpy_dtype)
+    return (total / total.dtype.type(size) if reduction == "mean" else total).astype(
+        found.as_numpy_dtype
+    )
 
 
 def body_operations(
@@ -61,8 +63,14 @@ def body_operations(
     for name in dtypes:
         dtype = tf.as_dtype(name).as_numpy_dtype
         edge = edge_bytes // np.dtype(dtype).itemsize
-        lengths = (edge - 1, edge + 1) if name == "float32" and (slots or edge_bytes != SLOT) else (edge + 1,)
-        for length in lengths if name in ("float16", "bfloat16", "float32", "int8", "uint64") else (7,):
+        lengths = (
+            (edge - 1, edge + 1)
+            if name == "float32" and (slots or edge_bytes != SLOT)
+            else (edge + 1,)
+        )
+        for length in (
+            lengths if name in ("float16", "bfloat16", "float32", "int8", "uint64") else (7,)
+        ):
             tensor = tf.constant(_mine(rank, length, dtype))
             for how in COMBINE:
                 expected = _expected(size, length, dtype, how)
@@ -75,19 +83,45 @@ def body_operations(
                     check(root, right, "reduce", name, how, length)
                 rows = length // size
                 block = reduce_scatter(job, tensor[: rows * size], how, mine)
-                check(block, expected[rank * rows : (rank + 1) * rows], "reduce_scatter", name, how, length)
+                check(
+                    block,
+                    expected[rank * rows : (rank + 1) * rows],
+                    "reduce_scatter",
+                    name,
+                    how,
+                    length,
+                )
             everybody = [_mine(member, length, dtype) for member in range(size)]
-            check(all_gather(job, tensor, mine), np.concatenate(everybody), "all_gather", name, length)
+            check(
+                all_gather(job, tensor, mine), np.concatenate(everybody), "all_gather", name, length
+            )
             check(broadcast(job, [tensor], 1, mine)[0], everybody[1], "broadcast", name, length)
             blocks = [other[rank * rows : (rank + 1) * rows] for other in everybody]
-            check(all_to_all(job, tensor[: rows * size], mine), np.concatenate(blocks), "all_to_all", name, length)
+            check(
+                all_to_all(job, tensor[: rows * size], mine),
+                np.concatenate(blocks),
+                "all_to_all",
+                name,
+                length,
+            )
     for name, compression, narrow in (("float64", "fp16", 2.0**-10), ("float32", "bf16", 2.0**-7)):
-        for length in (SLOT // 2 - 1, SLOT // 2 + 1, RING // 2 + 1) if slots else (max(edge_bytes // 4, 3), 1 << 19):
+        for length in (
+            (SLOT // 2 - 1, SLOT // 2 + 1, RING // 2 + 1)
+            if slots
+            else (max(edge_bytes // 4, 3), 1 << 19)
+        ):
             tensor = tf.constant(_mine(rank, length, name))
             for how in ("sum", "mean"):
                 found = npu.distribute.all_reduce(tensor, how, compression=compression)
                 close = np.abs(found / _expected(size, length, name, how) - 1).max() <= narrow
-                check([close and found.dtype == name], np.array([True]), compression, name, how, length)
+                check(
+                    [close and found.dtype == name],
+                    np.array([True]),
+                    compression,
+                    name,
+                    how,
+                    length,
+                )
                 checksum = zlib.crc32(np.asarray(found).tobytes(), checksum)
     length = RING + 1 if slots else (1 << 20)
     found = npu.distribute.all_reduce(tf.constant(_mine(rank, length, np.int8)), "mean")
@@ -110,7 +144,9 @@ def body_messages() -> tuple[tuple[list[Any], int, int], int, int]:
     job, mine = group("world")
 
     def keys() -> int:
-        return sum(count for _, count in job.engines.tensorflow.kernels.sequence_of(mine)._drawn.values())
+        return sum(
+            count for _, count in job.engines.tensorflow.kernels.sequence_of(mine)._drawn.values()
+        )
 
     with small_data_in_messages() as room:
         found = body_operations(False, room)
@@ -168,7 +204,9 @@ def body_range() -> dict[str, Any]:
         "mean": reduce(large, "mean", compression="fp16")[-1].numpy(),
         "mean of float16": float(reduce(half, "mean")[-1]),
         "two of each sign": float(reduce(half * sign, "sum")[-1]),
-        "bfloat16": float(reduce(tf.constant([2.0**100], tf.bfloat16), "mean", compression="fp16")[0]),
+        "bfloat16": float(
+            reduce(tf.constant([2.0**100], tf.bfloat16), "mean", compression="fp16")[0]
+        ),
         "small": reduce(tf.constant([2.0**-14, 1.0]), "sum", compression="fp16").numpy().tolist(),
         "int32": float(reduce(tf.constant([2_000_000_001]), "mean")[0]),
         "uint64": float(reduce(tf.constant([1 << 63], tf.uint64), "mean")[0]),
@@ -195,7 +233,9 @@ def body_equal() -> list[Any]:
     job, mine = group("world")
     wrong = []
     for dtype in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
-        if dtype.size == 2:  # all numbers whose sum float32 holds; TensorFlow takes the smallest of bfloat16 for zero
+        if (
+            dtype.size == 2
+        ):  # all numbers whose sum float32 holds; TensorFlow takes the smallest of bfloat16 for zero
             values = np.arange(1 << 16, dtype=np.uint16).view(dtype.as_numpy_dtype)
             magnitude = np.abs(values.astype(np.float32))
             values = values[(magnitude > 1e-30) & (magnitude < 1e30)]
@@ -207,12 +247,21 @@ def body_equal() -> list[Any]:
             (all_reduce(job, same, "mean", mine), same),
             (reduce_scatter(job, same, "mean", mine), tf.split(same, mine.size)[mine.rank]),
             (reduce(job, same, "mean", 0, mine), same if mine.rank == 0 else tf.zeros_like(same)),
-            (reduce_list(job, [slices], ReductionOptions("mean", adds_rows=True), mine)[0].values, same[:100]),
+            (
+                reduce_list(job, [slices], ReductionOptions("mean", adds_rows=True), mine)[
+                    0
+                ].values,
+                same[:100],
+            ),
         ]
         if dtype != tf.bfloat16:  # which reaches beyond float16
-            compressed = npu.distribute.all_reduce(tf.cast(same, tf.float64), "mean", compression="fp16")
+            compressed = npu.distribute.all_reduce(
+                tf.cast(same, tf.float64), "mean", compression="fp16"
+            )
             found.append((compressed, tf.cast(tf.cast(same, tf.float16), tf.float64)))
-        wrong += [(dtype.name, place) for place, (one, other) in enumerate(found) if np.any(one != other)]
+        wrong += [
+            (dtype.name, place) for place, (one, other) in enumerate(found) if np.any(one != other)
+        ]
     return wrong
 
 
@@ -244,8 +293,15 @@ def body_empty(mode: str) -> dict[str, Any]:
 
     def operations(none: tf.Tensor, wide: tf.Tensor) -> list[tf.Tensor]:
         matrix = tf.zeros([mine.size, mine.size], tf.int32)
-        moved = [all_gather(job, none, mine), all_gather(job, wide, mine), all_gather_v(job, none, mine)]
-        moved += [all_to_all(job, none, mine), all_to_all_vc(job, tf.reshape(none, [-1]), matrix, mine)]
+        moved = [
+            all_gather(job, none, mine),
+            all_gather(job, wide, mine),
+            all_gather_v(job, none, mine),
+        ]
+        moved += [
+            all_to_all(job, none, mine),
+            all_to_all_vc(job, tf.reshape(none, [-1]), matrix, mine),
+        ]
         moved += broadcast(job, [none, wide], 0, mine)
         if none.dtype == tf.bool:
             return moved
@@ -253,8 +309,16 @@ def body_empty(mode: str) -> dict[str, Any]:
         return [*moved, *reduced, reduce_scatter(job, none, "sum", mine)]
 
     found = {}
-    for dtype in ("float32", "int8", "bfloat16", "uint64", "bool") if mode == "eager" else ("float32", "bool"):
-        signature = [tf.TensorSpec([None, 3], dtype), tf.TensorSpec(None, dtype)] if mode == "unknown shapes" else None
+    for dtype in (
+        ("float32", "int8", "bfloat16", "uint64", "bool")
+        if mode == "eager"
+        else ("float32", "bool")
+    ):
+        signature = (
+            [tf.TensorSpec([None, 3], dtype), tf.TensorSpec(None, dtype)]
+            if mode == "unknown shapes"
+            else None
+        )
         call = operations if mode == "eager" else in_graph(operations, input_signature=signature)
         results = call(tf.zeros([0, 3], dtype), tf.zeros([2, 0, 3], dtype))
         found[dtype] = [(value.dtype.name, tuple(value.shape)) for value in results]
@@ -279,14 +343,21 @@ def body_unknown() -> tuple[str, list[np.ndarray]]:
         packed = tf.cumsum(counts, exclusive=True)
         flat = tf.reshape(tensor, [-1])
         reduced = [reduce_scatter(job, tensor, "sum", mine), all_reduce(job, tensor, "sum", mine)]
-        moved = [*broadcast(job, [tensor, flat], 1, mine), all_to_all_v(job, flat, *[counts, packed] * 2, mine)]
+        moved = [
+            *broadcast(job, [tensor, flat], 1, mine),
+            all_to_all_v(job, flat, *[counts, packed] * 2, mine),
+        ]
         return [all_gather(job, tensor, mine), all_to_all(job, tensor, mine), *reduced, *moved]
 
-    call = in_graph(operations, input_signature=[tf.TensorSpec(None, tf.int8), tf.TensorSpec([None], tf.int32)])
+    call = in_graph(
+        operations, input_signature=[tf.TensorSpec(None, tf.int8), tf.TensorSpec([None], tf.int32)]
+    )
     tensor = tf.cast(tf.reshape(tf.range(size * 3), [size, 3]) + mine.rank, tf.int8)
     found = [value.numpy() for value in call(tensor, tf.fill([size], 3))]
     signature = [tf.TensorSpec([None])]
-    scatter = in_graph(lambda rows: reduce_scatter(job, rows, "sum", mine), input_signature=signature)
+    scatter = in_graph(
+        lambda rows: reduce_scatter(job, rows, "sum", mine), input_signature=signature
+    )
     return error_of(scatter, tf.zeros([size + 1])), found
 
 
@@ -295,7 +366,10 @@ def test_unknown_static_shapes(several_ranks: Pool) -> None:
     n = several_ranks.size
     tensors = [np.arange(n * 3).reshape(n, 3) + rank for rank in range(n)]
     for rank, (refusal, found) in enumerate(several_ranks.run(body_unknown)):
-        assert refusal.startswith("InvalidArgumentError") and "must be a multiple of rank_size" in refusal
+        assert (
+            refusal.startswith("InvalidArgumentError")
+            and "must be a multiple of rank_size" in refusal
+        )
         exchanged = np.stack([tensor[rank] for tensor in tensors])
         reduced = [np.concatenate(tensors), exchanged, sum(tensors)[rank : rank + 1], sum(tensors)]
         expected = [*reduced, tensors[1], tensors[1].reshape(-1), exchanged.reshape(-1)]
@@ -311,7 +385,10 @@ def body_large() -> list[tuple[float, float, bool]]:
     job, mine = group("world")
     tensor = tf.fill([LARGE // 4], float(mine.rank + 1))
     found = []
-    calls = (lambda: all_reduce(job, tensor, "sum", mine), 3.0), (lambda: broadcast(job, [tensor], 1, mine)[0], 2.0)
+    calls = (
+        (lambda: all_reduce(job, tensor, "sum", mine), 3.0),
+        (lambda: broadcast(job, [tensor], 1, mine)[0], 2.0),
+    )
     for call, expected in calls:
         with open("/proc/self/clear_refs", "w") as reset:
             reset.write("5")  # forget the highest mark

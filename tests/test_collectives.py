@@ -13,7 +13,14 @@ import pytest
 import tensorflow as tf
 from pool import Pool
 
-from npu_device._src.collectives.moves import all_gather, all_gather_v, all_to_all_v, all_to_all_vc, receive, send
+from npu_device._src.collectives.moves import (
+    all_gather,
+    all_gather_v,
+    all_to_all_v,
+    all_to_all_vc,
+    receive,
+    send,
+)
 from npu_device._src.collectives.ops import barrier, broadcast, reduce_scatter
 
 pytestmark = pytest.mark.both_backends
@@ -28,7 +35,11 @@ def bits(rank: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
     kind, chance = np.dtype(tf.as_dtype(dtype).as_numpy_dtype), np.random.default_rng(rank)
     if dtype == "bool":
         return chance.integers(0, 2, shape).astype(bool)
-    return np.frombuffer(chance.bytes(int(np.prod(shape)) * kind.itemsize), np.uint8).view(kind).reshape(shape)
+    return (
+        np.frombuffer(chance.bytes(int(np.prod(shape)) * kind.itemsize), np.uint8)
+        .view(kind)
+        .reshape(shape)
+    )
 
 
 def body_moves(kind: str, mode: str, dtypes: tuple[str, ...]) -> dict[str, dict[str, Any]]:
@@ -43,7 +54,9 @@ def body_moves(kind: str, mode: str, dtypes: tuple[str, ...]) -> dict[str, dict[
             "all_gather": all_gather(job, tensor, mine),
             "all_gather_v": all_gather_v(job, tensor[: me + 1], mine),
             "all_to_all": bodies.all_to_all(job, tensor, mine),
-            "all_to_all_v": all_to_all_v(job, flat, sends, bodies.apart(sends), receives, bodies.apart(receives), mine),
+            "all_to_all_v": all_to_all_v(
+                job, flat, sends, bodies.apart(sends), receives, bodies.apart(receives), mine
+            ),
             "all_to_all_vc": all_to_all_vc(job, flat, matrix, mine),
             "broadcast": broadcast(job, [flat[:1], tensor], size - 1, mine)[1],
         }
@@ -101,7 +114,9 @@ def test_moves(several_ranks: Pool, kind: str, mode: str, dtypes: tuple[str, ...
         ranks = bodies.members(several_ranks.size, rank, kind)
         for dtype, found in results.items():
             for name, right in moved(ranks, ranks.index(rank), dtype).items():
-                assert found.pop(name) == (dtype, right.shape, right.tobytes()), f"{name} {dtype} rank {rank}"
+                assert found.pop(name) == (dtype, right.shape, right.tobytes()), (
+                    f"{name} {dtype} rank {rank}"
+                )
             assert not found
 
 
@@ -190,7 +205,9 @@ def body_tags() -> Any:
         return []
 
     found = [value.numpy().tolist() for value in bodies.in_graph(crossed)()]
-    for call in range(14):  # the same tag again is a queue; more tags than connections that are kept
+    for call in range(
+        14
+    ):  # the same tag again is a queue; more tags than connections that are kept
         tag = 1 if call < 2 else call % 6
         if mine.rank == 0:
             send(job, tf.constant([call, call]), tag, last, mine)
@@ -210,7 +227,16 @@ def body_refusals() -> list[str]:
     one, other, size = tf.constant([1.0]), (mine.rank + 1) % mine.size, mine.size
     return bodies.wrong_refusals(
         ("ValueError", "with itself", send, job, one, 0, mine.rank, mine),
-        (f"ValueError: dest_rank {size} ", f"expected 0 to {size - 1}", send, job, one, 0, size, mine),
+        (
+            f"ValueError: dest_rank {size} ",
+            f"expected 0 to {size - 1}",
+            send,
+            job,
+            one,
+            0,
+            size,
+            mine,
+        ),
         ("ValueError: src_rank -1 ", "", receive, job, [1], tf.float32, 0, -1, mine),
         ("TypeError", "string", send, job, tf.constant("text"), 0, other, mine),
         ("ValueError", "every dimension", receive, job, [None, 2], tf.float32, 0, other, mine),

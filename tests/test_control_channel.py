@@ -42,7 +42,9 @@ READY = BEGIN.format(elements=SMALL) + 'print("ready", flush=True)\n'
 
 def _hub_of(pid: int) -> int:
     """The hub that a rank has started."""
-    return next(child for child, command in leaks.children_of(pid).items() if "cluster.hub" in command)
+    return next(
+        child for child, command in leaks.children_of(pid).items() if "cluster.hub" in command
+    )
 
 
 def _until(path: Path, condition: str = "True") -> str:
@@ -50,7 +52,9 @@ def _until(path: Path, condition: str = "True") -> str:
     return f"while {condition} and not os.path.exists({str(path)!r}): time.sleep(0.02)\n"
 
 
-def _side_by_side(directory: Path, sources: dict[str, str], **variables: str) -> list[list[Process]]:
+def _side_by_side(
+    directory: Path, sources: dict[str, str], **variables: str
+) -> list[list[Process]]:
     """Start two ranks of each script, on the backend that has its name if there is one; wait until all are ready."""
     jobs = []
     for name, source in sources.items():
@@ -68,14 +72,19 @@ def _side_by_side(directory: Path, sources: dict[str, str], **variables: str) ->
 @pytest.mark.slow
 def test_a_frozen_rank_that_goes_on_harms_nobody(tmp_path: Path) -> None:
     """gRPC closes a connection on which a ping was not acknowledged for 60 s; here its clients do so after 1 s."""
-    options = TF_GRPC_DEFAULT_OPTIONS.default + ",grpc.keepalive_time_ms=100000,grpc.http2.ping_timeout_ms=1000"
+    options = (
+        TF_GRPC_DEFAULT_OPTIONS.default
+        + ",grpc.keepalive_time_ms=100000,grpc.http2.ping_timeout_ms=1000"
+    )
     source = BEGIN.format(elements=LARGE) + (
         'print("ready", flush=True)\n'
         f"while not float(npu.distribute.all_reduce(float(os.path.exists({str(tmp_path / 'end')!r})), 'max')):\n"
         "    assert float(step()[0]) == 2.0\n"
         'print("all well", flush=True)\n'
     )
-    jobs = _side_by_side(tmp_path, dict.fromkeys(BACKENDS, source), **{TF_GRPC_DEFAULT_OPTIONS.name: options})
+    jobs = _side_by_side(
+        tmp_path, dict.fromkeys(BACKENDS, source), **{TF_GRPC_DEFAULT_OPTIONS.name: options}
+    )
     time.sleep(0.5)
     for frozen, processes in enumerate(jobs):
         processes[frozen].send_signal(signal.SIGSTOP)
@@ -92,7 +101,9 @@ def test_a_frozen_rank_that_goes_on_harms_nobody(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_when_rank_0_is_frozen_the_others_end_after_the_limit(tmp_path: Path) -> None:
     sources = dict.fromkeys(BACKENDS, READY + _until(tmp_path / "go") + "step()\n")
-    jobs = _side_by_side(tmp_path, sources, NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="2")
+    jobs = _side_by_side(
+        tmp_path, sources, NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="2"
+    )
     for frozen, _ in jobs:
         frozen.send_signal(signal.SIGSTOP)
     (tmp_path / "go").touch()
@@ -100,7 +111,10 @@ def test_when_rank_0_is_frozen_the_others_end_after_the_limit(tmp_path: Path) ->
         [result] = job.finish([other], timeout=20)
         job.kill([frozen])
         assert result.code == 1
-        assert "rank 0 on host node0: does not answer: stopped, overloaded, or cut off" in result.output
+        assert (
+            "rank 0 on host node0: does not answer: stopped, overloaded, or cut off"
+            in result.output
+        )
         assert "This is the limit (NPU_DEVICE_STALL_TIMEOUT seconds)" in result.output
 
 
@@ -118,7 +132,9 @@ from npu_device._src.cluster import control_channel
 control_channel.MARGIN_SECONDS = 1.0
 """
     sources = {
-        "killed": READY + _until(go, "rank == 0") + "while True:\n    step()\n    time.sleep(0.3 * rank)\n",
+        "killed": READY
+        + _until(go, "rank == 0")
+        + "while True:\n    step()\n    time.sleep(0.3 * rank)\n",
         "frozen": hurry + READY + _until(go) + "if rank: step()\ntime.sleep(60)",
     }
     jobs = _side_by_side(tmp_path, sources)
@@ -151,13 +167,20 @@ try:
 finally:
     print("raised at", time.time(), flush=True)
 """
-    killed, other = job.run(tmp_path, 2, BEGIN.format(elements=LARGE) + kill, **all_through(backend))
+    killed, other = job.run(
+        tmp_path, 2, BEGIN.format(elements=LARGE) + kill, **all_through(backend)
+    )
     assert_no_shared_files_since(before)
     assert other.code == 1
-    assert job.stamp(other.output, "raised") - job.stamp(killed.output, "killed") < 1.0  # 0.1 s on a free machine
+    assert (
+        job.stamp(other.output, "raised") - job.stamp(killed.output, "killed") < 1.0
+    )  # 0.1 s on a free machine
     # TensorFlow's ring may see the broken connection first, and names the rank in its own way.
     if backend != "tensorflow" or "/job:worker/replica:0/task:0" not in other.output:
-        assert "PeerError" in other.output and "rank 0 on host node0 is gone: its process" in other.output
+        assert (
+            "PeerError" in other.output
+            and "rank 0 on host node0 is gone: its process" in other.output
+        )
         assert "look at the output of rank 0" in other.output
 
 
@@ -186,7 +209,9 @@ def listening():
 
 def test_a_job_of_one_host_listens_on_the_loopback_only(tmp_path: Path) -> None:
     source = LISTENING + BEGIN.format(elements=LARGE)
-    source += 'print("listening", listening(), step()[0].device)\nnpu.distribute.all_reduce(one, "sum")\n'
+    source += (
+        'print("listening", listening(), step()[0].device)\nnpu.distribute.all_reduce(one, "sum")\n'
+    )
     first, second = job.outputs(tmp_path, 2, source, NPU_DEVICE_BACKEND="auto")
     assert re.search(r"listening \['0100007F:\w+'\] /job:localhost", first), "the hub, on 127.0.0.1"
     assert "listening [] /job:localhost" in second
@@ -197,7 +222,9 @@ def test_tensorflows_server_listens_where_the_port_range_allows(tmp_path: Path) 
     source += 'print("listening", listening())\nnpu.distribute.all_reduce(one, "sum")\n'
     variables = {**all_through("tensorflow"), "NPU_DEVICE_PORT_RANGE": "61200-61207"}
     for output in job.outputs(tmp_path, 2, source, **variables):
-        ports = [int(port, 16) for port in re.findall(r":(\w+)'", output.partition("listening [")[2])]
+        ports = [
+            int(port, 16) for port in re.findall(r":(\w+)'", output.partition("listening [")[2])
+        ]
         assert any(61200 <= port <= 61207 for port in ports), ports
 
 
@@ -219,7 +246,16 @@ health.require_running()
     path = tmp_path / "script.py"
     path.write_text(READY + notice)
     with hosts(2, gbit=1.0):
-        where = ("--nnodes", "2", "--master-addr", address(0), "--master-port", "29700", "--grace", "1")
+        where = (
+            "--nnodes",
+            "2",
+            "--master-addr",
+            address(0),
+            "--master-port",
+            "29700",
+            "--grace",
+            "1",
+        )
         launches = [
             start(
                 *("-n", "1", "--node-rank", str(host), *where, str(path)),
@@ -300,7 +336,17 @@ def test_a_lost_control_channel_is_an_error_on_both_sides(tmp_path: Path, fault:
 def test_messages_grow_with_the_ranks_and_no_faster() -> None:
     """All steps of a job together; the real hub and the package's client code."""
     command = [sys.executable, "-m", "benchmarks.control", "--ranks", "8", "64"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
-    few, many = (float(line.rstrip("| ").rpartition("|")[2]) for line in done.stdout.splitlines()[2:])
+    few, many = (
+        float(line.rstrip("| ").rpartition("|")[2]) for line in done.stdout.splitlines()[2:]
+    )
     assert many < few + 10, done.stdout

@@ -23,7 +23,9 @@ def body_shard() -> Any:
     found = []
     for global_batch in (6, np.int64(6)):
         sharded, batch = npu.distribute.shard_and_rebatch_dataset(dataset, global_batch)
-        found.append(([int(element) for element in sharded], batch, type(batch), sharded is dataset))
+        found.append(
+            ([int(element) for element in sharded], batch, type(batch), sharded is dataset)
+        )
     return found
 
 
@@ -42,9 +44,13 @@ def body_uneven() -> dict[int, tuple[list[str], list[int]]]:
     found = {}
     for elements in range(11, 19):
         with warnings_of_package() as said:
-            dataset, batch = npu.distribute.shard_and_rebatch_dataset(tf.data.Dataset.range(elements), 6)
+            dataset, batch = npu.distribute.shard_and_rebatch_dataset(
+                tf.data.Dataset.range(elements), 6
+            )
             npu.distribute.shard_and_rebatch_dataset(dataset.repeat(), 6)
-        lengths = [int(dataset.batch(batch, drop_remainder=drops).cardinality()) for drops in (False, True)]
+        lengths = [
+            int(dataset.batch(batch, drop_remainder=drops).cardinality()) for drops in (False, True)
+        ]
         found[elements] = said, lengths
     return found
 
@@ -66,12 +72,19 @@ def body_too_few() -> list[str]:
 
 def test_ranks_without_an_element_are_named(two_ranks: Pool) -> None:
     [told], others = two_ranks.run(body_too_few)
-    assert "1 elements on 2 ranks: rank(s) from 1 on get none" in told and "files" in told and not others
+    assert (
+        "1 elements on 2 ranks: rank(s) from 1 on get none" in told
+        and "files" in told
+        and not others
+    )
 
 
 def body_refusals() -> list[str]:
     divide, dataset = npu.distribute.shard_and_rebatch_dataset, tf.data.Dataset.range(13)
-    return [error_of(divide, *given) for given in ((dataset, 7), (dataset, 0), (dataset, 6.0), ([1, 2], 6))]
+    return [
+        error_of(divide, *given)
+        for given in ((dataset, 7), (dataset, 0), (dataset, 6.0), ([1, 2], 6))
+    ]
 
 
 def test_bad_input_is_refused_with_a_reason(two_ranks: Pool) -> None:
@@ -111,7 +124,8 @@ SAID = "all ranks have computed the very same gradients"
 
 
 @pytest.mark.parametrize(
-    ("keras", "wrapped", "kind", "call"), [("3", True, "sum", "tf.function(step)"), ("2", False, "mean", "step")]
+    ("keras", "wrapped", "kind", "call"),
+    [("3", True, "sum", "tf.function(step)"), ("2", False, "mean", "step")],
 )
 def test_ranks_that_read_the_same_samples_are_told_once(
     tmp_path: Path, keras: str, wrapped: bool, kind: str, call: str

@@ -28,8 +28,14 @@ from npu_device._src.gradients import split_strategy
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, MESSAGES = ((DOCS / name).read_text() for name in ("compatibility.md", "messages.md"))
-ROW = re.compile(r"^\| (?P<names>`(?:npu_device|hccl|npu_bridge)\..*?) \| (?P<status>[^|]*) \|", re.MULTILINE)
-NAMES = [(name, row["status"]) for row in ROW.finditer(PAGE) for name in re.findall(r"`([\w.]+)`", row["names"])]
+ROW = re.compile(
+    r"^\| (?P<names>`(?:npu_device|hccl|npu_bridge)\..*?) \| (?P<status>[^|]*) \|", re.MULTILINE
+)
+NAMES = [
+    (name, row["status"])
+    for row in ROW.finditer(PAGE)
+    for name in re.findall(r"`([\w.]+)`", row["names"])
+]
 PACKAGE = Path(npu_device.__file__).parent
 MODULES = sorted(
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
@@ -73,10 +79,16 @@ def test_the_english_of_pages_follows_the_rules(capsys: pytest.CaptureFixture[st
 
 def quoted() -> list[str]:
     """Return what the hand-written parts of the page, ``differs.md`` and the tutorials quote of messages."""
-    by_hand = re.sub(r"```text\n.*?```", "", MESSAGES, flags=re.DOTALL) + (DOCS / "differs.md").read_text()
+    by_hand = (
+        re.sub(r"```text\n.*?```", "", MESSAGES, flags=re.DOTALL)
+        + (DOCS / "differs.md").read_text()
+    )
     found = [text for text in re.findall(r'"([^"]+)"', by_hand) if text.count(" ") > 1]
     for page in (DOCS / "tutorials").glob("*.md"):
-        found += [block.splitlines()[0] for block in re.findall(r"```text\n(.*?)```", page.read_text(), re.DOTALL)]
+        found += [
+            block.splitlines()[0]
+            for block in re.findall(r"```text\n(.*?)```", page.read_text(), re.DOTALL)
+        ]
     return found
 
 
@@ -102,7 +114,10 @@ def public() -> dict[str, Any]:
     """Return the package's own public functions and classes, and the methods of those, by name; each once."""
     found: dict[int, tuple[str, Any]] = {}
     for package in (npu_device, hccl, npu_bridge):
-        names = [module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+        names = [
+            module.name
+            for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+        ]
         for name in [package.__name__, *names]:
             if not _NOT_PUBLIC.search(name):
                 module = importlib.import_module(name)
@@ -118,7 +133,9 @@ def _with_methods(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
     """Yield a thing, and the methods of a class that no class of Keras or TensorFlow describes."""
     yield name, thing
     if inspect.isclass(thing):
-        theirs = [kind for kind in thing.__mro__[1:] if not kind.__module__.startswith("npu_device")]
+        theirs = [
+            kind for kind in thing.__mro__[1:] if not kind.__module__.startswith("npu_device")
+        ]
         for method, function in vars(thing).items():
             if (
                 inspect.isfunction(function)
@@ -133,7 +150,9 @@ def missing(thing: Any) -> Iterator[str]:
     if not (thing.__doc__ or "").strip():
         yield "docstring"
     function = thing.__init__ if inspect.isclass(thing) else thing
-    if not inspect.isfunction(inspect.unwrap(function)) or (inspect.isclass(thing) and "__init__" not in vars(thing)):
+    if not inspect.isfunction(inspect.unwrap(function)) or (
+        inspect.isclass(thing) and "__init__" not in vars(thing)
+    ):
         return
     text, signature = inspect.getdoc(thing) or "", inspect.signature(function)
     described = " ".join(re.findall(r"^(?:Args|Attributes):\n((?: .*\n?)*)", text, re.MULTILINE))
@@ -141,7 +160,11 @@ def missing(thing: Any) -> Iterator[str]:
         if name != "self" and not re.search(rf"\b{name}\b", described):
             yield f"Args: {name}"
     returns = signature.return_annotation
-    if function is thing and returns not in _NO_VALUE and not re.search(r"^(Returns|Yields):|\AReturn\b", text, re.M):
+    if (
+        function is thing
+        and returns not in _NO_VALUE
+        and not re.search(r"^(Returns|Yields):|\AReturn\b", text, re.M)
+    ):
         yield "Returns"
     if "\nRaises:" not in text and raises(function, _DEPTH):
         yield "Raises"
@@ -151,14 +174,20 @@ def missing(thing: Any) -> Iterator[str]:
 def raises(function: Any, depth: int) -> bool:
     """Return True if a function, or one of the package that it calls, raises an error."""
     function = inspect.unwrap(function)
-    is_written = inspect.isfunction(function) and function.__code__.co_filename.endswith(".py")  # not by dataclasses
+    is_written = inspect.isfunction(function) and function.__code__.co_filename.endswith(
+        ".py"
+    )  # not by dataclasses
     if not is_written or not function.__module__.startswith("npu_device"):
         return False
     nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))))
     if any(isinstance(node, ast.Raise) and node.exc for node in nodes):
         return True
     calls = [node.func for node in nodes if isinstance(node, ast.Call)] if depth else []
-    return any(raises(called, depth - 1) for called in map(functools.partial(_called, function), calls) if called)
+    return any(
+        raises(called, depth - 1)
+        for called in map(functools.partial(_called, function), calls)
+        if called
+    )
 
 
 def _called(function: Any, node: ast.expr) -> Any:

@@ -14,7 +14,9 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("variable", environment.ALL, ids=lambda variable: variable.name)
-def test_unset_and_empty_give_the_default(variable: Variable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unset_and_empty_give_the_default(
+    variable: Variable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(variable.name, raising=False)
     assert (variable.raw(), variable.is_set(), variable.get()) == (None, False, variable.default)
     monkeypatch.setenv(variable.name, "")
@@ -36,7 +38,9 @@ def test_unset_and_empty_give_the_default(variable: Variable, monkeypatch: pytes
         (environment.JAX_COORDINATOR_ADDRESS, "[::1]:77", ("::1", 77)),
     ],
 )
-def test_values(variable: Variable, text: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values(
+    variable: Variable, text: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(variable.name, text)
     assert variable.get() == value
     assert type(variable.get()) is type(value)
@@ -53,9 +57,17 @@ def test_values(variable: Variable, text: str, value: object, monkeypatch: pytes
         (environment.HCCL_CONNECT_TIMEOUT, "0", "a number above 0, at most 7200"),
         (environment.HCCL_CONNECT_TIMEOUT, "nan", "a number above 0, at most 7200"),
         (environment.NPU_DEVICE_LOG_LEVEL, "loud", "one of DEBUG, INFO, WARNING, ERROR, CRITICAL"),
-        (environment.NPU_DEVICE_PREEMPT_SIGNAL, "KILL", "one of SIGTERM, SIGUSR1, SIGUSR2, with or without SIG"),
+        (
+            environment.NPU_DEVICE_PREEMPT_SIGNAL,
+            "KILL",
+            "one of SIGTERM, SIGUSR1, SIGUSR2, with or without SIG",
+        ),
         (environment.PET_NNODES, "2:", "a number of nodes, or MIN:MAX"),
-        (environment.JAX_COORDINATOR_ADDRESS, "::1:77", '"host:port", or "[address]:port" for IPv6'),
+        (
+            environment.JAX_COORDINATOR_ADDRESS,
+            "::1:77",
+            '"host:port", or "[address]:port" for IPv6',
+        ),
     ],
 )
 def test_malformed_values_name_variable_found_and_expected(
@@ -85,5 +97,7 @@ def test_the_packages_own_variables_are_checked_together(
     environment.check_own_variables(warns=True)
     assert "NPU_DEVICE_AUDT: did you mean NPU_DEVICE_AUDIT?" in caplog.text
     monkeypatch.setenv("NPU_DEVICE_STALL_TIMEOUT", "soon")
-    with pytest.raises(ValueError, match="EI0001: the environment variable NPU_DEVICE_STALL_TIMEOUT is 'soon'"):
+    with pytest.raises(
+        ValueError, match="EI0001: the environment variable NPU_DEVICE_STALL_TIMEOUT is 'soon'"
+    ):
         environment.check_own_variables(warns=True)

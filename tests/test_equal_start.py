@@ -21,7 +21,11 @@ import npu_device as npu
 
 @hears
 def body_first_step(
-    said: list[str], mode: str, graph: bool, by_hand: bool = False, built: tuple[int, ...] = (0, 1, 2)
+    said: list[str],
+    mode: str,
+    graph: bool,
+    by_hand: bool = False,
+    built: tuple[int, ...] = (0, 1, 2),
 ) -> Any:
     """Return the error of two steps, the values after them, and the warnings. Ranks not ``built`` are built then."""
     keras = tf.keras
@@ -44,7 +48,9 @@ def body_first_step(
 
 
 @pytest.mark.parametrize("built", [(0, 1, 2), ()], ids=["built", "built in the step"])
-@pytest.mark.parametrize("graph, by_hand", [(False, False), (True, True)], ids=["eager", "function reduced by hand"])
+@pytest.mark.parametrize(
+    "graph, by_hand", [(False, False), (True, True)], ids=["eager", "function reduced by hand"]
+)
 def test_they_become_rank_0s_with_a_warning(
     keras_ranks: Pool, size: int, graph: bool, by_hand: bool, built: tuple[int, ...]
 ) -> None:
@@ -52,7 +58,11 @@ def test_they_become_rank_0s_with_a_warning(
     same_bits(*(weights for _, weights, _ in results))
     assert len(results[0][2]) == (1 if size > 1 else 0)
     for text in results[0][2]:
-        for part in ("wide", f"rank {size - 1} on host", "npu.distribute.broadcast(model.variables)"):
+        for part in (
+            "wide",
+            f"rank {size - 1} on host",
+            "npu.distribute.broadcast(model.variables)",
+        ):
             assert part in text
     assert not any(quiet for _, _, quiet in results[1:])
 
@@ -70,7 +80,10 @@ def test_a_model_that_is_built_on_some_ranks_only(keras_two_ranks: Pool, by_hand
     found = keras_two_ranks.run(body_first_step, "repair", True, by_hand, (0,))
     if found[0][0]:
         for rank, (text, _, _) in enumerate(found):
-            assert f"rank {rank}: at the first step the variables of the model or the optimizer have no values" in text
+            assert (
+                f"rank {rank}: at the first step the variables of the model or the optimizer have no values"
+                in text
+            )
             assert "on rank(s) 1, but" in text
     else:  # tf-keras, which gives them values at once
         same_bits(*(weights for _, weights, _ in found))
@@ -97,7 +110,10 @@ def body_of_this_rank(said: list[str]) -> tuple[list[str], list[float], list[flo
 def test_what_may_belong_to_a_rank_is_left_alone(two_ranks: Pool) -> None:
     for rank, ([text], *found) in enumerate(two_ranks.run(body_of_this_rank)):
         assert found == [[rank] * 3, [rank] * 3, [rank] * 2]
-        assert text.startswith(f"rank {rank}: broadcast was given an empty list") and "model.build" in text
+        assert (
+            text.startswith(f"rank {rank}: broadcast was given an empty list")
+            and "model.build" in text
+        )
 
 
 def test_ranks_that_train_alone_are_told(tmp_path: Path) -> None:
@@ -115,12 +131,16 @@ model.fit(tf.ones([8, 2]), tf.ones([8, 1]), verbose=0)
 
 
 @hears
-def body_another_order_of_creation(said: list[str], teacher: bool) -> tuple[list[list[float]], list[str]]:
+def body_another_order_of_creation(
+    said: list[str], teacher: bool
+) -> tuple[list[list[float]], list[str]]:
     """Train two layers of one shape by hand. Rank 0 makes the second one first; or its steps first look at that one and
     at a third one. Return the weights after audited steps, and the warnings.
     """
     x, make = tf.constant([[1.0, 2.0], [3.0, 4.0]]), tf.keras.layers.Dense
-    first, second, other = (make(2, use_bias=False, name=name) for name in ("first", "second", "other"))
+    first, second, other = (
+        make(2, use_bias=False, name=name) for name in ("first", "second", "other")
+    )
     if npu.distribute.rank() == 0 and not teacher:
         second(x)
     trained = [layer for layer in (first, second, other) if layer(x) is not None][:2]
@@ -134,7 +154,9 @@ def body_another_order_of_creation(said: list[str], teacher: bool) -> tuple[list
             tf.debugging.check_numerics(second(x) + other(x), "teacher")
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(first(x))) + 2 * tf.reduce_mean(tf.square(second(x)))
-        for weight, gradient in zip(weights, npu.distribute.all_reduce(tape.gradient(loss, weights), "mean")):
+        for weight, gradient in zip(
+            weights, npu.distribute.all_reduce(tape.gradient(loss, weights), "mean")
+        ):
             weight.assign_sub(0.01 * gradient)
 
     with settings(NPU_DEVICE_AUDIT="2"):
@@ -202,24 +224,37 @@ def body_preprocessing() -> Any:
     layers = tf.keras.layers
     words, numbers = tf.keras.Input((1,), dtype="string"), tf.keras.Input((1,))
     vectors = layers.Flatten()(make_layer("TextVectorization", WORDS, output_mode="tf_idf")(words))
-    model = _model((words, numbers), layers.Concatenate()([vectors, make_layer("Normalization", NUMBERS)(numbers)]))
+    model = _model(
+        (words, numbers),
+        layers.Concatenate()([vectors, make_layer("Normalization", NUMBERS)(numbers)]),
+    )
     npu.distribute.broadcast(model.variables)  # with vocabularies among them, in tf-keras
     model = npu.distribute.replicate(model)
     x = tf.data.Dataset.from_tensor_slices((tf.constant(WORDS), NUMBERS))
     dataset = tf.data.Dataset.zip((x, tf.data.Dataset.range(6))).batch(4)
     history = model.fit(dataset, verbose=0)
-    return outcome(model.layers[-1], history, predicted=model.predict(dataset.map(lambda x, y: (x,)), verbose=0))
+    return outcome(
+        model.layers[-1],
+        history,
+        predicted=model.predict(dataset.map(lambda x, y: (x,)), verbose=0),
+    )
 
 
 def body_different(kind: str, how: str = "fit") -> str:
     """Adapt to this rank's part of the data, or hold its number; return the error of ``fit`` or ``broadcast``."""
     rank = npu.distribute.rank()
-    pairs = tf.lookup.KeyValueTensorInitializer(tf.constant(["a", "b"]), tf.constant([0.0, float(rank)]))
+    pairs = tf.lookup.KeyValueTensorInitializer(
+        tf.constant(["a", "b"]), tf.constant([0.0, float(rank)])
+    )
 
     class Holds(tf.keras.layers.Layer):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__(name="layer")
-            self.held = tf.lookup.StaticHashTable(pairs, -1.0) if kind == "table" else np.full((1, 1), rank, "f4")
+            self.held = (
+                tf.lookup.StaticHashTable(pairs, -1.0)
+                if kind == "table"
+                else np.full((1, 1), rank, "f4")
+            )
 
         def call(self, x: Any) -> Any:
             return x @ self.held if kind == "constant" else tf.reshape(self.held.lookup(x), (-1, 1))
@@ -231,7 +266,10 @@ def body_different(kind: str, how: str = "fit") -> str:
     if kind in ("table", "constant"):
         layer: Any = Holds()
     else:
-        options = {"StringLookup": {"output_mode": "multi_hot"}, "Discretization": {"num_bins": 3}}.get(kind, {})
+        options = {
+            "StringLookup": {"output_mode": "multi_hot"},
+            "Discretization": {"num_bins": 3},
+        }.get(kind, {})
         layer = make_layer(kind, data[rank::2], name="layer", **options)
     inputs = tf.keras.Input((1,), dtype="string" if data.dtype.kind == "U" else "float32")
     model = _model(inputs, layer(inputs))
@@ -241,15 +279,24 @@ def body_different(kind: str, how: str = "fit") -> str:
     return error_of(npu.distribute.replicate(model).fit, dataset, verbose=0)
 
 
+def fit_replicated(model: Any, x: Any, y: Any) -> None:
+    npu.distribute.replicate(model).fit(x, y, batch_size=4, verbose=0)
+
+
 def body_strategies() -> list[str]:
     """Train models made in the scopes of strategies of ``tf.distribute`` with one device."""
     found = []
-    for strategy in (tf.distribute.MirroredStrategy(["CPU:0"]), tf.distribute.OneDeviceStrategy("CPU:0")):
+    for strategy in (
+        tf.distribute.MirroredStrategy(["CPU:0"]),
+        tf.distribute.OneDeviceStrategy("CPU:0"),
+    ):
         with strategy.scope():
-            model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(1)], name="of_a_scope")
+            model = tf.keras.Sequential(
+                [tf.keras.Input((3,)), tf.keras.layers.Dense(1)], name="of_a_scope"
+            )
             model.compile("sgd", "mse")
         x, y = np.ones((8, 3), "f4"), np.ones((8, 1), "f4")
-        found.append(error_of(lambda: npu.distribute.replicate(model).fit(x, y, batch_size=4, verbose=0)))  # noqa: B023
+        found.append(error_of(fit_replicated, model, x, y))
     return found
 
 
@@ -258,7 +305,11 @@ def test_preprocessing_inside_a_model(keras_two_ranks: Pool, keras_single: Pool)
     compare(keras_two_ranks, keras_single, body_preprocessing)
 
 
-DIFFERENT = {"StringLookup": "vocabulary", "Normalization": "mean", "Discretization": "bin_boundaries"}
+DIFFERENT = {
+    "StringLookup": "vocabulary",
+    "Normalization": "mean",
+    "Discretization": "bin_boundaries",
+}
 DIFFERENT |= {"table": "held", "constant": "held"}
 
 
@@ -266,11 +317,20 @@ DIFFERENT |= {"table": "held", "constant": "held"}
 def test_a_difference_names_the_layer(keras_two_ranks: Pool, kind: str) -> None:
     how = ["fit", *["broadcast"] * (kind == "StringLookup" and keras_two_ranks.keras == "2")]
     for text in (text for one in how for text in keras_two_ranks.run(body_different, kind, one)):
-        for part in ("layer 'layer'", DIFFERENT[kind], "rank 0 on host", "rank 1 on host", "before they are divided"):
+        for part in (
+            "layer 'layer'",
+            DIFFERENT[kind],
+            "rank 0 on host",
+            "rank 1 on host",
+            "before they are divided",
+        ):
             assert part in text
 
 
 def test_a_model_of_a_strategy(keras_two_ranks: Pool) -> None:
     for refused, trained in keras_two_ranks.run(body_strategies):
-        assert "'of_a_scope' was made under MirroredStrategy" in refused and "outside strategy.scope()" in refused
+        assert (
+            "'of_a_scope' was made under MirroredStrategy" in refused
+            and "outside strategy.scope()" in refused
+        )
         assert trained == ""

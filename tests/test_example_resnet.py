@@ -67,7 +67,10 @@ def test_making_the_digits_again_changes_nothing(make: Any, digits: Path, tmp_pa
     assert not make(digits, IMAGE_SIZE)
     assert {path.name: path.stat().st_mtime_ns for path in digits.iterdir()} == before
     (tmp_path / "train-00000-of-01024").write_bytes(b"not ours")
-    with pytest.raises(ValueError, match=r"1 records of another dataset, train-00000-of-01024 for one; give an empty"):
+    with pytest.raises(
+        ValueError,
+        match=r"1 records of another dataset, train-00000-of-01024 for one; give an empty",
+    ):
         make(tmp_path, IMAGE_SIZE)
     assert [path.name for path in tmp_path.iterdir()] == ["train-00000-of-01024"]
 
@@ -87,9 +90,21 @@ def on_the_same_images(ranks: int, digits: Path, directory: Path, *options: str)
         shutil.copy(digits / "train-00000-of-00024", data / f"train-{rank:05d}-of-{ranks:05d}")
     for path in digits.glob("validation-*"):
         shutil.copy(path, data)
-    images = {"train": 192 * ranks * ranks, "validation": VALIDATION_IMAGES}  # the learning rate doesn't change
-    (data / "dataset.json").write_text(json.dumps({"image_size": IMAGE_SIZE, "num_classes": 10, "num_images": images}))
-    flags = ["--data_dir", data, "--model_dir", directory, "--train_steps=3", f"--batch_size={24 * ranks}"]
+    images = {
+        "train": 192 * ranks * ranks,
+        "validation": VALIDATION_IMAGES,
+    }  # the learning rate doesn't change
+    (data / "dataset.json").write_text(
+        json.dumps({"image_size": IMAGE_SIZE, "num_classes": 10, "num_images": images})
+    )
+    flags = [
+        "--data_dir",
+        data,
+        "--model_dir",
+        directory,
+        "--train_steps=3",
+        f"--batch_size={24 * ranks}",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TF_NUM_INTRAOP_THREADS", "1")  # sums in the same order everywhere
         done = train(ranks, directory, *flags, *options, first=SEED)
@@ -97,14 +112,18 @@ def on_the_same_images(ranks: int, digits: Path, directory: Path, *options: str)
     return done.output
 
 
-def test_two_ranks_on_the_same_images_do_what_one_device_does_with_half_the_batch(digits: Path, tmp_path: Path) -> None:
+def test_two_ranks_on_the_same_images_do_what_one_device_does_with_half_the_batch(
+    digits: Path, tmp_path: Path
+) -> None:
     # Doubling and halving are exact, so that the weights are equal bit by bit.
     alone = on_the_same_images(1, digits, tmp_path / "1", "--steps_per_loop=1", "--skip_eval")
     assert re.search(r"loss: [\d.]+ in steps 1 to 1, [\d.]+ in steps 3 to 3\n", alone)
     assert "weights: bit-equal on the only rank" in alone
     options = ("--steps_per_loop=3", "--enable_checkpoint_and_export")  # which traces the step once
     both = on_the_same_images(2, digits, tmp_path / "2", *options)
-    each = re.findall(r"rank (\d): ([\d.]+) images/s, weights sha256 ([0-9a-f]{64})\n", alone + both)
+    each = re.findall(
+        r"rank (\d): ([\d.]+) images/s, weights sha256 ([0-9a-f]{64})\n", alone + both
+    )
     assert [rank for rank, _, _ in each] == ["0", "0", "1"]
     assert len({digest for _, _, digest in each}) == 1, each
     [total] = re.findall(r"all 2 ranks: ([\d.]+) images/s, global batch 48\n", both)
@@ -112,7 +131,9 @@ def test_two_ranks_on_the_same_images_do_what_one_device_does_with_half_the_batc
     # ln 10 for ten classes and about 2 of L2, of which a second rank must not add another.
     [loss] = re.findall(r"loss: ([\d.]+) in steps 1 to 3\n", both)
     assert 4 < float(loss) < 5
-    [(accuracy, images)] = re.findall(r"evaluation: accuracy ([\d.]+), loss [\d.]+, (\d+) images\n", both)
+    [(accuracy, images)] = re.findall(
+        r"evaluation: accuracy ([\d.]+), loss [\d.]+, (\d+) images\n", both
+    )
     assert 0 <= float(accuracy) <= 1
     assert int(images) == VALIDATION_IMAGES, "each image once"
     assert "weights: bit-equal on all 2 ranks, 87 variables and the optimizer's state" in both

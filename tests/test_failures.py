@@ -50,18 +50,26 @@ try:
 finally:
     print("raised at", time.time(), flush=True)
 """
-    results = job.run(directory, 2, own_file + BEGIN + end, NPU_DEVICE_ERROR_FILE=str(directory / "error"))
+    results = job.run(
+        directory, 2, own_file + BEGIN + end, NPU_DEVICE_ERROR_FILE=str(directory / "error")
+    )
     ended, other = results[ending], results[1 - ending]
     assert job.stamp(other.output, "raised") - job.stamp(ended.output, "ended") < 5
     assert other.code == 1, other.output
-    assert set(re.findall(r"rank [01] on host (\w+)", other.output)) == {"node0"}, "one name for the host"
+    assert set(re.findall(r"rank [01] on host (\w+)", other.output)) == {"node0"}, (
+        "one name for the host"
+    )
     return ended, other
 
 
 @pytest.mark.parametrize(
     ("failing", "act", "error"),
     [
-        (0, 'raise ValueError("the data of shard 7 is broken")', "ValueError: the data of shard 7 is broken"),
+        (
+            0,
+            'raise ValueError("the data of shard 7 is broken")',
+            "ValueError: the data of shard 7 is broken",
+        ),
         (1, OUT_OF_MEMORY, "MemoryError: Unable to allocate 8.00 GiB"),
     ],
     ids=["rank 0, in a collective", "rank 1 is out of memory, before one"],
@@ -74,14 +82,18 @@ def test_an_exception_reaches_the_others_within_five_seconds(
     assert error in failed.output and error in other.output
     assert "What to do" in other.output or "Fix the error" in other.output
     # What the launcher reads
-    first, second = (json.loads((tmp_path / f"error{rank}").read_text()) for rank in (failing, 1 - failing))
+    first, second = (
+        json.loads((tmp_path / f"error{rank}").read_text()) for rank in (failing, 1 - failing)
+    )
     assert (first["rank"], first["secondary"], second["secondary"]) == (failing, False, True)
     assert error in first["error"] and act.strip().splitlines()[-1].strip() in first["traceback"]
     assert second["error"].startswith(f"PeerError: rank {failing} on host")
     assert first["time"] < second["time"]
     shown, left_out = without_libraries(second["traceback"])
     assert left_out > 5 and shown.count(f"PeerError: rank {failing} on host") == 1
-    assert [line for line in shown.splitlines() if FRAME.match(line) and "npu_device/_src" in line] == []
+    assert [
+        line for line in shown.splitlines() if FRAME.match(line) and "npu_device/_src" in line
+    ] == []
 
 
 @pytest.mark.parametrize("leaving", [1, 0], ids=["rank 1, in a collective", "rank 0, before one"])
@@ -91,7 +103,10 @@ def test_leaving_early_is_an_error_of_those_who_go_on(tmp_path: Path, leaving: i
     assert left.at - other.at < 5  # rank 0 waits for the others, no longer
     assert f"rank {leaving} on host" in other.output
     assert "has left the job: its script ended after 1 collective operation in" in other.output
-    assert f"the script called sys.exit on rank {leaving}; a call is made on some ranks only" in other.output
+    assert (
+        f"the script called sys.exit on rank {leaving}; a call is made on some ranks only"
+        in other.output
+    )
     assert "same number of steps" in other.output
 
 
@@ -117,8 +132,12 @@ if rank == 1:
 """
     results = job.run(tmp_path, 2, BEGIN + alone)
     assert [result.code for result in results] == [0, 0]
-    assert not any(word in result.output for result in results for word in ("Abort", "Exception in thread")), results
-    assert results[0].at >= job.stamp(results[1].output, "evaluated"), "the others need the hub, which rank 0 started"
+    assert not any(
+        word in result.output for result in results for word in ("Abort", "Exception in thread")
+    ), results
+    assert results[0].at >= job.stamp(results[1].output, "evaluated"), (
+        "the others need the hub, which rank 0 started"
+    )
 
 
 USED = """
@@ -143,11 +162,19 @@ def test_used_before_open_where_the_job_needs_tensorflows_server(tmp_path: Path)
 @pytest.mark.skipif(CHOSEN_BACKEND is not None, reason="chooses the backends itself")
 def test_used_before_open_where_no_engine_is_named(tmp_path: Path) -> None:
     """One rank did; all use TCP, with one warning."""
-    script = USED + "npu.open()\nprint('sum', float(npu.distribute.all_reduce(tf.ones([1000]), 'sum')[0]))"
+    script = (
+        USED
+        + "npu.open()\nprint('sum', float(npu.distribute.all_reduce(tf.ones([1000]), 'sum')[0]))"
+    )
     outputs = job.outputs(tmp_path, 2, script, NPU_DEVICE_SHARED_MEMORY="off")
     assert all("sum 2.0" in output for output in outputs)
     warnings = "".join(outputs)
-    assert warnings.count("TensorFlow's collectives can't be used between hosts, and all ranks use TCP") == 1
+    assert (
+        warnings.count(
+            "TensorFlow's collectives can't be used between hosts, and all ranks use TCP"
+        )
+        == 1
+    )
     assert "TensorFlow has been used before npu.open() on rank 1 on host node0" in warnings
     assert "NPU_DEVICE_BACKEND=tcp" in warnings
 
@@ -155,12 +182,18 @@ def test_used_before_open_where_no_engine_is_named(tmp_path: Path) -> None:
 @pytest.mark.skipif(CHOSEN_BACKEND is not None, reason="chooses the backends itself")
 def test_a_dead_proxy_in_the_environment(tmp_path: Path) -> None:
     """gRPC would reach the other ranks through it. ``test_point_to_point`` has MPI."""
-    limits = {"NPU_DEVICE_STALL_WARNING": "2", "NPU_DEVICE_STALL_TIMEOUT": "4", "no_proxy": "elsewhere"}
+    limits = {
+        "NPU_DEVICE_STALL_WARNING": "2",
+        "NPU_DEVICE_STALL_TIMEOUT": "4",
+        "no_proxy": "elsewhere",
+    }
     script = BEGIN + (
         "big = tf.function(lambda: npu.distribute.all_reduce(tf.ones([100_000]), 'sum'))()\n"
         "print('sum', float(big[-1]), os.environ.get('no_grpc_proxy'))"
     )
-    for output in job.outputs(tmp_path, 2, script, **DEAD_PROXY, **limits, **all_through("tensorflow")):
+    for output in job.outputs(
+        tmp_path, 2, script, **DEAD_PROXY, **limits, **all_through("tensorflow")
+    ):
         assert "sum 2.0 elsewhere,127.0.0.1" in output
 
 
@@ -246,7 +279,9 @@ def test_a_rank_that_is_killed_while_its_data_are_sent(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_goes_on_after_a_stop_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     """Rank 1 is stopped amid transfers for longer than any limit of the kernel for data that nobody takes."""
-    hurried = "from npu_device._src.cluster import frames\nframes.UNACKNOWLEDGED_MILLISECONDS = 1000\n"
+    hurried = (
+        "from npu_device._src.cluster import frames\nframes.UNACKNOWLEDGED_MILLISECONDS = 1000\n"
+    )
     steps = """
 value = tf.ones([8_000_000])
 step = tf.function(lambda: npu.distribute.all_reduce(value, "sum"))
@@ -281,11 +316,22 @@ while True:
 
 @pytest.mark.parametrize(
     ("name", "killed", "script"),
-    [("SIGSEGV", [1], ALL), ("SIGKILL", [1, 2], ALL), ("SIGKILL", [0], BROADCAST), ("SIGKILL", [1], BROADCAST)],
+    [
+        ("SIGSEGV", [1], ALL),
+        ("SIGKILL", [1, 2], ALL),
+        ("SIGKILL", [0], BROADCAST),
+        ("SIGKILL", [1], BROADCAST),
+    ],
     ids=["a crash", "two at once", "the root of a broadcast", "another rank during a broadcast"],
 )
-def test_ranks_that_die_are_named_to_the_rest(tmp_path: Path, name: str, killed: list[int], script: str) -> None:
-    script = BEGIN + "import signal, threading\n" + script.replace("KILLED", str(killed)).replace("NUMBER", name)
+def test_ranks_that_die_are_named_to_the_rest(
+    tmp_path: Path, name: str, killed: list[int], script: str
+) -> None:
+    script = (
+        BEGIN
+        + "import signal, threading\n"
+        + script.replace("KILLED", str(killed)).replace("NUMBER", name)
+    )
     results = job.run(tmp_path, len(killed) + 1, script)
     for rank, result in enumerate(results):
         if rank in killed:
@@ -293,18 +339,28 @@ def test_ranks_that_die_are_named_to_the_rest(tmp_path: Path, name: str, killed:
             continue
         assert result.code == 1, result.output
         assert any(f"rank {place} on host" in result.output for place in killed), result.output
-        assert "is gone: its process ended or was killed" in result.output or "the hub of the job" in result.output
+        assert (
+            "is gone: its process ended or was killed" in result.output
+            or "the hub of the job" in result.output
+        )
 
 
 def test_a_rank_killed_after_the_last_step(tmp_path: Path) -> None:
     """The others have what they need, and end well; npurun reports the killed one."""
-    script = BEGIN + "import signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(1)\n"
+    script = (
+        BEGIN
+        + "import signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(1)\n"
+    )
     results = job.run(tmp_path, 2, script)
     assert [result.code for result in results] == [0, -signal.SIGKILL], results
 
 
 def test_the_page_names_tests_that_exist() -> None:
     tests = Path(__file__).parent
-    named = re.findall(r"`(test_\w+\.py)(?:::(test_\w+))?`", (tests.parent / "docs" / "notes.md").read_text())
+    named = re.findall(
+        r"`(test_\w+\.py)(?:::(test_\w+))?`", (tests.parent / "docs" / "notes.md").read_text()
+    )
     assert len(named) > 20
-    assert not [(file, name) for file, name in named if f"def {name}" not in (tests / file).read_text()]
+    assert not [
+        (file, name) for file, name in named if f"def {name}" not in (tests / file).read_text()
+    ]

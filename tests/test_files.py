@@ -25,7 +25,9 @@ def make(value: float = 0.0) -> Any:
     called; these take a while.
     """
     keras = tf.keras
-    part = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, activation="tanh")], name="part")
+    part = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(2, activation="tanh")], name="part"
+    )
     model = keras.Sequential([keras.Input((3,)), part])
     model.compile("sgd", keras.losses.MeanSquaredError())
     fill(model, value)
@@ -56,7 +58,12 @@ def value_in(weights: Any) -> float:
 
 def body_next_line(keras_version: str, directory: str) -> Any:
     """The next line reads each kind of file, on every rank."""
-    kinds = [("save", "model.keras"), ("save", "model.h5"), ("save", "part.keras"), ("save_weights", "a.weights.h5")]
+    kinds = [
+        ("save", "model.keras"),
+        ("save", "model.h5"),
+        ("save", "part.keras"),
+        ("save_weights", "a.weights.h5"),
+    ]
     kinds += [("export", "exported")] * 2  # the second one over the first one
     if keras_version == "2":  # a directory; TensorFlow's format
         kinds += [("save", "saved_model"), ("save_weights", "prefix")]
@@ -133,7 +140,11 @@ def body_fails_and_apart(directory: str) -> Any:
     try:
         written.clear()
         model.save("model.keras")
-        apart = value_in(tf.keras.models.load_model("model.keras").get_weights()), written, os.listdir()
+        apart = (
+            value_in(tf.keras.models.load_model("model.keras").get_weights()),
+            written,
+            os.listdir(),
+        )
     finally:
         os.chdir(here)
     return error, value, said, apart
@@ -152,13 +163,21 @@ def body_in_fit(keras_version: str, directory: str) -> Any:
             self.model.evaluate(x, x[:, :2])
             path = f"{directory}/look.keras"
             self.model.save(path)
-            same = map(np.array_equal, keras.models.load_model(path).get_weights(), self.model.get_weights())
+            same = map(
+                np.array_equal,
+                keras.models.load_model(path).get_weights(),
+                self.model.get_weights(),
+            )
             read.append(all(same))
 
     kinds = keras.callbacks
     given = [
-        kinds.ModelCheckpoint(f"{directory}/new/best.keras", monitor="loss", save_best_only=True, verbose=1),
-        kinds.ModelCheckpoint(f"{directory}/new/{{epoch}}.weights.h5", save_weights_only=True, save_freq=1),
+        kinds.ModelCheckpoint(
+            f"{directory}/new/best.keras", monitor="loss", save_best_only=True, verbose=1
+        ),
+        kinds.ModelCheckpoint(
+            f"{directory}/new/{{epoch}}.weights.h5", save_weights_only=True, save_freq=1
+        ),
         kinds.ReduceLROnPlateau(monitor="loss", min_delta=100.0, patience=1, verbose=1),
         kinds.EarlyStopping(monitor="loss", min_delta=100.0, patience=5, verbose=1),
         kinds.LearningRateScheduler(lambda epoch, rate: rate, verbose=1),
@@ -175,7 +194,11 @@ def body_in_fit(keras_version: str, directory: str) -> Any:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         model.fit(x, x[:, :2], batch_size=4, epochs=2, verbose=2, callbacks=given)
-    assert all(callback.verbose == 1 for callback in given if hasattr(callback, "verbose") and callback.verbose)
+    assert all(
+        callback.verbose == 1
+        for callback in given
+        if hasattr(callback, "verbose") and callback.verbose
+    )
     speaking = sum(bool(getattr(callback, "verbose", 0)) for callback in given)
     rows = len(Path(f"{directory}/log.csv").read_text().splitlines())
     files = sorted(path.name for path in Path(directory, "new").iterdir())
@@ -212,27 +235,35 @@ model, written = make(7)
 
 
 def test_the_next_line_reads_the_file(keras_two_ranks: Pool, tmp_path: Path) -> None:
-    for rank, found in enumerate(keras_two_ranks.run(body_next_line, keras_two_ranks.keras, str(tmp_path))):
+    for rank, found in enumerate(
+        keras_two_ranks.run(body_next_line, keras_two_ranks.keras, str(tmp_path))
+    ):
         assert len(found) == (8 if keras_two_ranks.keras == "2" else 6)
         for number, (name, value, written) in enumerate(found):
             assert (value, written) == (number, int(rank == 0)), (rank, name)
 
 
 def test_ranks_that_save_more_often_than_others(several_keras_ranks: Pool, tmp_path: Path) -> None:
-    for rank, found in enumerate(several_keras_ranks.run(body_other_numbers_of_saves, str(tmp_path))):
+    for rank, found in enumerate(
+        several_keras_ranks.run(body_other_numbers_of_saves, str(tmp_path))
+    ):
         assert rank or found.pop("seconds") < 10
         others = [f"other{rank}.keras"] if rank else ["model.keras"] * 6 + ["first.keras"]
         assert found.pop("written") == [*others, f"own{rank}.keras"]
         assert found == {"after one of rank 0": 1, "second of 2": 2.5, "second of 3": 3.5}
 
 
-def test_a_save_that_fails_and_directories_of_each_rank(keras_two_ranks: Pool, tmp_path: Path) -> None:
+def test_a_save_that_fails_and_directories_of_each_rank(
+    keras_two_ranks: Pool, tmp_path: Path
+) -> None:
     for rank, found in enumerate(keras_two_ranks.run(body_fails_and_apart, str(tmp_path))):
         error, value, said, apart = found
         assert rank == 0 or f"rank 0 failed to write {tmp_path}/file/model.keras: " in error
         assert error and value == 4, "the next save is another one"
         assert apart == (4, ["model.keras"], ["model.keras"])
-        assert [text.startswith("rank 1 ") and "model.save(path)" in text for text in said] == [True] * rank
+        assert [text.startswith("rank 1 ") and "model.save(path)" in text for text in said] == [
+            True
+        ] * rank
 
 
 def test_callbacks_write_and_print_on_rank_0(keras_two_ranks: Pool, tmp_path: Path) -> None:
@@ -264,7 +295,11 @@ print(value_in(tf.keras.models.load_model("model.keras").get_weights()), written
 """
     ended = job.finish(job.start_each(tmp_path, COMMON + text, two_hosts(tmp_path)))
     assert [end.code for end in ended] == [0, 0, 0], ended
-    assert [said(end) for end in ended] == ["7.0 ['model.keras']", "7.0 ['model.keras']", "7.0 []"], ended
+    assert [said(end) for end in ended] == [
+        "7.0 ['model.keras']",
+        "7.0 ['model.keras']",
+        "7.0 []",
+    ], ended
 
 
 def said(end: job.Ended) -> str:
@@ -275,13 +310,18 @@ def said(end: job.Ended) -> str:
 
 def two_hosts(directory: Path) -> list[dict[str, str]]:
     """Return the environments of three ranks on this machine, the last two of which call it another host."""
-    environments = [{**table_environment(directory, 3, rank), "NPU_DEVICE_SECRET": "ours"} for rank in range(3)]
+    environments = [
+        {**table_environment(directory, 3, rank), "NPU_DEVICE_SECRET": "ours"} for rank in range(3)
+    ]
     path = Path(environments[0]["RANK_TABLE_FILE"])
     table = json.loads(path.read_text())
     [first, *others] = table["server_list"][0]["device"]
     for number, device in enumerate(others):
         device["device_id"] = environments[number + 1]["ASCEND_DEVICE_ID"] = str(number)
-    servers = [{"server_id": "127.0.0.1", "device": [first]}, {"server_id": "127.0.0.2", "device": others}]
+    servers = [
+        {"server_id": "127.0.0.1", "device": [first]},
+        {"server_id": "127.0.0.2", "device": others},
+    ]
     path.write_text(json.dumps({**table, "server_count": "2", "server_list": servers}))
     return environments
 

@@ -35,13 +35,17 @@ def model_and_data(kind: str) -> tuple[Any, dict[str, Any]]:
     if kind in FUNCTIONAL:
         model = _functional(kind)
         if kind == "sorted":
-            data["y"] = np.sort(y != 0)[::-1].astype(np.int32)  # the first half of the samples counts
+            data["y"] = np.sort(y != 0)[::-1].astype(
+                np.int32
+            )  # the first half of the samples counts
         if kind == "size in a layer":
             data = {"x": whole.batch(SAMPLES, drop_remainder=True), "verbose": 0}
     elif kind == "ragged":
         lengths = [1, 6, 1, 6, 1, 6, 5, 3]
         steps, _ = samples(sum(lengths))
-        data["x"], data["y"] = (tf.RaggedTensor.from_row_lengths(each, lengths) for each in (steps, steps[:, :1]))
+        data["x"], data["y"] = (
+            tf.RaggedTensor.from_row_lengths(each, lengths) for each in (steps, steps[:, :1])
+        )
         inputs = keras.Input([None, 6], ragged=True)
         model = keras.Model(inputs, keras.layers.TimeDistributed(keras.layers.Dense(1))(inputs))
         model.compile(keras.optimizers.SGD(0.1), "mse")
@@ -55,7 +59,10 @@ def model_and_data(kind: str) -> tuple[Any, dict[str, Any]]:
         elif kind.startswith("pairs"):
             pairs = np.stack([x, x + 1])
             spec = tf.TensorSpec([None, 12, 6] if "any number" in kind else [2, 12, 6])
-            data = {"x": tf.data.Dataset.from_generator(lambda: [pairs], output_signature=spec), "verbose": 0}
+            data = {
+                "x": tf.data.Dataset.from_generator(lambda: [pairs], output_signature=spec),
+                "verbose": 0,
+            }
         elif kind == "valid steps of words":
             words = np.arange(SAMPLES * 4).reshape(SAMPLES, 4) % 5
             data["x"] = words * (np.arange(4) < 1 + np.arange(SAMPLES)[:, None] % 4)
@@ -72,8 +79,14 @@ def _with_step(kind: str) -> Any:
             super().__init__()
             self.dense = layers.Dense(3)
             self.words = layers.Embedding(5, 3)
-            self.noise = [layers.Dropout(0.5), layers.GaussianNoise(1.0), layers.BatchNormalization()]
-            self.bank = self.add_weight(name="bank", shape=(8, 3), initializer="zeros", trainable=False)
+            self.noise = [
+                layers.Dropout(0.5),
+                layers.GaussianNoise(1.0),
+                layers.BatchNormalization(),
+            ]
+            self.bank = self.add_weight(
+                name="bank", shape=(8, 3), initializer="zeros", trainable=False
+            )
             self.seen = self.add_weight(name="seen", shape=(), initializer="zeros", trainable=False)
             self.forward = tf.function(lambda x: self.dense(self.noise[0](x, training=True)))
 
@@ -89,9 +102,13 @@ def _with_step(kind: str) -> Any:
             elif kind == "shuffles":
                 x = tf.random.shuffle(x)
             elif kind == "python":
-                x = tf.ensure_shape(tf.numpy_function(lambda array: array, [x], tf.float32), [None, 6])
+                x = tf.ensure_shape(
+                    tf.numpy_function(lambda array: array, [x], tf.float32), [None, 6]
+                )
             elif kind == "draws in a branch":
-                x = tf.cond(tf.reduce_mean(x) > -9.0, lambda: x + tf.random.normal(tf.shape(x)), lambda: x)
+                x = tf.cond(
+                    tf.reduce_mean(x) > -9.0, lambda: x + tf.random.normal(tf.shape(x)), lambda: x
+                )
             elif kind.startswith("fixed size"):
                 x += tf.zeros([x.shape[0], 6])
             elif kind == "sharpness-aware":
@@ -102,24 +119,35 @@ def _with_step(kind: str) -> Any:
                 self.dense.kernel.assign(before + 0.1 * slope / tf.norm(slope))
             with tf.GradientTape() as tape:
                 if kind == "valid steps of words":
-                    error, valid = tf.reduce_sum(self.words(x) ** 2, axis=-1), tf.cast(x > 0, tf.float32)
+                    error, valid = (
+                        tf.reduce_sum(self.words(x) ** 2, axis=-1),
+                        tf.cast(x > 0, tf.float32),
+                    )
                     loss = tf.reduce_sum(error * valid) / tf.reduce_sum(valid)  # of words
                 elif kind.startswith("pairs"):
                     loss = tf.reduce_mean((self(x[0]) - self(x[1])) ** 2)
                 elif kind in ("contrastive", "gathered"):
                     out = self(x)
                     others = npu.distribute.all_gather(out) if kind == "gathered" else out
-                    distances = tf.reduce_sum((out[:, None] - others[None]) ** 2, axis=-1)  # samples meet here
+                    distances = tf.reduce_sum(
+                        (out[:, None] - others[None]) ** 2, axis=-1
+                    )  # samples meet here
                     loss = tf.reduce_mean(tf.sqrt(distances + 0.1))
                 else:
-                    each = keras.losses.sparse_categorical_crossentropy(y, self(x, training=True), from_logits=True)
+                    each = keras.losses.sparse_categorical_crossentropy(
+                        y, self(x, training=True), from_logits=True
+                    )
                     loss = each if kind.startswith("per sample") else tf.reduce_mean(each)
                     if "penalty" in kind:
-                        loss = tf.reduce_sum(loss) + tf.reduce_sum(tf.convert_to_tensor(self.dense.kernel) ** 2)
+                        loss = tf.reduce_sum(loss) + tf.reduce_sum(
+                            tf.convert_to_tensor(self.dense.kernel) ** 2
+                        )
                     if "all weights" in kind:
                         loss += tf.reduce_sum(tf.convert_to_tensor(self.dense.bias) + 1) ** 2
                     tf.print("not in the check")
-            variables = (self.words if kind == "valid steps of words" else self.dense).trainable_variables
+            variables = (
+                self.words if kind == "valid steps of words" else self.dense
+            ).trainable_variables
             gradients = tape.gradient(loss, variables)
             if kind == "sharpness-aware":
                 self.dense.kernel.assign(before)
@@ -137,7 +165,9 @@ def _with_step(kind: str) -> Any:
                 self.optimizer.apply_gradients(zip(gradients, variables))
             if "bank" in kind:
                 out = npu.distribute.all_gather(self(x)) if "gathered" in kind else self(x)
-                self.bank.assign(tf.concat([out, tf.convert_to_tensor(self.bank)], axis=0)[:8])  # set here
+                self.bank.assign(
+                    tf.concat([out, tf.convert_to_tensor(self.bank)], axis=0)[:8]
+                )  # set here
             elif kind == "counter":
                 self.seen.assign_add(tf.cast(tf.shape(x)[0], tf.float32))
             return {"value": tf.reduce_mean(loss)}
@@ -150,11 +180,15 @@ def _functional(kind: str) -> Any:
 
     class Hidden(layers.Layer):  # type: ignore[misc]
         def build(self, shape: Any) -> None:
-            self.kept = self.add_weight(name="kept", shape=[4], initializer="ones", trainable=kind != "codebook")
+            self.kept = self.add_weight(
+                name="kept", shape=[4], initializer="ones", trainable=kind != "codebook"
+            )
 
         def call(self, values: Any, training: bool = False) -> Any:
             if kind == "codebook":
-                self.kept.assign(0.9 * tf.convert_to_tensor(self.kept) + 0.1 * tf.reduce_sum(values, axis=0))
+                self.kept.assign(
+                    0.9 * tf.convert_to_tensor(self.kept) + 0.1 * tf.reduce_sum(values, axis=0)
+                )
             elif kind == "start by the batch":
                 self.kept.assign(1 / tf.math.reduce_std(values, axis=0))
                 return values * tf.convert_to_tensor(self.kept)
@@ -192,7 +226,9 @@ def _functional(kind: str) -> Any:
 
     built_in = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer = _Clips(0.1) if kind == "optimizer that clips" else keras.optimizers.SGD(0.1)
-    model.compile(optimizer, own_loss if kind in ("mean", "sum", "valid steps", "sorted") else built_in)
+    model.compile(
+        optimizer, own_loss if kind in ("mean", "sum", "valid steps", "sorted") else built_in
+    )
     return model
 
 
@@ -202,15 +238,24 @@ def body_check(kind: str) -> tuple[str, str, list[str]]:
     printed = io.StringIO()
     with warnings_of_package() as said, contextlib.redirect_stderr(printed):
         error = error_of(npu.distribute.replicate(model).fit, **data).removeprefix("ValueError: ")
-    lines = [line[17:] for line in printed.getvalue().splitlines() if line.startswith(("  first step", "  sums"))]
+    lines = [
+        line[17:]
+        for line in printed.getvalue().splitlines()
+        if line.startswith(("  first step", "  sums"))
+    ]
     return error, "; ".join(lines), said
 
 
-@pytest.mark.parametrize("kind", ["noise", "gathered", "mean", "own noise", "own function", "clips reduced"])
+@pytest.mark.parametrize(
+    "kind", ["noise", "gathered", "mean", "own noise", "own function", "clips reduced"]
+)
 def test_what_can_be_divided_is_checked(keras_two_ranks: Pool, kind: str) -> None:
     (error, statement, said), others = keras_two_ranks.run(body_check, kind)
     assert (error, said, others) == ("", [], ("", "", []))
-    assert re.fullmatch(r"checked: .* of samples 1, \d+, \d+, \d+, 12 of 12, with those of 3 and 2 of them", statement)
+    assert re.fullmatch(
+        r"checked: .* of samples 1, \d+, \d+, \d+, 12 of 12, with those of 3 and 2 of them",
+        statement,
+    )
 
 
 SUMS = {
@@ -228,12 +273,37 @@ def test_sums_over_the_samples_are_added_up(keras_two_ranks: Pool, kind: str) ->
 
 
 ERRORS = {
-    "per sample, penalty": ["adds up what its samples give", "dense/bias", "aren't", "reduction='sum'"],
-    "local bank": ["bank", "takes values of the samples", "# set here", "npu.distribute.all_gather"],
+    "per sample, penalty": [
+        "adds up what its samples give",
+        "dense/bias",
+        "aren't",
+        "reduction='sum'",
+    ],
+    "local bank": [
+        "bank",
+        "takes values of the samples",
+        "# set here",
+        "npu.distribute.all_gather",
+    ],
     "per sample, penalty on all weights": ["beside what doesn't depend on them", "reduction='sum'"],
-    "codebook": ["kept", "from sums or means", "self.kept.assign(0.9", "npu.distribute.all_reduce(total, 'sum')"],
-    "start by the batch": ["kept", "from sums or means", "self.kept.assign(1 /", "npu.distribute.all_reduce("],
-    "by hand": ["kernel", "without an optimizer", "variable.assign(", "npu.distribute.all_reduce(gradients)"],
+    "codebook": [
+        "kept",
+        "from sums or means",
+        "self.kept.assign(0.9",
+        "npu.distribute.all_reduce(total, 'sum')",
+    ],
+    "start by the batch": [
+        "kept",
+        "from sums or means",
+        "self.kept.assign(1 /",
+        "npu.distribute.all_reduce(",
+    ],
+    "by hand": [
+        "kernel",
+        "without an optimizer",
+        "variable.assign(",
+        "npu.distribute.all_reduce(gradients)",
+    ],
     "pairs": ["first axis", "data: shape (2, 12, 6)", "npu.distribute.divided"],
     "size in a layer": ["fixed batch size", "data[0]: shape (12, 6)", "npu.distribute.divided"],
 }
@@ -249,15 +319,34 @@ def test_errors(keras_two_ranks: Pool, kind: str) -> None:
 
 
 WARNINGS = {
-    "contrastive": ["gradient of 5 samples", "# samples meet here", "dense", "npu.distribute.all_gather"],
-    "mixing operation": ["gradient of 5 samples", "Samples first meet in", "npu.distribute.all_gather"],
-    "valid steps": ["isn't a mean", "tf.reduce_sum(each * valid) / tf.reduce_sum(valid)", "all_reduce(total, 'sum')"],
+    "contrastive": [
+        "gradient of 5 samples",
+        "# samples meet here",
+        "dense",
+        "npu.distribute.all_gather",
+    ],
+    "mixing operation": [
+        "gradient of 5 samples",
+        "Samples first meet in",
+        "npu.distribute.all_gather",
+    ],
+    "valid steps": [
+        "isn't a mean",
+        "tf.reduce_sum(each * valid) / tf.reduce_sum(valid)",
+        "all_reduce(total, 'sum')",
+    ],
     "valid steps of words": ["isn't a mean", "# of words", "ignore_class"],
     "sharpness-aware": ["self.dense.kernel.assign(before + 0.1", "before the move"],
     "sorted": ["isn't a mean", "ignore_class"],
-    "clips": ["gradients, _ = tf.clip_by_global_norm(gradients, 99.0)", "npu.distribute.all_reduce(gradients)"],
+    "clips": [
+        "gradients, _ = tf.clip_by_global_norm(gradients, 99.0)",
+        "npu.distribute.all_reduce(gradients)",
+    ],
     "ragged": ["isn't a mean", "time_distributed"],
-    "optimizer that clips": ["tf.clip_by_norm(gradient, 99.0)", "apply_gradients, which gets those of all ranks"],
+    "optimizer that clips": [
+        "tf.clip_by_norm(gradient, 99.0)",
+        "apply_gradients, which gets those of all ranks",
+    ],
     "counter": ["seen", "count steps, not samples", "self.seen.assign_add("],
 }
 

@@ -26,12 +26,18 @@ def check(ranks: Pool, kind: str, directory: Path) -> None:
         epochs = list(parts["logs"])
         assert list(whole["logs"]) == [0, 1, 2]
         # A signal takes some of the short steps to reach all ranks.
-        assert epochs == [2] if kind == "dataset" else epochs == [1, 2] or (epochs == [2] and kind == "repeated")
+        assert (
+            epochs == [2]
+            if kind == "dataset"
+            else epochs == [1, 2] or (epochs == [2] and kind == "repeated")
+        )
         assert parts["logs"] == {epoch: whole["logs"][epoch] for epoch in epochs}
         if ended is not None:
             same_bits(whole["values"], ended["values"])
             assert (ended["not_kept"], list(ended["logs"])) == ((), [2])
-            assert ["had ended: its last state" in text for text in ended["warnings"]] == [True] * (place == 0)
+            assert ["had ended: its last state" in text for text in ended["warnings"]] == [True] * (
+                place == 0
+            )
 
 
 @pytest.mark.parametrize("kind", ["dataset", "repeated", "own", "pipeline"])
@@ -53,12 +59,16 @@ def test_steps_per_execution_another_order_and_other_fits(two_ranks: Pool, tmp_p
         told = ("is not that of a fit", "is from epoch 3, but this fit has 1", "other metrics")
         for text, says in zip(result["errors"], told):
             assert text.startswith("CheckpointError") and says in text and "What to do: " in text
-    for place, says in enumerate(("rank(s) 0, 1 read a different first batch", "its data come from Python")):
+    for place, says in enumerate(
+        ("rank(s) 0, 1 read a different first batch", "its data come from Python")
+    ):
         for result in results:
             [text] = result["told"][place]["not_kept"]
             assert says in text and "What to do: " in text
             assert list(result["told"][place]["logs"]) == [1, 2]
-        [warning] = [text for text in results[0]["told"][place]["warnings"] if "resumed in epoch 2" in text]
+        [warning] = [
+            text for text in results[0]["told"][place]["warnings"] if "resumed in epoch 2" in text
+        ]
         assert says in warning
 
 
@@ -68,7 +78,9 @@ def test_a_killed_rank_and_a_preemption_under_npurun(tmp_path: Path) -> None:
     restarts = ("--max-restarts", "1", "--restart-backoff", "0.1")
     done = npurun("-n", "2", *restarts, *command, "interrupted", limit=120)
     told = done.stderr.decode()
-    assert done.returncode == 75 and re.search(r"restart 1 of 1 .*rank 1 on host .*killed by SIGKILL", told), told
+    assert done.returncode == 75 and re.search(
+        r"restart 1 of 1 .*rank 1 on host .*killed by SIGKILL", told
+    ), told
     assert re.search(r"stopped on request at step \d+, resumable", told), told
     assert "Traceback" not in told.partition("restart 1 of 1")[2]
     again = job.finish(job.start_command(tmp_path, 2, [*command, "whole"]), 120)

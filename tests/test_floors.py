@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 ROW = re.compile(
-    r"^\| (?P<floor>\d+) \| (?P<components>[^|]+) \| [^|]+ \| (?P<beside>[^|]+) \| [^|]+ \|$", re.MULTILINE
+    r"^\| (?P<floor>\d+) \| (?P<components>[^|]+) \| [^|]+ \| (?P<beside>[^|]+) \| [^|]+ \|$",
+    re.MULTILINE,
 )
 SOURCE_FOLDER = "npu_device/_src/"
 PACKAGES = ("npu_device", "hccl", "npu_bridge")
@@ -38,7 +39,11 @@ class Component:
 
     def may_import(self, other: Component) -> bool:
         """True for the component itself, one on a lower floor, or one that the table allows beside this one."""
-        return other is self or other.floor < self.floor or any(path in self.beside for path in other.paths)
+        return (
+            other is self
+            or other.floor < self.floor
+            or any(path in self.beside for path in other.paths)
+        )
 
 
 def paths(cell: str) -> tuple[str, ...]:
@@ -48,13 +53,19 @@ def paths(cell: str) -> tuple[str, ...]:
 
 
 COMPONENTS = [
-    Component(int(row["floor"]), paths(row["components"]), paths(row["beside"])) for row in ROW.finditer(PAGE)
+    Component(int(row["floor"]), paths(row["components"]), paths(row["beside"]))
+    for row in ROW.finditer(PAGE)
 ]
 
 
 def component_of(file: str) -> Component | None:
     """Return the component with the longest path around a file, or None. A public file matches its own folder only."""
-    found = [(len(path), component) for component in COMPONENTS for path in component.paths if file.startswith(path)]
+    found = [
+        (len(path), component)
+        for component in COMPONENTS
+        for path in component.paths
+        if file.startswith(path)
+    ]
     length, component = max(found, key=lambda one: one[0], default=(0, None))
     return None if file.startswith(SOURCE_FOLDER) and length <= len(SOURCE_FOLDER) else component
 
@@ -68,12 +79,24 @@ FILES = {
 
 INSIDE = {
     "collectives": (
-        ("dtypes", "engines/host/buffers", "engines/host/mpi_world", "gpu_choice", "graph", "group"),
+        (
+            "dtypes",
+            "engines/host/buffers",
+            "engines/host/mpi_world",
+            "gpu_choice",
+            "graph",
+            "group",
+        ),
         ("calling_threads", "hosts_of_job"),
         ("call",),
         ("call_count", "engines/host/channel", "sessions"),
         ("engines/context", "engines/host/programs", "engines/host/message_channel"),
-        ("engines/host/memory_ring", "engines/host/queue", "engines/host/sockets", "engines/host/mpi_messages"),
+        (
+            "engines/host/memory_ring",
+            "engines/host/queue",
+            "engines/host/sockets",
+            "engines/host/mpi_messages",
+        ),
         ("engines/host/sharing", "engines/host/host_engine", "engines/tensorflow/kernels", "stall"),
         ("engines/host/host_detection", "engines/host/transfers", "engines/tensorflow/engine"),
         ("engines/engines",),
@@ -131,9 +154,16 @@ def imported(file: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def test_the_table_has_a_row_for_every_component() -> None:
     assert len(COMPONENTS) > 10
-    missing = [path for component in COMPONENTS for path in component.paths if not (ROOT / path).exists()]
+    missing = [
+        path for component in COMPONENTS for path in component.paths if not (ROOT / path).exists()
+    ]
     assert not missing, f"docs/architecture.md lists what isn't there: {missing}"
-    folders = {parent for component in COMPONENTS for path in component.paths for parent in Path(path).parents}
+    folders = {
+        parent
+        for component in COMPONENTS
+        for path in component.paths
+        for parent in Path(path).parents
+    }
     above = [f"{folder.as_posix()}/__init__.py" for folder in folders]
     unlisted = [file for file in FILES if component_of(file) is None and file not in above]
     assert not unlisted, f"docs/architecture.md has no row for {unlisted}"
@@ -146,16 +176,24 @@ def test_imports_go_down() -> None:
         for line, target in imported(file, tree):
             other = component_of(target)
             if component is not None and other is not None and not component.may_import(other):
-                wrong.append(f"{file}:{line} (floor {component.floor}) imports {target} (floor {other.floor})")
+                wrong.append(
+                    f"{file}:{line} (floor {component.floor}) imports {target} (floor {other.floor})"
+                )
     assert not wrong, "imports that go up or sideways:\n" + "\n".join(wrong)
 
 
 @pytest.mark.parametrize("component", INSIDE)
 def test_imports_go_down_inside(component: str) -> None:
     floors = {
-        f"{SOURCE_FOLDER}{component}/{name}.py": floor for floor, row in enumerate(INSIDE[component]) for name in row
+        f"{SOURCE_FOLDER}{component}/{name}.py": floor
+        for floor, row in enumerate(INSIDE[component])
+        for name in row
     }
-    files = {file for file in FILES if file.startswith(f"{SOURCE_FOLDER}{component}/") and "__init__" not in file}
+    files = {
+        file
+        for file in FILES
+        if file.startswith(f"{SOURCE_FOLDER}{component}/") and "__init__" not in file
+    }
     assert floors.keys() == files
     wrong = [
         f"{file}:{line} imports {target}"
@@ -201,16 +239,25 @@ def test_private_names_of_tensorflow_and_keras_stand_in_compat() -> None:
             name = ""
             if isinstance(node, ast.Attribute):
                 name = node.attr
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "getattr",
+                "hasattr",
+                "setattr",
+            ):
                 name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
             if re.match(r"_[A-Za-z]", name) and name not in own and not name.startswith("_npu"):
                 wrong.append(f"{file}:{node.lineno}: {name}")
-    assert not wrong, "private names of TensorFlow or Keras; give them a function in compat/:\n" + "\n".join(wrong)
+    assert not wrong, (
+        "private names of TensorFlow or Keras; give them a function in compat/:\n"
+        + "\n".join(wrong)
+    )
 
 
 def test_collectives_decide_alone_what_a_session_runs() -> None:
     asking = [file for file in FILES if "runs_if_fetched()" in (ROOT / file).read_text()]
-    assert sorted(asking) == [f"{SOURCE_FOLDER}collectives/{name}.py" for name in ("graph", "operation")]
+    assert sorted(asking) == [
+        f"{SOURCE_FOLDER}collectives/{name}.py" for name in ("graph", "operation")
+    ]
 
 
 def test_public_files_hold_imports_and_all_only() -> None:
@@ -235,6 +282,8 @@ def test_names_of_files_are_of_one_file() -> None:
     shared = ("__init__.py", "__main__.py")
     named = [Path(file) for file in FILES if file.startswith(SOURCE_FOLDER)]
     names = [
-        file.name for file in named if file.name not in shared and file.parent.name not in ("compat", "environment")
+        file.name
+        for file in named
+        if file.name not in shared and file.parent.name not in ("compat", "environment")
     ]
     assert {name for name in names if names.count(name) > 1} == set()

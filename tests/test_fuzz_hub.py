@@ -76,14 +76,32 @@ def _require_work(channel: ControlChannel) -> None:
 
 
 _HELLO: dict[str, Any] = {
-    "hello": asdict(Hello("fuzz", "rank table", 2, 0, 0, "here", None, False, 20.0, {"v": "1"}, {}, "m", 7))
+    "hello": asdict(
+        Hello("fuzz", "rank table", 2, 0, 0, "here", None, False, 20.0, {"v": "1"}, {}, "m", 7)
+    )
 }
 _TABLE = [
     {"do": "set", "id": 1, "key": "a", "value": "b"},
     {"do": "get", "id": 2, "key": "c", "seconds": 0.01},
     {"do": "delete", "id": 3, "key": "a"},
-    {"do": "gather", "id": 4, "name": "n", "value": {"x": 1}, "ranks": "0-1", "partial": True, "seconds": 0.01},
-    {"do": "gather", "id": 5, "name": "m", "value": 1, "ranks": None, "partial": False, "seconds": 0.01},
+    {
+        "do": "gather",
+        "id": 4,
+        "name": "n",
+        "value": {"x": 1},
+        "ranks": "0-1",
+        "partial": True,
+        "seconds": 0.01,
+    },
+    {
+        "do": "gather",
+        "id": 5,
+        "name": "m",
+        "value": 1,
+        "ranks": None,
+        "partial": False,
+        "seconds": 0.01,
+    },
     {"do": "ask", "id": 6, "kind": "alive", "body": None, "ranks": "0-1", "seconds": 0.01},
     {"do": "reply", "question": 1, "value": 1},
 ]
@@ -94,12 +112,16 @@ _LAST = [
 ]
 
 
-_WITHOUT_RANK = {"hello": {name: value for name, value in _HELLO["hello"].items() if name != "rank"}}
+_WITHOUT_RANK = {
+    "hello": {name: value for name, value in _HELLO["hello"].items() if name != "rank"}
+}
 
 
 @given(streams(fuzzing.GREETING, {"proof": "0"}, _HELLO, {"stopping": "x"}, *_TABLE), st.booleans())
 @fuzzing.hypothesis.example([frame(_WITHOUT_RANK)], True)
-def test_a_process_that_is_no_rank(hub: HubProcess, pieces: list[bytes], knows_the_secret: bool) -> None:
+def test_a_process_that_is_no_rank(
+    hub: HubProcess, pieces: list[bytes], knows_the_secret: bool
+) -> None:
     with _proved(hub).connection if knows_the_secret else _connect(hub) as client:
         send(client, pieces)
         assert len(ends(client)) < 1000 or knows_the_secret
@@ -294,20 +316,26 @@ def test_what_a_rank_says_cannot_be_exchanged_on_the_way(rank: tuple[Peers, int,
             line = handshake.TimedConnection(connection)
             line.send({**said, "npu_device": frames.PROTOCOL, "nonce": "mine"})
             nonce = line.receive(SOON, silent="silent", closed="closed")["nonce"]
-            line.send({"proof": frames.proof(secret, "client", "mine", nonce, {"rank": 1, "number": 7})})
+            line.send(
+                {"proof": frames.proof(secret, "client", "mine", nonce, {"rank": 1, "number": 7})}
+            )
             with pytest.raises(handshake.AttemptFailedError, match="closed"):
                 line.receive(SOON, silent="silent", closed="closed")
     _require_connections(*rank)
 
 
-def test_connections_are_made_and_accepted_again_once_descriptors_are_free(rank: tuple[Peers, int, bytes]) -> None:
+def test_connections_are_made_and_accepted_again_once_descriptors_are_free(
+    rank: tuple[Peers, int, bytes],
+) -> None:
     address, (most, highest) = ("127.0.0.1", rank[1]), resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as client:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, highest))
         try:
             client.connect(address)
             time.sleep(0.3)  # for a moment, none is free
-            with pytest.raises(handshake.AttemptFailedError, match="can't be reached: Too many open files"):
+            with pytest.raises(
+                handshake.AttemptFailedError, match="can't be reached: Too many open files"
+            ):
                 handshake.reach(*address, SOON, rank[2])
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, highest))
@@ -315,7 +343,9 @@ def test_connections_are_made_and_accepted_again_once_descriptors_are_free(rank:
     _require_connections(*rank)
 
 
-def test_silent_clients_keep_nobody_out(rank: tuple[Peers, int, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_clients_keep_nobody_out(
+    rank: tuple[Peers, int, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(handshake, "_MOST_UNPROVED", 3)
     with contextlib.ExitStack() as opened:
         address = ("127.0.0.1", rank[1])
@@ -355,7 +385,9 @@ def test_any_bytes_in_the_tcp_engine(expected: list[bytes], added: list[bytes], 
         wire.connection = mine
         space = [np.zeros(len(message), np.uint8) for message in expected]
         waiting = [wire.add(each) for each in space]
-        stream = b"".join(struct.pack("<Q", len(message)) + message for message in expected) + b"".join(added)
+        stream = b"".join(
+            struct.pack("<Q", len(message)) + message for message in expected
+        ) + b"".join(added)
         stream = stream[cut:]
         theirs.sendall(stream)
         theirs.close()

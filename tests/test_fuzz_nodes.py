@@ -21,7 +21,15 @@ from npu_device.launch.member import Link, serve
 pytestmark = pytest.mark.xdist_group("waiting")
 
 _SECRET, _SOON = "ours", 10.0
-_HELLO = {"do": "hello", "node": 1, "nproc": 1, "most": 2, "version": __version__, "count": 1, "nodes": [0, 1]}
+_HELLO = {
+    "do": "hello",
+    "node": 1,
+    "nproc": 1,
+    "most": 2,
+    "version": __version__,
+    "count": 1,
+    "nodes": [0, 1],
+}
 _TO_LEADER: list[dict[str, Any]] = [
     _HELLO,
     {**_HELLO, "node": 5, "count": 2},
@@ -40,12 +48,33 @@ _TO_MEMBER: list[dict[str, Any]] = [
 
 
 def _npurun(directory: Path, port: int, node: int) -> subprocess.Popen[bytes]:
-    where = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank", str(node))
-    limits = ("--max-restarts", "1000", "--restart-backoff", "0.1", "--rejoin-timeout", "60", "--grace", "1")
+    where = (
+        "--nnodes",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(port),
+        "--node-rank",
+        str(node),
+    )
+    limits = (
+        "--max-restarts",
+        "1000",
+        "--restart-backoff",
+        "0.1",
+        "--rejoin-timeout",
+        "60",
+        "--grace",
+        "1",
+    )
     command = [*NPURUN, "-n", "1", *where, *limits, script(directory, "", f"node{node}.py")]
     with (directory / f"node{node}.txt").open("wb") as output:
         return subprocess.Popen(
-            command, env=environment(NPU_DEVICE_SECRET=_SECRET), stdout=output, stderr=subprocess.STDOUT
+            command,
+            env=environment(NPU_DEVICE_SECRET=_SECRET),
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
 
 

@@ -34,9 +34,14 @@ def body_fit(kind: str) -> Any:
         if kind == "of own samples":
             return tf.reduce_mean(contrast(out, gather(out)))
         if kind == "of all samples":
-            statistic = tf.sqrt(reduce(tf.reduce_mean(out[:, 0] ** 2))) + reduce(tf.reduce_sum(out), "sum") ** 2 / 99.0
+            statistic = (
+                tf.sqrt(reduce(tf.reduce_mean(out[:, 0] ** 2)))
+                + reduce(tf.reduce_sum(out), "sum") ** 2 / 99.0
+            )
             return tf.reduce_mean(contrast(gather(out), gather(out))) + statistic
-        return tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, out, from_logits=True))
+        return tf.reduce_mean(
+            keras.losses.sparse_categorical_crossentropy(y, out, from_logits=True)
+        )
 
     def changed(gradients: Any) -> Any:
         if kind == "eagerly":
@@ -58,11 +63,15 @@ def body_fit(kind: str) -> Any:
     class OwnStep(keras.Model):  # type: ignore[misc]
         def train_step(self, data: Any) -> Any:
             x, y = data
-            return {"value": descend(self, lambda: loss_of(y, self(x, training=True)), reduced=changed)}
+            return {
+                "value": descend(self, lambda: loss_of(y, self(x, training=True)), reduced=changed)
+            }
 
     inputs = keras.Input([6])
     is_compiled = kind == "compiled"
-    model = (keras.Model if is_compiled else OwnStep)(inputs, keras.layers.Dense(3, activation="tanh")(inputs))
+    model = (keras.Model if is_compiled else OwnStep)(
+        inputs, keras.layers.Dense(3, activation="tanh")(inputs)
+    )
     loss = (lambda y, out: contrast(out, gather(out))) if is_compiled else None
     model.compile(make_optimizer("sgd"), loss, run_eagerly=kind == "eagerly")
     x, y = samples(SAMPLES)
@@ -71,7 +80,16 @@ def body_fit(kind: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "kind", ["of own samples", "of all samples", "compiled", "eagerly", "penalty", "mixture", "accumulation"]
+    "kind",
+    [
+        "of own samples",
+        "of all samples",
+        "compiled",
+        "eagerly",
+        "penalty",
+        "mixture",
+        "accumulation",
+    ],
 )
 def test_in_a_step(several_keras_ranks: Pool, keras_single: Pool, kind: str) -> None:
     compare(several_keras_ranks, keras_single, body_fit, kind)

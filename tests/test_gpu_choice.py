@@ -14,7 +14,10 @@ from pool import Pool
 from npu_device._src.collectives import gpu_choice
 from npu_device._src.collectives.gpu_choice import Device
 
-MIG_A, MIG_B = "MIG-11111111-2222-3333-4444-555555555555", "MIG-66666666-7777-8888-9999-000000000000"
+MIG_A, MIG_B = (
+    "MIG-11111111-2222-3333-4444-555555555555",
+    "MIG-66666666-7777-8888-9999-000000000000",
+)
 OLD_MIG = "MIG-GPU-8f6b4f2e-1111-2222-3333-444444444444/1/0"
 
 CPU = Device("CPU", "TensorFlow sees no GPU")
@@ -82,7 +85,9 @@ def test_names() -> None:
         ((GPU0, NO_NCCL), "aa", "auto", "the TensorFlow of rank 1 is built without NCCL"),
     ],
 )
-def test_nccl_needs_a_gpu_for_each_rank(devices: tuple[Device, ...], hosts: str, backend: str, why: str) -> None:
+def test_nccl_needs_a_gpu_for_each_rank(
+    devices: tuple[Device, ...], hosts: str, backend: str, why: str
+) -> None:
     assert gpu_choice.why_no_nccl(devices, hosts, backend) == why
 
 
@@ -99,7 +104,10 @@ def test_statement() -> None:
     assert "  host a: rank 0: GPU 0 (NVIDIA H100); rank 1: GPU 1 (NVIDIA H100)\n" in text
     text = "\n".join(gpu_choice.statement((GPU0, GPU0, CPU), "aab", "rank 2 has no GPU"))
     assert "go through host memory (rank 2 has no GPU)" in text
-    assert "rank 0: GPU 0 (NVIDIA H100), shared, memory grows as needed; rank 1: GPU 0 (NVIDIA H100), shared" in text
+    assert (
+        "rank 0: GPU 0 (NVIDIA H100), shared, memory grows as needed; rank 1: GPU 0 (NVIDIA H100), shared"
+        in text
+    )
     assert "host b: rank 2: CPU (TensorFlow sees no GPU)" in text
     many = gpu_choice.statement((GPU0,) * 100, [str(host) for host in range(100)], "")
     assert len(many) < 12 and "  and 92 more hosts" in many
@@ -138,7 +146,9 @@ def body_roads_of_nccl() -> Any:
     Kernels._device = lambda *_: running.device("CPU")  # type: ignore[method-assign]
     try:
         rows = tf.reshape(tf.range(3.0 * size), [size, 3]) + 100.0 * rank
-        return bodies.numbers(), running.engines.tensorflow.kernels.all_to_all(rows, world).numpy().tolist()
+        return bodies.numbers(), running.engines.tensorflow.kernels.all_to_all(
+            rows, world
+        ).numpy().tolist()
     finally:
         Hosts.uses_nccl, Kernels._device = before  # type: ignore[method-assign]
 
@@ -150,5 +160,9 @@ def test_the_roads_of_nccl(tensorflow_ranks: Pool) -> None:
     for rank, (found, rows) in enumerate(tensorflow_ranks.run(body_roads_of_nccl)):
         for mode, results in found.items():
             for place, (result, right) in enumerate(zip(results, bodies.expected_numbers(size))):
-                np.testing.assert_allclose(result, right, rtol=1e-2, err_msg=f"{mode}, result {place}")
-        assert rows == [[100.0 * sender + 3 * rank + column for column in range(3)] for sender in range(size)]
+                np.testing.assert_allclose(
+                    result, right, rtol=1e-2, err_msg=f"{mode}, result {place}"
+                )
+        assert rows == [
+            [100.0 * sender + 3 * rank + column for column in range(3)] for sender in range(size)
+        ]

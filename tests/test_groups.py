@@ -46,7 +46,11 @@ def body_questions() -> Any:
 
 
 REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
-    ("get_group_rank_from_world_rank", (0, "a"), "expected a member of group 'a': world rank(s) 2, 3"),
+    (
+        "get_group_rank_from_world_rank",
+        (0, "a"),
+        "expected a member of group 'a': world rank(s) 2, 3",
+    ),
     ("get_world_rank_from_group_rank", ("a", 2), "expected a rank from 0 to 1"),
     ("get_group_rank_from_world_rank", ("3", "a"), "world_rank_id is '3'"),
     ("create_group", ("a", 2, [2, 3]), "belongs to the group of rank(s) 2, 3"),
@@ -54,7 +58,11 @@ REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
     ("create_group", ("c", 3, [2, 3]), "has 2 entries; expected 3"),
     ("create_group", ("d", 2, (2, 3)), "a tuple; expected a list"),
     ("create_group", ("e", 3, [2, 3, 2]), "names 2 more than once"),
-    ("create_group", ("e", 3, [2, 3, 4]), "rank_ids[2] is 4; expected a world rank, a whole number from 0 to 3"),
+    (
+        "create_group",
+        ("e", 3, [2, 3, 4]),
+        "rank_ids[2] is 4; expected a world rank, a whole number from 0 to 3",
+    ),
     ("create_group", ("e", 2, [2, 3.0]), "rank_ids[1] is 3.0"),
     ("create_group", ("e", 0, []), "rank_num is 0"),
     ("create_group", ("e", "2", [2, 3]), "rank_num is '2'"),
@@ -80,7 +88,9 @@ def body_table() -> Any:
     assert (api.get_local_rank_size("a"), api.get_local_rank_id("a")) == (2, mine)
     assert api.get_world_rank_from_group_rank("a", 1) == 3
     assert api.get_group_rank_from_world_rank(3, "a") == 1
-    wrong = wrong_refusals(*(("ValueError", says, getattr(api, name), *given) for name, given, says in REFUSED))
+    wrong = wrong_refusals(
+        *(("ValueError", says, getattr(api, name), *given) for name, given, says in REFUSED)
+    )
     assert "no group named 'nope'" in error_of(npu.distribute.all_reduce, 1.0, "sum", 1, -1, "nope")
     assert api.destroy_group("a") is None
     assert f"rank {mine + 2}: there is no group named 'a'" in error_of(api.get_rank_size, "a")
@@ -159,7 +169,10 @@ def body_again() -> Any:
         found.append([])
         if rank in members:
             create_group("name", len(members), members)
-            results = [npu.distribute.all_reduce(tf.constant(rank + 1), "sum", group="name") for _ in range(2)]
+            results = [
+                npu.distribute.all_reduce(tf.constant(rank + 1), "sum", group="name")
+                for _ in range(2)
+            ]
             found[-1] = [int(result) for result in results]
             destroy_group("name")
     return found
@@ -205,9 +218,16 @@ def test_destroyed_while_the_sender_sleeps(several_ranks: Pool) -> None:
 def body_single() -> Any:
     found = [api.create_group("a", 1, [0]), api.get_rank_size("a"), api.get_rank_id("a")]
     found += [api.get_local_rank_size("a"), api.get_local_rank_id("a")]
-    found += [api.get_world_rank_from_group_rank("a", 0), api.get_group_rank_from_world_rank(0, "a")]
+    found += [
+        api.get_world_rank_from_group_rank("a", 0),
+        api.get_group_rank_from_world_rank(0, "a"),
+    ]
     # Asked while a function is traced, where AutoGraph would convert what it can.
-    found += tf.function(lambda: tf.constant([get_rank_size(), api.get_local_rank_id("a")]))().numpy().tolist()
+    found += (
+        tf.function(lambda: tf.constant([get_rank_size(), api.get_local_rank_id("a")]))()
+        .numpy()
+        .tolist()
+    )
     texts = [error_of(api.create_group, "a", 1, [0]), error_of(api.create_group, "b", 1, [1])]
     texts += [error_of(api.create_group, "b", 2, [0, 1]), error_of(api.get_rank_size, "b")]
     found.append(api.destroy_group("a"))
@@ -233,7 +253,9 @@ print("found", rank, [(get_local_rank_size(group), get_local_rank_id(group)) for
 """
 
 
-def test_local_ranks_are_those_on_the_same_host_and_the_device_opens_by_itself(tmp_path: Path) -> None:
+def test_local_ranks_are_those_on_the_same_host_and_the_device_opens_by_itself(
+    tmp_path: Path,
+) -> None:
     """Ascend's 3 ranks // 2 hosts would be one rank per host, and rank 1 the first of its own."""
     environments = [table_environment(tmp_path, 3, rank) for rank in range(3)]
     table = json.loads((tmp_path / "ranks.json").read_text())

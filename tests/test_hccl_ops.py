@@ -38,13 +38,22 @@ SIGNATURES = {
 def test_signatures() -> None:
     for name, expected in SIGNATURES.items():
         signature = inspect.signature(getattr(hccl_ops, name))
-        bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+        bare = [
+            parameter.replace(annotation=inspect.Parameter.empty)
+            for parameter in signature.parameters.values()
+        ]
         assert str(inspect.Signature(bare)) == expected, name
     assert hccl_ops.alltoallv is hccl_ops.all_to_all_v
     assert hccl_ops.alltoallvc is hccl_ops.all_to_all_v_c
     for ops in (hccl_ops, old):
-        public = {name: each for name, each in vars(ops).items() if name.isidentifier() and not name.startswith("_")}
-        assert public == {name: getattr(hccl_ops, name) for name in (*SIGNATURES, "alltoallv", "alltoallvc")}
+        public = {
+            name: each
+            for name, each in vars(ops).items()
+            if name.isidentifier() and not name.startswith("_")
+        }
+        assert public == {
+            name: getattr(hccl_ops, name) for name in (*SIGNATURES, "alltoallv", "alltoallvc")
+        }
 
 
 def body_results(mode: str) -> Any:
@@ -101,7 +110,12 @@ def test_results(ranks: Pool, mode: str) -> None:
 def body_refusals() -> list[str]:
     rank, size = npu.open().worker_id, npu.open().workers_num
     one, ones, two, value = tf.ones([size]), [1] * size, tf.ones([2 * size]), "ValueError"
-    exchange, places, twos, places2 = hccl_ops.all_to_all_v, range(size), [2] * size, range(0, 2 * size, 2)
+    exchange, places, twos, places2 = (
+        hccl_ops.all_to_all_v,
+        range(size),
+        [2] * size,
+        range(0, 2 * size, 2),
+    )
     cases: list[tuple[Any, ...]] = [
         (value, "npu.distribute.all_reduce knows 'mean'", hccl_ops.allreduce, one, "mean"),
         (value, "'sum', 'max', 'min', 'prod'", hccl_ops.reduce, one, "median", 0),
@@ -110,7 +124,17 @@ def body_refusals() -> list[str]:
         (value, f"rank_size {size + 1}", hccl_ops.allgather, one, size + 1),
         ("TypeError", "[tensor]", hccl_ops.broadcast, one, 0),
         ("NotImplementedError", "What to do", hccl_ops.remote_read, one, tf.float32),
-        ("NotImplementedError", "all_to_all_v", old.gather_all_to_all_v, one, one, one, one, tf.float32, 4),
+        (
+            "NotImplementedError",
+            "all_to_all_v",
+            old.gather_all_to_all_v,
+            one,
+            one,
+            one,
+            one,
+            tf.float32,
+            4,
+        ),
         (value, "expected", hccl_ops.all_to_all_v_c, one, [ones] * size, size),
         (value, "send_counts must not be negative", exchange, one, [-1] * size, *[[0] * size] * 3),
         (value, f"expected ({size},)", exchange, one, [*ones, 1], [0] * size, ones, [0] * size),
@@ -122,12 +146,34 @@ def body_refusals() -> list[str]:
     return wrong_refusals(
         *cases,
         (value, "overlap at element 0", exchange, one, ones, places, ones, [0] * size),
-        (f"ValueError: root_rank {size} ", f"expected 0 to {size - 1}", hccl_ops.broadcast, [one], size),
-        (value, "must be a multiple of rank_size", hccl_ops.reduce_scatter, tf.ones([size + 1]), "sum", size),
+        (
+            f"ValueError: root_rank {size} ",
+            f"expected 0 to {size - 1}",
+            hccl_ops.broadcast,
+            [one],
+            size,
+        ),
+        (
+            value,
+            "must be a multiple of rank_size",
+            hccl_ops.reduce_scatter,
+            tf.ones([size + 1]),
+            "sum",
+            size,
+        ),
         (value, "tf.newaxis", hccl_ops.allgather, 1.0, size),
         (value, "nobody", hccl_ops.allreduce, one, "sum", 1, -1, "nobody"),
         ("TypeError", "bool", hccl_ops.reduce_scatter, tf.ones([size], tf.bool), "max", size),
-        (value, "group rank 1 sends 1 to rank 0, which expects 2", exchange, two, ones, [0] * size, twos, places2),
+        (
+            value,
+            "group rank 1 sends 1 to rank 0, which expects 2",
+            exchange,
+            two,
+            ones,
+            [0] * size,
+            twos,
+            places2,
+        ),
     )
 
 

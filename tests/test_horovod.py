@@ -34,25 +34,35 @@ def body_operations() -> None:
     assert hvd.allreduce(mine, average=False).dtype == tf.int32
     assert hvd.allreduce(float(rank)).numpy() == (size - 1) / 2
     assert hvd.allreduce(mine, op=hvd.Product).numpy()[0, 0] == np.prod(range(1, size + 1))
-    sums = hvd.grouped_allreduce([mine, tf.ones([])], op=hvd.Sum, prescale_factor=2.0, compression=hvd.Compression.fp16)
+    sums = hvd.grouped_allreduce(
+        [mine, tf.ones([])], op=hvd.Sum, prescale_factor=2.0, compression=hvd.Compression.fp16
+    )
     assert sums[0].numpy()[0, 0] == 2 * total and sums[1].numpy() == 2 * size
     slices = tf.IndexedSlices(tf.fill([1, 2], float(rank)), tf.constant([0]), tf.constant([4, 2]))
-    np.testing.assert_allclose(hvd.allreduce(slices).values.numpy()[:, 0], np.arange(size) / size, rtol=1e-6)
+    np.testing.assert_allclose(
+        hvd.allreduce(slices).values.numpy()[:, 0], np.arange(size) / size, rtol=1e-6
+    )
     gathered = hvd.allgather(tf.fill([rank], rank)).numpy().tolist()
     assert gathered == [other for other in range(size) for _ in range(other)]
     assert hvd.broadcast(tf.constant(rank), root_rank=size - 1).numpy() == size - 1
     sent, counts = hvd.alltoall(tf.fill([size * 2, 2], rank), splits=[2] * size)
     assert sent.numpy()[:, 0].tolist() == [r for r in range(size) for _ in range(2)]
     assert counts.numpy().tolist() == [2] * size
-    rows = hvd.reducescatter(tf.range(size + 1), op=hvd.Sum).numpy().tolist()  # one row more for rank 0
-    assert rows == ([0, size] if rank == 0 and size > 1 else [0, 1] if size == 1 else [rank * size + size])
+    rows = (
+        hvd.reducescatter(tf.range(size + 1), op=hvd.Sum).numpy().tolist()
+    )  # one row more for rank 0
+    assert rows == (
+        [0, size] if rank == 0 and size > 1 else [0, 1] if size == 1 else [rank * size + size]
+    )
     assert hvd.allgather_object(rank) == list(range(size))
     assert hvd.broadcast_object_fn(0)({"rank": rank}) == {"rank": 0}
     layer = hvd.SyncBatchNormalization(momentum=0.0, epsilon=0.0)
     out = layer(tf.fill([2, 1], float(rank)), training=True)
     np.testing.assert_allclose(layer.moving_mean, [(size - 1) / 2], rtol=1e-6)
     assert size == 1 or abs(float(hvd.allreduce(out[0, 0]))) < 1e-5
-    callback = importlib.import_module("npu_device.horovod.keras").callbacks.BroadcastGlobalVariablesCallback
+    callback = importlib.import_module(
+        "npu_device.horovod.keras"
+    ).callbacks.BroadcastGlobalVariablesCallback
     for wrong in (
         lambda: hvd.allreduce(mine, op=hvd.Adasum),
         lambda: hvd.allgather(mine, process_set=1),
@@ -63,7 +73,11 @@ def body_operations() -> None:
     if size > 1:
         with pytest.raises(tf.errors.FailedPreconditionError, match="rank 1"):
             hvd.allreduce(tf.zeros([1 + rank]))
-    assert not hasattr(hvd, "join") and not hasattr(hvd, "ProcessSet") and hasattr(hvd, "SyncBatchNormalization")
+    assert (
+        not hasattr(hvd, "join")
+        and not hasattr(hvd, "ProcessSet")
+        and hasattr(hvd, "SyncBatchNormalization")
+    )
 
 
 def test_operations(keras_ranks: Pool) -> None:
@@ -161,7 +175,9 @@ def body_numbers_as_tensors(graph: bool) -> Any:
     found, sent = (tf.function(numbers) if graph else numbers)()
     with pytest.raises(NotImplementedError, match="process sets"):
         hvd.size_op(process_set_id=1)
-    assert [variable.numpy().tolist() for variable in variables] == [one.numpy().tolist() for one in sent]
+    assert [variable.numpy().tolist() for variable in variables] == [
+        one.numpy().tolist() for one in sent
+    ]
     return [int(one) for one in found], [float(tf.squeeze(one)) for one in sent]
 
 
@@ -181,8 +197,12 @@ def body_local_sources(said: list[str], graph: bool, scales: bool) -> Any:
 
     hvd.init()
     rank = hvd.rank()
-    own, common = (tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="ones") for _ in range(2))
-    table = tf.keras.layers.Embedding(2, 1, embeddings_initializer=tf.keras.initializers.Constant(rank))
+    own, common = (
+        tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="ones") for _ in range(2)
+    )
+    table = tf.keras.layers.Embedding(
+        2, 1, embeddings_initializer=tf.keras.initializers.Constant(rank)
+    )
     for layer, value in ((own, 1.0), (common, 1.0), (table, 1)):
         layer(tf.constant([[value]]))
     optimizer = tf.keras.optimizers.SGD(0.1)
@@ -192,11 +212,18 @@ def body_local_sources(said: list[str], graph: bool, scales: bool) -> Any:
             rows = table(tf.constant([1])) * factor
             loss = tf.reduce_sum(common(own(tf.reshape(factor, [1, 1])))) + tf.reduce_sum(rows)
         sources = [layer.trainable_variables[0] for layer in (own, common, table)]
-        tape = hvd.PartialDistributedGradientTape(tape, local_layers=[own], scale_local_gradients=scales)
+        tape = hvd.PartialDistributedGradientTape(
+            tape, local_layers=[own], scale_local_gradients=scales
+        )
         tape.register_local_source(sources[2])
         local, others = tape.get_local_and_global_gradients(loss, sources)
-        assert [pair[0] is source for pair, source in zip([*local, *others], [sources[0], sources[2], sources[1]])]
-        optimizer.apply_gradients([(gradient, variable) for variable, gradient in [*local, *others]])
+        assert [
+            pair[0] is source
+            for pair, source in zip([*local, *others], [sources[0], sources[2], sources[1]])
+        ]
+        optimizer.apply_gradients(
+            [(gradient, variable) for variable, gradient in [*local, *others]]
+        )
         gradients = tape.gradient(loss, sources)
         return gradients[:2], gradients[2].values
 
@@ -230,7 +257,9 @@ def body_session() -> Any:
 
     hvd.init()
     with tf.Graph().as_default():
-        weight = tf.compat.v1.get_variable("w", initializer=float(hvd.rank() + 1), use_resource=True)
+        weight = tf.compat.v1.get_variable(
+            "w", initializer=float(hvd.rank() + 1), use_resource=True
+        )
         optimizer = hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.5))
         train = optimizer.minimize(weight * float(hvd.rank() + 1))
         hooks = [hvd.BroadcastGlobalVariablesHook(0)]
@@ -247,7 +276,10 @@ def body_session() -> Any:
             hvd.reducescatter(mine, op=hvd.Sum),
         )
         scale = float(hvd.rank() + 1)
-        gradients = [found.tolist() for found in session.run([tf.gradients(one * scale, mine)[0] for one in moved])]
+        gradients = [
+            found.tolist()
+            for found in session.run([tf.gradients(one * scale, mine)[0] for one in moved])
+        ]
         with pytest.raises(tf.errors.FailedPreconditionError, match=r"rank 1[\s\S]*What to do"):
             session.run(hvd.allreduce(tf.zeros([1 + hvd.rank()])))
         with pytest.raises(tf.errors.FailedPreconditionError, match="alltoall of rows with shape"):
@@ -284,7 +316,9 @@ def body_callbacks(graph: bool) -> Any:
             hvd.callbacks.BroadcastGlobalVariablesCallback(0),
             hvd.callbacks.MetricAverageCallback(device=""),
             hvd.callbacks.LearningRateWarmupCallback(0.1 * size, warmup_epochs=2),
-            hvd.callbacks.LearningRateScheduleCallback(0.1 * size, lambda epoch: 0.1, start_epoch=2),
+            hvd.callbacks.LearningRateScheduleCallback(
+                0.1 * size, lambda epoch: 0.1, start_epoch=2
+            ),
         ]
         x = np.random.default_rng(rank).normal(size=(16, 3)).astype(np.float32)
         found = model.fit(x, x[:, :1] + rank, 8, epochs=3, verbose=0, callbacks=callbacks).history
@@ -386,8 +420,18 @@ def test_under_mpiexec(tmp_path: Path) -> None:
         hvd.init()
         os.write(1, f"{hvd.rank()} {hvd.allgather_object(hvd.rank())}\\n".encode())  # in one piece
         """
-    command = [*mpiexec("MPICH"), "-n", "2", sys.executable, "-m", "npu_device.horovod", script(tmp_path, text)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    command = [
+        *mpiexec("MPICH"),
+        "-n",
+        "2",
+        sys.executable,
+        "-m",
+        "npu_device.horovod",
+        script(tmp_path, text),
+    ]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
     assert sorted(done.stdout.splitlines()) == ["0 [0, 1]", "1 [0, 1]"], done.stderr
 
 

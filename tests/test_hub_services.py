@@ -28,7 +28,13 @@ class Job:
         return lambda: None
 
     def gather(self, rank: int, value: Any, ranks: str | None = "0-2") -> None:
-        fields = {"name": "calls", "seconds": 2, "value": value, "ranks": ranks, "partial": ranks is not None}
+        fields = {
+            "name": "calls",
+            "seconds": 2,
+            "value": value,
+            "ranks": ranks,
+            "partial": ranks is not None,
+        }
         self.services.handle(rank, {"do": "gather", "id": 10 + rank, **fields})
 
     def answers(self) -> dict[int, Any]:
@@ -94,7 +100,9 @@ def test_a_post_is_answered_at_once_and_the_last_one_with_all_values() -> None:
     job = Job()
 
     def post(rank: int, name: str, value: Any) -> Any:
-        job.services.handle(rank, {"do": "post", "id": 1, "seconds": 2, "name": name, "value": value})
+        job.services.handle(
+            rank, {"do": "post", "id": 1, "seconds": 2, "name": name, "value": value}
+        )
         return job.answers()[rank]
 
     posted = [post(rank, "end", value) for rank, value in [(0, "x"), (2, "x"), (0, "y"), (1, "x")]]

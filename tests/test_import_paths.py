@@ -54,7 +54,9 @@ from npu_device.train.optimizer import NpuLossScaleOptimizer
 from npu_device.utils.scope import keep_dtype_scope
 """
 
-STAR_NAMES = set(re.findall(r"^npu_bridge\.npu_init\.(\w+)$", "\n".join(public_names.kept()), re.MULTILINE))
+STAR_NAMES = set(
+    re.findall(r"^npu_bridge\.npu_init\.(\w+)$", "\n".join(public_names.kept()), re.MULTILINE)
+)
 
 
 def _star_import(module: str, before: str) -> str:
@@ -83,7 +85,9 @@ for name in ("NPURunConfig", "DumpConfig", "decorator_tf_session"):
     assert getattr(bridge, name) is getattr(compat, name)
 assert v1.SessionConfigBuilder().session_config.allow_soft_placement
 """
-REACHED = [name for name, status in test_docs_names.NAMES if status == "works" and ".distribute." in name]
+REACHED = [
+    name for name, status in test_docs_names.NAMES if status == "works" and ".distribute." in name
+]
 TREES = ("npu_device", "npu_bridge", "hccl")
 PROGRAMS = [
     "\n".join(["import npu_device", *(name for name in REACHED if name.startswith("npu_device."))]),

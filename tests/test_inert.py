@@ -72,7 +72,9 @@ print("inert")
 @pytest.mark.parametrize("has_table", [False, True], ids=["alone", "table of one device"])
 def test_the_same_objects_and_nothing_created(tmp_path: Path, has_table: bool) -> None:
     table = {**table_environment(tmp_path, 1, 0), "JOB_ID": "10087"} if has_table else {}
-    [output] = job.outputs(tmp_path, 1, "import os\nos.chdir(os.path.dirname(__file__))\n" + SCRIPT, **table)
+    [output] = job.outputs(
+        tmp_path, 1, "import os\nos.chdir(os.path.dirname(__file__))\n" + SCRIPT, **table
+    )
     assert "inert" in output
 
 

@@ -34,12 +34,16 @@ def test_a_loop_goes_on_to_the_same_bits(keras_two_ranks: Pool, tmp_path: Path, 
         assert other["not_kept"] == () and other["warnings"] == []
         same_bits(one["weights"], other["weights"])
         assert one["losses"][4:] == other["losses"]
-    assert whole[0]["losses"] != whole[1]["losses"]  # each rank has noise, data and moving averages of its own
+    assert (
+        whole[0]["losses"] != whole[1]["losses"]
+    )  # each rank has noise, data and moving averages of its own
     written = tmp_path / "parts" / ("0" if disks else "")
     assert steps_in(written) == ["step-00000004", "step-00000006", "step-00000008"]
     assert json.loads((written / "latest.json").read_text()) == {"step": 8}
     if disks:
-        shutil.rmtree(tmp_path / "swapped" / "1")  # another machine has taken the place of the last host
+        shutil.rmtree(
+            tmp_path / "swapped" / "1"
+        )  # another machine has taken the place of the last host
         results = keras_two_ranks.run(bodies.body_loop, str(tmp_path / "swapped"), 4, disks)
         assert [result["start"] for result in results] == [4] * 2
         assert "what each rank has of its own" in results[0]["warnings"][0]
@@ -84,20 +88,30 @@ def name_5(path: Path) -> None:
         ("latest.json", name_5, "names step 5"),
     ],
 )
-def test_a_damaged_checkpoint_is_left_out(two_ranks: Pool, copied: Path, name: str, damage: Any, says: str) -> None:
+def test_a_damaged_checkpoint_is_left_out(
+    two_ranks: Pool, copied: Path, name: str, damage: Any, says: str
+) -> None:
     path = copied / ("" if name == "latest.json" else "step-00000006") / name
     damage(path)
     results = two_ranks.run(bodies.body_restore, str(copied))
     assert [result["start"] for result in results] == [4] * 2
     [warning] = results[0]["warnings"]
-    assert says in warning and str(path) in warning and "of step 4" in warning and "is restored" in warning
+    assert (
+        says in warning
+        and str(path) in warning
+        and "of step 4" in warning
+        and "is restored" in warning
+    )
 
 
 def test_only_damaged_checkpoints_are_an_error(two_ranks: Pool, copied: Path) -> None:
     latest = (copied / "latest.json").read_text()
     (copied / "latest.json").write_text('{"step": 1}')
     for result in two_ranks.run(bodies.body_restore, str(copied)):
-        assert "names step 1; the directory has 6, 4, 2" in result["start"] and "What to do: " in result["start"]
+        assert (
+            "names step 1; the directory has 6, 4, 2" in result["start"]
+            and "What to do: " in result["start"]
+        )
     (copied / "latest.json").write_text(latest)
     for path in copied.glob("step-*/shared.index"):
         tear(path)
@@ -106,15 +120,21 @@ def test_only_damaged_checkpoints_are_an_error(two_ranks: Pool, copied: Path) ->
 
 
 def test_what_was_never_named_is_left_out_and_removed(two_ranks: Pool, copied: Path) -> None:
-    shutil.copytree(copied / "step-00000006", copied / ".step-00000008-0123abcd")  # killed before the renaming
+    shutil.copytree(
+        copied / "step-00000006", copied / ".step-00000008-0123abcd"
+    )  # killed before the renaming
     shutil.copytree(copied / "step-00000006", copied / "step-00000008")  # killed after it
-    shutil.copytree(copied / "step-00000006", copied / ".step-00000006-0123abcd")  # killed while it replaced the same
+    shutil.copytree(
+        copied / "step-00000006", copied / ".step-00000006-0123abcd"
+    )  # killed while it replaced the same
     (copied / "step-00000006").rename(copied / ".step-00000006-0123abcd0")
     results = two_ranks.run(bodies.body_loop, str(copied), 8)
     assert [(result["start"], result["warnings"]) for result in results] == [(6, [])] * 2
     assert steps_in(copied) == ["step-00000004", "step-00000006", "step-00000008"]
     (copied / "latest.json").write_text('{"step": 4}')  # a user goes back
-    assert [result["start"] for result in two_ranks.run(bodies.body_restore, str(copied))] == [4] * 2
+    assert [result["start"] for result in two_ranks.run(bodies.body_restore, str(copied))] == [
+        4
+    ] * 2
 
 
 def test_what_the_script_no_longer_has_is_told(single: Pool, tmp_path: Path) -> None:
@@ -137,7 +157,9 @@ def test_another_number_of_ranks(several_ranks: Pool, two_ranks: Pool, copied: P
     assert "the places of its iterators" in warning and "iterator, noise (per_rank)" in warning
     tear(copied / "step-00000006" / "shared.index")
     newer, other = several_ranks.run(bodies.body_restore, str(copied))[0]["warnings"]
-    assert "is torn" in newer and "the one of step 4 is restored" in newer and "2 ranks wrote" in other
+    assert (
+        "is torn" in newer and "the one of step 4 is restored" in newer and "2 ranks wrote" in other
+    )
 
 
 def test_a_full_disk(two_ranks: Pool, tmp_path: Path) -> None:
@@ -174,9 +196,14 @@ def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "checkpoints" / "latest.json").read_text()) == {"step": step}
     assert [ended.code for ended in run(str(step + 2), "whole")] == [0] * 2
     for rank in range(2):
-        with np.load(tmp_path / f"whole{rank}.npz") as one, np.load(tmp_path / f"{rank}.npz") as other:
+        with (
+            np.load(tmp_path / f"whole{rank}.npz") as one,
+            np.load(tmp_path / f"{rank}.npz") as other,
+        ):
             assert (int(one["start"]), int(other["start"])) == (0, step)
-            same_bits(*([arrays[name] for name in arrays if name != "start"] for arrays in (one, other)))
+            same_bits(
+                *([arrays[name] for name in arrays if name != "start"] for arrays in (one, other))
+            )
     assert not list((tmp_path / "checkpoints").glob(".step-*"))
 
 
@@ -198,5 +225,8 @@ def test_a_step_that_does_not_end(tmp_path: Path) -> None:
     processes[0].send_signal(signal.SIGTERM)
     ended = job.finish(processes, timeout=40)
     assert [rank.code for rank in ended] == [128 + signal.SIGTERM] * 2
-    assert "a second signal has come" in ended[0].output and "not finished within 3 s" in ended[1].output
+    assert (
+        "a second signal has come" in ended[0].output
+        and "not finished within 3 s" in ended[1].output
+    )
     assert json.loads((tmp_path / "checkpoints" / "latest.json").read_text()) == {"step": 1}

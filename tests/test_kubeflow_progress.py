@@ -20,7 +20,9 @@ from pool import Pool
 
 import npu_device as npu
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+pytestmark = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="needs openssl to make a certificate"
+)
 
 
 class _Server(HTTPServer):
@@ -42,8 +44,26 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[_Server, dict[str, str]]]:
     key, certificate, token = tmp_path / "key.pem", tmp_path / "certificate.pem", tmp_path / "token"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "1",
+        "-subj",
+        "/CN=localhost",
+    ]
+    command += [
+        "-addext",
+        "subjectAltName=DNS:localhost",
+        "-keyout",
+        str(key),
+        "-out",
+        str(certificate),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     token.write_text("secret\n")
     found = _Server(("localhost", 0), _Handler)
@@ -87,5 +107,11 @@ def test_progress(two_ranks: Pool, server: tuple[_Server, dict[str, str]]) -> No
     assert not any("Kubeflow" in text for each in texts for text in each)
     (first, one), *others, (_, last) = found.received
     assert first == "Bearer secret" and len(others) < 13
-    assert (one["progressPercentage"], last["progressPercentage"], last["estimatedRemainingSeconds"]) == (3, 100, 0)
-    assert [metric["name"] for metric in last["metrics"]] == ["loss"] and float(last["metrics"][0]["value"]) >= 0
+    assert (
+        one["progressPercentage"],
+        last["progressPercentage"],
+        last["estimatedRemainingSeconds"],
+    ) == (3, 100, 0)
+    assert [metric["name"] for metric in last["metrics"]] == ["loss"] and float(
+        last["metrics"][0]["value"]
+    ) >= 0

@@ -22,13 +22,17 @@ from npu_device.launch.arguments import parse
 ARGV = "import sys; print(sys.argv[1:])"
 
 
-@pytest.mark.parametrize("arguments", [["-n", "5"], ["--lr=0.1", "--help"], ["--", "-m", "x y"], ["a", "--", "--tee"]])
+@pytest.mark.parametrize(
+    "arguments", [["-n", "5"], ["--lr=0.1", "--help"], ["--", "-m", "x y"], ["a", "--", "--tee"]]
+)
 def test_arguments_of_the_script_are_left_alone(tmp_path: Path, arguments: list[str]) -> None:
     path = script(tmp_path, ARGV)
     assert parse([path, *arguments]).command == (sys.executable, "-u", path, *arguments)
 
 
-def test_number_of_ranks_after_the_script_is_hinted_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_number_of_ranks_after_the_script_is_hinted_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = script(tmp_path, ARGV)
     parse([path, "--nproc-per-node", "2"])
     assert f"For 2 ranks: npurun -n 2 {path}" in capsys.readouterr().err
@@ -49,7 +53,10 @@ def test_help_is_short() -> None:
     done = npurun("--help")
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and b"--nproc-per-node" in done.stdout and len(lines) < 60
-    assert all(command in b"\n".join(lines[:24]) for command in (b"check ", b"verify ", b"port ", b"trace DIR"))
+    assert all(
+        command in b"\n".join(lines[:24])
+        for command in (b"check ", b"verify ", b"port ", b"trace DIR")
+    )
 
 
 def usage_error(capsys: pytest.CaptureFixture[str], *arguments: str, **variables: str) -> str:
@@ -92,7 +99,11 @@ def usage_error(capsys: pytest.CaptureFixture[str], *arguments: str, **variables
     ],
 )
 def test_wrong_usage(
-    tmp_path: Path, words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    words: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     script(tmp_path, "print('ran')", "good.py")
@@ -104,7 +115,9 @@ def test_wrong_usage(
 def test_a_rank_per_visible_gpu(visible: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("PET_NPROC_PER_NODE", "7")
-    found = [parse([*option, "echo"]).nproc_per_node for option in ([], ["-n", "2"], ["-n", "auto"])]
+    found = [
+        parse([*option, "echo"]).nproc_per_node for option in ([], ["-n", "2"], ["-n", "auto"])
+    ]
     assert found == [ranks, 2, ranks]
 
 
@@ -123,8 +136,17 @@ def test_commands_are_the_first_word_only(tmp_path: Path) -> None:
         assert says in " ".join(done.stderr.decode().split()) and b"Traceback" not in done.stderr
 
 
-NODE_0 = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": "29431"}
-SKY_0 = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+NODE_0 = {
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "0",
+    "PET_MASTER_ADDR": "127.0.0.1",
+    "PET_MASTER_PORT": "29431",
+}
+SKY_0 = {
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_RANK": "0",
+    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+}
 
 
 @pytest.mark.parametrize(
@@ -142,24 +164,39 @@ SKY_0 = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IP
 def test_platforms(variables: dict[str, str], arguments: list[str], expected: object) -> None:
     with settings(**variables):
         found = parse([*arguments, "echo"])
-    place = (found.fewest_nodes, found.nnodes, found.node_rank, found.master_addr, found.master_port)
+    place = (
+        found.fewest_nodes,
+        found.nnodes,
+        found.node_rank,
+        found.master_addr,
+        found.master_port,
+    )
     assert place == expected
 
 
 def test_platforms_that_say_too_little(capsys: pytest.CaptureFixture[str]) -> None:
     for variables, says in (
         ({"PET_NNODES": "2"}, "--nnodes 2 needs --node-rank and --master-addr"),
-        ({**NODE_0, "PET_NNODES": "two"}, "PET_NNODES is 'two'; expected a number of nodes, or MIN:MAX"),
+        (
+            {**NODE_0, "PET_NNODES": "two"},
+            "PET_NNODES is 'two'; expected a number of nodes, or MIN:MAX",
+        ),
         ({**SKY_0, "SKYPILOT_NODE_IPS": ""}, "--nnodes 2 needs --master-addr"),
     ):
         assert says in usage_error(capsys, "echo", "ran", **variables)
 
 
 def test_the_launcher_the_rendezvous_and_the_options_need_no_tensorflow() -> None:
-    modules = "npu_device.launch.__main__, npu_device.launch.checking, npu_device._src.cluster.rendezvous"
-    check = f"import sys, {modules}; print([m for m in ('tensorflow', 'numpy') if m in sys.modules])"
+    modules = (
+        "npu_device.launch.__main__, npu_device.launch.checking, npu_device._src.cluster.rendezvous"
+    )
+    check = (
+        f"import sys, {modules}; print([m for m in ('tensorflow', 'numpy') if m in sys.modules])"
+    )
     check += "\nimport npu_device._src.environment, npu_device._src.options; print('tensorflow' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", check], env=environment(), capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", check], env=environment(), capture_output=True, check=True
+    )
     assert done.stdout == b"[]\nFalse\n"
 
 
@@ -181,30 +218,54 @@ def reports(directory: Path) -> list[dict]:
 
 
 def test_variables_and_table(tmp_path: Path) -> None:
-    others = {"CM_CHIEF_IP": "10.0.0.1", "CM_WORKER_SIZE": "8", "TF_CONFIG": "{}", "RANK_TABLE_FILE": "/no/such"}
-    kept = {"CM_X": "1", "JOB_ID": "10087", "NPU_DEVICE_PREEMPT_TIMEOUT": "7.5", "NPU_DEVICE_PORT_RANGE": "61100-61103"}
+    others = {
+        "CM_CHIEF_IP": "10.0.0.1",
+        "CM_WORKER_SIZE": "8",
+        "TF_CONFIG": "{}",
+        "RANK_TABLE_FILE": "/no/such",
+    }
+    kept = {
+        "CM_X": "1",
+        "JOB_ID": "10087",
+        "NPU_DEVICE_PREEMPT_TIMEOUT": "7.5",
+        "NPU_DEVICE_PORT_RANGE": "61100-61103",
+    }
     arguments = ("-n", "3", script(tmp_path, REPORT), str(tmp_path))
     done = npurun(*arguments, **others, **kept, NPU_DEVICE_RANK_PROCESS="{}")
     assert done.returncode == 0
     warning, _ = without_hint(done.stderr).decode().split(".", 1)
-    assert warning.startswith("npurun: removed from the environment") and all(name in warning for name in others)
+    assert warning.startswith("npurun: removed from the environment") and all(
+        name in warning for name in others
+    )
     found = reports(tmp_path)
     for rank, report in enumerate(found):
         variables = report["variables"]
-        assert variables["RANK_ID"] == variables["ASCEND_DEVICE_ID"] == variables["DEVICE_ID"] == str(rank)
+        assert (
+            variables["RANK_ID"]
+            == variables["ASCEND_DEVICE_ID"]
+            == variables["DEVICE_ID"]
+            == str(rank)
+        )
         assert variables["RANK_SIZE"] == "3"
         assert variables["PYTHONUNBUFFERED"] == "1"
         assert kept.items() <= variables.items()
         assert 61100 <= int(variables["NPU_DEVICE_HUB"]) <= 61103
-        assert not {"CM_CHIEF_IP", "CM_WORKER_SIZE", "TF_CONFIG", "NPU_DEVICE_RANK_PROCESS"} & variables.keys()
+        assert (
+            not {"CM_CHIEF_IP", "CM_WORKER_SIZE", "TF_CONFIG", "NPU_DEVICE_RANK_PROCESS"}
+            & variables.keys()
+        )
         assert report["modes"] == ["0o700"]
-        assert not os.path.exists(os.path.dirname(variables["RANK_TABLE_FILE"])), "the launcher leaves nothing behind"
+        assert not os.path.exists(os.path.dirname(variables["RANK_TABLE_FILE"])), (
+            "the launcher leaves nothing behind"
+        )
     assert len({report["table"] for report in found}) == 1
     table = json.loads(found[0]["table"])
     (server,) = table["server_list"]
     assert (table["version"], table["status"], table["server_count"]) == ("1.0", "completed", "1")
     assert (server["server_id"], server["host_ip"]) == ("node0", "127.0.0.1")
-    assert [(device["rank_id"], device["device_id"]) for device in server["device"]] == [(rank, rank) for rank in "012"]
+    assert [(device["rank_id"], device["device_id"]) for device in server["device"]] == [
+        (rank, rank) for rank in "012"
+    ]
     assert 1 <= int(server["device"][0]["host_port"]) <= 65535
 
 
@@ -242,7 +303,10 @@ def test_a_secret_from_a_file(tmp_path: Path) -> None:
 def test_two_nodes_of_a_platform(tmp_path: Path) -> None:
     source, port = script(tmp_path, REPORT), str(free_port())
     platform = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
-    launches = [start("-n", "2", source, str(tmp_path), **platform, PET_NODE_RANK=str(node)) for node in (0, 1)]
+    launches = [
+        start("-n", "2", source, str(tmp_path), **platform, PET_NODE_RANK=str(node))
+        for node in (0, 1)
+    ]
     for node, launch in enumerate(launches):
         stdout, stderr = launch.communicate(timeout=30)
         assert (launch.returncode, stdout) == (0, b""), stderr
@@ -270,10 +334,15 @@ def test_a_page_is_shown_and_all_are_listed(capsys: pytest.CaptureFixture[str]) 
         assert docs.main([name]) == 0
         assert capsys.readouterr().out.startswith("# Make it faster\n")
     assert docs.main(["recipe"]) == 2
-    assert capsys.readouterr().err == "npurun docs: there is no page 'recipe'. What to do: name one of recipes\n"
+    assert (
+        capsys.readouterr().err
+        == "npurun docs: there is no page 'recipe'. What to do: name one of recipes\n"
+    )
 
 
 def test_pages_that_messages_name_exist() -> None:
     files = [path for path in (ROOT / "npu_device").rglob("*.py") if path.name != "docs.py"]
-    named = {name for path in files for name in re.findall(r"npurun docs ([a-z_]+)", path.read_text())}
+    named = {
+        name for path in files for name in re.findall(r"npurun docs ([a-z_]+)", path.read_text())
+    }
     assert {"reliability", "security"} <= named <= set(docs._pages())

@@ -45,13 +45,20 @@ def test_the_first_failure_is_told_last_with_its_traceback(tmp_path: Path) -> No
     )
     done = npurun("-n", "3", source)
     assert done.returncode == 1
-    head, *traceback, left_out = done.stderr.decode().rpartition("npurun: the first failure ")[2].splitlines()
+    head, *traceback, left_out = (
+        done.stderr.decode().rpartition("npurun: the first failure ")[2].splitlines()
+    )
     assert head.startswith(f"on host {socket.gethostname()}: rank 1: exit code 1, ")
-    assert traceback.count("Traceback (most recent call last):") == 2, "the cause of the exception is told too"
+    assert traceback.count("Traceback (most recent call last):") == 2, (
+        "the cause of the exception is told too"
+    )
     assert any("JSONDecodeError: Expecting property name" in line for line in traceback)
     assert traceback[-1] == "ValueError: bad größe"
     assert [line for line in traceback if f"json{os.sep}" in line] == []
-    assert left_out == "npurun: frames of libraries left out: 3; the whole traceback is in its output above"
+    assert (
+        left_out
+        == "npurun: frames of libraries left out: 3; the whole traceback is in its output above"
+    )
     assert "npurun: 3 of 3 ranks ended with an error" in done.stderr.decode()
 
 
@@ -93,12 +100,16 @@ FIRST = {
 
 
 @pytest.mark.parametrize(("text", "code", "first"), FIRST.values(), ids=FIRST)
-def test_the_rank_that_failed_first_is_named(tmp_path: Path, text: str, code: int, first: str) -> None:
+def test_the_rank_that_failed_first_is_named(
+    tmp_path: Path, text: str, code: int, first: str
+) -> None:
     done = npurun("-n", "2", script(tmp_path, RECORD + text))
     assert done.returncode == code
     assert first in last_lines(done.stderr)
     if code != 128 + 9:
-        assert last_lines(done.stderr).endswith("  whole traceback of rank 1\nValueError: the cause\n")
+        assert last_lines(done.stderr).endswith(
+            "  whole traceback of rank 1\nValueError: the cause\n"
+        )
 
 
 def test_the_line_about_an_error_says_what_it_is(tmp_path: Path) -> None:
@@ -125,7 +136,9 @@ def test_the_line_about_an_error_says_what_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("legacy", ["0", "1"])
-def test_the_first_failure_is_that_of_the_script_when_keras_adds_lines(tmp_path: Path, legacy: str) -> None:
+def test_the_first_failure_is_that_of_the_script_when_keras_adds_lines(
+    tmp_path: Path, legacy: str
+) -> None:
     """It is read from what the rank leaves; from stderr without npu_device, under tf-keras."""
     source = script(
         tmp_path,
@@ -143,12 +156,18 @@ def test_the_first_failure_is_that_of_the_script_when_keras_adds_lines(tmp_path:
         """,
     )
     done = npurun("-n", "1", source, TF_USE_LEGACY_KERAS=legacy)
-    [line] = [line for line in done.stderr.decode().splitlines() if line.startswith("npurun: the first failure")]
+    [line] = [
+        line
+        for line in done.stderr.decode().splitlines()
+        if line.startswith("npurun: the first failure")
+    ]
     assert line.endswith(" s after the start: ValueError: no 3 rows")
 
 
 def test_only_consequences_on_this_node(tmp_path: Path) -> None:
-    source = script(tmp_path, RECORD + "    record('PeerError: rank 0 failed', secondary=True); sys.exit(1)")
+    source = script(
+        tmp_path, RECORD + "    record('PeerError: rank 0 failed', secondary=True); sys.exit(1)"
+    )
     done = npurun("--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", source)
     assert done.returncode == 1
     assert "other nodes" in done.stderr.decode()
@@ -171,11 +190,18 @@ def test_a_broken_record_is_no_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("status", "code"), [("os._exit(42)", 42), ("os.abort()", 134)])
-def test_without_a_traceback_the_last_lines_are_told(tmp_path: Path, status: str, code: int) -> None:
-    source = script(tmp_path, f"import os, sys; [print('noise', n, file=sys.stderr) for n in range(1000)]; {status}")
+def test_without_a_traceback_the_last_lines_are_told(
+    tmp_path: Path, status: str, code: int
+) -> None:
+    source = script(
+        tmp_path,
+        f"import os, sys; [print('noise', n, file=sys.stderr) for n in range(1000)]; {status}",
+    )
     done = npurun(source)
     assert done.returncode == code
-    assert last_lines(done.stderr).splitlines()[1:] == [f"noise {number}" for number in range(980, 1000)]
+    assert last_lines(done.stderr).splitlines()[1:] == [
+        f"noise {number}" for number in range(980, 1000)
+    ]
 
 
 @pytest.mark.slow
@@ -209,7 +235,10 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert done.stdout == b"[1] saved\n"
     stderr = done.stderr.decode()
-    assert f"1 of 3 ranks ended with an error on host {socket.gethostname()}; npurun stopped 1 rank:\n" in stderr
+    assert (
+        f"1 of 3 ranks ended with an error on host {socket.gethostname()}; npurun stopped 1 rank:\n"
+        in stderr
+    )
     assert "rank 0: stopped by npurun, killed by SIGKILL" in stderr
     pids = wait_for_files(tmp_path, "*.pid", 6)
     assert [pid for pid in pids if is_running(pid)] == []

@@ -49,7 +49,9 @@ def test_all_hosts_are_started(tmp_path: Path, ssh: str) -> None:
         cluster, channel = meet(membership_from_environment())
         channel.close()
         """
-    done = npurun(*HOSTS, *port(), script(tmp_path, shows), cwd=tmp_path, NPU_DEVICE_SSH=ssh, TF_MINE="mine")
+    done = npurun(
+        *HOSTS, *port(), script(tmp_path, shows), cwd=tmp_path, NPU_DEVICE_SSH=ssh, TF_MINE="mine"
+    )
     assert done.returncode == 0, done.stderr
     lines = sorted(done.stdout.decode().splitlines())
     assert [line.split()[0] for line in lines] == ["[0]", "[1]", "[2]", "[3]"]
@@ -82,7 +84,9 @@ def test_a_host_that_fails_ends_the_others(tmp_path: Path, ssh: str) -> None:
             sys.exit(7)
         time.sleep(60)
         """
-    done = npurun(*HOSTS, *port(), "--grace", "1", script(tmp_path, fails), limit=20, NPU_DEVICE_SSH=ssh)
+    done = npurun(
+        *HOSTS, *port(), "--grace", "1", script(tmp_path, fails), limit=20, NPU_DEVICE_SSH=ssh
+    )
     assert done.returncode == 7, done.stderr
     assert b"npurun: host me@two ended with exit code 7" in done.stderr
     assert b"rank 3: exit code 7" in done.stderr
@@ -92,7 +96,8 @@ def test_the_code_of_a_failed_connection(tmp_path: Path, ssh: str) -> None:
     """A host can't be reached; a rank ends with the same code, on this host and on another one."""
     fails = ("--grace", "1", "sh", "-c", "[ $RANK_ID = 0 ] && exit 255; sleep 60")
     off, here, one = (
-        npurun("--hosts", host, *port(), *fails, NPU_DEVICE_SSH=ssh) for host in ("off,one", "127.0.0.1", "one")
+        npurun("--hosts", host, *port(), *fails, NPU_DEVICE_SSH=ssh)
+        for host in ("off,one", "127.0.0.1", "one")
     )
     assert [done.returncode for done in (off, here, one)] == [255, 255, 255]
     assert b"no such host" in off.stderr
@@ -110,7 +115,9 @@ def test_ctrl_c_while_a_host_does_not_answer(tmp_path: Path) -> None:
     assert not is_running(pid)
 
 
-@pytest.mark.parametrize("host", ["localhost", "::1", socket.gethostname(), *addresses_of_this_host()[:1]])
+@pytest.mark.parametrize(
+    "host", ["localhost", "::1", socket.gethostname(), *addresses_of_this_host()[:1]]
+)
 def test_a_host_that_is_this_one_needs_no_ssh(host: str, tmp_path: Path) -> None:
     assert not is_this_host("192.0.2.1") and not is_this_host("no-such-host.invalid")
     assert not is_this_host(f"me@{host}"), "which may be another user"

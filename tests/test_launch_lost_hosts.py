@@ -85,7 +85,16 @@ class Job:
         script(here, ON_HOST, "on_host.py")
         where = ("--hosts", hosts, "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
         self.launch = start(
-            *(*where, "--grace", "1", "--restart-backoff", "0.1", "--preempt-timeout", "1", *options),
+            *(
+                *where,
+                "--grace",
+                "1",
+                "--restart-backoff",
+                "0.1",
+                "--preempt-timeout",
+                "1",
+                *options,
+            ),
             *(script(here, SCRIPT), str(here)),
             on=functools.partial(hurried, HOST_RETRY_SECONDS=0.5, HOSTS_NOTICE_SECONDS=1.0),
             NPU_DEVICE_SSH=str(ssh),
@@ -116,7 +125,11 @@ class Job:
 
     def processes(self) -> list[int]:
         """Return the ranks and their npuruns, of all attempts."""
-        return [int(pid) for file in self.here.glob("ranks.?.[0-9]") for pid in file.read_text().split()[:2]]
+        return [
+            int(pid)
+            for file in self.here.glob("ranks.?.[0-9]")
+            for pid in file.read_text().split()[:2]
+        ]
 
     def npurun_of(self, node: int, count: int = 0) -> int:
         return int((self.here / f"ranks.{count}.{node}").read_text().split()[1])
@@ -135,11 +148,22 @@ class Job:
 
     def sizes(self) -> list[int]:
         """Return how many ranks the attempts had."""
-        attempts = itertools.takewhile(Path.exists, (self.here / f"ranks.{count}.0" for count in itertools.count()))
+        attempts = itertools.takewhile(
+            Path.exists, (self.here / f"ranks.{count}.0" for count in itertools.count())
+        )
         return [int(path.read_text().split()[2]) for path in attempts]
 
 
-LOSSES = ("npurun", "ssh", "ssh unnoticed", "signal", "signal for good", "for a while", "cut off", "for good")
+LOSSES = (
+    "npurun",
+    "ssh",
+    "ssh unnoticed",
+    "signal",
+    "signal for good",
+    "for a while",
+    "cut off",
+    "for good",
+)
 """What happens: npurun or ssh is killed, and the host doesn't notice the end of ssh; npurun is asked to stop, and the
 host is gone for good; npurun is killed, and ssh fails for a while or for good, or lives on while ssh fails.
 """
@@ -162,7 +186,14 @@ class Case:
     def options(self) -> list[str]:
         limit = [] if self.preemptions is None else ["--max-preemptions", str(self.preemptions)]
         rejoin = "4" if "for good" in self.loss else "60"
-        words = ["--nnodes", self.nnodes, "--max-restarts", str(self.restarts), "--rejoin-timeout", rejoin]
+        words = [
+            "--nnodes",
+            self.nnodes,
+            "--max-restarts",
+            str(self.restarts),
+            "--rejoin-timeout",
+            rejoin,
+        ]
         return [*words, *limit]
 
     @property
@@ -183,7 +214,9 @@ class Case:
         return (75, [2]) if is_signal and self.node == 1 else (1, [2])
 
 
-TABLE = list(itertools.starmap(Case, itertools.product(LOSSES, (0, 1), ("2", "1:2"), (0, 1), (None, 0, 1))))
+TABLE = list(
+    itertools.starmap(Case, itertools.product(LOSSES, (0, 1), ("2", "1:2"), (0, 1), (None, 0, 1)))
+)
 SHORT = {
     Case("npurun", 0),
     Case("ssh unnoticed", 1),
@@ -195,7 +228,11 @@ SHORT = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=str(case), marks=[] if case in SHORT else [pytest.mark.full]) for case in TABLE]
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=[] if case in SHORT else [pytest.mark.full])
+        for case in TABLE
+    ],
 )
 def test_a_lost_host(case: Case, tmp_path: Path) -> None:
     code, sizes = case.expected
@@ -217,7 +254,9 @@ def test_a_lost_host(case: Case, tmp_path: Path) -> None:
         assert job.launch.wait(LIMIT) == code
         assert job.sizes() == sizes
     if "for good" in case.loss and case.restarts and code in (1, 75) and case.preemptions != 0:
-        error = ("host one, node 0: not reached within 4 s", "node(s) 1 did not come within 4 s")[case.node]
+        error = ("host one, node 0: not reached within 4 s", "node(s) 1 did not come within 4 s")[
+            case.node
+        ]
         assert job.has_said(error)
 
 
@@ -253,7 +292,9 @@ def test_node_0_is_lost_more_often_than_the_job_may_restart(tmp_path: Path) -> N
         pytest.param(signal.SIGKILL, 1, -9, marks=pytest.mark.full),
     ],
 )
-def test_npurun_ends_while_it_waits_for_a_host(number: int, node: int, code: int, tmp_path: Path) -> None:
+def test_npurun_ends_while_it_waits_for_a_host(
+    number: int, node: int, code: int, tmp_path: Path
+) -> None:
     with Job(tmp_path, "--max-restarts", "1") as job:
         job.wait_for_ranks()
         (tmp_path / f"off.{('one', 'two')[node]}").touch()
@@ -286,5 +327,7 @@ def test_a_host_on_which_npurun_cannot_be_started(nnodes: str, tmp_path: Path) -
             wait_until((tmp_path / "ranks.0.0").exists, LIMIT)
             (tmp_path / "stop").touch()
         assert job.launch.wait(LIMIT) == (127 if nnodes == "2" else 75)
-        assert job.has_said("npurun: host two ended with exit code 127; stopping the others") == (nnodes == "2")
+        assert job.has_said("npurun: host two ended with exit code 127; stopping the others") == (
+            nnodes == "2"
+        )
     assert not job.has_said("next try")

@@ -45,7 +45,15 @@ def test_lines_are_those_that_a_rank_wrote(tmp_path: Path) -> None:
         os.write(1, b"\nother 1/2\rother 2/2\r\nno newline")
         """,
     )
-    expected = ["Grüße 世界 🙂".encode(), b"\xff\x00\xfe", b"", b"windows", b"bar 3/3", b"other 2/2", b"no newline"]
+    expected = [
+        "Grüße 世界 🙂".encode(),
+        b"\xff\x00\xfe",
+        b"",
+        b"windows",
+        b"bar 3/3",
+        b"other 2/2",
+        b"no newline",
+    ]
     done = npurun("-n", "2", source)
     assert [of_rank(done.stdout, rank) for rank in (0, 1)] == [expected] * 2
 
@@ -70,7 +78,10 @@ def test_large_output_is_complete_and_never_mixed(tmp_path: Path) -> None:
     for rank in (0, 1):
         for name, output in ((b"out", done.stdout), (b"err", done.stderr)):
             lines = of_rank(output, rank)
-            expected = [b"%s%d %d " % (name, rank, number) + b"x" * (number % 100) for number in range(10_000)]
+            expected = [
+                b"%s%d %d " % (name, rank, number) + b"x" * (number % 100)
+                for number in range(10_000)
+            ]
             assert lines[:10_000] == expected
             assert b"".join(lines[10_000:]) == b"y" * 3_000_000
             assert max(map(len, lines)) < 1_200_000, "a line without an end is cut"
@@ -100,7 +111,9 @@ def test_lines_and_progress_come_while_the_rank_runs(tmp_path: Path) -> None:
 def test_ranks_have_colours_on_a_terminal(tmp_path: Path) -> None:
     master, slave = pty.openpty()
     source = script(tmp_path, "print('here')")
-    launch = subprocess.Popen([*NPURUN, "-n", "1", source], env=environment(), stdout=slave, stderr=slave)
+    launch = subprocess.Popen(
+        [*NPURUN, "-n", "1", source], env=environment(), stdout=slave, stderr=slave
+    )
     os.close(slave)
     assert launch.wait(20) == 0
     assert os.read(master, 4096).startswith(b"\x1b[36m[0]\x1b[0m here\r\n")
@@ -120,7 +133,11 @@ FLOODS = """
 
 @pytest.mark.parametrize(
     ("other", "code"),
-    [("pass", 0), ("import time; time.sleep(60)", 143), ("import time; time.sleep(2); sys.exit(3)", 3)],
+    [
+        ("pass", 0),
+        ("import time; time.sleep(60)", 143),
+        ("import time; time.sleep(2); sys.exit(3)", 3),
+    ],
     ids=["goes away", "is stopped before a signal", "is stopped before a failure"],
 )
 def test_a_reader_that_goes_away_or_is_stopped(

@@ -50,7 +50,9 @@ SCRIPT = """
 """
 
 
-def running(tmp_path: Path, mode: str, *options: str, **variables: str) -> tuple[subprocess.Popen[bytes], list[int]]:
+def running(
+    tmp_path: Path, mode: str, *options: str, **variables: str
+) -> tuple[subprocess.Popen[bytes], list[int]]:
     launch = start("-n", "2", *options, script(tmp_path, SCRIPT), str(tmp_path), mode, **variables)
     return launch, wait_for_files(tmp_path, "*.pid", 4)
 
@@ -63,7 +65,9 @@ def left(pids: list[int]) -> list[int]:
     ("mode", "number", "code"),
     [("polite", signal.SIGINT, 130), ("polite", signal.SIGHUP, 129), ("plain", signal.SIGINT, 130)],
 )
-def test_one_signal_of_a_terminal_stops_everybody(tmp_path: Path, mode: str, number: int, code: int) -> None:
+def test_one_signal_of_a_terminal_stops_everybody(
+    tmp_path: Path, mode: str, number: int, code: int
+) -> None:
     launch, pids = running(tmp_path, mode, "--max-restarts", "3", "--grace", "60")
     for _ in range(3 if number == signal.SIGINT else 1):  # more at once are one
         os.killpg(launch.pid, number)
@@ -88,7 +92,9 @@ def test_one_signal_of_a_terminal_stops_everybody(tmp_path: Path, mode: str, num
     ],
     ids=["grace", "preempt-timeout", "second signal"],
 )
-def test_who_does_not_stop_is_killed(tmp_path: Path, number: int, code: int, limits: tuple[str, ...]) -> None:
+def test_who_does_not_stop_is_killed(
+    tmp_path: Path, number: int, code: int, limits: tuple[str, ...]
+) -> None:
     """After the limit, or at once by a second signal."""
     launch, pids = running(tmp_path, "deaf", *limits)
     began = time.monotonic()
@@ -134,8 +140,12 @@ def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
 # A request to stop
 
 
-@pytest.mark.parametrize(("name", "to_ranks"), [("SIGTERM", False), ("SIGUSR1", False), ("SIGTERM", True)])
-def test_ranks_end_their_step_and_npurun_ends_with_75(tmp_path: Path, name: str, to_ranks: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "to_ranks"), [("SIGTERM", False), ("SIGUSR1", False), ("SIGTERM", True)]
+)
+def test_ranks_end_their_step_and_npurun_ends_with_75(
+    tmp_path: Path, name: str, to_ranks: bool
+) -> None:
     options = [] if name == "SIGTERM" else ["--preempt-signal", name[3:]]
     launch, pids = running(tmp_path, "step", "--max-restarts", "3", *options)
     ranks = [pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().strip() != "sleep"]
@@ -143,10 +153,14 @@ def test_ranks_end_their_step_and_npurun_ends_with_75(tmp_path: Path, name: str,
         os.kill(pid, signal.Signals[name])
     out, err = launch.communicate(timeout=60)
     assert launch.returncode == 75, err.decode()
-    assert sorted(out.splitlines()) == [f"[{rank}] saved after ['{name}']".encode() for rank in (0, 1)]
+    assert sorted(out.splitlines()) == [
+        f"[{rank}] saved after ['{name}']".encode() for rank in (0, 1)
+    ]
     asking, _, last = err.rpartition(b"npurun: stopped on request at step 12, resumable\n")
     assert last == b""
-    assert asking.startswith(b"" if to_ranks else f"npurun: {name}: asking 2 ranks to stop within 25 s".encode())
+    assert asking.startswith(
+        b"" if to_ranks else f"npurun: {name}: asking 2 ranks to stop within 25 s".encode()
+    )
     assert asking.count(b"\n") == (0 if to_ranks else 1)
     wait_until(lambda: left(pids) == [])
 
@@ -175,7 +189,15 @@ def test_a_scheduler_that_signals_every_process(tmp_path: Path) -> None:
 
 def test_ranks_that_do_not_follow_the_others_are_stopped(tmp_path: Path) -> None:
     began = time.monotonic()
-    done = npurun("-n", "2", "--preempt-timeout", "1", "sh", "-c", "[ $RANK_ID = 1 ] && exit 75; exec sleep 100")
+    done = npurun(
+        "-n",
+        "2",
+        "--preempt-timeout",
+        "1",
+        "sh",
+        "-c",
+        "[ $RANK_ID = 1 ] && exit 75; exec sleep 100",
+    )
     assert done.returncode == 143
     assert time.monotonic() - began >= 1
     assert b"rank 0: stopped by npurun, killed by SIGTERM" in done.stderr

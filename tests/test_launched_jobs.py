@@ -59,10 +59,19 @@ npu.distribute.all_reduce(one, "sum")
 
 
 def run(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**clean_environment(), **AS_ROOT, "HCCL_CONNECT_TIMEOUT": "30", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    environment = {
+        **clean_environment(),
+        **AS_ROOT,
+        "HCCL_CONNECT_TIMEOUT": "30",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
     return subprocess.run(
         command,
-        env={**environment, "PYTHONPATH": os.pathsep.join([LEAN, str(HERE.parent), *sys.path[1:]]), **variables},
+        env={
+            **environment,
+            "PYTHONPATH": os.pathsep.join([LEAN, str(HERE.parent), *sys.path[1:]]),
+            **variables,
+        },
         capture_output=True,
         text=True,
         timeout=LIMIT,
@@ -92,9 +101,15 @@ def test_a_step_on_two_nodes() -> None:
 
 def test_variables_of_torchrun_and_jax() -> None:
     """srun starts a torchrun on each node; a shell sets the variables of JAX."""
-    loop = "for i in 0 1; do export LOCAL_RANK=$i RANK=$((SLURM_PROCID * 2 + i)); " + " ".join(WORKER) + " & done; wait"
+    loop = (
+        "for i in 0 1; do export LOCAL_RANK=$i RANK=$((SLURM_PROCID * 2 + i)); "
+        + " ".join(WORKER)
+        + " & done; wait"
+    )
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    found = clusters([*SRUN, "2", "1", "sh", "-c", loop], WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", **master)
+    found = clusters(
+        [*SRUN, "2", "1", "sh", "-c", loop], WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", **master
+    )
     assert [(one["rank"], one["device_id"]) for one in found] == [(0, 0), (1, 1), (2, 0), (3, 1)]
     loop = "for i in 0 1; do JAX_PROCESS_ID=$i " + " ".join(WORKER) + " & done; wait"
     place = f"127.0.0.1:{free_port()}"
@@ -108,7 +123,10 @@ def test_a_process_without_a_rank_does_not_train_alone(tmp_path: Path) -> None:
     for call in calls:
         script += f"try:\n    {call}\n    print('went on')\nexcept RuntimeError as error:\n    print(error)\n"
     [refused] = job.outputs(tmp_path, 1, script, PET_NNODES="2", PET_NODE_RANK="0")
-    assert refused.count("PET_NNODES is 2: Kubeflow's torch runtime") == len(calls) and "went on" not in refused
+    assert (
+        refused.count("PET_NNODES is 2: Kubeflow's torch runtime") == len(calls)
+        and "went on" not in refused
+    )
     [allowed] = job.outputs(tmp_path, 1, script, PET_NNODES="2", NPU_DEVICE_LAUNCHER="off")
     assert allowed.count("went on\n") == len(calls)
 
@@ -131,7 +149,9 @@ def test_npurun_in_a_step_starts_a_job_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", mpiexecs.KINDS)
 def test_mpiexec(kind: str) -> None:
     found = clusters([*mpiexec(kind), "-n", "3", *WORKER])
-    assert [(one["rank"], one["local_rank"], one["device_id"]) for one in found] == [(i, i, i) for i in range(3)]
+    assert [(one["rank"], one["local_rank"], one["device_id"]) for one in found] == [
+        (i, i, i) for i in range(3)
+    ]
     assert found[0]["addresses"] == ["127.0.0.1"] * 3
 
 

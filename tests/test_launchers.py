@@ -14,7 +14,10 @@ from test_membership import CM, membership, refused, table, tf_config, variables
 
 from npu_device._src import environment
 from npu_device._src.cluster.errors import ClusterError
-from npu_device._src.membership.schemes import membership_from_environment, world_size_from_environment
+from npu_device._src.membership.schemes import (
+    membership_from_environment,
+    world_size_from_environment,
+)
 
 SLURM = variables_of(
     "SLURM_JOB_ID=4711 SLURM_STEP_ID=3 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NODELIST=gpu[07-08] SLURMD_NODENAME=gpu08 "
@@ -26,13 +29,31 @@ OPEN_MPI = variables_of(
     "PMIX_NAMESPACE=prterun-a-7@1"
 )
 MPICH = variables_of("PMI_SIZE=4 PMI_RANK=3 MPI_LOCALNRANKS=4 MPI_LOCALRANKID=3")
-PALS = variables_of("PALS_RANKID=3 PALS_LOCAL_RANKID=3 PALS_APID=8e1 PMI_RANK=3 PMI_SIZE=4 PMI_LOCAL_SIZE=4")
-TORCHRUN = variables_of("RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500")
+PALS = variables_of(
+    "PALS_RANKID=3 PALS_LOCAL_RANKID=3 PALS_APID=8e1 PMI_RANK=3 PMI_SIZE=4 PMI_LOCAL_SIZE=4"
+)
+TORCHRUN = variables_of(
+    "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500"
+)
 JAX = variables_of("JAX_NUM_PROCESSES=4 JAX_PROCESS_ID=3 JAX_COORDINATOR_ADDRESS=a.b:6666")
 OF_TWO = {"WORLD_SIZE": "2", "RANK": "0"}
 TWO_WORKERS = tf_config(1, worker=["a:1", "b:1"])
-ALL = {"Slurm": SLURM, "Open MPI": OPEN_MPI, "MPICH": MPICH, "PALS": PALS, "torchrun": TORCHRUN, "JAX": JAX}
-RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID", "RANK", "JAX_PROCESS_ID")
+ALL = {
+    "Slurm": SLURM,
+    "Open MPI": OPEN_MPI,
+    "MPICH": MPICH,
+    "PALS": PALS,
+    "torchrun": TORCHRUN,
+    "JAX": JAX,
+}
+RANKS = (
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "PALS_RANKID",
+    "RANK",
+    "JAX_PROCESS_ID",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +74,11 @@ def clean() -> Iterator[None]:
         {"RANK_SIZE": "", "CM_WORKER_SIZE": "", "TF_CONFIG": "", "RANK_TABLE_FILE": ""},
         {"TF_CONFIG": "{}"},
         {"TF_CONFIG": tf_config(0, worker=["a:1"])},
-        {"TF_CONFIG": tf_config({"type": "evaluator", "index": 0}, chief=["a:1"], worker=["b:1"], ps=["c:1"])},
+        {
+            "TF_CONFIG": tf_config(
+                {"type": "evaluator", "index": 0}, chief=["a:1"], worker=["b:1"], ps=["c:1"]
+            )
+        },
         *({name: "3"} for name in RANKS),
         {"JOB_COMPLETION_INDEX": "1"},
         {"LSB_DJOB_NUMPROC": "4", "LSB_HOSTS": "a b"},
@@ -64,7 +89,13 @@ def clean() -> Iterator[None]:
         BATCH_SCRIPT,
         {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun --pty bash
         *({**variables, "NPU_DEVICE_LAUNCHER": "off"} for variables in ALL.values()),
-        {**SLURM, "NPU_DEVICE_LAUNCHER": "torchrun", "WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "a"},
+        {
+            **SLURM,
+            "NPU_DEVICE_LAUNCHER": "torchrun",
+            "WORLD_SIZE": "1",
+            "RANK": "0",
+            "MASTER_ADDR": "a",
+        },
     ],
     ids=str,
 )
@@ -92,7 +123,9 @@ def test_not_alone_in_one_of_several_processes(variables: dict[str, str]) -> Non
     name, value = next(iter(variables.items()))
     os.environ.update(variables)
     for call in (world_size_from_environment, membership_from_environment):
-        with pytest.raises(ClusterError, match=f"(?s)^{name} is {value}: .*npurun.*NPU_DEVICE_LAUNCHER=off") as raised:
+        with pytest.raises(
+            ClusterError, match=f"(?s)^{name} is {value}: .*npurun.*NPU_DEVICE_LAUNCHER=off"
+        ) as raised:
             call()
         assert "What to do:" in str(raised.value)
     os.environ.update(NPU_DEVICE_LAUNCHER="off")
@@ -111,13 +144,23 @@ def test_place(launcher: str) -> None:
     assert membership(DEVICE_ID="7").device_id == 7
     assert membership(JOB_ID="mine").job_id == "mine"
     port = found.chief_port
-    assert membership(HCCL_IF_BASE_PORT="6000").chief_port == (port if launcher in ("torchrun", "JAX") else 6000)
+    assert membership(HCCL_IF_BASE_PORT="6000").chief_port == (
+        port if launcher in ("torchrun", "JAX") else 6000
+    )
     if launcher in ("Open MPI", "MPICH", "PALS"):
         assert found.chief_hosts == ("127.0.0.1",) and 61000 <= port < 65000
     if launcher not in ("torchrun", "JAX"):
-        several_hosts = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MPI_LOCALNRANKS": "2", "PMI_LOCAL_SIZE": "2"}
+        several_hosts = {
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "MPI_LOCALNRANKS": "2",
+            "PMI_LOCAL_SIZE": "2",
+        }
         found = membership(MASTER_ADDR="10.0.0.7", MASTER_PORT="29500", **several_hosts)
-        assert (found.scheme, found.chief_hosts, found.chief_port) == (launcher, ("10.0.0.7",), 29500)
+        assert (found.scheme, found.chief_hosts, found.chief_port) == (
+            launcher,
+            ("10.0.0.7",),
+            29500,
+        )
     ranks = [name for name in ALL[launcher] if name in RANKS]
     assert membership(**dict.fromkeys(ranks, "0")).is_chief
     assert f"is rank 4 of 4 ({launcher}: " in refused(**dict.fromkeys(ranks, "4"))
@@ -136,14 +179,22 @@ def test_malformed(name: str) -> None:
 
 def test_slurm_meets_on_the_first_node_of_the_step() -> None:
     found = membership(**SLURM, SLURM_SUBMIT_HOST="login", SLURM_JOB_NODELIST="gpu[01-08]")
-    assert (found.chief_hosts, found.host_key, found.job_id) == (("gpu07",), "gpu08", "Slurm-4711-3")
+    assert (found.chief_hosts, found.host_key, found.job_id) == (
+        ("gpu07",),
+        "gpu08",
+        "Slurm-4711-3",
+    )
     assert 61000 <= found.chief_port < 65000
     assert membership(SLURM_PROCID="0").chief_port == found.chief_port
     ports = {membership(SLURM_STEP_ID=str(step)).chief_port for step in range(8)}
     assert len(ports) > 4
     assert 7000 <= membership(NPU_DEVICE_PORT_RANGE="7000-7003").chief_port <= 7003
     assert membership(SLURM_STEP_NODELIST="gpu08").chief_hosts == ("127.0.0.1",)
-    for nodes, first in (("a,b", "a"), ("n[1,3-5],m7", "n1"), ("rack[2-3]n[007,9-11]-ib,c", "rack2n007-ib")):
+    for nodes, first in (
+        ("a,b", "a"),
+        ("n[1,3-5],m7", "n1"),
+        ("rack[2-3]n[007,9-11]-ib,c", "rack2n007-ib"),
+    ):
         assert membership(SLURM_STEP_NODELIST=nodes).chief_hosts == (first,)
 
 
@@ -158,7 +209,9 @@ def test_torchrun() -> None:
     assert "MASTER_PORT is missing" in refused(MASTER_PORT="")
 
 
-def test_mpi_on_several_hosts_without_mpi4py(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_mpi_on_several_hosts_without_mpi4py(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "mpi4py.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "mpi4py", raising=False)
@@ -182,7 +235,12 @@ def test_the_process_that_started_the_ranks_names_the_job() -> None:
 
 
 def test_ranks_that_share_nothing_are_told_what_to_set() -> None:
-    container = ["unshare", "--map-root-user", "--pid", "--fork"]  # from which the starter can't be seen
+    container = [
+        "unshare",
+        "--map-root-user",
+        "--pid",
+        "--fork",
+    ]  # from which the starter can't be seen
     if subprocess.run([*container, "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs unshare")
     os.environ.update(MPICH)
@@ -199,7 +257,9 @@ def test_ranks_that_share_nothing_are_told_what_to_set() -> None:
 
 def _printed(command: list[str]) -> str:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
+    return subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=60
+    ).stdout
 
 
 # Several descriptions
@@ -208,11 +268,20 @@ def _printed(command: list[str]) -> str:
 @pytest.mark.parametrize(
     ("outer", "inner"),
     [
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, TORCHRUN),  # srun starts torchrun
+        (
+            {**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
+            TORCHRUN,
+        ),  # srun starts torchrun
         (SLURM, TORCHRUN),  # a wrapper sets torchrun's variables
         (MPICH, TORCHRUN),
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, MPICH),  # mpiexec starts its daemons with srun
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "9", "SLURM_PROCID": "8"}, OPEN_MPI),  # on all nodes of the allocation
+        (
+            {**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"},
+            MPICH,
+        ),  # mpiexec starts its daemons with srun
+        (
+            {**SLURM, "SLURM_STEP_NUM_TASKS": "9", "SLURM_PROCID": "8"},
+            OPEN_MPI,
+        ),  # on all nodes of the allocation
         ({"PMI_RANK": "3", "PMI_SIZE": "4"}, SLURM),  # srun --mpi=pmi2
     ],
 )
@@ -224,12 +293,27 @@ def test_launchers_that_agree(outer: dict[str, str], inner: dict[str, str]) -> N
 @pytest.mark.parametrize(
     ("variables", "says"),
     [
-        ({**SLURM, **TORCHRUN, "RANK": "2"}, "is rank 2 of 4 by torchrun, but rank 3 of 4 (Slurm: SLURM_PROCID=3)"),
-        ({**OPEN_MPI, **TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, "is rank 0 of 1 by torchrun, but rank 3 of 4 (Open"),
-        ({**SLURM, "PMI_RANK": "0", "PMI_SIZE": "1"}, "is rank 0 of 1 by MPICH, but rank 3 of 4 (Slurm: SLURM_PRO"),
+        (
+            {**SLURM, **TORCHRUN, "RANK": "2"},
+            "is rank 2 of 4 by torchrun, but rank 3 of 4 (Slurm: SLURM_PROCID=3)",
+        ),
+        (
+            {**OPEN_MPI, **TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"},
+            "is rank 0 of 1 by torchrun, but rank 3 of 4 (Open",
+        ),
+        (
+            {**SLURM, "PMI_RANK": "0", "PMI_SIZE": "1"},
+            "is rank 0 of 1 by MPICH, but rank 3 of 4 (Slurm: SLURM_PRO",
+        ),
         ({**SLURM, "RANK_ID": "1"}, "is rank 1 of 4 by Slurm and RANK_ID, but rank 3 of 4 (Slurm"),
-        ({**SLURM, "TF_CONFIG": TWO_WORKERS}, "is one of 2 ranks by Ascend's variables or TF_CONFIG, but rank 3 of 4"),
-        ({**TORCHRUN, **OF_TWO, "TF_CONFIG": TWO_WORKERS}, "is rank 1 of 2 by TF_CONFIG and RANK_ID, but rank 0 of 2"),
+        (
+            {**SLURM, "TF_CONFIG": TWO_WORKERS},
+            "is one of 2 ranks by Ascend's variables or TF_CONFIG, but rank 3 of 4",
+        ),
+        (
+            {**TORCHRUN, **OF_TWO, "TF_CONFIG": TWO_WORKERS},
+            "is rank 1 of 2 by TF_CONFIG and RANK_ID, but rank 0 of 2",
+        ),
     ],
 )
 def test_contradictions(variables: dict[str, str], says: str) -> None:

@@ -17,14 +17,19 @@ from npu_device._src import environment
 from npu_device._src.cluster.description import Membership
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.membership import interfaces
-from npu_device._src.membership.schemes import membership_from_environment, world_size_from_environment
+from npu_device._src.membership.schemes import (
+    membership_from_environment,
+    world_size_from_environment,
+)
 
 
 def variables_of(text: str) -> dict[str, str]:
     return dict(pair.split("=") for pair in text.split())
 
 
-CM = variables_of("CM_CHIEF_IP=127.0.0.1 CM_CHIEF_PORT=29688 CM_CHIEF_DEVICE=0 CM_WORKER_SIZE=4 CM_WORKER_IP=127.0.0.1")
+CM = variables_of(
+    "CM_CHIEF_IP=127.0.0.1 CM_CHIEF_PORT=29688 CM_CHIEF_DEVICE=0 CM_WORKER_SIZE=4 CM_WORKER_IP=127.0.0.1"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +64,12 @@ def tf_config(task: dict[str, Any] | int | None, **cluster: Any) -> str:
 
 
 def table(path: Path, **variables: str) -> dict[str, str]:
-    return {"RANK_TABLE_FILE": write(path, VERSION_1_0), "RANK_SIZE": "4", "RANK_ID": "2", **variables}
+    return {
+        "RANK_TABLE_FILE": write(path, VERSION_1_0),
+        "RANK_SIZE": "4",
+        "RANK_ID": "2",
+        **variables,
+    }
 
 
 # Rank table
@@ -77,11 +87,21 @@ def test_a_table_on_one_host(tmp_path: Path) -> None:
 
 
 def test_rank_table(tmp_path: Path) -> None:
-    found = membership(**table(tmp_path, ASCEND_DEVICE_ID="5", JOB_ID="j1", HCCL_CONNECT_TIMEOUT="7"))
-    assert (found.scheme, found.world_size, found.rank, found.is_chief) == ("rank table", 4, 2, False)
+    found = membership(
+        **table(tmp_path, ASCEND_DEVICE_ID="5", JOB_ID="j1", HCCL_CONNECT_TIMEOUT="7")
+    )
+    assert (found.scheme, found.world_size, found.rank, found.is_chief) == (
+        "rank table",
+        4,
+        2,
+        False,
+    )
     assert (found.host, found.host_key, found.device_id, found.job_id) == (None, "nodeB", 5, "j1")
     assert (found.chief_hosts, found.chief_port) == (("10.0.0.1", "nodeA", "172.20.0.10"), 61000)
-    assert (found.connect_timeout, found.expected_hosts) == (7.0, ("nodeA", "nodeA", "nodeB", "nodeB"))
+    assert (found.connect_timeout, found.expected_hosts) == (
+        7.0,
+        ("nodeA", "nodeA", "nodeB", "nodeB"),
+    )
     assert world_size_from_environment() == 4
     assert membership(RANK_ID="0").is_chief
     del os.environ["ASCEND_DEVICE_ID"]
@@ -152,7 +172,10 @@ def test_pods(variables: dict[str, str], rank: int, tmp_path: Path) -> None:
 def test_pods_refused(tmp_path: Path) -> None:
     message = refused(RANK_TABLE_FILE=write(tmp_path, PODS), RANK_SIZE="3", POD_NAME="other")
     assert "EI0004" in message
-    assert "POD_NAME 'other' is not in it; expected one of its pods: job-worker-0, job-worker-1" in message
+    assert (
+        "POD_NAME 'other' is not in it; expected one of its pods: job-worker-0, job-worker-1"
+        in message
+    )
     message = refused(POD_NAME="job-worker-0")
     assert "pod 'job-worker-0' has 2 devices" in message
     assert "ASCEND_DEVICE_ID is not set; expected one of 4, 5" in message
@@ -161,7 +184,10 @@ def test_pods_refused(tmp_path: Path) -> None:
 
 def test_rank_table_refused(tmp_path: Path) -> None:
     message = refused(**table(tmp_path, RANK_ID="4"))
-    assert "EI0004" in message and "RANK_ID 4 is not in it; expected one of its ranks, 0 to 3" in message
+    assert (
+        "EI0004" in message
+        and "RANK_ID 4 is not in it; expected one of its ranks, 0 to 3" in message
+    )
     assert "RANK_ID is missing or empty" in refused(RANK_ID="")
     message = refused(RANK_ID="0", RANK_SIZE="2")
     assert "EI0004" in message and "it lists 4 ranks, and RANK_SIZE is 2" in message
@@ -180,8 +206,17 @@ def test_rank_table_refused(tmp_path: Path) -> None:
 def test_without_a_table() -> None:
     found = membership(**CM, ASCEND_DEVICE_ID="3")
     assert (found.scheme, found.world_size, found.rank, found.is_chief) == ("CM_*", 4, None, False)
-    assert (found.host, found.host_key, found.device_id, found.job_id) == ("127.0.0.1", "127.0.0.1", 3, "default")
-    assert (found.chief_hosts, found.chief_port, found.connect_timeout) == (("127.0.0.1",), 29688, 120.0)
+    assert (found.host, found.host_key, found.device_id, found.job_id) == (
+        "127.0.0.1",
+        "127.0.0.1",
+        3,
+        "default",
+    )
+    assert (found.chief_hosts, found.chief_port, found.connect_timeout) == (
+        ("127.0.0.1",),
+        29688,
+        120.0,
+    )
     assert world_size_from_environment() == 4
 
 
@@ -206,12 +241,18 @@ def test_without_a_table_refused() -> None:
     for name in ("CM_CHIEF_IP", "CM_CHIEF_PORT", "CM_CHIEF_DEVICE", "CM_WORKER_SIZE"):
         assert f"{name} is missing or empty" in refused(**{**CM, name: ""})
     text = refused(RANK_SIZE="4")
-    assert "CM_WORKER_SIZE is missing or empty" in text and "RANK_SIZE belongs to one with a table" in text
+    assert (
+        "CM_WORKER_SIZE is missing or empty" in text
+        and "RANK_SIZE belongs to one with a table" in text
+    )
 
 
 def test_values_refused() -> None:
     for variables, says in (
-        ({**CM, "CM_WORKER_IP": "fd00::1"}, "EI0001: .*CM_WORKER_IP is 'fd00::1' and CM_CHIEF_IP is '127.0.0.1'"),
+        (
+            {**CM, "CM_WORKER_IP": "fd00::1"},
+            "EI0001: .*CM_WORKER_IP is 'fd00::1' and CM_CHIEF_IP is '127.0.0.1'",
+        ),
         ({**CM, "RANK_SIZE": "2"}, r"both RANK_SIZE \(2\) and CM_WORKER_SIZE \(4\) are set"),
         ({**CM, "ASCEND_DEVICE_ID": "x"}, "EI0001: .* ASCEND_DEVICE_ID is 'x'"),
     ):
@@ -226,17 +267,45 @@ def test_values_refused() -> None:
     ("task", "cluster", "rank", "hosts"),
     [
         (1, {"worker": ["w-0.svc:2222", "w-1.svc:2222"]}, 1, ("w-0.svc", "w-1.svc")),
-        ({"type": "chief", "index": 0}, {"worker": ["b:2", "c:3"], "chief": ["a:1"]}, 0, ("a", "b", "c")),
-        ({"type": "worker", "index": "1"}, {"master": ["a:1"], "worker": ["b:2", "c:3"], "ps": []}, 2, ("a", "b", "c")),
+        (
+            {"type": "chief", "index": 0},
+            {"worker": ["b:2", "c:3"], "chief": ["a:1"]},
+            0,
+            ("a", "b", "c"),
+        ),
+        (
+            {"type": "worker", "index": "1"},
+            {"master": ["a:1"], "worker": ["b:2", "c:3"], "ps": []},
+            2,
+            ("a", "b", "c"),
+        ),
         (2, {"worker": ["a:1", "b:1", "b:2"]}, 2, ("a", "b", "b")),
-        (0, {"worker": ["[fd00::1]:2", "[fd00::2]:2"], "evaluator": ["e:1"]}, 0, ("fd00::1", "fd00::2")),
+        (
+            0,
+            {"worker": ["[fd00::1]:2", "[fd00::2]:2"], "evaluator": ["e:1"]},
+            0,
+            ("fd00::1", "fd00::2"),
+        ),
     ],
 )
 def test_tf_config(task: Any, cluster: Any, rank: int, hosts: tuple[str, ...]) -> None:
     found = membership(TF_CONFIG=tf_config(task, **cluster))
-    assert (found.scheme, found.world_size, found.rank, found.is_chief) == ("TF_CONFIG", len(hosts), rank, rank == 0)
-    assert (found.expected_hosts, found.chief_hosts, found.host_key) == (hosts, hosts[:1], hosts[rank])
-    assert (found.host, found.device_id, found.job_id) == (None, hosts[:rank].count(hosts[rank]), "default")
+    assert (found.scheme, found.world_size, found.rank, found.is_chief) == (
+        "TF_CONFIG",
+        len(hosts),
+        rank,
+        rank == 0,
+    )
+    assert (found.expected_hosts, found.chief_hosts, found.host_key) == (
+        hosts,
+        hosts[:1],
+        hosts[rank],
+    )
+    assert (found.host, found.device_id, found.job_id) == (
+        None,
+        hosts[:rank].count(hosts[rank]),
+        "default",
+    )
     first = (cluster.get("chief") or cluster.get("master") or cluster["worker"])[0]
     assert found.chief_port == int(first.rpartition(":")[2])
     assert world_size_from_environment() == len(hosts)
@@ -249,7 +318,10 @@ def test_tf_config_beside_ascends_variables(tmp_path: Path) -> None:
     config = tf_config(1, worker=["a:1", "b:1"])
     assert membership(TF_CONFIG=config, RANK_SIZE="2", RANK_ID="1").scheme == "TF_CONFIG"
     text = refused(RANK_ID="0")
-    assert "RANK_SIZE (2) and RANK_ID (0) contradict TF_CONFIG: by TF_CONFIG this process is rank 1 of 2" in text
+    assert (
+        "RANK_SIZE (2) and RANK_ID (0) contradict TF_CONFIG: by TF_CONFIG this process is rank 1 of 2"
+        in text
+    )
     del os.environ["RANK_ID"]
     assert "RANK_SIZE (4)" in refused(RANK_SIZE="4")
     assert "RANK_SIZE (1)" in refused(RANK_SIZE="1")  # not silently alone
@@ -257,9 +329,13 @@ def test_tf_config_beside_ascends_variables(tmp_path: Path) -> None:
     told = f"the rank table {table_of_4['RANK_TABLE_FILE']}, RANK_SIZE (4) and RANK_ID (2) contradict TF_CONFIG: "
     assert f"{told}by TF_CONFIG this process is rank 1 of 2" in refused(**table_of_4)
     workers = ["a:1", "b:1", "c:1", "d:1"]
-    assert f"{told}by TF_CONFIG this process is rank 1 of 4" in refused(TF_CONFIG=tf_config(1, worker=workers))
+    assert f"{told}by TF_CONFIG this process is rank 1 of 4" in refused(
+        TF_CONFIG=tf_config(1, worker=workers)
+    )
     assert membership(TF_CONFIG=tf_config(2, worker=workers)).scheme == "rank table"
-    assert membership(TF_CONFIG=tf_config(0, worker=["a:1"])).scheme == "rank table"  # the process of a platform
+    assert (
+        membership(TF_CONFIG=tf_config(0, worker=["a:1"])).scheme == "rank table"
+    )  # the process of a platform
 
 
 def test_tf_config_of_four_beside_less(tmp_path: Path) -> None:
@@ -267,17 +343,26 @@ def test_tf_config_of_four_beside_less(tmp_path: Path) -> None:
     workers = {"TF_CONFIG": tf_config(0, worker=["a:1", "b:1", "c:1", "d:1"])}
     server = VERSION_1_0["server_list"][0]
     for count in (2, 1):
-        small = {**VERSION_1_0, "server_count": "1", "server_list": [{**server, "device": server["device"][:count]}]}
+        small = {
+            **VERSION_1_0,
+            "server_count": "1",
+            "server_list": [{**server, "device": server["device"][:count]}],
+        }
         path = write(tmp_path, small)
         text = refused(RANK_TABLE_FILE=path, RANK_SIZE=str(count), RANK_ID="0", **workers)
-        assert f"the rank table {path}, RANK_SIZE ({count}) and RANK_ID (0) contradict TF_CONFIG" in text
+        assert (
+            f"the rank table {path}, RANK_SIZE ({count}) and RANK_ID (0) contradict TF_CONFIG"
+            in text
+        )
         assert "rank 0 of 4" in text
         with pytest.raises(ClusterError, match="contradict TF_CONFIG"):
             world_size_from_environment()
     for name in ("RANK_TABLE_FILE", "RANK_SIZE", "RANK_ID"):
         del os.environ[name]
     assert membership(**CM, **workers).scheme == "CM_*"
-    assert "CM_CHIEF_IP (127.0.0.1) and CM_WORKER_SIZE (2) contradict TF_CONFIG" in refused(CM_WORKER_SIZE="2")
+    assert "CM_CHIEF_IP (127.0.0.1) and CM_WORKER_SIZE (2) contradict TF_CONFIG" in refused(
+        CM_WORKER_SIZE="2"
+    )
 
 
 @pytest.mark.parametrize(
@@ -285,16 +370,28 @@ def test_tf_config_of_four_beside_less(tmp_path: Path) -> None:
     [
         ("{'worker': 1}", "is not valid JSON: line 1, column 2"),
         ('{"cluster": ["a:1", "b:1"]}', "expected an object of task types"),
-        (tf_config(None, worker=["a:1", "b:1"]), "has the task None; expected an object with type and index"),
+        (
+            tf_config(None, worker=["a:1", "b:1"]),
+            "has the task None; expected an object with type and index",
+        ),
         (tf_config(-1, worker=["a:1", "b:1"]), "has the task index -1"),
-        (tf_config(2, worker=["a:1", "b:1"]), "which is not in its cluster; expected one of: worker 0, worker 1"),
+        (
+            tf_config(2, worker=["a:1", "b:1"]),
+            "which is not in its cluster; expected one of: worker 0, worker 1",
+        ),
         (tf_config(0, worker="a:1"), "for cluster.worker; expected a list of addresses"),
         (tf_config(0, worker=["a:1", "b"]), "has 'b' for cluster.worker[1]; expected"),
         (tf_config(0, worker=["fd00::1:1", "b:1"]), 'expected "host:port", or "[address]'),
         (tf_config(0, worker=["a:1", "a:1"]), "gives worker 0 and worker 1 the same"),
         (tf_config(0, worker=["a:1"], gpu=["b:1"]), "has the task type 'gpu'"),
-        (tf_config({"type": "chief", "index": 0}, chief=["a:1", "b:1"]), "has 2 addresses for cluster.chief"),
-        (tf_config({"type": "chief", "index": 0}, chief=["a:1"], master=["b:1"]), "has both chief and master"),
+        (
+            tf_config({"type": "chief", "index": 0}, chief=["a:1", "b:1"]),
+            "has 2 addresses for cluster.chief",
+        ),
+        (
+            tf_config({"type": "chief", "index": 0}, chief=["a:1"], master=["b:1"]),
+            "has both chief and master",
+        ),
         (tf_config(0, worker=["a:1"], ps=["b:1"]), "has parameter servers"),
         ('{"sparseCluster": {"worker": {"1": "b:1"}}}', "has a sparseCluster and no cluster"),
     ],

@@ -19,7 +19,9 @@ def test_the_list_is_what_the_repository_has() -> None:
     assert {folder: set(_modules(str(ROOT / folder))) for folder in _OURS} == _OURS
 
 
-@pytest.mark.parametrize(("folder", "stranger"), [("npu_device", "_npu_device_backends.so"), ("hccl", "_hccl.py")])
+@pytest.mark.parametrize(
+    ("folder", "stranger"), [("npu_device", "_npu_device_backends.so"), ("hccl", "_hccl.py")]
+)
 def test_a_mixture_is_refused(folder: str, stranger: str, tmp_path: Path) -> None:
     for name in _OURS:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -28,8 +30,12 @@ def test_a_mixture_is_refused(folder: str, stranger: str, tmp_path: Path) -> Non
     (tmp_path / "npu_device" / ".DS_Store").touch()
     require_own_folders(str(tmp_path))
     (tmp_path / folder / stranger).touch()
-    code = f"import {folder}" if folder == "npu_device" else "from hccl.manage.api import get_rank_id"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    code = (
+        f"import {folder}" if folder == "npu_device" else "from hccl.manage.api import get_rank_id"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert str(Path(folder, stranger)) in done.stderr and "python -m venv" in done.stderr
 
@@ -37,4 +43,6 @@ def test_a_mixture_is_refused(folder: str, stranger: str, tmp_path: Path) -> Non
 def test_errors_have_one_base_and_keep_their_own() -> None:
     classes = [each for each in vars(errors).values() if isinstance(each, type)]
     assert all(issubclass(each, errors.NpuDeviceError) for each in classes)
-    assert issubclass(errors.MismatchError, RuntimeError) and issubclass(errors.CheckpointError, OSError)
+    assert issubclass(errors.MismatchError, RuntimeError) and issubclass(
+        errors.CheckpointError, OSError
+    )

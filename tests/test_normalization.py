@@ -18,7 +18,11 @@ SAMPLES = 12
 def shares(size: int, uneven: bool) -> list[np.ndarray]:
     """Return the numbers of each rank's samples; ``uneven``: the first rank has all but one of each other."""
     every = np.arange(SAMPLES)
-    return np.split(every, range(SAMPLES - size + 1, SAMPLES)) if uneven else np.array_split(every, size)
+    return (
+        np.split(every, range(SAMPLES - size + 1, SAMPLES))
+        if uneven
+        else np.array_split(every, size)
+    )
 
 
 def make_model(layer: Any, dtype: str | None = None) -> Any:
@@ -40,7 +44,9 @@ def make_model(layer: Any, dtype: str | None = None) -> Any:
     return Net()
 
 
-def body_loop(found_by: str, graph: bool, reduced_by: str = "mean", uneven: bool = False, options: Any = None) -> Any:
+def body_loop(
+    found_by: str, graph: bool, reduced_by: str = "mean", uneven: bool = False, options: Any = None
+) -> Any:
     """Train in a loop; ``found_by`` is what tells the package of the layer."""
     import tensorflow as tf
 
@@ -72,7 +78,9 @@ def body_loop(found_by: str, graph: bool, reduced_by: str = "mean", uneven: bool
     def step(x: Any, y: Any, mask: Any) -> None:
         with tf.GradientTape() as tape:
             losses = tf.square(tf.squeeze(model(x, training=True, mask=mask), 1) - y)
-            loss = tf.reduce_sum(losses) / SAMPLES if reduced_by == "sum" else tf.reduce_mean(losses)
+            loss = (
+                tf.reduce_sum(losses) / SAMPLES if reduced_by == "sum" else tf.reduce_mean(losses)
+            )
         gradients = tape.gradient(loss, model.trainable_variables)
         if reduced_by == "weights":
             gradients = distribute.weighted_mean(gradients, tf.shape(x)[0])
@@ -88,11 +96,16 @@ def body_loop(found_by: str, graph: bool, reduced_by: str = "mean", uneven: bool
     # Inference is no collective: one rank alone can do it.
     outputs = np.asarray(model(x, mask=mask)).tolist() if distribute.is_main() else None
     outputs = distribute.broadcast_object(outputs)
-    return {"weights": [np.asarray(value).tolist() for value in model.get_weights()], "outputs": outputs}
+    return {
+        "weights": [np.asarray(value).tolist() for value in model.get_weights()],
+        "outputs": outputs,
+    }
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
-@pytest.mark.parametrize("found_by", ["wrapped", "wrapped before the model", "broadcast", "its class"])
+@pytest.mark.parametrize(
+    "found_by", ["wrapped", "wrapped before the model", "broadcast", "its class"]
+)
 def test_loop(several_keras_ranks: Pool, keras_single: Pool, found_by: str, graph: bool) -> None:
     compare(several_keras_ranks, keras_single, body_loop, found_by, graph)
 
@@ -182,7 +195,10 @@ def body_saved(directory: str) -> None:
     keras, distribute = tf.keras, npu.distribute
     layer = distribute.SyncBatchNormalization(axis=-1, momentum=0.5)
     config = layer.get_config()
-    assert config["momentum"] == 0.5 and distribute.SyncBatchNormalization.from_config(config).momentum == 0.5
+    assert (
+        config["momentum"] == 0.5
+        and distribute.SyncBatchNormalization.from_config(config).momentum == 0.5
+    )
     for wrong in ({"fused": True}, {"synchronized": False}):
         with pytest.raises(ValueError, match="SyncBatchNormalization"):
             distribute.SyncBatchNormalization(**wrong)
@@ -233,4 +249,7 @@ def test_an_uneven_first_step_whose_gradients_are_weighted_later(two_ranks: Pool
     """In eager mode, the backward pass of the first step can't know that ``weighted_mean`` comes."""
     for said in two_ranks.run(body_uneven_first_step):
         [text] = said
-        assert "different numbers of samples in the first step" in text and "What to do: begin with" in text
+        assert (
+            "different numbers of samples in the first step" in text
+            and "What to do: begin with" in text
+        )

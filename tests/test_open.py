@@ -42,11 +42,16 @@ def test_two_ranks_without_a_rank_table(tmp_path: Path, by_cm: bool) -> None:
     results = job.finish(job.start_each(tmp_path, SCRIPT + ANOTHER_JOB, environments))
     for rank, result in enumerate(results):
         assert result.code == 0, result.output
-        assert f"rank {rank} of 2 sum 3.0 /job:localhost/replica:0/task:0/device:NPU:" in result.output
+        assert (
+            f"rank {rank} of 2 sum 3.0 /job:localhost/replica:0/task:0/device:NPU:" in result.output
+        )
         if by_cm:
             assert "TF_CONFIG" in result.output and "CM_WORKER_SIZE" in result.output
         else:
-            assert f"rank 2 of 3, but npu.open() has made it rank {rank} of 2 of another job" in result.output
+            assert (
+                f"rank 2 of 3, but npu.open() has made it rank {rank} of 2 of another job"
+                in result.output
+            )
             assert "spark.python.worker.reuse=false" in result.output
 
 
@@ -67,24 +72,44 @@ assert os.environ["KIND"] != "error"
 def test_a_rank_that_never_opens_warns_at_its_end(tmp_path: Path) -> None:
     """Not a child, an error, a single rank, or ranks of npurun, which warns itself."""
     table, kinds = table_environment(tmp_path, 2, 1), ("alone", "child", "error", "npurun")
-    environments = [{**table, "KIND": kind} for kind in kinds] + [{**table_environment(tmp_path, 1, 0), "KIND": "one"}]
+    environments = [{**table, "KIND": kind} for kind in kinds] + [
+        {**table_environment(tmp_path, 1, 0), "KIND": "one"}
+    ]
     environments[kinds.index("npurun")]["NPU_DEVICE_ERROR_FILE"] = str(tmp_path / "error")
-    for kind, ended in zip([*kinds, "one"], job.finish(job.start_each(tmp_path, NEVER_OPENED, environments))):
+    for kind, ended in zip(
+        [*kinds, "one"], job.finish(job.start_each(tmp_path, NEVER_OPENED, environments))
+    ):
         assert (ended.code, "1.0" in ended.output) == (kind == "error", True), ended.output
-        assert ("never opened npu_device" in ended.output) == (kind == "alone"), (kind, ended.output)
+        assert ("never opened npu_device" in ended.output) == (kind == "alone"), (
+            kind,
+            ended.output,
+        )
         if kind == "alone":
-            assert "script.py) one of 2 ranks" in ended.output and "What to do: add `import npu_device" in ended.output
+            assert (
+                "script.py) one of 2 ranks" in ended.output
+                and "What to do: add `import npu_device" in ended.output
+            )
 
 
 def body_handle() -> None:
     handle, rank, size = npu.open(), npu.distribute.rank(), npu.distribute.size()
-    assert npu.open() is handle and handle.as_default() is handle and npu.npu_device.global_npu_ctx() is handle
-    with pytest.raises(RuntimeError, match=r"device 7 can't be opened(.|\n)*one process per device"):
+    assert (
+        npu.open() is handle
+        and handle.as_default() is handle
+        and npu.npu_device.global_npu_ctx() is handle
+    )
+    with pytest.raises(
+        RuntimeError, match=r"device 7 can't be opened(.|\n)*one process per device"
+    ):
         npu.open(7)
     with handle.scope():
         assert tf.constant(1.0).device.endswith("CPU:0")
     assert handle.name() == f"/job:localhost/replica:0/task:0/device:NPU:{rank}"
-    assert (handle.is_cluster_worker(), handle.workers_num, handle.worker_id) == (size > 1, size, rank)
+    assert (handle.is_cluster_worker(), handle.workers_num, handle.worker_id) == (
+        size > 1,
+        size,
+        rank,
+    )
 
 
 def test_the_handle(ranks: Pool) -> None:
@@ -116,10 +141,19 @@ _TWO_CORES = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs 
 @pytest.mark.parametrize(
     ("before", "environment", "expected"),
     [
-        pytest.param("", {}, "intra {share} inter {inter} spin {spins}", id="the ranks divide the cores"),
-        pytest.param(BOUND, {}, "mine {cores}", id="ranks bound to cores keep them", marks=_TWO_CORES),
+        pytest.param(
+            "", {}, "intra {share} inter {inter} spin {spins}", id="the ranks divide the cores"
+        ),
+        pytest.param(
+            BOUND, {}, "mine {cores}", id="ranks bound to cores keep them", marks=_TWO_CORES
+        ),
         # TensorFlow reads the variable by itself.
-        pytest.param("", {"TF_NUM_INTRAOP_THREADS": "3"}, "intra 0 inter 0 spin True", id="of the environment"),
+        pytest.param(
+            "",
+            {"TF_NUM_INTRAOP_THREADS": "3"},
+            "intra 0 inter 0 spin True",
+            id="of the environment",
+        ),
         pytest.param(BY_SCRIPT, {}, "intra 3 inter", id="of the script"),
     ],
 )
@@ -128,12 +162,17 @@ def test_threads(tmp_path: Path, before: str, environment: dict[str, str], expec
         words = output.split()
         cores = int(words[words.index("cores") + 1])
         share = max(1, cores // 2)
-        assert expected.format(cores=cores, share=share, inter=max(2, share), spins=share > 1) in output
+        assert (
+            expected.format(cores=cores, share=share, inter=max(2, share), spins=share > 1)
+            in output
+        )
 
 
 def test_a_failing_open_names_the_device_and_the_reason(tmp_path: Path) -> None:
     misspelt = {"NPU_DEVICE_AUDT": "off"}
-    [result] = job.finish(job.start_each(tmp_path, SCRIPT, [{**by_table(tmp_path, 2, 0), **misspelt}]))
+    [result] = job.finish(
+        job.start_each(tmp_path, SCRIPT, [{**by_table(tmp_path, 2, 0), **misspelt}])
+    )
     assert result.code == 1
     assert "Failed open npu device 0" in result.output
     assert "EI0015" in result.output and "missing" in result.output

@@ -52,7 +52,9 @@ def body_activations() -> None:
     ):
         check_gradients(operation, X, *weights)
         for mode in MODES:
-            np.testing.assert_allclose(evaluate(mode, operation, X, *weights)[0], result, rtol=1e-7, atol=1e-12)
+            np.testing.assert_allclose(
+                evaluate(mode, operation, X, *weights)[0], result, rtol=1e-7, atol=1e-12
+            )
     halves = gen_npu_ops.fast_gelu(X.astype(np.float16))
     assert halves.dtype == tf.float16 and np.isfinite(halves).all()
 
@@ -98,10 +100,14 @@ def body_layer_norm() -> None:
     spread = small - small.mean(axis=2, keepdims=True)
     right = spread / np.sqrt(np.square(spread).mean(axis=2, keepdims=True) + 1e-7)
     for mode in MODES:
-        (found,) = evaluate(mode, lambda x: gen_npu_ops.layer_norm(x, np.ones(4), np.zeros(4), 2, 2)[0], small)
+        (found,) = evaluate(
+            mode, lambda x: gen_npu_ops.layer_norm(x, np.ones(4), np.zeros(4), 2, 2)[0], small
+        )
         np.testing.assert_allclose(found, right, rtol=1e-3, atol=1e-5)
     large = (x * 300).astype(np.float16)  # its squares overflow float16
-    y, _, _ = gen_npu_ops.fused_layer_norm(large, np.ones(4, np.float16), np.zeros(4, np.float16), 2, 2)
+    y, _, _ = gen_npu_ops.fused_layer_norm(
+        large, np.ones(4, np.float16), np.zeros(4, np.float16), 2, 2
+    )
     assert y.dtype == tf.float16 and abs(np.std(y[0, 0]) - 1) < 0.01
 
 
@@ -139,7 +145,10 @@ def body_refused() -> None:
     assert not wrong_refusals(
         ("RuntimeError", "tf.function", npu_ops.dropout, tf.ones([2]), 0.5),
         ("ValueError", "int32", npu_aicore_ops.dropout_v3, tf.ones([2], tf.int32), 0.5),
-        *(("ValueError", "above 0", npu_aicore_ops.dropout_v3, tf.ones([2]), keep) for keep in (0, 1.5, np.float32(0))),
+        *(
+            ("ValueError", "above 0", npu_aicore_ops.dropout_v3, tf.ones([2]), keep)
+            for keep in (0, 1.5, np.float32(0))
+        ),
         ("NotImplementedError", "bilinearly", deformable_conv2d, image),
         ("NotImplementedError", "all_to_all_v", npu_cpu_ops.embeddingrankid, image),
     )
@@ -177,7 +186,9 @@ def body_hcom() -> Any:
     results = [
         gen_npu_ops.hcom_all_reduce(input=own, reduction="sum", fusion=1, fusion_id=-1, **group),
         gen_npu_ops.hcom_all_gather(input=own, rank_size=size, **group),
-        *gen_npu_ops.hcom_broadcast(input=[own], root_rank=size - 1, fusion=0, fusion_id=-1, **group),
+        *gen_npu_ops.hcom_broadcast(
+            input=[own], root_rank=size - 1, fusion=0, fusion_id=-1, **group
+        ),
         gen_npu_ops.hcom_reduce_scatter(input=own, reduction="max", rank_size=size, **group),
         gen_npu_ops.hcom_reduce(input=own, reduction="sum", root_rank=0, **group),
     ]
@@ -217,8 +228,14 @@ def body_steps(mode: str) -> None:
         return gen_npu_ops.adam_apply_one_with_decay_assign(g, v, m, w, LR, *BETAS, DECAY, EPSILON)
 
     def lamb(g: Any, v: Any, m: Any, w: Any) -> Any:
-        update, v, m = gen_npu_ops.lamb_apply_optimizer_assign(g, v, m, w, *BETAS, EPSILON, 3, 1.0, DECAY)
-        return v, m, npu_vector_ops.lamb_apply_weight_assign(tf.norm(w), tf.norm(update), LR, update, w)
+        update, v, m = gen_npu_ops.lamb_apply_optimizer_assign(
+            g, v, m, w, *BETAS, EPSILON, 3, 1.0, DECAY
+        )
+        return (
+            v,
+            m,
+            npu_vector_ops.lamb_apply_weight_assign(tf.norm(w), tf.norm(update), LR, update, w),
+        )
 
     for step, weights in (
         (adam, W - LR * ADAM),
@@ -228,7 +245,9 @@ def body_steps(mode: str) -> None:
         for found in (evaluate(mode, step, G, V, M, W), _with_variables(mode, step)):
             np.testing.assert_allclose(found, [NEW_V, NEW_M, weights])
     for norms in ((0.0, 2.0), (2.0, 0.0)):
-        (found,) = evaluate(mode, lambda u, w, n=norms: gen_npu_ops.lamb_apply_weight_assign(*n, LR, u, w), LAMB, W)
+        (found,) = evaluate(
+            mode, lambda u, w, n=norms: gen_npu_ops.lamb_apply_weight_assign(*n, LR, u, w), LAMB, W
+        )
         np.testing.assert_allclose(found, W - LR * LAMB)
 
 
@@ -255,15 +274,23 @@ def test_in_each_mode(single: Pool, body: Callable[[str], None], mode: str) -> N
 def body_lars() -> None:
     rate = 0.02 * NORMS[0] / (np.linalg.norm(G) + 0.1 * NORMS[0] + 1e-5)
     layer = {"input_weight": W, "input_grad": G, "weight_decay": 0.1, "hyperpara": 0.02}
-    for learning_rate, clipped, factor in ((0.5, False, rate), (0.5, True, rate / 0.5), (1e-4, True, 1.0)):
+    for learning_rate, clipped, factor in (
+        (0.5, False, rate),
+        (0.5, True, rate / 0.5),
+        (1e-4, True, 1.0),
+    ):
         found = gen_npu_ops.lars_v2(**layer, learning_rate=learning_rate, use_clip=clipped)
         np.testing.assert_allclose(found, factor * (G + 0.1 * W))
     both = evaluate("session", lambda w, g: npu_ops.LARS([w, g], [g, w], 0.1, 0.02), W, G)
     np.testing.assert_allclose(both[0], rate * (G + 0.1 * W))
     assert len(both) == 2 and np.isfinite(both[1]).all()
-    assert not wrong_refusals(("ValueError", "1 weights and 0 gradients", npu_ops.LARS, [W], [], 0.1))
+    assert not wrong_refusals(
+        ("ValueError", "1 weights and 0 gradients", npu_ops.LARS, [W], [], 0.1)
+    )
 
 
-@pytest.mark.parametrize("body", [body_activations, body_layer_norm, body_lars, body_refused, body_imports])
+@pytest.mark.parametrize(
+    "body", [body_activations, body_layer_norm, body_lars, body_refused, body_imports]
+)
 def test_formulas_refusals_and_names(single: Pool, body: Callable[[], None]) -> None:
     single.run(body)

@@ -20,7 +20,13 @@ from npu_bridge.estimator.npu.npu_optimizer import NPUDistributedOptimizer
 from npu_device import gen_npu_ops
 
 DY, DH, DC = np.random.default_rng(7).normal(size=[3, STEPS, BATCH, HIDDEN])
-ATTRIBUTES = {"direction": "UNIDIRECTIONAL", "cell_depth": 1, "keep_prob": 1.0, "cell_clip": -1.0, "num_proj": 0}
+ATTRIBUTES = {
+    "direction": "UNIDIRECTIONAL",
+    "cell_depth": 1,
+    "keep_prob": 1.0,
+    "cell_clip": -1.0,
+    "num_proj": 0,
+}
 PAIRS = (
     (gen_npu_ops.drop_out_gen_mask, gen_npu_ops.drop_out_do_mask, 512),
     (gen_npu_ops.drop_out_gen_mask_v3, gen_npu_ops.drop_out_do_mask_v3, 4000),
@@ -32,7 +38,9 @@ def body_activations(mode: str) -> None:
     dy = np.arange(1.0, 9.0).reshape(2, 4)
     clipped = np.minimum(np.abs(x) / 2**0.5, 1.769) - 1.769
     parabola = x / 2 * (1 + np.sign(x) * (1 - 0.2888 * clipped**2))
-    np.testing.assert_allclose(evaluate(mode, npu_aicore_ops.fast_gelu_v2, x)[0], parabola, atol=1e-12)
+    np.testing.assert_allclose(
+        evaluate(mode, npu_aicore_ops.fast_gelu_v2, x)[0], parabola, atol=1e-12
+    )
     for axes in (-1, (0, 1)):
         (found,) = evaluate(mode, lambda x, axes=axes: npu_aicore_ops.centralization(x, axes), x)
         np.testing.assert_allclose(found, x - x.mean(axis=axes, keepdims=True))
@@ -52,7 +60,9 @@ def body_activations(mode: str) -> None:
             _, mean, variance = norm(x, gamma, beta)
             return gen_npu_ops.fused_layer_norm_grad(dy, x, variance, mean, gamma, epsilon=1e-3)
 
-        check_gradient_operator(mode, lambda *inputs, norm=norm: norm(*inputs)[0], [dy], slopes, x, gamma, beta)
+        check_gradient_operator(
+            mode, lambda *inputs, norm=norm: norm(*inputs)[0], [dy], slopes, x, gamma, beta
+        )
 
 
 def body_lstm_cell(mode: str) -> None:
@@ -67,7 +77,9 @@ def body_lstm_cell(mode: str) -> None:
 
     arguments = (X[0], H0[0], C0[0], W, B)
     operator = gen_npu_ops.basic_lstm_cell
-    check_gradient_operator(mode, lambda *inputs: operator(*inputs)[:2], (DC[0], DH[0]), slopes, *arguments)
+    check_gradient_operator(
+        mode, lambda *inputs: operator(*inputs)[:2], (DC[0], DH[0]), slopes, *arguments
+    )
 
 
 def body_rnn(mode: str, seq_length: list[int] | None) -> None:
@@ -77,14 +89,18 @@ def body_rnn(mode: str, seq_length: list[int] | None) -> None:
     def slopes(x: Any, w: Any, b: Any, init_h: Any, init_c: Any) -> Any:
         y, h, c, *gates = states(x, w, b, init_h, init_c)
         given = (x, w, b, y, init_h, init_c, h, c, DY, DH, DC, *gates)
-        dw, db, dx, dh, dc = gen_npu_ops.dynamic_rnn_grad(*given, seq_length=seq_length, **ATTRIBUTES)
+        dw, db, dx, dh, dc = gen_npu_ops.dynamic_rnn_grad(
+            *given, seq_length=seq_length, **ATTRIBUTES
+        )
         return dx, dw, db, dh, dc
 
     def slopes_of_last_state(x: Any, w: Any, b: Any, init_h: Any, init_c: Any) -> Any:
         """As BERT's ``npu_ops.py`` has them."""
         y, h, c, *gates = states(x, w, b, init_h, init_c)
         given = (x, w, b, y, init_h[-1], init_c[-1], h, c, DY, DH[-1], DC[-1], *gates)
-        dw, db, dx, dh, dc = gen_npu_ops.dynamic_rnn_grad(*given, seq_length=seq_length, cell_type="LSTM")
+        dw, db, dx, dh, dc = gen_npu_ops.dynamic_rnn_grad(
+            *given, seq_length=seq_length, cell_type="LSTM"
+        )
         return dx, dw, db, dh[tf.newaxis], dc[tf.newaxis]
 
     def last_state(*inputs: Any) -> Any:
@@ -92,8 +108,12 @@ def body_rnn(mode: str, seq_length: list[int] | None) -> None:
         return y, h[-1], c[-1]
 
     arguments = (X, W, B, H0, C0)
-    check_gradient_operator(mode, lambda *inputs: states(*inputs)[:3], (DY, DH, DC), slopes, *arguments)
-    check_gradient_operator(mode, last_state, (DY, DH[-1], DC[-1]), slopes_of_last_state, *arguments)
+    check_gradient_operator(
+        mode, lambda *inputs: states(*inputs)[:3], (DY, DH, DC), slopes, *arguments
+    )
+    check_gradient_operator(
+        mode, last_state, (DY, DH[-1], DC[-1]), slopes_of_last_state, *arguments
+    )
 
 
 def body_gru(mode: str, seq_length: list[int] | None) -> None:
@@ -111,15 +131,23 @@ def body_gru(mode: str, seq_length: list[int] | None) -> None:
         )
         return dx, dwi, dwh, dbi, dbh, dh
 
-    def augru_slopes(x: Any, wi: Any, wh: Any, bi: Any, bh: Any, init_h: Any, attention: Any) -> Any:
+    def augru_slopes(
+        x: Any, wi: Any, wh: Any, bi: Any, bh: Any, init_h: Any, attention: Any
+    ) -> Any:
         y, h, *gates = augru(x, wi, wh, bi, bh, init_h, attention)
         given = (x, wi, wh, attention, y, init_h, h, DY, DH, *gates)
-        dwi, dwh, dbi, dbh, dx, dh, da = gen_npu_ops.dynamic_augru_grad(*given, seq_length=seq_length)
+        dwi, dwh, dbi, dbh, dx, dh, da = gen_npu_ops.dynamic_augru_grad(
+            *given, seq_length=seq_length
+        )
         return dx, dwi, dwh, dbi, dbh, dh, da
 
     weights = (WI, WH, BI, BH, H0)
-    check_gradient_operator(mode, lambda *inputs: plain(*inputs)[:2], (DY, DH), plain_slopes, X, *weights)
-    check_gradient_operator(mode, lambda *inputs: augru(*inputs)[:2], (DY, DH), augru_slopes, X, *weights, ATTENTION)
+    check_gradient_operator(
+        mode, lambda *inputs: plain(*inputs)[:2], (DY, DH), plain_slopes, X, *weights
+    )
+    check_gradient_operator(
+        mode, lambda *inputs: augru(*inputs)[:2], (DY, DH), augru_slopes, X, *weights, ATTENTION
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -130,14 +158,23 @@ def test_gradients(single: Pool, body: Callable[[str], None], mode: str) -> None
 
 @pytest.mark.parametrize(("mode", "seq_length"), [("eager", None), ("session", [3, 1])])
 @pytest.mark.parametrize("body", [body_rnn, body_gru])
-def test_gradients_over_time(single: Pool, body: Callable[..., None], mode: str, seq_length: list[int] | None) -> None:
+def test_gradients_over_time(
+    single: Pool, body: Callable[..., None], mode: str, seq_length: list[int] | None
+) -> None:
     single.run(body, mode, seq_length)
 
 
 def body_refusals() -> None:
     missing = "NotImplementedError: basic_lstm_cell_input_grad"
     assert not wrong_refusals(
-        (missing, "npu_ops.dropout", gen_npu_ops.basic_lstm_cell_input_grad, DY[0], W, np.ones([2])),
+        (
+            missing,
+            "npu_ops.dropout",
+            gen_npu_ops.basic_lstm_cell_input_grad,
+            DY[0],
+            W,
+            np.ones([2]),
+        ),
         ("TypeError", "colour", lambda: gen_npu_ops.dynamic_rnn_grad(*[X] * 16, colour="red")),
     )
 
@@ -161,7 +198,10 @@ def body_masks(mode: str) -> None:
         few = 16 if length < 4000 else 6
         check_gradients(lambda x, m=mask[:few], apply=apply: apply(x, m, 0.75), x[:2, :3])
         # Scripts without a seed pass None; the probability may be a tensor.
-        others = [evaluate(mode, lambda p, make=make: make([40, 100], p, None, None), np.float32(0.75)) for _ in "12"]
+        others = [
+            evaluate(mode, lambda p, make=make: make([40, 100], p, None, None), np.float32(0.75))
+            for _ in "12"
+        ]
         assert not np.array_equal(*others)
 
 
@@ -185,7 +225,9 @@ def error(weights: Any, pair: int) -> Any:
     """How far a sum of four numbers is off when half of them are dropped; each rank has numbers of its own."""
     x = np.random.default_rng(npu.open().worker_id).normal(size=[64, 4]).astype(np.float32)
     make, apply, _ = PAIRS[pair]
-    return tf.reduce_mean((tf.matmul(masked(x, 0.5, make, apply), weights) - x.sum(1, keepdims=True)) ** 2)
+    return tf.reduce_mean(
+        (tf.matmul(masked(x, 0.5, make, apply), weights) - x.sum(1, keepdims=True)) ** 2
+    )
 
 
 def trained_in_function(pair: int) -> list[float]:
@@ -207,7 +249,9 @@ def trained_in_session(pair: int) -> list[float]:
     v1 = tf.compat.v1
     with tf.Graph().as_default(), v1.Session() as session:
         weights = v1.get_variable("weights", initializer=tf.zeros([4, 1]))
-        train = NPUDistributedOptimizer(v1.train.GradientDescentOptimizer(0.1)).minimize(error(weights, pair))
+        train = NPUDistributedOptimizer(v1.train.GradientDescentOptimizer(0.1)).minimize(
+            error(weights, pair)
+        )
         session.run(v1.global_variables_initializer())
         for _ in range(60):
             session.run(train)

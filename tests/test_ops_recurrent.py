@@ -73,7 +73,9 @@ def body_operators(mode: str, seq_length: list[int] | None) -> None:
         return gen_npu_ops.dynamic_rnn(x, w, b, seq_length, h, c, forget_bias=0.5)[:3]
 
     def plain(x: Any, wi: Any, wh: Any, bi: Any, bh: Any, h: Any) -> Any:
-        return gen_npu_ops.dynamic_gru_v2(x, wi, wh, bi, bh, seq_length, h, gate_order="zrh", reset_after=True)[:2]
+        return gen_npu_ops.dynamic_gru_v2(
+            x, wi, wh, bi, bh, seq_length, h, gate_order="zrh", reset_after=True
+        )[:2]
 
     def augru(x: Any, wi: Any, wh: Any, bi: Any, bh: Any, h: Any, attention: Any) -> Any:
         return gen_npu_ops.dynamic_augru(x, wi, wh, attention, bi, bh, seq_length, h)[:2]
@@ -100,7 +102,12 @@ def body_layers() -> None:
     """In a function the layers make weights once, and compute what the operators do; in a session they learn."""
     for layer, values, extra, right in (
         (DynamicRNN(HIDDEN, tf.float64, forget_bias=0.5), (B, W), (H0, C0), lstm([3, 2], 0.5)),
-        (DynamicGRUV2(HIDDEN, tf.float64), (BH, BI, WH, WI), (H0,), gru([3, 2], np.zeros_like(ATTENTION))),
+        (
+            DynamicGRUV2(HIDDEN, tf.float64),
+            (BH, BI, WH, WI),
+            (H0,),
+            gru([3, 2], np.zeros_like(ATTENTION)),
+        ),
         (DynamicAUGRU(HIDDEN, tf.float64), (BH, BI, WH, WI), (H0,), gru([3, 2], ATTENTION)),
     ):
         attention = (ATTENTION,) if isinstance(layer, DynamicAUGRU) else ()
@@ -126,9 +133,21 @@ def body_layers() -> None:
 def body_refusals() -> None:
     missing, cell = "NotImplementedError: ", (X[0], H0[0], C0[0], W, B)
     assert not wrong_refusals(
-        (missing + "DynamicRNN", "tf.reverse", lambda: DynamicRNN(3, tf.float32, direction="BIDIRECTIONAL")),
-        (missing + "DynamicGRUV2", "update, reset, new", lambda: DynamicGRUV2(3, tf.float32, gate_order="rzh")),
-        (missing + "basic", "npu_ops.dropout", lambda: gen_npu_ops.basic_lstm_cell(*cell, keep_prob=0.5)),
+        (
+            missing + "DynamicRNN",
+            "tf.reverse",
+            lambda: DynamicRNN(3, tf.float32, direction="BIDIRECTIONAL"),
+        ),
+        (
+            missing + "DynamicGRUV2",
+            "update, reset, new",
+            lambda: DynamicGRUV2(3, tf.float32, gate_order="rzh"),
+        ),
+        (
+            missing + "basic",
+            "npu_ops.dropout",
+            lambda: gen_npu_ops.basic_lstm_cell(*cell, keep_prob=0.5),
+        ),
         ("TypeError", "colour", lambda: gen_npu_ops.dynamic_rnn(X, W, B, colour="red")),
     )
 
@@ -139,7 +158,9 @@ def body_static_rnn() -> None:
 
         output_size = state_size = INPUT
 
-        def get_initial_state(self, inputs: Any = None, batch_size: Any = None, dtype: Any = None) -> Any:
+        def get_initial_state(
+            self, inputs: Any = None, batch_size: Any = None, dtype: Any = None
+        ) -> Any:
             return tf.zeros([batch_size or BATCH, INPUT], dtype)
 
         zero_state = get_initial_state
@@ -151,7 +172,9 @@ def body_static_rnn() -> None:
     within = np.array([[1, 1, 1], [1, 1, 0]])[:, :, None]
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         state = tf.zeros([BATCH, INPUT], tf.float64)
-        outputs, last = npu_rnn.npu_dynamic_rnn(Cell(), X.transpose(1, 0, 2), state, sequence_length=[3, 2])
+        outputs, last = npu_rnn.npu_dynamic_rnn(
+            Cell(), X.transpose(1, 0, 2), state, sequence_length=[3, 2]
+        )
         listed, last_listed = npu_rnn.npu_dynamic_rnn(Cell(), tf.unstack(X), state)
         assert isinstance(listed, list)
         found = session.run([outputs, last, tf.stack(listed), last_listed])

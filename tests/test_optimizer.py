@@ -30,7 +30,9 @@ TOLERANCE = 2e-6  # of weights of order one after three steps, float32
 def _model(seed: int = 1) -> Any:
     keras = tf.keras
     keras.utils.set_random_seed(seed)
-    return keras.Sequential([keras.Input([5]), keras.layers.Dense(7, activation="tanh"), keras.layers.Dense(1)])
+    return keras.Sequential(
+        [keras.Input([5]), keras.layers.Dense(7, activation="tanh"), keras.layers.Dense(1)]
+    )
 
 
 def _batches(steps: int, rank: int | None = None) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -56,7 +58,9 @@ def _optimizer(kind: str) -> Any:
                 return super().apply_gradients(zip(gradients, variables), **keywords)
 
         return Clipping(0.1)
-    return (optimizers.legacy if kind == "legacy" else optimizers).SGD(0.1, momentum=0.9, global_clipnorm=0.5)
+    return (optimizers.legacy if kind == "legacy" else optimizers).SGD(
+        0.1, momentum=0.9, global_clipnorm=0.5
+    )
 
 
 def _train(model: Any, optimizer: Any, batches: list[Any], graph: bool) -> Any:
@@ -91,7 +95,9 @@ def _custom_loop_alone(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("kind", ["new", "of the script", pytest.param("legacy", marks=pytest.mark.only_keras("2"))])
+@pytest.mark.parametrize(
+    "kind", ["new", "of the script", pytest.param("legacy", marks=pytest.mark.only_keras("2"))]
+)
 def test_custom_loop_equals_one_process(keras_ranks: Pool, kind: str, graph: bool) -> None:
     same_bits(*keras_ranks.run(body_custom_loop, kind, graph))
 
@@ -102,13 +108,23 @@ def body_fit(steps_per_execution: int, eagerly: bool, scaled: bool) -> Any:
     optimizer = optimizer if late else wrap(optimizer)
     if scaled:
         optimizer = npu.train.optimizer.NpuLossScaleOptimizer(optimizer)
-    model.compile(optimizer=optimizer, loss="mse", steps_per_execution=steps_per_execution, run_eagerly=eagerly)
+    model.compile(
+        optimizer=optimizer,
+        loss="mse",
+        steps_per_execution=steps_per_execution,
+        run_eagerly=eagerly,
+    )
     if late:
         wrap(model.optimizer)
     x, y = map(np.concatenate, zip(*_batches(4, npu.distribute.rank())))
-    model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=npu_callbacks_append())
+    model.fit(
+        x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=npu_callbacks_append()
+    )
     if scaled:
-        assert (bool(optimizer.last_step_finite.numpy()), float(optimizer.loss_scale)) == (True, 2.0**15)
+        assert (bool(optimizer.last_step_finite.numpy()), float(optimizer.loss_scale)) == (
+            True,
+            2.0**15,
+        )
     same(model.get_weights(), _fit_alone(), 2e-5)  # eight Adam steps
     return model.get_weights()
 
@@ -127,7 +143,9 @@ def _fit_alone() -> Any:
     ("steps_per_execution", "eagerly", "scaled"),
     [(1, False, True), (2, False, False), (4, False, False), (1, True, False)],
 )
-def test_fit_equals_one_process(keras_ranks: Pool, steps_per_execution: int, eagerly: bool, scaled: bool) -> None:
+def test_fit_equals_one_process(
+    keras_ranks: Pool, steps_per_execution: int, eagerly: bool, scaled: bool
+) -> None:
     same_bits(*keras_ranks.run(body_fit, steps_per_execution, eagerly, scaled))
 
 
@@ -146,7 +164,11 @@ def body_none_and_sparse() -> None:
 
     everybody = [[0, other, other] if other else [0, 5] for other in range(size)]
     for kind in (tf.keras.optimizers.SGD, tf.keras.optimizers.Adagrad):
-        same(run(wrap(kind(1.0), "sum"), everybody[rank]), run(kind(1.0), list(itertools.chain(*everybody))), TOLERANCE)
+        same(
+            run(wrap(kind(1.0), "sum"), everybody[rank]),
+            run(kind(1.0), list(itertools.chain(*everybody))),
+            TOLERANCE,
+        )
 
 
 def test_none_and_sparse_gradients(keras_ranks: Pool) -> None:
@@ -157,7 +179,17 @@ def test_none_and_sparse_gradients(keras_ranks: Pool) -> None:
 def _optimizers() -> dict[str, Any]:
     """Return makers of optimizers, by name and by what clips its gradients."""
     kinds, found = tf.keras.optimizers, {}
-    for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "RMSprop"):
+    for name in (
+        "SGD",
+        "Adam",
+        "AdamW",
+        "Adagrad",
+        "Adadelta",
+        "Adamax",
+        "Nadam",
+        "Ftrl",
+        "RMSprop",
+    ):
         found[name, ""] = functools.partial(getattr(kinds, name), 0.1)
     found["momentum", ""] = functools.partial(kinds.SGD, 0.1, momentum=0.9)
     for clip in ("clipnorm", "clipvalue", "global_clipnorm"):
@@ -171,7 +203,11 @@ def _optimizers() -> dict[str, Any]:
 
 def _tables(reduce: str, graph: bool, rank: int, size: int) -> dict[str, Any]:
     """Train a table by each optimizer, in a graph some, on the words of a rank; ``reduce`` says how it is reduced."""
-    chosen = {key: make for key, make in _optimizers().items() if not graph or key[0] in ("SGD", "Adam", "legacy")}
+    chosen = {
+        key: make
+        for key, make in _optimizers().items()
+        if not graph or key[0] in ("SGD", "Adam", "legacy")
+    }
     random = np.random.default_rng(1)
     words, targets = random.integers(0, 4, [12, 3]), random.normal(size=12).astype(np.float32)
     own = slice(rank * 12 // size, (rank + 1) * 12 // size)
@@ -184,7 +220,9 @@ def _tables(reduce: str, graph: bool, rank: int, size: int) -> dict[str, Any]:
     def step(words: tf.Tensor, targets: tf.Tensor) -> None:
         with tf.GradientTape(persistent=True) as tape:
             losses = {
-                key: tf.reduce_mean(tf.square(tf.reduce_sum(tf.gather(table, words), [1, 2]) - targets))
+                key: tf.reduce_mean(
+                    tf.square(tf.reduce_sum(tf.gather(table, words), [1, 2]) - targets)
+                )
                 for key, table in tables.items()
             }
         for (name, clip), table in tables.items():
@@ -198,7 +236,9 @@ def _tables(reduce: str, graph: bool, rank: int, size: int) -> dict[str, Any]:
     call = tf.function(step) if graph else step
     for _ in range(3):
         call(tf.constant(words[own]), tf.constant(targets[own]))
-    clipped = "in the step" if reduce == "optimizer" else None  # before the optimizer reduces: not by any recipe
+    clipped = (
+        "in the step" if reduce == "optimizer" else None
+    )  # before the optimizer reduces: not by any recipe
     return {" ".join(key): table.numpy() for key, table in tables.items() if key[1] != clipped}
 
 
@@ -236,7 +276,9 @@ def body_mixed_precision() -> Any:
         model = _model(0)
         is_keras_3 = hasattr(tf.keras, "ops")
         model.compile(
-            optimizer=wrap(tf.keras.optimizers.SGD(0.01)), loss="mse", jit_compile="auto" if is_keras_3 else None
+            optimizer=wrap(tf.keras.optimizers.SGD(0.01)),
+            loss="mse",
+            jit_compile="auto" if is_keras_3 else None,
         )
         x, y = _batches(2, rank)[rank]
         if rank == 0:
@@ -291,7 +333,12 @@ def body_refusals_and_copies() -> list[str]:
         optimizer.apply_gradients([(tf.constant(1.0), variable)])
         assert (int(np.asarray(optimizer.iterations)), float(variable)) == (1, -1.0)
     cases: list[tuple[Any, ...]] = [
-        ("TypeError", "expected a Keras optimizer, or a name such as 'sgd'; found None", wrap, None),
+        (
+            "TypeError",
+            "expected a Keras optimizer, or a name such as 'sgd'; found None",
+            wrap,
+            None,
+        ),
         ("ValueError", "median", wrap, optimizers.SGD(1.0), "median"),
     ]
     if npu.distribute.size() > 1:

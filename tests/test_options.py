@@ -31,7 +31,9 @@ def owner(options: OptionGroup, path: str) -> tuple[Any, str]:
 
 
 @pytest.mark.parametrize(("path", "rule"), RULES, ids=[path for path, _ in RULES])
-def test_an_option_takes_its_default_and_allowed_values_only(options: GlobalOptions, path: str, rule: Any) -> None:
+def test_an_option_takes_its_default_and_allowed_values_only(
+    options: GlobalOptions, path: str, rule: Any
+) -> None:
     group, name = owner(options, path)
     option = getattr(group, name)
     assert isinstance(option, Option)
@@ -44,7 +46,9 @@ def test_an_option_takes_its_default_and_allowed_values_only(options: GlobalOpti
     kept = option.typed
     if rule.allowed:
         wrong = 99 if isinstance(rule.allowed[0], int) else "nonsense"
-        with pytest.raises(ValueError, match=rf"{path}.*{wrong}.*expected one of.*{rule.allowed[0]}"):
+        with pytest.raises(
+            ValueError, match=rf"{path}.*{wrong}.*expected one of.*{rule.allowed[0]}"
+        ):
             setattr(group, name, wrong)
     if rule.default is not None:  # another type
         for wrong in (None, 1.5, [], 1 if isinstance(rule.default, (bool, str)) else "1"):
@@ -72,7 +76,9 @@ def test_an_option_takes_its_default_and_allowed_values_only(options: GlobalOpti
         ("jit_compile", np.bool_(False), "false", "false"),
     ],
 )
-def test_a_value_as_text_and_typed(options: GlobalOptions, path: str, given: Any, text: str, typed: Any) -> None:
+def test_a_value_as_text_and_typed(
+    options: GlobalOptions, path: str, given: Any, text: str, typed: Any
+) -> None:
     group, name = owner(options, path)
     setattr(group, name, given)
     option = getattr(group, name)
@@ -95,8 +101,16 @@ def test_refused_values_and_unknown_names_with_the_nearest(options: GlobalOption
         ("aoe_config.aoe_mode", 2, r"2 \(of type int\); expected one of '1', '2', '4'"),
         ("input_fusion_size", -1, "input_fusion_size.*-1.*0 to 33554432"),
         ("input_fusion_size", 33554433, "input_fusion_size.*33554433.*0 to 33554432"),
-        ("precison_mode", True, r"(?s)'precison_mode'; did you mean 'precision_mode'.*Valid names: graph_run_mode"),
-        ("dump_config.enable_dmp", True, "dump_config has no option 'enable_dmp'; did you mean 'dump_config.enable_d"),
+        (
+            "precison_mode",
+            True,
+            r"(?s)'precison_mode'; did you mean 'precision_mode'.*Valid names: graph_run_mode",
+        ),
+        (
+            "dump_config.enable_dmp",
+            True,
+            "dump_config has no option 'enable_dmp'; did you mean 'dump_config.enable_d",
+        ),
         ("dump_path", True, r"'dump_path'; did you mean 'dump_config\.dump_path'"),
         ("zzz", True, rf"'zzz'\.\nValid names: {names}"),
         ("dump_config", True, r"dump_config.*group.*assign to dump_config\."),
@@ -134,4 +148,7 @@ def test_warnings(options: GlobalOptions, caplog: pytest.LogCaptureFixture) -> N
     options.precision_mode = "force_fp32"
     assert len(caplog.records) == 1
     assert "'dump_config.enable_dump' was assigned after npu.open()" in caplog.text
-    assert (options.dump_config.enable_dump.typed, options.precision_mode.value) == (True, "force_fp32")
+    assert (options.dump_config.enable_dump.typed, options.precision_mode.value) == (
+        True,
+        "force_fp32",
+    )

@@ -53,7 +53,9 @@ def body_losses(kind: str) -> Any:
             self.add_loss(0.1 * tf.reduce_mean(values**2, axis=-1))
             return values
 
-    keras.utils.set_random_seed(7)  # layers draw the seeds of their initial values when they are made
+    keras.utils.set_random_seed(
+        7
+    )  # layers draw the seeds of their initial values when they are made
     regularized = keras.layers.Dense(3, activity_regularizer=keras.regularizers.L2(0.01))
     more, loss = {
         "added alone": ([PerSample()], None),
@@ -76,7 +78,9 @@ def body_two_lengths(kind: str) -> Any:
         free, (x, y) = data
 
         def loss() -> Any:
-            return tf.reduce_mean((self(x, training=True) - y) ** 2) + 0.1 * tf.reduce_mean(self(free) ** 2)
+            return tf.reduce_mean((self(x, training=True) - y) ** 2) + 0.1 * tf.reduce_mean(
+                self(free) ** 2
+            )
 
         return {"out": descend(self, loss)}
 
@@ -138,21 +142,27 @@ def body_step(kind: str) -> Any:
             x, y = data
             moved.assign(0.5 * moved + tf.reduce_mean(x[:, 0]))
             last = self.get_layer("last")  # tf-keras can't list all variables
-            loss = descend(last, lambda: tf.reduce_mean((self(x, training=True) - y) ** 2), self.optimizer)
+            loss = descend(
+                last, lambda: tf.reduce_mean((self(x, training=True) - y) ** 2), self.optimizer
+            )
             return {"loss": loss}
 
         def test_step(self: Any, data: Any) -> Any:
             return {"loss": tf.reduce_mean((self(self.before(data[0])) - data[1]) ** 2)}
 
         model, tests = _model(step), data
-        model.before = keras.Sequential([keras.layers.Dropout(0.1), keras.layers.BatchNormalization()])
+        model.before = keras.Sequential(
+            [keras.layers.Dropout(0.1), keras.layers.BatchNormalization()]
+        )
         type(model).test_step = test_step
     else:
         assert kind == "synchronised, of another model"  # whose step is part of this one's
         inner = _model(_mean_step, keras.layers.BatchNormalization(synchronized=True, momentum=0.8))
         inner = npu.distribute.replicate(inner)
         inner.compile(keras.optimizers.SGD(0.1))
-        outer = type("Outer", (keras.Model,), {"train_step": lambda self, data: inner.train_step(data)})
+        outer = type(
+            "Outer", (keras.Model,), {"train_step": lambda self, data: inner.train_step(data)}
+        )
         model = outer(inner.inputs, inner.outputs)
     model.compile(keras.optimizers.SGD(0.1))
     model = npu.distribute.replicate(model)
@@ -185,7 +195,9 @@ def body_sums(kind: str) -> Any:
 
     if kind == "compiled, with a penalty":
         keras.utils.set_random_seed(7)
-        model = _model(None, Adds(), keras.layers.Dense(3, kernel_regularizer=keras.regularizers.L2(0.1)))
+        model = _model(
+            None, Adds(), keras.layers.Dense(3, kernel_regularizer=keras.regularizers.L2(0.1))
+        )
         model.compile(keras.optimizers.SGD(0.001), added_up, metrics=["mae"], steps_per_execution=2)
     else:
         model = _model(step)
@@ -195,7 +207,9 @@ def body_sums(kind: str) -> Any:
     x, y = _data()
     model = npu.distribute.replicate(model)
     history = model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)
-    return outcome(model, history, scores=model.evaluate(x, y, batch_size=10, verbose=0, return_dict=True))
+    return outcome(
+        model, history, scores=model.evaluate(x, y, batch_size=10, verbose=0, return_dict=True)
+    )
 
 
 def body_numbers(kind: str) -> Any:
@@ -214,14 +228,27 @@ def body_numbers(kind: str) -> Any:
             return tf.convert_to_tensor(self.total)
 
     def look(self: Any, x: Any, y: Any) -> Any:
-        hits, loss = tf.reduce_sum(tf.cast(x[:, :1] * y > 0, tf.float32)), tf.reduce_mean((self(x) - y) ** 2)
+        hits, loss = (
+            tf.reduce_sum(tf.cast(x[:, :1] * y > 0, tf.float32)),
+            tf.reduce_mean((self(x) - y) ** 2),
+        )
         samples = tf.cast(tf.shape(x)[0], tf.float32)
-        given = {"hits": (hits,), "samples": (samples,), "steps": (1,), "losses": (loss,), "vector": (y,)}
+        given = {
+            "hits": (hits,),
+            "samples": (samples,),
+            "steps": (1,),
+            "losses": (loss,),
+            "vector": (y,),
+        }
         given |= {"rate": (hits / samples, samples), "mean": (hits,), "own": (hits, loss)}
         for name, values in given.items():
             self.looks[name].update_state(*values)
         found = {name: metric.result() for name, metric in self.looks.items()}
-        return {**found, "quotient": found["hits"] / found["samples"], "root": tf.sqrt(found["losses"])}
+        return {
+            **found,
+            "quotient": found["hits"] / found["samples"],
+            "root": tf.sqrt(found["losses"]),
+        }
 
     def step(self: Any, data: Any) -> Any:
         descend(self, lambda: tf.reduce_mean((self(data[0], training=True) - data[1]) ** 2))
@@ -229,13 +256,17 @@ def body_numbers(kind: str) -> Any:
 
     model = _model(step)
     type(model).test_step = lambda self, data: look(self, *data)
-    model.looks = {name: metrics.Sum(name=name) for name in ("hits", "samples", "steps", "losses", "vector")}
+    model.looks = {
+        name: metrics.Sum(name=name) for name in ("hits", "samples", "steps", "losses", "vector")
+    }
     model.looks |= {"rate": metrics.Mean(), "mean": metrics.Mean(), "own": Own()}
     model.compile(tf.keras.optimizers.SGD(0.01))
     x, y = _data()
     model = npu.distribute.replicate(model)
     history = model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)
-    return outcome(model, history, scores=model.evaluate(x, y, batch_size=10, verbose=0, return_dict=True))
+    return outcome(
+        model, history, scores=model.evaluate(x, y, batch_size=10, verbose=0, return_dict=True)
+    )
 
 
 def body_stateful(kind: str) -> Any:
@@ -245,15 +276,21 @@ def body_stateful(kind: str) -> Any:
     x, _ = samples(24)
     model = keras.Sequential(
         [
-            keras.Input(batch_shape=[6 // size, 2, 3]) if kind == "keras3" else keras.Input([2, 3], 6 // size),
+            keras.Input(batch_shape=[6 // size, 2, 3])
+            if kind == "keras3"
+            else keras.Input([2, 3], 6 // size),
             keras.layers.GRU(2, stateful=True),
             keras.layers.Dense(1),
         ]
     )
     model.compile(keras.optimizers.SGD(0.1), "mse")
     mine = x.reshape(4, size, 6 // size, 2, 3)[:, rank].reshape(-1, 2, 3)
-    data = tf.data.Dataset.from_tensor_slices((mine, mine[:, 0, :1])).batch(6 // size, drop_remainder=True)
-    history = npu.distribute.replicate(model).fit(npu.distribute.divided(data), epochs=2, verbose=0, shuffle=False)
+    data = tf.data.Dataset.from_tensor_slices((mine, mine[:, 0, :1])).batch(
+        6 // size, drop_remainder=True
+    )
+    history = npu.distribute.replicate(model).fit(
+        npu.distribute.divided(data), epochs=2, verbose=0, shuffle=False
+    )
     weights = [variable.numpy() for variable in model.trainable_variables]
     return {"weights": weights, "history": np.asarray(history.history["loss"])}
 
@@ -295,7 +332,10 @@ def body_own_fit(directory: str) -> list[str]:
     for kind in (All, Some):
         model = kind([keras.Input([6]), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-        fit, log = npu.distribute.replicate(model).fit, [keras.callbacks.CSVLogger(f"{mine}/{kind.__name__}")]
+        fit, log = (
+            npu.distribute.replicate(model).fit,
+            [keras.callbacks.CSVLogger(f"{mine}/{kind.__name__}")],
+        )
         if kind is All:
             fit(x, y, 4, 2, 0, log, validation_data=data)
         else:
@@ -325,14 +365,18 @@ def body_first_axes() -> list[str]:
     model = _model(lambda self, data: {"loss": tf.reduce_sum(data["nodes"])})
     model.compile("sgd")
     model = npu.distribute.replicate(model)
-    return [error_of(model.fit, each, verbose=0) for each in (dataset, npu.distribute.divided(dataset))]
+    return [
+        error_of(model.fit, each, verbose=0) for each in (dataset, npu.distribute.divided(dataset))
+    ]
 
 
 def body_statement(kind: str) -> list[str]:
     """Return the lines of the statement about learning rates and normalisation."""
     keras = tf.keras
     normal = keras.layers.BatchNormalization
-    model = _model(None, normal(name="one"), normal(synchronized=True), normal(name="still", trainable=False))
+    model = _model(
+        None, normal(name="one"), normal(synchronized=True), normal(name="still", trainable=False)
+    )
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
     optimizers = keras.optimizers.legacy if kind == "legacy" else keras.optimizers
     model.compile(optimizers.SGD(schedule), "mse")
@@ -373,12 +417,17 @@ def test_float64(several_keras_ranks: Pool, keras_single: Pool) -> None:
 
 def test_a_class_with_a_fit_of_its_own(keras_two_ranks: Pool, tmp_path: Path) -> None:
     first, second = keras_two_ranks.run(body_own_fit, str(tmp_path))
-    assert [(text.count("\n"), "val_loss" in text) for text in first] == [(3, True)] * 2 and second == []
+    assert [(text.count("\n"), "val_loss" in text) for text in first] == [
+        (3, True)
+    ] * 2 and second == []
 
 
 def test_first_axes_that_are_not_samples(keras_two_ranks: Pool) -> None:
     for error, divided in keras_two_ranks.run(body_first_axes):
-        assert "  data['edges']: shape (12, 2)\n" in error and "  data['nodes']: shape (7, 6)\n" in error
+        assert (
+            "  data['edges']: shape (12, 2)\n" in error
+            and "  data['nodes']: shape (7, 6)\n" in error
+        )
         assert "npu.distribute.divided(dataset)" in error
         assert divided == ""
 
@@ -391,6 +440,9 @@ def test_the_statement(keras_two_ranks: Pool, keras: str) -> None:
     for kind in ("new", *(["legacy"] if keras == "2" else [])):
         lines = keras_two_ranks.run(body_statement, kind)[0]
         assert "  global batch   8 samples, 4 per rank; 1 steps per epoch" in lines
-        assert "  learning rate  ExponentialDecay (SGD), as given, not scaled by the number of ranks" in lines
+        assert (
+            "  learning rate  ExponentialDecay (SGD), as given, not scaled by the number of ranks"
+            in lines
+        )
         [about] = [line for line in lines if line.startswith("  batch norm ")]
         assert "1 layer (one)" in about and "synchronized=True" in about

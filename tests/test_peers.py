@@ -29,11 +29,18 @@ def body_strangers() -> tuple[list[bool], list[float]]:
     host, _, port = running.peers.addresses[running.cluster.rank].rpartition(":")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     turned_away = [soft == hard]  # as many connections as the system allows
-    for said in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2{}", frames.encode({"npu_device": 2, "nonce": 7}), None):
+    for said in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\0\0\0\2{}",
+        frames.encode({"npu_device": 2, "nonce": 7}),
+        None,
+    ):
         with socket.create_connection((host, int(port)), 10) as stranger:
             if said is None:
                 with pytest.raises(AttemptFailedError):
-                    authenticate(TimedConnection(stranger), b"a wrong secret", rank=1 - running.cluster.rank)
+                    authenticate(
+                        TimedConnection(stranger), b"a wrong secret", rank=1 - running.cluster.rank
+                    )
                 turned_away.append(True)
             else:
                 stranger.sendall(said)
@@ -76,7 +83,9 @@ def body_group_made_again() -> float:
 
 @_SHARED
 def test_messages_for_a_group_that_is_made_again_are_kept(pool_with: Callable[..., Pool]) -> None:
-    assert pool_with(3, "3", **all_through("tcp")).run(body_group_made_again, timeout=30) == [3.0] * 3
+    assert (
+        pool_with(3, "3", **all_through("tcp")).run(body_group_made_again, timeout=30) == [3.0] * 3
+    )
 
 
 def body_lost(elements: int) -> tuple[str, float]:
@@ -130,7 +139,9 @@ def body_deliver() -> tuple[int, float]:
 
 
 @_SHARED
-def test_a_rank_waits_until_the_others_hosts_have_what_it_sent(pool_with: Callable[..., Pool]) -> None:
+def test_a_rank_waits_until_the_others_hosts_have_what_it_sent(
+    pool_with: Callable[..., Pool],
+) -> None:
     (sent, seconds), (received, _) = pool_with(2, "3", **all_through("tcp")).run(body_deliver)
     assert sent == received > 0
     assert 0.8 < seconds < 10

@@ -25,7 +25,9 @@ def _pipelines(directory: str) -> dict[str, Any]:
     cached = numbers.map(lambda number: number + 1).cache()
     files = tf.data.Dataset.list_files(f"{directory}/*.records", seed=5)
     records = files.interleave(tf.data.TFRecordDataset, num_parallel_calls=2)
-    pairs = tf.data.Dataset.zip((numbers, numbers.map(lambda number: {"text": tf.strings.as_string(number)})))
+    pairs = tf.data.Dataset.zip(
+        (numbers, numbers.map(lambda number: {"text": tf.strings.as_string(number)}))
+    )
 
     def square(number: Any) -> Any:
         if number > 4:  # AutoGraph converts the map
@@ -57,10 +59,15 @@ def body_batches(directory: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind, data in _pipelines(directory).items():
         epochs = [
-            [tf.nest.map_structure(lambda leaf: leaf.numpy(), each, expand_composites=True) for each in data]
+            [
+                tf.nest.map_structure(lambda leaf: leaf.numpy(), each, expand_composites=True)
+                for each in data
+            ]
             for _ in range(2)
         ]
-        spec = tf.nest.map_structure(lambda each: (str(each.shape[1:]), each.dtype.name), data.element_spec)
+        spec = tf.nest.map_structure(
+            lambda each: (str(each.shape[1:]), each.dtype.name), data.element_spec
+        )
         found[kind] = epochs, int(data.cardinality()), repr(spec)
     return found
 
@@ -112,22 +119,30 @@ def body_fit(kind: str, batch: int) -> Any:
         if kind == "sequence":
             return Data()
         indices = tf.data.Dataset.range(SAMPLES).shuffle(SAMPLES, seed=3)
-        return npu.distribute.pipeline(indices, lambda index: (tf.gather(x, index), tf.gather(y, index)), batch)
+        return npu.distribute.pipeline(
+            indices, lambda index: (tf.gather(x, index), tf.gather(y, index)), batch
+        )
 
     model = replicated()
     tf.keras.utils.set_random_seed(4)
     with warnings_of_package() as said:
         train, valid = data(), data()
-        history = model.fit(train, validation_data=valid, epochs=2, verbose=0, class_weight=CLASS_WEIGHT)
+        history = model.fit(
+            train, validation_data=valid, epochs=2, verbose=0, class_weight=CLASS_WEIGHT
+        )
         scores = model.evaluate(valid, verbose=0, return_dict=True)
     assert said == []
-    if kind == "sequence" and npu.distribute.size() > 1:  # whole is the first batch, at the beginning of each call
+    if (
+        kind == "sequence" and npu.distribute.size() > 1
+    ):  # whole is the first batch, at the beginning of each call
         assert sum(rows > 1 + batch // npu.distribute.size() for rows in made) <= 3
     return outcome(model, history, scores=scores)
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "sequence"])
-def test_fit_is_that_of_one_process(several_keras_ranks: Pool, keras_single: Pool, kind: str) -> None:
+def test_fit_is_that_of_one_process(
+    several_keras_ranks: Pool, keras_single: Pool, kind: str
+) -> None:
     compare(several_keras_ranks, keras_single, body_fit, kind, 10)  # the last batch has one sample
 
 
@@ -144,7 +159,9 @@ def body_slow_input() -> list[str]:
     x = np.repeat(np.arange(28, dtype=np.float32), 4)[:, None] * np.ones(6, np.float32)
     y = np.zeros(len(x), np.int32)
     with warnings_of_package() as said:
-        replicated().fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(4).map(prepare), verbose=0)
+        replicated().fit(
+            tf.data.Dataset.from_tensor_slices((x, y)).batch(4).map(prepare), verbose=0
+        )
     return said
 
 
@@ -161,7 +178,10 @@ def body_refused() -> list[str]:
     numbers = tf.data.Dataset.range(8)
     options = tf.data.Options()
     options.autotune.enabled = True
-    tuned = [pipeline(each, abs, 4).dataset.options().autotune for each in (numbers, numbers.with_options(options))]
+    tuned = [
+        pipeline(each, abs, 4).dataset.options().autotune
+        for each in (numbers, numbers.with_options(options))
+    ]
     assert [each.enabled for each in tuned] == [False, True]  # only the user turns it on
     total = tf.Variable(0, dtype=tf.int64)
 
@@ -178,7 +198,9 @@ def body_refused() -> list[str]:
     plain = pipeline(numbers, lambda number: number, 4)
     own_order = tf.data.Dataset.from_tensor_slices(np.roll(samples(8)[0], rank))
     calls: list[Any] = [
-        lambda: pipeline(numbers, lambda number: tf.image.random_flip_left_right(tf.fill([2, 2, 1], number)), 4),
+        lambda: pipeline(
+            numbers, lambda number: tf.image.random_flip_left_right(tf.fill([2, 2, 1], number)), 4
+        ),
         lambda: pipeline(numbers, total.assign_add, 4),
         lambda: pipeline(numbers, lambda number: tf.py_function(abs, [number], tf.int64), 4),
         lambda: plain.padded_batch(4),

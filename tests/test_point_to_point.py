@@ -32,7 +32,9 @@ from npu_device._src.collectives.job import current
 
 pytestmark = pytest.mark.xdist_group("point to point")
 
-_NEEDS_MPI4PY = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py")
+_NEEDS_MPI4PY = pytest.mark.skipif(
+    importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py"
+)
 
 
 @pytest.fixture(scope="module", params=["tcp", pytest.param("mpi", marks=_NEEDS_MPI4PY)])
@@ -44,7 +46,11 @@ def moves(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def mpi_ranks(moves: str) -> Iterator[Optional[Pool]]:
     """Three ranks of MPICH, where the backend is MPI."""
-    with contextlib.closing(MpiPool(3, "MPICH")) if moves == "mpi" else contextlib.nullcontext() as pool:
+    with (
+        contextlib.closing(MpiPool(3, "MPICH"))
+        if moves == "mpi"
+        else contextlib.nullcontext() as pool
+    ):
         yield pool
 
 
@@ -55,7 +61,9 @@ def three(moves: str, mpi_ranks: Optional[Pool], pool_with: Callable[..., Pool])
 
 
 def assert_numbers(pool: Pool, dtypes: tuple[str, ...]) -> None:
-    for wrong, *_ in pool.run(test_collective_numbers.body_operations, False, test_collective_numbers.SLOT, dtypes):
+    for wrong, *_ in pool.run(
+        test_collective_numbers.body_operations, False, test_collective_numbers.SLOT, dtypes
+    ):
         assert wrong == []
 
 
@@ -135,7 +143,12 @@ def test_a_rank_that_stops_is_named(three: Pool, moves: str) -> None:
 
 
 def test_without_an_mpiexec_every_rank_says_what_to_do(tmp_path: Path) -> None:
-    for result in job.run(tmp_path, 2, "import npu_device as npu\nnpu.open()", NPU_DEVICE_BACKEND="mpi"):
+    for result in job.run(
+        tmp_path, 2, "import npu_device as npu\nnpu.open()", NPU_DEVICE_BACKEND="mpi"
+    ):
         assert result.code == 1
-        assert "NPU_DEVICE_BACKEND is mpi, but MPI can't be used:\n  rank 0 on host node0: " in result.output
+        assert (
+            "NPU_DEVICE_BACKEND is mpi, but MPI can't be used:\n  rank 0 on host node0: "
+            in result.output
+        )
         assert "start all ranks with one mpiexec" in result.output

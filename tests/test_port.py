@@ -22,7 +22,9 @@ from npu_device._src.port.rules import PAGE, RULES
 DOCS = Path(__file__).parent.parent / "docs" / "porting.md"
 
 OPEN = "+import npu_device as npu\n+npu.open(seed=1).as_default()\n"
-HEAD = " import os\n import matplotlib.pyplot as plt\n import numpy as np\n import tensorflow as tf\n"
+HEAD = (
+    " import os\n import matplotlib.pyplot as plt\n import numpy as np\n import tensorflow as tf\n"
+)
 FIT = ' model.compile("sgd", "mse")\n+model = npu.distribute.replicate(model)\n model.fit(x, y)\n'
 VARIABLE = " w = tf.Variable(1.0)\n optimizer = tf.keras.optimizers.SGD(0.1)\n"
 STEP = RULES["reduce"].example
@@ -65,12 +67,18 @@ FRAMES = {
 
 def sides(diff: str) -> tuple[str, str]:
     lines = diff.splitlines(keepends=True)
-    return "".join(line[1:] for line in lines if line[0] != "+"), "".join(line[1:] for line in lines if line[0] != "-")
+    return "".join(line[1:] for line in lines if line[0] != "+"), "".join(
+        line[1:] for line in lines if line[0] != "-"
+    )
 
 
-@pytest.mark.parametrize("name", [rule.name for rule in RULES.values() if rule.example and not rule.choices])
+@pytest.mark.parametrize(
+    "name", [rule.name for rule in RULES.values() if rule.example and not rule.choices]
+)
 def test_an_example_is_ported_as_the_page_shows(name: str) -> None:
-    frame = FRAMES.get(name) or f"{HEAD}{OPEN}{{}}" + ("" if ".fit(" in RULES[name].example else FIT)
+    frame = FRAMES.get(name) or f"{HEAD}{OPEN}{{}}" + (
+        "" if ".fit(" in RULES[name].example else FIT
+    )
     before, after = sides(frame.format(RULES[name].example))
     ported, findings = port(before)
     assert ported == after
@@ -78,9 +86,13 @@ def test_an_example_is_ported_as_the_page_shows(name: str) -> None:
     assert port(after) == (after, [])
 
 
-@pytest.mark.parametrize("name", [rule.name for rule in RULES.values() if rule.example and rule.choices])
+@pytest.mark.parametrize(
+    "name", [rule.name for rule in RULES.values() if rule.example and rule.choices]
+)
 def test_a_question_leaves_the_file(name: str) -> None:
-    before, _ = sides(FRAMES.get(name, f"{HEAD} w = tf.Variable(1.0)\n{{}}").format(RULES[name].example))
+    before, _ = sides(
+        FRAMES.get(name, f"{HEAD} w = tf.Variable(1.0)\n{{}}").format(RULES[name].example)
+    )
     ported, findings = port(before)
     assert ported == before
     [asked] = [finding for finding in findings if finding.rule == name]
@@ -109,11 +121,16 @@ LOSSES = {
 def test_sum_or_mean(loss: str, expected: str) -> None:
     before, _ = sides(f"{HEAD}{VARIABLE}{STEP}{DATA}")
     ported, findings = port(before.replace("tf.reduce_mean((x * w - y) ** 2)", loss))
-    assert f'reduction="{expected}"' in ported if expected else "sum or mean" in {each.rule for each in findings}
+    assert (
+        f'reduction="{expected}"' in ported
+        if expected
+        else "sum or mean" in {each.rule for each in findings}
+    )
 
 
 MAKER = (
-    " def make(x):\n     return tf.data.Dataset.from_tensor_slices((x, x)).batch(8)\n train, rest = make(x), make(x)\n"
+    " def make(x):\n     return tf.data.Dataset.from_tensor_slices((x, x)).batch(8)\n"
+    " train, rest = make(x), make(x)\n"
 )
 SEEN = {
     "a parameter is another model": (
@@ -141,11 +158,20 @@ SEEN = {
         + FIT,
         "noise",
     ),
-    "a parameter has the name of a module": (" def make(os):\n     os.makedirs('a')\n" + FIT, "fit"),
-    "a layer normalizes": (" layer = tf.keras.layers.BatchNormalization()\n" + FIT, "batch normalization"),
+    "a parameter has the name of a module": (
+        " def make(os):\n     os.makedirs('a')\n" + FIT,
+        "fit",
+    ),
+    "a layer normalizes": (
+        " layer = tf.keras.layers.BatchNormalization()\n" + FIT,
+        "batch normalization",
+    ),
     "gradients are clipped into a tuple": (
         VARIABLE
-        + STEP.replace("     optimizer.", "     gradients, _ = tf.clip_by_global_norm(gradients, 1.0)\n     optimizer.")
+        + STEP.replace(
+            "     optimizer.",
+            "     gradients, _ = tf.clip_by_global_norm(gradients, 1.0)\n     optimizer.",
+        )
         + DATA,
         "reduce",
     ),
@@ -180,7 +206,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_not_python_3_is_refused_by_name(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_python_3_is_refused_by_name(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     content, remedy = BAD[name]
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -198,7 +226,11 @@ def script(model: str = "model") -> str:
 
 def test_a_file_is_written_once_with_its_mode_and_encoding(tmp_path: Path) -> None:
     path, link = tmp_path / "train.py", tmp_path / "link.py"
-    path.write_bytes(("# -*- coding: latin-1 -*-\n# caf\xe9\n" + script()).replace("\n", "\r\n").encode("latin-1"))
+    path.write_bytes(
+        ("# -*- coding: latin-1 -*-\n# caf\xe9\n" + script())
+        .replace("\n", "\r\n")
+        .encode("latin-1")
+    )
     path.chmod(0o751)
     link.symlink_to(path)
     assert main([str(link), "--write"]) == 0
@@ -214,20 +246,31 @@ def test_a_folder_is_written_beside(tmp_path: Path, capsys: pytest.CaptureFixtur
     old, new = tmp_path / "old", tmp_path / "new"
     (old / "package").mkdir(parents=True)
     (old / "train.py").write_text("from package import models\n" + script())
-    (old / "package" / "models.py").write_text("def make():\n    model = x()\n    model.compile()\n    return model\n")
+    (old / "package" / "models.py").write_text(
+        "def make():\n    model = x()\n    model.compile()\n    return model\n"
+    )
     (old / "open.py").write_text("def train(something):\n    something.fit(1)\n")
     (old / "data.txt").write_text("kept")
-    assert main(["-i", str(old), "-o", str(new), "-r", str(tmp_path / "report.html"), "--json"]) == 1
+    assert (
+        main(["-i", str(old), "-o", str(new), "-r", str(tmp_path / "report.html"), "--json"]) == 1
+    )
     found = {each["path"]: each["verdict"] for each in json.loads(capsys.readouterr().out)}
     assert sorted(found.values()) == ["ported", "ported", "unchanged, since questions are open"]
     assert (
-        "npu.open" in (new / "train.py").read_text() and "npu.open" not in (new / "package" / "models.py").read_text()
+        "npu.open" in (new / "train.py").read_text()
+        and "npu.open" not in (new / "package" / "models.py").read_text()
     )
     assert "replicate(model)" in (new / "package" / "models.py").read_text()
     assert (new / "open.py").read_text() == (old / "open.py").read_text()
-    assert (new / "data.txt").read_text() == "kept" and (old / "train.py").read_text().endswith(script())
+    assert (new / "data.txt").read_text() == "kept" and (old / "train.py").read_text().endswith(
+        script()
+    )
     page = (tmp_path / "report.html").read_text()
-    assert "something.fit(1)" in page and "http" not in page and "<ins>+npu.open" in page.replace("+import", "+import")
+    assert (
+        "something.fit(1)" in page
+        and "http" not in page
+        and "<ins>+npu.open" in page.replace("+import", "+import")
+    )
 
 
 @pytest.mark.parametrize(
@@ -261,14 +304,22 @@ def test_distribution_and_version_1_are_as_the_user_says() -> None:
         "import horovod.tensorflow as hvd\n",
         "import tensorflow as tf\ns = tf.distribute.MirroredStrategy()\n",
     )
-    assert port(horovod, distribution="horovod")[0] == "import npu_device.horovod.tensorflow as hvd\n"
-    assert "other distribution" in {each.rule for each in port(horovod, distribution="tf_strategy")[1]}
+    assert (
+        port(horovod, distribution="horovod")[0] == "import npu_device.horovod.tensorflow as hvd\n"
+    )
+    assert "other distribution" in {
+        each.rule for each in port(horovod, distribution="tf_strategy")[1]
+    }
     assert "other distribution" in {each.rule for each in port(strategy, distribution="horovod")[1]}
     old = "import tensorflow as tf\ntrain = tf.train.AdamOptimizer(0.1)\nsession = tf.Session()\n"
     ported, _ = port(old, is_v1=True)
-    assert ported.startswith("import tensorflow.compat.v1 as tf\ntf.disable_v2_behavior()\nimport npu_device as npu\n")
+    assert ported.startswith(
+        "import tensorflow.compat.v1 as tf\ntf.disable_v2_behavior()\nimport npu_device as npu\n"
+    )
     ported, _ = port(old.replace(" as tf", "").replace("tf.", "tensorflow."), is_v1=True)
-    assert ported.startswith("import tensorflow.compat.v1 as tensorflow\ntensorflow.disable_v2_behavior()\n")
+    assert ported.startswith(
+        "import tensorflow.compat.v1 as tensorflow\ntensorflow.disable_v2_behavior()\n"
+    )
     _, findings = port(old.replace("(0.1)", "(0.1).minimize(tf.nn.dropout(x, 0.5))"), is_v1=True)
     assert "noise" in {each.rule for each in findings}
 
@@ -279,7 +330,9 @@ def test_the_page_has_the_table_of_rules() -> None:
 
 def test_without_libcst_the_extra_is_named() -> None:
     code = "import sys; sys.modules['libcst'] = None; from npu_device._src.port import __main__ as m; m.main(['tests'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True
+    )
     assert "npu_device[port]" in done.stderr and not done.stdout
 
 

@@ -38,9 +38,15 @@ _LAB_RANK = """{"devices": [{"device_id": "N", "device_ip": "192.168.10N.101"}],
     "server_id": "10.155.111.140"}"""
 _LAB_RANKS = [json.loads(_LAB_RANK.replace("N", str(rank))) for rank in (1, 0, 2, 3)]
 LAB: dict[str, Any] = {
-    **{"deploy_mode": "lab", "group_count": "2", "para_plane_nic_location": "device", "status": "completed"},
+    **{
+        "deploy_mode": "lab",
+        "group_count": "2",
+        "para_plane_nic_location": "device",
+        "status": "completed",
+    },
     "group_list": [
-        {"group_name": "", "instance_count": "2", "instance_list": ranks} for ranks in (_LAB_RANKS[:2], _LAB_RANKS[2:])
+        {"group_name": "", "instance_count": "2", "instance_list": ranks}
+        for ranks in (_LAB_RANKS[:2], _LAB_RANKS[2:])
     ],
 }
 
@@ -62,13 +68,27 @@ _ENTRIES = [("nodeA", 0, None), ("nodeA", 1, None), ("nodeB", 0, None), ("nodeB"
     ("table", "of_pods", "expected"),
     [
         (VERSION_1_0, False, _ENTRIES),
-        ({**VERSION_1_0, "version": "1.2", "super_pod_list": [{"super_pod_id": "0"}]}, False, _ENTRIES),
-        (PODS, True, [("nodeA", 4, "job-worker-0"), ("nodeA", 5, "job-worker-0"), ("nodeB", 0, "job-worker-1")]),
+        (
+            {**VERSION_1_0, "version": "1.2", "super_pod_list": [{"super_pod_id": "0"}]},
+            False,
+            _ENTRIES,
+        ),
+        (
+            PODS,
+            True,
+            [
+                ("nodeA", 4, "job-worker-0"),
+                ("nodeA", 5, "job-worker-0"),
+                ("nodeB", 0, "job-worker-1"),
+            ],
+        ),
         (LAB, True, [("10.155.111.140", device, None) for device in range(4)]),
     ],
     ids=["1.0", "1.2", "pods", "lab"],
 )
-def test_forms(table: Any, of_pods: bool, expected: list[tuple[str, int, str | None]], tmp_path: Path) -> None:
+def test_forms(
+    table: Any, of_pods: bool, expected: list[tuple[str, int, str | None]], tmp_path: Path
+) -> None:
     found = load(tmp_path, table)
     assert (found.size, found.of_pods) == (len(expected), of_pods)
     assert [entry.rank for entry in found.devices] == list(range(len(expected)))
@@ -79,36 +99,79 @@ def test_forms(table: Any, of_pods: bool, expected: list[tuple[str, int, str | N
 
 
 def test_numbers_for_strings_and_another_layout_are_the_same(tmp_path: Path) -> None:
-    numbers = json.loads(json.dumps(VERSION_1_0).replace('"0"', "0").replace('"1"', "1").replace('"2"', "2"))
+    numbers = json.loads(
+        json.dumps(VERSION_1_0).replace('"0"', "0").replace('"1"', "1").replace('"2"', "2")
+    )
     assert numbers["server_list"][0]["device"][1]["rank_id"] == 1
     found = load(tmp_path, VERSION_1_0)
     assert load(tmp_path, numbers).devices == found.devices
-    assert load(tmp_path, json.dumps(dict(reversed(VERSION_1_0.items())), indent=4)).checksum == found.checksum
+    assert (
+        load(tmp_path, json.dumps(dict(reversed(VERSION_1_0.items())), indent=4)).checksum
+        == found.checksum
+    )
     assert load(tmp_path, {**VERSION_1_0, "version": "1.2"}).checksum != found.checksum
 
 
 _GONE = object()
 
-FAULTS: list[tuple[Any, dict[str, Any], str]] = [  # the table, what is changed at which path, what the error says
+FAULTS: list[
+    tuple[Any, dict[str, Any], str]
+] = [  # the table, what is changed at which path, what the error says
     (VERSION_1_0, {"status": _GONE}, 'status is missing; expected "completed" or "initializing"'),
     (VERSION_1_0, {"status": "done"}, 'status is "done"; expected "completed"'),
     (VERSION_1_0, {"version": "2.0"}, 'version is "2.0"; expected "1.0" or "1.2"'),
     (VERSION_1_0, {"server_list": _GONE}, "server_list is missing; expected a list of servers"),
     (VERSION_1_0, {"server_count": "3"}, 'server_count is "3"; expected 2'),
     (VERSION_1_0, {"server_list 2": "nodeC"}, 'server_list[2] is "nodeC"; expected an object'),
-    (VERSION_1_0, {"server_list 1 server_id": "nodeA"}, "expected another one: server_list[0] has the same"),
+    (
+        VERSION_1_0,
+        {"server_list 1 server_id": "nodeA"},
+        "expected another one: server_list[0] has the same",
+    ),
     (VERSION_1_0, {"server_list 1 server_id": "n" * 65}, "; expected text of 1 to 64 characters"),
-    (VERSION_1_0, {"0 1 rank_id": _GONE}, "server_list[0].device[1].rank_id is missing; expected a whole number"),
-    (VERSION_1_0, {"1 0 rank_id": "1"}, "in server_list[0].device[1] and server_list[1].device[0]; expected once"),
-    (VERSION_1_0, {"1 1 rank_id": "4"}, "rank 3 is missing, while server_list[1].device[1] is rank 4"),
-    (VERSION_1_0, {"0 1 rank_id": "2", "1 0 rank_id": "1"}, "after rank 1 on another; expected consecutive ranks"),
-    (VERSION_1_0, {"1 1 device_id": "0"}, "device_id 0 of server 'nodeB' appears twice, in server_list[1].device[0]"),
-    (VERSION_1_0, {"0 0 device_ip": "172.20.0"}, 'device_ip is "172.20.0"; expected an IPv4 or IPv6 address'),
+    (
+        VERSION_1_0,
+        {"0 1 rank_id": _GONE},
+        "server_list[0].device[1].rank_id is missing; expected a whole number",
+    ),
+    (
+        VERSION_1_0,
+        {"1 0 rank_id": "1"},
+        "in server_list[0].device[1] and server_list[1].device[0]; expected once",
+    ),
+    (
+        VERSION_1_0,
+        {"1 1 rank_id": "4"},
+        "rank 3 is missing, while server_list[1].device[1] is rank 4",
+    ),
+    (
+        VERSION_1_0,
+        {"0 1 rank_id": "2", "1 0 rank_id": "1"},
+        "after rank 1 on another; expected consecutive ranks",
+    ),
+    (
+        VERSION_1_0,
+        {"1 1 device_id": "0"},
+        "device_id 0 of server 'nodeB' appears twice, in server_list[1].device[0]",
+    ),
+    (
+        VERSION_1_0,
+        {"0 0 device_ip": "172.20.0"},
+        'device_ip is "172.20.0"; expected an IPv4 or IPv6 address',
+    ),
     (VERSION_1_0, {"1 0 device_ip": "fd00::1"}, "expected addresses of one family, IPv4 or IPv6"),
-    (VERSION_1_0, {"0 0 host_port": "70000"}, 'host_port is "70000"; expected a port from 1 to 65535'),
+    (
+        VERSION_1_0,
+        {"0 0 host_port": "70000"},
+        'host_port is "70000"; expected a port from 1 to 65535',
+    ),
     (PODS, {"group_list 0 instance_count": "1"}, 'group_list[0].instance_count is "1"; expected 2'),
     (PODS, {"group_list 0 device_count": "4"}, 'group_list[0].device_count is "4"; expected 3'),
-    (PODS, {"group_list 0 instance_list 1 pod_name": _GONE}, "instance_list[1].pod_name is missing; expected the pod"),
+    (
+        PODS,
+        {"group_list 0 instance_list 1 pod_name": _GONE},
+        "instance_list[1].pod_name is missing; expected the pod",
+    ),
 ]
 
 

@@ -18,7 +18,9 @@ import npu_device as npu
 def body_objects() -> tuple[int, int, bool]:
     rank, size = npu.distribute.rank(), npu.distribute.size()
     assert npu.distribute.broadcast_object({"rank": rank}, size - 1) == {"rank": size - 1}
-    assert set(npu.distribute.broadcast_object(np.full([300_000], rank), size - 1).tolist()) == {size - 1}
+    assert set(npu.distribute.broadcast_object(np.full([300_000], rank), size - 1).tolist()) == {
+        size - 1
+    }
     if size > 1:
         assert "root_rank 9" in error_of(npu.distribute.broadcast_object, 1, 9)
     assert npu.distribute.gather_object({"rank": rank}) == [{"rank": each} for each in range(size)]
@@ -52,7 +54,10 @@ def test_rank_zero_first(ranks: Pool, size: int, tmp_path: Path) -> None:
     assert [result[:2] for result in results] == [(rank == 0, "ready") for rank in range(size)]
     assert results[0][2] == "OSError: disk full"
     for rank, (_, _, text) in enumerate(results[1:], 1):
-        assert text.startswith(f"RuntimeError: rank {rank}: rank 0 failed in") and "OSError: disk full" in text
+        assert (
+            text.startswith(f"RuntimeError: rank {rank}: rank 0 failed in")
+            and "OSError: disk full" in text
+        )
 
 
 def body_weighted(graph: bool) -> Any:
@@ -65,7 +70,10 @@ def body_weighted(graph: bool) -> Any:
     numbers = [tf.constant(10 * rank), 7, tf.constant(0.1, tf.float64)]
     found = npu.distribute.weighted_mean(numbers, rank + 1)
     if npu.distribute.size() > 1:
-        with pytest.raises(ValueError, match=f"rank {rank}: weighted_mean was given the weight -1; expected 0 or more"):
+        with pytest.raises(
+            ValueError,
+            match=f"rank {rank}: weighted_mean was given the weight -1; expected 0 or more",
+        ):
             mean(-1)
         with pytest.raises(ValueError, match=r"a weight of shape \(1,\); expected a scalar"):
             npu.distribute.weighted_mean(1.0, [2.0])
@@ -86,7 +94,10 @@ def test_weighted_mean(ranks: Pool, size: int, graph: bool) -> None:
 def body_metrics() -> None:
     rank, size = npu.distribute.rank(), npu.distribute.size()
     random = np.random.default_rng(1)
-    truth, guess = random.integers(0, 2, 97).astype(np.float32), random.random(97).astype(np.float32)
+    truth, guess = (
+        random.integers(0, 2, 97).astype(np.float32),
+        random.random(97).astype(np.float32),
+    )
     metrics = [tf.keras.metrics.AUC(name="auc"), tf.keras.metrics.Mean(name="mean")]
     alone = [tf.keras.metrics.AUC(name="auc"), tf.keras.metrics.Mean(name="mean")]
     mine = slice(rank, None, size)
@@ -100,7 +111,9 @@ def body_metrics() -> None:
     assert results == again
     with pytest.raises(ValueError, match=r"several metrics of one name \(mean, mean\)"):
         npu.distribute.metric_results([metrics[1], alone[1]])
-    assert results == pytest.approx({metric.name: float(metric.result()) for metric in alone}, rel=1e-5)
+    assert results == pytest.approx(
+        {metric.name: float(metric.result()) for metric in alone}, rel=1e-5
+    )
 
 
 def test_metrics_of_all_ranks(keras_ranks: Pool) -> None:

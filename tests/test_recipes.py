@@ -37,16 +37,21 @@ def body_recipe(name: str, directory: str = "") -> Any:
     return {**resumed, "stopped": stopped}
 
 
-@pytest.mark.parametrize("name", ["contrastive", "custom_loop", "data", "gan", "keras_fit", "memory_bank"])
+@pytest.mark.parametrize(
+    "name", ["contrastive", "custom_loop", "data", "gan", "keras_fit", "memory_bank"]
+)
 def test_recipe(keras_two_ranks: Pool, keras_single: Pool, name: str, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     # The some two hundred steps of keras_fit let rounding grow.
     tolerance = 2e-3 if name == "keras_fit" else TOLERANCE
-    compare(keras_two_ranks, keras_single, body_recipe, name, directory=tmp_path, tolerance=tolerance)
+    compare(
+        keras_two_ranks, keras_single, body_recipe, name, directory=tmp_path, tolerance=tolerance
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "figure"), [("resuming", "equal"), ("resuming_fit", "equal"), ("batch_norm", "accuracy")]
+    ("name", "figure"),
+    [("resuming", "equal"), ("resuming_fit", "equal"), ("batch_norm", "accuracy")],
 )
 def test_recipe_that_says_how_good_it_is(keras_two_ranks: Pool, name: str, figure: str) -> None:
     """Resumed trainings end with equal bits; batch normalisation isn't what one process does."""

@@ -33,7 +33,9 @@ def _x() -> np.ndarray:
 
 
 def _step_model(
-    loss: Callable[..., Any] = lambda model, x, y: tf.reduce_mean(tf.square(model(x, training=True) - y)),
+    loss: Callable[..., Any] = lambda model, x, y: tf.reduce_mean(
+        tf.square(model(x, training=True) - y)
+    ),
     change: Callable[..., Any] = lambda gradients: gradients,
     apply: Callable[..., Any] = lambda model, pairs: model.optimizer.apply_gradients(pairs),
     keep: Callable[..., Any] = lambda model, x: None,
@@ -50,8 +52,12 @@ def _step_model(
             super().__init__()
             self.dense = keras.layers.Dense(3)
             self.mean = metric()
-            self.bank = self.add_weight(name="bank", shape=(8, 3), initializer="zeros", trainable=False)
-            self.total = self.add_weight(name="total", shape=(), initializer="zeros", trainable=False)
+            self.bank = self.add_weight(
+                name="bank", shape=(8, 3), initializer="zeros", trainable=False
+            )
+            self.total = self.add_weight(
+                name="total", shape=(), initializer="zeros", trainable=False
+            )
 
         def call(self, x: Any) -> Any:
             return self.dense(x)
@@ -86,13 +92,19 @@ def _valid_steps(remedy: str) -> Case:
     keras = tf.keras
     lengths = np.random.default_rng(1).integers(1, STEPS + 1, SAMPLES)
     valid = np.arange(STEPS) < lengths[:, None]
-    x = np.random.default_rng(2).normal(size=[SAMPLES, STEPS, 6]).astype("float32") * valid[..., None]
+    x = (
+        np.random.default_rng(2).normal(size=[SAMPLES, STEPS, 6]).astype("float32")
+        * valid[..., None]
+    )
     y = np.where(valid, 1 + np.argmax(x[..., :3], axis=2), 0)
     crossentropy = keras.losses.SparseCategoricalCrossentropy
 
     def mean_of_valid(y: Any, out: Any) -> Any:
         each = keras.losses.sparse_categorical_crossentropy(y, out, from_logits=True)
-        sums = [tf.reduce_sum(each * tf.cast(y != 0, each.dtype)), tf.reduce_sum(tf.cast(y != 0, each.dtype))]
+        sums = [
+            tf.reduce_sum(each * tf.cast(y != 0, each.dtype)),
+            tf.reduce_sum(tf.cast(y != 0, each.dtype)),
+        ]
         if remedy == "all_reduce":
             sums = npu.distribute.all_reduce(sums, "sum")
         return sums[0] / sums[1]
@@ -102,7 +114,9 @@ def _valid_steps(remedy: str) -> Case:
     model = keras.Model(inputs, keras.layers.TimeDistributed(keras.layers.Dense(4))(masked))
     built_in = {"mask": {}, "sample_weight": {}, "ignore_class": {"ignore_class": 0}}
     own = remedy not in built_in
-    model.compile(keras.optimizers.SGD(0.1), mean_of_valid if own else crossentropy(True, **built_in[remedy]))
+    model.compile(
+        keras.optimizers.SGD(0.1), mean_of_valid if own else crossentropy(True, **built_in[remedy])
+    )
     weights = {"sample_weight": valid.astype("float32")} if remedy == "sample_weight" else {}
     return model, {"x": x, "y": y, **weights}
 
@@ -123,7 +137,9 @@ def _mixed(remedy: str) -> Case:
         def call(self, x: Any) -> Any:
             return x - tf.reduce_mean(npu.distribute.all_gather(x) if remedy else x, axis=0)
 
-    model = keras.Sequential([keras.Input([6]), keras.layers.Dense(4), Centered(), keras.layers.Dense(3)])
+    model = keras.Sequential(
+        [keras.Input([6]), keras.layers.Dense(4), Centered(), keras.layers.Dense(3)]
+    )
     model.compile(keras.optimizers.SGD(0.1), "mse")
     return model, _data()
 
@@ -145,11 +161,15 @@ def _half_precision(remedy: str) -> Case:
                 return {"value": loss}
 
         kind = {"dtype": "float32"} if remedy else {}
-        model = Model(inputs, keras.layers.TimeDistributed(keras.layers.Dense(1, **kind), **kind)(masked))
+        model = Model(
+            inputs, keras.layers.TimeDistributed(keras.layers.Dense(1, **kind), **kind)(masked)
+        )
         model.compile(keras.optimizers.SGD(0.01))
     finally:
         keras.mixed_precision.set_global_policy("float32")
-    lengths = np.random.default_rng(1).integers(100, 400, SAMPLES)  # too many for sums of masks in 16 bits
+    lengths = np.random.default_rng(1).integers(
+        100, 400, SAMPLES
+    )  # too many for sums of masks in 16 bits
     x = np.random.default_rng(2).normal(size=[SAMPLES, 400, 6]).astype("float32")
     x *= (np.arange(400) < lengths[:, None])[..., None]
     return model, {"x": x, "y": x[..., :1]}
@@ -216,17 +236,24 @@ def _start_by_the_batch(remedy: str) -> Case:
     class Scaled(tf.keras.layers.Layer):  # type: ignore[misc]
         def build(self, shape: Any) -> None:
             self.scale = self.add_weight(shape=(int(shape[-1]),), initializer="ones", name="scale")
-            self.ready = self.add_weight(shape=(), initializer="zeros", trainable=False, name="ready")
+            self.ready = self.add_weight(
+                shape=(), initializer="zeros", trainable=False, name="ready"
+            )
 
         def call(self, x: Any, training: bool = False) -> Any:
             if training:
                 square = tf.reduce_mean(tf.square(x), axis=0)
                 if remedy == "all_reduce":
-                    sums = [tf.reduce_sum(tf.square(x), axis=0), tf.cast(tf.shape(x)[0], tf.float32)]
+                    sums = [
+                        tf.reduce_sum(tf.square(x), axis=0),
+                        tf.cast(tf.shape(x)[0], tf.float32),
+                    ]
                     sums = npu.distribute.all_reduce(sums, "sum")
                     square = sums[0] / sums[1]
                 now = tf.convert_to_tensor(self.scale)
-                self.scale.assign(tf.where(tf.convert_to_tensor(self.ready) < 0.5, 1 / tf.sqrt(square), now))
+                self.scale.assign(
+                    tf.where(tf.convert_to_tensor(self.ready) < 0.5, 1 / tf.sqrt(square), now)
+                )
                 self.ready.assign(1.0)
             return x * tf.convert_to_tensor(self.scale)
 
@@ -286,7 +313,9 @@ def _pairs(remedy: str) -> Case:
         first, second = tf.unstack(x, num=2, axis=int(samples_first))
         return tf.reduce_mean(tf.square(model(first) - model(second) ** 2))
 
-    return _step_model(loss), {"x": npu.distribute.divided(dataset) if remedy == "divided" else dataset}
+    return _step_model(loss), {
+        "x": npu.distribute.divided(dataset) if remedy == "divided" else dataset
+    }
 
 
 def _weights_per_output(remedy: str) -> Case:
@@ -297,7 +326,9 @@ def _weights_per_output(remedy: str) -> Case:
     loss = [keras.losses.MeanSquaredError(reduction=reduction) for _ in range(2)]
     model.compile(keras.optimizers.SGD(0.1), loss)
     x = _x()
-    weights = np.random.default_rng(2).uniform(size=[SAMPLES]).astype("float32")  # Keras makes two of them
+    weights = (
+        np.random.default_rng(2).uniform(size=[SAMPLES]).astype("float32")
+    )  # Keras makes two of them
     return model, {"x": x, "y": (x[:, :1], x[:, 1:2]), "sample_weight": weights}
 
 
@@ -308,12 +339,18 @@ def _computed_from_a_metric(remedy: str) -> Case:
 
     def logs(model: Any) -> Any:
         mean = model.mean.result()
-        return {"mean": mean} if remedy else {"perplexity": tf.numpy_function(np.exp, [mean], tf.float32)}
+        return (
+            {"mean": mean}
+            if remedy
+            else {"perplexity": tf.numpy_function(np.exp, [mean], tf.float32)}
+        )
 
     def add(epoch: int, logs: Any) -> None:
         logs["perplexity"] = np.exp(logs["mean"])
 
-    model = _step_model(logs=logs, **({"metric": lambda: Perplexity("mean")} if remedy == "metric class" else {}))
+    model = _step_model(
+        logs=logs, **({"metric": lambda: Perplexity("mean")} if remedy == "metric class" else {})
+    )
     callback = tf.keras.callbacks.LambdaCallback(on_epoch_end=add)
     return model, {**_data(), "callbacks": [callback] if remedy == "callback" else []}
 
@@ -326,7 +363,9 @@ def _resets(remedy: str) -> Case:
             model.mean.reset_state()
 
     model = _step_model(keep=keep, logs=lambda model: {"mean": model.mean.result()})
-    reset = tf.keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: model.mean.reset_state())
+    reset = tf.keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: model.mean.reset_state()
+    )
     return model, {**_data(), "callbacks": [reset] if remedy else []}
 
 
@@ -341,7 +380,9 @@ def _needs_values(remedy: str) -> Case:
 
 def _runs_python(remedy: str) -> Case:
     def prepare(x: Any) -> Any:
-        return x if remedy else tf.ensure_shape(tf.numpy_function(np.copy, [x], tf.float32), [None, 6])
+        return (
+            x if remedy else tf.ensure_shape(tf.numpy_function(np.copy, [x], tf.float32), [None, 6])
+        )
 
     return _step_model(prepare=prepare), _data()
 
@@ -358,14 +399,18 @@ def _sum_and_penalty(remedy: str) -> Case:
     keras = tf.keras
     if remedy == "in compile":
         penalty = keras.regularizers.L2(0.1)
-        model = keras.Sequential([keras.Input([6]), keras.layers.Dense(3, kernel_regularizer=penalty)])
+        model = keras.Sequential(
+            [keras.Input([6]), keras.layers.Dense(3, kernel_regularizer=penalty)]
+        )
         model.compile(keras.optimizers.SGD(0.01), keras.losses.MeanSquaredError(reduction="sum"))
         return model, _data()
     reduce = tf.reduce_mean if remedy else tf.reduce_sum
 
     def loss(model: Any, x: Any, y: Any) -> Any:
         weights = tf.convert_to_tensor(model.dense.kernel)
-        return reduce(tf.square(model(x, training=True) - y)) + 0.1 * tf.reduce_sum(tf.square(weights))
+        return reduce(tf.square(model(x, training=True) - y)) + 0.1 * tf.reduce_sum(
+            tf.square(weights)
+        )
 
     return _step_model(loss), _data()
 
@@ -382,12 +427,18 @@ def _compiled_by_xla(remedy: str) -> Case:
 
 FIT: dict[tuple[str, str], tuple[Callable[[str], Case], list[str]]] = {
     ("adds up what its samples give", ""): (_sum_and_penalty, ["mean", "in compile"]),
-    ("the loss isn't a mean over them", ""): (_valid_steps, ["mask", "ignore_class", "sample_weight", "all_reduce"]),
+    ("the loss isn't a mean over them", ""): (
+        _valid_steps,
+        ["mask", "ignore_class", "sample_weight", "all_reduce"],
+    ),
     ("doesn't treat samples one by one", "compares"): (_compared, ["all_gather"]),
     ("doesn't treat samples one by one", "mixes"): (_mixed, ["all_gather"]),
     ("the loss isn't a mean over them", "half precision, keras3"): (_half_precision, ["float32"]),
     ("the loss isn't a mean over them", "ragged, keras2"): (_ragged, ["dense"]),
-    ("clips or changes gradients", ""): (_clips, ["all_reduce", "clipnorm", "global_clipnorm", "clipvalue"]),
+    ("clips or changes gradients", ""): (
+        _clips,
+        ["all_reduce", "clipnorm", "global_clipnorm", "clipvalue"],
+    ),
     ("without an optimizer", ""): (_by_hand, ["all_reduce"]),
     ("npu.distribute.all_gather", "queue"): (_queue, ["all_gather"]),
     ("or reduce what is added first", "sum"): (_sum, ["all_reduce"]),
@@ -411,7 +462,9 @@ def body_fit(number: int, remedy: str) -> dict[str, Any]:
     """Return what ``fit`` says, and what comes of it."""
     tf.keras.utils.set_random_seed(1)
     model, data = list(FIT.values())[number][0](remedy)
-    arguments = {"batch_size": SAMPLES, **data} if isinstance(data["x"], (np.ndarray, tf.Tensor)) else data
+    arguments = (
+        {"batch_size": SAMPLES, **data} if isinstance(data["x"], (np.ndarray, tf.Tensor)) else data
+    )
     printed = io.StringIO()
     with warnings_of_package() as said, contextlib.redirect_stderr(printed):
         model = npu.distribute.replicate(model)
@@ -432,11 +485,17 @@ ELSEWHERE = {
 def test_every_message_of_the_page_has_a_remedy() -> None:
     page = (ROOT / "docs" / "differs.md").read_text()
     tables = page.split("## Messages of the first step")[1].split("## In a custom training loop")[0]
-    quoted = [re.findall('"([^"]+)"', row.split("|")[2]) for row in tables.splitlines() if row.count("|") == 4]
+    quoted = [
+        re.findall('"([^"]+)"', row.split("|")[2])
+        for row in tables.splitlines()
+        if row.count("|") == 4
+    ]
     said = [text for texts in quoted for text in texts if text not in ELSEWHERE]
     assert len(said) > 10
     for text in said:
-        assert any(text in message or message.startswith(text) for message, _ in FIT) or "…" in text, text
+        assert (
+            any(text in message or message.startswith(text) for message, _ in FIT) or "…" in text
+        ), text
 
 
 _before: dict[Any, str] = {}  # what scripts without a remedy are told
@@ -448,7 +507,9 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("number", "remedy"), KINDS)
-def test_in_fit(several_keras_ranks: Pool, keras_single: Pool, keras: str, number: int, remedy: str) -> None:
+def test_in_fit(
+    several_keras_ranks: Pool, keras_single: Pool, keras: str, number: int, remedy: str
+) -> None:
     message, remark = list(FIT)[number]
     if remark.endswith(("keras2", "keras3")) and not remark.endswith(keras):
         pytest.skip(remark)
@@ -495,16 +556,23 @@ LOOPS: dict[str, list[str]] = {
     "different starts": [
         _loop(
             "different starts",
-            start=test_verify.WRONG["different starts"]["start"] + "\nnpu.distribute.broadcast(model.weights)",
+            start=test_verify.WRONG["different starts"]["start"]
+            + "\nnpu.distribute.broadcast(model.weights)",
         )
     ],
     "discarded result": [_loop("discarded result", reduce=_REDUCED)],
     "only the loss is reduced": [
-        _loop("only the loss is reduced", reduce=_REDUCED + "\n    loss = npu.distribute.all_reduce(loss)")
+        _loop(
+            "only the loss is reduced",
+            reduce=_REDUCED + "\n    loss = npu.distribute.all_reduce(loss)",
+        )
     ],
     "not reduced": [
         _loop("not reduced", reduce=_REDUCED),
-        _loop("not reduced", optimizer="SGD(0.1)\noptimizer = npu.distribute.DistributedOptimizer(optimizer)"),
+        _loop(
+            "not reduced",
+            optimizer="SGD(0.1)\noptimizer = npu.distribute.DistributedOptimizer(optimizer)",
+        ),
     ],
     "updates of each rank's own": [_loop("updates of each rank's own", optimizer="SGD(0.1)")],
     "same samples": [_loop("same samples", data=_DATA)],
@@ -519,7 +587,10 @@ LOOPS: dict[str, list[str]] = {
     "other samples": [_loop("other samples", data=_SHUFFLED)],
     "normalized alone": [
         _loop("normalized alone", start="npu.distribute.broadcast(model.weights)"),
-        _loop("normalized alone", model=_ALONE.replace("tf.keras.layers.Batch", "npu.distribute.SyncBatch")),
+        _loop(
+            "normalized alone",
+            model=_ALONE.replace("tf.keras.layers.Batch", "npu.distribute.SyncBatch"),
+        ),
     ],
     "clipped before the reduction": [
         _loop(
@@ -531,7 +602,8 @@ LOOPS: dict[str, list[str]] = {
         _loop(
             "add_loss per sample",
             model=test_verify.PENALTY.replace(
-                "tf.reduce_sum(tf.square(x), axis=1) / 12", "tf.reduce_mean(tf.reduce_sum(tf.square(x), axis=1))"
+                "tf.reduce_sum(tf.square(x), axis=1) / 12",
+                "tf.reduce_mean(tf.reduce_sum(tf.square(x), axis=1))",
             ),
         )
     ],
@@ -548,7 +620,9 @@ LOOPS: dict[str, list[str]] = {
         _fit(test_verify.QUEUE.replace("z[:1]", "npu.distribute.all_gather(z)[:1]")),
     ],
     "scaled rate": [_loop("scaled rate", optimizer="SGD(0.1)")],
-    "updates by the number of ranks": [_loop("updates by the number of ranks", optimizer="SGD(0.1)")],
+    "updates by the number of ranks": [
+        _loop("updates by the number of ranks", optimizer="SGD(0.1)")
+    ],
     "other updates": [_loop("other updates", optimizer="AdamW(0.1, weight_decay=0.2)")],
     "unknown": [_loop("unknown", loss=_COMPARED.replace("z", "npu.distribute.all_gather(z)"))],
     "metric of sums": [_fit(test_verify.OWN_METRIC.replace("tf.reduce_sum(z)", "z"))],
@@ -564,7 +638,9 @@ ALL = "import npu_device as npu\nnpu.open(seed=1).as_default()\nimport glob, run
 ALL += "for path in sorted(glob.glob('*/part*.py')):\n    runpy.run_path(path)\n"
 
 
-@pytest.mark.parametrize("number", [4, *(pytest.param(number, marks=pytest.mark.full) for number in (1, 3))])
+@pytest.mark.parametrize(
+    "number", [4, *(pytest.param(number, marks=pytest.mark.full) for number in (1, 3))]
+)
 def test_remedies_of_verify(number: int, tmp_path: Path) -> None:
     """All of them are phases of one script."""
     (tmp_path / "parts").mkdir()
@@ -573,7 +649,9 @@ def test_remedies_of_verify(number: int, tmp_path: Path) -> None:
         (tmp_path / "parts" / f"part{place:02}.py").write_text(source)
     verdict = test_verify.verified(tmp_path, ALL, "", number, seconds=300.0)
     assert not verdict.missed
-    assert set(re.findall(r"part\d\d", "".join(verdict.table))) == {f"part{place:02}" for place in range(len(sources))}
+    assert set(re.findall(r"part\d\d", "".join(verdict.table))) == {
+        f"part{place:02}" for place in range(len(sources))
+    }
 
 
 def test_every_cause_has_a_remedy() -> None:

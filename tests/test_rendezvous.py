@@ -18,7 +18,16 @@ import job
 import pytest
 from launcher import is_running, wait_until
 from ranks import free_port
-from rendezvous_ranks import PATIENT, by_table, by_tf_config, connect, one_error, the_port, wait_for, without_table
+from rendezvous_ranks import (
+    PATIENT,
+    by_table,
+    by_tf_config,
+    connect,
+    one_error,
+    the_port,
+    wait_for,
+    without_table,
+)
 
 from npu_device._src.cluster.ports import ReservedPort
 
@@ -30,12 +39,20 @@ pytestmark = pytest.mark.xdist_group("waiting")
 
 @pytest.mark.parametrize(
     ("scheme", "host"),
-    [("rank table", "node0"), ("CM_*", "127.0.0.1"), ("CM_* IPv6", "::1"), ("TF_CONFIG", "localhost")],
+    [
+        ("rank table", "node0"),
+        ("CM_*", "127.0.0.1"),
+        ("CM_* IPv6", "::1"),
+        ("TF_CONFIG", "localhost"),
+    ],
 )
 def test_they_find_each_other(scheme: str, host: str, start: Any, tmp_path: Path) -> None:
     """The chief comes last; settings are the same however they are written."""
     port = free_port()
-    settings = [{"NPU_DEVICE_AUDIT": "auto", "NPU_DEVICE_SPLIT": "1,3"}, {"NPU_DEVICE_SPLIT": "1, 3 "}]
+    settings = [
+        {"NPU_DEVICE_AUDIT": "auto", "NPU_DEVICE_SPLIT": "1,3"},
+        {"NPU_DEVICE_SPLIT": "1, 3 "},
+    ]
     ranks = []
     for rank in (1, 0):
         variables = {
@@ -48,7 +65,11 @@ def test_they_find_each_other(scheme: str, host: str, start: Any, tmp_path: Path
         time.sleep(0.3)
     for rank, cluster in enumerate(rank.report()["cluster"] for rank in reversed(ranks)):
         assert (cluster["rank"], cluster["world_size"]) == (rank, 2)
-        assert (cluster["local_rank"], cluster["local_size"], cluster["device_id"]) == (rank, 2, rank)
+        assert (cluster["local_rank"], cluster["local_size"], cluster["device_id"]) == (
+            rank,
+            2,
+            rank,
+        )
         assert (cluster["host"], cluster["hosts"]) == (host, [host] * 2)
         assert cluster["job_id"] == ("tests" if scheme == "rank table" else "default")
         assert cluster["addresses"] == ["::1" if "IPv6" in scheme else "127.0.0.1"] * 2
@@ -58,12 +79,18 @@ def test_ranks_are_numbered_by_address_and_device(start: Any) -> None:
     """Addresses count as numbers: 127.0.0.9 goes before 127.0.0.10. The chief isn't rank 0 here."""
     port = free_port()
     places = {1: "127.0.0.9", 0: "127.0.0.10", 2: "127.0.0.10"}
-    variables = [{**without_table(port, 3, device), "CM_WORKER_IP": ip} for device, ip in places.items()]
+    variables = [
+        {**without_table(port, 3, device), "CM_WORKER_IP": ip} for device, ip in places.items()
+    ]
     ranks = [start({**each, "CM_CHIEF_IP": "127.0.0.10"}) for each in variables]
     clusters = [rank.report()["cluster"] for rank in ranks]
     assert [cluster["rank"] for cluster in clusters] == [0, 1, 2]
     assert [cluster["local_rank"] for cluster in clusters] == [0, 0, 1]
-    assert clusters[0]["hosts"] == clusters[0]["addresses"] == ["127.0.0.9", "127.0.0.10", "127.0.0.10"]
+    assert (
+        clusters[0]["hosts"]
+        == clusters[0]["addresses"]
+        == ["127.0.0.9", "127.0.0.10", "127.0.0.10"]
+    )
 
 
 def test_a_table_of_two_servers(start: Any, tmp_path: Path) -> None:
@@ -71,11 +98,18 @@ def test_a_table_of_two_servers(start: Any, tmp_path: Path) -> None:
     devices: list[dict[str, str]] = [{"device_id": "0", "rank_id": str(rank)} for rank in range(2)]
     devices[0]["host_port"] = str(free_port())
     first = {"server_id": "127.0.0.1", "host_ip": "nobody.invalid", "device": devices[:1]}
-    table = {"version": "1.0", "status": "completed", "server_list": [first, {"server_id": "b", "device": devices[1:]}]}
+    table = {
+        "version": "1.0",
+        "status": "completed",
+        "server_list": [first, {"server_id": "b", "device": devices[1:]}],
+    }
     path = tmp_path / "table.json"
     path.write_text(json.dumps(table))
     variables = {"RANK_TABLE_FILE": str(path), "RANK_SIZE": "2", **PATIENT}
-    clusters = [rank.report()["cluster"] for rank in [start({**variables, "RANK_ID": each}) for each in ("0", "1")]]
+    clusters = [
+        rank.report()["cluster"]
+        for rank in [start({**variables, "RANK_ID": each}) for each in ("0", "1")]
+    ]
     assert clusters[1]["hosts"] == ["127.0.0.1", "b"]
     assert [cluster["local_size"] for cluster in clusters] == [1, 1]
     assert clusters[1]["addresses"] == ["127.0.0.1"] * 2
@@ -84,13 +118,19 @@ def test_a_table_of_two_servers(start: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ports", [None, (61300, 61331)])
 def test_the_port_can_be_bound_and_is_given_to_nobody_else(ports: tuple[int, int] | None) -> None:
     with contextlib.ExitStack() as opened:
-        reserved, second = (opened.enter_context(contextlib.closing(ReservedPort(ports))) for _ in range(2))
+        reserved, second = (
+            opened.enter_context(contextlib.closing(ReservedPort(ports))) for _ in range(2)
+        )
         second.close()
         reserved.leave_to_server()
         others = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(200)]
         assert reserved.number not in {second.number, *(other.getsockname()[1] for other in others)}
         # As gRPC does it
-        opened.enter_context(socket.create_server(("::", reserved.number), family=socket.AF_INET6, dualstack_ipv6=True))
+        opened.enter_context(
+            socket.create_server(
+                ("::", reserved.number), family=socket.AF_INET6, dualstack_ipv6=True
+            )
+        )
 
 
 # They don't
@@ -101,7 +141,9 @@ def test_missing(start: Any, tmp_path: Path) -> None:
     chief, other = (start(by_table(tmp_path, 3, rank)) for rank in (0, 2))
     hub = chief.hub()
     text = one_error([chief, other])
-    assert text.startswith("EI0015: 1 of the 3 ranks of job 'tests' did not come within 2 s (HCCL_CONNECT_TIMEOUT):")
+    assert text.startswith(
+        "EI0015: 1 of the 3 ranks of job 'tests' did not come within 2 s (HCCL_CONNECT_TIMEOUT):"
+    )
     assert "  rank 0 on host node0: came (machine " in text
     assert "  rank 1 on host node0: missing\n" in text
     assert "  rank 2 on host node0: came (machine " in text
@@ -114,7 +156,10 @@ def test_a_rank_that_came_and_died(start: Any, tmp_path: Path) -> None:
     wait_for(tmp_path, 2)
     ranks[1].process.kill()
     text = one_error(ranks[:1])
-    assert f"rank 1 on host node0: missing; it came, but left before the end (machine {socket.gethostname()}" in text
+    assert (
+        f"rank 1 on host node0: missing; it came, but left before the end (machine {socket.gethostname()}"
+        in text
+    )
     assert f"pid {ranks[1].process.pid})" in text
 
 
@@ -149,25 +194,44 @@ def test_doubled_without_a_table(start: Any) -> None:
 
 
 def test_ranks_that_differ(start: Any, tmp_path: Path) -> None:
-    chief = by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="30", JOB_ID="default", NPU_DEVICE_SPLIT="")
-    other = {**by_tf_config(the_port(tmp_path), 3, 1), "NPU_DEVICE_AUDIT": "off", "NPU_DEVICE_SPLIT": "1, 3"}
+    chief = by_table(
+        tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="30", JOB_ID="default", NPU_DEVICE_SPLIT=""
+    )
+    other = {
+        **by_tf_config(the_port(tmp_path), 3, 1),
+        "NPU_DEVICE_AUDIT": "off",
+        "NPU_DEVICE_SPLIT": "1, 3",
+    }
     versions = [{"npu_device": "1.0", "tensorflow": f"2.{rank}"} for rank in range(2)]
     text = one_error([start(chief, versions[0]), start(other, versions[1])])
-    assert "don't match (another scheme, another world size, another version, another setting)" in text
+    assert (
+        "don't match (another scheme, another world size, another version, another setting)" in text
+    )
     assert "  rank 0 on host node0: came (" in text
     assert "  rank 1 on host localhost: another scheme, TF_CONFIG (the chief: rank table); " in text
-    assert "; another world size, 3 (the chief: 2); another version, tensorflow 2.1 (the chief: 2.0); " in text
+    assert (
+        "; another world size, 3 (the chief: 2); another version, tensorflow 2.1 (the chief: 2.0); "
+        in text
+    )
     assert "; another setting, NPU_DEVICE_AUDIT off (the chief: default); another" in text
     assert "NPU_DEVICE_SPLIT (1, 3) (the chief: default) (machine " in text
-    for remedy in ("start all with the same RANK_SIZE", "install the same versions", "the same value on all ranks"):
+    for remedy in (
+        "start all with the same RANK_SIZE",
+        "install the same versions",
+        "the same value on all ranks",
+    ):
         assert remedy in text
 
 
 def test_a_rank_of_another_job_is_refused_and_disturbs_nobody(start: Any, tmp_path: Path) -> None:
     chief = start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="20"))
     wait_for(tmp_path, 1)
-    text = start(by_table(tmp_path, 2, 1, JOB_ID="other", HCCL_CONNECT_TIMEOUT="20")).report()["error"]
-    assert text.startswith("rank 1 of job 'other' came to the meeting point of another job, 'tests'")
+    text = start(by_table(tmp_path, 2, 1, JOB_ID="other", HCCL_CONNECT_TIMEOUT="20")).report()[
+        "error"
+    ]
+    assert text.startswith(
+        "rank 1 of job 'other' came to the meeting point of another job, 'tests'"
+    )
     assert f"pid {chief.process.pid}" in text
     assert "JOB_ID" in text
     other = start(by_table(tmp_path, 2, 1, HCCL_CONNECT_TIMEOUT="20"))
@@ -181,7 +245,10 @@ def test_no_chief(start: Any, tmp_path: Path) -> None:
     ranks = [start(by_table(tmp_path, 2, 1)), start(by_tf_config(29688, 2, 1, "nobody.invalid"))]
     text, unresolvable = (rank.report()["error"] for rank in ranks)
     assert text.startswith("EI0015: rank 1 of job 'tests' (machine ")
-    assert "got no answer from the chief, rank 0 on host node0, within 2 s (HCCL_CONNECT_TIMEOUT):" in text
+    assert (
+        "got no answer from the chief, rank 0 on host node0, within 2 s (HCCL_CONNECT_TIMEOUT):"
+        in text
+    )
     assert f"  127.0.0.1:{the_port(tmp_path)} refused: nothing listens there\n" in text
     assert "What to do:" in text
     assert "  nobody.invalid:29688 the name can't be resolved (" in unresolvable
@@ -195,17 +262,25 @@ class _Web(socketserver.BaseRequestHandler):
 
 def test_somebody_else_at_the_chiefs_place(start: Any, tmp_path: Path) -> None:
     """A rank looks on until its time has passed; the chief sees at once that its port is taken."""
-    environment, silent = by_table(tmp_path, 2, 1), socket.create_server(("127.0.0.1", 0))  # accepts no connection
+    environment, silent = (
+        by_table(tmp_path, 2, 1),
+        socket.create_server(("127.0.0.1", 0)),
+    )  # accepts no connection
     with silent, socketserver.TCPServer(("127.0.0.1", the_port(tmp_path)), _Web) as web:
         thread = threading.Thread(target=web.serve_forever)
         thread.start()
         try:
-            rank, chief = start(environment), start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="60"))
+            rank, chief = (
+                start(environment),
+                start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="60")),
+            )
             waiting = start(by_tf_config(silent.getsockname()[1], 2, 1, "127.0.0.1"))
             assert "another program answers there" in rank.report()["error"]
             assert "no answer: another program, or one" in waiting.report()["error"]
             text = chief.report()["error"]
-            assert text.startswith(f"EI0019: the ranks are to meet at 127.0.0.1:{the_port(tmp_path)} on ")
+            assert text.startswith(
+                f"EI0019: the ranks are to meet at 127.0.0.1:{the_port(tmp_path)} on "
+            )
             assert "What to do: end the other program, or give every rank another port" in text
         finally:
             web.shutdown()
@@ -217,14 +292,18 @@ def test_two_jobs_on_one_port(start: Any, tmp_path: Path) -> None:
     connect(("127.0.0.1", the_port(tmp_path))).close()
     second = start(by_table(tmp_path, 2, 0, JOB_ID="other", HCCL_CONNECT_TIMEOUT="60"))
     text = second.report()["error"]
-    assert text.startswith("rank 0 of job 'other' came to the meeting point of another job, 'tests'")
+    assert text.startswith(
+        "rank 0 of job 'other' came to the meeting point of another job, 'tests'"
+    )
     refused = f"rank 0 of another job, 'other': refused (machine {socket.gethostname()}, pid {second.process.pid}"
     assert refused in one_error([first])
 
 
 def test_interrupted(start: Any, tmp_path: Path) -> None:
     """Ctrl-C ends a rank at once, not after HCCL_CONNECT_TIMEOUT; if it is the chief, the others hear of it."""
-    chief, other = (start(by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="60")) for rank in range(2))
+    chief, other = (
+        start(by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="60")) for rank in range(2)
+    )
     lost = start({**by_tf_config(29688, 2, 1, "nobody.invalid"), "HCCL_CONNECT_TIMEOUT": "60"})
     wait_for(tmp_path, 2)
     for rank in (lost, chief):
@@ -253,7 +332,9 @@ def test_the_hub_ends_with_its_job_or_its_starter(start: Any, tmp_path: Path) ->
     chief = start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="20", NPU_DEVICE_SECRET="0f1e2d"))
     hubs.append(hub := chief.hub())
     assert "0f1e2d" not in Path(f"/proc/{hub}/cmdline").read_text()
-    assert not any(name in Path(f"/proc/{hub}/maps").read_text() for name in ("numpy", "tensorflow"))
+    assert not any(
+        name in Path(f"/proc/{hub}/maps").read_text() for name in ("numpy", "tensorflow")
+    )
     other = start(by_table(tmp_path, 2, 1, HCCL_CONNECT_TIMEOUT="20", NPU_DEVICE_SECRET="0f1e2d"))
     assert "cluster" in chief.report() and "cluster" in other.report()
     wait_until(lambda: not any(map(is_running, hubs)), 5)

@@ -55,8 +55,12 @@ def _exchange(connection: socket.socket, nonce: str, proof: Callable[[str], byte
     return connection.recv(1000)
 
 
-def test_a_wrong_proof_and_a_replayed_one_are_refused_without_an_answer(start: Any, tmp_path: Path) -> None:
-    chief = start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="20", NPU_DEVICE_SECRET="the secret"))
+def test_a_wrong_proof_and_a_replayed_one_are_refused_without_an_answer(
+    start: Any, tmp_path: Path
+) -> None:
+    chief = start(
+        by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="20", NPU_DEVICE_SECRET="the secret")
+    )
     said = []
 
     def proof(theirs: str, secret: bytes = b"the secret") -> bytes:
@@ -65,7 +69,11 @@ def test_a_wrong_proof_and_a_replayed_one_are_refused_without_an_answer(start: A
 
     for nonce, make, answered in (
         ("mine", lambda theirs: proof(theirs, b"another secret"), False),
-        ("\ud800", lambda _: frames.encode({"proof": "\ud800"}), False),  # JSON allows half a surrogate pair
+        (
+            "\ud800",
+            lambda _: frames.encode({"proof": "\ud800"}),
+            False,
+        ),  # JSON allows half a surrogate pair
         ("mine", proof, True),
         ("mine", lambda _: said[-1], False),  # replayed
     ):
@@ -73,13 +81,23 @@ def test_a_wrong_proof_and_a_replayed_one_are_refused_without_an_answer(start: A
             answer = _exchange(connection, nonce, make)
         assert (b"proof" in answer) == bool(answer) == answered
         assert b"tests" not in answer, "the job's name is for those who have proved the secret"
-    other = start(by_table(tmp_path, 2, 1, HCCL_CONNECT_TIMEOUT="20", NPU_DEVICE_SECRET="the secret"))
+    other = start(
+        by_table(tmp_path, 2, 1, HCCL_CONNECT_TIMEOUT="20", NPU_DEVICE_SECRET="the secret")
+    )
     assert "cluster" in chief.report() and "cluster" in other.report()
 
 
 def test_strangers_are_named_when_a_rank_is_missing(start: Any, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("the secret\n")
-    chief = start(by_table(tmp_path, 2, 0, HCCL_CONNECT_TIMEOUT="4", NPU_DEVICE_SECRET_FILE=str(tmp_path / "secret")))
+    chief = start(
+        by_table(
+            tmp_path,
+            2,
+            0,
+            HCCL_CONNECT_TIMEOUT="4",
+            NPU_DEVICE_SECRET_FILE=str(tmp_path / "secret"),
+        )
+    )
     stray = start(by_table(tmp_path, 2, 1, NPU_DEVICE_SECRET="another"))
     with connect(("127.0.0.1", the_port(tmp_path)), "127.0.0.2") as client:
         client.sendall(b"hello?\n")
@@ -88,12 +106,17 @@ def test_strangers_are_named_when_a_rank_is_missing(start: Any, tmp_path: Path) 
         assert "NPU_DEVICE_SECRET_FILE" in text
         text = one_error([chief])
     assert "  rank 1 on host node0: missing\n" in text
-    assert "  an unknown client at 127.0.0.1 could not prove that it knows the job secret; not counted" in text
+    assert (
+        "  an unknown client at 127.0.0.1 could not prove that it knows the job secret; not counted"
+        in text
+    )
     assert "  an unknown client at 127.0.0.2 talks another protocol; not counted" in text
     assert "the secret" not in text.replace("the job secret", "")
 
 
-def test_somebody_in_the_hubs_place_who_does_not_know_the_secret(start: Any, tmp_path: Path) -> None:
+def test_somebody_in_the_hubs_place_who_does_not_know_the_secret(
+    start: Any, tmp_path: Path
+) -> None:
     """The rank proves its secret first; what it says about itself comes only after the hub's proof."""
     environment = by_table(tmp_path, 2, 1, NPU_DEVICE_SECRET="the secret")
     received = set()
@@ -108,7 +131,9 @@ def test_somebody_in_the_hubs_place_who_does_not_know_the_secret(start: Any, tmp
                     connection.recv(1000)
                     connection.sendall(frames.encode({"nonce": "theirs"}))
                     connection.recv(1000)
-                    connection.sendall(frames.encode({"proof": frames.proof(b"a guess", "hub", "x", "theirs")}))
+                    connection.sendall(
+                        frames.encode({"proof": frames.proof(b"a guess", "hub", "x", "theirs")})
+                    )
                     received.add(connection.recv(1000))
     assert received == {b""}
     assert "can't prove that it knows the job secret" in rank.report()["error"]

@@ -17,11 +17,15 @@ import npu_device as npu
 
 
 @hears
-def body_drift(said: list[str], how: str, variables: dict[str, str], drifts_at: int, steps: int = 8) -> Any:
+def body_drift(
+    said: list[str], how: str, variables: dict[str, str], drifts_at: int, steps: int = 8
+) -> Any:
     """Train; after some steps the last rank changes a weight. Return the error and the warnings."""
     keras = tf.keras
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input([600]), keras.layers.Dense(600, name="wide"), keras.layers.Dense(1)])
+    model = keras.Sequential(
+        [keras.Input([600]), keras.layers.Dense(600, name="wide"), keras.layers.Dense(1)]
+    )
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     reduced = npu.distribute.all_reduce if how == "by hand" else list
     if how != "by hand":
@@ -30,7 +34,12 @@ def body_drift(said: list[str], how: str, variables: dict[str, str], drifts_at: 
     rank, last = npu.distribute.rank(), npu.distribute.rank() == npu.distribute.size() - 1
 
     def step() -> None:
-        descend(model, lambda: tf.reduce_mean(model(tf.fill([2, 600], 1e-3))) * (rank + 1), optimizer, reduced)
+        descend(
+            model,
+            lambda: tf.reduce_mean(model(tf.fill([2, 600], 1e-3))) * (rank + 1),
+            optimizer,
+            reduced,
+        )
         made.assign_add(1)
         if last:  # in the function too, where the audit must not read it half done
             far = tf.cast(made == drifts_at, tf.float32) * 0.5
@@ -52,11 +61,18 @@ def test_drift_is_one_error_on_every_rank(several_keras_ranks: Pool, how: str) -
     results = several_keras_ranks.run(body_drift, how, {"NPU_DEVICE_AUDIT": "2"}, 3)
     for rank, (text, said, made) in enumerate(results):
         assert made in (3, 4), text  # in a function, what doesn't depend on the update still runs
-        assert f"rank {rank}: the ranks have drifted apart: seen after step 3 (after step 1 they were equal)" in text
+        assert (
+            f"rank {rank}: the ranks have drifted apart: seen after step 3 (after step 1 they were equal)"
+            in text
+        )
         assert "in 1 of " in text and "wide/kernel" in text
-        lines = dict.fromkeys(line for line in text.splitlines() if " norm " in line)  # TensorFlow may repeat them
+        lines = dict.fromkeys(
+            line for line in text.splitlines() if " norm " in line
+        )  # TensorFlow may repeat them
         of_ranks = "".join(lines)
-        found = re.findall(r"  rank (\d) on host \S+: norm ([\d.]+), digest \w{8} of \S*wide/kernel", of_ranks)
+        found = re.findall(
+            r"  rank (\d) on host \S+: norm ([\d.]+), digest \w{8} of \S*wide/kernel", of_ranks
+        )
         assert [int(one) for one, _ in found] == list(range(size)), lines
         assert found[0][1] != found[-1][1] and len({norm for _, norm in found[:-1]}) == 1, lines
         assert "NPU_DEVICE_AUDIT=1" in text
@@ -64,13 +80,20 @@ def test_drift_is_one_error_on_every_rank(several_keras_ranks: Pool, how: str) -
 
 
 def test_a_warning_on_request_or_nothing(keras_two_ranks: Pool) -> None:
-    results = keras_two_ranks.run(body_drift, "function", {"NPU_DEVICE_AUDIT": "1", "NPU_DEVICE_DRIFT": "warning"}, 3)
+    results = keras_two_ranks.run(
+        body_drift, "function", {"NPU_DEVICE_AUDIT": "1", "NPU_DEVICE_DRIFT": "warning"}, 3
+    )
     assert [(text, made) for text, _, made in results] == [("", 8), ("", 8)]
     [text] = results[0][1]
-    assert text.startswith("the ranks have drifted apart: seen after step 3 (after step 2 they were equal)")
+    assert text.startswith(
+        "the ranks have drifted apart: seen after step 3 (after step 2 they were equal)"
+    )
     assert text.endswith("This optimizer is not audited any more.")
     assert results[1][1] == []
-    assert keras_two_ranks.run(body_drift, "function", {"NPU_DEVICE_AUDIT": "0"}, 1) == [("", [], 8)] * 2
+    assert (
+        keras_two_ranks.run(body_drift, "function", {"NPU_DEVICE_AUDIT": "0"}, 1)
+        == [("", [], 8)] * 2
+    )
 
 
 def test_by_default_a_drift_is_found(two_ranks: Pool) -> None:
@@ -117,7 +140,9 @@ def body_not_finite(how: str, value: float) -> Any:
     """Train; the last rank's loss is NaN or infinite at the third step. Return the error and the weights."""
     keras = tf.keras
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3, name="hidden"), keras.layers.Dense(1)])
+    model = keras.Sequential(
+        [keras.Input([4]), keras.layers.Dense(3, name="hidden"), keras.layers.Dense(1)]
+    )
     optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(keras.optimizers.SGD(0.1))
     if how == "loss scale":
         optimizer = npu.train.optimizer.NpuLossScaleOptimizer(optimizer)
@@ -131,7 +156,9 @@ def body_not_finite(how: str, value: float) -> Any:
     def train() -> Any:
         if how == "fit":
             model.compile(optimizer, "mse", run_eagerly=False)
-            return model.fit(x.reshape([24, 4]), np.ones([24, 1]), batch_size=2, shuffle=False, verbose=0)
+            return model.fit(
+                x.reshape([24, 4]), np.ones([24, 1]), batch_size=2, shuffle=False, verbose=0
+            )
         call = step if how == "eager" else tf.function(step)
         for batch in x[:5]:
             call(tf.constant(batch))
@@ -148,13 +175,17 @@ def test_gradients_that_are_not_finite_are_told_with_rank_and_variable(
     several_keras_ranks: Pool, how: str, value: str
 ) -> None:
     last = several_keras_ranks.size - 1
-    for rank, (text, weights) in enumerate(several_keras_ranks.run(body_not_finite, how, float(value))):
+    for rank, (text, weights) in enumerate(
+        several_keras_ranks.run(body_not_finite, how, float(value))
+    ):
         assert all(np.isfinite(weight).all() for weight in weights)
         if how == "loss scale":  # it skips them itself
             assert text == ""
             continue
         assert f"rank {rank}: the gradients of step 3 are not finite" in text
         assert f"  rank {last} on host " in text
-        assert f"hidden/kernel ({'NaN' if value == 'nan' else 'infinite'})" in text.replace(":0", "")
+        assert f"hidden/kernel ({'NaN' if value == 'nan' else 'infinite'})" in text.replace(
+            ":0", ""
+        )
         assert last == 1 or "  rank 0 on host" not in text
         assert "loss-scale optimizer" in text

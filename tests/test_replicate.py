@@ -85,7 +85,9 @@ def test_divided_data(several_keras_ranks: Pool, keras_single: Pool) -> None:
     compare(several_keras_ranks, keras_single, fit_bodies.body_divided)
 
 
-def test_another_order_on_each_rank_becomes_rank_0s(keras_two_ranks: Pool, keras_single: Pool) -> None:
+def test_another_order_on_each_rank_becomes_rank_0s(
+    keras_two_ranks: Pool, keras_single: Pool
+) -> None:
     [(alone, _)] = keras_single.run(fit_bodies.body_unshuffled, "shuffle")
     (first, said), (second, _) = keras_two_ranks.run(fit_bodies.body_unshuffled, "shuffle")
     same([first, second], [alone, alone])
@@ -97,7 +99,9 @@ def test_logs(keras_two_ranks: Pool) -> None:
         assert found["number"] == [0.5]  # the mean
         assert "called reset_state of its metric 'loss'" in found["reset"]
         assert "return tensors from the step" in found["value"]
-        said = ["computes 'perplexity' from a metric's result" in text for text in found["computed"]]
+        said = [
+            "computes 'perplexity' from a metric's result" in text for text in found["computed"]
+        ]
         assert said == [True] * (rank == 0)
 
 
@@ -106,21 +110,35 @@ def test_other_data_on_each_rank_is_an_error(keras_two_ranks: Pool, kind: str) -
     for error, _ in keras_two_ranks.run(fit_bodies.body_unshuffled, kind):
         assert "the ranks were given different data" in error
         assert "rank 1 on host" in error
-        assert f"first batch of {8 if kind == 'batch' else 16} samples" in error and "different batch sizes" in error
-        assert "npu.open(seed=1) right after the imports" in error and "npu.distribute.divided(dataset)" in error
+        assert (
+            f"first batch of {8 if kind == 'batch' else 16} samples" in error
+            and "different batch sizes" in error
+        )
+        assert (
+            "npu.open(seed=1) right after the imports" in error
+            and "npu.distribute.divided(dataset)" in error
+        )
 
 
 @pytest.mark.parametrize(
-    ("kind", "steps"), [("train", 2), ("validation", 1), ("evaluate", 2), ("predict", 1), ("none", 2)]
+    ("kind", "steps"),
+    [("train", 2), ("validation", 1), ("evaluate", 2), ("predict", 1), ("none", 2)],
 )
 def test_batches_that_differ_later_are_told(keras_two_ranks: Pool, kind: str, steps: int) -> None:
     (error, said, weights), other = keras_two_ranks.run(fit_bodies.body_later_batches, kind, steps)
     assert weights == other[2]
-    different = [text for text in said if "not the same on all ranks; only the first batches were" in text]
+    different = [
+        text for text in said if "not the same on all ranks; only the first batches were" in text
+    ]
     if kind in ("train", "validation"):
         data = "training" if kind == "train" else "validation"
-        assert len(different) == 1 and f"the {data} data were" in different[0]  # rank 0's were sent afterwards
-        assert "From now on rank 0's batches are sent to all" in different[0] and "rank 1 on host" in different[0]
+        assert (
+            len(different) == 1 and f"the {data} data were" in different[0]
+        )  # rank 0's were sent afterwards
+        assert (
+            "From now on rank 0's batches are sent to all" in different[0]
+            and "rank 1 on host" in different[0]
+        )
     else:
         assert different == []
     for text in (error, other[0]):
@@ -129,22 +147,30 @@ def test_batches_that_differ_later_are_told(keras_two_ranks: Pool, kind: str, st
 
 def test_a_call_on_rank_0_only_is_named(keras_two_ranks: Pool, tmp_path: Path) -> None:
     """What the ranks exchange for it must not be taken for what they exchange after an epoch."""
-    for error, _ in keras_two_ranks.run(fit_bodies.body_callback_of_rank_0, "predicts", str(tmp_path)):
+    for error, _ in keras_two_ranks.run(
+        fit_bodies.body_callback_of_rank_0, "predicts", str(tmp_path)
+    ):
         assert "They differ in: purpose." in error
         assert "fit_bodies.py" in error and "(predict)" in error
 
 
-def test_a_learning_rate_that_rank_0_changes_alone_is_an_error(keras_two_ranks: Pool, tmp_path: Path) -> None:
+def test_a_learning_rate_that_rank_0_changes_alone_is_an_error(
+    keras_two_ranks: Pool, tmp_path: Path
+) -> None:
     for error, _ in keras_two_ranks.run(fit_bodies.body_callback_of_rank_0, "rate", str(tmp_path)):
         assert "different learning rates at the end of an epoch" in error
         assert "rank 0 on host node0: 0.001\n  rank 1 on host node0: 0.01\n" in error
 
 
 @pytest.mark.parametrize("kind", ["backup", "auto"])
-def test_what_one_rank_may_do_alone(keras_two_ranks: Pool, keras: str, kind: str, tmp_path: Path) -> None:
+def test_what_one_rank_may_do_alone(
+    keras_two_ranks: Pool, keras: str, kind: str, tmp_path: Path
+) -> None:
     if kind == "auto" and keras == "3":
         pytest.skip("Keras 3 doesn't choose steps_per_execution itself")
-    (error, weights), other = keras_two_ranks.run(fit_bodies.body_callback_of_rank_0, kind, str(tmp_path))
+    (error, weights), other = keras_two_ranks.run(
+        fit_bodies.body_callback_of_rank_0, kind, str(tmp_path)
+    )
     assert error == ""
     assert (error, weights) == other
 
@@ -156,6 +182,14 @@ def test_divided_data_that_are_the_same_are_named(keras_two_ranks: Pool) -> None
 
 def test_what_is_replaced_is_listed(keras_two_ranks: Pool) -> None:
     names, text = keras_two_ranks.run(fit_step_bodies.body_replaced)[0]
-    expected = {"train_step", "make_test_function", "fit", "save", "apply_gradients", "call", "add_loss"}
+    expected = {
+        "train_step",
+        "make_test_function",
+        "fit",
+        "save",
+        "apply_gradients",
+        "call",
+        "add_loss",
+    }
     assert {*expected, "update_state", "result", "reset_state", "skip"} <= set(names)
     assert [name for name in names if f"``{name}``" not in text] == []

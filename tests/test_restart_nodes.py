@@ -49,7 +49,12 @@ class Nodes:
     """Launchers of one job, each as a node of its own."""
 
     def __init__(
-        self, directory: Path, text: str, *options: str, nnodes: str = "2", address: str = "127.0.0.1"
+        self,
+        directory: Path,
+        text: str,
+        *options: str,
+        nnodes: str = "2",
+        address: str = "127.0.0.1",
     ) -> None:
         self.here = directory
         self.port = free_port()
@@ -77,7 +82,9 @@ class Nodes:
         for launch in self._launches:
             if launch.poll() is None:
                 os.killpg(launch.pid, signal.SIGKILL)
-            stdout, stderr = launch.communicate()  # nothing if it has been read; pytest shows it with a failure
+            stdout, stderr = (
+                launch.communicate()
+            )  # nothing if it has been read; pytest shows it with a failure
             print((stdout + stderr).decode())
 
     def wait_for(self, *names: str) -> None:
@@ -93,7 +100,9 @@ def ends(launch: subprocess.Popen[bytes], code: int) -> str:
 
 
 @pytest.mark.parametrize(("node", "is_killed"), [(0, True), (1, True), (1, False)])
-def test_a_killed_launcher_that_is_started_again_joins_again(tmp_path: Path, node: int, is_killed: bool) -> None:
+def test_a_killed_launcher_that_is_started_again_joins_again(
+    tmp_path: Path, node: int, is_killed: bool
+) -> None:
     """And so does another one that takes the place of a running one."""
     with Nodes(tmp_path, FIRST_WAITS, "--max-restarts", "2") as nodes:
         both = [nodes.start(node) for node in (0, 1)]
@@ -108,16 +117,23 @@ def test_a_killed_launcher_that_is_started_again_joins_again(tmp_path: Path, nod
             stderr = ends(launch, 0)
             assert f"node {node}" in stderr or launch is again, stderr
             assert is_killed or "node 1 was started again" in stderr
-    told = [{(tmp_path / f"ready.{count}.{rank}").read_text() for rank in (0, 1)} for count in (0, 1)]
+    told = [
+        {(tmp_path / f"ready.{count}.{rank}").read_text() for rank in (0, 1)} for count in (0, 1)
+    ]
     assert len(told[0]) == len(told[1]) == 1, "all ranks have the same job and hub"
     (first,), (second,) = told
     assert first.split()[0] != second.split()[0] and first.split()[1] != second.split()[1]
 
 
-def test_a_node_stops_an_attempt_that_it_is_told_to_begin_and_to_stop_at_once(tmp_path: Path) -> None:
+def test_a_node_stops_an_attempt_that_it_is_told_to_begin_and_to_stop_at_once(
+    tmp_path: Path,
+) -> None:
     """This test is node 0: both messages come before the node has handled the first one."""
     links: queue.SimpleQueue[Link] = queue.SimpleQueue()
-    with Nodes(tmp_path, "    time.sleep(100)", "--max-restarts", "1") as nodes, contextlib.ExitStack() as opened:
+    with (
+        Nodes(tmp_path, "    time.sleep(100)", "--max-restarts", "1") as nodes,
+        contextlib.ExitStack() as opened,
+    ):
         listener = opened.enter_context(socket.create_server(("127.0.0.1", nodes.port)))
         serving = threading.Thread(target=serve, args=(listener, b"ours", links.put))
         serving.start()
@@ -132,7 +148,9 @@ def test_a_node_stops_an_attempt_that_it_is_told_to_begin_and_to_stop_at_once(tm
         hello = next(messages)
         assert (hello["do"], hello["node"]) == ("hello", 1)
         plan = {"do": "plan", "count": 0, "nodes": [0, 1], "job_id": "job", "port": free_port()}
-        link._connection.sendall(b"".join(map(frames.encode, (plan, {"do": "stop", "why": "a rank failed"}))))
+        link._connection.sendall(
+            b"".join(map(frames.encode, (plan, {"do": "stop", "why": "a rank failed"})))
+        )
         outcome = next(messages)
         link.send("over", code=1, text="")
         assert "npurun: a rank failed; stopping the ranks of this node" in ends(launch, 1)
@@ -155,7 +173,9 @@ def test_a_node_that_waits_for_a_stopped_node_0_gives_up(tmp_path: Path) -> None
 def test_too_few_nodes(tmp_path: Path) -> None:
     """Nobody comes; one has other arguments; nobody is there any more."""
     with Nodes(tmp_path, "", "--max-restarts", "1", "--rejoin-timeout", "4") as nodes:
-        other = nodes.start(1, "-n", "2", "--rejoin-timeout", "60")  # first, so that it comes in time
+        other = nodes.start(
+            1, "-n", "2", "--rejoin-timeout", "60"
+        )  # first, so that it comes in time
         leader = nodes.start(0)
         stderr = ends(other, 2)
         assert "node 1 doesn't match node 0: nproc 2 (node 0: 1)" in stderr
@@ -231,11 +251,19 @@ def test_a_node_that_is_taken_away_costs_no_restart(tmp_path: Path, taken: int, 
         stderr = ends(launches[0], 75 if most == 1 else 0)
         if most == 1:
             assert "preemption 1, which costs no restart: node 1 taken away" in stderr
-            assert "no restart: nodes were taken away more than 1 time(s) (--max-preemptions)" in stderr
+            assert (
+                "no restart: nodes were taken away more than 1 time(s) (--max-preemptions)"
+                in stderr
+            )
             return
-        assert ("preemption 2," in stderr) == (taken == 1), "a new node 0 doesn't know what was before it"
+        assert ("preemption 2," in stderr) == (taken == 1), (
+            "a new node 0 doesn't know what was before it"
+        )
         assert "which costs no restart: node 1 taken away: stopped on request, resumable" in stderr
-        assert "restart 1 of 1 in 0.1 s: rank 1 on host" in stderr and "exit code 1: ValueError: bad label" in stderr
+        assert (
+            "restart 1 of 1 in 0.1 s: rank 1 on host" in stderr
+            and "exit code 1: ValueError: bad label" in stderr
+        )
         assert "2 ranks, nodes 0-1: succeeded" in stderr
         ends(launches[1], 0)
 
@@ -261,11 +289,15 @@ def test_a_node_that_is_lost_after_the_signal_was_taken_away(tmp_path: Path) -> 
             ends(launch, 0)
 
 
-NO_HOSTS = pytest.mark.skipif(not hosts.can_be_made(), reason="needs root, ip and tc to make two hosts")
+NO_HOSTS = pytest.mark.skipif(
+    not hosts.can_be_made(), reason="needs root, ip and tc to make two hosts"
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut_off", [False, pytest.param(True, marks=NO_HOSTS)], ids=["taken away", "cut off"])
+@pytest.mark.parametrize(
+    "cut_off", [False, pytest.param(True, marks=NO_HOSTS)], ids=["taken away", "cut off"]
+)
 def test_the_job_goes_on_with_fewer_nodes_and_takes_one_back(tmp_path: Path, cut_off: bool) -> None:
     """Node 1 of three is killed after a signal, and two go on; or the host of node 1 of two is cut off.
 
@@ -280,7 +312,11 @@ def test_the_job_goes_on_with_fewer_nodes_and_takes_one_back(tmp_path: Path, cut
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(100)
     """
-    limits = {"KEEPALIVE_AFTER_SECONDS": 1, "UNACKNOWLEDGED_MILLISECONDS": 2000, "NODE_CONNECT_SECONDS": 1}
+    limits = {
+        "KEEPALIVE_AFTER_SECONDS": 1,
+        "UNACKNOWLEDGED_MILLISECONDS": 2000,
+        "NODE_CONNECT_SECONDS": 1,
+    }
     most = 2 if cut_off else 3
     address = hosts.address(0) if cut_off else "127.0.0.1"
     options = ("--grace", "1", "--max-restarts", "2" if cut_off else "1", "--max-preemptions", "1")
@@ -309,7 +345,9 @@ def test_the_job_goes_on_with_fewer_nodes_and_takes_one_back(tmp_path: Path, cut
         else:
             launches[1] = nodes.start(1, "--rejoin-timeout", "100")
         others = "0" if cut_off else "0,2"
-        told = f"the job is running on node(s) {others}; this node joins at the next restart".encode()
+        told = (
+            f"the job is running on node(s) {others}; this node joins at the next restart".encode()
+        )
         assert any(told in line for line in launches[1].stderr)
         (tmp_path / "go").touch()
         for node in {0, most - 1}:
@@ -317,8 +355,16 @@ def test_the_job_goes_on_with_fewer_nodes_and_takes_one_back(tmp_path: Path, cut
             if node != 1:
                 smaller = f"{most - 1} rank{'s' if most > 2 else ''} instead of {most}, renumbered"
                 assert f"the job goes on without node 1: {smaller}" in stderr
-                assert f"the job goes on again with node 1: {most} ranks instead of {most - 1}" in stderr
-                assert ("preemption 1, which costs no restart: node 1 taken away: node 1 is gone" in stderr) != cut_off
+                assert (
+                    f"the job goes on again with node 1: {most} ranks instead of {most - 1}"
+                    in stderr
+                )
+                assert (
+                    "preemption 1, which costs no restart: node 1 taken away: node 1 is gone"
+                    in stderr
+                ) != cut_off
         if not cut_off:
             ends(launches[1], 0)
-    assert {path.name for path in tmp_path.glob("ready.2.*")} == {f"ready.2.{rank}" for rank in range(most)}
+    assert {path.name for path in tmp_path.glob("ready.2.*")} == {
+        f"ready.2.{rank}" for rank in range(most)
+    }

@@ -22,7 +22,9 @@ def attempts(stderr: bytes) -> list[str]:
     """Return the lines of the list of attempts at the end."""
     _, found, after = stderr.decode().partition("npurun: the attempts of this job:\n")
     assert found, stderr.decode()
-    return [line[len("npurun:   ") :] for line in after.splitlines() if line.startswith("npurun:   ")]
+    return [
+        line[len("npurun:   ") :] for line in after.splitlines() if line.startswith("npurun:   ")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,12 @@ def attempts(stderr: bytes) -> list[str]:
     [
         ("1", "os.kill(os.getpid(), 9)", True, "rank 1 on host {}: killed by SIGKILL"),
         ("01", "os.kill(os.getpid(), 9)", False, " on host {}: killed by SIGKILL"),
-        ("1", "raise ValueError('bad label')", False, "rank 1 on host {}: exit code 1: ValueError: bad label"),
+        (
+            "1",
+            "raise ValueError('bad label')",
+            False,
+            "rank 1 on host {}: exit code 1: ValueError: bad label",
+        ),
     ],
     ids=["SIGKILL", "SIGKILL to all ranks", "exception"],
 )
@@ -57,7 +64,11 @@ def test_a_failed_rank_is_started_again_with_all_others(
         mine = [line.split() for line in lines if line.startswith(f"[{rank}]")]
         assert [(words[2], words[4]) for words in mine] == [("0", "mine"), ("1", "mine-restart1")]
     first, second = attempts(done.stderr)
-    assert first.startswith("0: ") and "2 ranks: rank " in first and told.format(socket.gethostname()) in first
+    assert (
+        first.startswith("0: ")
+        and "2 ranks: rank " in first
+        and told.format(socket.gethostname()) in first
+    )
     assert second.startswith("1: ") and second.endswith("2 ranks: succeeded")
     assert b"npurun: restart 1 of 1 in 0.1 s: rank " in done.stderr
 
@@ -74,7 +85,9 @@ def test_restarts_are_counted_and_the_logs_of_all_attempts_kept(tmp_path: Path) 
         """,
     )
     logs = tmp_path / "logs"
-    done = npurun("-n", "2", "--log-dir", str(logs), "--master-port", str(free_port()), *AGAIN, "2", source)
+    done = npurun(
+        "-n", "2", "--log-dir", str(logs), "--master-port", str(free_port()), *AGAIN, "2", source
+    )
     assert done.returncode == 12
     assert b"no restart: all 2 restart(s) have been used" in done.stderr
     assert [line.rpartition(" ")[2] for line in attempts(done.stderr)] == ["10", "11", "12"]
@@ -108,7 +121,12 @@ CRASHING = """
         (CRASHING, "progress", 3, "{}:9 (ValueError)"),
         (CRASHING, "killed", 4, None),
         ("import no_such_module", "", 2, "{}:1 (ModuleNotFoundError)"),
-        ("import argparse; argparse.ArgumentParser().parse_args(['--x'])", "", 2, "rank 0, exit code 2"),
+        (
+            "import argparse; argparse.ArgumentParser().parse_args(['--x'])",
+            "",
+            2,
+            "rank 0, exit code 2",
+        ),
     ],
     ids=["a bug", "a new checkpoint", "kills are no bug", "can't be imported", "wrong usage"],
 )
@@ -128,7 +146,11 @@ def test_two_failures_at_the_same_place_are_a_bug(
     assert f"failed at the same place, {told.format(source)}, and wrote no checkpoint" in stderr
     assert "This is a bug in the script" in stderr
     if mode == "progress":
-        steps = ["(newest checkpoint: step 100)", "(newest checkpoint: step 200)", "(newest checkpoint: step 200)"]
+        steps = [
+            "(newest checkpoint: step 100)",
+            "(newest checkpoint: step 200)",
+            "(newest checkpoint: step 200)",
+        ]
         assert [line[line.rindex("(") :] for line in lines] == steps
 
 
@@ -143,7 +165,15 @@ def test_a_program_that_cannot_be_executed_is_not_started_again(tmp_path: Path) 
 
 
 def test_a_signal_between_two_attempts_ends_the_job(tmp_path: Path) -> None:
-    launch = start("-n", "1", "--restart-backoff", "60", "--max-restarts", "3", script(tmp_path, "raise ValueError"))
+    launch = start(
+        "-n",
+        "1",
+        "--restart-backoff",
+        "60",
+        "--max-restarts",
+        "3",
+        script(tmp_path, "raise ValueError"),
+    )
     for line in launch.stderr:
         if b"restart 1 of 3 in 60 s" in line:
             break
@@ -197,7 +227,13 @@ ValueError: in user code:"""
         (-signal.SIGSEGV, "", "rank 2, killed by SIGSEGV"),
         (-signal.SIGKILL, LIBRARY, None),
         (137, "", None),  # a shell reports a kill
-        (1, LIBRARY.replace("json.decoder.JSONDecodeError", "npu_device._src.cluster.errors.PeerError"), None),
+        (
+            1,
+            LIBRARY.replace(
+                "json.decoder.JSONDecodeError", "npu_device._src.cluster.errors.PeerError"
+            ),
+            None,
+        ),
     ],
 )
 def test_the_place_of_a_failure(status: int, stderr: str, place: str | None) -> None:

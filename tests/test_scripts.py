@@ -27,7 +27,9 @@ def body_script(name: str, *arguments: str) -> Any:
     before = sys.argv
     sys.argv = [name, *arguments]
     try:
-        return runpy.run_path(str(Path(__file__).parent / "scripts" / name), run_name="__main__")["result"]
+        return runpy.run_path(str(Path(__file__).parent / "scripts" / name), run_name="__main__")[
+            "result"
+        ]
     finally:
         sys.argv = before
         split_strategy._strategies.clear()  # a script ends with its process, but for the ones here
@@ -38,7 +40,9 @@ BERT = "bert_pretraining.py --overflow_at 3"
 
 
 @pytest.mark.parametrize("command", [BERT, "transformer.py", "evaluate_on_first.py"])
-def test_two_ranks_train_what_one_process_does(keras_single: Pool, keras_two_ranks: Pool, command: str) -> None:
+def test_two_ranks_train_what_one_process_does(
+    keras_single: Pool, keras_two_ranks: Pool, command: str
+) -> None:
     [alone] = keras_single.run(body_script, *command.split())
     ranks = keras_two_ranks.run(body_script, *command.split())
     same_bits(*(rank["weights"] for rank in ranks))
@@ -50,7 +54,9 @@ def test_two_ranks_train_what_one_process_does(keras_single: Pool, keras_two_ran
     if command == "evaluate_on_first.py":
         assert [(rank["checkpoints"], len(rank["scores"])) for rank in ranks] == [(3, 3), (0, 0)]
     if command == BERT:
-        assert [(rank["skipped"], rank["loss_scale"]) for rank in (alone, *ranks)] == [([3], 2.0**14)] * 3
+        assert [(rank["skipped"], rank["loss_scale"]) for rank in (alone, *ranks)] == [
+            ([3], 2.0**14)
+        ] * 3
 
 
 def body_places() -> list[float]:
@@ -63,7 +69,10 @@ def body_places() -> list[float]:
     def replica() -> Any:
         return npu.distribute.all_reduce(tf.constant(rank + 1.0), "sum")
 
-    for strategy in (tf.distribute.OneDeviceStrategy("CPU:0"), tf.distribute.MirroredStrategy(["CPU:0"])):
+    for strategy in (
+        tf.distribute.OneDeviceStrategy("CPU:0"),
+        tf.distribute.MirroredStrategy(["CPU:0"]),
+    ):
         with strategy.scope():
             found.append(strategy.run(replica))
             found.append(tf.function(lambda run=strategy.run: run(replica))())

@@ -69,5 +69,11 @@ except ValueError as error:
 
 def test_ranks_with_different_seeds_are_named(tmp_path: Path) -> None:
     for result in job.run(tmp_path, 2, DIFFERENT):
-        for part in ("rank 0 on host", "npu.open()\n", "rank 1 on host", "npu.open(seed=1)", "np.random.default_rng"):
+        for part in (
+            "rank 0 on host",
+            "npu.open()\n",
+            "rank 1 on host",
+            "npu.open(seed=1)",
+            "np.random.default_rng",
+        ):
             assert part in result.output, result.output

@@ -96,7 +96,9 @@ def test_one_rank_alone_may_retrace_with_an_unknown_batch_size(ranks: Pool) -> N
 
 def test_the_strategy_cuts_the_list(several_ranks: Pool) -> None:
     for found in several_ranks.run(body_strategies):
-        assert found["default"] == [40]  # ten equal gradients: 96.54 % is all of them but less than one
+        assert found["default"] == [
+            40
+        ]  # ten equal gradients: 96.54 % is all of them but less than one
         assert found["by index"] == [8, 12, 20]
         assert found["by size"] == [24, 8, 8]
         assert found["alone"] == [4] * 10
@@ -148,7 +150,9 @@ def body_times(overlap: bool, cores: int) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("overlap", "cores"), [(True, 2), (False, 2), (True, 1)], ids=["hcom_parallel", "without", "on one core"]
+    ("overlap", "cores"),
+    [(True, 2), (False, 2), (True, 1)],
+    ids=["hcom_parallel", "without", "on one core"],
 )
 def test_the_first_segment_arrives_before_the_last_gradient_exists(
     two_ranks: Pool, backend: str, overlap: bool, cores: int
@@ -158,7 +162,9 @@ def test_the_first_segment_arrives_before_the_last_gradient_exists(
         if overlap and (cores > 1 or backend != "shared_memory"):
             assert np.median(differences) < 0
         else:
-            assert np.median(differences) > -0.02, "what notes the time may itself come some milliseconds late"
+            assert np.median(differences) > -0.02, (
+                "what notes the time may itself come some milliseconds late"
+            )
 
 
 SMALL_POOLS = """
@@ -206,7 +212,9 @@ def body_order_kept(eager: bool) -> Any:
         return npu.distribute.all_reduce([*values(), None], "sum")
 
     result = reduce() if eager else tf.function(reduce)()
-    return [None if value is None else (value.dtype.name, value.numpy().tolist()) for value in result]
+    return [
+        None if value is None else (value.dtype.name, value.numpy().tolist()) for value in result
+    ]
 
 
 def body_bits() -> set[bytes]:
@@ -228,7 +236,9 @@ def test_every_split_gives_the_same_bits_on_every_rank(several_ranks: Pool) -> N
 def test_results_come_back_in_the_callers_order(ranks: Pool, eager: bool) -> None:
     n = ranks.size
     names = ["float32", "float64", "float32", "int32", "float16", "float64"]
-    expected: list[Any] = [(name, [n * i + n * (n - 1) // 2] * (i + 1)) for i, name in enumerate(names)]
+    expected: list[Any] = [
+        (name, [n * i + n * (n - 1) // 2] * (i + 1)) for i, name in enumerate(names)
+    ]
     for found in ranks.run(body_order_kept, eager):
         assert found == [*expected, None]
 

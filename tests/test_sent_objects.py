@@ -37,7 +37,9 @@ _PLAIN: list[Any] = [
 @pytest.mark.parametrize("trusted", [True, False])
 def test_what_is_plain_arrives_as_it_was(trusted: bool) -> None:
     for value in _PLAIN:
-        found, second = unpacked(packed(value, trusted) + packed(1, trusted), ["rank 0", "rank 1"], trusted)
+        found, second = unpacked(
+            packed(value, trusted) + packed(1, trusted), ["rank 0", "rank 1"], trusted
+        )
         assert second == 1 and pickle.dumps(found) == pickle.dumps(value)
     [found] = unpacked(packed({"x": tf.constant([[1, 2]])}, False), ["rank 0"], False)
     assert isinstance(found["x"], tf.Tensor) and found["x"].numpy().tolist() == [[1, 2]]
@@ -49,19 +51,42 @@ class _Own:
 
 def test_other_objects_need_a_secret() -> None:
     for value in (_Own(), [_Own], {1: print}, np.array([_Own()]), Path("a"), random.Random(1)):
-        with pytest.raises(ClusterError, match=r"object of rank 1 can't be sent: it is, or contains, a(.|\n)*_SECRET"):
+        with pytest.raises(
+            ClusterError,
+            match=r"object of rank 1 can't be sent: it is, or contains, a(.|\n)*_SECRET",
+        ):
             unpacked(packed(1, False) + packed(value, False), ["rank 0", "rank 1"], False)
-    for sent in (packed(1, True), b"p" + (12).to_bytes(8, "little") + pickle.dumps(1)[:12].ljust(12)):
-        with pytest.raises(ClusterError, match=r"rank 0 has sent a pickled object, which isn't read(.|\n)*_SECRET"):
+    for sent in (
+        packed(1, True),
+        b"p" + (12).to_bytes(8, "little") + pickle.dumps(1)[:12].ljust(12),
+    ):
+        with pytest.raises(
+            ClusterError, match=r"rank 0 has sent a pickled object, which isn't read(.|\n)*_SECRET"
+        ):
             unpacked(sent, ["rank 0"], False)
 
 
 _KINDS = st.sampled_from(
-    ("int", "list", "tuple", "set", "frozenset", "dict", "bytes", "bytearray", "tensor", "number", "array", "other")
+    (
+        "int",
+        "list",
+        "tuple",
+        "set",
+        "frozenset",
+        "dict",
+        "bytes",
+        "bytearray",
+        "tensor",
+        "number",
+        "array",
+        "other",
+    )
 )
 
 
-@given(st.binary() | st.builds(lambda kind, rest: [kind, *rest], _KINDS, st.lists(VALUES, max_size=4)))
+@given(
+    st.binary() | st.builds(lambda kind, rest: [kind, *rest], _KINDS, st.lists(VALUES, max_size=4))
+)
 def test_any_bytes_are_an_object_or_an_error(sent: Any) -> None:
     data = sent if isinstance(sent, bytes) else json.dumps(sent).encode()
     for text in (data, b"j" + len(data).to_bytes(8, "little") + data):
@@ -118,7 +143,9 @@ def test_a_job_that_other_hosts_can_reach(tmp_path: Path, has_secret: bool) -> N
     if has_secret:
         shared["NPU_DEVICE_SECRET"] = "known to the ranks"
     script = f"HAS_SECRET, DIRECTORY = {has_secret}, {str(tmp_path / 'checkpoints')!r}\n{_SCRIPT}"
-    ended = job.finish(job.start_each(tmp_path, script, [{**shared, "RANK": str(rank)} for rank in range(2)]))
+    ended = job.finish(
+        job.start_each(tmp_path, script, [{**shared, "RANK": str(rank)} for rank in range(2)])
+    )
     for one in ended:
         assert one.code == 0, one.output
         assert "plain {'epoch': 3, 'x': array([1.5], dtype=float32)}" in one.output
@@ -126,5 +153,8 @@ def test_a_job_that_other_hosts_can_reach(tmp_path: Path, has_secret: bool) -> N
             assert "own Own" in one.output
         else:
             assert "trained (3, 1)" in one.output
-            assert "error an object of rank 0 can't be sent: it is, or contains, a __main__.Own." in one.output
+            assert (
+                "error an object of rank 0 can't be sent: it is, or contains, a __main__.Own."
+                in one.output
+            )
             assert "NPU_DEVICE_SECRET" in one.output.rpartition("error")[2]

@@ -20,7 +20,9 @@ def greet(handshake: ServerHandshake, **changes: Any) -> str:
     return str(reply["nonce"])
 
 
-def proof(nonce: str, side: str = "client", secret: bytes = SECRET, said: dict[str, int] = SAID) -> str:
+def proof(
+    nonce: str, side: str = "client", secret: bytes = SECRET, said: dict[str, int] = SAID
+) -> str:
     return frames.proof(secret, side, "client", nonce, said)
 
 

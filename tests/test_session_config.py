@@ -21,12 +21,21 @@ from npu_device._src import compat
 from npu_device._src.options import GlobalOptions, global_options
 from npu_device._src.tf1 import config as tf1, run_config
 from npu_device._src.tf1.config import RewriterConfig, SessionConfigBuilder, npu_config_proto
-from npu_device._src.tf1.run_config import NPUEstimator, NPURunConfig, ProfilingConfig, npu_run_config_init
+from npu_device._src.tf1.run_config import (
+    NPUEstimator,
+    NPURunConfig,
+    ProfilingConfig,
+    npu_run_config_init,
+)
 from npu_device._src.tf1.system import NPUStrategy, Profiler, set_graph_exec_config
 from npu_device._src.training.distribute.groups import get_rank_id
 
-has_estimators = pytest.mark.skipif(compat.estimator_module() is None, reason="this TensorFlow has no Estimator")
-has_none = pytest.mark.skipif(compat.estimator_module() is not None, reason="this TensorFlow has Estimators")
+has_estimators = pytest.mark.skipif(
+    compat.estimator_module() is None, reason="this TensorFlow has no Estimator"
+)
+has_none = pytest.mark.skipif(
+    compat.estimator_module() is not None, reason="this TensorFlow has Estimators"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +56,9 @@ def hand_made(*names: str, **rewrites: Any) -> Any:
         custom.parameter_map["precision_mode"].s = tf.compat.as_bytes("allow_mix_precision")
         custom.parameter_map["graph_run_mode"].i = 1
         custom.parameter_map["sfusion_switch_file"].s = b"/nowhere/switch.cfg"
-    added = RewriterConfig(remapping=RewriterConfig.OFF, memory_optimization=RewriterConfig.OFF, **rewrites)
+    added = RewriterConfig(
+        remapping=RewriterConfig.OFF, memory_optimization=RewriterConfig.OFF, **rewrites
+    )
     config.graph_options.rewrite_options.MergeFrom(added)
     return config
 
@@ -75,7 +86,10 @@ def test_a_session_trains_with_the_configuration(name: str) -> None:
 
 
 def optimizers_of(config: Any) -> dict[str, Any]:
-    return {each.name: each.parameter_map for each in config.graph_options.rewrite_options.custom_optimizers}
+    return {
+        each.name: each.parameter_map
+        for each in config.graph_options.rewrite_options.custom_optimizers
+    }
 
 
 def test_npu_config_proto_changes_the_configuration_it_is_given() -> None:
@@ -88,14 +102,19 @@ def test_npu_config_proto_changes_the_configuration_it_is_given() -> None:
     assert config.inter_op_parallelism_threads == 3
     rewrites = config.graph_options.rewrite_options
     assert rewrites.remapping == rewrites.memory_optimization == RewriterConfig.OFF
-    assert config.graph_options.optimizer_options.global_jit_level == tf.compat.v1.OptimizerOptions.OFF
+    assert (
+        config.graph_options.optimizer_options.global_jit_level == tf.compat.v1.OptimizerOptions.OFF
+    )
 
 
 @pytest.mark.parametrize("given", [None, {}, "config"])
 def test_anything_else_gives_a_new_configuration(given: Any) -> None:
     assert list(optimizers_of(npu_config_proto(given))) == ["NpuOptimizer"]
     assert tf1.npu_optimizer_options(given).global_jit_level == tf.compat.v1.OptimizerOptions.OFF
-    assert tf1.npu_graph_options(given).optimizer_options.global_jit_level == tf.compat.v1.OptimizerOptions.OFF
+    assert (
+        tf1.npu_graph_options(given).optimizer_options.global_jit_level
+        == tf.compat.v1.OptimizerOptions.OFF
+    )
 
 
 def test_the_optimizer_is_found_among_others_and_keeps_its_parameters() -> None:
@@ -121,8 +140,13 @@ def test_parameters_that_are_there_have_their_effect_and_others_change_nothing()
     npu_config_proto(hand_made())
     assert (options.hcom_parallel.typed, profiling.enable_profiling.typed) == (False, True)
     assert profiling.profiling_options.value == usual
-    assert (options.aoe_config.aoe_mode.value, options.aoe_config.work_path.value) == ("4", "/tmp/tuning")
-    parameters["profiling_options"].s = tf.compat.as_bytes('{"output":"/tmp/profile","training_trace":"on"}')
+    assert (options.aoe_config.aoe_mode.value, options.aoe_config.work_path.value) == (
+        "4",
+        "/tmp/tuning",
+    )
+    parameters["profiling_options"].s = tf.compat.as_bytes(
+        '{"output":"/tmp/profile","training_trace":"on"}'
+    )
     tf1.npu_session_config_init(given)
     assert json.loads(profiling.profiling_options.value)["output"] == "/tmp/profile"
     parameters["aoe_mode"].s = b"3"
@@ -132,7 +156,10 @@ def test_parameters_that_are_there_have_their_effect_and_others_change_nothing()
 
 def test_settings_of_the_compiler_are_taken_by_position() -> None:
     fetch = tf.constant(1)
-    assert set_graph_exec_config(fetch, True, "lazy_recompile", "data:[1~8,3]", is_train_graph=True) is fetch
+    assert (
+        set_graph_exec_config(fetch, True, "lazy_recompile", "data:[1~8,3]", is_train_graph=True)
+        is fetch
+    )
 
 
 def test_decorator_gives_sessions_the_configuration() -> None:
@@ -143,7 +170,9 @@ def test_decorator_gives_sessions_the_configuration() -> None:
     given = tf.compat.v1.ConfigProto()
     target, config = make_session("here", None, given)
     assert target == "here" and config is given
-    assert [list(optimizers_of(each)) for each in (config, make_session()[1])] == [["NpuOptimizer"]] * 2
+    assert [list(optimizers_of(each)) for each in (config, make_session()[1])] == [
+        ["NpuOptimizer"]
+    ] * 2
 
 
 @pytest.mark.slow
@@ -174,16 +203,32 @@ def test_keras_2_trains_in_the_session_with_the_configuration(tmp_path: Path) ->
 
 def test_run_config_records_what_it_is_given() -> None:
     dump = run_config.DumpConfig(enable_dump=True, dump_path="/tmp/dump", dump_step="0|5")
-    given = {"model_dir": "/tmp/model", "precision_mode": "allow_mix_precision", "dump_config": dump, "later": "too"}
+    given = {
+        "model_dir": "/tmp/model",
+        "precision_mode": "allow_mix_precision",
+        "dump_config": dump,
+        "later": "too",
+    }
     config = NPURunConfig(10, session_config=tf.compat.v1.ConfigProto(), **given)
-    defaults = {"save_checkpoints_steps": 100, "save_checkpoints_secs": None, "keep_checkpoint_max": 5}
-    others = {"save_summary_steps": 0, "hcom_parallel": True, "jit_compile": "auto", "oo_level": "O3"}
+    defaults = {
+        "save_checkpoints_steps": 100,
+        "save_checkpoints_secs": None,
+        "keep_checkpoint_max": 5,
+    }
+    others = {
+        "save_summary_steps": 0,
+        "hcom_parallel": True,
+        "jit_compile": "auto",
+        "oo_level": "O3",
+    }
     expected = {"iterations_per_loop": 10, **given, **defaults, **others}
     assert {name: getattr(config, name) for name in expected} == expected
     assert list(optimizers_of(config.session_config)) == ["NpuOptimizer"]
     parameters = inspect.signature(NPURunConfig).parameters
     assert not [name for name in parameters if name != "keywords" and not hasattr(config, name)]
-    by_position = NPURunConfig(*(parameter.default for parameter in list(parameters.values())[:-2]), "switches")
+    by_position = NPURunConfig(
+        *(parameter.default for parameter in list(parameters.values())[:-2]), "switches"
+    )
     assert (by_position.oo_level, by_position.optimization_switch) == ("O3", "switches")
     assert NPURunConfig(save_checkpoints_secs=60).save_checkpoints_steps is None
     with pytest.raises(TypeError, match="multiple values for iterations_per_loop"):
@@ -196,7 +241,11 @@ def test_run_config_sets_options() -> None:
     assert options.hcom_parallel.typed is True
     traces = ProfilingConfig(True, ["training_trace", "task_trace"])
     NPURunConfig(hcom_parallel=False, profiling_config=traces, aoe_mode="4")
-    found = (options.aoe_config.aoe_mode.value, options.hcom_parallel.typed, profiling.enable_profiling.typed)
+    found = (
+        options.aoe_config.aoe_mode.value,
+        options.hcom_parallel.typed,
+        profiling.enable_profiling.typed,
+    )
     assert found == ("4", False, True)
     expected = {"output": "./", "training_trace": "on", "task_trace": "on"}
     assert json.loads(profiling.profiling_options.value) == expected
@@ -204,8 +253,13 @@ def test_run_config_sets_options() -> None:
 
 @pytest.mark.parametrize("keyword", ["profiling_options", "enable_options"])
 def test_profiling_options_under_both_names(keyword: str) -> None:
-    assert ProfilingConfig(enable_profiling=True, **{keyword: '{"output":"x"}'}).as_json() == '{"output":"x"}'
-    assert ProfilingConfig(**{keyword: ["op_trace"]}).as_json() == '{"output": "./", "op_trace": "on"}'
+    assert (
+        ProfilingConfig(enable_profiling=True, **{keyword: '{"output":"x"}'}).as_json()
+        == '{"output":"x"}'
+    )
+    assert (
+        ProfilingConfig(**{keyword: ["op_trace"]}).as_json() == '{"output": "./", "op_trace": "on"}'
+    )
     assert ProfilingConfig().as_json() is None
 
 
@@ -215,7 +269,11 @@ def test_profiling_options_under_both_names(keyword: str) -> None:
         ({"iterations_per_loop": 0}, ValueError, "iterations_per_loop must be .*; found 0"),
         ({"iterations_per_loop": 2.0}, ValueError, "iterations_per_loop must be .*; found 2.0"),
         ({"mix_compile_mode": 1}, TypeError, "mix_compile_mode must be .*; found 1"),
-        ({"mix_compile_mode": True, "iterations_per_loop": 2}, ValueError, "must be 1 with mix_compile_mode"),
+        (
+            {"mix_compile_mode": True, "iterations_per_loop": 2},
+            ValueError,
+            "must be 1 with mix_compile_mode",
+        ),
         ({"graph_run_mode": 2}, ValueError, "graph_run_mode must be .*; found 2"),
         ({"jit_compile": True}, TypeError, "jit_compile must be a string"),
     ],
@@ -235,7 +293,9 @@ def test_run_config_refuses(keywords: dict[str, Any], error: type[Exception], te
         ("npu_run_config_init", {}),
     ],
 )
-def test_without_estimators_a_call_names_the_version_and_the_ways_out(name: str, keywords: dict[str, Any]) -> None:
+def test_without_estimators_a_call_names_the_version_and_the_ways_out(
+    name: str, keywords: dict[str, Any]
+) -> None:
     text = rf"^{name} depends on tf.estimator.*this is TensorFlow {tf.__version__}\.\n.*tensorflow==2\.15.*Monitored"
     with pytest.raises(NotImplementedError, match=text):
         getattr(run_config, name)(**keywords)
@@ -248,12 +308,18 @@ def line(features: Any, labels: Any, mode: str, params: dict[str, Any]) -> Any:
         return run_config.NPUEstimatorSpec(mode, predictions=features * w)
     loss = tf.reduce_mean((features * w - labels) ** 2)
     step = tf.compat.v1.train.get_or_create_global_step()
-    train = tf.compat.v1.train.GradientDescentOptimizer(params["rate"]).minimize(loss, global_step=step)
-    return run_config.NPUEstimatorSpec(mode, predictions=features * w, loss=loss, train_op=train, host_call=(print, []))
+    train = tf.compat.v1.train.GradientDescentOptimizer(params["rate"]).minimize(
+        loss, global_step=step
+    )
+    return run_config.NPUEstimatorSpec(
+        mode, predictions=features * w, loss=loss, train_op=train, host_call=(print, [])
+    )
 
 
 def pairs() -> Any:
-    return tf.compat.v1.data.Dataset.from_tensors((tf.constant([1.0, 2.0]), tf.constant([3.0, 6.0]))).repeat()
+    return tf.compat.v1.data.Dataset.from_tensors(
+        (tf.constant([1.0, 2.0]), tf.constant([3.0, 6.0]))
+    ).repeat()
 
 
 @has_estimators
@@ -266,7 +332,9 @@ def test_session_config_trains_evaluates_and_predicts(tmp_path: Path) -> None:
     assert estimator.evaluate(pairs, steps=1)["loss"] == pytest.approx(0.0, abs=1e-6)
     assert next(estimator.predict(pairs)) == pytest.approx(3.0)
     assert estimator.config.iterations_per_loop == 5
-    with pytest.raises(ValueError, match="NPUEstimator takes an NPURunConfig as config; found None"):
+    with pytest.raises(
+        ValueError, match="NPUEstimator takes an NPURunConfig as config; found None"
+    ):
         NPUEstimator(model_fn=line)
 
 
@@ -277,9 +345,13 @@ def test_session_config_of_a_keras_model(tmp_path: Path) -> None:
         return pairs().map(lambda x, y: (x[:, None], y[:, None]))
 
     keras = tf.compat.v1.keras
-    model = keras.Sequential([keras.layers.Dense(1, use_bias=False, input_shape=[1], kernel_initializer="zeros")])
+    model = keras.Sequential(
+        [keras.layers.Dense(1, use_bias=False, input_shape=[1], kernel_initializer="zeros")]
+    )
     model.compile(keras.optimizers.SGD(0.2), "mse")
-    estimator = run_config.model_to_npu_estimator(model, model_dir=str(tmp_path), config=NPURunConfig())
+    estimator = run_config.model_to_npu_estimator(
+        model, model_dir=str(tmp_path), config=NPURunConfig()
+    )
     assert isinstance(estimator, NPUEstimator)
     estimator.train(columns, steps=20)
     assert estimator.evaluate(columns, steps=1)["loss"] == pytest.approx(0.0, abs=1e-6)
@@ -293,7 +365,9 @@ def body_train() -> float:
         w = tf.compat.v1.get_variable("w", initializer=rank + 5)
         step = tf.compat.v1.train.get_or_create_global_step()
         train = tf.group(tf.compat.v1.assign_add(w, 1.0), tf.compat.v1.assign_add(step, 1))
-        return tf.compat.v1.estimator.EstimatorSpec(mode, loss=tf.reduce_sum(features * labels), train_op=train)
+        return tf.compat.v1.estimator.EstimatorSpec(
+            mode, loss=tf.reduce_sum(features * labels), train_op=train
+        )
 
     with tempfile.TemporaryDirectory() as directory:
         estimator = NPUEstimator(model_fn=model_fn, config=NPURunConfig(model_dir=directory))
@@ -316,10 +390,17 @@ assert os.environ["TF_CONFIG"] == before
 
 
 @has_estimators
-def test_ranks_begin_with_the_variables_of_rank_0_and_tf_config_starts_no_servers(tmp_path: Path) -> None:
+def test_ranks_begin_with_the_variables_of_rank_0_and_tf_config_starts_no_servers(
+    tmp_path: Path,
+) -> None:
     workers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    tasks = [{"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}} for rank in range(2)]
-    for ended in job.finish(job.start_each(tmp_path, RANKS, [{"TF_CONFIG": json.dumps(task)} for task in tasks])):
+    tasks = [
+        {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
+        for rank in range(2)
+    ]
+    for ended in job.finish(
+        job.start_each(tmp_path, RANKS, [{"TF_CONFIG": json.dumps(task)} for task in tasks])
+    ):
         assert ended.code == 0, ended.output
         assert "trained 7.0" in ended.output
 

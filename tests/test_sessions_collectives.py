@@ -26,7 +26,9 @@ def operators(shape: tuple[int, ...]) -> dict[str, Any]:
     with tf.Graph().as_default():
         fed = tf.compat.v1.placeholder(tf.float64, shape)
         one = tf.compat.v1.placeholder(tf.float64, [None])
-        fetches: dict[str, Any] = {f"allreduce {r}": hccl_ops.allreduce(fed, r) for r in ("sum", "min", "max", "prod")}
+        fetches: dict[str, Any] = {
+            f"allreduce {r}": hccl_ops.allreduce(fed, r) for r in ("sum", "min", "max", "prod")
+        }
         for reduction in REDUCTIONS:
             typed = [tf.cast(fed, dtype) for dtype in DTYPES]
             several = npu.distribute.all_reduce([*typed, None, typed[0]], reduction)
@@ -40,7 +42,9 @@ def operators(shape: tuple[int, ...]) -> dict[str, Any]:
         fetches["reduce_scatter"] = hccl_ops.reduce_scatter(tf.tile(fed, [size, 1]), "sum", size)
         mine_to_each, counts = tf.range(size) + 10 * rank, tf.ones([size], tf.int64)
         fetches["all_to_all_v"] = hccl_ops.all_to_all_v(mine_to_each, *[counts, range(size)] * 2)
-        fetches["all_to_all_v_c"] = hccl_ops.all_to_all_v_c(mine_to_each, np.ones([size, size]), rank)
+        fetches["all_to_all_v_c"] = hccl_ops.all_to_all_v_c(
+            mine_to_each, np.ones([size, size]), rank
+        )
         with tf.compat.v1.Session() as session:
             return session.run(fetches, {fed: mine, one: mine[0]})  # type: ignore[no-any-return]
 
@@ -53,17 +57,23 @@ def test_operators(ranks: Pool) -> None:
     for reduction, of in REDUCTIONS.items():
         right |= {f"{kind} {reduction}": of(everybody, axis=0) for kind in ("allreduce", *DTYPES)}
     for rank, results in enumerate(ranks.run(operators, shape)):
-        right["all_to_all_v"] = right["all_to_all_v_c"] = [10 * sender + rank for sender in range(ranks.size)]
+        right["all_to_all_v"] = right["all_to_all_v_c"] = [
+            10 * sender + rank for sender in range(ranks.size)
+        ]
         right["reduce_scatter"] = np.sum(everybody, axis=0)
         right["reduce"] = right["reduce_scatter"] * (rank == ranks.size - 1)
         for name, found in results.items():
-            np.testing.assert_allclose(found, right[name], rtol=0.01 if "bfloat16" in name else 1e-6, err_msg=name)
+            np.testing.assert_allclose(
+                found, right[name], rtol=0.01 if "bfloat16" in name else 1e-6, err_msg=name
+            )
 
 
 def in_opposite_orders(count: int) -> list[float]:
     """Independent operations, which each rank's data make ready in another order, with one thread for all."""
     rank = npu.open().worker_id
-    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=1, intra_op_parallelism_threads=1)
+    config = tf.compat.v1.ConfigProto(
+        inter_op_parallelism_threads=1, intra_op_parallelism_threads=1
+    )
     with tf.Graph().as_default():
         before = tf.constant(float(rank))
         ready: dict[int, Any] = {}
@@ -144,10 +154,14 @@ def a_subset_sparse_and_branches() -> tuple[Any, ...]:
     with tf.Graph().as_default():
         never_fed = tf.compat.v1.placeholder(tf.float32, [])
         npu.distribute.all_reduce([never_fed], "sum")
-        slices = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([rank, 5], tf.int64), tf.constant([8, 3], tf.int64))
+        slices = tf.IndexedSlices(
+            tf.ones([2, 3]), tf.constant([rank, 5], tf.int64), tf.constant([8, 3], tf.int64)
+        )
         reduced = npu.distribute.all_reduce([slices], "sum")[0]
         one, zero = tf.constant(1.0), tf.constant(0.0)
-        branch = tf.cond(tf.constant(True), lambda: npu.distribute.all_reduce(one, "sum"), lambda: zero)
+        branch = tf.cond(
+            tf.constant(True), lambda: npu.distribute.all_reduce(one, "sum"), lambda: zero
+        )
         npu.distribute.all_reduce(never_fed, "sum")
         _, looped = tf.while_loop(
             lambda step, _: step < 3,
@@ -156,7 +170,11 @@ def a_subset_sparse_and_branches() -> tuple[Any, ...]:
         )
         with tf.compat.v1.Session() as session:
             dense = tf.convert_to_tensor(reduced)
-            return session.run(dense)[:, 0].tolist(), float(session.run(branch)), float(session.run(looped))
+            return (
+                session.run(dense)[:, 0].tolist(),
+                float(session.run(branch)),
+                float(session.run(looped)),
+            )
 
 
 def test_a_subset_of_sparse_gradients_branches_and_loops(ranks: Pool) -> None:
@@ -197,7 +215,10 @@ def broadcasts(size: int) -> dict[str, Any]:
     for kind in ("resource", "reference"):
         with tf.Graph().as_default(), v1.Session() as session:
             value, resource = tf.constant([1.0, 2.0]) * (rank + 1), kind == "resource"
-            made = [v1.get_variable(name, initializer=value, use_resource=resource) for name in ("a", "b", "c")]
+            made = [
+                v1.get_variable(name, initializer=value, use_resource=resource)
+                for name in ("a", "b", "c")
+            ]
             session.run(v1.global_variables_initializer())
             session.run(hccl_ops.broadcast(v1.trainable_variables()[:1], size - 1))
             outputs = hccl_ops.broadcast([made[1]], size - 1)
@@ -221,7 +242,9 @@ def test_broadcast_overwrites_variables(ranks: Pool) -> None:
 
 def body_many() -> list[float]:
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-        values = [tf.fill([3], float(npu.open().worker_id + i)) for i in range(66)]  # more than one order holds
+        values = [
+            tf.fill([3], float(npu.open().worker_id + i)) for i in range(66)
+        ]  # more than one order holds
         sums = [hccl_ops.allreduce(value, "sum", fusion=2, fusion_id=3) for value in values]
         return [float(value[0]) for value in session.run(sums)]
 

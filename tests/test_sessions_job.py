@@ -107,7 +107,9 @@ def test_a_session_trains_and_goes_on_from_the_checkpoint_of_rank_0(tmp_path: Pa
         outputs = job.outputs(tmp_path, 2, TRAINING, **variables)
         assert not any("Traceback" in output for output in outputs)
         # The same result on all ranks.
-        [result] = {line for output in outputs for line in output.splitlines() if line.startswith("RESULT")}
+        [result] = {
+            line for output in outputs for line in output.splitlines() if line.startswith("RESULT")
+        }
         found.append(result.split()[1:4])
     assert found[0] == ["0", "20", "True"] and found[1][:2] == ["20", "10"]
 

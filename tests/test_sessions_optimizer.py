@@ -47,13 +47,17 @@ def train(kind: str) -> dict[str, Any]:
             return optimizers.NPUOptimizer(opt, manager, is_distributed=True, is_loss_scale=True)
         opt = NPUDistributedOptimizer(opt, is_weight_update_sharding=kind == "sharded")
         if kind == "loss scale":
-            return NPULossScaleOptimizer(opt, optimizers.FixedLossScaleManager(1024.0), is_distributed=size > 1)
+            return NPULossScaleOptimizer(
+                opt, optimizers.FixedLossScaleManager(1024.0), is_distributed=size > 1
+            )
         return opt
 
     with tf.Graph().as_default():
         v1.set_random_seed(3 + rank)
         fed = v1.placeholder(tf.float32, [None, 3])
-        hidden = v1.get_variable("hidden", [3, 4], initializer=v1.initializers.random_normal(stddev=0.5))
+        hidden = v1.get_variable(
+            "hidden", [3, 4], initializer=v1.initializers.random_normal(stddev=0.5)
+        )
         bias = v1.get_variable("bias", [4], initializer=v1.initializers.zeros())
         out = v1.get_variable("out", [4, 1], initializer=v1.initializers.random_normal(stddev=0.5))
         v1.get_variable("unused", [2], initializer=v1.initializers.zeros())
@@ -75,13 +79,17 @@ def train(kind: str) -> dict[str, Any]:
             return {"variables": session.run([hidden, bias, out]), "step": int(session.run(step))}
 
 
-@pytest.mark.parametrize("kind", ["NPUDistributedOptimizer", "sharded", "loss scale", "NPUOptimizer", "by hand"])
+@pytest.mark.parametrize(
+    "kind", ["NPUDistributedOptimizer", "sharded", "loss scale", "NPUOptimizer", "by hand"]
+)
 def test_ranks_train_as_one(two_ranks: Pool, single: Pool, kind: str) -> None:
     [alone] = single.run(train, kind)
     results = two_ranks.run(train, kind)
     for result in results:
         assert result["step"] == STEPS
-        for variable, expected, first in zip(result["variables"], alone["variables"], results[0]["variables"]):
+        for variable, expected, first in zip(
+            result["variables"], alone["variables"], results[0]["variables"]
+        ):
             np.testing.assert_array_equal(variable, first)
             np.testing.assert_allclose(variable, expected, rtol=2e-5, atol=1e-6)
 
@@ -95,7 +103,11 @@ def refusals() -> list[str]:
     return wrong_refusals(
         *cases,
         ("ValueError", "at least 1", optimizers.FixedLossScaleManager, 0.5),
-        ("ValueError", "loss_scale_manager", lambda: optimizers.NPUOptimizer(None, is_loss_scale=True)),
+        (
+            "ValueError",
+            "loss_scale_manager",
+            lambda: optimizers.NPUOptimizer(None, is_loss_scale=True),
+        ),
         ("ValueError", "tf.Operation", all_hooks.set_iteration_per_loop, None, tf.constant(1), 2),
         ("RuntimeError", "eager mode", system.initialize_system),
     )
@@ -112,20 +124,29 @@ def overflow() -> list[list[float]]:
         fed = v1.placeholder(tf.float32, [])
         weight = v1.get_variable("weight", initializer=1.0)
         step = v1.train.get_or_create_global_step()
-        manager = ExponentialUpdateLossScaleManager(16.0, 2, decr_every_n_nan_or_inf=1, decr_ratio=0.5)
-        opt = NPULossScaleOptimizer(v1.train.GradientDescentOptimizer(1.0), manager, is_distributed=True)
+        manager = ExponentialUpdateLossScaleManager(
+            16.0, 2, decr_every_n_nan_or_inf=1, decr_ratio=0.5
+        )
+        opt = NPULossScaleOptimizer(
+            v1.train.GradientDescentOptimizer(1.0), manager, is_distributed=True
+        )
         update = opt.minimize(weight * fed, global_step=step)
         found = []
         with v1.Session() as session:
             session.run(v1.global_variables_initializer())
             for bad in (False, True, False, False):
                 session.run(update, {fed: np.inf if bad and last else 1.0})
-                found.append(list(map(float, session.run([weight, step, manager.get_loss_scale()]))))
+                found.append(
+                    list(map(float, session.run([weight, step, manager.get_loss_scale()])))
+                )
     return found
 
 
 def test_overflow_on_one_rank_leaves_the_step_out_on_all(two_ranks: Pool) -> None:
-    assert two_ranks.run(overflow) == [[[0.0, 1, 16.0], [0.0, 1, 8.0], [-1.0, 2, 8.0], [-2.0, 3, 16.0]]] * 2
+    assert (
+        two_ranks.run(overflow)
+        == [[[0.0, 1, 16.0], [0.0, 1, 8.0], [-1.0, 2, 8.0], [-2.0, 3, 16.0]]] * 2
+    )
 
 
 def several_steps(hook: bool) -> tuple[int, int, float]:
@@ -143,7 +164,9 @@ def several_steps(hook: bool) -> tuple[int, int, float]:
             if hook:
                 loop = all_hooks.IterationPerLoop().create_iteration_per_loop_var(update)
                 hooks = [SetIterationsVarHook(3)]
-                session = stack.enter_context(v1.train.MonitoredTrainingSession(hooks=hooks, config=config))
+                session = stack.enter_context(
+                    v1.train.MonitoredTrainingSession(hooks=hooks, config=config)
+                )
             else:
                 session = stack.enter_context(v1.Session(config=config))
                 session.run(v1.global_variables_initializer())
@@ -203,7 +226,9 @@ def hooks_that_report() -> Any:
         chosen = [
             all_hooks.NPUBroadcastGlobalVariablesHook(1 % npu.distribute.size()),
             all_hooks.NPUOutputTensorHook([loss], output_fn=by_name.extend),
-            all_hooks.NPUOutputTensorHook({"loss": loss}, None, by_key.append, output_every_n_steps=2),
+            all_hooks.NPUOutputTensorHook(
+                {"loss": loss}, None, by_key.append, output_every_n_steps=2
+            ),
             all_hooks.NPUOutputTensorHook([loss]),
             all_hooks.TellMeStepOrLossHook(step, total_step=3, loss=loss, final_loss=0.5),
             v1.train.StopAtStepHook(last_step=3),
@@ -234,7 +259,9 @@ def keras_in_a_session() -> list[list[float]]:
     with tf.Graph().as_default(), v1.Session() as session:
         compat.session_backend().set_session(session)
         apart = keras.initializers.GlorotUniform(seed=rank)
-        model = keras.Sequential([keras.layers.Dense(1, kernel_initializer=apart, input_shape=(3,))])
+        model = keras.Sequential(
+            [keras.layers.Dense(1, kernel_initializer=apart, input_shape=(3,))]
+        )
         model.compile(npu_distributed_optimizer_wrapper(keras.optimizers.legacy.SGD(0.1)), "mse")
         before = model.get_weights()
         callbacks = [NPUBroadcastGlobalVariablesCallback(0)]

@@ -43,12 +43,23 @@ with tf.Graph().as_default():
 @pytest.mark.parametrize("others", ["session.run(first)", "time.sleep(6)"])
 def test_a_rank_that_waits_in_a_session_says_so_and_gives_up(tmp_path: Path, others: str) -> None:
     environments = [
-        {**table_environment(tmp_path, 2, rank), "NPU_DEVICE_STALL_WARNING": warning, "NPU_DEVICE_STALL_TIMEOUT": limit}
+        {
+            **table_environment(tmp_path, 2, rank),
+            "NPU_DEVICE_STALL_WARNING": warning,
+            "NPU_DEVICE_STALL_TIMEOUT": limit,
+        }
         for rank, (warning, limit) in enumerate([("90", "100"), ("1", "3")])
     ]
-    first_line = 1 + WAITING.splitlines().index('    first = npu.distribute.all_reduce(tf.constant(1.0), "sum")')
-    output = job.finish(job.start_each(tmp_path, WAITING.replace("OTHERS", others), environments), timeout=60)[1].output
-    assert "rank 1 has waited 1 s in group 'hccl_world_group'" in output or "rank 1 has waited 2 s" in output
+    first_line = 1 + WAITING.splitlines().index(
+        '    first = npu.distribute.all_reduce(tf.constant(1.0), "sum")'
+    )
+    output = job.finish(
+        job.start_each(tmp_path, WAITING.replace("OTHERS", others), environments), timeout=60
+    )[1].output
+    assert (
+        "rank 1 has waited 1 s in group 'hccl_world_group'" in output
+        or "rank 1 has waited 2 s" in output
+    )
     assert "It keeps waiting for up to 3 s (NPU_DEVICE_STALL_TIMEOUT)." in output
     _, _, gave_up = output.partition("rank 1 GAVE UP after ")
     assert 2.5 < float(gave_up.split()[0]) < 15, output
@@ -58,7 +69,9 @@ def test_a_rank_that_waits_in_a_session_says_so_and_gives_up(tmp_path: Path, oth
     if "sleep" in others:
         assert "hasn't arrived" in line
         return
-    assert f"script.py:{first_line + 1} " in next(line for line in gave_up.splitlines() if "rank 1 on host" in line)
+    assert f"script.py:{first_line + 1} " in next(
+        line for line in gave_up.splitlines() if "rank 1 on host" in line
+    )
     assert "waits in session.run for another collective (all_reduce called at" in gave_up
     assert "is waiting" in line and f"script.py:{first_line} " in line
 
@@ -110,15 +123,24 @@ def sparse_means(dtype: str) -> tuple[str, list[float]]:
     rank = npu.open().worker_id
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         values = tf.cast(tf.fill([2, 2], rank + 1), dtype)
-        slices = tf.IndexedSlices(values, tf.range(rank, rank + 2, dtype=tf.int64), tf.constant([6, 2], tf.int64))
+        slices = tf.IndexedSlices(
+            values, tf.range(rank, rank + 2, dtype=tf.int64), tf.constant([6, 2], tf.int64)
+        )
         [reduced] = npu.distribute.all_reduce([slices], "mean")
         assert reduced.shape[1:] == [2]
-        return reduced.dtype.name, session.run(tf.convert_to_tensor(reduced))[:3, 0].astype(float).tolist()
+        return reduced.dtype.name, session.run(tf.convert_to_tensor(reduced))[:3, 0].astype(
+            float
+        ).tolist()
 
 
 @pytest.mark.both_backends
 def test_the_mean_of_sparse_integers(several_ranks: Pool) -> None:
     size = several_ranks.size
-    expected = [sum(rank + 1 for rank in range(size) if rank <= row < rank + 2) / size for row in range(3)]
+    expected = [
+        sum(rank + 1 for rank in range(size) if rank <= row < rank + 2) / size for row in range(3)
+    ]
     for dtype, mean in (("int8", "float32"), ("int32", "float64"), ("float16", "float16")):
-        assert several_ranks.run(sparse_means, dtype) == [(mean, pytest.approx(expected, rel=1e-2))] * size
+        assert (
+            several_ranks.run(sparse_means, dtype)
+            == [(mean, pytest.approx(expected, rel=1e-2))] * size
+        )

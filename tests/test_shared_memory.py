@@ -30,7 +30,11 @@ def body_kept() -> Any:
     kept, expected, variable = [], [], tf.Variable(tf.zeros([50_000]))
     for number in range(12):
         x = tf.fill([50_000], float(number + rank))
-        results = [*reduce(x), npu.distribute.all_reduce(x, "sum"), *npu.distribute.all_reduce([x, x], "mean")]
+        results = [
+            *reduce(x),
+            npu.distribute.all_reduce(x, "sum"),
+            *npu.distribute.all_reduce([x, x], "mean"),
+        ]
         variable.assign(results[0])
         results += [tf.reshape(results[1], [500, 100])[7:9], variable.read_value()]
         # Some are dropped, so that their memory is used again.
@@ -73,7 +77,9 @@ def test_ranks_that_cannot_share_use_an_engine_with_one_warning(tmp_path: Path, 
             assert result.code == 1
             assert "rank 1 on host" in result.output and "PID namespace" in result.output
             assert "What to do" in result.output
-    assert sum(each.output.count("use the slower engine between hosts") for each in results) == (use == "on")
+    assert sum(each.output.count("use the slower engine between hosts") for each in results) == (
+        use == "on"
+    )
 
 
 def test_only_the_same_user_can_open_the_memory() -> None:
@@ -86,6 +92,8 @@ def test_only_the_same_user_can_open_the_memory() -> None:
             assert memory[:4] == b"same"
         if os.geteuid() == 0:
             code = f"import os; os.setgid(65534); os.setuid(65534); os.open({path!r}, os.O_RDWR)"
-            result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+            result = subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, check=False
+            )
             assert "PermissionError" in result.stderr
     os.close(int(Path(path).name))

@@ -39,7 +39,9 @@ class Members:
     def together(self, act: Callable[[int, HostQueue], Any]) -> list[Any]:
         """``act(rank, engine)`` on a thread for each member; the results."""
         with ThreadPoolExecutor(self.size) as threads:
-            futures = [threads.submit(act, rank, engine) for rank, engine in enumerate(self.engines)]
+            futures = [
+                threads.submit(act, rank, engine) for rank, engine in enumerate(self.engines)
+            ]
             return [future.result(30) for future in futures]
 
 
@@ -51,12 +53,20 @@ def started(engine: HostQueue, program: Callable[[MemoryRing], Any], background:
     return engine.start(OnArrays([], lambda arrays, buffers: (act, [])), terms, [], background)
 
 
-def summed(channel: MemoryRing, stream: Stream, result: np.ndarray, reduction: str, head: Any) -> Any:
-    return programs.reduce(channel, stream, result, result.dtype, reduction, range(channel.size), head)
+def summed(
+    channel: MemoryRing, stream: Stream, result: np.ndarray, reduction: str, head: Any
+) -> Any:
+    return programs.reduce(
+        channel, stream, result, result.dtype, reduction, range(channel.size), head
+    )
 
 
 def reduced(
-    engine: HostQueue, arrays: list[np.ndarray], reduction: str, wire: Any = None, result: Any = None
+    engine: HostQueue,
+    arrays: list[np.ndarray],
+    reduction: str,
+    wire: Any = None,
+    result: Any = None,
 ) -> list[np.ndarray]:
     flats = [array.reshape(-1) for array in arrays]
     stream = Stream([array.shape for array in arrays], np.dtype(wire or arrays[0].dtype), flats)
@@ -68,7 +78,11 @@ def reduced(
 BFLOAT16 = tf.bfloat16.as_numpy_dtype
 KINDS = [  # what the values are, what they travel as, and what their mean is
     *[(dtype, dtype, dtype) for dtype in (np.float16, BFLOAT16, np.float32, np.float64)],
-    *[(dtype, wire, dtype) for dtype in (np.float32, np.float64) for wire in (np.float16, BFLOAT16)],
+    *[
+        (dtype, wire, dtype)
+        for dtype in (np.float32, np.float64)
+        for wire in (np.float16, BFLOAT16)
+    ],
     *[(dtype, dtype, np.float32) for dtype in (np.int8, np.int16, np.uint8, np.uint16)],
     *[(dtype, dtype, np.float64) for dtype in (np.int32, np.int64, np.uint32, np.uint64)],
 ]
@@ -77,13 +91,22 @@ KINDS = [  # what the values are, what they travel as, and what their mean is
 def lengths(size: int, item: int, wire: int) -> list[int]:
     """Both sides of what is shared, of a slot of either dtype, and of a block of shared slots."""
     slot = Layout(size).slot_bytes
-    edges = {programs._SHARED_FROM_BYTES // wire, slot // wire, slot // item, 8 * slot // max(item, wire)}
+    edges = {
+        programs._SHARED_FROM_BYTES // wire,
+        slot // wire,
+        slot // item,
+        8 * slot // max(item, wire),
+    }
     return sorted(edge + more for edge in edges for more in (-1, 0, 1))
 
 
 def numpys(values: list[np.ndarray], reduction: str, wire: Any, result: Any) -> np.ndarray:
     """Return the expected result: the values as they travel, combined in the order of the ranks, and rounded once."""
-    wide = np.float32 if np.dtype(result).itemsize == 2 and np.dtype(result).kind not in "iu" else result
+    wide = (
+        np.float32
+        if np.dtype(result).itemsize == 2 and np.dtype(result).kind not in "iu"
+        else result
+    )
     total = values[0].astype(wire).astype(wide)
     for other in values[1:]:
         total = FOLDS[reduction](total, other.astype(wire).astype(wide))
@@ -101,7 +124,12 @@ def test_every_dtype_and_wire_on_both_sides_of_every_buffer(count: int) -> None:
         item = np.dtype(np.float32).itemsize
         longest = (Layout(2).slots + 3) * SLOT // np.dtype(dtype).itemsize
         cases.append(
-            (dtype, wire, np.float32, [0, 1, *lengths(size, item, np.dtype(wire).itemsize), min(longest, 3 << 20)])
+            (
+                dtype,
+                wire,
+                np.float32,
+                [0, 1, *lengths(size, item, np.dtype(wire).itemsize), min(longest, 3 << 20)],
+            )
         )
     for dtype, wire, mean, tried in cases:
         reductions = list(FOLDS) if dtype == wire == np.float32 else ["sum", "mean", "max"]
@@ -110,13 +138,20 @@ def test_every_dtype_and_wire_on_both_sides_of_every_buffer(count: int) -> None:
             for reduction in reductions if dtype == wire else reductions[:2]:
                 result = mean if reduction == "mean" else dtype
 
-                def act(rank: int, engine: HostQueue, mine: Any = mine, how: Any = (reduction, wire, result)) -> Any:
+                def act(
+                    rank: int,
+                    engine: HostQueue,
+                    mine: Any = mine,
+                    how: Any = (reduction, wire, result),
+                ) -> Any:
                     return reduced(engine, [mine[rank]], *how)
 
                 expected = numpys(mine, reduction, wire, result)
                 for [found] in members.together(act):
                     assert found.tobytes() == expected.tobytes(), (dtype, wire, reduction, length)
-                    assert found.size == 0 or found.ctypes.data % ALIGNMENT == 0, "TensorFlow would copy it"
+                    assert found.size == 0 or found.ctypes.data % ALIGNMENT == 0, (
+                        "TensorFlow would copy it"
+                    )
 
 
 def test_starting_never_waits_and_long_jobs_proceed_by_themselves() -> None:
@@ -133,14 +168,18 @@ def test_starting_never_waits_and_long_jobs_proceed_by_themselves() -> None:
             stream = Stream([array.shape], array.dtype, [array])
             flat, results = stream.results(BufferPool(), array.dtype)
             flat[:] = 0
-            program = partial(summed, stream=stream, result=flat, reduction="sum", head=(0, 0, 0, 0))
+            program = partial(
+                summed, stream=stream, result=flat, reduction="sum", head=(0, 0, 0, 0)
+            )
             jobs.append((started(engine, program, background), results[0]))
         began_all = time.monotonic() - began
         came.set()
         deadline = time.monotonic() + 20
         while not (jobs[1][1] == 2).all() and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert (jobs[1][1] == 2).all(), "nobody asked for its result, and it should have ended all the same"
+        assert (jobs[1][1] == 2).all(), (
+            "nobody asked for its result, and it should have ended all the same"
+        )
         for finish, result in jobs:
             finish()
             assert (result == 2).all()

@@ -38,7 +38,9 @@ def test_loop_size_is_one_at_first_and_can_be_set(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize(("text", "size"), [("100", 100), ("", 1), ("many", 1), ("0", 1)])
-def test_loop_size_of_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, size: int) -> None:
+def test_loop_size_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, text: str, size: int
+) -> None:
     monkeypatch.setenv("NPU_LOOP_SIZE", text)
     assert modes.get_npu_loop_size() == size
     modes.set_npu_loop_size(5)
@@ -58,7 +60,9 @@ def test_early_scheduling_is_recorded() -> None:
         assert modes.get_schedule_aicore_task_early() is early
 
 
-@pytest.mark.parametrize(("mode", "levels"), [(1, []), (2, []), (0, [logging.WARNING]), (3, [logging.ERROR])])
+@pytest.mark.parametrize(
+    ("mode", "levels"), [(1, []), (2, []), (0, [logging.WARNING]), (3, [logging.ERROR])]
+)
 def test_saturation_mode(mode: int, levels: list[int], caplog: pytest.LogCaptureFixture) -> None:
     modes.set_device_sat_mode(mode)
     assert [record.levelno for record in caplog.records] == levels
@@ -66,7 +70,12 @@ def test_saturation_mode(mode: int, levels: list[int], caplog: pytest.LogCapture
 
 
 def test_scopes_change_nothing() -> None:
-    scopes = [scope.keep_dtype_scope, scope.npu_recompute_scope, scope.npu_optimizer_scope, scope.npu_gradients_scope]
+    scopes = [
+        scope.keep_dtype_scope,
+        scope.npu_recompute_scope,
+        scope.npu_optimizer_scope,
+        scope.npu_gradients_scope,
+    ]
 
     def inside(x: Any) -> Any:
         for make in scopes:
@@ -97,7 +106,10 @@ def test_run_context_options_behave_as_global_options() -> None:
         pass
     for wrong in (global_options(), {}):
         context: Any = wrong
-        with pytest.raises(ValueError, match=r"npu\.configs\.run_context_options\(\)"), npu_run_context(context):
+        with (
+            pytest.raises(ValueError, match=r"npu\.configs\.run_context_options\(\)"),
+            npu_run_context(context),
+        ):
             pass
 
 
@@ -106,14 +118,20 @@ def test_compat_function_in_both_forms(caplog: pytest.LogCaptureFixture) -> None
         return x + (1 if tf.executing_eagerly() else 2)
 
     decorate = npu_compat_function(input_signature=[tf.TensorSpec([], tf.int32)], jit_compile=False)
-    assert int(npu_compat_function(in_a_graph)(tf.constant(1))) == int(decorate(in_a_graph)(tf.constant(1))) == 3
+    assert (
+        int(npu_compat_function(in_a_graph)(tf.constant(1)))
+        == int(decorate(in_a_graph)(tf.constant(1)))
+        == 3
+    )
     assert not caplog.records
     with pytest.raises(TypeError):
         npu_compat_function(nonsense=True)
 
 
 @pytest.mark.parametrize("flag", ["jit_compile", "experimental_compile"])
-def test_compat_function_drops_xla_and_says_so_once(flag: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_compat_function_drops_xla_and_says_so_once(
+    flag: str, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(2):
         # XLA can't compile strings: this fails if the flag got through.
         compiled = npu_compat_function(**{flag: True})(tf.strings.as_string)

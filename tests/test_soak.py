@@ -51,7 +51,9 @@ GATHERING = """
 
 def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "npu_device.testing.soak", *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 @pytest.mark.slow
@@ -74,9 +76,29 @@ def test_a_disturbed_network(tmp_path: Path, network: str) -> None:
     """The seed's faults: a half-closed and a reset network end an attempt, a short loss of all packets doesn't."""
     if network == "namespaces" and not can_be_made():
         pytest.skip("needs root, ip and tc")
-    faults = ("--faults", "drop,delay,reset,half-close", "--mtbf", "0.2", "--for", "10", "--longest", "0.8")
-    nodes = ("--hosts", "2", "--network", network, "--seed", "1088", "--dir", str(tmp_path / "soak"))
-    done = soak(*faults, *nodes, "--", "--restart-backoff", "0.05", script(tmp_path, GATHERING), "{dir}")
+    faults = (
+        "--faults",
+        "drop,delay,reset,half-close",
+        "--mtbf",
+        "0.2",
+        "--for",
+        "10",
+        "--longest",
+        "0.8",
+    )
+    nodes = (
+        "--hosts",
+        "2",
+        "--network",
+        network,
+        "--seed",
+        "1088",
+        "--dir",
+        str(tmp_path / "soak"),
+    )
+    done = soak(
+        *faults, *nodes, "--", "--restart-backoff", "0.05", script(tmp_path, GATHERING), "{dir}"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the results are the same" in done.stdout
     for row in ("half-close +[1-9]", "reset +[1-9]", "drop +0 +[1-9]"):
@@ -96,5 +118,8 @@ def test_another_result_is_told(tmp_path: Path) -> None:
 
 def test_wrong_usage() -> None:
     assert soak().returncode == 2
-    assert "drop: the network of this host can't be disturbed" in soak("--faults", "drop", "--", "train.py").stderr
+    assert (
+        "drop: the network of this host can't be disturbed"
+        in soak("--faults", "drop", "--", "train.py").stderr
+    )
     assert "expected some of kill,stop,drop" in soak("--faults", "burn", "--", "train.py").stderr

@@ -46,7 +46,9 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
         ([1] * 20, [0, 100], [0, 19]),
     ],
 )
-def test_vectors_of_ascend(sizes: list[int], percentages: list[float] | None, ends: list[int]) -> None:
+def test_vectors_of_ascend(
+    sizes: list[int], percentages: list[float] | None, ends: list[int]
+) -> None:
     if percentages is not None:
         set_split_strategy_by_size(percentages)
     for unit in (1, 100, 1024, 1_000_003):
@@ -60,7 +62,10 @@ def test_the_last_number_has_to_fit(with_sizes: bool) -> None:
     assert segments([1], WORLD_GROUP) == [0]
     if with_sizes:
         set_split_strategy_by_size(dataSizeList=[50, 50])
-    with pytest.raises(ValueError, match=r"(?s)last entry is 18; expected 19, .*\(20\) less one.*end idxList with 19"):
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)last entry is 18; expected 19, .*\(20\) less one.*end idxList with 19",
+    ):
         segments([1] * 20, WORLD_GROUP)
 
 
@@ -82,7 +87,12 @@ def test_a_later_call_wins_in_its_group_and_says_so(caplog: pytest.LogCaptureFix
     assert "from [1, 19] to [2, 19]" in caplog.text
     set_split_strategy_by_idx(given, group="a")
     given.append(7)  # later changes of the list don't count
-    for group, ends in ((WORLD_GROUP, [2, 19]), ("a", [1, 19]), ("b" * 127, [9, 19]), ("c", [18, 19])):
+    for group, ends in (
+        (WORLD_GROUP, [2, 19]),
+        ("a", [1, 19]),
+        ("b" * 127, [9, 19]),
+        ("c", [18, 19]),
+    ):
         assert segments([1] * 20, group) == ends
         segments([1] * 20, group).append(7)
         assert segments([1] * 20, group) == ends
@@ -139,7 +149,10 @@ def test_ends_ascend_and_reach_the_last_gradient() -> None:
         if percentages:
             set_split_strategy_by_size(percentages)
         ends = segments(sizes, WORLD_GROUP)
-        assert ends == sorted(set(ends)) and ends[0] >= 0 and ends[-1] == len(sizes) - 1, (sizes, percentages)
+        assert ends == sorted(set(ends)) and ends[0] >= 0 and ends[-1] == len(sizes) - 1, (
+            sizes,
+            percentages,
+        )
 
 
 def test_needs_neither_tensorflow_nor_an_open_device() -> None:
@@ -160,11 +173,17 @@ def cut_with(choice: str, sizes: list[int]) -> tuple[list[list[int]], list[str]]
 
     with warnings_of_package() as warnings, settings(NPU_DEVICE_SPLIT=choice):
         # Eager tensors that were made in the order of the list count from its end.
-        return cut(FirstOrders(), [tf.zeros([size]) for size in sizes], "sum", 1, "hccl_world_group"), warnings
+        return cut(
+            FirstOrders(), [tf.zeros([size]) for size in sizes], "sum", 1, "hccl_world_group"
+        ), warnings
 
 
 def from_the_environment() -> dict[str, Any]:
-    found = {"fits": cut_with("[1, 3, 5]", [8] * 6), "other": cut_with("1,3,5", [8] * 5), "short": cut_with("1,3", [8])}
+    found = {
+        "fits": cut_with("[1, 3, 5]", [8] * 6),
+        "other": cut_with("1,3,5", [8] * 5),
+        "short": cut_with("1,3", [8]),
+    }
     found |= {"percentages": cut_with("50%, 50%", [8] * 6), "auto": cut_with("auto", [8] * 5)}
     set_split_strategy_by_size([50, 50])
     found["own"] = cut_with("1,3,5", [8] * 6)

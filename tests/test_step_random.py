@@ -34,7 +34,9 @@ def _model(kinds: dict[str, tuple[Any, Any]], **compiled: Any) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.parts = [make() for _, make in kinds.values()]
-            self.denses = [keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros") for _ in kinds]
+            self.denses = [
+                keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros") for _ in kinds
+            ]
 
         def call(self, x: Any) -> Any:
             return [dense(x) for dense in self.denses]
@@ -42,7 +44,9 @@ def _model(kinds: dict[str, tuple[Any, Any]], **compiled: Any) -> Any:
         def train_step(self, data: Any) -> Any:
             def loss() -> Any:
                 drawn = [draw(part, data[0]) for (draw, _), part in zip(kinds.values(), self.parts)]
-                each = [dense(tf.reshape(one, [-1, WIDTH])) for dense, one in zip(self.denses, drawn)]
+                each = [
+                    dense(tf.reshape(one, [-1, WIDTH])) for dense, one in zip(self.denses, drawn)
+                ]
                 return tf.add_n([tf.reduce_mean(out) for out in each])
 
             return {"loss": descend(self, loss)}
@@ -80,7 +84,9 @@ def _kinds() -> dict[str, tuple[Any, Any]]:
         return total
 
     def flip(layer: Any, x: Any) -> Any:  # 1 or -1, by half
-        images = tf.reshape(x, [-1, WIDTH // 2, 2, 1]) * tf.constant([1.0, -1.0])[None, None, :, None]
+        images = (
+            tf.reshape(x, [-1, WIDTH // 2, 2, 1]) * tf.constant([1.0, -1.0])[None, None, :, None]
+        )
         # Each image of two columns is flipped or not: as many images as numbers.
         pairs = tf.reshape(images, [-1, 1, 2, 1])
         return tf.repeat(tf.reshape(layer(pairs, training=True), [-1, WIDTH])[:, ::2], 2, axis=1)
@@ -90,11 +96,17 @@ def _kinds() -> dict[str, tuple[Any, Any]]:
 
     made: dict[str, tuple[Any, Any]] = {
         "tf.random": (lambda _, x: tf.random.normal(tf.shape(x)), int),
-        "dropout": (lambda layer, x: layer(tf.ones_like(x), training=True) - 1.0, lambda: layers.Dropout(0.5)),
+        "dropout": (
+            lambda layer, x: layer(tf.ones_like(x), training=True) - 1.0,
+            lambda: layers.Dropout(0.5),
+        ),
         "noise": (noise, lambda: layers.GaussianNoise(1.0)),
         "seeded noise": (noise, lambda: layers.GaussianNoise(1.0, seed=3)),
         "flip": (flip, lambda: layers.RandomFlip("horizontal")),
-        "generator": (lambda made, x: made.normal(tf.shape(x)), lambda: tf.random.Generator.from_seed(4)),
+        "generator": (
+            lambda made, x: made.normal(tf.shape(x)),
+            lambda: tf.random.Generator.from_seed(4),
+        ),
         "function": (lambda _, x: inside(x), int),
         "loop": (lambda _, x: loop(x), int),
     }
@@ -132,16 +144,28 @@ def body_shared() -> dict[str, Any]:
 
     def rounds(_: Any, x: Any) -> Any:
         number = tf.random.uniform([], 1, 4, tf.int32)
-        return tf.while_loop(lambda row, _: row < number, lambda row, x: (row + 1, 2 * x), [0, x])[1]
+        return tf.while_loop(lambda row, _: row < number, lambda row, x: (row + 1, 2 * x), [0, x])[
+            1
+        ]
 
     def dropout(width: int) -> tuple[Any, Any]:
-        return lambda layer, x: layer(x, training=True), lambda: layers.Dropout(0.5, noise_shape=(1, width))
+        return lambda layer, x: layer(x, training=True), lambda: layers.Dropout(
+            0.5, noise_shape=(1, width)
+        )
 
     kinds: dict[str, tuple[Any, Any]] = {
-        "branch": (lambda _, x: tf.cond(tf.reduce_sum(tf.random.uniform([5])) < 2.5, lambda: x, lambda: -x), int),
+        "branch": (
+            lambda _, x: tf.cond(
+                tf.reduce_sum(tf.random.uniform([5])) < 2.5, lambda: x, lambda: -x
+            ),
+            int,
+        ),
         "branch in a loop": (branch_in_loop, int),
         "rounds of a loop": (rounds, int),
-        "kept": (lambda kept, x: x * kept.assign(tf.random.uniform([])), lambda: tf.Variable(0.0, trainable=False)),
+        "kept": (
+            lambda kept, x: x * kept.assign(tf.random.uniform([])),
+            lambda: tf.Variable(0.0, trainable=False),
+        ),
         "number": (lambda _, x: x * tf.random.normal([]), int),
         "drop path": dropout(1),
         "columns": dropout(WIDTH),
@@ -160,7 +184,9 @@ def body_outside() -> Any:
     tf.random.set_global_generator(tf.random.Generator.from_seed(8))
     model = _model({"noise": _kinds()["tf.random"]})
     found = numbers()
-    between = tf.keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: found.extend(numbers()))
+    between = tf.keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: found.extend(numbers())
+    )
     ones = tf.data.Dataset.from_tensors(tf.ones((BATCH, WIDTH))).repeat(2)
     noisy = ones.map(lambda x: (x + tf.random.normal(tf.shape(x)), x[:, :1]))
     model.fit(noisy, verbose=0, callbacks=[between])
@@ -181,7 +207,9 @@ def body_chosen(kinds: tuple[str, ...], setting: str, run_eagerly: bool) -> tupl
 def body_statement() -> str:
     """Return what rank 0 writes about the random numbers of a step."""
 
-    inside = tf.function(lambda x: tf.cond(tf.random.uniform([], name="coin") < 0.5, lambda: x, lambda: -x))
+    inside = tf.function(
+        lambda x: tf.cond(tf.random.uniform([], name="coin") < 0.5, lambda: x, lambda: -x)
+    )
 
     def draw(layer: Any, x: Any) -> Any:
         x = tf.cond(tf.random.uniform([]) < 0.5, lambda: x, lambda: -x)
@@ -210,7 +238,9 @@ def test_noise_is_that_of_one_process(keras_two_ranks: Pool, keras_single: Pool)
     assert own_states == states and any(states.values())
 
 
-def test_one_draw_for_the_batch_is_that_of_one_process(keras_two_ranks: Pool, keras_single: Pool) -> None:
+def test_one_draw_for_the_batch_is_that_of_one_process(
+    keras_two_ranks: Pool, keras_single: Pool
+) -> None:
     [alone] = keras_single.run(body_shared)
     for rank in keras_two_ranks.run(body_shared):
         same(rank, alone)
@@ -226,7 +256,9 @@ def test_outside_of_steps_all_ranks_draw_the_same(keras_two_ranks: Pool) -> None
 def test_eager_steps(several_keras_ranks: Pool) -> None:
     own = several_keras_ranks.keras == "3"  # tf-keras's dropout draws from tf.random
     times = 1.0 if own else several_keras_ranks.size**0.5
-    for rank, found in enumerate(several_keras_ranks.run(body_chosen, ("dropout", "generator"), "own", True)):
+    for rank, found in enumerate(
+        several_keras_ranks.run(body_chosen, ("dropout", "generator"), "own", True)
+    ):
         (dropout, generator), text = found
         assert dropout == pytest.approx(times * ONE_PROCESS, rel=0.12)
         assert generator == pytest.approx(ONE_PROCESS, rel=0.12)

@@ -109,7 +109,9 @@ def assert_nothing_is_left(directory: Path, shared: set[str]) -> None:
     """No processes, shared memory, sockets and directories of a project's run."""
     launcher.wait_until(lambda: not of_run(directory))
     launcher.assert_no_shared_files_since(shared)
-    assert {path.name.partition("-")[0] for path in (directory / "temporary").iterdir()} <= {"pytest"}
+    assert {path.name.partition("-")[0] for path in (directory / "temporary").iterdir()} <= {
+        "pytest"
+    }
     assert not [path for path in directory.rglob("*") if path.is_socket()]
 
 
@@ -117,19 +119,29 @@ def test_each_outcome(tmp_path: Path) -> None:
     output = run(tmp_path, "-v", test_outcomes=OUTCOMES)
     seen = dict(re.findall(r"^\S+py::(\S+) (\w+)", output, re.MULTILINE))
     passing = [f"test_passes[{ranks}-{word}]" for ranks in ("1rank", "2ranks") for word in "ab"]
-    ends = {"fails_on_one": "FAILED", "skips_alone": "FAILED", "skips": "SKIPPED", "hangs": "FAILED"}
+    ends = {
+        "fails_on_one": "FAILED",
+        "skips_alone": "FAILED",
+        "skips": "SKIPPED",
+        "hangs": "FAILED",
+    }
     ends["fails_as_expected"] = "XFAIL"
     assert seen == {
         **dict.fromkeys([*passing, "test_without_ranks"], "PASSED"),
         **{f"TestEnds::test_{name}[2ranks]": outcome for name, outcome in ends.items()},
         "test_fixture_fails[2ranks]": "ERROR",
     }, output
-    assert re.search(r'\n> +assert rank == 0, "only one"\nE +AssertionError: only one\nE +assert 1 == 0', output)
-    assert "failed first on rank 1 of 2, then on rank(s) 0" in output and "rank 1 was here" in output
+    assert re.search(
+        r'\n> +assert rank == 0, "only one"\nE +AssertionError: only one\nE +assert 1 == 0', output
+    )
+    assert (
+        "failed first on rank 1 of 2, then on rank(s) 0" in output and "rank 1 was here" in output
+    )
     assert "PeerError: rank 1 on host" in output, "rank 0's error, when rank 1 had left it alone"
     assert "rank(s) [1] skipped the test (Skipped: no reason), and rank(s) [0] ran it." in output
     assert re.search(
-        r"no answer within 1 s; rank\(s\) \[0\] have returned. It was here:\n(  File .*\n)* .* in test_hangs", output
+        r"no answer within 1 s; rank\(s\) \[0\] have returned. It was here:\n(  File .*\n)* .* in test_hangs",
+        output,
     )
     assert "UserWarning: careful" in output
 
@@ -160,7 +172,9 @@ def test_beside_other_plugins(tmp_path: Path) -> None:
     for plugin in ("xdist", "pytest_cov", "pytest_timeout"):
         pytest.importorskip(plugin)
     mine = "def double(value):\n    twice = 2 * value\n    return twice\n"
-    output = run(tmp_path, "-n", "2", "--dist", "loadgroup", "--cov", "mine", test_busy=BUSY, mine=mine)
+    output = run(
+        tmp_path, "-n", "2", "--dist", "loadgroup", "--cov", "mine", test_busy=BUSY, mine=mine
+    )
     assert re.search(r"^mine.py +3 +0 +100%$", output, re.MULTILINE), output
     assert "1 failed, 3 passed" in output
     assert re.search(r"Timeout \(>2.0s\) from pytest-timeout.(.|\n)*in test_is_stopped", output)
@@ -185,7 +199,9 @@ STUCK = """
 
 
 def test_stops_at_the_first_failure(tmp_path: Path) -> None:
-    assert "stopping after 1 failures" in run(tmp_path, "-x", test_stuck=STUCK.replace("LIMIT", "1"))
+    assert "stopping after 1 failures" in run(
+        tmp_path, "-x", test_stuck=STUCK.replace("LIMIT", "1")
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -194,7 +210,9 @@ def test_nothing_is_left_of_a_run_that_is_ended(tmp_path: Path, number: signal.S
     shared = launcher.shared_files()
     process = start(tmp_path, test_stuck=STUCK.replace("LIMIT", "300"))
     launcher.wait_for_files(tmp_path, "pid*", 2)
-    assert {os.getpgid(pid) for pid in of_run(tmp_path)}.issuperset({process.pid}) and len(of_run(tmp_path)) >= 4
+    assert {os.getpgid(pid) for pid in of_run(tmp_path)}.issuperset({process.pid}) and len(
+        of_run(tmp_path)
+    ) >= 4
     os.killpg(process.pid, number)
     output, _ = process.communicate(timeout=30)
     if number == signal.SIGINT:
@@ -209,7 +227,9 @@ def of_run(directory: Path) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            if str(directory).encode() in path.read_bytes() and launcher.is_running(pid := int(path.parent.name)):
+            if str(directory).encode() in path.read_bytes() and launcher.is_running(
+                pid := int(path.parent.name)
+            ):
                 found.append(pid)
     return found
 

@@ -32,7 +32,9 @@ def place(factor: int) -> tuple[int, int, Any]:
 
 def test_results_come_in_order_of_rank() -> None:
     for size in (1, 3):
-        assert run(place, 10, ranks=size) == [(10 * rank, size, sum(range(size))) for rank in range(size)]
+        assert run(place, 10, ranks=size) == [
+            (10 * rank, size, sum(range(size))) for rank in range(size)
+        ]
 
 
 def change_everything() -> tuple[int, Any]:
@@ -70,7 +72,9 @@ def test_the_error_of_the_first_rank_to_fail_comes_first() -> None:
         run(fail, 1, ranks=3)
     text = str(caught.value)
     assert next(iter(caught.value.errors)) == 1 and set(caught.value.errors) == {0, 1, 2}
-    assert re.match(r"\s*rank 1 of 3:\nTraceback .*\n  File .*test_testing_run.py.* in fail\n", text)
+    assert re.match(
+        r"\s*rank 1 of 3:\nTraceback .*\n  File .*test_testing_run.py.* in fail\n", text
+    )
     assert text.index("ValueError: on rank 1 only") < text.index("rank 0 of 3:")
     assert "what rank 1 printed" in text[text.index("output of rank 1") :]
 
@@ -88,8 +92,14 @@ def all_reduce_alone() -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (partial(hang_on, 1), r"rank 1 of 2:\nno answer within 2 s; rank\(s\) \[0\] have returned(.|\n)* in hang_on\n"),
-        (all_reduce_alone, r"rank 0 of 2:\nno answer within 2 s(.|\n)* in all_reduce_alone\n(.|\n)*rank 1 on host"),
+        (
+            partial(hang_on, 1),
+            r"rank 1 of 2:\nno answer within 2 s; rank\(s\) \[0\] have returned(.|\n)* in hang_on\n",
+        ),
+        (
+            all_reduce_alone,
+            r"rank 0 of 2:\nno answer within 2 s(.|\n)* in all_reduce_alone\n(.|\n)*rank 1 on host",
+        ),
     ],
     ids=["hangs", "leaves a collective open"],
 )
@@ -122,13 +132,29 @@ def end(how: str) -> Any:
     ("body", "error", "says"),
     [
         (partial(run, lambda: 0), TypeError, r"<lambda> is a lambda(.|\n)*define it with def"),
-        (partial(run, place, [lambda: 0]), TypeError, r"<lambda> is a lambda(.|\n)*define it with def"),
-        (partial(run, place, threading.Lock()), TypeError, r"one of its arguments can't be sent .* '_thread.lock'"),
-        (partial(run, end, "lambda"), testing.RankError, r"the function returned function, which can't be sent"),
+        (
+            partial(run, place, [lambda: 0]),
+            TypeError,
+            r"<lambda> is a lambda(.|\n)*define it with def",
+        ),
+        (
+            partial(run, place, threading.Lock()),
+            TypeError,
+            r"one of its arguments can't be sent .* '_thread.lock'",
+        ),
+        (
+            partial(run, end, "lambda"),
+            testing.RankError,
+            r"the function returned function, which can't be sent",
+        ),
         (partial(run, end, "exit"), testing.RankError, r"its process ended with exit code 3"),
         (partial(run, place, ranks=0), ValueError, r"ranks=0: expected a whole number"),
         (partial(testing.run, place, keras=1), ValueError, r"keras=1: expected 2, 3, or None"),
-        (partial(run, place, ranks=100_000), MemoryError, r"100000 ranks need about .* MiB of memory"),
+        (
+            partial(run, place, ranks=100_000),
+            MemoryError,
+            r"100000 ranks need about .* MiB of memory",
+        ),
     ],
 )
 def test_bad_input_is_a_clear_error(body: Any, error: type[Exception], says: str) -> None:
@@ -137,21 +163,31 @@ def test_bad_input_is_a_clear_error(body: Any, error: type[Exception], says: str
 
 
 @pytest.mark.parametrize(
-    ("call", "name"), [("equal_to_one_process(body, ([], []))", "body"), ("run(print, [Body()])", "Body")]
+    ("call", "name"),
+    [("equal_to_one_process(body, ([], []))", "body"), ("run(print, [Body()])", "Body")],
 )
 def test_what_the_script_itself_defines(tmp_path: Path, call: str, name: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace("CALL", call))
-    ended = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=False)
-    assert ended.returncode == 1 and f"TypeError: {name} is defined in the script or notebook that runs" in ended.stderr
+    ended = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=False
+    )
+    assert (
+        ended.returncode == 1
+        and f"TypeError: {name} is defined in the script or notebook that runs" in ended.stderr
+    )
     assert "What to do: put it into a module of its own" in ended.stderr
 
 
 def test_a_script_ends_with_its_ranks(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace("CALL", "run(print, 'said', ranks=1)"))
-    temporary = tmp_path / ("job_" + "x" * 120)  # as batch systems name it; a socket's name has at most 107 characters
+    temporary = tmp_path / (
+        "job_" + "x" * 120
+    )  # as batch systems name it; a socket's name has at most 107 characters
     temporary.mkdir()
     environment = {**os.environ, "PYTHONPATH": LEAN, "TMPDIR": str(temporary)}
     command = [sys.executable, tmp_path / "script.py"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50, check=False)
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=50, check=False
+    )
     assert ended.returncode == 0 and "Error" not in ended.stderr, ended.stderr
     assert not list(temporary.iterdir())

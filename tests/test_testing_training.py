@@ -32,7 +32,14 @@ def train(steps: int = 4) -> str | None:
 def fit() -> None:
     model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    model.fit(np.ones([6, 2]), np.ones([6, 1]), batch_size=2, epochs=2, verbose=0, callbacks=[faults.callback()])
+    model.fit(
+        np.ones([6, 2]),
+        np.ones([6, 1]),
+        batch_size=2,
+        epochs=2,
+        verbose=0,
+        callbacks=[faults.callback()],
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,7 +47,11 @@ def fit() -> None:
     [
         (train, faults.kill(1, 2), "rank 1 of 2:\nits process was killed by SIGKILL"),
         (train, faults.leave(0, 2), "rank 1 of 2:\n.*rank 0 on host .* has left the job"),
-        (train, faults.raise_(1, 3, KeyError("mine")), "rank 1 of 2:\n.*KeyError: 'mine'.*rank 0 of 2:"),
+        (
+            train,
+            faults.raise_(1, 3, KeyError("mine")),
+            "rank 1 of 2:\n.*KeyError: 'mine'.*rank 0 of 2:",
+        ),
         (fit, faults.raise_(0, 5), "rank 0 of 2:\n.*RuntimeError: a fault on rank 0 after step 5"),
     ],
     ids=["kill", "leave", "raise_", "in fit"],
@@ -51,17 +62,24 @@ def test_a_fault_reaches_all(body: Any, fault: Any, says: str) -> None:
 
 
 def test_faults_that_a_job_survives() -> None:
-    assert run(train, faults=[faults.stop(1, 1, seconds=0.5), faults.kill(0, 3)], restarts=1) == ["1", "1"]
+    assert run(train, faults=[faults.stop(1, 1, seconds=0.5), faults.kill(0, 3)], restarts=1) == [
+        "1",
+        "1",
+    ]
 
 
 def test_a_fault_that_does_not_happen() -> None:
-    with pytest.raises(AssertionError, match=r"faults.kill\(rank=1, step=9\) did not happen: rank 1 reached step 4"):
+    with pytest.raises(
+        AssertionError, match=r"faults.kill\(rank=1, step=9\) did not happen: rank 1 reached step 4"
+    ):
         run(train, faults=[faults.kill(1, 9)])
 
 
 def same(differing: bool) -> None:
     rank = npu.distribute.rank()
-    testing.same_on_all_ranks({"step": 3, "weights": [np.zeros(3), np.full([8], float(rank == 1 and differing))]})
+    testing.same_on_all_ranks(
+        {"step": 3, "weights": [np.zeros(3), np.full([8], float(rank == 1 and differing))]}
+    )
 
 
 def test_the_same_on_all_ranks() -> None:
@@ -74,12 +92,20 @@ def test_the_same_on_all_ranks() -> None:
 def test_a_process_that_is_no_rank(tmp_path: Path) -> None:
     call = "from npu_device import testing\ntesting.same_on_all_ranks(1)"
     [ended] = job.run(tmp_path, 1, call, TF_USE_LEGACY_KERAS="0")
-    assert ended.code == 1 and "RuntimeError: same_on_all_ranks compares the values of ranks" in ended.output
+    assert (
+        ended.code == 1
+        and "RuntimeError: same_on_all_ranks compares the values of ranks" in ended.output
+    )
 
 
 def make_model(loss: Any = "mse") -> Any:
     layers = tf.keras.layers
-    made = [tf.keras.Input([3]), layers.Dense(4, name="first"), layers.BatchNormalization(), layers.Dropout(0.5)]
+    made = [
+        tf.keras.Input([3]),
+        layers.Dense(4, name="first"),
+        layers.BatchNormalization(),
+        layers.Dropout(0.5),
+    ]
     model = tf.keras.Sequential([*made, layers.Dense(1, name="last")])
     model.compile(tf.keras.optimizers.Adam(0.01), loss, metrics=["mae"])
     return model
@@ -95,9 +121,14 @@ def make_callbacks() -> list[Any]:
 
 def test_a_training_on_ranks_is_that_of_one_process() -> None:
     random = np.random.default_rng(1)
-    data = random.normal(size=[24, 3]).astype(np.float32), random.normal(size=[24, 1]).astype(np.float32)
+    data = (
+        random.normal(size=[24, 3]).astype(np.float32),
+        random.normal(size=[24, 1]).astype(np.float32),
+    )
     equal = partial(testing.equal_to_one_process, keras=3, environment={"PYTHONPATH": LEAN})
     equal(make_model, data, ranks=[2], make_callbacks=make_callbacks)
-    says = "(?s)2 ranks don't train as one process does.*  loss after epoch 1: off by .*npurun verify"
+    says = (
+        "(?s)2 ranks don't train as one process does.*  loss after epoch 1: off by .*npurun verify"
+    )
     with pytest.raises(AssertionError, match=says):
         equal(partial(make_model, mixing_loss), data, ranks=[2], epochs=1)

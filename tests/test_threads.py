@@ -33,7 +33,9 @@ def _in_threads(call: Callable[[int], Any], named: bool = True) -> list[Any]:
             ended[number] = error
 
     names = [f"trainer {number}" if named else None for number in range(2)]
-    threads = [threading.Thread(target=run, args=(number,), name=name) for number, name in enumerate(names)]
+    threads = [
+        threading.Thread(target=run, args=(number,), name=name) for number, name in enumerate(names)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -49,7 +51,9 @@ def _sums(group: str, number: int, elements: int) -> int:
     for step in range(CALLS):
         mine = tf.fill([elements], float(1000 * number + step + rank))
         reduced = npu.distribute.all_reduce(mine, "sum", group=group)
-        wrong += bool(np.any(reduced.numpy() != size * (1000 * number + step) + size * (size - 1) / 2))
+        wrong += bool(
+            np.any(reduced.numpy() != size * (1000 * number + step) + size * (size - 1) / 2)
+        )
     return wrong
 
 
@@ -59,10 +63,14 @@ def body_one_group(elements: int, kind: str, rounds: int) -> tuple[list[str], in
     for _ in range(rounds):
         if kind == "pooled":
             with ThreadPoolExecutor(2) as pool:
-                futures = [pool.submit(_sums, "hccl_world_group", number, elements) for number in range(2)]
+                futures = [
+                    pool.submit(_sums, "hccl_world_group", number, elements) for number in range(2)
+                ]
             ended += [future.exception() or future.result() for future in futures]
         else:
-            ended += _in_threads(lambda number: _sums("hccl_world_group", number, elements), kind == "named")
+            ended += _in_threads(
+                lambda number: _sums("hccl_world_group", number, elements), kind == "named"
+            )
     errors = [f"{type(error).__name__}: {error}" for error in ended if isinstance(error, Exception)]
     return errors, sum(wrong for wrong in ended if not isinstance(wrong, Exception))
 
@@ -70,16 +78,25 @@ def body_one_group(elements: int, kind: str, rounds: int) -> tuple[list[str], in
 @pytest.mark.both_backends
 @pytest.mark.parametrize("rounds", [5, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.parametrize("elements, kind", [(1 << 18, "named"), (3, "unnamed"), (3, "pooled")])
-def test_one_group_of_two_threads_is_refused(several_ranks: Pool, elements: int, kind: str, rounds: int) -> None:
+def test_one_group_of_two_threads_is_refused(
+    several_ranks: Pool, elements: int, kind: str, rounds: int
+) -> None:
     # A thread whose counterparts all go on is alone with them, once the others have been refused.
-    names = {"named": "'trainer ", "unnamed": "in thread 'Thread", "pooled": "in thread 'ThreadPoolExecutor'"}
+    names = {
+        "named": "'trainer ",
+        "unnamed": "in thread 'Thread",
+        "pooled": "in thread 'ThreadPoolExecutor'",
+    }
     for errors, wrong in several_ranks.run(body_one_group, elements, kind, rounds, timeout=300):
         assert wrong == 0
         first = errors[0]
         assert first.startswith("MismatchError") and names[kind] in first
         for rank in range(several_ranks.size):
             assert f"rank {rank} on host" in first
-        assert "What to do: give each thread a group of its own (hccl.manage.api.create_group)" in first
+        assert (
+            "What to do: give each thread a group of its own (hccl.manage.api.create_group)"
+            in first
+        )
 
 
 IN_FUNCTIONS = """
@@ -116,13 +133,21 @@ _SOCKETS = {"NPU_DEVICE_SHARED_MEMORY": "off"}
     [
         {},
         pytest.param({**_SOCKETS, "NPU_DEVICE_BACKEND": "tcp"}, id="tcp"),
-        pytest.param({**_SOCKETS, "NPU_DEVICE_BACKEND": "tensorflow"}, marks=pytest.mark.full, id="tensorflow"),
+        pytest.param(
+            {**_SOCKETS, "NPU_DEVICE_BACKEND": "tensorflow"},
+            marks=pytest.mark.full,
+            id="tensorflow",
+        ),
     ],
 )
-def test_two_threads_that_call_one_function_are_refused(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_two_threads_that_call_one_function_are_refused(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
     for output in job.outputs(tmp_path, 2, IN_FUNCTIONS, **environment):
         [ended] = [line.split()[1:] for line in output.splitlines() if line.startswith("ended")]
-        assert set(ended) <= {"refused"}, output  # nothing if one thread ends before the other begins
+        assert set(ended) <= {"refused"}, (
+            output
+        )  # nothing if one thread ends before the other begins
 
 
 def body_one_after_the_other() -> list[Any]:
@@ -186,7 +211,9 @@ def body_a_group_each(elements: int, pooled: bool = False) -> list[Any]:
         create_group(f"thread {number}", size, list(range(size)))
     if pooled:
         with ThreadPoolExecutor(2) as pool:
-            wrong = list(pool.map(lambda number: _sums(f"thread {number}", number, elements), range(2)))
+            wrong = list(
+                pool.map(lambda number: _sums(f"thread {number}", number, elements), range(2))
+            )
     else:
         wrong = _in_threads(lambda number: _sums(f"thread {number}", number, elements))
     for number in range(2):
@@ -213,13 +240,19 @@ def body_a_tag_each(elements: int) -> list[int]:
         return wrong
 
     # The thread of one name sends with one tag and receives with the other.
-    return _in_threads(lambda number: call(number if rank == 0 else 1 - number)) if rank < 2 else [0, 0]
+    return (
+        _in_threads(lambda number: call(number if rank == 0 else 1 - number))
+        if rank < 2
+        else [0, 0]
+    )
 
 
 @pytest.mark.both_backends
 @pytest.mark.parametrize("elements", [3, 1 << 18])
 @pytest.mark.parametrize("body", [body_a_group_each, body_a_tag_each])
-def test_a_group_or_a_tag_for_each_thread(several_ranks: Pool, body: Callable[[int], Any], elements: int) -> None:
+def test_a_group_or_a_tag_for_each_thread(
+    several_ranks: Pool, body: Callable[[int], Any], elements: int
+) -> None:
     assert several_ranks.run(body, elements, timeout=90) == [[0, 0]] * several_ranks.size
 
 
@@ -242,7 +275,9 @@ def body_unordered(graph: bool) -> dict[str, str]:
     places = {
         "vectorized_map": lambda: tf.vectorized_map(add, value),
         "jacobian": lambda: jacobian(True),
-        "map": lambda: next(iter(tf.data.Dataset.range(3).map(lambda each: add(tf.cast(each, tf.float32))))),
+        "map": lambda: next(
+            iter(tf.data.Dataset.range(3).map(lambda each: add(tf.cast(each, tf.float32))))
+        ),
         "nested": lambda: next(iter(tf.data.Dataset.range(3).map(tf.function(add)))),
         "map_fn": lambda: tf.map_fn(add, value),
         "jacobian in a loop": lambda: jacobian(False),
@@ -263,8 +298,15 @@ def body_unordered(graph: bool) -> dict[str, str]:
 def test_collectives_where_calls_have_no_order(several_ranks: Pool, graph: bool) -> None:
     total = sum(range(1, several_ranks.size + 1))
     for rank, found in enumerate(several_ranks.run(body_unordered, graph)):
-        assert found.pop("map_fn") == found.pop("a scope of that name") == str([1.0 * total, 2.0 * total])
+        assert (
+            found.pop("map_fn")
+            == found.pop("a scope of that name")
+            == str([1.0 * total, 2.0 * total])
+        )
         weight = 2.0 * several_ranks.size * (rank + 1)
         assert found.pop("jacobian in a loop") == str([[weight, 0.0], [0.0, 2 * weight]])
         for name, text in found.items():
-            assert text.startswith("RuntimeError") and "another order on each rank" in text, (name, text)
+            assert text.startswith("RuntimeError") and "another order on each rank" in text, (
+                name,
+                text,
+            )

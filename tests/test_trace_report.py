@@ -22,7 +22,15 @@ from npu_device._src.report.picture import COLOURS
 from npu_device._src.report.report_files import write_all
 from npu_device._src.report.summary import summary
 from npu_device._src.trace import records
-from npu_device._src.trace.records import FILE, GradientRecord, PointSchema, RankTrace, Sampling, read, settings
+from npu_device._src.trace.records import (
+    FILE,
+    GradientRecord,
+    PointSchema,
+    RankTrace,
+    Sampling,
+    read,
+    settings,
+)
 
 GRADIENTS = 10
 STEPS = 9
@@ -52,18 +60,24 @@ def trace(
             reductions.append((ready[last], over))
         done = over + 10 * MS
         before = previous if number > 1 else None
-        iterations.append(records.Iteration(number, start, ready[-1], done, tuple(reductions), ready, before))
+        iterations.append(
+            records.Iteration(number, start, ready[-1], done, tuple(reductions), ready, before)
+        )
     gradients = tuple(GradientRecord(f"g{place}", dtypes[place], MB) for place in range(GRADIENTS))
     error = None if len(set(hosts)) > 1 and rank else 0.0
     model = ("m", "shared_memory", "hccl_world_group")
-    return RankTrace(rank, 2, hosts[rank], 1, 0.0, error, *model, gradients, tuple(segments), tuple(iterations))
+    return RankTrace(
+        rank, 2, hosts[rank], 1, 0.0, error, *model, gradients, tuple(segments), tuple(iterations)
+    )
 
 
 def write(directory: Path, traces: Sequence[RankTrace]) -> None:
     for one in traces:
         lines = [one.header(), *(iteration.__dict__ for iteration in one.iterations)]
         (directory / f"rank{one.rank}").mkdir(parents=True)
-        (directory / f"rank{one.rank}" / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (directory / f"rank{one.rank}" / FILE).write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
 
 
 def test_where_the_time_goes() -> None:
@@ -77,7 +91,10 @@ def test_where_the_time_goes() -> None:
     assert "the clock of the same host" in text
     assert "on its slowest rank, a step takes 140.0 ms" in text
     text = summary(analyse([trace(0)]))
-    assert "no trace of rank(s) 1. What to do: bring the directories rank<N> of all hosts together" in text
+    assert (
+        "no trace of rank(s) 1. What to do: bring the directories rank<N> of all hosts together"
+        in text
+    )
 
 
 CAUSES = [({"slower": 20.0}, "forward and backward"), ({"wait": 25.0}, "waiting for input")]
@@ -89,21 +106,40 @@ def test_the_slowest_rank_is_named_with_its_cause(changed: dict[str, Any], cause
     assert result.slowest is not None
     assert (result.slowest.rank, result.slowest.host, result.slowest.cause) == (1, "b", cause)
     assert result.slowest.late == pytest.approx(20e3)
-    assert f"the other rank waits for rank 1 on host b: it is 20.0 ms later, in {cause}" in summary(result)
+    assert f"the other rank waits for rank 1 on host b: it is 20.0 ms later, in {cause}" in summary(
+        result
+    )
     assert "could not be compared" in summary(result)
 
 
 @pytest.mark.parametrize(
     ("segments", "takes", "situation", "reason"),
     [
-        (((0, 2), (3, 9)), 3.0, "the last one is long: move the cut back", "end 26.0 ms before the backward pass"),
-        (((0, 7), (8, 9)), 3.0, "after the backward pass: move the cut forward", "end 14.0 ms after the backward pass"),
-        (((0, 9),), 3.0, "ends after the backward pass: add segments", "The only segment has all of the bytes"),
+        (
+            ((0, 2), (3, 9)),
+            3.0,
+            "the last one is long: move the cut back",
+            "end 26.0 ms before the backward pass",
+        ),
+        (
+            ((0, 7), (8, 9)),
+            3.0,
+            "after the backward pass: move the cut forward",
+            "end 14.0 ms after the backward pass",
+        ),
+        (
+            ((0, 9),),
+            3.0,
+            "ends after the backward pass: add segments",
+            "The only segment has all of the bytes",
+        ),
         (((0, 8), (9, 9)), 3.0, "ends after the backward pass: add segments", "90% of the bytes"),
         (((0, 8), (9, 9)), 0.1, "hidden behind backward", "0.1 ms of each step is exposed"),
     ],
 )
-def test_the_situations_of_the_guide(segments: Any, takes: float, situation: str, reason: str) -> None:
+def test_the_situations_of_the_guide(
+    segments: Any, takes: float, situation: str, reason: str
+) -> None:
     diagnosis = analyse([trace(rank, segments, takes) for rank in range(2)]).diagnosis
     assert situation in diagnosis.situation
     assert reason in diagnosis.reasons
@@ -125,17 +161,29 @@ def test_the_call_can_be_pasted_and_helps() -> None:
 
 @pytest.mark.parametrize(
     ("takes", "hosts", "dtype"),
-    [(8.0, "ab", "float32"), (3.0, "ab", "float32"), (8.0, "aa", "float32"), (8.0, "ab", "bfloat16")],
+    [
+        (8.0, "ab", "float32"),
+        (3.0, "ab", "float32"),
+        (8.0, "aa", "float32"),
+        (8.0, "ab", "bfloat16"),
+    ],
 )
-def test_16_bits_are_advised_where_the_network_is_the_limit(takes: float, hosts: str, dtype: str) -> None:
+def test_16_bits_are_advised_where_the_network_is_the_limit(
+    takes: float, hosts: str, dtype: str
+) -> None:
     """On two hosts at 1 Gbit/s, if the gradients have 32 bits."""
-    ranks = [trace(rank, takes=takes, dtypes=(dtype,) * GRADIENTS, hosts=tuple(hosts)) for rank in range(2)]
+    ranks = [
+        trace(rank, takes=takes, dtypes=(dtype,) * GRADIENTS, hosts=tuple(hosts))
+        for rank in range(2)
+    ]
     said = analyse(ranks).diagnosis.expectation
     advised = (takes, hosts, dtype) == (8.0, "ab", "float32")
     assert ("Each host sends 1.0 Gbit/s" in said) == ('compression="bf16"' in said) == advised
 
 
-def test_traces_of_several_splits_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_traces_of_several_splits_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, segments in {"one": ((0, 9),), "four": ((0, 2), (3, 4), (5, 7), (8, 9))}.items():
         write(tmp_path / name, [trace(0, segments), trace(1, segments)])
     main([str(tmp_path / "one"), str(tmp_path / "four")], "npurun trace")
@@ -146,7 +194,9 @@ def test_traces_of_several_splits_are_compared(tmp_path: Path, capsys: pytest.Ca
 def test_without_a_trace_it_says_so(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"npurun trace: .*there is no trace in the directory"):
         main([str(tmp_path)], "npurun trace")
-    with pytest.raises(SystemExit, match=r"npu-trace: .*/nope: there is no trace: no such directory"):
+    with pytest.raises(
+        SystemExit, match=r"npu-trace: .*/nope: there is no trace: no such directory"
+    ):
         main([str(tmp_path / "nope")])
 
 
@@ -163,7 +213,12 @@ def test_the_trace_follows_the_event_format(tmp_path: Path) -> None:
         assert isinstance(event["name"], str) and isinstance(event["args"], dict)
         assert isinstance(event["pid"], int) and isinstance(event["tid"], int) and event["tid"] >= 2
         if event["ph"] == "M":
-            assert event["name"] in ("process_name", "thread_name", "process_sort_index", "thread_sort_index")
+            assert event["name"] in (
+                "process_name",
+                "thread_name",
+                "process_sort_index",
+                "thread_sort_index",
+            )
             continue
         line = (event["pid"], event["tid"])
         assert event["ph"] in ("X", "s", "t") and event["cat"] and line in named
@@ -177,14 +232,25 @@ def test_the_trace_follows_the_event_format(tmp_path: Path) -> None:
     # On one line nothing overlaps, or viewers drop it; each arrow goes from a span to another.
     for on_line in map(sorted, spans.values()):
         assert all(before[1] <= after[0] for before, after in zip(on_line, on_line[1:]))
-    assert [[kind for kind, _, _ in arrow] for arrow in arrows.values()] == [["s", "t"]] * 2 * (STEPS - 1)
+    assert [[kind for kind, _, _ in arrow] for arrow in arrows.values()] == [["s", "t"]] * 2 * (
+        STEPS - 1
+    )
     begins = {(line, begin) for line, on_line in spans.items() for begin, _ in on_line}
     assert all(end[1:] in begins for arrow in arrows.values() for end in arrow)
     names = {event["name"] for event in events if event["pid"] == 1}
-    assert {"Iteration 2", "FP_BP Time 2", "Iteration Refresh 2", "Reduce_2_0", "Reduce_2_1"} <= names
+    assert {
+        "Iteration 2",
+        "FP_BP Time 2",
+        "Iteration Refresh 2",
+        "Reduce_2_0",
+        "Reduce_2_1",
+    } <= names
     reduce = next(event for event in events if event["name"] == "Reduce_2_1")
     start, end = map(round, traces[0].iterations[1].allreduce[1])
-    assert (reduce["ts"] + document["otherData"]["Origin(us)"], reduce["dur"]) == (start, end - start)
+    assert (reduce["ts"] + document["otherData"]["Origin(us)"], reduce["dur"]) == (
+        start,
+        end - start,
+    )
     assert reduce["args"] == {"Iteration ID": 2, "Reduce Start 1": start, "Reduce End 1": end}
 
 
@@ -193,7 +259,9 @@ def test_the_page_draws_a_step_and_loads_nothing(tmp_path: Path) -> None:
     write(tmp_path, [trace(0, hosts=hostile), trace(1, hosts=hostile, slower=20)])
     write_all(tmp_path)
     text = (tmp_path / "report.html").read_text()
-    assert not re.search(r"<script|<link|url\(|@import|\b(src|href|srcset|data|action)=|https?://", text)
+    assert not re.search(
+        r"<script|<link|url\(|@import|\b(src|href|srcset|data|action)=|https?://", text
+    )
     assert "<b>&x" not in text and "<pre>10 gradients" in text
     bars = re.findall(r'<i style="[^"]*background:(#\w{6})[^"]*" title="([^"]*)">', text)
     assert {colour for colour, _ in bars} == set(COLOURS.values())
@@ -216,14 +284,19 @@ def test_nothing_is_traced_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
     assert settings(False, None) is None
 
 
-def test_the_script_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_script_goes_before_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PROFILING_MODE", "true")
     monkeypatch.setenv("PROFILING_OPTIONS", json.dumps({"output": str(tmp_path / "theirs")}))
     monkeypatch.setenv("NPU_DEVICE_TRACE_ITERATIONS", "3-5,10-10")
     found = settings(False, '{"output": "ignored"}')
     assert found is not None and found.output == tmp_path / "theirs"
     assert [number for number in range(12) if found.sampling.wants(number)] == [3, 4, 5, 10]
-    mine = settings(True, json.dumps({"output": str(tmp_path / "mine"), "fp_point": "a", "storage_limit": "200MB"}))
+    mine = settings(
+        True,
+        json.dumps({"output": str(tmp_path / "mine"), "fp_point": "a", "storage_limit": "200MB"}),
+    )
     assert mine is not None and mine.output == tmp_path / "mine"
     assert (mine.fp_point, mine.bp_point, mine.storage_limit) == ("a", "", 200_000_000)
     with pytest.raises(ValueError, match=r"storage_limit.*'a lot'.*megabytes"):
@@ -238,11 +311,18 @@ def test_windows_have_a_form(monkeypatch: pytest.MonkeyPatch, text: str) -> None
         settings(True, None)
 
 
-SLIPS = ("{'output':'/t','fp_point':''}", '{"output":"/t,"fp_point":""}', '{"output":"/t" "fp_point":""', "output:/t")
+SLIPS = (
+    "{'output':'/t','fp_point':''}",
+    '{"output":"/t,"fp_point":""}',
+    '{"output":"/t" "fp_point":""',
+    "output:/t",
+)
 
 
 @pytest.mark.parametrize("text", SLIPS)
-def test_options_with_slips_are_read_with_a_warning(text: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_options_with_slips_are_read_with_a_warning(
+    text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     assert records.read_options(text)["output"] == "/t"
     assert "not a JSON object" in caplog.text
 
@@ -257,7 +337,9 @@ HEADER = RankTrace(1, 2, "there", 7, 500.0, 20.0, "", "", "", (), ())
 
 
 def _schema(sizes: tuple[int, ...], segments: tuple[tuple[int, int], ...]) -> PointSchema:
-    gradients = tuple(GradientRecord(f"g{number}", "float32", size) for number, size in enumerate(sizes))
+    gradients = tuple(
+        GradientRecord(f"g{number}", "float32", size) for number, size in enumerate(sizes)
+    )
     shapes = tuple(f"({size // 4},)" for size in sizes)
     return PointSchema(gradients, shapes, segments, "hccl_world_group", "tensorflow", has_end=True)
 
@@ -282,14 +364,24 @@ def record(directory: Path, *steps: tuple[PointSchema, list[float]]) -> RankTrac
 
 def test_points_become_a_record(tmp_path: Path) -> None:
     found = record(tmp_path, (TWO, _points(100.0)), (TWO, _points(103.0)))
-    about = {name: getattr(TWO, name) for name in ("model", "backend", "group", "gradients", "segments")}
+    about = {
+        name: getattr(TWO, name) for name in ("model", "backend", "group", "gradients", "segments")
+    }
     assert replace(found, iterations=()) == replace(HEADER, **about)
     first, second = found.iterations
-    assert (first.fp_start, first.bp_end, first.iteration_end) == (100_000_500, 102_000_500, 102_750_500)
+    assert (first.fp_start, first.bp_end, first.iteration_end) == (
+        100_000_500,
+        102_000_500,
+        102_750_500,
+    )
     assert first.ready == (101_000_500, 102_000_500)
     assert first.allreduce == ((101_000_500, 101_500_500), (102_000_500, 102_500_500))
     assert (first.previous_end, first.input_wait) == (None, None)
-    assert (second.previous_end, second.input_wait, second.time) == (first.iteration_end, 250_000, 3_000_000)
+    assert (second.previous_end, second.input_wait, second.time) == (
+        first.iteration_end,
+        250_000,
+        3_000_000,
+    )
     assert (second.hidden, second.exposed) == (500_000, 500_000)
 
 

@@ -55,7 +55,9 @@ def _train(directory: str) -> list[str]:
     set_split_strategy_by_idx([0, 1])
     try:
         first, second = tf.Variable(tf.ones([8, 8])), tf.Variable(tf.ones([8, 8]))
-        optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(tf.keras.optimizers.Adam(0.1))
+        optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(
+            tf.keras.optimizers.Adam(0.1)
+        )
 
         @tf.function
         def step(x: Any) -> Any:
@@ -69,7 +71,11 @@ def _train(directory: str) -> list[str]:
             if running.cluster.rank == 1:
                 time.sleep(PAUSE)
             step(x)
-        stamps = [op for op in step.get_concrete_function(x).graph.get_operations() if op.type == "Timestamp"]
+        stamps = [
+            op
+            for op in step.get_concrete_function(x).graph.get_operations()
+            if op.type == "Timestamp"
+        ]
         return [before.type for op in stamps for before in op.control_inputs]
     finally:
         split_strategy._strategies.clear()
@@ -85,9 +91,18 @@ def test_the_points_of_a_step(keras_two_ranks: Pool, tmp_path: Path) -> None:
         assert [gradient.bytes for gradient in trace.gradients] == [256, 256]
         assert trace.segments == ((0, 0), (1, 1))
         assert [one.iteration for one in trace.iterations] == list(range(1, STEPS + 1))
-        assert any(one.last_reduced < one.iteration_end for one in trace.iterations)  # the update takes a while
+        assert any(
+            one.last_reduced < one.iteration_end for one in trace.iterations
+        )  # the update takes a while
         for one in trace.iterations[2:]:
-            assert one.fp_start <= one.ready[0] < one.ready[1] == one.bp_end <= one.last_reduced <= one.iteration_end
+            assert (
+                one.fp_start
+                <= one.ready[0]
+                < one.ready[1]
+                == one.bp_end
+                <= one.last_reduced
+                <= one.iteration_end
+            )
             assert one.ready[1] - one.ready[0] > PAUSE * 1e6 / 4
             for (start, end), ready in zip(one.allreduce, one.ready):
                 assert ready == start <= end

@@ -14,14 +14,31 @@ HEAD = "Traceback (most recent call last):\n"
 CHAIN = "\nThe above exception was the direct cause of the following exception:\n\n"
 
 
-AGAIN = HEAD + LIBRARY + "OSError: no file\n" + CHAIN + HEAD + USER + LIBRARY + "RuntimeError: can't load: no file\n"
+AGAIN = (
+    HEAD
+    + LIBRARY
+    + "OSError: no file\n"
+    + CHAIN
+    + HEAD
+    + USER
+    + LIBRARY
+    + "RuntimeError: can't load: no file\n"
+)
 MORE = CHAIN + HEAD + USER + "RuntimeError: can't load\n"
 DEEP = HEAD + USER + LIBRARY + "  [Previous line repeated 970 more times]\nRecursionError: deep\n"
 TEXTS = {
     "one": (HEAD + USER + LIBRARY * 3 + "OSError: a\n  b\n", HEAD + USER + "OSError: a\n  b\n", 3),
-    "libraries only": (HEAD + LIBRARY + "OSError: no file\n", HEAD + LIBRARY + "OSError: no file\n", 0),
+    "libraries only": (
+        HEAD + LIBRARY + "OSError: no file\n",
+        HEAD + LIBRARY + "OSError: no file\n",
+        0,
+    ),
     "a cause that is said again": (AGAIN, HEAD + USER + "RuntimeError: can't load: no file\n", 2),
-    "a cause that adds something": (HEAD + LIBRARY + "OSError: no file\n" + MORE, "OSError: no file\n" + MORE, 1),
+    "a cause that adds something": (
+        HEAD + LIBRARY + "OSError: no file\n" + MORE,
+        "OSError: no file\n" + MORE,
+        1,
+    ),
     "recursion": (DEEP, HEAD + USER + "RecursionError: deep\n", 1),
 }
 
@@ -38,7 +55,9 @@ ERRORS = {
     "in a graph": (
         "a.b.UnknownError: Graph execution error:\n\nDetected at node N defined at (most recent call last):\n"
         '<stack traces unavailable>\nDetected at node N defined at (most recent call last):\n  File "x", line 1\n'
-        "2 root error(s) found.\n  (0) UNKNOWN:  PeerError: rank 1\n  more\nWhat to do: x\n" + HEAD + "\nOSError",
+        "2 root error(s) found.\n  (0) UNKNOWN:  PeerError: rank 1\n  more\nWhat to do: x\n"
+        + HEAD
+        + "\nOSError",
         "PeerError: rank 1\n  more\nWhat to do: x",
     ),
     "in a function": (
@@ -56,7 +75,10 @@ ERRORS = {
         "transformation with iterator: One::Map: /dev/null/PeerError: rank 1\nmore\n; Not a directory\n\nOriginal",
         "PeerError: rank 1\nmore",
     ),
-    "nothing": ("a.UnknownError: Graph execution error:\n\n", "a.UnknownError: Graph execution error:\n\n"),
+    "nothing": (
+        "a.UnknownError: Graph execution error:\n\n",
+        "a.UnknownError: Graph execution error:\n\n",
+    ),
     "tracing": (
         'ValueError: in user code:\n\n    File "x", line 1, in f  *\n        g()\n\n    TypeError: bad\n      more\n',
         "TypeError: bad\n  more",
@@ -73,7 +95,10 @@ ERRORS = {
         "Arguments received by A.call():\n  • x=1",
         "a.InvalidArgumentError: bad\nmore",
     ),
-    "no text of a layer": ("E: Exception encountered when calling f.\n", "E: Exception encountered when calling f.\n"),
+    "no text of a layer": (
+        "E: Exception encountered when calling f.\n",
+        "E: Exception encountered when calling f.\n",
+    ),
 }
 
 
@@ -87,7 +112,9 @@ def test_a_long_error_of_a_session_keeps_its_ends() -> None:
     from npu_device._src.collectives.sessions import _shortened
 
     lines = [f"  rank {rank} on host é: all_reduce of 'x'" for rank in range(500)]
-    found = _shortened("\n".join(["the ranks differ", *lines, "What to do: call the same operations"]))
+    found = _shortened(
+        "\n".join(["the ranks differ", *lines, "What to do: call the same operations"])
+    )
     assert len(found.encode()) < 3600
     assert "rank 0 on" in found and "rank 499 on" in found and found.endswith("same operations")
     assert _shortened("short") == "short"

@@ -25,7 +25,9 @@ def scripts(page: str) -> list[str]:
 
 def shown(page: str, command: str) -> list[str]:
     """Return the lines that the page shows after a command."""
-    for console in re.findall(r"```console\n(.*?)```", (FOLDER / f"{page}.md").read_text(), re.DOTALL):
+    for console in re.findall(
+        r"```console\n(.*?)```", (FOLDER / f"{page}.md").read_text(), re.DOTALL
+    ):
         for part in re.split(r"^\$ ", console, flags=re.MULTILINE):
             if part.startswith(command + "\n"):
                 return part.splitlines()[1:]
@@ -38,7 +40,9 @@ def same(printed: str, lines: list[str]) -> None:
         words, numbers = NUMBER.sub("…", line), [float(number) for number in NUMBER.findall(line)]
         alike = [found for found in printed.splitlines() if NUMBER.sub("…", found) == words]
         values = [[float(number) for number in NUMBER.findall(found)] for found in alike]
-        assert any(value == pytest.approx(numbers, abs=0.02) for value in values), f"{line!r} is not in\n{printed}"
+        assert any(value == pytest.approx(numbers, abs=0.02) for value in values), (
+            f"{line!r} is not in\n{printed}"
+        )
 
 
 def body_script(text: str) -> str:
@@ -72,7 +76,9 @@ def test_two_machines(tmp_path: Path) -> None:
     ssh = tmp_path / "ssh"
     ssh.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
     ssh.chmod(0o755)
-    (tmp_path / "train.py").write_text("import os; print(os.environ['RANK_ID'], 'of', os.environ['RANK_SIZE'])")
+    (tmp_path / "train.py").write_text(
+        "import os; print(os.environ['RANK_ID'], 'of', os.environ['RANK_SIZE'])"
+    )
     meeting = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
     variables = {"NPU_DEVICE_SSH": str(ssh), "PATH": os.environ["PATH"]}
     done = npurun(*command.split()[1:-1], *meeting, "train.py", cwd=tmp_path, **variables)

@@ -123,7 +123,9 @@ def test_hosts_send_what_one_rank_each_needs(tmp_path: Path, count: int) -> None
     ranks.write_text(RANKS_OF_A_HOST)
     common = {"CM_CHIEF_IP": address(0), "CM_CHIEF_DEVICE": "0", "NPU_DEVICE_SECRET": "ours"}
     common |= {"CM_WORKER_SIZE": str(2 * count)}
-    commands = [on_host(host, [sys.executable, str(ranks), str(script), "29700"]) for host in range(count)]
+    commands = [
+        on_host(host, [sys.executable, str(ranks), str(script), "29700"]) for host in range(count)
+    ]
     with hosts(count, gbit=1.0):
         common["HOSTS"] = " ".join(f"{address(host)}:" for host in range(count))
         environments = [{**common, "CM_WORKER_IP": address(host)} for host in range(count)]
@@ -137,7 +139,16 @@ def test_hosts_send_what_one_rank_each_needs(tmp_path: Path, count: int) -> None
 def test_mpi_between_hosts(tmp_path: Path, count: int) -> None:
     script = launcher.script(tmp_path, SCRIPT.replace("BACKEND", "mpi"))
     names = [name(rank // 2) for rank in range(2 * count)]
-    remote = ["-launcher", "ssh", "-launcher-exec", str(SSH), "-localhost", address(0), "-hosts", ",".join(names)]
+    remote = [
+        "-launcher",
+        "ssh",
+        "-launcher-exec",
+        str(SSH),
+        "-localhost",
+        address(0),
+        "-hosts",
+        ",".join(names),
+    ]
     command = [*mpiexec("MPICH"), *remote, "-n", str(2 * count), sys.executable, script]
     # MPICH would otherwise find that these hosts share memory after all.
     settings = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0", "HCCL_SOCKET_IFNAME": "eth0"}

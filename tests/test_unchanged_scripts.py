@@ -90,9 +90,9 @@ for number in range(10):
     print("step", number)
 """
 GRAPH = LOOP.replace("def step", "@tf.function\ndef step")
-WITHOUT_MODEL = LOOP.replace("for variable in model.trainable_variables", "for variable in [variable]").replace(
-    "\n\ndef", "\nvariable = tf.Variable([1.0])\n\ndef"
-)
+WITHOUT_MODEL = LOOP.replace(
+    "for variable in model.trainable_variables", "for variable in [variable]"
+).replace("\n\ndef", "\nvariable = tf.Variable([1.0])\n\ndef")
 
 
 @pytest.mark.parametrize(
@@ -101,20 +101,34 @@ WITHOUT_MODEL = LOOP.replace("for variable in model.trainable_variables", "for v
         (LOOP, "3", "SGD is used in a custom training loop"),
         (WITHOUT_MODEL, "3", "SGD is used in a custom training loop"),
         (GRAPH, "2", "npurun port shows what to add"),
-        ("import tensorflow, npu_device as npu\nnpu.open()", "3", "the script uses npu_device, and so reduces"),
-        ("import tensorflow\nimport horovod.tensorflow as hvd", "3", "start it with npurun --horovod"),
+        (
+            "import tensorflow, npu_device as npu\nnpu.open()",
+            "3",
+            "the script uses npu_device, and so reduces",
+        ),
+        (
+            "import tensorflow\nimport horovod.tensorflow as hvd",
+            "3",
+            "start it with npurun --horovod",
+        ),
     ],
     ids=["loop", "without model", "function, tf-keras", "npu_device", "horovod"],
 )
 def test_refused(text: str, keras: str, expected: str, tmp_path: Path) -> None:
     ended = run(tmp_path / "ranks", 2, keras, text)
     assert all(rank.code == 1 and expected in rank.output for rank in ended), ended[0].output
-    assert all(("step 8" in rank.output, "step 9" in rank.output) == ("step" in text, False) for rank in ended)
+    assert all(
+        ("step 8" in rank.output, "step 9" in rank.output) == ("step" in text, False)
+        for rank in ended
+    )
 
 
 def test_what_stays_alone(tmp_path: Path) -> None:
     """A script without fit is told so; a child of a rank trains by itself."""
-    text = LOOP.replace("import tensorflow as tf", "import os, tensorflow as tf\nif os.fork():\n    os.wait(), exit()")
+    text = LOOP.replace(
+        "import tensorflow as tf",
+        "import os, tensorflow as tf\nif os.fork():\n    os.wait(), exit()",
+    )
     ended = run(tmp_path / "ranks", 2, "3", text)
     assert [rank.code for rank in ended] == [0, 0] and "RuntimeError" not in ended[0].output
     assert "called fit, evaluate or predict of no Keras model" in ended[0].output
@@ -123,7 +137,13 @@ def test_what_stays_alone(tmp_path: Path) -> None:
 def test_another_backend(tmp_path: Path) -> None:
     """Keras of another backend; a few lines stand for it, whose backends aren't installed here."""
     script(tmp_path, "class backend:\n    backend = staticmethod(lambda: 'jax')", "keras.py")
-    command = [sys.executable, "-m", "npu_device._src.replicate.main_program", "1", script(tmp_path, "import keras")]
+    command = [
+        sys.executable,
+        "-m",
+        "npu_device._src.replicate.main_program",
+        "1",
+        script(tmp_path, "import keras"),
+    ]
     done = subprocess.run(command, env=environment(), capture_output=True, timeout=60, check=False)
     assert done.returncode == 1 and b"--replicate: the Keras backend is jax" in done.stderr
 

@@ -78,10 +78,21 @@ OF_OWN_SEED = "dataset = dataset.shuffle(48, seed=rank + 1)\n"
 WRONG: dict[str, dict[str, str]] = {
     "": {"function": "@tf.function"},
     "sum averaged": {"function": "@tf.function", "loss": "tf.reduce_sum(tf.square(z - y))"},
-    "global batch size": {"loss": "tf.nn.compute_average_loss(tf.square(z - y)[:, 0], global_batch_size=12)"},
-    "add_loss per sample": {"model": PENALTY, "loss": "tf.add_n([tf.reduce_sum(loss) for loss in model.losses])"},
-    "mean summed": {"function": "@tf.function", "reduce": 'gradients = npu.distribute.all_reduce(gradients, "sum")'},
-    "discarded result": {"function": "@tf.function", "reduce": "npu.distribute.all_reduce(gradients)"},
+    "global batch size": {
+        "loss": "tf.nn.compute_average_loss(tf.square(z - y)[:, 0], global_batch_size=12)"
+    },
+    "add_loss per sample": {
+        "model": PENALTY,
+        "loss": "tf.add_n([tf.reduce_sum(loss) for loss in model.losses])",
+    },
+    "mean summed": {
+        "function": "@tf.function",
+        "reduce": 'gradients = npu.distribute.all_reduce(gradients, "sum")',
+    },
+    "discarded result": {
+        "function": "@tf.function",
+        "reduce": "npu.distribute.all_reduce(gradients)",
+    },
     "only the loss is reduced": {"reduce": "loss = npu.distribute.all_reduce(loss)"},
     "not reduced": {"function": "@tf.function", "reduce": "pass"},
     "clipped before the reduction": {
@@ -102,7 +113,8 @@ WRONG: dict[str, dict[str, str]] = {
     "other updates": {"optimizer": "AdamW(0.1, weight_decay=0.2 * size)"},
     "updates of each rank's own": {"optimizer": "SGD(0.1 * (rank + 1))"},
     "adapted to a part": {
-        "data": RIGHT["data"] + "\nlookup = tf.keras.layers.IntegerLookup(max_tokens=9)\nnumbered = dataset\n"
+        "data": RIGHT["data"]
+        + "\nlookup = tf.keras.layers.IntegerLookup(max_tokens=9)\nnumbered = dataset\n"
         "dataset = dataset.map(lambda x, y: tf.cast(9 * x[:, 0], tf.int64))\nlookup.adapt(dataset)\ndataset = numbered"
     },
     "random numbers": {"loss": "tf.reduce_mean(tf.square(z + tf.random.normal(tf.shape(z)) - y))"},
@@ -131,7 +143,9 @@ SAID = {
 """What stands in the line that the verdict names."""
 
 
-def verified(directory: Path, source: str, cause: str, number: int, steps: int = 2, **options: bool) -> report.Verdict:
+def verified(
+    directory: Path, source: str, cause: str, number: int, steps: int = 2, **options: bool
+) -> report.Verdict:
     """Run a script as ``npurun verify`` does, in forks of a process that has imported TensorFlow; check the cause.
 
     Scripts have numbers: two or three ranks under either Keras occur, two ranks most often.
@@ -142,32 +156,52 @@ def verified(directory: Path, source: str, cause: str, number: int, steps: int =
     path.write_text(source)
     start = Process(str(directory / "runs"), steps, **options)
     settings = json.dumps({**asdict(start), "sizes": [size]})
-    runner = f"from npu_device._src.verify import runner; runner.main([{settings!r}, {str(path)!r}])"
+    runner = (
+        f"from npu_device._src.verify import runner; runner.main([{settings!r}, {str(path)!r}])"
+    )
     variables = {"TF_USE_LEGACY_KERAS": "1" if keras == "2" else "0"}
     variables["NPU_DEVICE_UNEQUAL_START"] = "ignore"  # else it is made right
     (directory / "runs").mkdir()
-    [begun] = job.run(directory / "runs", 1, f"import os; os.chdir({str(directory)!r})\n{runner}", 400, **variables)
+    [begun] = job.run(
+        directory / "runs",
+        1,
+        f"import os; os.chdir({str(directory)!r})\n{runner}",
+        400,
+        **variables,
+    )
     problem = directory / "runs" / PROBLEM
     assert begun.code == 0, problem.read_text() if problem.exists() else begun.output
     verdict = report.judge(start.runs([size]))
     assert verdict.cause == cause, report.text(verdict)
-    assert not verdict.code or (verdict.ranks == size and "\nWhat to do: " in verdict.text and "{" not in verdict.text)
+    assert not verdict.code or (
+        verdict.ranks == size and "\nWhat to do: " in verdict.text and "{" not in verdict.text
+    )
     return verdict
 
 
 @pytest.mark.parametrize("kind", list(WRONG))
 def test_causes_in_a_loop(kind: str, tmp_path: Path) -> None:
     cause, _, seed = kind.partition(", ")
-    source = LOOP.format(**{**RIGHT, **{key: value.strip("\n") for key, value in WRONG[kind].items()}})
+    source = LOOP.format(
+        **{**RIGHT, **{key: value.strip("\n") for key, value in WRONG[kind].items()}}
+    )
     source = source.replace("seed=1", "" if seed == "none" else "seed=1")
     verdict = verified(tmp_path, source, cause, list(WRONG).index(kind))
     assert verdict.code == (0 if not cause else 3 if cause == "random numbers" else 1)
-    assert not list(tmp_path.glob("*.txt")) and all(line.split()[2] == "12" for line in verdict.table)
+    assert not list(tmp_path.glob("*.txt")) and all(
+        line.split()[2] == "12" for line in verdict.table
+    )
     assert any("clips its own gradients" in note for note in verdict.notes) == ("1e6" in source)
-    assert any("aren't synchronized" in note for note in verdict.notes) == ("BatchNormalization()" in source)
+    assert any("aren't synchronized" in note for note in verdict.notes) == (
+        "BatchNormalization()" in source
+    )
     assert any("by itself" in note for note in verdict.notes) == (cause == "normalized alone")
     if cause in SAID:
-        line = next(number for number, text in enumerate(source.splitlines(), start=1) if SAID[cause] in text)
+        line = next(
+            number
+            for number, text in enumerate(source.splitlines(), start=1)
+            if SAID[cause] in text
+        )
         assert f"script.py:{line}" in verdict.text
     for example in re.findall("```python\n(.+?)```", causes.TEXTS.get(kind, ""), flags=re.S):
         assert set(map(str.strip, example.splitlines())) <= set(map(str.strip, source.splitlines()))
@@ -206,10 +240,13 @@ PER_SAMPLE = """
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
         return {"loss": loss}
 """
-MEAN = PER_SAMPLE.replace("tf.reduce_sum(tf.square(z - y), axis=1)", "tf.reduce_mean(tf.square(z - y + self.newest))")
+MEAN = PER_SAMPLE.replace(
+    "tf.reduce_sum(tf.square(z - y), axis=1)", "tf.reduce_mean(tf.square(z - y + self.newest))"
+)
 QUEUE = MEAN.replace("gradients =", "self.newest.assign(z[:1])\n        gradients =", 1)
 OWN_METRIC = MEAN.replace(
-    "return {", "self.total.update_state(tf.reduce_sum(z))\n        return {'total': self.total.result(), "
+    "return {",
+    "self.total.update_state(tf.reduce_sum(z))\n        return {'total': self.total.result(), ",
 )
 LOCAL_LOG = MEAN.replace('"loss": loss', '"loss": tf.reduce_max(z)')
 DIVIDED = "x, y = (each[npu.distribute.rank() :: npu.distribute.size()] for each in (x, y))"
@@ -230,10 +267,17 @@ FITS = {
 @pytest.mark.parametrize("name", list(FITS))
 def test_fit(name: str, tmp_path: Path) -> None:
     cause, step, model, optimizer = FITS[name]
-    eager, batch = name != "mixed", 10 if cause == "sum averaged" else 11  # uneven shares aren't halves
-    source = FIT.format(step=step.strip("\n"), model=model, optimizer=optimizer, eager=eager, batch=batch)
+    eager, batch = (
+        name != "mixed",
+        10 if cause == "sum averaged" else 11,
+    )  # uneven shares aren't halves
+    source = FIT.format(
+        step=step.strip("\n"), model=model, optimizer=optimizer, eager=eager, batch=batch
+    )
     verdict = verified(tmp_path, source, cause, list(FITS).index(name))
-    assert any("in 1 layer(s)" in note and "they aren't synchronized" in note for note in verdict.notes)
+    assert any(
+        "in 1 layer(s)" in note and "they aren't synchronized" in note for note in verdict.notes
+    )
 
 
 SESSION = """
@@ -306,7 +350,12 @@ HOROVODS = {
     "right fit": ("", "True", "tape", ""),
     "forgotten": ("Horovod: not reduced", "False", "tape", _SENT),
     "not sent": ("Horovod: different variables", "False", "hvd.DistributedGradientTape(tape)", ""),
-    "summed": ("Horovod: not the average", "False", "hvd.DistributedGradientTape(tape, op=hvd.Sum)", _SENT),
+    "summed": (
+        "Horovod: not the average",
+        "False",
+        "hvd.DistributedGradientTape(tape, op=hvd.Sum)",
+        _SENT,
+    ),
 }
 
 
@@ -362,16 +411,29 @@ model.fit(tf.data.Dataset.from_tensor_slices((given, np.ones([12, 1]))).batch(4)
 
 @pytest.mark.parametrize("replicate", [False, True])
 def test_a_script_without_a_call(replicate: bool, tmp_path: Path) -> None:
-    verdict = verified(tmp_path, NO_CALL, "" if replicate else "no call", 4 if replicate else 3, replicate=replicate)
+    verdict = verified(
+        tmp_path,
+        NO_CALL,
+        "" if replicate else "no call",
+        4 if replicate else 3,
+        replicate=replicate,
+    )
     assert verdict.code == (0 if replicate else 3)
     assert ("npurun port" in verdict.text) != replicate
 
 
 def test_the_pages_and_json() -> None:
     assert DOCS.read_text().endswith(causes.PAGE), "run: make docs"
-    verdict = report.Verdict(1, "sum averaged", "gradients are <0.50>", ["2 1"], ["a note"], 2, {"<w>": 0.5, "b": None})
+    verdict = report.Verdict(
+        1, "sum averaged", "gradients are <0.50>", ["2 1"], ["a note"], 2, {"<w>": 0.5, "b": None}
+    )
     page = report.page(verdict)
-    assert "&lt;w&gt;" in page and "0.500" in page and "another direction" in page and "<w>" not in page
+    assert (
+        "&lt;w&gt;" in page
+        and "0.500" in page
+        and "another direction" in page
+        and "<w>" not in page
+    )
     assert json.loads(json.dumps(asdict(verdict)))["cause"] == "sum averaged"
 
 
@@ -388,7 +450,9 @@ def test_the_pages_and_json() -> None:
         (["--keep", str(Path(__file__).parent), __file__], "must be a new or empty directory"),
     ],
 )
-def test_wrong_usage(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         verify.main(arguments)
     assert ended.value.code == 2
@@ -399,7 +463,10 @@ def test_wrong_usage(arguments: list[str], expected: str, capsys: pytest.Capture
     ("source", "expected"),
     [
         ("print('no step')", "the script ended before its first step"),
-        ("import json\njson.loads('broken')", "as one process, the script ended before its first step"),
+        (
+            "import json\njson.loads('broken')",
+            "as one process, the script ended before its first step",
+        ),
     ],
 )
 def test_scripts_that_make_no_step(source: str, expected: str, tmp_path: Path) -> None:
@@ -411,7 +478,9 @@ def test_scripts_that_make_no_step(source: str, expected: str, tmp_path: Path) -
 
 
 EXAMPLES = {  # that npurun starts, and their arguments
-    **dict.fromkeys([f"recipes/{path.name}" for path in (ROOT / "examples" / "recipes").glob("*.py")], ""),
+    **dict.fromkeys(
+        [f"recipes/{path.name}" for path in (ROOT / "examples" / "recipes").glob("*.py")], ""
+    ),
     "keras_fit/train.py": "--directory saved",
     "npu_bridge/train.py": "",
     "resnet_ctl/resnet_ctl.py": "--data_dir digits",
@@ -440,7 +509,16 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     data = RIGHT["data"].replace("12", "16")
     source = LOOP.format(**{**RIGHT, "loss": WRONG["sum averaged"]["loss"], "data": data})
     page = tmp_path / "page.html"
-    done = npurun("verify", "--steps", "2", "--html", str(page), script(tmp_path, source), cwd=tmp_path, limit=180)
+    done = npurun(
+        "verify",
+        "--steps",
+        "2",
+        "--html",
+        str(page),
+        script(tmp_path, source),
+        cwd=tmp_path,
+        limit=180,
+    )
     assert done.returncode == 1, done.stderr
     text = done.stdout.decode()
     assert "3 ranks were left out: the global batch size can't be divided by 3" in text

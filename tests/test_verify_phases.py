@@ -45,11 +45,15 @@ LOADED = {
 
 @pytest.mark.parametrize("cause", ["not reduced", pytest.param("", marks=pytest.mark.full)])
 def test_several_fits(cause: str, tmp_path: Path) -> None:
-    verdict = verified(tmp_path, FITS.format(then=LOADED[cause], eager=bool(cause)), cause, 3 if cause else 2)
+    verdict = verified(
+        tmp_path, FITS.format(then=LOADED[cause], eager=bool(cause)), cause, 3 if cause else 2
+    )
     lines = (tmp_path / "script.py").read_text().splitlines()
     fits = [f"script.py:{number}" for number, text in enumerate(lines, start=1) if ".fit(" in text]
     assert [line.split()[-1] for line in verdict.table] == [fit for fit in fits for _ in range(2)]
-    compared = [f"2 steps of {kind}, {fit}" for kind, fit in zip(["Adam", "SGD", "SGD", "SGD"], fits)]
+    compared = [
+        f"2 steps of {kind}, {fit}" for kind, fit in zip(["Adam", "SGD", "SGD", "SGD"], fits)
+    ]
     assert (f"in SGD, {fits[-1]}: " if cause else ", ".join(compared)) in verdict.text
     assert not verdict.missed
 
@@ -88,7 +92,12 @@ raise KeyError("an error of the script")
     ("seconds", "most", "says"),
     [
         (3.0, 10**9, ["what follows 3 s after the first step", "calls that train in script.py:31"]),
-        pytest.param(30.0, 20, ["what follows an error: as one process, the script failed", "KeyError"], marks=FULL),
+        pytest.param(
+            30.0,
+            20,
+            ["what follows an error: as one process, the script failed", "KeyError"],
+            marks=FULL,
+        ),
     ],
 )
 def test_loops(seconds: float, most: int, says: list[str], tmp_path: Path) -> None:
@@ -96,6 +105,8 @@ def test_loops(seconds: float, most: int, says: list[str], tmp_path: Path) -> No
     source = LOOPS.format(most=most).replace("both[0].fit" if most < 99 else "no fit", "# ")
     verdict = verified(tmp_path, source, "", 4, seconds=seconds)
     phases = re.findall(r"(\d) steps of SGD, script.py:17 from script.py:(\d+)", verdict.text)
-    assert phases == [("4", "27"), ("2", "28"), ("2", "29")][: len(phases)]  # a busy machine reaches fewer
+    assert (
+        phases == [("4", "27"), ("2", "28"), ("2", "29")][: len(phases)]
+    )  # a busy machine reaches fewer
     assert len(verdict.table) == sum(int(steps) for steps, _ in phases) > 3
     assert all(text in " ".join(verdict.missed) for text in says), verdict.missed

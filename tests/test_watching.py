@@ -15,7 +15,16 @@ from pool import Pool
 
 import npu_device as npu
 
-REDUCED = ["wrapped", "loss scale", "by hand", "sum", "one by one", "clipped", "clipped weights", "collected"]
+REDUCED = [
+    "wrapped",
+    "loss scale",
+    "by hand",
+    "sum",
+    "one by one",
+    "clipped",
+    "clipped weights",
+    "collected",
+]
 REDUCED += ["on rank 0", "weights", "values of weights", "weights, later"]
 APART = "the ranks apply gradients that were not reduced: the optimizer "
 
@@ -39,11 +48,15 @@ def optimizer_of(kind: str) -> Any:
 
 
 @hears
-def body_trains(said: list[str], how: str, graph: bool, steps: int = 10, kind: str = "sgd") -> list[str]:
+def body_trains(
+    said: list[str], how: str, graph: bool, steps: int = 10, kind: str = "sgd"
+) -> list[str]:
     """Train in one of several ways, with an optimizer of ``optimizer_of``, and return what this rank said."""
     keras, rank = tf.keras, npu.distribute.rank()
     keras.utils.set_random_seed(1 + rank)
-    model = keras.Sequential([keras.Input([6]), keras.layers.Dense(5, "tanh"), keras.layers.Dense(3)])
+    model = keras.Sequential(
+        [keras.Input([6]), keras.layers.Dense(5, "tanh"), keras.layers.Dense(3)]
+    )
     if how != "broadcast later":
         npu.distribute.broadcast(model.variables)
     optimizer = optimizer_of(kind)
@@ -84,7 +97,11 @@ def body_trains(said: list[str], how: str, graph: bool, steps: int = 10, kind: s
             npu.distribute.all_reduce(loss)
         optimizer.apply_gradients(zip(gradients, variables))
         if how in ("weights", "values of weights"):  # local SGD
-            read = variables if how == "weights" else [tf.convert_to_tensor(variable) for variable in variables]
+            read = (
+                variables
+                if how == "weights"
+                else [tf.convert_to_tensor(variable) for variable in variables]
+            )
             for variable, mean in zip(variables, npu.distribute.all_reduce(read)):
                 variable.assign(mean)
         elif how == "clipped weights":
@@ -134,17 +151,27 @@ def body_audited(how: str, graph: bool, kind: str) -> list[str]:
         ("values of weights", False, "sgd"),
         ("weights, later", True, "sgd"),
         ("broadcast later", False, "sgd"),
-        *(pytest.param(how, graph, "sgd", marks=pytest.mark.full) for how in REDUCED for graph in (False, True)),
+        *(
+            pytest.param(how, graph, "sgd", marks=pytest.mark.full)
+            for how in REDUCED
+            for graph in (False, True)
+        ),
     ],
 )
-@pytest.mark.parametrize("several_keras_ranks", [2, pytest.param(3, marks=pytest.mark.full)], indirect=True)
-def test_there_is_no_false_alarm(several_keras_ranks: Pool, how: str, graph: bool, kind: str) -> None:
+@pytest.mark.parametrize(
+    "several_keras_ranks", [2, pytest.param(3, marks=pytest.mark.full)], indirect=True
+)
+def test_there_is_no_false_alarm(
+    several_keras_ranks: Pool, how: str, graph: bool, kind: str
+) -> None:
     """Also while every step is audited."""
     assert not any(several_keras_ranks.run(body_audited, how, graph, kind))
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
-@pytest.mark.parametrize("how", ["discarded", "loss only", "half", "half, clipped", "loss beside XLA"])
+@pytest.mark.parametrize(
+    "how", ["discarded", "loss only", "half", "half, clipped", "loss beside XLA"]
+)
 def test_gradients_that_are_not_reduced_are_named_within_ten_steps(
     keras_two_ranks: Pool, how: str, graph: bool
 ) -> None:
@@ -152,7 +179,10 @@ def test_gradients_that_are_not_reduced_are_named_within_ten_steps(
     assert text.startswith("the ranks apply gradients that were not reduced")
     assert re.search(": the optimizer SGD has made (4|7|10) steps", text), text
     assert ("dense_1/" in text.partition(":")[0]) is (how == "half"), text
-    assert "the result of all_reduce isn't used" in text and "only the loss is reduced, for printing" in text
+    assert (
+        "the result of all_reduce isn't used" in text
+        and "only the loss is reduced, for printing" in text
+    )
     assert "npu.distribute.all_reduce(gradients) before they are applied" in text
 
 
@@ -193,7 +223,9 @@ third.fit(x[rank::size], x[rank::size, :1], batch_size=4, epochs=5, verbose=0)
 
 
 def test_a_second_model_that_nobody_replicates(tmp_path: Path, keras: str) -> None:
-    together = "".join(job.outputs(tmp_path, 2, LOADED.format(path=tmp_path / "half.keras"), keras=keras))
+    together = "".join(
+        job.outputs(tmp_path, 2, LOADED.format(path=tmp_path / "half.keras"), keras=keras)
+    )
     for name in ("Adam", "SGD"):  # of the loaded model, and of the cloned one, which XLA compiles
         assert together.count(f"{APART}{name} has made ") == 1, together
     assert together.count(APART) == 2 and "such as one loaded or cloned later" in together
@@ -231,17 +263,27 @@ for kind in {kinds}:
                 session.run(train, {{x: np.random.default_rng(rank).normal(size=(8, 4))}})
 print("end", flush=True)
 """
-ALONE = "nothing was reduced, broadcast or gathered in this job of 2 ranks: each of them ran by itself"
+ALONE = (
+    "nothing was reduced, broadcast or gathered in this job of 2 ranks: each of them ran by itself"
+)
 
 
 def test_variables_of_sessions_that_begin_differently(tmp_path: Path) -> None:
     kinds = ("unequal", "broadcast", "averaged", "loss only", "discarded")
     outputs = job.outputs(tmp_path, 2, SESSION.format(kinds=kinds))
-    unequal, broadcast, *others = map("".join, zip(*(output.split("=== ")[1:] for output in outputs)))
+    unequal, broadcast, *others = map(
+        "".join, zip(*(output.split("=== ")[1:] for output in outputs))
+    )
     unreduced = "the graph of this session applies gradients of hidden, out that were not reduced"
     assert [text.count(unreduced) for text in (broadcast, *others)] == [0, 0, 1, 1], others
-    assert unequal.count("the ranks begin training with different values of 2 of 2 variables (hidden") == 1
-    assert "NPUBroadcastGlobalVariablesHook(0)" in unequal and "rank 1 on host node0: digest" in unequal
+    assert (
+        unequal.count("the ranks begin training with different values of 2 of 2 variables (hidden")
+        == 1
+    )
+    assert (
+        "NPUBroadcastGlobalVariablesHook(0)" in unequal
+        and "rank 1 on host node0: digest" in unequal
+    )
     assert "different" not in broadcast and ALONE not in broadcast
 
 
@@ -304,8 +346,14 @@ assert getattr(kind, method) is not watching and "keras" in getattr(kind, method
 
 def test_eager_loops_from_different_values_and_the_last_word(tmp_path: Path, keras: str) -> None:
     together = "".join(job.outputs(tmp_path, 2, STATISTICS, keras=keras))
-    assert together.count("INFO the ranks ended with different values for 2 of 2 variables") == 1, together
+    assert together.count("INFO the ranks ended with different values for 2 of 2 variables") == 1, (
+        together
+    )
     assert together.count("WARNING the ranks ended with different values for 2 of ") == 1, together
     assert "moving_mean" in together and "learning_rate" in together and "trained:0" in together
-    assert together.count("the ranks begin training with different values of 2 of 4 variables (") == 2, together
-    assert together.count("call npu.distribute.broadcast(model.variables) before the first step") == 2
+    assert (
+        together.count("the ranks begin training with different values of 2 of 4 variables (") == 2
+    ), together
+    assert (
+        together.count("call npu.distribute.broadcast(model.variables) before the first step") == 2
+    )

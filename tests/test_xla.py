@@ -25,10 +25,14 @@ def body_compiled_functions() -> dict[str, str]:
         return npu.distribute.all_reduce(value, "sum")
 
     def rows(value: Any) -> Any:
-        return npu.distribute.all_reduce(tf.IndexedSlices(value, tf.constant([0, 1]), tf.constant([4]))).values
+        return npu.distribute.all_reduce(
+            tf.IndexedSlices(value, tf.constant([0, 1]), tf.constant([4]))
+        ).values
 
     def loop(value: Any) -> Any:
-        return tf.while_loop(lambda i, _: i < 2, lambda i, value: (i + 1, add(value)), [0, value])[1]
+        return tf.while_loop(lambda i, _: i < 2, lambda i, value: (i + 1, add(value)), [0, value])[
+            1
+        ]
 
     def gradient(value: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -43,7 +47,9 @@ def body_compiled_functions() -> dict[str, str]:
     functions = {
         "all_reduce": add,
         "a list": lambda value: npu.distribute.all_reduce([value, 2 * value], "mean")[0],
-        "joined calls": lambda value: npu.distribute.all_reduce(value, "sum", fusion=2, fusion_id=1),
+        "joined calls": lambda value: npu.distribute.all_reduce(
+            value, "sum", fusion=2, fusion_id=1
+        ),
         "sparse": rows,
         "in a loop": loop,
         "in a branch": lambda value: tf.cond(value[0] > 0, lambda: add(value), lambda: value),
@@ -72,11 +78,16 @@ def test_collectives_in_compiled_functions(ranks: Pool) -> None:
         # TensorFlow keeps the graph of a traced function, and XLA itself refuses it: it has no kernels for the calls.
         assert "Detected unsupported operations" in found.pop("in a function that has been traced")
         for name, text in found.items():
-            assert text.startswith("RuntimeError") and REMEDY in text and "test_xla.py" in text, (name, text)
+            assert text.startswith("RuntimeError") and REMEDY in text and "test_xla.py" in text, (
+                name,
+                text,
+            )
 
 
 @hears
-def body_fit(messages: list[str], jit_compile: Any, broadcast: bool, replicate: bool) -> tuple[str, str]:
+def body_fit(
+    messages: list[str], jit_compile: Any, broadcast: bool, replicate: bool
+) -> tuple[str, str]:
     model = tf.keras.Sequential([tf.keras.layers.Dense(1, input_shape=(3,))])
     if replicate:
         npu.distribute.replicate(model)
@@ -101,7 +112,9 @@ def test_fit(keras_two_ranks: Pool) -> None:
 
 
 @hears
-def body_compiled_call(messages: list[str], jit_compile: bool, kind: str) -> tuple[list[Any], int, str]:
+def body_compiled_call(
+    messages: list[str], jit_compile: bool, kind: str
+) -> tuple[list[Any], int, str]:
     """Train a replicated model; return losses and weights, in how many functions XLA was to compile, and messages."""
     keras = tf.keras
     keras.utils.set_random_seed(5)
@@ -109,18 +122,28 @@ def body_compiled_call(messages: list[str], jit_compile: bool, kind: str) -> tup
     hidden = keras.layers.Dense(4, activation="relu")(inputs)
     if kind == "normalised":
         hidden = keras.layers.BatchNormalization(synchronized=True)(hidden)
-    model = keras.Model(inputs, keras.layers.Dense(2, kernel_regularizer=keras.regularizers.L2(0.01))(hidden))
+    model = keras.Model(
+        inputs, keras.layers.Dense(2, kernel_regularizer=keras.regularizers.L2(0.01))(hidden)
+    )
     npu.distribute.replicate(model)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"], jit_compile=jit_compile)
     random = np.random.default_rng(0)
     x, y = random.normal(size=(16, 3)).astype("float32"), random.integers(0, 2, 16)
-    history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, validation_data=(x[:8], y[:8]))
+    history = model.fit(
+        x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, validation_data=(x[:8], y[:8])
+    )
     step = tf.function(model.train_step, autograph=False)
     definitions = step.get_concrete_function((x[:8], y[:8])).graph.as_graph_def().library.function
-    compiled = sum("_XlaMustCompile" in each.attr and each.attr["_XlaMustCompile"].b for each in definitions)
+    compiled = sum(
+        "_XlaMustCompile" in each.attr and each.attr["_XlaMustCompile"].b for each in definitions
+    )
     found = [value for values in history.history.values() for value in values]
-    return found + [float(np.sum(weights)) for weights in model.get_weights()], compiled, "\n".join(messages)
+    return (
+        found + [float(np.sum(weights)) for weights in model.get_weights()],
+        compiled,
+        "\n".join(messages),
+    )
 
 
 @pytest.mark.parametrize("kind", ["plain", "normalised"])
@@ -129,7 +152,9 @@ def test_compiled_call(keras_two_ranks: Pool, keras_single: Pool, kind: str) -> 
     results of one process.
     """
     [(right, _, _)] = keras_single.run(body_compiled_call, False, kind)
-    for rank, (found, compiled, messages) in enumerate(keras_two_ranks.run(body_compiled_call, True, kind)):
+    for rank, (found, compiled, messages) in enumerate(
+        keras_two_ranks.run(body_compiled_call, True, kind)
+    ):
         np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)
         assert compiled >= 2 if kind == "plain" else not compiled
         assert "jit_compile" not in messages or kind == "normalised"

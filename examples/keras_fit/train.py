@@ -34,7 +34,9 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", type=Path, default=Path("build/keras_fit"))
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--stop_after", type=int, help="end after so many epochs, as if interrupted")
+    parser.add_argument(
+        "--stop_after", type=int, help="end after so many epochs, as if interrupted"
+    )
     args = parser.parse_args()
 
     keras.utils.set_random_seed(1)
@@ -59,11 +61,14 @@ def main():
         validation_split=0.2,
         verbose=2,
         callbacks=[
-            keras.callbacks.ReduceLROnPlateau(monitor="val_loss", factor=0.3, patience=1, min_delta=0.01),
+            keras.callbacks.ReduceLROnPlateau(
+                monitor="val_loss", factor=0.3, patience=1, min_delta=0.01
+            ),
             keras.callbacks.EarlyStopping(monitor="val_loss", patience=4),
             keras.callbacks.ModelCheckpoint(str(best), monitor="val_loss", save_best_only=True),
             keras.callbacks.BackupAndRestore(
-                str(args.directory / "backup"), **({"delete_checkpoint": False} if args.stop_after else {})
+                str(args.directory / "backup"),
+                **({"delete_checkpoint": False} if args.stop_after else {}),
             ),
         ],
     )
@@ -71,7 +76,12 @@ def main():
     loss, accuracy = model.evaluate(images, labels, verbose=0)
     if npu.distribute.is_main():
         print(f"epochs {history.epoch} best: loss {loss:.4f} accuracy {accuracy:.4f}")
-    return {"epochs": history.epoch, "loss": loss, "accuracy": accuracy, "weights": model.get_weights()}
+    return {
+        "epochs": history.epoch,
+        "loss": loss,
+        "accuracy": accuracy,
+        "weights": model.get_weights(),
+    }
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ import tempfile
 
 def train(config):
     """Train on one rank, in a process of its own; rank 0's result is that of ``TensorflowTrainer.fit``."""
-    os.environ["NPU_DEVICE_SECRET"] = config["secret"]  # Ray's workers meet at an address that others can reach, too
+    os.environ["NPU_DEVICE_SECRET"] = config[
+        "secret"
+    ]  # Ray's workers meet at an address that others can reach, too
 
     import npu_device as npu
 
@@ -25,7 +27,9 @@ def train(config):
     import tensorflow as tf
 
     keras = tf.keras
-    keras.utils.set_random_seed(1 + npu.distribute.rank())  # replicate() starts all ranks with rank 0's weights
+    keras.utils.set_random_seed(
+        1 + npu.distribute.rank()
+    )  # replicate() starts all ranks with rank 0's weights
     model = keras.Sequential([keras.layers.Dense(16, activation="relu"), keras.layers.Dense(1)])
     model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
     model = npu.distribute.replicate(model)
@@ -61,7 +65,9 @@ def main():
     from ray.train import RunConfig, ScalingConfig
     from ray.train.tensorflow import TensorflowTrainer
 
-    ray.init(num_cpus=args.workers + 1)  # on this machine; without num_cpus, the cluster that `ray start` made
+    ray.init(
+        num_cpus=args.workers + 1
+    )  # on this machine; without num_cpus, the cluster that `ray start` made
     weights = ray.remote(num_cpus=0)(Weights).remote()
     with tempfile.TemporaryDirectory() as directory:
         trainer = TensorflowTrainer(
@@ -72,8 +78,13 @@ def main():
         )
         losses = trainer.fit().return_value
     by_rank = ray.get(weights.get.remote())
-    equal = sorted(by_rank) == list(range(args.workers)) and len({one.tobytes() for one in by_rank.values()}) == 1
-    print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}; ranks {sorted(by_rank)}; equal weights: {equal}")
+    equal = (
+        sorted(by_rank) == list(range(args.workers))
+        and len({one.tobytes() for one in by_rank.values()}) == 1
+    )
+    print(
+        f"loss {losses[0]:.4f} to {losses[-1]:.4f}; ranks {sorted(by_rank)}; equal weights: {equal}"
+    )
     ray.shutdown()
 
 

@@ -15,7 +15,9 @@ class Contrastive(keras.Model):
     def __init__(self):
         super().__init__()
         layers = keras.layers
-        self.encoder = keras.Sequential([keras.Input([64]), layers.Dense(32, "relu"), layers.Dense(16)])
+        self.encoder = keras.Sequential(
+            [keras.Input([64]), layers.Dense(32, "relu"), layers.Dense(16)]
+        )
 
     def call(self, x):
         return tf.math.l2_normalize(self.encoder(x), axis=1)
@@ -24,10 +26,15 @@ class Contrastive(keras.Model):
         first, second = data
         with tf.GradientTape() as tape:
             # One process compares all samples of the batch. So do N ranks, if each has those of all.
-            first, second = npu.distribute.all_gather(self(first)), npu.distribute.all_gather(self(second))
+            first, second = (
+                npu.distribute.all_gather(self(first)),
+                npu.distribute.all_gather(self(second)),
+            )
             similarities = tf.matmul(first, second, transpose_b=True) / 0.1
             own = tf.range(tf.shape(similarities)[0])
-            loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(own, similarities, from_logits=True))
+            loss = tf.reduce_mean(
+                keras.losses.sparse_categorical_crossentropy(own, similarities, from_logits=True)
+            )
         variables = self.encoder.trainable_variables
         self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
         return {"contrast": loss}

@@ -20,7 +20,9 @@ def main():
         digits = load_digits()  # rank 0 downloads or prepares; the others then find it done
     x, y = digits.data[:397].astype("float32") / 16, digits.target[:397]
 
-    model = keras.Sequential([keras.Input([64]), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(10)])
+    model = keras.Sequential(
+        [keras.Input([64]), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(10)]
+    )
     optimizer = keras.optimizers.SGD(0.2, momentum=0.9)
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     accuracy = keras.metrics.SparseCategoricalAccuracy()
@@ -52,7 +54,11 @@ def main():
         if npu.distribute.is_main():
             model.save(f"{directory}/model.keras")
         npu.distribute.barrier()  # the others can read it from here on
-    return {"losses": losses, "accuracy": float(results["sparse_categorical_accuracy"]), "weights": model.get_weights()}
+    return {
+        "losses": losses,
+        "accuracy": float(results["sparse_categorical_accuracy"]),
+        "weights": model.get_weights(),
+    }
 
 
 if __name__ == "__main__":

@@ -26,7 +26,14 @@ def main():
 
     # Arrays: as on one process.
     model = make_model()
-    model.fit(x, y, batch_size=BATCH, epochs=2, class_weight={0: 2.0} | dict.fromkeys(range(1, 10), 1.0), verbose=0)
+    model.fit(
+        x,
+        y,
+        batch_size=BATCH,
+        epochs=2,
+        class_weight={0: 2.0} | dict.fromkeys(range(1, 10), 1.0),
+        verbose=0,
+    )
     results["arrays"] = model.evaluate(x, y, verbose=0)
 
     # A tf.data pipeline: every rank reads all of it, and takes its share of each batch.
@@ -44,7 +51,9 @@ def main():
 
     predicted = model.predict(x[:101], verbose=0)  # of all samples, in order, on every rank
     if npu.distribute.is_main():
-        print({kind: [round(float(value), 3) for value in scores] for kind, scores in results.items()})
+        print(
+            {kind: [round(float(value), 3) for value in scores] for kind, scores in results.items()}
+        )
     return {"results": results, "predicted": predicted, "weights": model.get_weights()}
 
 

@@ -15,8 +15,12 @@ class Gan(keras.Model):
     def __init__(self):
         super().__init__()
         layers = keras.layers
-        self.generator = keras.Sequential([keras.Input([NOISE]), layers.Dense(32, "relu"), layers.Dense(64)])
-        self.critic = keras.Sequential([keras.Input([64]), layers.Dense(32, "relu"), layers.Dense(1)])
+        self.generator = keras.Sequential(
+            [keras.Input([NOISE]), layers.Dense(32, "relu"), layers.Dense(64)]
+        )
+        self.critic = keras.Sequential(
+            [keras.Input([64]), layers.Dense(32, "relu"), layers.Dense(1)]
+        )
         self.critic_loss = keras.metrics.Mean(name="critic_loss")
         self.generator_loss = keras.metrics.Mean(name="generator_loss")
 
@@ -33,7 +37,9 @@ class Gan(keras.Model):
         real, noise = data
         with tf.GradientTape() as tape:
             right, wrong = self.critic(real), self.critic(self.generator(noise))
-            loss = self.loss_of(tf.ones_like(right), right) + self.loss_of(tf.zeros_like(wrong), wrong)
+            loss = self.loss_of(tf.ones_like(right), right) + self.loss_of(
+                tf.zeros_like(wrong), wrong
+            )
         variables = self.critic.trainable_variables
         self.critic_optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
         self.critic_loss.update_state(loss)
@@ -49,7 +55,9 @@ class Gan(keras.Model):
 def main():
     keras.utils.set_random_seed(1)
     real = load_digits().data[:500].astype("float32") / 16
-    noise = tf.random.stateless_normal([500, NOISE], seed=[1, 2])  # with the data, so that each rank gets its share
+    noise = tf.random.stateless_normal(
+        [500, NOISE], seed=[1, 2]
+    )  # with the data, so that each rank gets its share
     model = Gan()
     model.compile(keras.optimizers.Adam(0.001), keras.optimizers.Adam(0.001))
     model = npu.distribute.replicate(model)

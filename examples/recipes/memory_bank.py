@@ -16,9 +16,14 @@ class MemoryBank(keras.Model):
     def __init__(self):
         super().__init__()
         layers = keras.layers
-        self.encoder = keras.Sequential([keras.Input([64]), layers.Dense(32, "relu"), layers.Dense(16)])
+        self.encoder = keras.Sequential(
+            [keras.Input([64]), layers.Dense(32, "relu"), layers.Dense(16)]
+        )
         self.bank = self.add_weight(
-            name="bank", shape=(SIZE, 16), trainable=False, initializer=keras.initializers.RandomNormal(seed=1)
+            name="bank",
+            shape=(SIZE, 16),
+            trainable=False,
+            initializer=keras.initializers.RandomNormal(seed=1),
         )
 
     def call(self, x):
@@ -33,7 +38,9 @@ class MemoryBank(keras.Model):
             others = tf.matmul(queries, tf.convert_to_tensor(self.bank), transpose_b=True)
             logits = tf.concat([right, others], axis=1) / 0.1
             first = tf.zeros(tf.shape(logits)[0], tf.int32)
-            loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(first, logits, from_logits=True))
+            loss = tf.reduce_mean(
+                keras.losses.sparse_categorical_crossentropy(first, logits, from_logits=True)
+            )
         variables = self.encoder.trainable_variables
         self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
         # The bank is the same on all ranks: it takes the keys of all of them, in the order of the batch.
@@ -52,7 +59,11 @@ def main():
     history = model.fit(digits + noise[0], digits + noise[1], batch_size=64, epochs=2, verbose=0)
     if npu.distribute.is_main():
         print(f"loss {history.history['contrast'][-1]:.4f}")
-    return {"loss": history.history["contrast"], "bank": np.asarray(model.bank), "weights": model.get_weights()}
+    return {
+        "loss": history.history["contrast"],
+        "bank": np.asarray(model.bank),
+        "weights": model.get_weights(),
+    }
 
 
 if __name__ == "__main__":

@@ -22,14 +22,18 @@ def data():
 
 def make_model():
     keras.utils.set_random_seed(1)
-    return keras.Sequential([keras.Input([64]), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(10)])
+    return keras.Sequential(
+        [keras.Input([64]), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(10)]
+    )
 
 
 def loop(directory, steps):
     """Train up to a number of steps, from the newest checkpoint if there is one."""
     model, optimizer = make_model(), keras.optimizers.Adam(0.01)
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    dataset, batch = npu.distribute.shard_and_rebatch_dataset(tf.data.Dataset.from_tensor_slices(data()), BATCH)
+    dataset, batch = npu.distribute.shard_and_rebatch_dataset(
+        tf.data.Dataset.from_tensor_slices(data()), BATCH
+    )
     iterator = iter(dataset.shuffle(100).repeat().batch(batch))
     npu.distribute.broadcast(model.variables)
 

@@ -24,9 +24,15 @@ def data():
 def make_model():
     keras.utils.set_random_seed(1)  # shuffling and initial weights follow from it
     model = keras.Sequential(
-        [keras.Input([64]), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(10, activation="softmax")]
+        [
+            keras.Input([64]),
+            keras.layers.Dense(16, activation="relu"),
+            keras.layers.Dense(10, activation="softmax"),
+        ]
     )
-    model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    model.compile(
+        keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy", metrics=["accuracy"]
+    )
     return npu.distribute.replicate(model)
 
 
@@ -51,7 +57,9 @@ def train(directory, *callbacks):
     """Train, from the newest checkpoint if there is one; with SIGTERM to any rank, all end here with code 75."""
     model = make_model()
     checkpoint = npu.train.FitCheckpoint(directory, every=4)
-    model.fit(*data(), batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=[checkpoint, *callbacks])
+    model.fit(
+        *data(), batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=[checkpoint, *callbacks]
+    )
     return model.get_weights()
 
 
@@ -60,7 +68,9 @@ def main():
         directory = npu.distribute.broadcast_object(mine)
         whole = train(f"{directory}/whole")
         with contextlib.suppress(Interrupted):
-            train(f"{directory}/parts", InterruptAfter(9))  # in the second epoch; the newest checkpoint is of step 8
+            train(
+                f"{directory}/parts", InterruptAfter(9)
+            )  # in the second epoch; the newest checkpoint is of step 8
         resumed = train(f"{directory}/parts")
         npu.distribute.barrier()
     equal = all(np.array_equal(one, two) for one, two in zip(whole, resumed))

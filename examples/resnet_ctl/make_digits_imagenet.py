@@ -34,8 +34,15 @@ def split_of(index: int) -> str:
 
 def describe(size: int, digits: np.ndarray) -> dict[str, object]:
     """Return the content of `dataset.json`: source, side length in pixels, numbers of classes and images by split."""
-    images = {split: sum(split_of(index) == split for index in range(len(digits))) for split in FILES}
-    return {"source": "sklearn.datasets.load_digits", "image_size": size, "num_classes": 10, "num_images": images}
+    images = {
+        split: sum(split_of(index) == split for index in range(len(digits))) for split in FILES
+    }
+    return {
+        "source": "sklearn.datasets.load_digits",
+        "image_size": size,
+        "num_classes": 10,
+        "num_images": images,
+    }
 
 
 def example(scan: np.ndarray, digit: int, index: int, size: int) -> bytes:
@@ -112,7 +119,9 @@ def make(directory: Path, size: int) -> bool:
         OSError: the directory cannot be written.
     """
     if size < SMALLEST_SIZE:
-        raise ValueError(f"--image_size is {size}; the scans have 8 pixels a side, so ask for at least {SMALLEST_SIZE}")
+        raise ValueError(
+            f"--image_size is {size}; the scans have 8 pixels a side, so ask for at least {SMALLEST_SIZE}"
+        )
     from sklearn.datasets import load_digits
 
     scans, digits = load_digits(return_X_y=True)
@@ -134,21 +143,37 @@ def make(directory: Path, size: int) -> bool:
     note.unlink(missing_ok=True)
     for split in FILES:
         indices = [index for index in range(len(digits)) if split_of(index) == split]
-        write_split(directory, split, len(indices), (example(scans[i], int(digits[i]), i, size) for i in indices))
+        write_split(
+            directory,
+            split,
+            len(indices),
+            (example(scans[i], int(digits[i]), i, size) for i in indices),
+        )
     note.write_text(json.dumps(description, indent=2) + "\n")
     return True
 
 
 def main() -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(description="Write scikit-learn's handwritten digits as ImageNet TFRecords.")
-    parser.add_argument("--data_dir", type=Path, default=Path("build/digits"), help="where to (default: %(default)s)")
-    parser.add_argument("--image_size", type=int, default=32, help="side length in pixels (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description="Write scikit-learn's handwritten digits as ImageNet TFRecords."
+    )
+    parser.add_argument(
+        "--data_dir",
+        type=Path,
+        default=Path("build/digits"),
+        help="where to (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--image_size", type=int, default=32, help="side length in pixels (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     try:
         written = make(arguments.data_dir, arguments.image_size)
     except ModuleNotFoundError as error:
-        print(f'{error}. Install what the example needs: pip install ".[examples]"', file=sys.stderr)
+        print(
+            f'{error}. Install what the example needs: pip install ".[examples]"', file=sys.stderr
+        )
         return 1
     except (OSError, ValueError) as error:
         print(f"No dataset was made: {error}", file=sys.stderr)

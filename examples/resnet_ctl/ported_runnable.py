@@ -47,7 +47,9 @@ class PortedResnetRunnable(resnet_runnable.ResnetRunnable):
 
     @input_fn.setter
     def input_fn(self, official: Callable[..., tf.data.Dataset]) -> None:
-        def input_fn(is_training: bool, data_dir: str, batch_size: int, **arguments: Any) -> tf.data.Dataset:
+        def input_fn(
+            is_training: bool, data_dir: str, batch_size: int, **arguments: Any
+        ) -> tf.data.Dataset:
             synthetic = self.flags_obj.use_synthetic_data
             names = [] if synthetic else record_files(data_dir, is_training, self.ranks)
             if holds_digits(data_dir):
@@ -56,7 +58,9 @@ class PortedResnetRunnable(resnet_runnable.ResnetRunnable):
             files = tf.data.Dataset.from_tensor_slices(names)
             files, batch_size = npu.distribute.shard_and_rebatch_dataset(files, batch_size)
             arguments["filenames"] = list(files.as_numpy_iterator())
-            return official(is_training=is_training, data_dir=data_dir, batch_size=batch_size, **arguments)
+            return official(
+                is_training=is_training, data_dir=data_dir, batch_size=batch_size, **arguments
+            )
 
         self._input_fn = input_fn
 
@@ -67,10 +71,17 @@ class PortedResnetRunnable(resnet_runnable.ResnetRunnable):
             probabilities = self.model(images, training=True)
             losses = tf_keras.losses.sparse_categorical_crossentropy(labels, probabilities)
             # Added up over the ranks: the mean over the whole batch, and the L2 term once.
-            loss = tf.reduce_sum(losses) / self.flags_obj.batch_size + tf.add_n(self.model.losses) / self.ranks
+            loss = (
+                tf.reduce_sum(losses) / self.flags_obj.batch_size
+                + tf.add_n(self.model.losses) / self.ranks
+            )
         # Addition 3: the gradients are added up over the ranks before the optimizer sees them.
         grad_utils.minimize_using_explicit_allreduce(
-            tape, self.optimizer, loss, self.model.trainable_variables, pre_allreduce_callbacks=[sum_over_ranks]
+            tape,
+            self.optimizer,
+            loss,
+            self.model.trainable_variables,
+            pre_allreduce_callbacks=[sum_over_ranks],
         )
         # The metrics are averaged over the ranks, the loss is the sum of theirs.
         self.train_loss.update_state(loss * self.ranks)
@@ -96,7 +107,9 @@ class PortedResnetRunnable(resnet_runnable.ResnetRunnable):
         self._seconds.append((steps, time.perf_counter() - start_time))
         # Batch norm's moving statistics come from each rank's own images: from here on all ranks have their mean.
         statistics = self.model.non_trainable_variables
-        for variable, mean in zip(statistics, npu.distribute.all_reduce(statistics, reduction="mean")):
+        for variable, mean in zip(
+            statistics, npu.distribute.all_reduce(statistics, reduction="mean")
+        ):
             variable.assign(mean)
         add_up(self.train_loss, self.train_accuracy)
         self.losses.append((start_step + 1, start_step + steps, float(self.train_loss.result())))
@@ -110,7 +123,9 @@ class PortedResnetRunnable(resnet_runnable.ResnetRunnable):
         """Make one evaluation step. Each image counts once in both metrics, in the last, smaller batch as well."""
         images, labels = next(iterator)
         probabilities = self.model(images, training=False)
-        self.test_loss.update_state(tf_keras.losses.sparse_categorical_crossentropy(labels, probabilities))
+        self.test_loss.update_state(
+            tf_keras.losses.sparse_categorical_crossentropy(labels, probabilities)
+        )
         self.test_accuracy.update_state(labels, probabilities)
 
     def eval_end(self) -> Any:

@@ -56,7 +56,9 @@ def record_files(data_dir: str, is_training: bool, ranks: int) -> list[str]:
             "or do without: --use_synthetic_data"
         )
     if len(files) < ranks:
-        raise ValueError(f"{data_dir} has {len(files)} {split} files for {ranks} ranks; each needs one at least")
+        raise ValueError(
+            f"{data_dir} has {len(files)} {split} files for {ranks} ranks; each needs one at least"
+        )
     return files
 
 

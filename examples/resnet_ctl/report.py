@@ -21,7 +21,10 @@ def digest(runnable: PortedResnetRunnable) -> str:
 def digests_of_all_ranks(runnable: PortedResnetRunnable) -> list[str]:
     """Return each rank's `digest`, in rank order, on each of them."""
     own = digest(runnable)
-    words = [int(own[at : at + HEX_DIGITS_OF_A_WORD], 16) for at in range(0, len(own), HEX_DIGITS_OF_A_WORD)]
+    words = [
+        int(own[at : at + HEX_DIGITS_OF_A_WORD], 16)
+        for at in range(0, len(own), HEX_DIGITS_OF_A_WORD)
+    ]
     return ["".join(f"{word:08x}" for word in row) for row in gather(words)]
 
 
@@ -49,7 +52,9 @@ def report(runnable: PortedResnetRunnable) -> None:
             + "\nLikely cause: a variable that isn't broadcast at the start, or a gradient that isn't reduced.\n"
             "What to do: compare the port with examples/resnet_ctl/README.md."
         )
-    lines.append(f"{ranks}: {sum(speeds):.1f} images/s, global batch {runnable.flags_obj.batch_size}")
+    lines.append(
+        f"{ranks}: {sum(speeds):.1f} images/s, global batch {runnable.flags_obj.batch_size}"
+    )
     loops = (runnable.losses[0], runnable.losses[-1])
     steps = [f"{loss:.3f} in steps {first} to {last}" for first, last, loss in loops]
     lines.append("loss: " + ", ".join(dict.fromkeys(steps)))
@@ -57,6 +62,8 @@ def report(runnable: PortedResnetRunnable) -> None:
         accuracy, loss = float(runnable.test_accuracy.result()), float(runnable.test_loss.result())
         images = int(runnable.test_accuracy.count)
         lines.append(f"evaluation: accuracy {accuracy:.3f}, loss {loss:.3f}, {images} images")
-    lines.append(f"weights: bit-equal on {ranks}, {len(runnable.model.variables)} variables and the optimizer's state")
+    lines.append(
+        f"weights: bit-equal on {ranks}, {len(runnable.model.variables)} variables and the optimizer's state"
+    )
     if runnable.rank == 0:
         print("\n".join(["", *lines]), flush=True)

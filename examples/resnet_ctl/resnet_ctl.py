@@ -18,7 +18,11 @@ os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from absl import app, flags, logging
-from official.legacy.image_classification.resnet import common, resnet_ctl_imagenet_main, resnet_runnable
+from official.legacy.image_classification.resnet import (
+    common,
+    resnet_ctl_imagenet_main,
+    resnet_runnable,
+)
 from official.utils.flags import core as flags_core
 from official.utils.misc import model_helpers
 from ported_runnable import PortedResnetRunnable
@@ -41,12 +45,17 @@ def define_flags() -> None:
         distribution_strategy="off",
     )
     refusals = {
-        "distribution_strategy": ("off", "the ranks of npu_device take its place: start more of them with npurun"),
+        "distribution_strategy": (
+            "off",
+            "the ranks of npu_device take its place: start more of them with npurun",
+        ),
         "single_l2_loss_op": (False, "the ported step takes the L2 term from the layers"),
         "enable_xla": (False, "XLA cannot compile a step that waits for other ranks"),
     }
     for name, (only, reason) in refusals.items():
-        flags.register_validator(name, lambda value, only=only: value == only, f"must be {only}: {reason}")
+        flags.register_validator(
+            name, lambda value, only=only: value == only, f"must be {only}: {reason}"
+        )
 
 
 def train(flags_obj: Any) -> PortedResnetRunnable:

@@ -36,16 +36,23 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", required=True)
     parser.add_argument("--model", choices=["small", "resnet50"], default="small")
-    parser.add_argument("--image", type=int, default=96, help="width and height of the images in pixels")
+    parser.add_argument(
+        "--image", type=int, default=96, help="width and height of the images in pixels"
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=10)
     given = parser.parse_args()
     keras.utils.set_random_seed(1)
     model = make_model(given.model, given.image)
-    optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(keras.optimizers.SGD(0.01, momentum=0.9))
+    optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(
+        keras.optimizers.SGD(0.01, momentum=0.9)
+    )
     optimizer.build(model.trainable_variables)
     random = np.random.default_rng(0)
-    images, labels = random.random([256, given.image, given.image, 3], np.float32), random.integers(0, 10, 256)
+    images, labels = (
+        random.random([256, given.image, given.image, 3], np.float32),
+        random.integers(0, 10, 256),
+    )
     dataset = tf.data.Dataset.from_tensor_slices((images, labels))
     dataset, batch = npu.distribute.shard_and_rebatch_dataset(dataset, 12)
     iterator = iter(dataset.shuffle(64, seed=3).repeat().batch(batch))
@@ -56,7 +63,9 @@ def main():
     def step(x, y):
         with tf.GradientTape() as tape:
             loss = loss_of(y, model(x, training=True))
-        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        )
 
     with npu.train.JobCheckpoint(
         os.path.join(given.directory, "checkpoints"),

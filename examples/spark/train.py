@@ -28,7 +28,9 @@ class Joined(AccumulatorParam):
 
 def train(secret, weights):
     """Train on one rank, in a process of its own; rank 0's result is that of the runner."""
-    os.environ["NPU_DEVICE_SECRET"] = secret  # the tasks meet at an address that others can reach, too
+    os.environ["NPU_DEVICE_SECRET"] = (
+        secret  # the tasks meet at an address that others can reach, too
+    )
 
     import npu_device as npu
 
@@ -38,7 +40,9 @@ def train(secret, weights):
     import tensorflow as tf
 
     keras = tf.keras
-    keras.utils.set_random_seed(1 + npu.distribute.rank())  # replicate() starts all ranks with rank 0's weights
+    keras.utils.set_random_seed(
+        1 + npu.distribute.rank()
+    )  # replicate() starts all ranks with rank 0's weights
     model = keras.Sequential([keras.layers.Dense(16, activation="relu"), keras.layers.Dense(1)])
     model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
     model = npu.distribute.replicate(model)

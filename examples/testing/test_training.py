@@ -35,7 +35,13 @@ def test_fit_trains_as_in_one_process():
 def test_a_killed_rank_costs_nothing(tmp_path):
     whole = testing.run(train, str(tmp_path / "whole"), ranks=2)
     killed = testing.run(
-        train, str(tmp_path / "killed"), 8, faults.step_done, ranks=2, faults=[faults.kill(rank=1, step=5)], restarts=1
+        train,
+        str(tmp_path / "killed"),
+        8,
+        faults.step_done,
+        ranks=2,
+        faults=[faults.kill(rank=1, step=5)],
+        restarts=1,
     )
     for first, second in zip(whole[0], killed[0]):
         np.testing.assert_array_equal(first, second)

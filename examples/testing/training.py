@@ -30,7 +30,11 @@ def make_model():
             keras.layers.Dense(1),
         ]
     )
-    model.compile(keras.optimizers.Adam(0.01), keras.losses.BinaryCrossentropy(from_logits=True), metrics=["mae"])
+    model.compile(
+        keras.optimizers.Adam(0.01),
+        keras.losses.BinaryCrossentropy(from_logits=True),
+        metrics=["mae"],
+    )
     return model
 
 

@@ -10,4 +10,12 @@ from npu_device._src.operators.activations import (
     prelu,
 )
 
-__all__ = ["centralization", "dropout_v3", "fast_gelu", "fast_gelu_v2", "layer_norm", "npu_aicore_ops", "prelu"]
+__all__ = [
+    "centralization",
+    "dropout_v3",
+    "fast_gelu",
+    "fast_gelu_v2",
+    "layer_norm",
+    "npu_aicore_ops",
+    "prelu",
+]

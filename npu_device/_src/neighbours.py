@@ -11,7 +11,15 @@ import os
 _OURS = {
     "npu_device": {
         *("_src", "compat", "distribute", "horovod", "launch", "ops", "testing", "train", "utils"),
-        *("__init__.py", "_api.py", "callbacks.py", "configs.py", "errors.py", "gen_npu_ops.py", "npu_device.py"),
+        *(
+            "__init__.py",
+            "_api.py",
+            "callbacks.py",
+            "configs.py",
+            "errors.py",
+            "gen_npu_ops.py",
+            "npu_device.py",
+        ),
     },
     "npu_bridge": {
         *("estimator", "experimental", "hccl", "helper", "npu_cpu", "tbe"),

@@ -20,7 +20,9 @@ def ranges(ranks: Iterable[int]) -> str:
             spans[-1] = range(spans[-1].start, rank + 1)
         else:
             spans.append(range(rank, rank + 1))
-    return ",".join(str(span.start) if len(span) == 1 else f"{span.start}-{span[-1]}" for span in spans)
+    return ",".join(
+        str(span.start) if len(span) == 1 else f"{span.start}-{span[-1]}" for span in spans
+    )
 
 
 def ranks_of(text: str) -> list[int]:

@@ -3,7 +3,9 @@
 import importlib as _importlib
 from typing import Any as _Any
 
-from npu_device._src.training.distribute.dataset import shard_and_rebatch_dataset as shard_and_rebatch_dataset
+from npu_device._src.training.distribute.dataset import (
+    shard_and_rebatch_dataset as shard_and_rebatch_dataset,
+)
 from npu_device._src.training.distribute.ranks import (
     barrier as barrier,
     broadcast_object as broadcast_object,
@@ -17,7 +19,10 @@ from npu_device._src.training.distribute.ranks import (
     size as size,
     weighted_mean as weighted_mean,
 )
-from npu_device._src.training.distribute.reduce_values import all_gather as all_gather, all_reduce as all_reduce
+from npu_device._src.training.distribute.reduce_values import (
+    all_gather as all_gather,
+    all_reduce as all_reduce,
+)
 from npu_device._src.training.distribute.variables import (
     broadcast as broadcast,
     grouping_broadcast as grouping_broadcast,

@@ -44,11 +44,18 @@ def _job_id(text: str) -> str:
 
 
 count, positive, port = _of(forms.INDEX), _of(forms.COUNT), _of(forms.PORT)
-ranks = _of(Form(lambda text: text if text == AUTO else forms.COUNT.parse(text), f"{forms.COUNT.expected}, or {AUTO}"))
+ranks = _of(
+    Form(
+        lambda text: text if text == AUTO else forms.COUNT.parse(text),
+        f"{forms.COUNT.expected}, or {AUTO}",
+    )
+)
 nodes = _of(Form(_nodes, "a number of nodes, or MIN:MAX"))
 seconds = _of(Form(_seconds, "a number of seconds"))
 job_id = _of(Form(_job_id, "letters, digits, '-' and '_'"))
-preempt_seconds = _of(environment.NPU_DEVICE_PREEMPT_TIMEOUT.form)  # the ranks get the limit in this variable
+preempt_seconds = _of(
+    environment.NPU_DEVICE_PREEMPT_TIMEOUT.form
+)  # the ranks get the limit in this variable
 preempt_signal = _of(
     Form(
         lambda text: int(signal.Signals[environment.NPU_DEVICE_PREEMPT_SIGNAL.form.parse(text)]),
@@ -64,7 +71,11 @@ def ranks_per_node() -> int:
     """
     names = visible_names(environment.CUDA_VISIBLE_DEVICES.text())
     if names is None:
-        names = tuple(file.name for file in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", file.name))
+        names = tuple(
+            file.name
+            for file in Path("/dev").glob("nvidia*")
+            if re.fullmatch(r"nvidia\d+", file.name)
+        )
     return max(1, len(names))
 
 

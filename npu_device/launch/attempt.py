@@ -38,7 +38,14 @@ from npu_device.launch.supervisor import Process, Supervisor
 FAILED, USAGE, CANNOT_START = 1, 2, 126  # exit codes of npurun
 _TABLE = "rank_table.json"
 # The other two ways to describe a job. They contradict a rank table, and the ranks would refuse both.
-_OTHER_SCHEMES = ("CM_CHIEF_IP", "CM_CHIEF_PORT", "CM_CHIEF_DEVICE", "CM_WORKER_SIZE", "CM_WORKER_IP", "TF_CONFIG")
+_OTHER_SCHEMES = (
+    "CM_CHIEF_IP",
+    "CM_CHIEF_PORT",
+    "CM_CHIEF_DEVICE",
+    "CM_WORKER_SIZE",
+    "CM_WORKER_IP",
+    "TF_CONFIG",
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,9 @@ class Outcome:
     # failed first, of the signal that stopped the launcher, or 126 if a rank can't be started
     code: int
     interrupted: bool = False
-    preempted: bool = False  # the platform takes this node away: all signals asked for a resumable end
+    preempted: bool = (
+        False  # the platform takes this node away: all signals asked for a resumable end
+    )
     failure: Failure | None = None  # the first one
 
 
@@ -83,7 +92,9 @@ class Meeting:
     port: int
     made_secret: str | None = field(repr=False)
     hub: HubProcess | None  # the hub; None if node 0 has it
-    nodes: tuple[int, ...]  # numbers of the nodes that take part, in order; the ranks are numbered in that order
+    nodes: tuple[
+        int, ...
+    ]  # numbers of the nodes that take part, in order; the ranks are numbered in that order
     count: int = 0  # how often the job has been started again
 
     def __enter__(self) -> Meeting:
@@ -134,7 +145,9 @@ def master_port(options: Options) -> int:
 
 
 class Attempt:
-    def __init__(self, launch: Launch, meeting: Meeting, report: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, launch: Launch, meeting: Meeting, report: Callable[[str, str], None]
+    ) -> None:
         self._launch = launch
         self._options = launch.options
         self._console = launch.console
@@ -156,7 +169,9 @@ class Attempt:
         self._launch.starter.tell(ATTEMPT, count=self._meeting.count, nodes=self._meeting.nodes)
         try:
             self._start()
-            with ThreadPoolExecutor(1) as speaker:  # a console whose reader is stopped mustn't hold up the supervisor
+            with ThreadPoolExecutor(
+                1
+            ) as speaker:  # a console whose reader is stopped mustn't hold up the supervisor
 
                 def say(text: str) -> None:
                     speaker.submit(self._console.say, text)
@@ -191,7 +206,9 @@ class Attempt:
             if process.exit is not None:
                 self._launch.guard.tell(-process.pid)
         if self._trace is not None:
-            self._console.say(f"the trace is in {self._trace}: npurun trace {self._trace} reports on it")
+            self._console.say(
+                f"the trace is in {self._trace}: npurun trace {self._trace} reports on it"
+            )
         return self._conclude(supervisor)
 
     def _start(self) -> None:
@@ -202,7 +219,9 @@ class Attempt:
         if options.log_dir is not None:
             os.makedirs(options.log_dir, exist_ok=True)
         if meeting.count == 0:
-            replaced = [name for name in ("RANK_TABLE_FILE", *_OTHER_SCHEMES) if os.environ.get(name)]
+            replaced = [
+                name for name in ("RANK_TABLE_FILE", *_OTHER_SCHEMES) if os.environ.get(name)
+            ]
             if replaced:
                 names = ", ".join(replaced)
                 removed = f"removed from the environment of the ranks: {names}"
@@ -216,7 +235,10 @@ class Attempt:
                 log = open(self._log_file(options.log_dir, rank), "wb", buffering=0)  # noqa: SIM115
                 self._logs.append(log)
             process = Process(
-                rank, options.command, self._environment(rank, local_rank), lambda: self._launch.events.put(None)
+                rank,
+                options.command,
+                self._environment(rank, local_rank),
+                lambda: self._launch.events.put(None),
             )
             self._launch.guard.tell(process.pid)
             self._processes.append(process)
@@ -227,7 +249,10 @@ class Attempt:
     def _environment(self, rank: int, local_rank: int) -> dict[str, str]:
         """Return the whole environment of a rank, in which the launcher sets what Ascend's launch scripts do."""
         options, meeting = self._options, self._meeting
-        foreign = {*_OTHER_SCHEMES, NPU_DEVICE_RANK_PROCESS.name}  # a rank that starts npurun starts another job
+        foreign = {
+            *_OTHER_SCHEMES,
+            NPU_DEVICE_RANK_PROCESS.name,
+        }  # a rank that starts npurun starts another job
         variables = {name: value for name, value in os.environ.items() if name not in foreign}
         variables.update(
             RANK_TABLE_FILE=os.path.join(self._directory, _TABLE),
@@ -265,7 +290,9 @@ class Attempt:
 
     def _conclude(self, supervisor: Supervisor) -> Outcome:
         found = self._failures(supervisor.asked_at)
-        if not found and any(process.exit and process.exit.status == RESUMABLE for process in self._processes):
+        if not found and any(
+            process.exit and process.exit.status == RESUMABLE for process in self._processes
+        ):
             step = self._launch.step()
             at = f" at step {step}" if step is not None else ""
             self._console.say(f"stopped on request{at}, resumable")
@@ -274,7 +301,10 @@ class Attempt:
             self._console.say(f"stopped by {signal.Signals(supervisor.signal).name}")
             return Outcome(128 + supervisor.signal, True, supervisor.preempted)
         if not found:
-            marks = [environment.opened_mark(self._error_file(process.rank)) for process in self._processes]
+            marks = [
+                environment.opened_mark(self._error_file(process.rank))
+                for process in self._processes
+            ]
             if len(marks) > 1 and not any(map(os.path.exists, marks)):
                 self._console.say(
                     f"none of the {len(marks)} ranks opened npu_device: they ran as {len(marks)} independent copies of "
@@ -283,8 +313,14 @@ class Attempt:
                 )
             return Outcome(0, supervisor.interrupted, supervisor.preempted)
         ordered = failures.in_order(found)
-        self._console.say(failures.summary(ordered, self._world_size, len(self._meeting.nodes), self._started))
-        done = [end for end in self._processes if end.exit and end.exit.status == 0 and end.exit.time < ordered[0].time]
+        self._console.say(
+            failures.summary(ordered, self._world_size, len(self._meeting.nodes), self._started)
+        )
+        done = [
+            end
+            for end in self._processes
+            if end.exit and end.exit.status == 0 and end.exit.time < ordered[0].time
+        ]
         if done:
             ranks = ranges({process.rank for process in done})
             self._console.say(f"before that, rank {ranks} had ended with exit code 0")
@@ -295,7 +331,9 @@ class Attempt:
         evidence, left_out = without_libraries("".join(line + "\n" for line in found[ordered[0]]))
         self._console.write(2, evidence.encode(errors="backslashreplace"))
         if left_out:
-            self._console.say(f"frames of libraries left out: {left_out}; the whole traceback is in {where}")
+            self._console.say(
+                f"frames of libraries left out: {left_out}; the whole traceback is in {where}"
+            )
         return Outcome(ordered[0].code, supervisor.interrupted, supervisor.preempted, ordered[0])
 
     def _failures(self, asked_at: float | None) -> dict[Failure, list[str]]:
@@ -306,5 +344,9 @@ class Attempt:
                 stopped = asked_at is not None and end.time >= asked_at
                 stderr = [line.decode(errors="replace") for line in pump.tail]
                 record = self._error_file(process.rank)
-                found.append(failures.examine(process.rank, socket.gethostname(), end, record, stopped, stderr))
+                found.append(
+                    failures.examine(
+                        process.rank, socket.gethostname(), end, record, stopped, stderr
+                    )
+                )
         return dict(found)

@@ -33,7 +33,11 @@ def main() -> None:
 
 
 # A check shouldn't wait as long as a training does. What the user sets is left alone.
-_SHORTER = {"HCCL_CONNECT_TIMEOUT": "60", "NPU_DEVICE_STALL_TIMEOUT": "60", "TF_CPP_MIN_LOG_LEVEL": "3"}
+_SHORTER = {
+    "HCCL_CONNECT_TIMEOUT": "60",
+    "NPU_DEVICE_STALL_TIMEOUT": "60",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
 
 
 def run(options: Options) -> int:
@@ -45,11 +49,16 @@ def run(options: Options) -> int:
     with tempfile.TemporaryDirectory(prefix="npurun-check-") as directory:
         file = Path(directory, "outcome.json")
         command = (sys.executable, "-u", "-m", "npu_device.launch.checking", str(file))
-        ranks, nodes = counted(options.nnodes * options.nproc_per_node, "rank"), counted(options.nnodes, "node")
+        ranks, nodes = (
+            counted(options.nnodes * options.nproc_per_node, "rank"),
+            counted(options.nnodes, "node"),
+        )
         console.say(f"checking {ranks} on {nodes}: about half a minute")
         code = job.run(replace(options, command=command))
         if code != 0 or not file.exists():
-            console.say("the check could not be completed, and a training would not start; the reason is above")
+            console.say(
+                "the check could not be completed, and a training would not start; the reason is above"
+            )
             return code or FAILED
         outcome = json.loads(file.read_text(encoding="utf-8"))
     print(outcome["report"] or f"{outcome['verdict']}; node 0 prints the report")

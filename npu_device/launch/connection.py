@@ -31,19 +31,28 @@ def is_this_host(host: str) -> bool:
     if "@" in host:
         return False
     try:
-        addresses = [str(address[0]) for _, address in handshake.resolve(host, 0, HOST_NAME_SECONDS)]
+        addresses = [
+            str(address[0]) for _, address in handshake.resolve(host, 0, HOST_NAME_SECONDS)
+        ]
     except OSError:  # a name that only ssh knows
         return False
     return any(map(_is_own, addresses))
 
 
 def _is_own(address: str) -> bool:
-    return interface_of(address) is not None or ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return (
+        interface_of(address) is not None
+        or ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    )
 
 
 def client(host: str) -> list[str]:
     """Return the beginning of the command line that runs a shell command on a host, by its name in the list."""
-    return ["sh", "-c"] if is_this_host(host) else [*shlex.split(environment.NPU_DEVICE_SSH.get()), host]
+    return (
+        ["sh", "-c"]
+        if is_this_host(host)
+        else [*shlex.split(environment.NPU_DEVICE_SSH.get()), host]
+    )
 
 
 class Connection:

@@ -15,12 +15,19 @@ _INSTALLED = "share/doc/npu_device/*.md"  # as in pyproject.toml
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="npurun docs", description="Show a page of the documentation, or list them.")
-    parser.add_argument("name", nargs="?", help="name of a page, such as messages; without it, all pages are listed")
+    parser = argparse.ArgumentParser(
+        prog="npurun docs", description="Show a page of the documentation, or list them."
+    )
+    parser.add_argument(
+        "name", nargs="?", help="name of a page, such as messages; without it, all pages are listed"
+    )
     name = parser.parse_args(argv).name
     found = _pages()
     if not found:
-        print("npurun docs: this installation has no pages. What to do: install npu_device again", file=sys.stderr)
+        print(
+            "npurun docs: this installation has no pages. What to do: install npu_device again",
+            file=sys.stderr,
+        )
         return 1
     if name is None:
         width = max(map(len, found))
@@ -31,7 +38,10 @@ def main(argv: Sequence[str]) -> int:
     name = name.rpartition("/")[2].removesuffix(".md")
     if name not in found:
         near = difflib.get_close_matches(name, found, n=3) or sorted(found)
-        print(f"npurun docs: there is no page {name!r}. What to do: name one of {', '.join(near)}", file=sys.stderr)
+        print(
+            f"npurun docs: there is no page {name!r}. What to do: name one of {', '.join(near)}",
+            file=sys.stderr,
+        )
         return 2
     pydoc.pager(found[name].read_text(encoding="utf-8"))
     return 0
@@ -42,5 +52,9 @@ def _pages() -> dict[str, Path]:
     if (clone / "index.md").is_file():
         paths = [*clone.glob("*.md"), *clone.glob("tutorials/*.md")]
     else:
-        paths = [Path(str(file.locate())) for file in metadata.files("npu_device") or () if file.match(_INSTALLED)]
+        paths = [
+            Path(str(file.locate()))
+            for file in metadata.files("npu_device") or ()
+            if file.match(_INSTALLED)
+        ]
     return {path.stem: path for path in paths if path.stem != "index"}

@@ -20,7 +20,13 @@ _LAST_LINES = 20
 # Sent from outside, by a person, the system or a scheduler: where the script was then means nothing.
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Errors that a rank raises, wherever it is, when another rank is lost.
-_LOST_PEER = ("PeerError", "RendezvousError", "UnavailableError", "DeadlineExceededError", "AbortedError")
+_LOST_PEER = (
+    "PeerError",
+    "RendezvousError",
+    "UnavailableError",
+    "DeadlineExceededError",
+    "AbortedError",
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,9 @@ class Failure:
     place: str | None  # where in the script it failed; None if the script isn't to blame
 
     def __str__(self) -> str:
-        return f"rank {self.rank} on host {self.host}: {self.end}" + (f": {self.error}" if self.error else "")
+        return f"rank {self.rank} on host {self.host}: {self.end}" + (
+            f": {self.error}" if self.error else ""
+        )
 
 
 def examine(
@@ -55,10 +63,15 @@ def examine(
         time, error, traceback, is_consequence, recorded = ended.time, "", "", stopped, False
     lines = traceback.rstrip().splitlines() if traceback else _excerpt(list(stderr))
     headers = [number for number, line in enumerate(lines) if line.startswith("Traceback ")]
-    begin = (headers or [number for number, line in enumerate(lines) if FRAME.match(line)] or [0])[-1]
+    begin = (headers or [number for number, line in enumerate(lines) if FRAME.match(line)] or [0])[
+        -1
+    ]
     if not error.strip() and any(map(FRAME.match, lines)):
         # The traceback is indented.
-        end = next((number for number in range(begin + 1, len(lines)) if lines[number][:1].strip()), len(lines))
+        end = next(
+            (number for number in range(begin + 1, len(lines)) if lines[number][:1].strip()),
+            len(lines),
+        )
         error = root_error("\n".join(lines[end:]))
     error = _headline(error)
     kind = error.partition(":")[0].rpartition(".")[2].strip()  # the type without its module
@@ -71,12 +84,17 @@ def examine(
         file_, line = ([frame for frame in frames if is_user_file(frame[0])] or frames)[-1]
         place = f"{file_}:{line} ({kind})"
     code = 1 if recorded and stopped else ended.code
-    return Failure(rank, host, str(ended), code, stopped, recorded, is_consequence, time, error, place), lines
+    return Failure(
+        rank, host, str(ended), code, stopped, recorded, is_consequence, time, error, place
+    ), lines
 
 
 def in_order(failures: Iterable[Failure]) -> list[Failure]:
     """Return first causes, then the errors that follow from them, then ranks that were stopped."""
-    return sorted(failures, key=lambda one: (one.is_consequence, one.is_consequence and not one.recorded, one.time))
+    return sorted(
+        failures,
+        key=lambda one: (one.is_consequence, one.is_consequence and not one.recorded, one.time),
+    )
 
 
 def summary(failures: Sequence[Failure], world_size: int, nnodes: int, started: float) -> str:
@@ -86,13 +104,19 @@ def summary(failures: Sequence[Failure], world_size: int, nnodes: int, started: 
     if others:
         stopped = sum(failure.stopped and not failure.recorded for failure in failures)
         also = f"; npurun stopped {counted(stopped, 'rank')}" if stopped else ""
-        lines.append(f"{len(failures) - stopped} of {world_size} ranks ended with an error on host {first.host}{also}:")
+        lines.append(
+            f"{len(failures) - stopped} of {world_size} ranks ended with an error on host {first.host}{also}:"
+        )
         lines += [f"  {_line(failure, started)}" for failure in reversed(others)]
     if first.is_consequence and nnodes > 1:
-        lines.append("a failure on another node has caused this: look at the output of npurun on the other nodes.")
+        lines.append(
+            "a failure on another node has caused this: look at the output of npurun on the other nodes."
+        )
     lines.append(f"the first failure on host {first.host}: {_line(first, started)}")
     if "No module named 'horovod" in first.error:
-        lines.append("What to do: npurun --horovod, with which this package takes the place of Horovod.")
+        lines.append(
+            "What to do: npurun --horovod, with which this package takes the place of Horovod."
+        )
     return "\n".join(lines)
 
 

@@ -47,7 +47,11 @@ def run(options: Options) -> int:
             "What to do: write random text into its file (openssl rand -hex 32)."
         )
         return USAGE
-    except (OSError, ClusterError, ValueError) as error:  # hosts that were reached stop with this process
+    except (
+        OSError,
+        ClusterError,
+        ValueError,
+    ) as error:  # hosts that were reached stop with this process
         console.say(str(error))
         return USAGE
     return hosts.wait()
@@ -55,8 +59,14 @@ def run(options: Options) -> int:
 
 def _variables() -> dict[str, str]:
     """Return the variables that every host gets."""
-    names = {variable.name for variable in environment.ALL} - {"HCCL_IF_IP"}  # which differs from host to host
-    kept = {name: value for name, value in os.environ.items() if name in names or name.startswith(_PREFIXES)}
+    names = {variable.name for variable in environment.ALL} - {
+        "HCCL_IF_IP"
+    }  # which differs from host to host
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in names or name.startswith(_PREFIXES)
+    }
     of_job = secret().decode() or secrets.token_hex(32)
     return {**kept, "NPU_DEVICE_SECRET": of_job, "NPU_DEVICE_SECRET_FILE": ""}
 
@@ -138,10 +148,13 @@ class Hosts:
             "count": self._count,
             "nodes": self._nodes,
         }
-        host.connection = Connection(host.client, f"{self._job}-node{host.node}", host.starts, self._console)
+        host.connection = Connection(
+            host.client, f"{self._job}-node{host.node}", host.starts, self._console
+        )
         host.connection.tell(json.dumps(order))
         host.connection.watch(
-            lambda report: self._events.put((host, report)), lambda code: self._events.put((host, Closed(code)))
+            lambda report: self._events.put((host, report)),
+            lambda code: self._events.put((host, Closed(code))),
         )
 
     def _start_again(self, host: Host) -> None:
@@ -153,10 +166,15 @@ class Hosts:
     def _handle_event(self) -> None:
         times = [self._deadline]
         for host in self._hosts:
-            times += [host.retry_at, host.give_up_at if host.connection and not host.is_running else None]
+            times += [
+                host.retry_at,
+                host.give_up_at if host.connection and not host.is_running else None,
+            ]
         until = min((moment for moment in times if moment is not None), default=None)
         try:
-            event = self._events.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+            event = self._events.get(
+                timeout=None if until is None else max(0.0, until - time.monotonic())
+            )
         except queue.Empty:
             return
         if isinstance(event, int):
@@ -175,12 +193,21 @@ class Hosts:
         for host in self._hosts:
             if host.retry_at is not None and now >= host.retry_at:
                 self._start_again(host)
-            elif host.connection and not host.is_running and host.give_up_at is not None and now >= host.give_up_at:
+            elif (
+                host.connection
+                and not host.is_running
+                and host.give_up_at is not None
+                and now >= host.give_up_at
+            ):
                 host.connection.kill()
 
     def _on_signal(self, number: int) -> None:
         if self._signal is None:  # another signal leaves the deadline
-            seconds = self._options.preempt_timeout if number == self._options.preempt_signal else self._options.grace
+            seconds = (
+                self._options.preempt_timeout
+                if number == self._options.preempt_signal
+                else self._options.grace
+            )
             self._deadline = time.monotonic() + seconds + limits.HOSTS_END_SECONDS
             self._signal = number
             self._is_stopping = True
@@ -216,7 +243,10 @@ class Hosts:
             self._end_job(report.code)
             # Those of the newest attempt know from node 0. The others may be waiting for it.
             newest = self._count - 1
-            self._send(signal.SIGINT, [each for each in self._hosts if each.attempt is None or each.attempt < newest])
+            self._send(
+                signal.SIGINT,
+                [each for each in self._hosts if each.attempt is None or each.attempt < newest],
+            )
 
     def _on_closed(self, host: Host, code: int) -> None:
         end = host.end
@@ -227,7 +257,11 @@ class Hosts:
         host.attempt = None
         # The shell there has failed, not ssh: a folder or Python is missing, and will be.
         is_misplaced = not was_running and host.starts == 1 and code < 128
-        is_over = self._signal is not None or self._verdict is not None or not self._options.restarts_hosts
+        is_over = (
+            self._signal is not None
+            or self._verdict is not None
+            or not self._options.restarts_hosts
+        )
         if end is not None and end.kind == OVER:
             self._conclude(host, end.code)
         elif is_over or is_misplaced:
@@ -242,13 +276,17 @@ class Hosts:
     def _say_that_ssh_failed(self, host: Host, code: int) -> None:
         command = host.client[0]
         if code == SSH_FAILED and command != "sh":
-            self._console.say(f"{host.name}: the connection failed or ended (exit code {code} of {command})")
+            self._console.say(
+                f"{host.name}: the connection failed or ended (exit code {code} of {command})"
+            )
 
     def _conclude(self, host: Host, code: int) -> None:
         """Take note of the end of a host. If it has failed, the others have a moment to notice."""
         self._codes.append(code)
         others = [each for each in self._hosts if each.connection or each.retry_at is not None]
-        goes_on = code in (0, RESUMABLE) or (host.node > 0 and self._options.fewest_nodes < self._options.nnodes)
+        goes_on = code in (0, RESUMABLE) or (
+            host.node > 0 and self._options.fewest_nodes < self._options.nnodes
+        )
         if others and not goes_on and self._verdict is None and self._signal is None:
             self._console.say(f"host {host.name} ended with exit code {code}; stopping the others")
             self._stop_job(code)
@@ -277,7 +315,11 @@ class Hosts:
         most = self._options.max_restarts
         self._node_0_losses += 1
         if self._node_0_losses > most:
-            return f"no restart: all {most} restart(s) have been used" if most else "no restart: --max-restarts is 0"
+            return (
+                f"no restart: all {most} restart(s) have been used"
+                if most
+                else "no restart: --max-restarts is 0"
+            )
         return ""
 
     def _retry(self, host: Host, cause: str, wait: float | None = None) -> None:
@@ -288,7 +330,10 @@ class Hosts:
             self._give_up(host)
             return
         if wait is None:
-            wait = min(limits.HOST_RETRY_SECONDS * 2 ** min(host.retries, 10), limits.LONGEST_BACKOFF_SECONDS)
+            wait = min(
+                limits.HOST_RETRY_SECONDS * 2 ** min(host.retries, 10),
+                limits.LONGEST_BACKOFF_SECONDS,
+            )
             host.retries += 1
         wait = min(wait, host.give_up_at - now)
         host.retry_at = now + wait
@@ -297,7 +342,9 @@ class Hosts:
     def _give_up(self, host: Host) -> None:
         seconds = self._options.rejoin_timeout
         if host.node > 0:
-            self._console.say(f"host {host.name}: not reached within {seconds:g} s (--rejoin-timeout); no more tries")
+            self._console.say(
+                f"host {host.name}: not reached within {seconds:g} s (--rejoin-timeout); no more tries"
+            )
             return
         self._console.say(
             f"host {host.name}, node 0: not reached within {seconds:g} s (--rejoin-timeout); the job ends on all "

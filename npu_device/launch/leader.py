@@ -17,13 +17,23 @@ from npu_device._src.cluster import ports, time_limits as limits
 from npu_device._src.cluster.errors import RESUMABLE, ClusterError
 from npu_device._src.version import __version__
 from npu_device._src.wording import ranges
-from npu_device.launch.attempt import FAILED, USAGE, Launch, Meeting, Outcome, master_port, prepare_meeting
+from npu_device.launch.attempt import (
+    FAILED,
+    USAGE,
+    Launch,
+    Meeting,
+    Outcome,
+    master_port,
+    prepare_meeting,
+)
 from npu_device.launch.failures import Failure
 from npu_device.launch.ledger import Decision, Ledger
 from npu_device.launch.member import Link, serve
 
 _MOST_EVENTS = 1000  # messages that wait; who sends more waits, too
-_NOT_OVER = Decision(RESUMABLE, 0.0, "")  # node 0 leaves a job that goes on when its npurun is started again
+_NOT_OVER = Decision(
+    RESUMABLE, 0.0, ""
+)  # node 0 leaves a job that goes on when its npurun is started again
 
 
 class Leader:
@@ -92,7 +102,9 @@ class Leader:
             else:
                 link.end("say", text="node 0 is taken away: its npurun has to be started again")
         deadline = time.monotonic() + limits.NODE_LAST_MESSAGE_SECONDS
-        while not all(link.is_lost for link in self._nodes.values()) and time.monotonic() < deadline:
+        while (
+            not all(link.is_lost for link in self._nodes.values()) and time.monotonic() < deadline
+        ):
             self._next_event(time.monotonic() + limits.SWEEP_SECONDS)
         with self._listener:
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -108,7 +120,11 @@ class Leader:
                 return _NOT_OVER
             if nodes is None:
                 last = self._ledger.attempts[-1:]
-                fewest, rejoin, most = self._options.fewest_nodes, self._options.rejoin_timeout, self._options.nnodes
+                fewest, rejoin, most = (
+                    self._options.fewest_nodes,
+                    self._options.rejoin_timeout,
+                    self._options.nnodes,
+                )
                 text = (
                     f"node(s) {ranges(self._all - self._idle)} did not come within {rejoin:g} s (--rejoin-timeout); "
                     f"there are only {ranges(self._idle)}, and the job needs {fewest}.\n"
@@ -142,7 +158,9 @@ class Leader:
                 is_told = True
                 text = f"waiting for node {ranges(missing)}, for {deadline - now:.0f} s at most"
                 self._send(self._idle, "say", text=text)
-            self._handle(min(deadline, now + limits.NODE_PAUSE_SECONDS if missing else began + wait))
+            self._handle(
+                min(deadline, now + limits.NODE_PAUSE_SECONDS if missing else began + wait)
+            )
             now = time.monotonic()
         return tuple(sorted(self._idle)) if len(self._idle) >= fewest else None
 
@@ -151,30 +169,48 @@ class Leader:
         self._running, self._outcomes, self._lost = set(place.nodes), {}, None
         self._preempted, self._is_stopping, self._deadline = set(), False, None
         self._idle -= self._running
-        self._send(place.nodes, "plan", count=place.count, nodes=place.nodes, job_id=place.job_id, port=place.port)
+        self._send(
+            place.nodes,
+            "plan",
+            count=place.count,
+            nodes=place.nodes,
+            job_id=place.job_id,
+            port=place.port,
+        )
         while self._running:
             if self._handle(self._deadline):
                 continue
             if not self._is_stopping:
-                self._stop(f"node(s) {ranges(self._running)} did not end although the others were asked to stop")
+                self._stop(
+                    f"node(s) {ranges(self._running)} did not end although the others were asked to stop"
+                )
                 continue
             for node in list(self._running):
                 self._nodes[node].close()  # a frozen npurun sees it when it continues
                 self._lose(node, "does not answer")
         return self._ledger.add(
-            began, place.nodes, self._outcomes.values(), self._launch.step(), self._lost, sorted(self._preempted)
+            began,
+            place.nodes,
+            self._outcomes.values(),
+            self._launch.step(),
+            self._lost,
+            sorted(self._preempted),
         )
 
     def _stop(self, why: str) -> None:
         if not self._is_stopping:
             self._is_stopping = True
-            limit = max(self._options.grace, self._options.preempt_timeout) + limits.NODE_STOP_SECONDS
+            limit = (
+                max(self._options.grace, self._options.preempt_timeout) + limits.NODE_STOP_SECONDS
+            )
             self._deadline = time.monotonic() + limit
             self._send(self._running, "stop", why=why)
 
     def _next_event(self, until: float | None) -> tuple[Link, dict[str, Any] | None] | None:
         try:
-            return self._events.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+            return self._events.get(
+                timeout=None if until is None else max(0.0, until - time.monotonic())
+            )
         except queue.Empty:
             return None
 
@@ -188,7 +224,9 @@ class Leader:
         if message is not None and message["do"] == "hello":
             self._register(link, message)
         elif node is not None and message is None:
-            self._lose(node, "is gone: its npurun ended or was killed, or its host can't be reached")
+            self._lose(
+                node, "is gone: its npurun ended or was killed, or its host can't be reached"
+            )
         elif node is not None and message is not None:
             self._act(node, message)
         return True
@@ -204,7 +242,9 @@ class Leader:
             self._preempted.add(node)  # its ranks end the attempt, resumable or not
         elif message["do"] == "outcome":
             failure = Failure(**message["failure"]) if message["failure"] else None
-            outcome = Outcome(message["code"], message["interrupted"], message["preempted"], failure)
+            outcome = Outcome(
+                message["code"], message["interrupted"], message["preempted"], failure
+            )
             self._outcomes[node] = outcome
             self._running.discard(node)
             self._idle.add(node)
@@ -215,17 +255,29 @@ class Leader:
 
     def _register(self, link: Link, hello: dict[str, Any]) -> None:
         node = hello["node"]
-        ours = {"nproc": self._options.nproc_per_node, "most": self._options.nnodes, "version": __version__}
-        wrong = [f"{name} {hello[name]} (node 0: {value})" for name, value in ours.items() if hello[name] != value]
+        ours = {
+            "nproc": self._options.nproc_per_node,
+            "most": self._options.nnodes,
+            "version": __version__,
+        }
+        wrong = [
+            f"{name} {hello[name]} (node 0: {value})"
+            for name, value in ours.items()
+            if hello[name] != value
+        ]
         if not wrong and not 0 <= node < self._options.nnodes:
             wrong = [f"it is not one of nodes 0 to {self._options.nnodes - 1}"]
         if not wrong and node == 0 and 0 in self._nodes:
             wrong = ["node 0 has one already"]
         if wrong:
-            link.end("over", code=USAGE, text=f"node {node} doesn't match node 0: {', '.join(wrong)}")
+            link.end(
+                "over", code=USAGE, text=f"node {node} doesn't match node 0: {', '.join(wrong)}"
+            )
             return
         if node in self._nodes:
-            self._nodes[node].end("over", code=USAGE, text=f"another npurun was started as node {node}")
+            self._nodes[node].end(
+                "over", code=USAGE, text=f"another npurun was started as node {node}"
+            )
             self._lose(node, "was started again")
         self._nodes[node] = link
         self._idle.add(node)
@@ -233,7 +285,10 @@ class Leader:
             at_work = f"the job is running on node(s) {ranges(self._running)}; this node joins at the next restart"
             link.send("say", text=at_work)
         elif hello["count"] > self._ledger.count:  # this launcher has been started again
-            self._ledger.count, self._expected = hello["count"], self._all.intersection(hello["nodes"])
+            self._ledger.count, self._expected = (
+                hello["count"],
+                self._all.intersection(hello["nodes"]),
+            )
 
     def _lose(self, node: int, how: str) -> None:
         del self._nodes[node]

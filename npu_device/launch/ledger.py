@@ -26,7 +26,9 @@ class Ended:
     ranks: int
     code: int  # 0, 75 (asked to stop, resumable), or another exit code
     interrupted: bool  # a launcher received a signal that ends the job
-    preempted: tuple[int, ...]  # numbers of the nodes that were taken away, if that has ended the attempt
+    preempted: tuple[
+        int, ...
+    ]  # numbers of the nodes that were taken away, if that has ended the attempt
     why: str  # the rank or node that failed first, and how
     place: str | None  # where in the script it failed; None if the script isn't to blame
     step: str | None  # step of the newest checkpoint at its end, None if unknown
@@ -61,17 +63,24 @@ class Ledger:
         preempted: Sequence[int] = (),
     ) -> Decision:
         outcomes = list(outcomes)
-        cause = next(iter(in_order(outcome.failure for outcome in outcomes if outcome.failure)), None)
+        cause = next(
+            iter(in_order(outcome.failure for outcome in outcomes if outcome.failure)), None
+        )
         codes = [outcome.code for outcome in outcomes]
         outlives = self._options.outlives_preemption
-        signalled = [one.code for one in outcomes if one.interrupted and not one.failure and one.code > 128]
+        signalled = [
+            one.code for one in outcomes if one.interrupted and not one.failure and one.code > 128
+        ]
         code, why, place = 0, "succeeded", None
         if CANNOT_START in codes:
             code, why = CANNOT_START, "the ranks could not be started"
         elif signalled:
             code, why = signalled[0], "stopped by a signal to npurun"
         elif lost is not None:
-            code, why = FAILED, lost if cause is None or cause.is_consequence else f"{cause}; {lost}"
+            code, why = (
+                FAILED,
+                lost if cause is None or cause.is_consequence else f"{cause}; {lost}",
+            )
         elif cause is not None:
             code = next(outcome.code for outcome in outcomes if cause is outcome.failure)
             why, place = str(cause), cause.place
@@ -88,7 +97,9 @@ class Ledger:
                 nodes=tuple(nodes),
                 ranks=len(nodes) * self._options.nproc_per_node,
                 code=code,
-                interrupted=any(one.interrupted and not (one.preempted and outlives) for one in outcomes),
+                interrupted=any(
+                    one.interrupted and not (one.preempted and outlives) for one in outcomes
+                ),
                 preempted=preempted,
                 why=why,
                 place=place,
@@ -104,15 +115,23 @@ class Ledger:
         if len(self.attempts) > 1:
             with_nodes = any(attempt.nodes != (0,) for attempt in self.attempts)
             told = [f"  {attempt.line(with_nodes)}" for attempt in self.attempts[-_TOLD:]]
-            of_those = f" (the last {_TOLD} of {len(self.attempts)})" if len(self.attempts) > _TOLD else ""
+            of_those = (
+                f" (the last {_TOLD} of {len(self.attempts)})" if len(self.attempts) > _TOLD else ""
+            )
             lines += [f"the attempts of this job{of_those}:", *told]
         return "\n".join(lines)
 
     def _decide(self) -> Decision:
         last = self.attempts[-1]
-        failures = [attempt for attempt in self.attempts if not attempt.preempted]  # these count as restarts
+        failures = [
+            attempt for attempt in self.attempts if not attempt.preempted
+        ]  # these count as restarts
         before = failures[-2] if len(failures) > 1 else None
-        is_stuck = before and last.place is not None and (before.place, before.step) == (last.place, last.step)
+        is_stuck = (
+            before
+            and last.place is not None
+            and (before.place, before.step) == (last.place, last.step)
+        )
         most, limit = self._options.max_restarts, self._options.max_preemptions
         preemptions = len(self.attempts) - len(failures)
         is_over = last.code == 0 or last.interrupted or set(last.nodes) <= set(last.preempted)
@@ -130,15 +149,28 @@ class Ledger:
         elif len(failures) > most:
             text = f"no restart: all {most} restart(s) have been used"
         elif limit is not None and preemptions > limit:
-            text = f"no restart: nodes were taken away more than {limit} time(s) (--max-preemptions)"
+            text = (
+                f"no restart: nodes were taken away more than {limit} time(s) (--max-preemptions)"
+            )
         elif last.preempted:
             wait = self._options.restart_backoff
-            return Decision(last.code, wait, f"preemption {preemptions}, which costs no restart: {last.why}")
+            return Decision(
+                last.code, wait, f"preemption {preemptions}, which costs no restart: {last.why}"
+            )
         else:
             # How many restarts in a row have not come to another checkpoint.
-            fruitless = len(list(itertools.takewhile(lambda one: one.step == last.step, reversed(failures)))) - 1
-            wait = min(self._options.restart_backoff * 2 ** min(fruitless, 10), LONGEST_BACKOFF_SECONDS)
-            return Decision(last.code, wait, f"restart {len(failures)} of {most} in {wait:g} s: {last.why}")
+            fruitless = (
+                len(
+                    list(itertools.takewhile(lambda one: one.step == last.step, reversed(failures)))
+                )
+                - 1
+            )
+            wait = min(
+                self._options.restart_backoff * 2 ** min(fruitless, 10), LONGEST_BACKOFF_SECONDS
+            )
+            return Decision(
+                last.code, wait, f"restart {len(failures)} of {most} in {wait:g} s: {last.why}"
+            )
         return Decision(last.code, None, text)
 
 
@@ -146,7 +178,10 @@ def change(before: Sequence[int], after: Sequence[int], nproc_per_node: int) -> 
     """Return what is different for an attempt with other nodes than the one before; "" if nothing is."""
     if tuple(before) == tuple(after):
         return ""
-    changes = {"without": set(before).difference(after), "again with": set(after).difference(before)}
+    changes = {
+        "without": set(before).difference(after),
+        "again with": set(after).difference(before),
+    }
     parts = [f"{word} {_nodes(nodes)}" for word, nodes in changes.items() if nodes]
     return (
         f"the job goes on {' and '.join(parts)}: {counted(len(after) * nproc_per_node, 'rank')} instead of "

@@ -16,7 +16,11 @@ from typing import Any, Callable, NoReturn
 
 from npu_device._src.cluster import frames, handshake
 from npu_device._src.cluster.errors import RESUMABLE
-from npu_device._src.cluster.time_limits import NODE_CONNECT_SECONDS, NODE_PAUSE_SECONDS, NODE_SILENT_SECONDS
+from npu_device._src.cluster.time_limits import (
+    NODE_CONNECT_SECONDS,
+    NODE_PAUSE_SECONDS,
+    NODE_SILENT_SECONDS,
+)
 from npu_device._src.version import __version__
 from npu_device.launch import ledger
 from npu_device.launch.attempt import FAILED, Attempt, Launch, Meeting, Outcome, master_port
@@ -32,7 +36,12 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "failed": {"what": str},
     "preempted": {},
     "interrupted": {"signal": int},
-    "outcome": {"code": int, "interrupted": bool, "preempted": bool, "failure": (_FAILURE, type(None))},
+    "outcome": {
+        "code": int,
+        "interrupted": bool,
+        "preempted": bool,
+        "failure": (_FAILURE, type(None)),
+    },
     # of node 0
     "plan": {"count": int, "nodes": [int], "job_id": str, "port": int},
     "stop": {"why": str},
@@ -76,7 +85,9 @@ class Link:
                 self.heard = time.monotonic()
                 fields = _FIELDS.get(str(message.get("do")))
                 # What a message holds is used unchecked.
-                if fields is None or not all(_fits(message.get(name), form) for name, form in fields.items()):
+                if fields is None or not all(
+                    _fits(message.get(name), form) for name, form in fields.items()
+                ):
                     break
                 yield message
         self.is_lost = True
@@ -101,7 +112,11 @@ def _fits(value: Any, form: Any) -> bool:
     if isinstance(form, list):
         return isinstance(value, list) and all(_fits(each, form[0]) for each in value)
     if isinstance(form, dict):
-        return isinstance(value, dict) and value.keys() == form.keys() and all(_fits(value[k], form[k]) for k in form)
+        return (
+            isinstance(value, dict)
+            and value.keys() == form.keys()
+            and all(_fits(value[k], form[k]) for k in form)
+        )
     if form in (int, float) and type(value) in (int, form):
         return abs(value) < _MOST  # nor NaN
     return type(value) is form
@@ -110,7 +125,9 @@ def _fits(value: Any, form: Any) -> bool:
 def serve(listener: socket.socket, secret: bytes, joined: Callable[[Link], None]) -> None:
     """Let other nodes connect to node 0 until the listener is shut down; call ``joined`` in a thread for each."""
     serving = listener, secret + _OF_NODES, lambda line, _: joined(Link(line))
-    threading.Thread(target=handshake.serve, args=serving, name="npurun-accept", daemon=True).start()
+    threading.Thread(
+        target=handshake.serve, args=serving, name="npurun-accept", daemon=True
+    ).start()
 
 
 class Member:
@@ -123,7 +140,9 @@ class Member:
         self._secret = secret
         self._leader = leader, master_port(launch.options)
         self._link: Link | None = None
-        self._nodes = tuple(launch.starter.nodes or range(launch.options.nnodes))  # of the newest attempt
+        self._nodes = tuple(
+            launch.starter.nodes or range(launch.options.nnodes)
+        )  # of the newest attempt
         self._count = launch.starter.count  # of the next attempt, as far as this node knows
         self._running: int | None = None
         self._ending: dict[str, Any] | None = None  # the leader's last message
@@ -144,7 +163,11 @@ class Member:
                 self._connect()
             event = self._event(NODE_SILENT_SECONDS)
             link = self._link
-            if event is None and link is not None and time.monotonic() - link.heard > NODE_SILENT_SECONDS:
+            if (
+                event is None
+                and link is not None
+                and time.monotonic() - link.heard > NODE_SILENT_SECONDS
+            ):
                 self._say(
                     f"node 0 has said nothing for {NODE_SILENT_SECONDS:g} s: its npurun is stopped, or its host hangs"
                 )
@@ -187,7 +210,9 @@ class Member:
         assert link is not None
         if link.is_lost:
             return
-        outcome = self._outcome = Attempt(self._launch, place, lambda kind, what: link.send(kind, what=what)).run()
+        outcome = self._outcome = Attempt(
+            self._launch, place, lambda kind, what: link.send(kind, what=what)
+        ).run()
         self._running = None
         link.send("outcome", **asdict(outcome))
         if outcome.preempted and self._options.outlives_preemption and self._options.node_rank > 0:
@@ -200,11 +225,15 @@ class Member:
         if self._link is not None:
             self._link.close()
             self._link = None
-            self._say(f"lost the connection to node 0: trying to reach it again for {seconds:g} s (--rejoin-timeout)")
+            self._say(
+                f"lost the connection to node 0: trying to reach it again for {seconds:g} s (--rejoin-timeout)"
+            )
         deadline = time.monotonic() + seconds
         while self._link is None:
             try:
-                self._link = Link(handshake.reach(*self._leader, NODE_CONNECT_SECONDS, self._secret + _OF_NODES))
+                self._link = Link(
+                    handshake.reach(*self._leader, NODE_CONNECT_SECONDS, self._secret + _OF_NODES)
+                )
             except OSError as error:
                 if time.monotonic() >= deadline:
                     host, port = self._leader
@@ -217,9 +246,17 @@ class Member:
                     raise SystemExit(FAILED) from None
                 self._event(NODE_PAUSE_SECONDS)
         options = self._options
-        fields = {"node": options.node_rank, "nproc": options.nproc_per_node, "most": options.nnodes}
-        self._link.send("hello", **fields, version=__version__, count=self._count, nodes=self._nodes)
-        threading.Thread(target=self._receive, args=(self._link,), name="npurun-member", daemon=True).start()
+        fields = {
+            "node": options.node_rank,
+            "nproc": options.nproc_per_node,
+            "most": options.nnodes,
+        }
+        self._link.send(
+            "hello", **fields, version=__version__, count=self._count, nodes=self._nodes
+        )
+        threading.Thread(
+            target=self._receive, args=(self._link,), name="npurun-member", daemon=True
+        ).start()
 
     def _receive(self, link: Link) -> None:
         for message in link.messages():
@@ -227,7 +264,9 @@ class Member:
                 self._launch.events.put(Stop(message["why"], self._running))
             elif message["do"] in ("over", "leave"):
                 self._ending = message
-                self._launch.events.put(Stop("node 0 has ended the part of the job on this node", self._running))
+                self._launch.events.put(
+                    Stop("node 0 has ended the part of the job on this node", self._running)
+                )
             elif message["do"] != "alive":
                 if message["do"] == "plan":
                     self._running = message["count"]

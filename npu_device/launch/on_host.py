@@ -35,7 +35,9 @@ def main() -> None:
     lines = _lines()
     order = json.loads(next(lines))
     os.environ.update(order["variables"])
-    options = Options(**{**order["options"], "command": tuple(order["options"]["command"]), "hosts": ()})
+    options = Options(
+        **{**order["options"], "command": tuple(order["options"]["command"]), "hosts": ()}
+    )
     if options.nproc_per_node == 0:
         options = dataclasses.replace(options, nproc_per_node=argument_types.ranks_per_node())
     starter = Starter(name, Console(), order["count"], tuple(order["nodes"]))
@@ -84,12 +86,18 @@ def _obey(lines: Iterator[bytes], options: Options, starter: Starter) -> None:
 def _problem_on_host(name: str, serial: int) -> str:
     """End what an earlier connection of the job has left on this host; return why that can't be, "" if it is done."""
     words = _command_lines()
-    serials = {pid: int(line[-1]) for pid, line in words.items() if line[-2:-1] == [name] and line[-1].isdecimal()}
+    serials = {
+        pid: int(line[-1])
+        for pid, line in words.items()
+        if line[-2:-1] == [name] and line[-1].isdecimal()
+    }
     if max(serials.values(), default=serial) > serial:
         return "another npurun of this job was started on this host: the connection of this one is broken"
     older = [pid for pid in serials if serials[pid] < serial]
     # The guard of an npurun that was killed ends when it has killed the ranks. Its last word is their directory.
-    guards = [pid for pid, line in words.items() if os.path.basename(line[-1]).startswith(f"{name}-")]
+    guards = [
+        pid for pid, line in words.items() if os.path.basename(line[-1]).startswith(f"{name}-")
+    ]
     _send(signal.SIGSTOP, older)  # so that they start no more processes
     # Their hub would live as long as ranks on other hosts are connected to it.
     killed = [*older, *(pid for pid in _children(older) if pid not in guards)]
@@ -99,7 +107,9 @@ def _problem_on_host(name: str, serial: int) -> str:
     while running := [pid for pid, started in ending.items() if _is_running(pid, started)]:
         if time.monotonic() > deadline:
             pids = ", ".join(map(str, running))
-            return f"processes of an earlier npurun of this job can't be killed on this host: {pids}"
+            return (
+                f"processes of an earlier npurun of this job can't be killed on this host: {pids}"
+            )
         time.sleep(SWEEP_SECONDS)
     return ""
 
@@ -108,7 +118,9 @@ def _command_lines() -> dict[int, list[str]]:
     lines = {}
     for pid in _processes():
         with contextlib.suppress(OSError):  # it has ended
-            lines[pid] = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
+            lines[pid] = (
+                Path(f"/proc/{pid}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
+            )
     return lines
 
 

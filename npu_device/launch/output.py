@@ -66,7 +66,10 @@ class Console:
         poll = select.poll()
         poll.register(fd, select.POLLOUT)
         while not poll.poll(TICK_SECONDS * 1000):
-            if self._ending_since and time.monotonic() > max(began, self._ending_since) + READER_SECONDS:
+            if (
+                self._ending_since
+                and time.monotonic() > max(began, self._ending_since) + READER_SECONDS
+            ):
                 raise TimeoutError
 
 
@@ -77,7 +80,12 @@ class Pump:
     """
 
     def __init__(
-        self, pipe: IO[bytes], console: Console | None, fd: int, rank: int | None = None, log: BinaryIO | None = None
+        self,
+        pipe: IO[bytes],
+        console: Console | None,
+        fd: int,
+        rank: int | None = None,
+        log: BinaryIO | None = None,
     ) -> None:
         self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
         self._pipe, self._console, self._fd, self._log = pipe, console, fd, log

@@ -48,7 +48,9 @@ class Starter:
 class ReportPump(Pump):
     """Forward the standard error of a host's npurun, except for its reports, which go to a function."""
 
-    def __init__(self, pipe: IO[bytes], console: Console, name: str, report: Callable[[Report], None]) -> None:
+    def __init__(
+        self, pipe: IO[bytes], console: Console, name: str, report: Callable[[Report], None]
+    ) -> None:
         self._prefix_of_reports = name.encode() + b" "
         self._report = report
         super().__init__(pipe, console, 2)

@@ -16,7 +16,12 @@ from dataclasses import dataclass
 from typing import Any, Callable
 
 from npu_device._src.cluster.errors import RESUMABLE
-from npu_device._src.cluster.time_limits import KILL_SECONDS, RANKS_NOTICE_SECONDS, SAME_SIGNAL_SECONDS, SWEEP_SECONDS
+from npu_device._src.cluster.time_limits import (
+    KILL_SECONDS,
+    RANKS_NOTICE_SECONDS,
+    SAME_SIGNAL_SECONDS,
+    SWEEP_SECONDS,
+)
 from npu_device._src.wording import counted
 from npu_device.launch.arguments import Options
 
@@ -47,7 +52,11 @@ class Process:
     """
 
     def __init__(
-        self, rank: int, command: Sequence[str], environment: Mapping[str, str], on_exit: Callable[[], None]
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        on_exit: Callable[[], None],
     ) -> None:
         self.rank = rank
         self.exit: Exit | None = None
@@ -88,7 +97,9 @@ class Process:
     def _watch(self) -> None:
         result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         assert result is not None
-        self.exit = Exit(result.si_status if result.si_code == os.CLD_EXITED else -result.si_status, time.time())
+        self.exit = Exit(
+            result.si_status if result.si_code == os.CLD_EXITED else -result.si_status, time.time()
+        )
         self._on_exit()
 
 
@@ -121,7 +132,9 @@ class Supervisor:
     _report: Callable[[str, str], None]
     signal: int | None = None  # the signal that ended the attempt
     interrupted: bool = False  # the launcher received a signal, perhaps after a failure
-    preempted: bool = False  # it received no other signal than the one that asks for a resumable end
+    preempted: bool = (
+        False  # it received no other signal than the one that asks for a resumable end
+    )
     asked_at: float | None = None  # when the ranks were asked to stop, in seconds since the epoch
     _stage: _Stage = _Stage.RUNNING
     _deadline: float | None = None
@@ -133,7 +146,9 @@ class Supervisor:
             self._wait(None)
             self._look_at_ended()
         left = [process for process in self._processes if process.exit and process.reap()]
-        if left and (self._stage < _Stage.ASKED or (self._spared_children and self._stage is _Stage.ASKED)):
+        if left and (
+            self._stage < _Stage.ASKED or (self._spared_children and self._stage is _Stage.ASKED)
+        ):
             self._spared_children = False
             self._ask(signal.SIGTERM, left, self._options.grace)
         while left and self._stage < _Stage.GIVEN_UP:
@@ -141,7 +156,11 @@ class Supervisor:
             left = [process for process in left if process.reap()]
 
     def _look_at_ended(self) -> None:
-        ended = [(process.exit.time, process.rank, process.exit) for process in self._processes if process.exit]
+        ended = [
+            (process.exit.time, process.rank, process.exit)
+            for process in self._processes
+            if process.exit
+        ]
         failed = [one for one in ended if one[2].status not in (0, RESUMABLE)]
         if failed and self._stage < _Stage.FAILED:
             self._enter(_Stage.FAILED, RANKS_NOTICE_SECONDS)
@@ -156,9 +175,13 @@ class Supervisor:
         return [process for process in self._processes if process.exit is None]
 
     def _wait(self, limit: float | None) -> None:
-        until_deadline = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        until_deadline = (
+            None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        )
         try:
-            event = self._events.get(timeout=min((t for t in (limit, until_deadline) if t is not None), default=None))
+            event = self._events.get(
+                timeout=min((t for t in (limit, until_deadline) if t is not None), default=None)
+            )
         except queue.Empty:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._escalate()
@@ -175,7 +198,9 @@ class Supervisor:
         self.preempted = is_request and (self.preempted or not self.interrupted)
         self.interrupted = True
         if is_request:
-            self._report("preempted", signal.Signals(number).name)  # before any rank ends because of it
+            self._report(
+                "preempted", signal.Signals(number).name
+            )  # before any rank ends because of it
         if self._stage < _Stage.FAILED:
             self.signal = number
         if self._stage < _Stage.ASKED:
@@ -199,7 +224,9 @@ class Supervisor:
         else:
             self._enter(_Stage.GIVEN_UP, None)
             for process in self._running():
-                self._say(f"rank {process.rank} (process {process.pid}) can't be killed: it is stuck in the kernel")
+                self._say(
+                    f"rank {process.rank} (process {process.pid}) can't be killed: it is stuck in the kernel"
+                )
 
     def _ask(self, number: int, processes: Sequence[Process], seconds: float) -> None:
         self._enter(_Stage.ASKED, seconds)

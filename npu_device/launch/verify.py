@@ -44,21 +44,34 @@ def main(arguments: Sequence[str]) -> int:
     if not given.module and not os.path.isfile(given.script):
         parser.error(f"no such script: {given.script} (looked for it in {os.getcwd()})")
     if sizes[-1] * _RANK_BYTES > memory:
-        parser.error(f"{sizes[-1]} ranks need more memory than the {memory >> 30} GiB of this machine")
-    if given.keep and os.path.exists(given.keep) and (not os.path.isdir(given.keep) or os.listdir(given.keep)):
+        parser.error(
+            f"{sizes[-1]} ranks need more memory than the {memory >> 30} GiB of this machine"
+        )
+    if (
+        given.keep
+        and os.path.exists(given.keep)
+        and (not os.path.isdir(given.keep) or os.listdir(given.keep))
+    ):
         parser.error(f"--keep {given.keep}: must be a new or empty directory")
     if given.html and not Path(given.html).resolve().parent.is_dir():
         parser.error(f"--html {given.html}: there is no such directory")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so end the script's processes
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # and so end the script's processes
     with tempfile.TemporaryDirectory(prefix="npurun-verify-") as directory:
         return _verify(given, sizes, Path(given.keep or directory).resolve())
 
 
 def _verify(given: argparse.Namespace, sizes: Sequence[int], directory: Path) -> int:
     if not given.json:
-        _say(f"{given.script}: one process twice, then {' and '.join(map(str, sizes))} ranks, {given.steps} steps each")
+        _say(
+            f"{given.script}: one process twice, then {' and '.join(map(str, sizes))} ranks, {given.steps} steps each"
+        )
         _say(f"your files stay as they are, as far as this covers: {COVERED}")
-    begin, start = time.time(), Process(str(directory), given.steps, given.module, given.replicate, given.seconds)
+    begin, start = (
+        time.time(),
+        Process(str(directory), given.steps, given.module, given.replicate, given.seconds),
+    )
     problem = _run(start, sizes, [given.script, *given.arguments], horovod=given.horovod)
     if problem:
         _say(problem)
@@ -68,7 +81,9 @@ def _verify(given: argparse.Namespace, sizes: Sequence[int], directory: Path) ->
     verdict = report.judge(start.runs(sizes))
     changed = changed_since(begin, {Path.cwd(), Path(given.script).resolve().parent}, directory)
     if changed:
-        verdict.notes.append(f"these files changed, by calls that aren't covered: {', '.join(changed[:5])}")
+        verdict.notes.append(
+            f"these files changed, by calls that aren't covered: {', '.join(changed[:5])}"
+        )
     print(json.dumps(asdict(verdict)) if given.json else report.text(verdict))
     if given.html:
         Path(given.html).write_text(report.page(verdict), encoding="utf-8")
@@ -84,7 +99,14 @@ def _run(start: Process, sizes: Sequence[int], words: Sequence[str], *, horovod:
     variables = {name: value for name, value in variables.items() if name not in of_jobs}
     Path(start.directory).mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", _RUNNER, json.dumps({**asdict(start), "sizes": sizes}), *words],
+        [
+            sys.executable,
+            "-u",
+            "-m",
+            _RUNNER,
+            json.dumps({**asdict(start), "sizes": sizes}),
+            *words,
+        ],
         env={**variables, **(modules.variables(variables) if horovod else {})},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
@@ -97,7 +119,13 @@ def _run(start: Process, sizes: Sequence[int], words: Sequence[str], *, horovod:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     problem = Path(start.directory, PROBLEM)
-    return problem.read_text() if problem.exists() else f"the process of the script ended with {code}" if code else ""
+    return (
+        problem.read_text()
+        if problem.exists()
+        else f"the process of the script ended with {code}"
+        if code
+        else ""
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,18 +136,42 @@ def _parser() -> argparse.ArgumentParser:
         "Exit code 0: the same; 1: it differs; 2: usage; 3: not comparable.",
         allow_abbrev=False,
     )
-    parser.add_argument("-n", type=positive, metavar="N", help="ranks (default 2, and 3 if there is memory)")
-    parser.add_argument("--steps", type=positive, default=5, metavar="K", help="steps of every optimizer (default 5)")
     parser.add_argument(
-        "--seconds", type=positive, default=30, metavar="S", help="for more phases, after the first step (default 30)"
+        "-n", type=positive, metavar="N", help="ranks (default 2, and 3 if there is memory)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=positive,
+        default=5,
+        metavar="K",
+        help="steps of every optimizer (default 5)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=positive,
+        default=30,
+        metavar="S",
+        help="for more phases, after the first step (default 30)",
     )
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
-    parser.add_argument("--html", metavar="FILE", help="write a page with a picture of the ratios, too")
-    parser.add_argument("--keep", metavar="DIR", help="keep records, output and written files in DIR")
-    parser.add_argument("--replicate", action="store_true", help="verify npurun --replicate, of an unchanged script")
-    parser.add_argument("--horovod", action="store_true", help="verify npurun --horovod, of a script that imports it")
+    parser.add_argument(
+        "--html", metavar="FILE", help="write a page with a picture of the ratios, too"
+    )
+    parser.add_argument(
+        "--keep", metavar="DIR", help="keep records, output and written files in DIR"
+    )
+    parser.add_argument(
+        "--replicate", action="store_true", help="verify npurun --replicate, of an unchanged script"
+    )
+    parser.add_argument(
+        "--horovod",
+        action="store_true",
+        help="verify npurun --horovod, of a script that imports it",
+    )
     parser.add_argument("--hosts", help=argparse.SUPPRESS)
-    parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="the script is the name of a module"
+    )
     parser.add_argument("script", help="a .py file, or with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     return parser

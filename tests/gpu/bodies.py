@@ -38,7 +38,10 @@ def devices() -> dict[str, Any]:
         "no nccl": hosts.no_nccl,
         "scope": scoped,
         "reduced": float(tf.reduce_sum(reduced)),
-        "grows": [tf.config.experimental.get_memory_growth(gpu) for gpu in tf.config.get_visible_devices("GPU")],
+        "grows": [
+            tf.config.experimental.get_memory_growth(gpu)
+            for gpu in tf.config.get_visible_devices("GPU")
+        ],
     }
 
 
@@ -51,7 +54,9 @@ def numbers() -> dict[str, Any]:
         values: list[Any] = [tf.cast(tf.range(1, 6) * (rank + 1), kind) for kind in kinds]
     with tf.device("CPU:0"):
         values.append(tf.range(3.0) + rank)
-        rows = tf.IndexedSlices(tf.ones([2, 3]) * (rank + 1.0), tf.constant([0, 5]), tf.constant([50, 3]))
+        rows = tf.IndexedSlices(
+            tf.ones([2, 3]) * (rank + 1.0), tf.constant([0, 5]), tf.constant([50, 3])
+        )
 
     def reduce(values: list[Any], rows: Any) -> list[Any]:
         mean = npu.distribute.all_reduce([*values, None, rows], "mean")
@@ -59,7 +64,10 @@ def numbers() -> dict[str, Any]:
         gathered = hccl_ops.allgather(values[0], size)
         from_last = hccl_ops.broadcast([values[0], values[1]], size - 1)
         compressed = npu.distribute.all_reduce(values[0] / 3.0, "sum")
-        dense = [tf.cast(value, tf.float64) for value in (*mean[:-2], *largest, gathered, *from_last, compressed)]
+        dense = [
+            tf.cast(value, tf.float64)
+            for value in (*mean[:-2], *largest, gathered, *from_last, compressed)
+        ]
         return [*dense, tf.cast(tf.convert_to_tensor(mean[-1]), tf.float64)]
 
     def as_lists(results: list[Any]) -> list[Any]:
@@ -101,7 +109,10 @@ def _model(keras: Any) -> Any:
 
 def _data(rank: int, size: int) -> tuple[Any, Any]:
     random = np.random.default_rng(3)
-    x, y = random.normal(size=(SAMPLES, 8)).astype("float32"), random.normal(size=(SAMPLES, 1)).astype("float32")
+    x, y = (
+        random.normal(size=(SAMPLES, 8)).astype("float32"),
+        random.normal(size=(SAMPLES, 1)).astype("float32"),
+    )
     share = SAMPLES // size
     return x[rank * share : (rank + 1) * share], y[rank * share : (rank + 1) * share]
 
@@ -139,15 +150,24 @@ def fit(mixed: bool, replicate: bool) -> list[float]:
         if replicate:
             npu.distribute.replicate(model)
         else:
-            optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(optimizer, reduce_reduction="mean")
+            optimizer = npu.distribute.npu_distributed_keras_optimizer_wrapper(
+                optimizer, reduce_reduction="mean"
+            )
         model.compile(optimizer=optimizer, loss="mse")
         x, y = _data(0, 1) if replicate else _data(handle.worker_id, handle.workers_num)
         callbacks = [NPUBroadcastGlobalVariablesCallback(0)]
-        history = model.fit(x, y, batch_size=len(x), epochs=4, shuffle=False, verbose=0, callbacks=callbacks)
+        history = model.fit(
+            x, y, batch_size=len(x), epochs=4, shuffle=False, verbose=0, callbacks=callbacks
+        )
     finally:
         tf.keras.mixed_precision.set_global_policy("float32")
-    losses = history.history["loss"] if replicate else []  # without replicate, each rank has its own
-    return [*losses, *(float(tf.reduce_sum(tf.cast(w, tf.float32))) for w in model.trainable_variables)]
+    losses = (
+        history.history["loss"] if replicate else []
+    )  # without replicate, each rank has its own
+    return [
+        *losses,
+        *(float(tf.reduce_sum(tf.cast(w, tf.float32))) for w in model.trainable_variables),
+    ]
 
 
 def _step(weights: list[Any], x: Any) -> Any:
@@ -158,7 +178,9 @@ def _step(weights: list[Any], x: Any) -> Any:
             for weight in weights:
                 value = tf.tanh(value @ weight)
             loss = tf.reduce_mean(value**2)
-        for weight, gradient in zip(weights, npu.distribute.all_reduce(tape.gradient(loss, weights), "mean")):
+        for weight, gradient in zip(
+            weights, npu.distribute.all_reduce(tape.gradient(loss, weights), "mean")
+        ):
             weight.assign_sub(0.01 * gradient)
 
     return step
@@ -171,7 +193,9 @@ def traced_loop(directory: str) -> None:
     set_split_strategy_by_size([25] * 4)
     trace.start(running, Settings(Path(directory)))
     width = 4096 if tf.config.get_visible_devices("GPU") else 512  # backward has to take a while
-    weights = [tf.Variable(tf.random.stateless_normal([width, width], (1, i)) / width) for i in range(12)]
+    weights = [
+        tf.Variable(tf.random.stateless_normal([width, width], (1, i)) / width) for i in range(12)
+    ]
     npu.distribute.broadcast(weights)
     step = _step(weights, tf.ones([64, width]))
     for _ in range(10):

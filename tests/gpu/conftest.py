@@ -30,7 +30,9 @@ def _gpus() -> int:
     """Return how many GPUs TensorFlow sees."""
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-c", _COUNT]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    found = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
     return int(found.stdout.rsplit("GPUs:", 1)[1])
 
 
@@ -61,10 +63,21 @@ class Way:
         """Return the variables of a job of two ranks, whose rank table is in the directory if it needs one."""
         if not self.apart:
             return self.variables
-        devices = [{"device_id": "0", "device_ip": f"10.0.0.{rank + 1}", "rank_id": str(rank)} for rank in range(2)]
-        servers = [{"server_id": f"127.0.0.{rank + 1}", "device": [device]} for rank, device in enumerate(devices)]
+        devices = [
+            {"device_id": "0", "device_ip": f"10.0.0.{rank + 1}", "rank_id": str(rank)}
+            for rank in range(2)
+        ]
+        servers = [
+            {"server_id": f"127.0.0.{rank + 1}", "device": [device]}
+            for rank, device in enumerate(devices)
+        ]
         devices[0]["host_port"] = str(free_port())
-        content = {"version": "1.0", "status": "completed", "server_count": "2", "server_list": servers}
+        content = {
+            "version": "1.0",
+            "status": "completed",
+            "server_count": "2",
+            "server_list": servers,
+        }
         table = directory / "hosts.json"
         table.write_text(json.dumps(content))
         return {**self.variables, "RANK_TABLE_FILE": str(table)}
@@ -80,7 +93,9 @@ def _directory(keras: str) -> Path:
 
 
 @pytest.fixture(params=(HOST_MEMORY, NCCL))
-def way(request: pytest.FixtureRequest, pytestconfig: pytest.Config, pool_with: Callable[..., Pool]) -> Way:
+def way(
+    request: pytest.FixtureRequest, pytestconfig: pytest.Config, pool_with: Callable[..., Pool]
+) -> Way:
     """Both ways."""
     on_gpu = pytestconfig.getoption("--device") == "gpu"
     shares = request.param == HOST_MEMORY
@@ -90,7 +105,11 @@ def way(request: pytest.FixtureRequest, pytestconfig: pytest.Config, pool_with: 
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(_gpus())))
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0] if shares else visible
     if apart:
-        environment |= {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "NCCL_SOCKET_IFNAME": "lo", "NCCL_HOSTID": "own"}
+        environment |= {
+            "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "NCCL_HOSTID": "own",
+        }
     return Way(request.param, on_gpu, environment, apart, pool_with)
 
 

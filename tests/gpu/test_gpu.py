@@ -43,7 +43,9 @@ def test_every_dtype_goes_its_way(way: Way) -> None:
         for mode, results in found.items():
             assert len(results) == len(expected)
             for place, (result, right) in enumerate(zip(results, expected)):
-                np.testing.assert_allclose(result, right, rtol=1e-2, err_msg=f"{mode}, result {place}")
+                np.testing.assert_allclose(
+                    result, right, rtol=1e-2, err_msg=f"{mode}, result {place}"
+                )
 
 
 @pytest.mark.parametrize("keras", ["2", "3"], ids=["keras2", "keras3"])
@@ -61,12 +63,16 @@ def test_fit(way: Way, on_cpu: Callable[[str], Pool], keras: str) -> None:
         [right] = on_cpu(keras).run(bodies.fit, mixed, replicate)
         tolerance = 2e-2 if mixed else 2e-3
         for found in way.pool(2, keras).run(bodies.fit, mixed, replicate):
-            np.testing.assert_allclose(found, right, rtol=tolerance, atol=tolerance, err_msg=f"{mixed} {replicate}")
+            np.testing.assert_allclose(
+                found, right, rtol=tolerance, atol=tolerance, err_msg=f"{mixed} {replicate}"
+            )
 
 
 def test_the_first_segment_travels_during_backward(way: Way, tmp_path: Path) -> None:
     if way.apart:
-        pytest.skip("on several hosts the ranks compare their clocks, once per job, and a pool repeats a body")
+        pytest.skip(
+            "on several hosts the ranks compare their clocks, once per job, and a pool repeats a body"
+        )
     way.pool(2, "3").run(bodies.traced_loop, str(tmp_path))
     ranks = read(tmp_path)
     assert len(ranks) == 2
@@ -81,7 +87,9 @@ def test_the_first_segment_travels_during_backward(way: Way, tmp_path: Path) -> 
 def test_compiled_functions(way: Way) -> None:
     for found in way.pool(2, "3").run(body_compiled_functions, timeout=60):
         assert found.pop("afterwards") == "[2.0, 4.0]"
-        refused = found.pop("in a function that has been traced")  # by TensorFlow itself; the second is on a GPU
+        refused = found.pop(
+            "in a function that has been traced"
+        )  # by TensorFlow itself; the second is on a GPU
         assert "unsupported operations" in refused or "Trying to access resource" in refused
         assert all(text.startswith("RuntimeError") and REMEDY in text for text in found.values())
 
@@ -93,12 +101,17 @@ def test_keras_3_turns_xla_on(way: Way) -> None:
     for broadcast, replicate in ((True, False), (False, True)):
         found = ranks.run(body_fit, "auto", broadcast, replicate)
         assert [result for result, _ in found] == ["trained"] * 2
-        assert ["XLA can't compile" in note for _, note in found] == [way.on_gpu and broadcast, False]
+        assert ["XLA can't compile" in note for _, note in found] == [
+            way.on_gpu and broadcast,
+            False,
+        ]
 
 
 @pytest.mark.slow
 def test_memory_is_flat(way: Way) -> None:
-    steps = 1000 if way.apart else 10_000  # ranks that share a GPU wait for each other's time slices in NCCL
+    steps = (
+        1000 if way.apart else 10_000
+    )  # ranks that share a GPU wait for each other's time slices in NCCL
     for grown in way.pool(2, "3").run(bodies.memory, steps, timeout=540):
         assert grown["host"] < 12  # MB
         assert grown["gpu"] < 1
@@ -125,7 +138,10 @@ print("sum", float(step(value)[0][0]), flush=True)
 def test_calls_that_differ(way: Way, tmp_path: Path, graph: bool) -> None:
     """The ranks compare their calls before NCCL gets anything, or it would wait forever or add up other tensors."""
     call = "step(other)" if graph else 'npu.distribute.all_reduce(other, "sum")'
-    script = BEGIN + f"other = tf.ones([4 + rank])\nprint(npu.distribute.all_reduce(tf.constant(1)))\n{call}\n"
+    script = (
+        BEGIN
+        + f"other = tf.ones([4 + rank])\nprint(npu.distribute.all_reduce(tf.constant(1)))\n{call}\n"
+    )
     for result in job.run(tmp_path, 2, script, timeout=60, **way.environment(tmp_path)):
         assert result.code == 1
         assert "different collective operations" in result.output
@@ -148,7 +164,11 @@ except Exception as error:
     os._exit(3)  # rank 0 would wait a while for one that is stopped
 """
     )
-    environment = {**way.environment(tmp_path), "NPU_DEVICE_STALL_WARNING": "1", "NPU_DEVICE_STALL_TIMEOUT": "4"}
+    environment = {
+        **way.environment(tmp_path),
+        "NPU_DEVICE_STALL_WARNING": "1",
+        "NPU_DEVICE_STALL_TIMEOUT": "4",
+    }
     ranks = job.start(tmp_path, 2, script, **environment)
     try:
         code = ranks[0].wait(60)

@@ -10,7 +10,9 @@ import npu_device as npu
 from npu_device import gen_npu_ops
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--overflow_at", type=int, default=-1, help="the step whose loss overflows on the last rank")
+parser.add_argument(
+    "--overflow_at", type=int, default=-1, help="the step whose loss overflows on the last rank"
+)
 FLAGS, _ = parser.parse_known_args()
 
 npu.global_options().precision_mode = "allow_mix_precision"
@@ -31,7 +33,9 @@ class LAMB(tf.keras.optimizers.SGD):
             return
         super().build(variables)
         with tf.init_scope():
-            self.moments = {v.ref(): [tf.Variable(tf.zeros(v.shape)) for _ in range(2)] for v in variables}
+            self.moments = {
+                v.ref(): [tf.Variable(tf.zeros(v.shape)) for _ in range(2)] for v in variables
+            }
 
     def update_step(self, gradient, variable, *_):
         second, first = self.moments[variable.ref()]
@@ -40,7 +44,9 @@ class LAMB(tf.keras.optimizers.SGD):
             gradient, second, first, variable, 0.9, 0.1, 0.999, 0.001, 1e-6, step, 1.0, 0.01
         )
         norms = tf.norm(variable), tf.norm(update)
-        gen_npu_ops.lamb_apply_weight_assign(*norms, tf.cast(self.learning_rate, tf.float32), update, variable)
+        gen_npu_ops.lamb_apply_weight_assign(
+            *norms, tf.cast(self.learning_rate, tf.float32), update, variable
+        )
 
 
 class Encoder(tf.Module):
@@ -50,7 +56,11 @@ class Encoder(tf.Module):
         def variable(*shape):
             return tf.Variable(initial.randn(*shape).astype(np.float32) * 0.3)
 
-        self.table, self.hidden, self.output = variable(VOCABULARY, WIDTH), variable(WIDTH, WIDTH), variable(WIDTH)
+        self.table, self.hidden, self.output = (
+            variable(VOCABULARY, WIDTH),
+            variable(WIDTH, WIDTH),
+            variable(WIDTH),
+        )
         self.pooler = variable(WIDTH, 2)  # its task has no labels here: no gradient
 
     def __call__(self, ids):
@@ -74,7 +84,12 @@ def main():
     def forward_backward(ids, factor):
         with tf.GradientTape() as tape:
             logits = encoder(ids)
-            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=ids, logits=logits)) * factor
+            loss = (
+                tf.reduce_mean(
+                    tf.nn.sparse_softmax_cross_entropy_with_logits(labels=ids, logits=logits)
+                )
+                * factor
+            )
             scaled = optimizer.get_scaled_loss(loss)
         gradients = optimizer.get_unscaled_gradients(tape.gradient(scaled, variables))
         for total, gradient in zip(accumulated, gradients):
@@ -82,7 +97,9 @@ def main():
 
     @tf.function
     def update():
-        gradients = npu.distribute.all_reduce([tf.convert_to_tensor(total) for total in accumulated])
+        gradients = npu.distribute.all_reduce(
+            [tf.convert_to_tensor(total) for total in accumulated]
+        )
         gradients, _ = tf.clip_by_global_norm(gradients, 1.0)
         optimizer.apply_gradients(zip(gradients, variables))
         for total in accumulated:

@@ -52,7 +52,10 @@ def main():
     dataset, tokens = npu.distribute.shard_and_rebatch_dataset(dataset, TOKENS)
     dataset = dataset.batch(tokens // LENGTH, drop_remainder=True)
     norms = [train_step(source, target) for _ in range(2) for source, target in dataset]
-    return {"norms": [float(norm) for norm in norms], "weights": [v.numpy() for v in model.variables]}
+    return {
+        "norms": [float(norm) for norm in norms],
+        "weights": [v.numpy() for v in model.variables],
+    }
 
 
 if __name__ == "__main__":

@@ -2,7 +2,12 @@
 
 from npu_device._src.membership.schemes import world_size_from_environment as get_ranksize
 from npu_device._src.tf1.hooks import IterationPerLoop, set_iteration_per_loop
-from npu_device._src.tf1.system import check_aoe_mode, keep_tensors_dtypes, npu_compile, set_graph_exec_config
+from npu_device._src.tf1.system import (
+    check_aoe_mode,
+    keep_tensors_dtypes,
+    npu_compile,
+    set_graph_exec_config,
+)
 
 __all__ = [
     "IterationPerLoop",

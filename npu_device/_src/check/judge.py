@@ -24,13 +24,17 @@ class Facts:
     machine: str  # name of its host in the system
     kernel: str  # identifies the running kernel: the same on all ranks of a machine, in whatever container
     address: str  # address at which the others reach it
-    interface: str | None  # name of the interface with this address; None if it is no address of this host
+    interface: (
+        str | None
+    )  # name of the interface with this address; None if it is no address of this host
     bits: float | None  # bits per second of the interface; None if unknown
     versions: dict[str, str]  # of Python and of what is installed, by name
     cores: list[int]  # numbers of the cores that the process may use
     share: int  # how many of them are for this rank
     free: int  # bytes of memory that the machine has free
-    clock: float | None  # seconds by which the clock of the host is ahead of that of rank 0; None if unknown
+    clock: (
+        float | None
+    )  # seconds by which the clock of the host is ahead of that of rank 0; None if unknown
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,18 @@ class CheckedJob:
     facts: Sequence[Facts]
     engine: str = ""  # how gradients will travel, and why
     ports: str = ""  # where the ranks serve whoever reaches them; "" if nowhere
-    sharing: Sequence[str] = ()  # for each rank why it can't share memory with the lowest one of its host; "" if it can
-    unreachable: Sequence[dict[int, str]] = ()  # for each rank those that it can't connect to: the address, and why
-    within: Sequence[float] = ()  # seconds of an all_reduce on the slowest host, by size; empty if it has one rank
-    between: dict[str, Sequence[float]] = field(default_factory=dict)  # the same among hosts, by engine
+    sharing: Sequence[
+        str
+    ] = ()  # for each rank why it can't share memory with the lowest one of its host; "" if it can
+    unreachable: Sequence[
+        dict[int, str]
+    ] = ()  # for each rank those that it can't connect to: the address, and why
+    within: Sequence[
+        float
+    ] = ()  # seconds of an all_reduce on the slowest host, by size; empty if it has one rank
+    between: dict[str, Sequence[float]] = field(
+        default_factory=dict
+    )  # the same among hosts, by engine
     in_use: str = ""  # the engine between hosts that the job uses
     is_right: bool = True  # False if a sum over all ranks was wrong
 
@@ -81,12 +93,23 @@ def _ranks_by(keys: Iterable[str]) -> dict[str, list[int]]:
 
 
 def problems(job: CheckedJob) -> list[str]:
-    return [*_blocked(job), *_loopback(job), *_versions(job, ("Keras", "tf-keras")), *_wrong_sum(job)]
+    return [
+        *_blocked(job),
+        *_loopback(job),
+        *_versions(job, ("Keras", "tf-keras")),
+        *_wrong_sum(job),
+    ]
 
 
 def warnings(job: CheckedJob) -> list[str]:
     differences = _versions(job, ("Python", "NumPy"))
-    return [*differences, *_not_shared(job), *_same_machine(job), *_conditions(job), *_slow_links(job)]
+    return [
+        *differences,
+        *_not_shared(job),
+        *_same_machine(job),
+        *_conditions(job),
+        *_slow_links(job),
+    ]
 
 
 def _wrong_sum(job: CheckedJob) -> Iterator[str]:
@@ -133,7 +156,9 @@ def _versions(job: CheckedJob, names: Sequence[str]) -> Iterator[str]:
     for name in names:
         by_version = _ranks_by(facts.versions.get(name, "none") for facts in job.facts)
         if len(by_version) > 1:
-            lines = "\n".join(f"  {version}: rank(s) {ranges(ranks)}" for version, ranks in by_version.items())
+            lines = "\n".join(
+                f"  {version}: rank(s) {ranges(ranks)}" for version, ranks in by_version.items()
+            )
             yield f"the ranks have different versions of {name}:\n{lines}\nWhat to do: install the same one everywhere."
 
 
@@ -200,7 +225,12 @@ def text(job: CheckedJob, problems: Sequence[str], warnings: Sequence[str]) -> s
     """Return the report: the verdict, tables of hosts and speeds, then problems and warnings."""
     ranks = counted(len(job.facts), "rank")
     hosts = counted(len(job.hosts), "host")
-    paragraphs = [f"{ranks} on {hosts}: {verdict(problems)}", _hosts(job), _settings(job), _speeds(job)]
+    paragraphs = [
+        f"{ranks} on {hosts}: {verdict(problems)}",
+        _hosts(job),
+        _settings(job),
+        _speeds(job),
+    ]
     paragraphs += [_numbered("problem", problems), _numbered("warning", warnings)]
     return "\n\n".join(filter(None, paragraphs))
 
@@ -217,7 +247,18 @@ def verdict(problems: Sequence[str]) -> str:
 
 
 def _hosts(job: CheckedJob) -> str:
-    rows = [["host", "machine", "ranks", "address", "interface", "cores per rank", "free memory", "clock"]]
+    rows = [
+        [
+            "host",
+            "machine",
+            "ranks",
+            "address",
+            "interface",
+            "cores per rank",
+            "free memory",
+            "clock",
+        ]
+    ]
     for host, ranks in job.hosts.items():
         facts = job.facts[ranks[0]]
         interface = facts.interface or "of another host"
@@ -226,7 +267,9 @@ def _hosts(job: CheckedJob) -> str:
         cores = str(facts.share)
         memory = f"{facts.free / 2**30:.1f} GiB"
         clock = _clock(facts, ranks)
-        rows.append([host, facts.machine, ranges(ranks), facts.address, interface, cores, memory, clock])
+        rows.append(
+            [host, facts.machine, ranges(ranks), facts.address, interface, cores, memory, clock]
+        )
     return _table(rows)
 
 
@@ -275,4 +318,6 @@ def _column(title: str, times: Sequence[float]) -> list[str]:
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
+    )

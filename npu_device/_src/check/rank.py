@@ -20,7 +20,11 @@ import tensorflow as tf
 from npu_device._src.check import judge
 from npu_device._src.check.judge import SIZES, CheckedJob, Facts
 from npu_device._src.cluster.rendezvous import installed_versions
-from npu_device._src.cluster.time_limits import CHECK_OTHERS_SECONDS, CONNECT_SECONDS, MEASURED_SECONDS
+from npu_device._src.cluster.time_limits import (
+    CHECK_OTHERS_SECONDS,
+    CONNECT_SECONDS,
+    MEASURED_SECONDS,
+)
 from npu_device._src.collectives.engine_text import explained, open_ports
 from npu_device._src.collectives.group import WORLD_GROUP, Group
 from npu_device._src.collectives.job import Job
@@ -43,7 +47,12 @@ def check() -> dict[str, Any]:
     if job is None or job.cluster.rank == 0:
         report = judge.text(checked, problems, judge.warnings(checked))
     leads = job is None or job.cluster.local_rank == 0
-    return {"works": not problems, "verdict": judge.verdict(problems), "report": report, "leads": leads}
+    return {
+        "works": not problems,
+        "verdict": judge.verdict(problems),
+        "report": report,
+        "leads": leads,
+    }
 
 
 def _gather(job: Job, name: str, content: Any) -> list[Any]:
@@ -81,7 +90,9 @@ def _measured(job: Job, checked: CheckedJob) -> CheckedJob:
     return replace(
         checked,
         within=_slowest(within for _, within, _ in by_rank),
-        between={engine: _slowest(between.get(engine) for *_, between in by_rank) for engine in engines},
+        between={
+            engine: _slowest(between.get(engine) for *_, between in by_rank) for engine in engines
+        },
         in_use=job.hosts.engine,
         is_right=all(is_right for is_right, *_ in by_rank),
     )
@@ -166,7 +177,11 @@ def _unreachable(job: Job, servers: tuple[str, ...]) -> dict[int, str]:
     targets.sort()
     with ThreadPoolExecutor(16) as pool:  # a firewall that drops packets makes each one wait
         outcomes = pool.map(lambda rank: _connect(servers[rank]), targets)
-        return {rank: f"{servers[rank]}: {outcome}" for rank, outcome in zip(targets, outcomes) if outcome}
+        return {
+            rank: f"{servers[rank]}: {outcome}"
+            for rank, outcome in zip(targets, outcomes)
+            if outcome
+        }
 
 
 def _connect(server: str) -> str:
@@ -214,6 +229,8 @@ def _median_seconds(job: Job, group: Group, size: int) -> float:
         return time.perf_counter() - began
 
     seconds()  # the first call makes connections
-    slowest = float(all_reduce(job, tf.constant(seconds(), tf.float64), "max", group))  # the same on all ranks
+    slowest = float(
+        all_reduce(job, tf.constant(seconds(), tf.float64), "max", group)
+    )  # the same on all ranks
     repeats = min(50, max(3, int(MEASURED_SECONDS / slowest)))
     return statistics.median(seconds() for _ in range(repeats))

@@ -44,9 +44,13 @@ class ControlChannel:
         myself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_fork(myself()))
 
-    def listen(self, on_push: Callable[[dict[str, Any]], None], on_lost: Callable[[str], None]) -> None:
+    def listen(
+        self, on_push: Callable[[dict[str, Any]], None], on_lost: Callable[[str], None]
+    ) -> None:
         """Start receiving; ``on_push`` gets each message that isn't an answer, ``on_lost`` once why the hub is gone."""
-        threading.Thread(target=self._read, args=(on_push, on_lost), name="npu_device-channel", daemon=True).start()
+        threading.Thread(
+            target=self._read, args=(on_push, on_lost), name="npu_device-channel", daemon=True
+        ).start()
 
     def set(self, key: str, text: str) -> None:
         """Write a new key, which every rank can read at once; KeyError if it exists: another rank may have read it."""
@@ -71,10 +75,14 @@ class ControlChannel:
         values = _by_rank(answer)
         return [values[rank] for rank in range(len(values))]
 
-    def gather_from(self, name: str, value: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
+    def gather_from(
+        self, name: str, value: Any, ranks: Iterable[int], timeout: float
+    ) -> dict[int, Any]:
         """Return the values that some ranks, this one among them, pass under a name in time, by rank."""
         asked = ranges(ranks)
-        return _by_rank(self._request("gather", timeout, name=name, value=value, ranks=asked, partial=True))
+        return _by_rank(
+            self._request("gather", timeout, name=name, value=value, ranks=asked, partial=True)
+        )
 
     def ask(self, topic: str, body: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
         """Ask some ranks; return the answers that arrived in time. Ranks that ask the same share the answers."""
@@ -105,7 +113,9 @@ class ControlChannel:
             if self._problem is None:
                 answer = reply.result(limit)
         except concurrent.futures.TimeoutError:
-            raise PeerError(self._problem or _stopped(f"has not answered for {limit:g} s ({do})")) from None
+            raise PeerError(
+                self._problem or _stopped(f"has not answered for {limit:g} s ({do})")
+            ) from None
         finally:
             self._waiting.pop(number, None)
         if answer is None:
@@ -126,7 +136,10 @@ class ControlChannel:
         frame = memoryview(frames.encode(message))
         until = time.monotonic() + seconds
         poll = select.poll()
-        with self._sending, contextlib.suppress(OSError, ValueError):  # the reading thread notices the loss
+        with (
+            self._sending,
+            contextlib.suppress(OSError, ValueError),
+        ):  # the reading thread notices the loss
             poll.register(self._socket, select.POLLOUT)
             while frame:
                 try:
@@ -137,7 +150,9 @@ class ControlChannel:
                         self._socket.shutdown(socket.SHUT_RDWR)  # half a message may have been sent
                         return
 
-    def _read(self, on_push: Callable[[dict[str, Any]], None], on_lost: Callable[[str], None]) -> None:
+    def _read(
+        self, on_push: Callable[[dict[str, Any]], None], on_lost: Callable[[str], None]
+    ) -> None:
         reason = "the connection to the hub of the job has ended"
         try:
             for message in self._reader.messages(self._socket):

@@ -91,7 +91,13 @@ def nonce() -> str:
     return secrets.token_hex()
 
 
-def proof(secret: bytes, side: str, client_nonce: str, hub_nonce: str, said: Mapping[str, Any] | None = None) -> str:
+def proof(
+    secret: bytes,
+    side: str,
+    client_nonce: str,
+    hub_nonce: str,
+    said: Mapping[str, Any] | None = None,
+) -> str:
     """Return the proof that only a holder of the secret can compute, and that covers what the client has said."""
     text = f"npu_device {side} {client_nonce} {hub_nonce}"
     if said:

@@ -16,7 +16,11 @@ from typing import Any, Callable
 
 from npu_device._src.cluster import frames
 from npu_device._src.cluster.server_handshake import ServerHandshake, UnprovedError
-from npu_device._src.cluster.time_limits import ACCEPT_PAUSE_SECONDS, ANSWER_SECONDS, CONNECT_SECONDS
+from npu_device._src.cluster.time_limits import (
+    ACCEPT_PAUSE_SECONDS,
+    ANSWER_SECONDS,
+    CONNECT_SECONDS,
+)
 
 ANOTHER_PROGRAM = "another program answers there: it doesn't talk npu_device's protocol"
 
@@ -49,7 +53,12 @@ class TimedConnection:
             self.connection.sendall(frames.encode(message))
 
     def receive(
-        self, seconds: float, *, silent: str, closed: str, meanwhile: Callable[[], None] | None = None
+        self,
+        seconds: float,
+        *,
+        silent: str,
+        closed: str,
+        meanwhile: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
         until = time.monotonic() + seconds
         while True:
@@ -62,7 +71,9 @@ class TimedConnection:
             remaining = until - time.monotonic()
             if remaining <= 0:
                 raise AttemptFailedError(silent)
-            self.connection.settimeout(min(1.0, remaining))  # so that ``meanwhile`` is called each second
+            self.connection.settimeout(
+                min(1.0, remaining)
+            )  # so that ``meanwhile`` is called each second
             try:
                 received = self.connection.recv(1 << 16)
             except socket.timeout:
@@ -142,10 +153,16 @@ def authenticate(timed: TimedConnection, secret: bytes, **said: Any) -> None:
     )
     expected = frames.proof(secret, "hub", own_nonce, hub_nonce, said)
     if not frames.is_proof(answer.get("proof"), expected):
-        raise AttemptFailedError("another program answers there: it can't prove that it knows the job secret")
+        raise AttemptFailedError(
+            "another program answers there: it can't prove that it knows the job secret"
+        )
 
 
-def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConnection, dict[str, Any]], None]) -> None:
+def serve(
+    listener: socket.socket,
+    secret: bytes,
+    admitted: Callable[[TimedConnection, dict[str, Any]], None],
+) -> None:
     """Accept connections until the listener is shut down. Of too many without a proof, the oldest is closed."""
     unproved: dict[socket.socket, None] = {}  # the oldest first
 
@@ -170,7 +187,9 @@ def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConne
         except OSError as error:
             if error.errno in (errno.EINVAL, errno.EBADF):  # it has been shut down
                 return
-            time.sleep(ACCEPT_PAUSE_SECONDS)  # the client has gone, or no file descriptor is free; both are temporary
+            time.sleep(
+                ACCEPT_PAUSE_SECONDS
+            )  # the client has gone, or no file descriptor is free; both are temporary
             continue
         unproved[connection] = None
         if len(unproved) > _MOST_UNPROVED:
@@ -179,7 +198,9 @@ def serve(listener: socket.socket, secret: bytes, admitted: Callable[[TimedConne
             with contextlib.suppress(OSError):  # wakes its thread, which closes it
                 oldest.shutdown(socket.SHUT_RDWR)
         try:
-            threading.Thread(target=let_in, args=(connection,), name="npu_device-admit", daemon=True).start()
+            threading.Thread(
+                target=let_in, args=(connection,), name="npu_device-admit", daemon=True
+            ).start()
         except RuntimeError:  # no thread is free, which is temporary
             unproved.pop(connection, None)
             connection.close()
@@ -195,7 +216,9 @@ def _admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, d
         try:
             reply = handshake.answer(message)
         except frames.FrameError:
-            raise AttemptFailedError("another program, which doesn't talk npu_device's protocol") from None
+            raise AttemptFailedError(
+                "another program, which doesn't talk npu_device's protocol"
+            ) from None
         except UnprovedError as error:
             raise AttemptFailedError(str(error)) from None
         timed.send(reply)

@@ -22,11 +22,18 @@ from npu_device._src import environment
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.errors import ClusterError, PeerError
-from npu_device._src.cluster.time_limits import ALIVE_SECONDS, CHECK_SECONDS, FINISHED_NOTICE_SECONDS, NEWS_SECONDS
+from npu_device._src.cluster.time_limits import (
+    ALIVE_SECONDS,
+    CHECK_SECONDS,
+    FINISHED_NOTICE_SECONDS,
+    NEWS_SECONDS,
+)
 from npu_device._src.cluster.tracebacks import root_error, without_libraries
 from npu_device._src.wording import counted, ranges, ranks_of
 
-GroupId = tuple[str, tuple[int, ...]]  # name and members: disjoint sets of ranks may use the same name
+GroupId = tuple[
+    str, tuple[int, ...]
+]  # name and members: disjoint sets of ranks may use the same name
 
 
 class Health:
@@ -38,7 +45,9 @@ class Health:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._failure: str | None = None
-        self._departed: dict[int, dict[str, int]] = {}  # ranks whose script has ended: calls they issued in each group
+        self._departed: dict[
+            int, dict[str, int]
+        ] = {}  # ranks whose script has ended: calls they issued in each group
         self._stoppers: list[Callable[[str], None]] = []
         self._answers: dict[str, Callable[[Any], Any]] = {}  # by the topic of a question
         self.on_question("alive", lambda _: True)
@@ -48,7 +57,9 @@ class Health:
         self._gave_up: str | None = None  # why this rank stopped on its own
         # Returns how many collectives this rank has begun in each group.
         self.count_calls: Callable[[], dict[GroupId, int]] = dict
-        self.symptoms: list[Callable[[BaseException], bool]] = []  # tell errors that failures of others cause
+        self.symptoms: list[
+            Callable[[BaseException], bool]
+        ] = []  # tell errors that failures of others cause
         self._previous_hook = sys.excepthook
 
     def start(self) -> None:
@@ -207,7 +218,9 @@ class Health:
             "whole traceback."
         )
 
-    def _on_uncaught(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _on_uncaught(
+        self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         if os.getpid() != self._pid:  # a forked child isn't a rank
             self._previous_hook(error_type, error, trace)
             return
@@ -224,7 +237,11 @@ class Health:
 
     def _is_secondary(self, error: BaseException) -> bool:
         """Return True if the failure of another rank, or of the hub, has caused an error."""
-        if self._failure is not None or isinstance(error, PeerError) or isinstance(error.__cause__, PeerError):
+        if (
+            self._failure is not None
+            or isinstance(error, PeerError)
+            or isinstance(error.__cause__, PeerError)
+        ):
             return True
         return any(is_symptom(error) for is_symptom in self.symptoms)
 
@@ -246,8 +263,12 @@ class Health:
             "time": time.time(),
             "rank": self._cluster.rank,
             "host": socket.gethostname(),
-            "error": root_error("".join(traceback.format_exception_only(type(error), error)).strip()),
-            "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+            "error": root_error(
+                "".join(traceback.format_exception_only(type(error), error)).strip()
+            ),
+            "traceback": "".join(
+                traceback.format_exception(type(error), error, error.__traceback__)
+            ),
             "secondary": secondary,
         }
 
@@ -288,11 +309,14 @@ class Health:
         notice = f"npu_device: rank {self._cluster.rank} has finished and is waiting for"
         try:
             while not self._others_have_ended.wait(FINISHED_NOTICE_SECONDS):
-                waiting = set(range(self._cluster.world_size)).difference(self._departed, [self._cluster.rank])
+                waiting = set(range(self._cluster.world_size)).difference(
+                    self._departed, [self._cluster.rank]
+                )
                 if notice:
                     names = ", ".join(map(str, sorted(waiting)))
                     print(
-                        f"{notice} rank(s) {names}: they need a service that ends with this process.", file=sys.stderr
+                        f"{notice} rank(s) {names}: they need a service that ends with this process.",
+                        file=sys.stderr,
                     )
                     notice = ""
                 if self._channel.ask("alive", None, waiting, ALIVE_SECONDS):

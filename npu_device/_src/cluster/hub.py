@@ -29,7 +29,9 @@ from npu_device._src.cluster.services import Services
 from npu_device._src.cluster.timers import Timers
 
 _FEWEST_UNPROVED = 256  # limit on simultaneous unproved connections, if larger than two per rank
-_LONGEST_OUTBOX = 1 << 28  # bytes; a rank that reads nothing while this much is waiting for it is dropped
+_LONGEST_OUTBOX = (
+    1 << 28
+)  # bytes; a rank that reads nothing while this much is waiting for it is dropped
 _SILENT = "sent nothing that a rank would send"
 
 
@@ -52,7 +54,9 @@ class Hub:
 
     def _begin(self) -> None:
         clients = self._clients.values()
-        self._rendezvous = HubRendezvous(self._settings, clients, self._send_message, self._send_last)
+        self._rendezvous = HubRendezvous(
+            self._settings, clients, self._send_message, self._send_last
+        )
         self._services: Services | None = None
         self._timers_of_job = Timers()  # those of an earlier job go with it
         self._by_rank: list[Client | None] = []
@@ -106,9 +110,13 @@ class Hub:
     def _accept(self) -> None:
         try:
             accepted, peer = self._listener.accept()
-        except OSError as error:  # the client has gone, or no file descriptor is free; both are temporary
+        except (
+            OSError
+        ) as error:  # the client has gone, or no file descriptor is free; both are temporary
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                time.sleep(limits.ACCEPT_PAUSE_SECONDS)  # the listener stays ready, and the hub would spin
+                time.sleep(
+                    limits.ACCEPT_PAUSE_SECONDS
+                )  # the listener stays ready, and the hub would spin
             return
         accepted.setblocking(False)
         frames.keep_alive(accepted)
@@ -261,10 +269,16 @@ class Hub:
         ranks = self._rendezvous.ranks
         hosts = self._rendezvous.hosts()
         processes = [client.arrival.hello.pid for client in ranks]
-        self._services = Services(hosts, processes, self._send_to_rank, self._timers_of_job.later, self._say)
+        self._services = Services(
+            hosts, processes, self._send_to_rank, self._timers_of_job.later, self._say
+        )
         self._by_rank = list(ranks)
         on_loopback = ports.is_loopback(self._listener.getsockname()[0])
-        roster = {"hosts": hosts, "addresses": self._rendezvous.addresses(), "loopback": on_loopback}
+        roster = {
+            "hosts": hosts,
+            "addresses": self._rendezvous.addresses(),
+            "loopback": on_loopback,
+        }
         shared = frames.encode({"roster": roster})
         for client in ranks:
             client.reader.limit = frames.LIMIT_FROM_RANK
@@ -294,7 +308,10 @@ def main() -> None:
     try:
         listener = ports.listen(settings["listen"], settings["ports"])
     except RendezvousError as error:
-        print(json.dumps({"error": str(error), "taken": isinstance(error, PortTakenError)}), flush=True)
+        print(
+            json.dumps({"error": str(error), "taken": isinstance(error, PortTakenError)}),
+            flush=True,
+        )
         return
     listener.setblocking(False)
     host, port = listener.getsockname()[:2]

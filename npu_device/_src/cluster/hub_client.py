@@ -18,7 +18,9 @@ class State(enum.Enum):
     PROVED = enum.auto()  # it hasn't sent its hello
     ARRIVED = enum.auto()  # it waits for the other ranks
     RANK = enum.auto()  # it has met them
-    CHILD = enum.auto()  # a rank has started this process: it waits to be told of which rank it is a child
+    CHILD = (
+        enum.auto()
+    )  # a rank has started this process: it waits to be told of which rank it is a child
 
 
 class Client:

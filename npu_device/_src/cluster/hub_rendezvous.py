@@ -45,7 +45,11 @@ class HubRendezvous:
         return [client for client in self._clients if client.has_arrived and not client.is_ending]
 
     def children(self) -> list[Client]:
-        return [client for client in self._clients if client.state is State.CHILD and not client.is_ending]
+        return [
+            client
+            for client in self._clients
+            if client.state is State.CHILD and not client.is_ending
+        ]
 
     def hosts(self) -> list[str]:
         """Return the name of the host of each rank."""
@@ -81,7 +85,9 @@ class HubRendezvous:
                 client.parent = rival
                 self._tell_child(client)
                 return
-        children = [rival for rival in rivals if rival.arrival.hello.is_child_of(hello)]  # they came before it
+        children = [
+            rival for rival in rivals if rival.arrival.hello.is_child_of(hello)
+        ]  # they came before it
         if self.ranks and children:
             self._send_last(client, {"refused": hello.too_late})
         elif self.ranks:
@@ -93,9 +99,15 @@ class HubRendezvous:
 
     def _rivals(self, arrival: Arrival) -> list[Client]:
         """Return the clients that have come as the same rank."""
-        if not self._roster.has(arrival):  # as a rule: don't go through all clients for each of them
+        if not self._roster.has(
+            arrival
+        ):  # as a rule: don't go through all clients for each of them
             return []
-        return [client for client in self._clients if client.has_arrived and client.arrival.key == arrival.key]
+        return [
+            client
+            for client in self._clients
+            if client.has_arrived and client.arrival.key == arrival.key
+        ]
 
     def _admit(self, client: Client, arrival: Arrival, children: list[Client]) -> None:
         """Let a client wait for the other ranks, in place of children of it that have come before."""
@@ -116,7 +128,9 @@ class HubRendezvous:
         if reference is self._roster.reference:
             self._send_wait(client)
             return
-        for waiting in self.arrivals():  # the new reference may wait for longer or shorter than the old one
+        for (
+            waiting
+        ) in self.arrivals():  # the new reference may wait for longer or shorter than the old one
             self._send_wait(waiting)
 
     def _send_wait(self, client: Client) -> None:
@@ -135,7 +149,9 @@ class HubRendezvous:
         neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[parent.rank]]
         hello = parent.arrival.hello
         position = {"rank": parent.rank, "world_size": len(hosts), "neighbours": ranges(neighbours)}
-        self._send_last(client, {"child_of": {"pid": hello.pid, **position, "device_id": hello.device_id}})
+        self._send_last(
+            client, {"child_of": {"pid": hello.pid, **position, "device_id": hello.device_id}}
+        )
 
     # When the waiting ends
 

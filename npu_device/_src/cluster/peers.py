@@ -42,7 +42,9 @@ class Peers:
         self._owning = threading.Lock()
         self._arrival = threading.Condition()
         self._arrived: defaultdict[tuple[int, int], deque[socket.socket]] = defaultdict(deque)
-        self._owned: frozenset[socket.socket] = frozenset()  # replaced, so that others may go through it
+        self._owned: frozenset[socket.socket] = (
+            frozenset()
+        )  # replaced, so that others may go through it
         myself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_fork(myself()))
 
@@ -61,7 +63,9 @@ class Peers:
                 return
             allow_many_descriptors()
             try:
-                listener = listen_on_free(environment.NPU_DEVICE_PORT_RANGE.get(), self._cluster.addresses)
+                listener = listen_on_free(
+                    environment.NPU_DEVICE_PORT_RANGE.get(), self._cluster.addresses
+                )
             except OSError as error:
                 raise ClusterError(
                     f"{self._cluster.name} finds no free port for messages of other ranks: {error.strerror}.\n"
@@ -72,7 +76,9 @@ class Peers:
             self._store = store
             store.set(f"peers/{self._cluster.rank}", f"{port} {token}")
             serving = listener, self._secret + token.encode(), self._admitted
-            threading.Thread(target=serve, args=serving, name="npu_device-peers", daemon=True).start()
+            threading.Thread(
+                target=serve, args=serving, name="npu_device-peers", daemon=True
+            ).start()
             self._listener = listener
 
     def _port_and_token(self, rank: int) -> tuple[int, str]:
@@ -120,7 +126,11 @@ class Peers:
     def deliver(self) -> None:
         """Wait until the hosts of the others have what this rank has sent: its own host may go away with it."""
         until = time.monotonic() + limits.DELIVER_SECONDS
-        while any(map(_undelivered, self._owned)) and not self._health.has_failed and time.monotonic() < until:
+        while (
+            any(map(_undelivered, self._owned))
+            and not self._health.has_failed
+            and time.monotonic() < until
+        ):
             time.sleep(limits.DELIVER_TICK_SECONDS)
 
     def close(self) -> None:
@@ -145,7 +155,9 @@ class Peers:
     def _owned_by_caller(self, connection: socket.socket) -> socket.socket:
         """Return a connection that doesn't block, and waits for a rank that is stopped; close it with the others."""
         connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)  # the hub detects a lost host
+        connection.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0
+        )  # the hub detects a lost host
         with self._owning:
             still_open = [owned for owned in self._owned if owned.fileno() >= 0]
             self._owned = frozenset([connection, *still_open])

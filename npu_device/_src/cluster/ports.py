@@ -36,7 +36,9 @@ def addresses_of_this_host() -> list[str]:
     """Return addresses at which other hosts may reach this one, the best guess first; no loopback address."""
     addresses = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel chooses the interface of the default route
+        probe.connect(
+            ("192.0.2.1", 9)
+        )  # sends nothing; the kernel chooses the interface of the default route
         addresses.append(str(probe.getsockname()[0]))
     with contextlib.suppress(OSError):
         infos = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
@@ -119,10 +121,14 @@ def _bound_at(host: str, port: int, listens: bool = True) -> socket.socket:
     try:
         if host == "::":
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # IPv4 too
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier connection may be in TIME_WAIT
+        bound.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # an earlier connection may be in TIME_WAIT
         bound.bind((host, port))
         if listens:
-            bound.listen(_BACKLOG)  # with SO_REUSEADDR two processes can bind the same port; only one can listen
+            bound.listen(
+                _BACKLOG
+            )  # with SO_REUSEADDR two processes can bind the same port; only one can listen
     except OSError:
         bound.close()
         raise

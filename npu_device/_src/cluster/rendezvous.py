@@ -20,7 +20,13 @@ from npu_device._src.cluster import frames, time_limits as limits
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster, Membership
 from npu_device._src.cluster.errors import ChildOfRankError, PortTakenError, RendezvousError
-from npu_device._src.cluster.handshake import ANOTHER_PROGRAM, NO_SECRET, AttemptFailedError, TimedConnection, reach
+from npu_device._src.cluster.handshake import (
+    ANOTHER_PROGRAM,
+    NO_SECRET,
+    AttemptFailedError,
+    TimedConnection,
+    reach,
+)
 from npu_device._src.cluster.hub_process import HubProcess
 from npu_device._src.cluster.ports import is_loopback, join_address
 from npu_device._src.cluster.roster import Hello, ancestors, start_time
@@ -56,7 +62,12 @@ def meet(membership: Membership) -> tuple[Cluster, ControlChannel]:
     hosts = tuple(roster["hosts"])
     addresses = tuple(roster["addresses"])
     cluster = Cluster(rank, membership.device_id, hosts, addresses, membership.job_id, trusted)
-    _log.info("rank %d of %d has met the others on %s", cluster.rank, cluster.world_size, ", ".join(set(cluster.hosts)))
+    _log.info(
+        "rank %d of %d has met the others on %s",
+        cluster.rank,
+        cluster.world_size,
+        ", ".join(set(cluster.hosts)),
+    )
     return cluster, channel
 
 
@@ -108,7 +119,9 @@ def _start_hub(membership: Membership, search: _Search) -> _Met:
             met = search.look_once(membership.chief_hosts)
             if met is not None:
                 return met
-            if search.remaining() <= 0 or (not search.is_busy and time.monotonic() > began + limits.OLD_HUB_SECONDS):
+            if search.remaining() <= 0 or (
+                not search.is_busy and time.monotonic() > began + limits.OLD_HUB_SECONDS
+            ):
                 raise
             time.sleep(limits.OLD_HUB_PAUSE_SECONDS)
             continue
@@ -190,8 +203,12 @@ class _Search:
         try:
             timed.send({"hello": asdict(self._hello)})
             return self._await_roster(timed)
-        except BaseException as error:  # above all Ctrl-C: the others need not wait until the time is up
-            if self._hello.is_chief and not isinstance(error, (AttemptFailedError, RendezvousError, ChildOfRankError)):
+        except (
+            BaseException
+        ) as error:  # above all Ctrl-C: the others need not wait until the time is up
+            if self._hello.is_chief and not isinstance(
+                error, (AttemptFailedError, RendezvousError, ChildOfRankError)
+            ):
                 text = f"the chief ({self._hello.process}) stopped while the ranks were meeting: {error!r}."
                 timed.send({"stopping": f"{text}\nLook at its output."})
             timed.connection.close()
@@ -209,7 +226,9 @@ class _Search:
                 self._progress("has reached the chief, which waits for other ranks")
 
         while True:
-            answer = timed.receive(seconds, silent=f"{silence}: the hub is stopped", closed=closure, meanwhile=report)
+            answer = timed.receive(
+                seconds, silent=f"{silence}: the hub is stopped", closed=closure, meanwhile=report
+            )
             said: Any
             verdict, said = next(iter(answer.items()), ("", None))  # the first key tells what it is
             if verdict == "wait":
@@ -220,7 +239,12 @@ class _Search:
                     _log.warning(_CANDIDATE, os.getpid(), self._hello.candidate, _number(said, 1e9))
             elif verdict == "waits_for":
                 waited = time.monotonic() - self._began
-                _log.warning("after %.0f s: the chief waits for %s of job %r", waited, said, self._hello.job_id)
+                _log.warning(
+                    "after %.0f s: the chief waits for %s of job %r",
+                    waited,
+                    said,
+                    self._hello.job_id,
+                )
             elif verdict == "refused":
                 raise RendezvousError(str(said))
             elif verdict == "busy":

@@ -41,7 +41,9 @@ class Hello:
     machine: str  # host name of the system that it runs on
     pid: int
     started: str = ""  # when that process started, for its children
-    ancestors: tuple[tuple[int, str], ...] = ()  # number and start time of the processes that have started it
+    ancestors: tuple[
+        tuple[int, str], ...
+    ] = ()  # number and start time of the processes that have started it
     candidate: int | None = None  # one of them, which may come as the rank itself
 
     @classmethod
@@ -66,7 +68,9 @@ class Hello:
         if not all(map(_is_process, ancestors)) or not isinstance(candidate, (int, type(None))):
             raise ValueError("unexpected ancestors")
         checked = {name: fields[name] for name in _TYPES_OF_HELLO}
-        return cls(**checked, started=started, ancestors=tuple(map(tuple, ancestors)), candidate=candidate)
+        return cls(
+            **checked, started=started, ancestors=tuple(map(tuple, ancestors)), candidate=candidate
+        )
 
     @property
     def name(self) -> str:
@@ -142,7 +146,9 @@ def parent_and_start(pid: int) -> tuple[int, str]:
     """Return the parent and the start time of a process; 0 and "" if unknown."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()  # behind the name of the program (man proc_pid_stat)
+            fields = (
+                file.read().rpartition(")")[2].split()
+            )  # behind the name of the program (man proc_pid_stat)
         return int(fields[1]), fields[19]
     except (OSError, IndexError, ValueError):
         return 0, ""
@@ -296,15 +302,23 @@ class Roster:
                 f"{self.reference.seconds:g} s (HCCL_CONNECT_TIMEOUT):"
             )
         else:
-            problems = [problem for problem in problems if problem != "missing"]  # the others would be wrong anyway
-            headline = f"the ranks that came to job {self._job_id!r} don't match ({', '.join(problems)}):"
+            problems = [
+                problem for problem in problems if problem != "missing"
+            ]  # the others would be wrong anyway
+            headline = (
+                f"the ranks that came to job {self._job_id!r} don't match ({', '.join(problems)}):"
+            )
         lines = [f"  {line}" for line in self._lines()]
         remedies = [_REMEDIES[problem] for problem in problems]
         return "\n".join([headline, *lines, *remedies])
 
     def _problems(self) -> list[str]:
         """Return the problems of all ranks, the most important one first."""
-        problems = {problem for arrival in self._all_arrivals() for problem, _ in self._differences(arrival.hello)}
+        problems = {
+            problem
+            for arrival in self._all_arrivals()
+            for problem, _ in self._differences(arrival.hello)
+        }
         if self._has_doubles:
             problems.add("doubled rank")
         if self._absent():
@@ -333,7 +347,9 @@ class Roster:
         if number_missing > _MISSING_SHOWN:
             lines.append(f"{number_missing - _MISSING_SHOWN} more ranks: missing")
         if self._numbers_ranks and self._absent():
-            lines.append(f"{self._absent()} of {self._size}: missing (the chief would have numbered them)")
+            lines.append(
+                f"{self._absent()} of {self._size}: missing (the chief would have numbered them)"
+            )
         lines += self._strangers
         for address, behaviour in list(self._unknown_clients.items())[-_UNKNOWN_SHOWN:]:
             lines.append(f"an unknown client at {address} {behaviour}; not counted")
@@ -342,7 +358,9 @@ class Roster:
     def _lines_of_arrivals(self, rivals: list[Arrival]) -> list[str]:
         lines = []
         for arrival in rivals:
-            states = [f"{problem}, {detail}" for problem, detail in self._differences(arrival.hello)]
+            states = [
+                f"{problem}, {detail}" for problem, detail in self._differences(arrival.hello)
+            ]
             if len(rivals) > 1:
                 states.insert(0, "doubled")
             lines.append(f"{arrival.name}: {'; '.join(states) or 'came'} ({arrival.hello.process})")
@@ -361,7 +379,9 @@ class Roster:
         if hello.scheme != chief.scheme:
             differences.append(("another scheme", f"{hello.scheme} (the chief: {chief.scheme})"))
         if hello.world_size != chief.world_size:
-            differences.append(("another world size", f"{hello.world_size} (the chief: {chief.world_size})"))
+            differences.append(
+                ("another world size", f"{hello.world_size} (the chief: {chief.world_size})")
+            )
         for detail in _different(hello.versions, chief.versions):
             differences.append(("another version", detail))
         for detail in _different(hello.settings, chief.settings):

@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Callable
 
 from npu_device._src.cluster import frames
-from npu_device._src.cluster.time_limits import ANSWERS_KEPT_SECONDS, LEFT_TOGETHER_SECONDS, LONGEST_REQUEST_SECONDS
+from npu_device._src.cluster.time_limits import (
+    ANSWERS_KEPT_SECONDS,
+    LEFT_TOGETHER_SECONDS,
+    LONGEST_REQUEST_SECONDS,
+)
 from npu_device._src.wording import ranges, ranks_of
 
 _POSTS_KEPT = 200  # names; the oldest go
@@ -61,7 +65,9 @@ class Services:
     _questions: dict[str, _Question] = field(default_factory=dict)
     _open_questions: dict[int, _Question] = field(default_factory=dict)
     _questions_asked: int = 0
-    _departures: dict[int, str] = field(default_factory=dict)  # ranks whose script ended: calls issued, as JSON
+    _departures: dict[int, str] = field(
+        default_factory=dict
+    )  # ranks whose script ended: calls issued, as JSON
     _absent: set[int] = field(default_factory=set)
     _unreported_departures: list[int] = field(default_factory=list)
     _unreported_losses: list[int] = field(default_factory=list)
@@ -72,7 +78,14 @@ class Services:
         """Handle a message of a rank; FrameError if it isn't one of those that ranks send."""
         try:
             _HANDLERS[message["do"]](self, rank, message)
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             raise frames.FrameError(f"{error!r} in {str(message.get('do'))[:100]!r}") from error
 
     def closed(self, rank: int) -> None:
@@ -132,7 +145,9 @@ class Services:
                 del readers[rank, request]
                 if not readers:
                     del self._readers[key]
-                self._refuse(rank, request, "late", f"no rank has provided {key!r} within {seconds:g} s")
+                self._refuse(
+                    rank, request, "late", f"no rank has provided {key!r} within {seconds:g} s"
+                )
 
         self._cancels[rank, request] = self._later(seconds, give_up)
         self._readers.setdefault(key, {})[rank, request] = None
@@ -151,7 +166,9 @@ class Services:
         self._post_bytes += len(text) - len(posted.get(rank, ""))
         posted[rank] = text
         answer = b"[]"
-        if len(posted) == len(self.hosts):  # only then the values are of use, and many ranks post at once
+        if len(posted) == len(
+            self.hosts
+        ):  # only then the values are of use, and many ranks post at once
             answer = frames.joined(posted)
         self._answer_text(rank, request, answer)
         while len(self._posts) > _POSTS_KEPT or self._post_bytes > _POST_BYTES_KEPT:
@@ -168,7 +185,9 @@ class Services:
             gather = _Gather(self._ranks(message["ranks"]), bool(message["partial"]))
         if rank not in gather.ranks or rank in gather.waiting:
             raise ValueError("not, or twice, in the gather")
-        self._cancels[rank, request] = self._later(seconds, lambda: self._give_up(name, gather, rank, request, seconds))
+        self._cancels[rank, request] = self._later(
+            seconds, lambda: self._give_up(name, gather, rank, request, seconds)
+        )
         self._gathers[name] = gather
         gather.texts[rank] = text
         gather.waiting[rank] = request
@@ -233,7 +252,9 @@ class Services:
         if question is None:
             asked = self._ranks(message["ranks"]) - self._absent
             number = self._questions_asked + 1
-            frame = frames.encode({"push": "question", "question": number, "kind": topic, "body": body})
+            frame = frames.encode(
+                {"push": "question", "question": number, "kind": topic, "body": body}
+            )
             self._questions_asked = number
             question = _Question(key, number, asked, waiting=[(rank, request)])
             self._put(question, frame, seconds)

@@ -15,16 +15,26 @@ import sysconfig
 import textwrap
 
 HEADER = re.compile(r"^[\s+|]*(Exception Group )?Traceback \(most recent call last\):")
-CHAIN = re.compile(r"^(During handling of the above exception|The above exception was the direct cause)")
+CHAIN = re.compile(
+    r"^(During handling of the above exception|The above exception was the direct cause)"
+)
 FRAME = re.compile(r'^(?P<indent>[ |]*)File "(?P<file>[^"]+)", line (?P<line>\d+)')
-_IN_A_GRAPH = re.compile(r"(?P<kind>[\w.]+): (Graph execution error:|\{\{function_node [^}]*\}\} )(?P<text>.*)")
+_IN_A_GRAPH = re.compile(
+    r"(?P<kind>[\w.]+): (Graph execution error:|\{\{function_node [^}]*\}\} )(?P<text>.*)"
+)
 _IN_A_TRACED_FUNCTION = re.compile(r"[\w.]+: in user code:")
 _PLACE = re.compile(r"Detected at node |Node: |<stack traces|\d+ root error\(s\) found|\s|$")
 _NUMBERED = re.compile(r"\s+\(\d+\) [A-Z_ ]+:\s+")  # one of several root errors
-_IN_A_DATA_SET = re.compile(r"Error in user-defined function passed to \S+ \w+ with iterator: \S+: (/dev/null/)?")
-_END = re.compile(r"Traceback \(most recent call last\):|\s*\[\[\{\{node |; Not a directory")  # see ``sessions``
+_IN_A_DATA_SET = re.compile(
+    r"Error in user-defined function passed to \S+ \w+ with iterator: \S+: (/dev/null/)?"
+)
+_END = re.compile(
+    r"Traceback \(most recent call last\):|\s*\[\[\{\{node |; Not a directory"
+)  # see ``sessions``
 _TYPE = re.compile(r"[\w.]*[A-Z]\w+: ")
-_INTERNAL = re.compile(r"^npu_device\._src\.[\w.]+\.(?=\w)")  # the module of an error of this package
+_INTERNAL = re.compile(
+    r"^npu_device\._src\.[\w.]+\.(?=\w)"
+)  # the module of an error of this package
 _IN_A_LAYER = re.compile(r"(?P<kind>[\w.]+): Exception encountered when calling (?P<layer>.+)\.$")
 _PLACE_IN_CODE = re.compile(r'File "|\s|$')  # a frame, its source line, an empty line
 _BOLD = re.compile(r"\x1b\[\d*m")  # Keras 3
@@ -38,8 +48,14 @@ _LIBRARIES = tuple(os.path.join(path, "") for path in (sysconfig.get_path("stdli
 @functools.lru_cache(maxsize=4096)
 def is_user_file(file: str) -> bool:
     """Return True if the file of a frame is neither generated code nor part of a library, that of Python included."""
-    generated = file.startswith("<") or os.path.basename(file).startswith("__autograph_generated_file")
-    return not generated and not re.search("/(site|dist)-packages/", file) and not file.startswith(_LIBRARIES)
+    generated = file.startswith("<") or os.path.basename(file).startswith(
+        "__autograph_generated_file"
+    )
+    return (
+        not generated
+        and not re.search("/(site|dist)-packages/", file)
+        and not file.startswith(_LIBRARIES)
+    )
 
 
 def without_libraries(text: str) -> tuple[str, int]:
@@ -53,7 +69,9 @@ def without_libraries(text: str) -> tuple[str, int]:
         if frame and not is_user_file(frame["file"]):
             left_out += 1
             indent = len(frame["indent"])
-        elif indent is None or (code and len(line) - len(code) <= indent and not code.startswith(_REPEATED)):
+        elif indent is None or (
+            code and len(line) - len(code) <= indent and not code.startswith(_REPEATED)
+        ):
             indent = None
             user_lines.append(line)
     if not any(map(FRAME.match, user_lines)):
@@ -109,11 +127,16 @@ def _inside(error: str) -> str:
         return inner
     if _IN_A_TRACED_FUNCTION.match(headline):
         lines = textwrap.dedent("\n".join(lines)).splitlines()
-        begin = next((number for number, line in enumerate(lines) if not _PLACE_IN_CODE.match(line)), len(lines))
+        begin = next(
+            (number for number, line in enumerate(lines) if not _PLACE_IN_CODE.match(line)),
+            len(lines),
+        )
         return "\n".join(lines[begin:]).rstrip()
     if failed := _IN_A_LAYER.match(headline):
         end = f"rguments received by {failed['layer']}:"
-        until = next((number for number, line in enumerate(lines) if line.endswith(end)), len(lines))
+        until = next(
+            (number for number, line in enumerate(lines) if line.endswith(end)), len(lines)
+        )
         inner = _BOLD.sub("", "\n".join(lines[:until])).strip()
         return inner and f"{failed['kind']}: {inner}"
     return ""

@@ -30,14 +30,18 @@ class AgreedEngine:
         terms: what the first transfer has to compare; None once it has, or if the ranks have agreed before.
     """
 
-    def __init__(self, job: Job, group: Group, terms: Terms | None = None, route: Route | None = None) -> None:
+    def __init__(
+        self, job: Job, group: Group, terms: Terms | None = None, route: Route | None = None
+    ) -> None:
         self.job = job
         self.group = group
         self.terms = terms
         self._later_terms = terms and terms.of_later_transfers()
         self._route = route or WithData()
 
-    def all_reduce(self, segments: Sequence[Tensors], reduction: str, wire: Wire = None) -> list[list[tf.Tensor]]:
+    def all_reduce(
+        self, segments: Sequence[Tensors], reduction: str, wire: Wire = None
+    ) -> list[list[tf.Tensor]]:
         """Reduce segments, each of one dtype, as soon as its own tensors are ready. Return the results in the same
         lists, as ``ops.all_reduce`` gives them, and differentiable like those. float32 and float64 may be sent in the
         dtype ``wire``.
@@ -55,7 +59,9 @@ class AgreedEngine:
             lists = [segments[position] for position in positions]
             engine = self._engine(lists[0][0].dtype)
             sent_dtype = wire if is_compressed else None
-            reduced = engine.all_reduce(self._take_terms(), lists, reduction, self.group, sent_dtype)
+            reduced = engine.all_reduce(
+                self._take_terms(), lists, reduction, self.group, sent_dtype
+            )
             for position, tensors in zip(positions, reduced):
                 # Each segment separately: its results can be used while others are still in progress.
                 if is_floating:
@@ -64,18 +70,26 @@ class AgreedEngine:
                     results[position] = tensors
         return results
 
-    def _kinds(self, segments: Sequence[Tensors], wire: Wire) -> dict[tuple[bool, bool, bool], list[int]]:
+    def _kinds(
+        self, segments: Sequence[Tensors], wire: Wire
+    ) -> dict[tuple[bool, bool, bool], list[int]]:
         """Return the positions of segments that can travel in one call of an engine."""
         kinds: dict[tuple[bool, bool, bool], list[int]] = {}
         for position, segment in enumerate(segments):
             dtype = segment[0].dtype
-            kind = dtype.is_floating, wire_dtype(dtype, wire) == wire, self.job.hosts.uses_nccl(dtype)
+            kind = (
+                dtype.is_floating,
+                wire_dtype(dtype, wire) == wire,
+                self.job.hosts.uses_nccl(dtype),
+            )
             kinds.setdefault(kind, []).append(position)
         return kinds
 
     def reduce(self, tensor: tf.Tensor, reduction: str, root: int) -> tf.Tensor:
         """Reduce a tensor to one rank; the other ranks get any values of the result's shape and dtype."""
-        [reduced] = self._engine(tensor.dtype).reduce(self._take_terms(), [tensor], reduction, root, self.group)
+        [reduced] = self._engine(tensor.dtype).reduce(
+            self._take_terms(), [tensor], reduction, root, self.group
+        )
         return reduced
 
     def broadcast(self, tensors: Tensors, root: int) -> list[tf.Tensor]:
@@ -85,7 +99,9 @@ class AgreedEngine:
 
     def gather(self, row: tf.Tensor) -> tf.Tensor:
         """Return all ranks' rows on every rank: [1, n] in, [group.size, n] out; n is the same on all ranks."""
-        gathered = self._engine_of_rows(row.dtype).all_gather(self._take_terms(), row[0], self.group)
+        gathered = self._engine_of_rows(row.dtype).all_gather(
+            self._take_terms(), row[0], self.group
+        )
         later = self._for_gradients()
 
         def backward(upstream: tf.Tensor) -> tf.Tensor:
@@ -179,22 +195,39 @@ class BySize:
 class _EngineBySize:
     """The engine of messages or the group's own, as the running graph decides; see ``engines.Engine``."""
 
-    def __init__(self, messages: HostEngine, is_small: tf.Tensor, group: Group, own: Engine) -> None:
+    def __init__(
+        self, messages: HostEngine, is_small: tf.Tensor, group: Group, own: Engine
+    ) -> None:
         self._messages = messages
         self._is_small = is_small
         self._group = group
         self._own = own
 
     def all_reduce(
-        self, terms: Terms | None, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
+        self,
+        terms: Terms | None,
+        segments: Sequence[Tensors],
+        reduction: str,
+        group: Group,
+        wire: Wire,
     ) -> list[list[tf.Tensor]]:
-        return self._decide(terms, lambda engine, terms: engine.all_reduce(terms, segments, reduction, group, wire))
+        return self._decide(
+            terms, lambda engine, terms: engine.all_reduce(terms, segments, reduction, group, wire)
+        )
 
-    def reduce(self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group) -> list[tf.Tensor]:
-        return self._decide(terms, lambda engine, terms: engine.reduce(terms, tensors, reduction, root, group))
+    def reduce(
+        self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group
+    ) -> list[tf.Tensor]:
+        return self._decide(
+            terms, lambda engine, terms: engine.reduce(terms, tensors, reduction, root, group)
+        )
 
-    def broadcast(self, terms: Terms | None, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
-        return self._decide(terms, lambda engine, terms: engine.broadcast(terms, tensors, root, group))
+    def broadcast(
+        self, terms: Terms | None, tensors: Tensors, root: int, group: Group
+    ) -> list[tf.Tensor]:
+        return self._decide(
+            terms, lambda engine, terms: engine.broadcast(terms, tensors, root, group)
+        )
 
     def all_gather(self, terms: Terms | None, row: tf.Tensor, group: Group) -> tf.Tensor:
         return self._decide(terms, lambda engine, terms: engine.all_gather(terms, row, group))
@@ -217,7 +250,11 @@ def route_of(job: Job, group: Group, values: Sequence[Any], ragged: bool) -> Rou
     # A send and its receive compare on their own connection.
     if group.tag is not None or (is_one_host and not uses_nccl):
         return WithData()
-    if uses_nccl or ragged or not all(isinstance(value, (tf.Tensor, tf.TensorSpec)) for value in values):
+    if (
+        uses_nccl
+        or ragged
+        or not all(isinstance(value, (tf.Tensor, tf.TensorSpec)) for value in values)
+    ):
         return None
     # Between hosts: small data needs no second message.
     is_small = fits(job, group.size, values)
@@ -244,7 +281,9 @@ def require_differentiable(operation: str, reduction: str) -> None:
         )
 
 
-def differentiable_move(moved: tf.Tensor, backward: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
+def differentiable_move(
+    moved: tf.Tensor, backward: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor
+) -> tf.Tensor:
     """Return ``moved`` with the gradient ``backward(incoming gradient)`` for ``tensor``, of which it was made. Integers
     and other discrete values have no gradient.
     """

@@ -48,7 +48,9 @@ class Call:
     kinds: tuple[str, ...]  # of each value, its dtype and whether it is sparse, or ``None``
     shapes: tuple[Optional[tf.TensorShape], ...]
     names: tuple[str, ...]  # of the values, for the message only; they may differ among ranks
-    details: tuple[tuple[str, str], ...]  # whatever else must be the same on all ranks: reduction, root, tag, …
+    details: tuple[
+        tuple[str, str], ...
+    ]  # whatever else must be the same on all ranks: reduction, root, tag, …
     line: str  # of the script, for the message only
     thread: str
 
@@ -61,7 +63,9 @@ class Call:
         """Return the call as the other ranks need it, to describe a mismatch."""
         return {
             "operation": self.operation,
-            "tensors": [f"{kind} {_text(shape)}".rstrip() for kind, shape in zip(self.kinds, self.shapes)],
+            "tensors": [
+                f"{kind} {_text(shape)}".rstrip() for kind, shape in zip(self.kinds, self.shapes)
+            ],
             "names": list(self.names),
             "details": dict(self.details),
             "line": self.line,
@@ -82,11 +86,21 @@ def describe(operation: str, values: Sequence[Any], ragged: bool, details: dict[
     for value in values:
         sparse = isinstance(value, tf.IndexedSlices)
         dense = value.values if sparse else value
-        kinds.append("None" if value is None else f"sparse {dense.dtype.name} rows of" if sparse else dense.dtype.name)
-        shapes.append(None if value is None else dense.shape[1:] if sparse or ragged else dense.shape)
+        kinds.append(
+            "None"
+            if value is None
+            else f"sparse {dense.dtype.name} rows of"
+            if sparse
+            else dense.dtype.name
+        )
+        shapes.append(
+            None if value is None else dense.shape[1:] if sparse or ragged else dense.shape
+        )
         names.append("-" if value is None or eager else str(getattr(value, "name", "-")))
     texts = tuple(zip(details, map(str, details.values())))
-    return Call(operation, tuple(kinds), tuple(shapes), tuple(names), texts, user_line(), calling_thread())
+    return Call(
+        operation, tuple(kinds), tuple(shapes), tuple(names), texts, user_line(), calling_thread()
+    )
 
 
 def shapes_number(call: Call, values: Sequence[Any], ragged: bool) -> int | tf.Tensor:
@@ -103,7 +117,9 @@ def shapes_number(call: Call, values: Sequence[Any], ragged: bool) -> int | tf.T
             dense = value.values if isinstance(value, tf.IndexedSlices) else value
             sizes = tf.shape(dense)[1:] if ragged or dense is not value else tf.shape(dense)
             table = tf.constant(weights, tf.int32)
-            unknown.append(tf.reduce_sum(sizes * table[: tf.size(sizes)]) + tf.size(sizes) * table[-1])
+            unknown.append(
+                tf.reduce_sum(sizes * table[: tf.size(sizes)]) + tf.size(sizes) * table[-1]
+            )
     total = (known + (1 << 31)) % (1 << 32) - (1 << 31)
     return tf.add_n([*unknown, tf.constant(total)]) if unknown else total
 
@@ -111,7 +127,9 @@ def shapes_number(call: Call, values: Sequence[Any], ragged: bool) -> int | tf.T
 @functools.cache
 def _weights(position: int) -> tuple[int, ...]:
     """Return random numbers, the same on every rank: one for each dimension of a value, and one for their number."""
-    return tuple(np.random.default_rng(position).integers(1 << 30, size=_MAX_DIMENSIONS + 1).tolist())
+    return tuple(
+        np.random.default_rng(position).integers(1 << 30, size=_MAX_DIMENSIONS + 1).tolist()
+    )
 
 
 def _text(shape: tf.TensorShape | None) -> str:
@@ -140,10 +158,14 @@ class Terms(NamedTuple):
     """What the ranks compare of a call before they read each other's data."""
 
     head: tuple[int, int]  # two 32-bit numbers that are the same on all ranks
-    shapes: int | tf.Tensor  # 32 bits, the same if the tensors' shapes are; a tensor if only the graph knows it
+    shapes: (
+        int | tf.Tensor
+    )  # 32 bits, the same if the tensors' shapes are; a tensor if only the graph knows it
     row: Callable[[], dict[str, Any]]  # the call as the stall watch shows it
     overlaps: bool  # another thread of this rank is in a call of the group: every rank refuses
-    refuse: Callable[[int], Exception]  # the error for heads that differ, given the position of the call in the group
+    refuse: Callable[
+        [int], Exception
+    ]  # the error for heads that differ, given the position of the call in the group
     agreed: bool = False  # the ranks have compared the call, and this is a later transfer of it
 
     def of_later_transfers(self) -> Terms:
@@ -206,7 +228,9 @@ def _differences(rows: Sequence[dict[str, Any]]) -> list[str]:
     if len({len(row["tensors"]) for row in rows}) > 1:
         found.append("number of tensors")
     elif any(len(set(texts)) > 1 for texts in zip(*(row["tensors"] for row in rows))):
-        found.append("dtype, shape or kind of " + ", ".join(f"tensor {i}" for i in _positions_to_show(rows)))
+        found.append(
+            "dtype, shape or kind of " + ", ".join(f"tensor {i}" for i in _positions_to_show(rows))
+        )
     return found
 
 
@@ -217,8 +241,14 @@ def _positions_to_show(rows: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def _row_text(row: dict[str, Any], shown: Sequence[int], thread: bool) -> str:
-    operation = " ".join([row["operation"], *(f"{key}={value}" for key, value in row["details"].items())])
-    tensors = "; ".join(f"tensor {i} {row['names'][i]}: {row['tensors'][i]}" for i in shown if i < len(row["tensors"]))
+    operation = " ".join(
+        [row["operation"], *(f"{key}={value}" for key, value in row["details"].items())]
+    )
+    tensors = "; ".join(
+        f"tensor {i} {row['names'][i]}: {row['tensors'][i]}"
+        for i in shown
+        if i < len(row["tensors"])
+    )
     called = f"{operation} of {counted(len(row['tensors']), 'tensor')} [{tensors}], called at {row['line']}"
     if not thread:
         return called

@@ -42,7 +42,9 @@ class TransferCount:
     def __init__(self, device: str) -> None:
         self._device = device
         with tf.init_scope(), tf.device(self._device):
-            self._begun, self._ended = (compat.plain_variable(tf.constant(0, tf.int32)) for _ in range(2))
+            self._begun, self._ended = (
+                compat.plain_variable(tf.constant(0, tf.int32)) for _ in range(2)
+            )
 
     def begin(self, tensor: tf.Tensor) -> None:
         self._count(self._begun, tensor)
@@ -81,7 +83,9 @@ class CallCounts:
 
     def transfers_of(self, group: Group, device: str) -> TransferCount:
         """Return the count of a group's transfers through TensorFlow, kept on the CPU of this rank."""
-        transfers = replace(group, name=f"{group.name}/transfers", parent=group.parent or group.name)
+        transfers = replace(
+            group, name=f"{group.name}/transfers", parent=group.parent or group.name
+        )
         with self._making:
             if transfers not in self._counts:
                 self._counts[transfers] = TransferCount(device)

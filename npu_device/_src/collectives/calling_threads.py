@@ -34,7 +34,10 @@ from npu_device._src.collectives.group import Group
 # Names that Python gives to threads: with numbers of a process, which differ among the ranks.
 _COUNTED_NAME = re.compile(r"^(Thread|ThreadPoolExecutor|asyncio)[-_]\d+(?:_\d+)?")
 _NUMBER_IN_POOL = re.compile(r"_\d+$")
-_POOLS = ("concurrent.futures.thread", "multiprocessing.pool")  # the modules of what their threads run
+_POOLS = (
+    "concurrent.futures.thread",
+    "multiprocessing.pool",
+)  # the modules of what their threads run
 _MAIN = 0
 
 Place = tuple[CodeType, int]
@@ -46,7 +49,9 @@ class _Caller:
     """What a thread has called: by group, where in the script it has called a function of it last, if not eagerly."""
 
     places: dict[int, Optional[Place]] = field(default_factory=dict)
-    mixed_up: set[int] = field(default_factory=set)  # groups in which another living thread of its name calls, too
+    mixed_up: set[int] = field(
+        default_factory=set
+    )  # groups in which another living thread of its name calls, too
     work: int = 0  # which call of a function a thread of a pool was in, when its pool was looked at
 
 
@@ -66,8 +71,14 @@ def _identity(thread: threading.Thread) -> str:
     found = _identities.get(thread)
     if found is None:
         name = _own_name(thread)
-        alike = [] if _is_pooled(thread) else [each for each in threading.enumerate() if _are_alike(each, thread)]
-        place = alike.index(thread) if thread in alike else 0  # Python lists threads as they have started
+        alike = (
+            []
+            if _is_pooled(thread)
+            else [each for each in threading.enumerate() if _are_alike(each, thread)]
+        )
+        place = (
+            alike.index(thread) if thread in alike else 0
+        )  # Python lists threads as they have started
         found = _identities[thread] = f"{name} ({place + 1})" if place else name
     return found
 
@@ -122,7 +133,9 @@ class CallingThreads:
     def __init__(self) -> None:
         # By group and tag: the thread that is in an eager call.
         self._calling: dict[tuple[Group, int | None], threading.Thread] = {}
-        self._callers: weakref.WeakKeyDictionary[threading.Thread, _Caller] = weakref.WeakKeyDictionary()
+        self._callers: weakref.WeakKeyDictionary[threading.Thread, _Caller] = (
+            weakref.WeakKeyDictionary()
+        )
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -143,7 +156,9 @@ class CallingThreads:
 
         It is the same on all ranks; where the ranks can mix the thread up with another one, it differs on all.
         """
-        return compat.at_each_call(f"npu_device_thread_{group.key}", functools.partial(self._number, group))
+        return compat.at_each_call(
+            f"npu_device_thread_{group.key}", functools.partial(self._number, group)
+        )
 
     def _number(self, group: Group) -> tf.Tensor:
         thread = threading.current_thread()
@@ -151,15 +166,21 @@ class CallingThreads:
         if calling is not thread or self._is_unclear(thread, group, _place_of(thread)):
             return _constant(-1 - group.rank)
         name = calling_thread()
-        return _constant(_MAIN if thread is threading.main_thread() else zlib.crc32(name.encode()) >> 1)
+        return _constant(
+            _MAIN if thread is threading.main_thread() else zlib.crc32(name.encode()) >> 1
+        )
 
     def are_several(self, group: Group) -> bool:
         """Return True if several living threads of this rank have called in a group."""
         with self._lock:
-            return len([thread for thread, caller in self._living() if group.key in caller.places]) > 1
+            return (
+                len([thread for thread, caller in self._living() if group.key in caller.places]) > 1
+            )
 
     def _living(self) -> list[tuple[threading.Thread, _Caller]]:
-        return [(thread, caller) for thread, caller in list(self._callers.items()) if thread.is_alive()]
+        return [
+            (thread, caller) for thread, caller in list(self._callers.items()) if thread.is_alive()
+        ]
 
     def _is_unclear(self, thread: threading.Thread, group: Group, place: Place | None) -> bool:
         """Note a call, and return whether the ranks could take it for one of another thread, or it overlaps one."""
@@ -174,12 +195,17 @@ class CallingThreads:
             return False
         is_undecided = is_pooled and not self._has_pool_decided(thread, own)
         with self._lock:
-            others = [(each, caller) for each, caller in self._living() if group.key in caller.places]
+            others = [
+                (each, caller) for each, caller in self._living() if group.key in caller.places
+            ]
             alike = [caller for each, caller in others if _own_name(each) == _own_name(thread)]
             if len(alike) > 1:
                 for caller in alike:
                     caller.mixed_up.add(group.key)
-            overlaps = any(each is not thread and _is_at(each, caller.places[group.key]) for each, caller in others)
+            overlaps = any(
+                each is not thread and _is_at(each, caller.places[group.key])
+                for each, caller in others
+            )
         return is_undecided or overlaps or group.key in own.mixed_up
 
     def _has_pool_decided(self, thread: threading.Thread, own: _Caller) -> bool:
@@ -193,7 +219,9 @@ class CallingThreads:
         begin = time.monotonic()
         # A thread that has just got its work isn't seen to do it. Later calls of the same work needn't wait for that.
         settled_at = begin if own.work == id(work) else begin + THREAD_POOL_SETTLED_SECONDS
-        while any(silent := self._silent_in_pool(thread, work)) or (len(silent) and time.monotonic() < settled_at):
+        while any(silent := self._silent_in_pool(thread, work)) or (
+            len(silent) and time.monotonic() < settled_at
+        ):
             if time.monotonic() - begin > THREAD_POOL_SECONDS:
                 return False
             time.sleep(THREAD_POOL_LOOK_SECONDS)
@@ -202,7 +230,11 @@ class CallingThreads:
 
     def _silent_in_pool(self, thread: threading.Thread, work: FrameType) -> list[bool]:
         """Return, for each other thread of a pool that has never called, whether it runs the same function."""
-        pool = [each for each in threading.enumerate() if each is not thread and _are_alike(each, thread)]
+        pool = [
+            each
+            for each in threading.enumerate()
+            if each is not thread and _are_alike(each, thread)
+        ]
         with self._lock:
             silent = [each for each in pool if each not in self._callers]
         return [_does(each, work) for each in silent]

@@ -17,7 +17,17 @@ Wire = Optional[tf.DType]
 """The dtype in which float32 and float64 tensors are sent; None for their own."""
 
 _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
-REDUCED = (*_FLOATS, tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32, tf.uint64)
+REDUCED = (
+    *_FLOATS,
+    tf.int8,
+    tf.int16,
+    tf.int32,
+    tf.int64,
+    tf.uint8,
+    tf.uint16,
+    tf.uint32,
+    tf.uint64,
+)
 
 
 def mean_dtype(dtype: tf.DType) -> tf.DType:
@@ -39,7 +49,11 @@ def sum_dtype(dtype: tf.DType) -> tf.DType:
 
 def wire_dtype(dtype: tf.DType, compressed: tf.DType | None) -> tf.DType:
     """Return the dtype in which values are sent; compression to ``compressed`` applies to float32 and float64."""
-    return dtype if compressed is None or not dtype.is_floating or dtype.size <= compressed.size else compressed
+    return (
+        dtype
+        if compressed is None or not dtype.is_floating or dtype.size <= compressed.size
+        else compressed
+    )
 
 
 def wire_scales(reduction: str, counts: Sequence[int]) -> tuple[list[int], int]:
@@ -80,11 +94,22 @@ def fold(rows: Sequence[tf.Tensor], reduction: str) -> tf.Tensor:
 
 Rows = Union[np.ndarray, Sequence[np.ndarray]]
 
-FOLDS: dict[str, Any] = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+FOLDS: dict[str, Any] = {
+    "sum": np.add,
+    "mean": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+}
 
 
 def fold_arrays(
-    rows: Rows, result: np.ndarray, reduction: str, divisor: int, shares: Sequence[int], total_dtype: np.dtype
+    rows: Rows,
+    result: np.ndarray,
+    reduction: str,
+    divisor: int,
+    shares: Sequence[int],
+    total_dtype: np.dtype,
 ) -> None:
     """Reduce rows, in order, each of which has been divided by its share, into ``result``. A mean is then divided.
 
@@ -92,9 +117,14 @@ def fold_arrays(
     """
     combine = FOLDS[reduction]
     total = result if result.dtype == total_dtype else np.empty(result.shape, total_dtype)
-    with np.errstate(all="ignore"):  # infinite gradients are left to the loss scale; TensorFlow doesn't warn either
+    with np.errstate(
+        all="ignore"
+    ):  # infinite gradients are left to the loss scale; TensorFlow doesn't warn either
         if max(shares) > 1:
-            rows = [row if share == 1 else row.astype(result.dtype) * share for row, share in zip(rows, shares)]
+            rows = [
+                row if share == 1 else row.astype(result.dtype) * share
+                for row, share in zip(rows, shares)
+            ]
         if len(rows) == 1:
             total[:] = rows[0]
         else:
@@ -102,7 +132,9 @@ def fold_arrays(
         for row in rows[2:]:
             combine(total, row, out=total, dtype=total.dtype, casting="unsafe")
         if reduction == "mean" and divisor & (divisor - 1) == 0:
-            np.multiply(total, total.dtype.type(1.0 / divisor), out=total)  # the bits of a division, but faster
+            np.multiply(
+                total, total.dtype.type(1.0 / divisor), out=total
+            )  # the bits of a division, but faster
         elif reduction == "mean":
             np.divide(total, divisor, out=total)
         if total is not result:

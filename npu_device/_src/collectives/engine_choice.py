@@ -45,7 +45,9 @@ def _problems_of_nccl(job: Job, hosts: Hosts) -> Sequence[str]:
     problem = why_no_nccl(hosts.devices, job.cluster.hosts, environment.NPU_DEVICE_BACKEND.get())
     if not problem and hosts.late:
         lines = "\n".join(_late(job, hosts))
-        raise ClusterError(f"NCCL needs TensorFlow's server, which can't be started:\n{lines}\nWhat to do: {_IN_TIME}.")
+        raise ClusterError(
+            f"NCCL needs TensorFlow's server, which can't be started:\n{lines}\nWhat to do: {_IN_TIME}."
+        )
     return [f"  {problem}"] if problem else []
 
 
@@ -101,7 +103,9 @@ def choose_engine(job: Job, hosts: Hosts) -> Hosts:
     wanted = environment.NPU_DEVICE_BACKEND.get()
     named = [engine for engine in CANDIDATES if engine.name == wanted]
     # Ranks of one host need no engine between hosts, but may have GPUs.
-    listed = named or [engine for engine in CANDIDATES if engine.name != "mpi" or not hosts.share_memory]
+    listed = named or [
+        engine for engine in CANDIDATES if engine.name != "mpi" or not hosts.share_memory
+    ]
     against: dict[str, str] = {}
     for engine in listed:
         problems = engine.problems(job, hosts)

@@ -35,9 +35,16 @@ def explained(job: Job, group: Group) -> str:
         return f"TensorFlow's collectives with NCCL: {chosen or 'each rank has a GPU of its own'} ({UNVERIFIED})"
     library = f"MPI ({job.mpi_world.library})" if job.mpi_world else "MPI"
     engine = {"mpi": library, "tcp": "TCP"}.get(name, "TensorFlow's ring over gRPC")
-    why = "ranks of one host can't share memory" if any(hosts.problems) else "each rank has a host to itself"
+    why = (
+        "ranks of one host can't share memory"
+        if any(hosts.problems)
+        else "each rank has a host to itself"
+    )
     if job.engines.has_two_levels(group, tf.float32):
-        engine, why = f"shared memory within each host, and {engine} between them", "hosts have several ranks"
+        engine, why = (
+            f"shared memory within each host, and {engine} between them",
+            "hosts have several ranks",
+        )
     elif environment.NPU_DEVICE_SHARED_MEMORY.get() == "off":
         why = "NPU_DEVICE_SHARED_MEMORY is off"
     why = f"{chosen}, and {why}" if chosen else why
@@ -46,7 +53,10 @@ def explained(job: Job, group: Group) -> str:
 
 def open_ports(job: Job) -> str:
     """Return in one line which ports are open to whom, and what can be done; "" if all ask for the job secret."""
-    shown, more = ", ".join(job.server_addresses[:_SHOWN_PORTS]), len(job.server_addresses) - _SHOWN_PORTS
+    shown, more = (
+        ", ".join(job.server_addresses[:_SHOWN_PORTS]),
+        len(job.server_addresses) - _SHOWN_PORTS,
+    )
     shown += f" and {more} more" if more > 0 else ""
     if not shown:
         return ""

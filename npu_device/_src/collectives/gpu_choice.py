@@ -68,7 +68,9 @@ def why_none(cuda: str | None, nvidia: str | None) -> str:
     return "TensorFlow sees no GPU"
 
 
-def sharing(devices: Sequence[Device], hosts: Sequence[str], *, chips: bool = False) -> list[list[int]]:
+def sharing(
+    devices: Sequence[Device], hosts: Sequence[str], *, chips: bool = False
+) -> list[list[int]]:
     """Return the lists of two or more ranks that use one GPU or MIG instance; with ``chips``, one GPU."""
     users: dict[tuple[str, str], list[int]] = {}
     for rank, (device, host) in enumerate(zip(devices, hosts)):

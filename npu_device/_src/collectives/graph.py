@@ -60,7 +60,9 @@ def in_one_or_apart(whole: _Call, parts: list[_Call]) -> list[_Call]:
     return parts if runs_if_fetched() else [whole]
 
 
-def fetchable_call(function: Callable[[np.ndarray], None], values: tf.Tensor) -> tf.Operation | None:
+def fetchable_call(
+    function: Callable[[np.ndarray], None], values: tf.Tensor
+) -> tf.Operation | None:
     """Return an operation for a session to fetch that calls a function with values; None as in ``fetchable``."""
     return tf.numpy_function(function, [values], []) if runs_if_fetched() else None
 
@@ -79,7 +81,9 @@ def origin(tensor: tf.Tensor) -> tf.Tensor:
         if tensor.op.type in ("Identity", "IdentityN"):
             tensor = tensor.op.inputs[tensor.value_index]
             continue
-        outer = next((out for out, inside in getattr(tensor.graph, "captures", ()) if inside is tensor), None)
+        outer = next(
+            (out for out, inside in getattr(tensor.graph, "captures", ()) if inside is tensor), None
+        )
         if not tf.is_symbolic_tensor(outer):
             return tensor
         tensor = outer
@@ -97,7 +101,9 @@ _CAPTURED_FROM = 129  # elements: TensorFlow copies smaller tensors (``capture_c
 _functions: dict[int, Callable[..., Any]] = {}
 
 
-def python_call(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]) -> Any:
+def python_call(
+    function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]
+) -> Any:
     """Add an operation to the graph of a ``tf.function`` that calls a Python function with the inputs as numpy arrays;
     return the results as a list, or the operation if there are none. The function returns an array for each dtype, and
     must not refer to tensors of the graph.
@@ -119,7 +125,10 @@ class Order:
             self._variable = compat.plain_variable(tf.constant(0, tf.int64))
 
     def call(
-        self, function: Callable[..., Sequence[Any]], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType] = ()
+        self,
+        function: Callable[..., Sequence[Any]],
+        inputs: Sequence[tf.Tensor],
+        dtypes: Sequence[tf.DType] = (),
     ) -> list[tf.Tensor]:
         """Add an operation to the graph that calls a Python function with the inputs as numpy arrays; TensorFlow never
         prunes it. The function returns an int64, and one array for each dtype.
@@ -138,7 +147,9 @@ class Order:
         return list(results)
 
 
-def call_now(function: Callable[..., list[Any]], inputs: Sequence[Any], specs: Sequence[tf.TensorSpec]) -> list[Any]:
+def call_now(
+    function: Callable[..., list[Any]], inputs: Sequence[Any], specs: Sequence[tf.TensorSpec]
+) -> list[Any]:
     """Call a Python function with arrays, at once or in the graph that is built now, in no order but that of its data.
     It returns an array for each spec, lives as long as the graph, and must not refer to it.
     """
@@ -186,18 +197,26 @@ def step_data() -> Sequence[tf.Operation]:
     graph = tf.compat.v1.get_default_graph()
     looked_at, names = _seen.get(graph, (0, []))
     operations = graph.get_operations()
-    names = names + [operation.name for operation in operations[looked_at:] if _may_end(graph, operation)]
+    names = names + [
+        operation.name for operation in operations[looked_at:] if _may_end(graph, operation)
+    ]
     _seen[graph] = len(operations), names
     found = [graph.get_operation_by_name(name) for name in names]
     if isinstance(getattr(graph, "outer_graph", None), compat.FuncGraph):
         # TensorFlow may inline the call, and then runs operations without inputs before those of the call are there.
-        inputs = [tensor for tensor in graph.inputs if tensor.dtype not in (tf.resource, tf.variant)]
+        inputs = [
+            tensor for tensor in graph.inputs if tensor.dtype not in (tf.resource, tf.variant)
+        ]
         found += [tf.identity(tensor).op for tensor in inputs]
     return found
 
 
 def _may_end(graph: tf.Graph, operation: tf.Operation) -> bool:
-    kinds = compat.operations_of_call(graph, operation) if operation.type in _CALLS else [operation.type]
+    kinds = (
+        compat.operations_of_call(graph, operation)
+        if operation.type in _CALLS
+        else [operation.type]
+    )
     return any(map(_MAY_END.fullmatch, kinds))
 
 
@@ -212,15 +231,22 @@ _KEPT_IN = "_npu_device_gradients"
 def _dense(upstream: Sequence[Any]) -> list[Any]:
     """Return gradients as tensors; those of a result whose rows were picked are ``tf.IndexedSlices``."""
     require_order("the gradient of a collective was computed")
-    return [tf.convert_to_tensor(each) if isinstance(each, tf.IndexedSlices) else each for each in upstream]
+    return [
+        tf.convert_to_tensor(each) if isinstance(each, tf.IndexedSlices) else each
+        for each in upstream
+    ]
 
 
-_gradients: weakref.WeakValueDictionary[int, Callable[..., list[Any]]] = weakref.WeakValueDictionary()
+_gradients: weakref.WeakValueDictionary[int, Callable[..., list[Any]]] = (
+    weakref.WeakValueDictionary()
+)
 """The gradient function of each call in a graph, which keeps it."""
 
 
 def differentiable(
-    results: Sequence[tf.Tensor], backward: Callable[..., Sequence[Any]], tensors: Sequence[tf.Tensor]
+    results: Sequence[tf.Tensor],
+    backward: Callable[..., Sequence[Any]],
+    tensors: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
     """Return results that were made from tensors, with a gradient of their own: ``backward`` returns the gradients of
     the tensors for those of the results.
@@ -229,7 +255,9 @@ def differentiable(
         return list(results)
     if tf.executing_eagerly():
         after = [tf.identity(result) for result in results]
-        compat.record_operation(_GRADIENT, after, list(tensors), lambda *upstream: backward(*_dense(upstream)))
+        compat.record_operation(
+            _GRADIENT, after, list(tensors), lambda *upstream: backward(*_dense(upstream))
+        )
         return after
     graph = tf.compat.v1.get_default_graph()
     count, number = len(results), next(_numbers)

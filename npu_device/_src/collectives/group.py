@@ -26,7 +26,9 @@ def check_group_name(name: Any) -> None:
         raise ValueError(f"group {name!r} is not the name of a group; {expected}")
     size = len(name.encode(errors="surrogatepass"))
     if size > _MAX_NAME_BYTES:
-        raise ValueError(f"group {name!r} is not the name of a group: it has {size} bytes; {expected}")
+        raise ValueError(
+            f"group {name!r} is not the name of a group: it has {size} bytes; {expected}"
+        )
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,9 @@ class Group:
     name: str
     ranks: tuple[int, ...]  # world ranks of the members; a member's group rank is its position here
     rank: int  # the group rank of this process
-    parent: str = field(default="", compare=False)  # the script's group for one of whose operations this one was made
+    parent: str = field(
+        default="", compare=False
+    )  # the script's group for one of whose operations this one was made
     # In a group of two for send and receive, the queue of an operation; None if all are in one order.
     tag: int | None = field(default=None, compare=False)
     # For each member, the number of ranks whose sum it contributes; None where each stands for itself.

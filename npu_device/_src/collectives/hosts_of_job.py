@@ -17,10 +17,14 @@ NCCL_DTYPES = (tf.float16, tf.float32, tf.float64)
 class Hosts:
     """What the ranks know of each other, the same on every rank."""
 
-    leaders: tuple[int, ...]  # for each rank the lowest rank with which it shares memory, or the rank itself
+    leaders: tuple[
+        int, ...
+    ]  # for each rank the lowest rank with which it shares memory, or the rank itself
     devices: tuple[Device, ...]  # of each rank
     late: tuple[int, ...]  # ranks on which TensorFlow has already made its devices
-    problems: tuple[str, ...]  # for each rank why it can't share memory with the lowest rank of its host; "" if it can
+    problems: tuple[
+        str, ...
+    ]  # for each rank why it can't share memory with the lowest rank of its host; "" if it can
     engine: str = ""  # the one between hosts (``engine_choice``)
     no_nccl: str = ""  # why floating-point tensors don't go from GPU to GPU; "" if they do
 

@@ -47,7 +47,9 @@ class Job(EngineContext):
 
     stall_watch: StallWatch
 
-    def __init__(self, cluster: Cluster, channel: ControlChannel, serves_others: bool, secret: bytes) -> None:
+    def __init__(
+        self, cluster: Cluster, channel: ControlChannel, serves_others: bool, secret: bytes
+    ) -> None:
         super().__init__(cluster, channel, secret)
         self.serves_others = serves_others
         self.has_communicated = False
@@ -140,7 +142,9 @@ def require_unclosed() -> None:
         )
 
 
-def start(cluster: Cluster, channel: ControlChannel, serves_others: bool, secret: bytes = b"") -> Job:
+def start(
+    cluster: Cluster, channel: ControlChannel, serves_others: bool, secret: bytes = b""
+) -> Job:
     global _current
     _current = Job(cluster, channel, serves_others, secret)
     _current.health.start()

@@ -57,11 +57,19 @@ def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "") -
         return spec_with_first_dimension(tensor, lambda _: None)
 
     same = {"purpose": purpose} if purpose else {}
-    return Operation("all_gather_v", group, [tensor], body, results=results, same=same, ragged=True).run(job)
+    return Operation(
+        "all_gather_v", group, [tensor], body, results=results, same=same, ragged=True
+    ).run(job)
 
 
 def all_to_all_v(
-    job: Job, data: tf.Tensor, send_counts: Any, send_at: Any, recv_counts: Any, recv_at: Any, group: Group
+    job: Job,
+    data: tf.Tensor,
+    send_counts: Any,
+    send_at: Any,
+    recv_counts: Any,
+    recv_at: Any,
+    group: Group,
 ) -> tf.Tensor:
     """Exchange blocks of different lengths among all ranks; its gradient is sent the other way.
 
@@ -73,7 +81,9 @@ def all_to_all_v(
     require_bits(data.dtype)
     size = group.size
 
-    def body(engine: AgreedEngine, data: tf.Tensor, sends: Any, sends_at: Any, recvs: Any, recvs_at: Any) -> tf.Tensor:
+    def body(
+        engine: AgreedEngine, data: tf.Tensor, sends: Any, sends_at: Any, recvs: Any, recvs_at: Any
+    ) -> tf.Tensor:
         outgoing = checked_blocks("send", sends, sends_at, size, data.shape[0])
         incoming = checked_blocks("recv", recvs, recvs_at, size)
         counts = engine.gather(tf.concat([outgoing.counts, incoming.counts], axis=0)[tf.newaxis])
@@ -94,11 +104,19 @@ def _require_equal(sent: tf.Tensor, expected: tf.Tensor) -> list[Any]:
     text = "all_to_all_v: what a rank sends to another (send_counts) is not what the other expects (recv_counts)"
     if not tf.executing_eagerly():
         same = tf.reduce_all(sent == expected)
-        details = [f"{text}. Rows are the senders, columns the receivers. Sent:", sent, "expected:", expected]
+        details = [
+            f"{text}. Rows are the senders, columns the receivers. Sent:",
+            sent,
+            "expected:",
+            expected,
+        ]
         return [tf.debugging.Assert(same, details, summarize=-1)]
     differing = np.argwhere(sent.numpy() != expected.numpy())
     if len(differing):
-        lines = [f"group rank {i} sends {sent[i, j]} to rank {j}, which expects {expected[i, j]}" for i, j in differing]
+        lines = [
+            f"group rank {i} sends {sent[i, j]} to rank {j}, which expects {expected[i, j]}"
+            for i, j in differing
+        ]
         raise ValueError("\n  ".join([f"{text}:", *lines]))
     return []
 
@@ -115,14 +133,20 @@ def all_to_all_vc(job: Job, data: tf.Tensor, send_count_matrix: Any, group: Grou
     known = tf.get_static_value(matrix)
 
     def body(engine: AgreedEngine, data: tf.Tensor, matrix: tf.Tensor) -> tf.Tensor:
-        outgoing = checked_blocks("send", *packed_blocks(matrix[group.rank]), group.size, data.shape[0])
+        outgoing = checked_blocks(
+            "send", *packed_blocks(matrix[group.rank]), group.size, data.shape[0]
+        )
         longest = engine.row_length(data.dtype, tf.reduce_max(matrix))
         rows = engine.exchange(pad_blocks(data, outgoing, longest))
         return join_blocks(rows, packed_blocks(matrix[:, group.rank]))
 
     results = partial(tf.TensorSpec, [None], data.dtype)
-    same = {"send_count_matrix": "known to the running graph only" if known is None else known.tolist()}
-    return Operation("all_to_all_vc", group, [data], body, [data, matrix], results, same, ragged=True).run(job)
+    same = {
+        "send_count_matrix": "known to the running graph only" if known is None else known.tolist()
+    }
+    return Operation(
+        "all_to_all_vc", group, [data], body, [data, matrix], results, same, ragged=True
+    ).run(job)
 
 
 def send(job: Job, tensor: tf.Tensor, tag: int, destination: int, group: Group) -> Any:
@@ -142,18 +166,24 @@ def send(job: Job, tensor: tf.Tensor, tag: int, destination: int, group: Group) 
     return Operation("send and receive", pair, [tensor], body, same={"tag": tag}).run(job)
 
 
-def receive(job: Job, shape: Any, dtype: tf.DType, tag: int, source: int, group: Group) -> tf.Tensor:
+def receive(
+    job: Job, shape: Any, dtype: tf.DType, tag: int, source: int, group: Group
+) -> tf.Tensor:
     """Receive the tensor that one other rank sends with the same tag; see ``training.hccl_ops.receive``."""
     like = tf.TensorSpec(shape, dtype)
     require_bits(like.dtype)
     if not like.shape.is_fully_defined():
-        raise ValueError(f"receive needs to know every dimension of the tensor; found shape {like.shape}")
+        raise ValueError(
+            f"receive needs to know every dimension of the tensor; found shape {like.shape}"
+        )
     pair = _pair_of(group, source, group.rank, tag)
 
     def body(engine: AgreedEngine) -> tf.Tensor:
         return engine.receive(like)
 
-    return Operation("send and receive", pair, [like], body, (), lambda: like, same={"tag": tag}).run(job)
+    return Operation(
+        "send and receive", pair, [like], body, (), lambda: like, same={"tag": tag}
+    ).run(job)
 
 
 def _pair_of(group: Group, source: int, destination: int, tag: int) -> Group:
@@ -166,7 +196,9 @@ def _pair_of(group: Group, source: int, destination: int, tag: int) -> Group:
             f"{group.size - 1}"
         )
     if not -_TAGS <= tag < _TAGS:
-        raise ValueError(f"tag {tag} is too large; expected a whole number from {-_TAGS} to {_TAGS - 1}")
+        raise ValueError(
+            f"tag {tag} is too large; expected a whole number from {-_TAGS} to {_TAGS - 1}"
+        )
     me = group.ranks[group.rank]
     ranks = tuple(sorted((group.ranks[source], group.ranks[destination])))
     tag = 2 * tag + (source < destination)
@@ -182,7 +214,9 @@ def gather_ragged(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:
     longest = engine.row_length(tensor.dtype, tf.reduce_max(counts))
     padded = tf.pad(flat, [[0, 0], [0, longest - tf.shape(flat)[1]]])
     gathered = engine.gather(padded)
-    elements = tf.concat([gathered[rank, : counts[rank]] for rank in range(engine.group.size)], axis=0)
+    elements = tf.concat(
+        [gathered[rank, : counts[rank]] for rank in range(engine.group.size)], axis=0
+    )
     joined = tf.reshape(elements, tf.concat([[tf.reduce_sum(all_rows)], row_shape], axis=0))
     joined.set_shape([None, *tensor.shape[1:]] if tensor.shape.rank else None)
     return joined
@@ -194,7 +228,9 @@ def gather_ragged(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:
 def require_member(what: str, rank: int, group: Group) -> None:
     """Raise ValueError if a group has no such rank; ``what`` names the argument."""
     if not 0 <= rank < group.size:
-        raise ValueError(f"{what} {rank} is not in group {group.name!r}; expected 0 to {group.size - 1}")
+        raise ValueError(
+            f"{what} {rank} is not in group {group.name!r}; expected 0 to {group.size - 1}"
+        )
 
 
 def require_first_dimension(operation: str, tensor: tf.Tensor) -> None:
@@ -212,7 +248,9 @@ def spec_with_first_dimension(tensor: tf.Tensor, rows: Callable[[int], Any]) -> 
     return tf.TensorSpec([None if first is None else rows(first), *others], tensor.dtype)
 
 
-def with_first_dimension(elements: tf.Tensor, like: tf.Tensor, rows: Callable[[Count], Count]) -> tf.Tensor:
+def with_first_dimension(
+    elements: tf.Tensor, like: tf.Tensor, rows: Callable[[Count], Count]
+) -> tf.Tensor:
     """Return the elements in the shape of ``like`` with another first dimension, ``rows(like's)``."""
     if like.shape.is_fully_defined():
         return tf.reshape(elements, [rows(like.shape[0]), *like.shape[1:]])
@@ -245,23 +283,32 @@ def packed_blocks(counts: tf.Tensor) -> Blocks:
     return Blocks(counts, tf.cumsum(counts, exclusive=True))
 
 
-def checked_blocks(name: str, counts: Any, displacements: Any, number: int, length: Optional[int] = None) -> Blocks:
+def checked_blocks(
+    name: str, counts: Any, displacements: Any, number: int, length: Optional[int] = None
+) -> Blocks:
     """Check and return the blocks that a caller describes, one per rank. TensorFlow refuses what is known only at run
     time. ``length`` is that of the buffer, if known; None for one that is made to fit: there, no blocks may overlap.
     """
     where, text = f"{name}_displacements", f"{name}_counts and {name}_displacements"
-    blocks = Blocks(whole_numbers(f"{name}_counts", counts, [number]), whole_numbers(where, displacements, [number]))
+    blocks = Blocks(
+        whole_numbers(f"{name}_counts", counts, [number]),
+        whole_numbers(where, displacements, [number]),
+    )
     known = [tf.get_static_value(value) for value in blocks]
     if known[0] is None or known[1] is None:
         return blocks
     end, last = 0, -1
-    for start, count, rank in sorted((int(d), int(c), rank) for rank, (c, d) in enumerate(zip(*known)) if c):
+    for start, count, rank in sorted(
+        (int(d), int(c), rank) for rank, (c, d) in enumerate(zip(*known)) if c
+    ):
         if length is not None and start + count > length:
             raise ValueError(
                 f"{text}: the block of rank {rank} ends at element {start + count}, and there are {length}"
             )
         if length is None and start < end:
-            raise ValueError(f"{text}: the blocks of rank {last} and rank {rank} overlap at element {start}")
+            raise ValueError(
+                f"{text}: the blocks of rank {last} and rank {rank} overlap at element {start}"
+            )
         end, last = start + count, rank
     return blocks
 
@@ -270,7 +317,9 @@ def whole_numbers(name: str, values: Any, shape: list[int]) -> tf.Tensor:
     """Return counts or displacements as int64, none of them negative."""
     tensor = tf.cast(tf.convert_to_tensor(values), tf.int64)
     if not tensor.shape.is_compatible_with(shape):
-        raise ValueError(f"{name} has shape {tensor.shape}; expected {tuple(shape)}, one number per rank of the group")
+        raise ValueError(
+            f"{name} has shape {tensor.shape}; expected {tuple(shape)}, one number per rank of the group"
+        )
     known = tf.get_static_value(tensor)
     if known is not None and (known < 0).any():
         raise ValueError(f"{name} must not be negative; found {known.tolist()}")

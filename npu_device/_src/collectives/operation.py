@@ -68,8 +68,14 @@ class Operation:
         else:
             require_order(f"rank {job.cluster.rank}: {call.operation} was called at {call.line}")
         if group.tag is not None:
-            call = replace(call, thread="")  # each tag keeps its own order, whichever threads send and receive
-        with job.threads.in_call(group) if tf.executing_eagerly() else contextlib.nullcontext(False) as overlaps:
+            call = replace(
+                call, thread=""
+            )  # each tag keeps its own order, whichever threads send and receive
+        with (
+            job.threads.in_call(group)
+            if tf.executing_eagerly()
+            else contextlib.nullcontext(False) as overlaps
+        ):
             terms = self._terms(job, call, overlaps)
             if not tf.executing_eagerly() and group.tag is None:
                 number = job.threads.number_at_each_call(group)
@@ -81,11 +87,15 @@ class Operation:
                     return self.body(engine, *inputs)
             try:
                 results = self.body(engine, *inputs)
-                if engine.terms is not None:  # there was nothing to send, such as in a list without gradients
+                if (
+                    engine.terms is not None
+                ):  # there was nothing to send, such as in a list without gradients
                     engine.compare()
                 return results
             finally:
-                engine.terms = None  # they refer to the graph, which what the body has made may outlive
+                engine.terms = (
+                    None  # they refer to the graph, which what the body has made may outlive
+                )
 
     def _terms(self, job: Job, call: Call, overlaps: bool) -> Terms:
         """Return what the ranks compare; ``overlaps``: another thread of this rank is in a call of the group."""
@@ -94,9 +104,13 @@ class Operation:
 
         def refuse(position: int) -> Exception:
             several = overlaps or (not is_eager and job.threads.are_several(group))
-            error = mismatch(job.cluster, job.store, group, {**call.row(), "overlaps": several}, position)
+            error = mismatch(
+                job.cluster, job.store, group, {**call.row(), "overlaps": several}, position
+            )
             if not is_eager:
-                job.health.stop(str(error))  # the rest of the graph may already have started other collectives
+                job.health.stop(
+                    str(error)
+                )  # the rest of the graph may already have started other collectives
             return error
 
         shapes = shapes_number(call, self.values, self.ragged)
@@ -116,11 +130,15 @@ class Operation:
 
         def gradient(*upstream: tf.Tensor) -> Sequence[tf.Tensor]:
             if self.gradient is None:
-                raise LookupError(f"{self.name} has no gradient in the graph of a session, as on Ascend")
+                raise LookupError(
+                    f"{self.name} has no gradient in the graph of a session, as on Ascend"
+                )
             return self.gradient(upstream)
 
         specs = tf.nest.flatten(structure, True)
-        collective = InSession(self.group, call, tf.nest.flatten(inputs, True), specs, run, gradient, _FromFirst(job))
+        collective = InSession(
+            self.group, call, tf.nest.flatten(inputs, True), specs, run, gradient, _FromFirst(job)
+        )
         results = job.sessions.add(collective)
         if self.results is None:
             return results[0].op

@@ -13,7 +13,11 @@ from typing import Callable
 import tensorflow as tf
 
 from npu_device._src.collectives import moves
-from npu_device._src.collectives.agreed_engine import AgreedEngine, differentiable_move, require_differentiable
+from npu_device._src.collectives.agreed_engine import (
+    AgreedEngine,
+    differentiable_move,
+    require_differentiable,
+)
 from npu_device._src.collectives.dtypes import REDUCED, fold, reduced_dtype, require_bits
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
@@ -42,7 +46,9 @@ def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.
 
     results = _reduced_spec(tensor, reduction)
     same = {"reduction": reduction}
-    return Operation("all_reduce", group, [tensor], body, None, results, same, gradient=gradient).run(job)
+    return Operation(
+        "all_reduce", group, [tensor], body, None, results, same, gradient=gradient
+    ).run(job)
 
 
 def reduce(job: Job, tensor: tf.Tensor, reduction: str, root_rank: int, group: Group) -> tf.Tensor:
@@ -116,7 +122,9 @@ def _reduced_spec(tensor: tf.Tensor | tf.TensorSpec, reduction: str) -> Callable
     return lambda: tf.TensorSpec(tensor.shape, reduced_dtype(tensor.dtype, reduction))
 
 
-def broadcast(job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Group) -> list[tf.Tensor]:
+def broadcast(
+    job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Group
+) -> list[tf.Tensor]:
     """Send the tensors of the root to every rank of the group; return them in the order of ``tensors``.
 
     Differentiable: the gradient on the root is the sum of the incoming gradients of all ranks, and zero on the others.
@@ -133,14 +141,19 @@ def broadcast(job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Gro
 
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
             floating = zip(upstream, floats)
-            return [reduce(job, value, "sum", root_rank, group) if is_float else None for value, is_float in floating]
+            return [
+                reduce(job, value, "sum", root_rank, group) if is_float else None
+                for value, is_float in floating
+            ]
 
         return differentiable(engine.broadcast(tensors, root_rank), backward, tensors)
 
     def results() -> list[tf.TensorSpec]:
         return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
 
-    return Operation("broadcast", group, tensors, body, results=results, same={"root_rank": root_rank}).run(job)
+    return Operation(
+        "broadcast", group, tensors, body, results=results, same={"root_rank": root_rank}
+    ).run(job)
 
 
 def barrier(job: Job, group: Group) -> tf.Tensor:
@@ -153,13 +166,17 @@ def barrier(job: Job, group: Group) -> tf.Tensor:
     def body(engine: AgreedEngine) -> tf.Tensor:
         return engine.all_reduce([[tf.constant(1)]], "sum")[0][0]
 
-    return Operation("barrier", group, [], body, results=lambda: tf.TensorSpec([], tf.int32)).run(job)
+    return Operation("barrier", group, [], body, results=lambda: tf.TensorSpec([], tf.int32)).run(
+        job
+    )
 
 
 def require_reduction(operation: str, dtype: tf.DType, reduction: str) -> None:
     """Raise ValueError for an unknown reduction, and TypeError for a dtype that can't be reduced."""
     if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction {reduction!r} is unknown; expected one of {', '.join(map(repr, REDUCTIONS))}")
+        raise ValueError(
+            f"reduction {reduction!r} is unknown; expected one of {', '.join(map(repr, REDUCTIONS))}"
+        )
     if dtype not in REDUCED:
         raise TypeError(
             f"{operation} can't reduce dtype {dtype.name}; expected one of "

@@ -71,7 +71,10 @@ def divide_cores(running: Job) -> None:
 
 def choose_device(cluster: Cluster) -> Device:
     """Let this rank see only its own GPU, and return its device. No memory is taken on any GPU."""
-    cuda, nvidia = environment.CUDA_VISIBLE_DEVICES.text(), environment.NVIDIA_VISIBLE_DEVICES.text()
+    cuda, nvidia = (
+        environment.CUDA_VISIBLE_DEVICES.text(),
+        environment.NVIDIA_VISIBLE_DEVICES.text(),
+    )
     instance = gpu_choice.own_instance(cuda, nvidia, cluster.device_id)
     late = compat.context_is_initialized()
     if instance is not None and not late:
@@ -118,7 +121,9 @@ def prepare_gpu(job: Job, hosts: Hosts) -> None:
 
 def _let_memory_grow(rank: int) -> None:
     [gpu] = tf.config.get_visible_devices("GPU")
-    if environment.TF_FORCE_GPU_ALLOW_GROWTH.is_set() or tf.config.get_logical_device_configuration(gpu):
+    if environment.TF_FORCE_GPU_ALLOW_GROWTH.is_set() or tf.config.get_logical_device_configuration(
+        gpu
+    ):
         return  # the user's own setting
     try:
         tf.config.experimental.set_memory_growth(gpu, True)

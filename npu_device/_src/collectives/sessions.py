@@ -40,7 +40,9 @@ class InSession(NamedTuple):
     call: Call
     inputs: Sequence[tf.Tensor]  # flat
     specs: Sequence[tf.TensorSpec]  # of the results, at least one
-    run: Callable[..., Sequence[tf.Tensor]]  # runs the collective eagerly, given the values of the inputs
+    run: Callable[
+        ..., Sequence[tf.Tensor]
+    ]  # runs the collective eagerly, given the values of the inputs
     gradient: Callable[..., Sequence[tf.Tensor]]  # of the inputs, given those of the results
     from_first: FromFirst
 
@@ -61,14 +63,18 @@ class Sessions:
         self.held: dict[Group, dict[str, Any] | None] = {}
         self._orders: dict[Group, SessionOrder] = {}
         self._lock = threading.Lock()
-        self._made: weakref.WeakKeyDictionary[tf.Graph, Counter[Group]] = weakref.WeakKeyDictionary()
+        self._made: weakref.WeakKeyDictionary[tf.Graph, Counter[Group]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def add(self, collective: InSession) -> list[tf.Tensor]:
         """Add a collective to the session's graph; return its results."""
         group = collective.group.of_one_order()
         with self._lock:
             if group not in self._orders:
-                self._orders[group] = SessionOrder(group, self._health, self.held, collective.from_first)
+                self._orders[group] = SessionOrder(
+                    group, self._health, self.held, collective.from_first
+                )
             order = self._orders[group]
         with tf.init_scope():  # outside functions, branches and loops
             graph = tf.compat.v1.get_default_graph()
@@ -88,7 +94,11 @@ class Sessions:
     def forget(self, name: str) -> None:
         """End the order of a group that is destroyed, and those of groups made for its operations."""
         with self._lock:
-            closed = [self._orders.pop(group) for group in list(self._orders) if name in (group.name, group.parent)]
+            closed = [
+                self._orders.pop(group)
+                for group in list(self._orders)
+                if name in (group.name, group.parent)
+            ]
         for order in closed:
             order.close()
 
@@ -116,7 +126,11 @@ class SessionOrder:
     """The queue of one group on one of its members."""
 
     def __init__(
-        self, group: Group, health: Health, held: dict[Group, dict[str, Any] | None], from_first: FromFirst
+        self,
+        group: Group,
+        health: Health,
+        held: dict[Group, dict[str, Any] | None],
+        from_first: FromFirst,
     ) -> None:
         self._group = group
         self._health = health
@@ -126,10 +140,16 @@ class SessionOrder:
         self._closed = False
         # By the number of a collective in its graph: executions whose inputs are ready.
         self._queues: dict[int, deque[_Queued]] = {}
-        threading.Thread(target=self._run, name=f"npu_device-session-{group.name}", daemon=True).start()
+        threading.Thread(
+            target=self._run, name=f"npu_device-session-{group.name}", daemon=True
+        ).start()
 
     def run(
-        self, number: int, call: Call, values: Sequence[np.ndarray], function: Callable[..., Sequence[tf.Tensor]]
+        self,
+        number: int,
+        call: Call,
+        values: Sequence[np.ndarray],
+        function: Callable[..., Sequence[tf.Tensor]],
     ) -> list[np.ndarray]:
         """Run a collective when its turn comes, in another thread, and return its results."""
         queued = _Queued(call, values, function, Future())
@@ -180,7 +200,9 @@ class SessionOrder:
                     if not self._changed.wait(QUEUE_CHECK_SECONDS):
                         self._health.check(self._group.name, self._group.ranks)
                     # If anything else waits, a session.run waits here; if not, the rank is busy elsewhere.
-                    held[self._group] = next((queue[0].call.row() for queue in self._queues.values()), None)
+                    held[self._group] = next(
+                        (queue[0].call.row() for queue in self._queues.values()), None
+                    )
             finally:
                 held.pop(self._group, None)
             queue = self._queues[number]
@@ -260,7 +282,9 @@ def call_python(
     concrete.add_to_graph(graph)
     # Reading the only element of a dataset is an asynchronous operation with its own thread, which also runs the
     # function of the dataset.
-    one = tf.raw_ops.TensorDataset(components=inputs, output_shapes=[tensor.shape for tensor in inputs])
+    one = tf.raw_ops.TensorDataset(
+        components=inputs, output_shapes=[tensor.shape for tensor in inputs]
+    )
     mapped = tf.raw_ops.MapDataset(
         input_dataset=one,
         other_arguments=[],
@@ -271,10 +295,14 @@ def call_python(
         preserve_cardinality=True,
     )
     shapes = [spec.shape for spec in specs]
-    return list(tf.raw_ops.DatasetToSingleElement(dataset=mapped, output_types=dtypes, output_shapes=shapes))
+    return list(
+        tf.raw_ops.DatasetToSingleElement(dataset=mapped, output_types=dtypes, output_shapes=shapes)
+    )
 
 
-def in_first_run(name: str, function: Callable[..., None], inputs: Callable[[], Sequence[tf.Tensor]]) -> tf.Tensor:
+def in_first_run(
+    name: str, function: Callable[..., None], inputs: Callable[[], Sequence[tf.Tensor]]
+) -> tf.Tensor:
     """Return a tensor that is there when a function has been called with inputs as arrays, once in each session."""
     done = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=f"npu_device {name}")
 

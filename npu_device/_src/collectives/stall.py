@@ -34,7 +34,10 @@ class StallWatch:
     """
 
     def __init__(
-        self, context: EngineContext, groups: Mapping[str, Group], held: Mapping[Group, dict[str, Any] | None]
+        self,
+        context: EngineContext,
+        groups: Mapping[str, Group],
+        held: Mapping[Group, dict[str, Any] | None],
     ) -> None:
         self._health = context.health
         self._cluster = context.cluster
@@ -49,7 +52,11 @@ class StallWatch:
 
     def _begun(self) -> dict[GroupId, int]:
         counts = self._counts.of_all()
-        return {(group.name, group.ranks): count.begun for group, count in counts if isinstance(count, CallCount)}
+        return {
+            (group.name, group.ranks): count.begun
+            for group, count in counts
+            if isinstance(count, CallCount)
+        }
 
     def _position(self, group: Group) -> dict[str, Any]:
         count = self._counts.known(group)
@@ -63,7 +70,9 @@ class StallWatch:
 
     def _run(self) -> None:
         # By count, since a group that is destroyed and made again has another one, which counts from the start.
-        since: weakref.WeakKeyDictionary[Count, tuple[int, float, bool]] = weakref.WeakKeyDictionary()
+        since: weakref.WeakKeyDictionary[Count, tuple[int, float, bool]] = (
+            weakref.WeakKeyDictionary()
+        )
         while not self._health.is_over:
             self._health.look_for_missing()
             for group, count in self._counts.of_all():
@@ -104,7 +113,9 @@ class StallWatch:
                 "longer."
             )
         else:
-            lines.append(f"It keeps waiting for up to {self._give_up_after:g} s (NPU_DEVICE_STALL_TIMEOUT).")
+            lines.append(
+                f"It keeps waiting for up to {self._give_up_after:g} s (NPU_DEVICE_STALL_TIMEOUT)."
+            )
         return "\n".join(lines)
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -113,7 +124,9 @@ class StallWatch:
             if group.name == question["group"] and ranges(group.ranks) == question["ranks"]:
                 position = self._position(group)
                 call = position["call"]
-                short = None if call is None else {"operation": call["operation"], "line": call["line"]}
+                short = (
+                    None if call is None else {"operation": call["operation"], "line": call["line"]}
+                )
                 return {**position, "call": short}
         answer: dict[str, Any] = {"begun": 0, "call": None}
         other = self._groups.get(question["group"])
@@ -122,14 +135,18 @@ class StallWatch:
         return answer
 
 
-def _table(group: Group, hosts: Sequence[str], answers: Mapping[int, dict[str, Any]], wanted: int) -> list[str]:
+def _table(
+    group: Group, hosts: Sequence[str], answers: Mapping[int, dict[str, Any]], wanted: int
+) -> list[str]:
     """Return one line per rank; for a large group, list only some of the ranks that have come."""
     ready = [rank for rank in group.ranks if rank in answers and answers[rank]["begun"] >= wanted]
     shown = max(0, _MOST_LINES - (group.size - len(ready)))
     omitted = ready[shown:]
     lines = []
     for rank in sorted(set(group.ranks).difference(omitted)):
-        lines.append(f"  rank {rank} on host {hosts[rank]}: {_position_text(answers.get(rank), wanted)}")
+        lines.append(
+            f"  rank {rank} on host {hosts[rank]}: {_position_text(answers.get(rank), wanted)}"
+        )
     return lines + ([f"  {len(omitted)} more ranks are waiting"] if omitted else [])
 
 

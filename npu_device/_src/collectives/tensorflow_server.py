@@ -74,7 +74,9 @@ def _initialize(job: Job, addresses: list[str], port: int) -> None:
     environment.TF_GRPC_DEFAULT_OPTIONS.pass_on()
     environment.reach_without_proxy(cluster.addresses)
     _keep_freed_memory()
-    context.enable_collective_ops(compat.server_def({_JOB: addresses}, _JOB, cluster.rank, port, config))
+    context.enable_collective_ops(
+        compat.server_def({_JOB: addresses}, _JOB, cluster.rank, port, config)
+    )
     try:
         context.ensure_initialized()
     except tf.errors.OpError as error:

@@ -22,9 +22,13 @@ UPDATE = "update"
 STATE = "state"
 
 _FILE = "record.pickle"
-_TIMES_ROUNDING = 30.0  # of what the perturbed run moves; sums over ranks are rounded more often than once
+_TIMES_ROUNDING = (
+    30.0  # of what the perturbed run moves; sums over ranks are rounded more often than once
+)
 _TOLERANCE = 1e-6  # of a tensor's norm: float32's own rounding in sums of a few hundred terms
-_TOLERANCE_UNPERTURBED = 1e-3  # of sessions, whose inputs aren't changed, and of averages, that may travel in 16 bits
+_TOLERANCE_UNPERTURBED = (
+    1e-3  # of sessions, whose inputs aren't changed, and of averages, that may travel in 16 bits
+)
 _ROUNDINGS = 4 * 2.0**-23  # of the norm of the weights: float32 rounds them at each update
 _MAJORITY = 0.75  # of the variables; what moves these may move any
 _PURE = 0.1  # of a tensor's norm: less is left when the other run's is scaled, so it is a multiple
@@ -41,11 +45,19 @@ class RecordedStep:
     optimizer: str = ""
     number: int = 0  # of the optimizer's steps, from 1; not all of them are recorded
     phase: str = ""  # the optimizer's class, and the line that trains
-    names: Sequence[str] = ()  # of the variables: those that are trained, then those that no optimizer trains
-    gradients: np.ndarray = field(default_factory=_no_tensors)  # a row of projections for each one that is trained
+    names: Sequence[
+        str
+    ] = ()  # of the variables: those that are trained, then those that no optimizer trains
+    gradients: np.ndarray = field(
+        default_factory=_no_tensors
+    )  # a row of projections for each one that is trained
     weights: np.ndarray = field(default_factory=_no_tensors)  # of all before the step
-    rows: Counter[int] = field(default_factory=Counter)  # the samples that were read since the step before
-    own: dict[int, np.ndarray] = field(default_factory=dict)  # sums of what tapes gave since then, with Horovod's names
+    rows: Counter[int] = field(
+        default_factory=Counter
+    )  # the samples that were read since the step before
+    own: dict[int, np.ndarray] = field(
+        default_factory=dict
+    )  # sums of what tapes gave since then, with Horovod's names
     logs: dict[str, float] = field(default_factory=dict)  # what the script sees of the step
 
     @property
@@ -75,7 +87,9 @@ class Record:
     calls: list[RecordedCall] = field(default_factory=list)
     # Calls between two steps, by the optimizer of the second.
     calls_before: dict[str, list[RecordedCall]] = field(default_factory=dict)
-    trained_at: set[str] = field(default_factory=set)  # lines that train, with those that called them
+    trained_at: set[str] = field(
+        default_factory=set
+    )  # lines that train, with those that called them
     ended_at: str = ""  # the line where the limit of time ended the script
     unreached: list[str] = field(default_factory=list)  # lines that would have trained after that
     metrics: set[str] = field(default_factory=set)  # names of those of the models in ``fit``
@@ -131,7 +145,10 @@ def aligned(records: Sequence[Record]) -> list[Record]:
             counts[step.optimizer] += 1
         tables.append(steps)
     common = [key for key in tables[0] if all(key in steps for steps in tables)]
-    return [replace(record, steps=[steps[key] for key in common]) for record, steps in zip(records, tables)]
+    return [
+        replace(record, steps=[steps[key] for key in common])
+        for record, steps in zip(records, tables)
+    ]
 
 
 def average_of(ranks: Sequence[Record]) -> Record:
@@ -144,7 +161,9 @@ def average_of(ranks: Sequence[Record]) -> Record:
         computed = [step.own.get(step.trained) for step in steps_of_ranks]
         gradients = [array for array in computed if array is not None]
         average = step.gradients
-        if len(gradients) == len(steps_of_ranks):  # else a rank has taken its gradients from somewhere else
+        if len(gradients) == len(
+            steps_of_ranks
+        ):  # else a rank has taken its gradients from somewhere else
             average = np.mean(gradients, axis=0)
         steps.append(replace(step, gradients=average, rows=union(steps_of_ranks)))
     return Record(steps, ranks[0].calls, joined=True, horovod=True, last_bit=ranks[0].last_bit)
@@ -184,7 +203,9 @@ def compare(single: Record, perturbed: Record, rank: Record) -> list[Deviation]:
         updates = [record.update(number) for record in (single, perturbed, rank)]
         deviations += _deviations(number, UPDATE, step.names, updates, tolerance, rounding)
         state = [inner.weights[step.trained :] for inner in steps]
-        deviations += _deviations(number, STATE, step.names[step.trained :], state, tolerance, unrounded)
+        deviations += _deviations(
+            number, STATE, step.names[step.trained :], state, tolerance, unrounded
+        )
     return deviations
 
 
@@ -204,7 +225,9 @@ def _deviations(
         tolerance += _TIMES_ROUNDING * _typical_change(*arrays[:2])
     deviations = []
     for name, rounding_of_variable, *projections in zip(names, rounding, *arrays):
-        deviations += deviation(number + 1, quantity, name, projections, tolerance, floor, rounding_of_variable)
+        deviations += deviation(
+            number + 1, quantity, name, projections, tolerance, floor, rounding_of_variable
+        )
     return deviations
 
 
@@ -247,7 +270,9 @@ def deviation(
     return [Deviation(step, quantity, name, ratio if is_multiple else None, off, allowed)]
 
 
-def _is_multiple(rank: np.ndarray, single: np.ndarray, ratio: float, norm: float, allowed: float) -> bool:
+def _is_multiple(
+    rank: np.ndarray, single: np.ndarray, ratio: float, norm: float, allowed: float
+) -> bool:
     """Return True if a tensor is that of one process, scaled: by the number of ranks, perhaps."""
     remainder = float(np.linalg.norm(rank - ratio * single)) / max(abs(ratio) * norm, 1e-30)
     return remainder <= max(_PURE, allowed) and abs(ratio - 1) > _PURE

@@ -37,7 +37,9 @@ def noisy_layers(keras: Any) -> list[Any]:
     return [getattr(keras.layers, name) for name in names]
 
 
-def quiet(call: Callable[..., Any], tell: Callable[[Any], None] = lambda layer: None) -> Callable[..., Any]:
+def quiet(
+    call: Callable[..., Any], tell: Callable[[Any], None] = lambda layer: None
+) -> Callable[..., Any]:
     """Return the ``call`` of a layer as it is outside training; ``tell`` is called with a layer that would train."""
 
     @functools.wraps(call)

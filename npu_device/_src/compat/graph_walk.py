@@ -11,7 +11,9 @@ _name = operator.attrgetter("name")
 
 
 def walk(
-    starts: Iterable[_Node], neighbours: Callable[[_Node], Iterable[_Node]], key: Callable[[Any], Hashable] = _name
+    starts: Iterable[_Node],
+    neighbours: Callable[[_Node], Iterable[_Node]],
+    key: Callable[[Any], Hashable] = _name,
 ) -> Iterator[_Node]:
     """Yield nodes and all those that their neighbours lead to, each once.
 

@@ -33,11 +33,17 @@ def variables_read() -> list[tuple[Any, tf.Tensor]]:
     The order in which they are read may differ among ranks: one may look at a variable first.
     """
     graph = _graph_being_built()
-    watched = getattr(graph, "_watched_variables", ())  # ``FuncGraph.variables`` is filled at the end only
+    watched = getattr(
+        graph, "_watched_variables", ()
+    )  # ``FuncGraph.variables`` is filled at the end only
     if not watched:  # not a function, or nothing has been read
         return []
     handles = {id(outer): inner for outer, inner in graph.captures}
-    read = [(variable, handles[id(variable.handle)]) for variable in watched if id(variable.handle) in handles]
+    read = [
+        (variable, handles[id(variable.handle)])
+        for variable in watched
+        if id(variable.handle) in handles
+    ]
     return sorted(read, key=lambda pair: int(pair[0].handle._id))
 
 
@@ -50,7 +56,9 @@ def _graph_being_built() -> Any:
 
 def plain_variable(initial_value: Any, name: str | None = None, shape: Any = None) -> Any:
     """Return a variable that no surrounding scope of tf.distribute or Keras sees; they see each tf.Variable."""
-    return _resource_variable_ops.ResourceVariable(initial_value, trainable=False, name=name, shape=shape)
+    return _resource_variable_ops.ResourceVariable(
+        initial_value, trainable=False, name=name, shape=shape
+    )
 
 
 def has_variable_creators() -> bool:
@@ -63,7 +71,11 @@ def is_saving() -> bool:
     return bool(_save_context.in_save_context())
 
 
-_CONTROL_FLOW = (_branches.CondBranchFuncGraph, _branches.WhileCondFuncGraph, _branches.WhileBodyFuncGraph)
+_CONTROL_FLOW = (
+    _branches.CondBranchFuncGraph,
+    _branches.WhileCondFuncGraph,
+    _branches.WhileBodyFuncGraph,
+)
 
 
 def through_outer_graphs(tensor: Any) -> Any:
@@ -75,7 +87,9 @@ def through_outer_graphs(tensor: Any) -> Any:
     Can go when it can.
     """
     function, inner = _graphs_of_function()
-    if not inner or not isinstance(function, FuncGraph):  # no branch, or a branch in the graph of a session
+    if not inner or not isinstance(
+        function, FuncGraph
+    ):  # no branch, or a branch in the graph of a session
         return tensor
     with function.as_default():  # where TensorFlow puts the placeholder
         tensor = function.capture(tensor)
@@ -206,7 +220,9 @@ def functions_of(operation: Any) -> dict[str, list[Any]]:
         functions = operation.get_attr(name)
         if not isinstance(functions, list):
             functions = [functions]
-        graphs[name] = [operation.graph._get_function(function.name).graph for function in functions]
+        graphs[name] = [
+            operation.graph._get_function(function.name).graph for function in functions
+        ]
     return graphs
 
 
@@ -217,7 +233,9 @@ def replace_input(operation: Any, index: int, tensor: Any) -> None:
 
 def set_seed_of(operation: Any, seed: int) -> None:
     """Set the graph-level part of the seed of a random operation, in a graph that has not run yet."""
-    operation._set_attr("seed", attr_value_pb2.AttrValue(i=seed % (2**31 - 1)))  # as random_seed.get_seed does
+    operation._set_attr(
+        "seed", attr_value_pb2.AttrValue(i=seed % (2**31 - 1))
+    )  # as random_seed.get_seed does
 
 
 def random_generator_of_process() -> Any:
@@ -225,7 +243,9 @@ def random_generator_of_process() -> Any:
     return _stateful_random_ops.global_generator
 
 
-def tensors_behind(tensors: Iterable[Any], until: Callable[[Any], bool] = lambda tensor: False) -> Iterator[Any]:
+def tensors_behind(
+    tensors: Iterable[Any], until: Callable[[Any], bool] = lambda tensor: False
+) -> Iterator[Any]:
     """Yield tensors of a graph and those that they are computed from, each once, up to some that are left out."""
 
     def inputs(tensor: Any) -> Iterator[Any]:
@@ -242,8 +262,12 @@ def computed_again(tensor: Any, replacements: Mapping[str, Any]) -> Any:
     copies: dict[str, Any] = dict(replacements)
     sources = tensors_behind([tensor], lambda source: source.name in replacements)
     operation_names = {source.op.name for source in sources}
-    for operation in tensor.graph.get_operations():  # in the order in which they were created, inputs first
-        if operation.name not in operation_names or not any(source.name in copies for source in operation.inputs):
+    for (
+        operation
+    ) in tensor.graph.get_operations():  # in the order in which they were created, inputs first
+        if operation.name not in operation_names or not any(
+            source.name in copies for source in operation.inputs
+        ):
             continue
         if _is_stateful(operation):  # a copy would draw other numbers, or have the effect twice
             return None
@@ -300,7 +324,9 @@ def is_generated(dataset: Any) -> bool:
     """Return True if the elements of a ``tf.data.Dataset`` come from a Python generator; also of anything else."""
     if not isinstance(dataset, tf.data.Dataset):
         return True
-    function = getattr(getattr(dataset, "_map_func", None), "function", None)  # from_generator is a flat_map
+    function = getattr(
+        getattr(dataset, "_map_func", None), "function", None
+    )  # from_generator is a flat_map
     if function is not None:
         operations = function.graph.get_operations()
         if any(operation.type == "GeneratorDataset" for operation in operations):
@@ -309,16 +335,38 @@ def is_generated(dataset: Any) -> bool:
 
 
 _CALLING = re.compile(r"(Stateful|Stateless|^)(PartitionedCall|If|While|Case|SymbolicGradient)$")
-_READS = re.compile(r"ReadVariableOp|ResourceGather|VariableShape|LookupTable(Find|Size|Export)|.*IsInitialized")
-_SETS = re.compile(r"Assign.*Variable|Resource(Scatter|Apply|SparseApply|StridedSliceAssign)|Stateful|Rng")
+_READS = re.compile(
+    r"ReadVariableOp|ResourceGather|VariableShape|LookupTable(Find|Size|Export)|.*IsInitialized"
+)
+_SETS = re.compile(
+    r"Assign.*Variable|Resource(Scatter|Apply|SparseApply|StridedSliceAssign)|Stateful|Rng"
+)
 _HELD: dict[str, Any] = {  # what each number is held at; of integers the least
-    **dict.fromkeys(("RandomUniform", "StatelessRandomUniform", "StatelessRandomUniformV2", "StatefulUniform"), 0.5),
     **dict.fromkeys(
-        ("RandomStandardNormal", "TruncatedNormal", "StatelessRandomNormal", "StatelessRandomNormalV2"), 0.3
+        ("RandomUniform", "StatelessRandomUniform", "StatelessRandomUniformV2", "StatefulUniform"),
+        0.5,
     ),
-    **dict.fromkeys(("StatelessTruncatedNormal", "StatelessTruncatedNormalV2", "StatefulTruncatedNormal"), 0.3),
+    **dict.fromkeys(
+        (
+            "RandomStandardNormal",
+            "TruncatedNormal",
+            "StatelessRandomNormal",
+            "StatelessRandomNormalV2",
+        ),
+        0.3,
+    ),
+    **dict.fromkeys(
+        ("StatelessTruncatedNormal", "StatelessTruncatedNormalV2", "StatefulTruncatedNormal"), 0.3
+    ),
     **dict.fromkeys(("StatefulStandardNormal", "StatefulStandardNormalV2"), 0.3),
-    **dict.fromkeys(("StatelessRandomUniformFullInt", "StatelessRandomUniformFullIntV2", "StatefulUniformFullInt"), 1),
+    **dict.fromkeys(
+        (
+            "StatelessRandomUniformFullInt",
+            "StatelessRandomUniformFullIntV2",
+            "StatefulUniformFullInt",
+        ),
+        1,
+    ),
     **dict.fromkeys(("RandomUniformInt", "StatefulUniformInt"), None),
     **dict.fromkeys(("StatelessRandomUniformInt", "StatelessRandomUniformIntV2"), None),
 }
@@ -357,7 +405,9 @@ def without_noise(graph: Any) -> None:
 
 def what_remains(graph: Any) -> tuple[str, Any] | None:
     """Return what a traced function does that can't be undone or repeated, and the operation; None if nothing."""
-    for operation in graph.get_operations():  # first those of the graph itself, which the error can point at
+    for (
+        operation
+    ) in graph.get_operations():  # first those of the graph itself, which the error can point at
         if _DRAWS.match(operation.type):
             return "draws random numbers that can't be held fixed", operation
         if not _is_known(operation.type) and _is_stateful(operation):
@@ -372,7 +422,9 @@ def what_remains(graph: Any) -> tuple[str, Any] | None:
 
 def _is_stateful(operation: Any) -> bool:
     if operation.type not in _stateful:
-        _stateful[operation.type] = bool(operation.op_def.is_stateful)  # read anew for each operation
+        _stateful[operation.type] = bool(
+            operation.op_def.is_stateful
+        )  # read anew for each operation
     return _stateful[operation.type]
 
 
@@ -388,7 +440,9 @@ def _is_known(operation_type: str) -> bool:
 
 def _inside(graph: Any) -> Iterator[tuple[str, Any]]:
     """Yield the types of the operations in the functions that a graph calls, each with the operation that calls."""
-    functions = {function.signature.name: function for function in graph.as_graph_def().library.function}
+    functions = {
+        function.signature.name: function for function in graph.as_graph_def().library.function
+    }
 
     def called(node: Any) -> list[Any]:
         names = []
@@ -401,7 +455,9 @@ def _inside(graph: Any) -> Iterator[tuple[str, Any]]:
 
     for operation in graph.get_operations():
         if _CALLING.match(operation.type):
-            for function in walk(called(operation.node_def), called_by, lambda function: function.signature.name):
+            for function in walk(
+                called(operation.node_def), called_by, lambda function: function.signature.name
+            ):
                 for node in function.node_def:
                     yield node.op, operation
 
@@ -431,7 +487,9 @@ def _sets(operation: Any, handle: Any) -> bool:
         only_read = set(operation.get_attr("_read_only_resource_inputs"))
     except ValueError:  # TensorFlow hasn't looked into the function
         return True
-    return any(tensor is handle and index not in only_read for index, tensor in enumerate(operation.inputs))
+    return any(
+        tensor is handle and index not in only_read for index, tensor in enumerate(operation.inputs)
+    )
 
 
 def handle_of(variable: Any) -> Any:

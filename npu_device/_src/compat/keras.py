@@ -115,7 +115,9 @@ def begin_fit_at(model: Any, epoch: int | None) -> None:
         model._initial_epoch = epoch
     else:
         # fit asks its backup for the epoch and the step.
-        counters = SimpleNamespace(maybe_load_initial_counters_from_ckpt=lambda *_, **__: (epoch, 0))
+        counters = SimpleNamespace(
+            maybe_load_initial_counters_from_ckpt=lambda *_, **__: (epoch, 0)
+        )
         model._training_state = counters
         if epoch is None:
             model._training_state = None
@@ -161,7 +163,10 @@ def optimizer_variables(optimizer: Any, weights: Any) -> list[Any]:
     if hasattr(optimizer, "_hyper"):  # legacy
         if tf.executing_eagerly():
             optimizer._create_hypers()
-        candidates += [optimizer.iterations, *(optimizer._hyper[name] for name in sorted(optimizer._hyper))]
+        candidates += [
+            optimizer.iterations,
+            *(optimizer._hyper[name] for name in sorted(optimizer._hyper)),
+        ]
         candidates += slots(optimizer, weights)
     else:
         candidates += [getattr(optimizer, "learning_rate", None)]
@@ -193,7 +198,14 @@ def loss_scale_entries(keras: Any) -> list[tuple[Any, str]]:
 
 def reduces_first(optimizer: Any) -> bool:
     """Return True if Keras itself computes the gradients that an optimizer is given, before they are reduced."""
-    names = ("minimize", "scale_loss", "compute_gradients", "_compute_gradients", "_get_gradients", "_transform_loss")
+    names = (
+        "minimize",
+        "scale_loss",
+        "compute_gradients",
+        "_compute_gradients",
+        "_get_gradients",
+        "_transform_loss",
+    )
     optimizers = [optimizer]
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None:
@@ -202,7 +214,9 @@ def reduces_first(optimizer: Any) -> bool:
     return all(belongs_to_keras(method) for method in methods if method is not None)
 
 
-def gradients_and_variables(optimizer: Any, gradients: Any, variables: Any = None) -> list[tuple[Any, Any]]:
+def gradients_and_variables(
+    optimizer: Any, gradients: Any, variables: Any = None
+) -> list[tuple[Any, Any]]:
     """Return pairs from the arguments of one of the ``gradient_entries``.
 
     Those of tf-keras are given pairs as ``gradients``, those of Keras 3 gradients and variables.
@@ -225,7 +239,11 @@ def loss_scale_class_of_tf_keras(keras: Any, optimizer: object) -> Any:
 
 
 def is_vocabulary(weight: Any) -> bool:
-    return hasattr(weight, "get_tensors") and hasattr(weight, "set_weights") and not hasattr(weight, "assign")
+    return (
+        hasattr(weight, "get_tensors")
+        and hasattr(weight, "set_weights")
+        and not hasattr(weight, "assign")
+    )
 
 
 def layer_of_vocabulary(weight: Any) -> Any:
@@ -253,7 +271,9 @@ def layers_that_draw(model: Any) -> list[tuple[Any, Any]]:
     """Return the layers of a tf-keras model that draw random numbers, each with what it draws them from."""
     if not hasattr(model, "_flatten_layers"):  # not a model
         return []
-    pairs = [(layer, getattr(layer, "_random_generator", None)) for layer in model._flatten_layers()]
+    pairs = [
+        (layer, getattr(layer, "_random_generator", None)) for layer in model._flatten_layers()
+    ]
     return [(layer, generator) for layer, generator in pairs if generator is not None]
 
 

@@ -14,7 +14,13 @@ from typing import Any, Callable, cast
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 
-from npu_device._src.compat.keras import belongs_to_keras, class_with, is_keras_3, is_vocabulary, keras_of
+from npu_device._src.compat.keras import (
+    belongs_to_keras,
+    class_with,
+    is_keras_3,
+    is_vocabulary,
+    keras_of,
+)
 
 
 def all_layers(model: Any) -> list[Any]:
@@ -45,7 +51,10 @@ def variables_of(model: Any) -> list[Any]:
     try:
         return list(model.variables)
     except ValueError:
-        lists = [[*layer._trainable_weights, *layer._non_trainable_weights] for layer in all_layers(model)]
+        lists = [
+            [*layer._trainable_weights, *layer._non_trainable_weights]
+            for layer in all_layers(model)
+        ]
         return _unique(variable for variables in lists for variable in variables)
 
 
@@ -54,7 +63,12 @@ def operations_of(model: Any) -> list[Any]:
     between them; without metrics, which are layers in tf-keras.
     """
     layers = [layer for layer in all_layers(model) if not hasattr(layer, "update_state")]
-    return _unique([*layers, *(operation for layer in layers for operation in getattr(layer, "operations", ()))])
+    return _unique(
+        [
+            *layers,
+            *(operation for layer in layers for operation in getattr(layer, "operations", ())),
+        ]
+    )
 
 
 def is_layer(candidate: Any) -> bool:
@@ -72,21 +86,32 @@ def counters_of(model: Any) -> list[Any]:
 
 
 def metrics_of(model: Any) -> list[Any]:
-    compiled = [getattr(model, name, None) for name in ("_loss_tracker", "_compile_metrics", "compiled_metrics")]
+    compiled = [
+        getattr(model, name, None)
+        for name in ("_loss_tracker", "_compile_metrics", "compiled_metrics")
+    ]
     losses = [getattr(model, name, None) for name in ("_compile_loss", "compiled_loss")]
     return _unique(itertools.chain.from_iterable(map(_flat, [*model.metrics, *compiled, *losses])))
 
 
 def loss_trackers_of(model: Any) -> list[Any]:
     """Return the metrics to which Keras itself passes losses, with the number of samples in the batch."""
-    trackers = [getattr(model, name, None) for name in ("_loss_tracker", "_compile_loss", "compiled_loss")]
+    trackers = [
+        getattr(model, name, None) for name in ("_loss_tracker", "_compile_loss", "compiled_loss")
+    ]
     return _unique(itertools.chain.from_iterable(map(_flat, trackers)))
 
 
 def _flat(metric: Any) -> Iterator[Any]:
     """Yield the metrics in a container, or a metric itself; nothing of anything else."""
     # The containers of the compiled metrics and of the compiled losses have no state of their own.
-    if type(metric).__name__ in ("CompileMetrics", "MetricsContainer", "CompileLoss", "LossesContainer", "MetricsList"):
+    if type(metric).__name__ in (
+        "CompileMetrics",
+        "MetricsContainer",
+        "CompileLoss",
+        "LossesContainer",
+        "MetricsList",
+    ):
         for inner in metric.metrics or []:
             yield from _flat(inner)
     elif hasattr(metric, "update_state") and hasattr(metric, "variables"):
@@ -95,7 +120,9 @@ def _flat(metric: Any) -> Iterator[Any]:
 
 def compiled_losses(model: Any) -> list[Any]:
     """Return the loss objects of ``compile``, as far as they exist; those of functions and names, too."""
-    compiled = getattr(model, "_compile_loss", None)  # Keras 3; before 3.7 with the objects themselves
+    compiled = getattr(
+        model, "_compile_loss", None
+    )  # Keras 3; before 3.7 with the objects themselves
     built = getattr(compiled, "_flat_losses", None) or getattr(compiled, "flat_losses", None) or []
     losses = [getattr(wrapped, "loss", wrapped) for wrapped in built]
     container: Any = getattr(model, "compiled_loss", None)  # tf-keras; in Keras 3 a method
@@ -132,7 +159,9 @@ def layers_that_add_up_activity(model: Any) -> list[Any]:
 def _adds_up_activity(keras: Any) -> bool:
     """Return True if a release of Keras does so, by trying a regularizer on two samples."""
     with tf.init_scope():
-        layer = keras.layers.Activation("linear", activity_regularizer=keras.regularizers.L1(1.0), name="npu_device")
+        layer = keras.layers.Activation(
+            "linear", activity_regularizer=keras.regularizers.L1(1.0), name="npu_device"
+        )
         layer(tf.ones([2, 1]))
         return float(layer.losses[0]) > 1.5
 
@@ -150,25 +179,39 @@ def is_built(model: Any) -> bool:
 
 def _is_used(container: Any) -> bool:
     # In a model with a custom train step, the compiled loss may exist without ever being called.
-    return bool(getattr(container, "_user_loss", True)) and bool(getattr(container, "_user_losses", True))
+    return bool(getattr(container, "_user_loss", True)) and bool(
+        getattr(container, "_user_losses", True)
+    )
 
 
 def moving_statistics(model: Any) -> list[Any]:
     """Return the floating-point variables, such as moving averages, that layers update themselves in training."""
     layers = all_layers(model)
     # In tf-keras metrics are layers, too.
-    excluded_layers = [layer for layer in layers if not layer.trainable or hasattr(layer, "update_state")]
+    excluded_layers = [
+        layer for layer in layers if not layer.trainable or hasattr(layer, "update_state")
+    ]
     excluded = {id(state) for state in states_of_samples(model)}
     for layer in [*excluded_layers, *metrics_of(model)]:
         excluded.update(map(id, variables_of(layer)))
-    updated = _unique(variable for layer in layers if layer.trainable for variable in _not_trained(layer))
-    variables = [variable for variable in updated if id(variable) not in excluded and not is_vocabulary(variable)]
+    updated = _unique(
+        variable for layer in layers if layer.trainable for variable in _not_trained(layer)
+    )
+    variables = [
+        variable
+        for variable in updated
+        if id(variable) not in excluded and not is_vocabulary(variable)
+    ]
     return [variable for variable in variables if tf.as_dtype(variable.dtype).is_floating]
 
 
 def states_of_samples(model: Any) -> list[Any]:
     """Return the variables of recurrent layers with ``stateful=True``, which have a row for each sample of a batch."""
-    layers = [layer for layer in all_layers(model) if getattr(layer, "stateful", False) and hasattr(layer, "cell")]
+    layers = [
+        layer
+        for layer in all_layers(model)
+        if getattr(layer, "stateful", False) and hasattr(layer, "cell")
+    ]
     states = [tf.nest.flatten(getattr(layer, "states", None)) for layer in layers]
     return [state for of_layer in states for state in of_layer if hasattr(state, "assign")]
 
@@ -182,7 +225,9 @@ def _not_trained(layer: Any) -> list[Any]:
 
 def steps_per_call(model: Any) -> int:
     """Return how many batches a function of the model takes at a time (``steps_per_execution``), now."""
-    current = getattr(model, "_steps_per_execution", None)  # tf-keras: a variable, less at the end of an epoch
+    current = getattr(
+        model, "_steps_per_execution", None
+    )  # tf-keras: a variable, less at the end of an epoch
     if current is None:
         current = getattr(model, "steps_per_execution", 1)
     if current is None:

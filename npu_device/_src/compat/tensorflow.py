@@ -56,7 +56,9 @@ def to_tensor(value: Any) -> tf.Tensor:
     TensorFlow keeps 0.7 KB forever for each new Python number that becomes a tensor in eager mode, but not for a list
     of numbers (2.20; ROCm/tensorflow-upstream#1149 explains it). Can go when it doesn't.
     """
-    if isinstance(value, (int, float, complex)) and tf.executing_eagerly():  # a list of one, made a scalar
+    if (
+        isinstance(value, (int, float, complex)) and tf.executing_eagerly()
+    ):  # a list of one, made a scalar
         return tf.reshape(tf.convert_to_tensor([value]), [])
     return tf.convert_to_tensor(value)
 

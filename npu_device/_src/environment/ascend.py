@@ -13,14 +13,18 @@ RANK_ID = optional(
     forms.INDEX,
     "rank of this process in the rank table. In a table of pods (`group_list`), it may be the name of the pod.",
 )
-RANK_SIZE = optional("RANK_SIZE", forms.COUNT, "number of ranks in the job; 1 means a single device.", "ranks")
+RANK_SIZE = optional(
+    "RANK_SIZE", forms.COUNT, "number of ranks in the job; 1 means a single device.", "ranks"
+)
 POD_NAME = optional(
     "POD_NAME",
     forms.TEXT,
     "pod of this process in a rank table of pods (`group_list`). It takes precedence over RANK_ID there.",
 )
 CM_CHIEF_IP = optional(
-    "CM_CHIEF_IP", forms.ADDRESS, "address of the host of the chief, where the ranks meet without a rank table."
+    "CM_CHIEF_IP",
+    forms.ADDRESS,
+    "address of the host of the chief, where the ranks meet without a rank table.",
 )
 CM_CHIEF_PORT = optional("CM_CHIEF_PORT", forms.integer(1, 65520), "port the chief listens on.")
 CM_CHIEF_DEVICE = optional(
@@ -29,7 +33,10 @@ CM_CHIEF_DEVICE = optional(
     "device number of the chief on its host.",
 )
 CM_WORKER_SIZE = optional(
-    "CM_WORKER_SIZE", forms.integer(1, 32768), "number of ranks in the job, without a rank table.", "ranks"
+    "CM_WORKER_SIZE",
+    forms.integer(1, 32768),
+    "number of ranks in the job, without a rank table.",
+    "ranks",
 )
 CM_WORKER_IP = optional(
     "CM_WORKER_IP",
@@ -37,10 +44,14 @@ CM_WORKER_IP = optional(
     "address of this host, the same for all processes on it. Default: the address from which the process connects.",
 )
 ASCEND_DEVICE_ID = optional(
-    "ASCEND_DEVICE_ID", forms.INDEX, "number of the device of this process on its host. Default: DEVICE_ID."
+    "ASCEND_DEVICE_ID",
+    forms.INDEX,
+    "number of the device of this process on its host. Default: DEVICE_ID.",
 )
 DEVICE_ID = optional(
-    "DEVICE_ID", forms.INDEX, "older name of ASCEND_DEVICE_ID; default: the local rank, or 0 if that isn't known."
+    "DEVICE_ID",
+    forms.INDEX,
+    "older name of ASCEND_DEVICE_ID; default: the local rank, or 0 if that isn't known.",
 )
 JOB_ID = Variable(
     "JOB_ID",
@@ -49,7 +60,11 @@ JOB_ID = Variable(
     "name of the job: letters, digits, `-` and `_`. Ranks of different jobs refuse each other.",
 )
 HCCL_CONNECT_TIMEOUT = Variable(
-    "HCCL_CONNECT_TIMEOUT", forms.seconds(7200), 120.0, "how long the ranks wait for each other at the start.", "s"
+    "HCCL_CONNECT_TIMEOUT",
+    forms.seconds(7200),
+    120.0,
+    "how long the ranks wait for each other at the start.",
+    "s",
 )
 HCCL_IF_IP = optional(
     "HCCL_IF_IP",

@@ -17,7 +17,9 @@ def _variables_of(owner: ModuleType) -> list[Variable]:
     return [variable for variable in vars(owner).values() if isinstance(variable, Variable)]
 
 
-ALL: tuple[Variable, ...] = tuple(variable for owner in _OWNERS for variable in _variables_of(owner))
+ALL: tuple[Variable, ...] = tuple(
+    variable for owner in _OWNERS for variable in _variables_of(owner)
+)
 """All variables, in the order of their owners."""
 
 _log = logging.getLogger("npu_device")
@@ -49,7 +51,9 @@ def _with_hint(name: str, names: Collection[str]) -> str:
 
 def settings_everywhere() -> dict[str, str]:
     """Return the variables that must be the same on all ranks and don't have their defaults, by name."""
-    variables = [variable for variable in ALL if variable.everywhere and variable.get() != variable.default]
+    variables = [
+        variable for variable in ALL if variable.everywhere and variable.get() != variable.default
+    ]
     return {variable.name: str(variable.get()) for variable in variables}
 
 

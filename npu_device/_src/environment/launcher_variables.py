@@ -13,11 +13,19 @@ SLURM_STEP_NUM_TASKS = optional(
     "number of ranks in the job. Only `srun` sets it: a batch script is not a rank.",
 )
 SLURM_PROCID = optional("SLURM_PROCID", forms.INDEX, "rank of this process.")
-SLURM_LOCALID = optional("SLURM_LOCALID", forms.INDEX, "number of this process among the ranks of its host.")
-SLURM_STEP_NODELIST = optional("SLURM_STEP_NODELIST", forms.TEXT, "nodes of the step. The ranks meet on the first one.")
+SLURM_LOCALID = optional(
+    "SLURM_LOCALID", forms.INDEX, "number of this process among the ranks of its host."
+)
+SLURM_STEP_NODELIST = optional(
+    "SLURM_STEP_NODELIST", forms.TEXT, "nodes of the step. The ranks meet on the first one."
+)
 SLURMD_NODENAME = optional("SLURMD_NODENAME", forms.TEXT, "name of this node.")
-SLURM_JOB_ID = optional("SLURM_JOB_ID", forms.TEXT, "number of the job; the port where the ranks meet follows from it.")
-SLURM_STEP_ID = optional("SLURM_STEP_ID", forms.TEXT, "number of the step in the job; as SLURM_JOB_ID.")
+SLURM_JOB_ID = optional(
+    "SLURM_JOB_ID", forms.TEXT, "number of the job; the port where the ranks meet follows from it."
+)
+SLURM_STEP_ID = optional(
+    "SLURM_STEP_ID", forms.TEXT, "number of the step in the job; as SLURM_JOB_ID."
+)
 
 # MPI
 
@@ -57,7 +65,9 @@ WORLD_SIZE = optional(
     "number of ranks in the job. RANK, WORLD_SIZE and MASTER_ADDR together describe a job.",
 )
 RANK = optional("RANK", forms.INDEX, "rank of this process.")
-LOCAL_RANK = optional("LOCAL_RANK", forms.INDEX, "number of this process among the ranks of its host.")
+LOCAL_RANK = optional(
+    "LOCAL_RANK", forms.INDEX, "number of this process among the ranks of its host."
+)
 LOCAL_WORLD_SIZE = optional("LOCAL_WORLD_SIZE", forms.COUNT, "number of ranks on this host.")
 MASTER_ADDR = optional(
     "MASTER_ADDR",
@@ -72,7 +82,9 @@ MASTER_PORT = optional(
     "different one from it.",
 )
 TORCHELASTIC_USE_AGENT_STORE = optional(
-    "TORCHELASTIC_USE_AGENT_STORE", forms.TEXT, "`True` if the store of torchrun listens at MASTER_PORT."
+    "TORCHELASTIC_USE_AGENT_STORE",
+    forms.TEXT,
+    "`True` if the store of torchrun listens at MASTER_PORT.",
 )
 
 # Platforms, and launchers that are only recognized
@@ -86,16 +98,24 @@ PET_NNODES = optional(
     f"number of nodes, as Kubeflow's torch runtime sets it. {_NPURUN} `--nnodes`. {_SEVERAL}",
     "nodes",
 )
-PET_NODE_RANK = optional("PET_NODE_RANK", forms.INDEX, f"number of this node. {_NPURUN} `--node-rank`.")
-PET_MASTER_ADDR = optional("PET_MASTER_ADDR", forms.TEXT, f"address of node 0. {_NPURUN} `--master-addr`.")
-PET_MASTER_PORT = optional("PET_MASTER_PORT", forms.PORT, f"port of node 0. {_NPURUN} `--master-port`.")
+PET_NODE_RANK = optional(
+    "PET_NODE_RANK", forms.INDEX, f"number of this node. {_NPURUN} `--node-rank`."
+)
+PET_MASTER_ADDR = optional(
+    "PET_MASTER_ADDR", forms.TEXT, f"address of node 0. {_NPURUN} `--master-addr`."
+)
+PET_MASTER_PORT = optional(
+    "PET_MASTER_PORT", forms.PORT, f"port of node 0. {_NPURUN} `--master-port`."
+)
 SKYPILOT_NUM_NODES = optional(
     "SKYPILOT_NUM_NODES",
     forms.COUNT,
     f"number of nodes, as SkyPilot sets it. {_NPURUN} `--nnodes`. {_SEVERAL}",
     "nodes",
 )
-SKYPILOT_NODE_RANK = optional("SKYPILOT_NODE_RANK", forms.INDEX, f"number of this node. {_NPURUN} `--node-rank`.")
+SKYPILOT_NODE_RANK = optional(
+    "SKYPILOT_NODE_RANK", forms.INDEX, f"number of this node. {_NPURUN} `--node-rank`."
+)
 SKYPILOT_NODE_IPS = optional(
     "SKYPILOT_NODE_IPS",
     forms.TEXT,
@@ -122,10 +142,14 @@ HOROVOD_TIMELINE = optional(
 )
 FLUX_JOB_SIZE = optional("FLUX_JOB_SIZE", forms.COUNT, f"number of Flux tasks. {_SEVERAL}")
 KUBEFLOW_TRAINER_SERVER_URL = optional(
-    "KUBEFLOW_TRAINER_SERVER_URL", forms.TEXT, "where `npu.callbacks.KubeflowProgress` reports progress."
+    "KUBEFLOW_TRAINER_SERVER_URL",
+    forms.TEXT,
+    "where `npu.callbacks.KubeflowProgress` reports progress.",
 )
 KUBEFLOW_TRAINER_SERVER_CA_CERT = optional(
-    "KUBEFLOW_TRAINER_SERVER_CA_CERT", forms.PATH, "file with the certificate of the authority of that server."
+    "KUBEFLOW_TRAINER_SERVER_CA_CERT",
+    forms.PATH,
+    "file with the certificate of the authority of that server.",
 )
 KUBEFLOW_TRAINER_SERVER_TOKEN = optional(
     "KUBEFLOW_TRAINER_SERVER_TOKEN", forms.PATH, "file with the token that the server wants to see."

@@ -6,7 +6,9 @@ from npu_device._src.environment import forms
 from npu_device._src.environment.forms import Form, Variable, optional
 
 
-def _choice(name: str, words: tuple[str, ...], meaning: str, everywhere: bool = False) -> Variable[str]:
+def _choice(
+    name: str, words: tuple[str, ...], meaning: str, everywhere: bool = False
+) -> Variable[str]:
     """Return a variable with one of these values, of which the first is the default."""
     return Variable(name, forms.one_of(*words), words[0], meaning, everywhere=everywhere)
 
@@ -18,7 +20,9 @@ NPU_DEVICE_SECRET = optional(
     "one node.",
 )
 NPU_DEVICE_SECRET_FILE = optional(
-    "NPU_DEVICE_SECRET_FILE", forms.PATH, "file with the secret of the job. Use it instead of `NPU_DEVICE_SECRET`."
+    "NPU_DEVICE_SECRET_FILE",
+    forms.PATH,
+    "file with the secret of the job. Use it instead of `NPU_DEVICE_SECRET`.",
 )
 NPU_DEVICE_LAUNCHER = _choice(
     "NPU_DEVICE_LAUNCHER",
@@ -39,7 +43,9 @@ NPU_DEVICE_SSH = Variable(
     "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=15",
     "the command with which `npurun --hosts` reaches a host; the host and a shell command are added to it.",
 )
-NPU_DEVICE_HUB = optional("NPU_DEVICE_HUB", forms.PORT, "port of a hub that is already running; `npurun` sets this.")
+NPU_DEVICE_HUB = optional(
+    "NPU_DEVICE_HUB", forms.PORT, "port of a hub that is already running; `npurun` sets this."
+)
 NPU_DEVICE_BACKEND = _choice(
     "NPU_DEVICE_BACKEND",
     ("auto", "nccl", "tensorflow", "mpi", "tcp", "shared_memory"),
@@ -72,7 +78,9 @@ NPU_DEVICE_STALL_TIMEOUT = Variable(
     "s",
 )
 NPU_DEVICE_ERROR_FILE = optional(
-    "NPU_DEVICE_ERROR_FILE", forms.PATH, "file in which a failing rank leaves its error for `npurun`, which sets this."
+    "NPU_DEVICE_ERROR_FILE",
+    forms.PATH,
+    "file in which a failing rank leaves its error for `npurun`, which sets this.",
 )
 NPU_DEVICE_TRACE_ITERATIONS = Variable(
     "NPU_DEVICE_TRACE_ITERATIONS",
@@ -84,7 +92,9 @@ NPU_DEVICE_TRACE_ITERATIONS = Variable(
 )
 NPU_DEVICE_SPLIT = optional(
     "NPU_DEVICE_SPLIT",
-    Form(forms.split, "1 to 8 ascending numbers, or percentages such as 25%,25%,50% whose sum is 100"),
+    Form(
+        forms.split, "1 to 8 ascending numbers, or percentages such as 25%,25%,50% whose sum is 100"
+    ),
     "how gradients are split if the script sets no split strategy: numbers are those of `set_split_strategy_by_idx`, "
     "for lists that they fit; percentages those of `set_split_strategy_by_size`.",
     everywhere=True,

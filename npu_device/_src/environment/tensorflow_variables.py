@@ -7,10 +7,14 @@ from collections.abc import Iterable
 from npu_device._src.environment import forms
 from npu_device._src.environment.forms import Form, Variable, optional
 
-_THREADS = "setting of TensorFlow. If it is set, the cores of a host aren't divided among its ranks."
+_THREADS = (
+    "setting of TensorFlow. If it is set, the cores of a host aren't divided among its ranks."
+)
 
 TF_CONFIG = optional(
-    "TF_CONFIG", Form(str, "JSON"), "cluster and task of this process, as the training operator of Kubeflow sets it."
+    "TF_CONFIG",
+    Form(str, "JSON"),
+    "cluster and task of this process, as the training operator of Kubeflow sets it.",
 )
 TF_NUM_INTRAOP_THREADS = optional("TF_NUM_INTRAOP_THREADS", forms.TEXT, _THREADS, "threads")
 TF_NUM_INTEROP_THREADS = optional("TF_NUM_INTEROP_THREADS", forms.TEXT, _THREADS, "threads")

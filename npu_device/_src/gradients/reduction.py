@@ -41,19 +41,29 @@ class ReductionOptions:
     """The settings of the reduction of a list."""
 
     kind: str
-    fusion: int = 1  # 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment per dtype
+    fusion: int = (
+        1  # 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment per dtype
+    )
     fusion_id: int = -1  # or with ``fusion=2`` any number from 0
-    compression: str | None = None  # the 16 bits that are sent of float32 and float64, added up in their own dtype
+    compression: str | None = (
+        None  # the 16 bits that are sent of float32 and float64, added up in their own dtype
+    )
     adds_rows: bool = False  # of ``tf.IndexedSlices``: add up those of the same index, where their user does so anyway
 
     def __post_init__(self) -> None:
         if self.kind not in REDUCTIONS:
-            raise ValueError(f"reduction {self.kind!r} is unknown; expected one of {', '.join(map(repr, REDUCTIONS))}")
+            raise ValueError(
+                f"reduction {self.kind!r} is unknown; expected one of {', '.join(map(repr, REDUCTIONS))}"
+            )
         check_fusion(self.fusion, self.fusion_id)
         if self.compression is not None and self.compression not in WIRE_DTYPES:
-            raise ValueError(f"compression {self.compression!r} is unknown; expected 'fp16', 'bf16' or None")
+            raise ValueError(
+                f"compression {self.compression!r} is unknown; expected 'fp16', 'bf16' or None"
+            )
         if self.compression is not None and self.kind not in ("sum", "mean"):
-            raise ValueError(f"compression works with sum and mean only; found reduction {self.kind!r}")
+            raise ValueError(
+                f"compression works with sum and mean only; found reduction {self.kind!r}"
+            )
 
 
 def send_uncompressed() -> None:
@@ -73,16 +83,22 @@ def check_fusion(fusion: int, fusion_id: int) -> None:
             f"{_LARGEST_FUSION_ID}"
         )
     if fusion == 2 and not 0 <= fusion_id <= _LARGEST_FUSION_ID:
-        raise ValueError(f"fusion_id {fusion_id!r} does not go with fusion 2; expected 0 to {_LARGEST_FUSION_ID}")
+        raise ValueError(
+            f"fusion_id {fusion_id!r} does not go with fusion 2; expected 0 to {_LARGEST_FUSION_ID}"
+        )
 
 
 def check_fusion_0_or_2(operation: str, fusion: int, fusion_id: int) -> None:
     if fusion not in (0, 2):
-        raise ValueError(f"{operation}: fusion {fusion!r} is unknown; expected 0 (alone) or 2 (together)")
+        raise ValueError(
+            f"{operation}: fusion {fusion!r} is unknown; expected 0 (alone) or 2 (together)"
+        )
     check_fusion(fusion, fusion_id)
 
 
-def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions, group: Group) -> list[Gradient]:
+def reduce_list(
+    job: Job, values: Sequence[Gradient], options: ReductionOptions, group: Group
+) -> list[Gradient]:
     """Reduce a list of tensors over a group.
 
     ``tf.IndexedSlices`` may have a different number of rows on each rank, and ``None`` stays. The collective of a
@@ -95,7 +111,9 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
     operations: list[tuple[Sequence[int], Sequence[Sequence[int]]]] = [([0], segments)]
     if len(values) != 1 or not isinstance(values[0], tf.Tensor):
         segments = cut(job.made(FirstOrders), values, options.kind, options.fusion, group.name)
-        sparse = [position for position, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
+        sparse = [
+            position for position, value in enumerate(values) if isinstance(value, tf.IndexedSlices)
+        ]
         apart: list[Any] = [(segment, [range(len(segment))]) for segment in segments]
         apart += [([position], []) for position in sparse]
         operations = in_one_or_apart((range(len(values)), segments), apart)
@@ -106,7 +124,9 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
         trace = None
         if tracer is not None:
             wire = _DTYPES_IN_USE.get(options.compression or "")
-            trace = around.enter_context(traced_reduction(tracer, values, segments, job, group, waits_for_all, wire))
+            trace = around.enter_context(
+                traced_reduction(tracer, values, segments, job, group, waits_for_all, wire)
+            )
         if waits_for_all:
             tensors = [value for value in values if isinstance(value, tf.Tensor)]
             around.enter_context(tf.control_dependencies(tensors))
@@ -118,7 +138,9 @@ def reduce_list(job: Job, values: Sequence[Gradient], options: ReductionOptions,
         for position in sparse:
             # With what the graph knows of the shape, unlike a session's operation.
             rows: Any = results[position]
-            results[position] = tf.IndexedSlices(rows.values, rows.indices, cast(Any, values[position]).dense_shape)
+            results[position] = tf.IndexedSlices(
+                rows.values, rows.indices, cast(Any, values[position]).dense_shape
+            )
         if trace is not None:
             for segment in (*segments, *([position] for position in sparse)):
                 trace.segment([results[position] for position in segment])
@@ -169,7 +191,14 @@ class ListReduction:
         inputs = [*self._values, *(rows.counts for rows in self._sparse if rows.counts is not None)]
         gradient = self._gradient if self._segments else None
         return Operation(
-            "all_reduce", self._group, self._values, self._move, inputs, self._results, same, gradient=gradient
+            "all_reduce",
+            self._group,
+            self._values,
+            self._move,
+            inputs,
+            self._results,
+            same,
+            gradient=gradient,
         )
 
     def _move(self, engine: AgreedEngine, *inputs: Any) -> list[Gradient]:
@@ -191,7 +220,9 @@ class ListReduction:
 
     def _gradient(self, upstream: Sequence[tf.Tensor]) -> list[Gradient]:
         require_differentiable("all_reduce", self._options.kind)
-        operation = ListReduction(self._job, upstream, self._segments, self._options, self._group).operation()
+        operation = ListReduction(
+            self._job, upstream, self._segments, self._options, self._group
+        ).operation()
         reduced: list[Gradient] = operation.run(self._job)
         return reduced
 
@@ -268,7 +299,9 @@ class ReducedTensors:
                 missing.append(gradient)
         return missing
 
-    def _origins(self, graph: Any, origins: dict[tf.Graph, dict[str, set[str]]]) -> dict[str, set[str]]:
+    def _origins(
+        self, graph: Any, origins: dict[tf.Graph, dict[str, set[str]]]
+    ) -> dict[str, set[str]]:
         """Return, for each tensor of a graph, whether it is computed from reductions ("sum") and tapes ("tape")."""
         if graph in origins:
             return origins[graph]
@@ -282,7 +315,9 @@ class ReducedTensors:
                 if operation.type == "Placeholder":
                     inputs += [captured.get(id(output)) for output in operation.outputs]
                 for tensor in filter(tf.is_symbolic_tensor, inputs):
-                    around = names if tensor.graph is graph else self._origins(tensor.graph, origins)
+                    around = (
+                        names if tensor.graph is graph else self._origins(tensor.graph, origins)
+                    )
                     sources |= around.get(tensor.name, set())
             for output in operation.outputs:
                 names[output.name] = {"sum"} if output.name in results else sources

@@ -96,7 +96,9 @@ class FirstOrders(dict[tuple[str, ...], list[int]]):
     """The order of production in the first graph of each function; a part of the job."""
 
 
-def cut(orders: FirstOrders, tensors: Sequence[Any], reduction: str, fusion: int, group: str) -> list[list[int]]:
+def cut(
+    orders: FirstOrders, tensors: Sequence[Any], reduction: str, fusion: int, group: str
+) -> list[list[int]]:
     """Cut a list of tensors into segments: positions of dense tensors of one dtype each. Anything else is left out.
 
     Fusion 0 gives every tensor a segment of its own, 1 cuts sums and means by the split strategy of the group, 2 makes
@@ -122,7 +124,9 @@ def cut(orders: FirstOrders, tensors: Sequence[Any], reduction: str, fusion: int
     return joined + alone
 
 
-def _by_dtype(tensors: Sequence[Any], fusion: int) -> tuple[dict[tf.DType, list[int]], list[list[int]]]:
+def _by_dtype(
+    tensors: Sequence[Any], fusion: int
+) -> tuple[dict[tf.DType, list[int]], list[list[int]]]:
     """Return the positions of the tensors that may travel together, by dtype, and of those that travel alone."""
     by_dtype: dict[tf.DType, list[int]] = {}
     alone: list[list[int]] = []
@@ -134,7 +138,9 @@ def _by_dtype(tensors: Sequence[Any], fusion: int) -> tuple[dict[tf.DType, list[
         else:
             by_dtype.setdefault(tensor.dtype, []).append(position)
     for positions in by_dtype.values():
-        unknown = [position for position in positions if not tensors[position].shape.is_fully_defined()]
+        unknown = [
+            position for position in positions if not tensors[position].shape.is_fully_defined()
+        ]
         for position in unknown[:-1]:  # with one of them, the ranks still know where each tensor is
             positions.remove(position)
             alone.append([position])

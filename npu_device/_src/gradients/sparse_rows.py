@@ -42,7 +42,12 @@ class TableRows:
             self.counts = tf.stack([tf.size(rows) for rows, _ in lookups])
 
     def gathered(
-        self, engine: AgreedEngine, slices: tf.IndexedSlices, reduction: str, wire: Wire, counts: Iterator[tf.Tensor]
+        self,
+        engine: AgreedEngine,
+        slices: tf.IndexedSlices,
+        reduction: str,
+        wire: Wire,
+        counts: Iterator[tf.Tensor],
     ) -> tf.IndexedSlices:
         """Return the sum or mean as the rows that one process has. Of ``counts`` it takes its own, if it has any."""
         dtype = reduced_dtype(slices.dtype, reduction)
@@ -86,10 +91,15 @@ def _lookups(indices: Any) -> Iterator[tuple[Any, bool]]:
         if tensor.op.type not in ("Reshape", "Cast"):
             break
         tensor = tensor.op.inputs[0]
-    yield indices, tf.is_symbolic_tensor(tensor) and _DISTINCT.get(tensor.op.type) == tensor.value_index
+    yield (
+        indices,
+        tf.is_symbolic_tensor(tensor) and _DISTINCT.get(tensor.op.type) == tensor.value_index,
+    )
 
 
-def add_up_slices(engine: AgreedEngine, slices: tf.IndexedSlices, reduction: str, wire: Wire) -> tf.IndexedSlices:
+def add_up_slices(
+    engine: AgreedEngine, slices: tf.IndexedSlices, reduction: str, wire: Wire
+) -> tf.IndexedSlices:
     """Return the sum or mean of sparse gradients with one row for each index, whichever way they travel.
 
     The result is the same on every rank. Each rank adds up its own rows of the same index first. When the rows of all

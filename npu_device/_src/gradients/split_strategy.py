@@ -52,7 +52,9 @@ def set_by_idx(idxList: Any, group: str = WORLD_GROUP) -> None:
     _check_list(_IDX, idxList)
     for position, index in enumerate(idxList):
         if not isinstance(index, int) or not 0 <= index <= _MAX_INDEX:
-            raise ValueError(f"idxList[{position}] is {index!r}; expected a whole number from 0 to {_MAX_INDEX}")
+            raise ValueError(
+                f"idxList[{position}] is {index!r}; expected a whole number from 0 to {_MAX_INDEX}"
+            )
         if position and index <= idxList[position - 1]:
             raise ValueError(
                 f"idxList[{position}] is {index}, after {idxList[position - 1]}; expected numbers that ascend strictly"
@@ -228,11 +230,19 @@ def _check_list(name: str, numbers: Any) -> None:
     if not isinstance(numbers, list) or not numbers:
         raise ValueError(f"{name} is {numbers!r}; expected a list that isn't empty")
     if len(numbers) > MAX_SEGMENTS:
-        raise ValueError(f"{name} has {len(numbers)} entries; expected at most {MAX_SEGMENTS} segments")
+        raise ValueError(
+            f"{name} has {len(numbers)} entries; expected at most {MAX_SEGMENTS} segments"
+        )
 
 
 def _store(name: str, numbers: list[Any], group: str) -> None:
     previous = _strategies.get((name, group))
     if previous is not None and previous != numbers:
-        _log.info("the split strategy %s of group %r changes from %s to %s", name, group, previous, numbers)
+        _log.info(
+            "the split strategy %s of group %r changes from %s to %s",
+            name,
+            group,
+            previous,
+            numbers,
+        )
     _strategies[name, group] = numbers

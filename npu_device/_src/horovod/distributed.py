@@ -18,7 +18,9 @@ from npu_device._src.horovod.tensor_ops import Average, Compression, kind_of
 from npu_device._src.tf1.distributed_optimizer import DelegatingOptimizer
 from npu_device._src.training.distribute.reduce_values import reduce_by_hand
 from npu_device._src.training.opening.current_world import world_unless_child
-from npu_device._src.training.optimizers.optimizer_wrapper import npu_distributed_keras_optimizer_wrapper
+from npu_device._src.training.optimizers.optimizer_wrapper import (
+    npu_distributed_keras_optimizer_wrapper,
+)
 from npu_device._src.training.watching.wrapped_optimizers import reduction_of
 
 _START_LEVEL = logging.INFO  # scripts broadcast after the first step: before, variables may differ
@@ -40,7 +42,9 @@ def _settings(
     return ReductionOptions(kind, compression=wire), LocalGradients(**local)
 
 
-def _reduced(gradients: Sequence[Any], options: ReductionOptions, local: LocalGradients) -> list[Any]:
+def _reduced(
+    gradients: Sequence[Any], options: ReductionOptions, local: LocalGradients
+) -> list[Any]:
     ranks, gradients = world_unless_child(), local.made_dense(gradients)
     if ranks is None:
         return gradients
@@ -76,14 +80,18 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: A
         made = _LegacyOptimizer(optimizer, name or f"Distributed{type(optimizer).__name__}")
         made.settings = options, local
         return made
-    npu_distributed_keras_optimizer_wrapper(optimizer, options.kind, compression=options.compression)
+    npu_distributed_keras_optimizer_wrapper(
+        optimizer, options.kind, compression=options.compression
+    )
     if reduction := reduction_of(optimizer):  # with several ranks
         reduction.own_batches = True
     keras = compat.keras_of(optimizer)
     if compat.is_keras_3(keras):
         optimizer.__class__ = _with_old_names(optimizer.__class__)
         if environment.NPU_DEVICE_HOROVOD.is_set():
-            _take_old_argument(next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind)))
+            _take_old_argument(
+                next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind))
+            )
     local.install(optimizer)
     return optimizer
 
@@ -109,9 +117,13 @@ class _CallableList(list):
 def _with_old_names(kind: Any) -> Any:
     """Return a class of Keras 3 optimizers with names that older scripts use. It saves and loads as the original."""
 
-    rate = property(lambda self: self.learning_rate, lambda self, value: setattr(self, "learning_rate", value))
+    rate = property(
+        lambda self: self.learning_rate, lambda self, value: setattr(self, "learning_rate", value)
+    )
     variables = property(lambda self: _CallableList(kind.variables.fget(self)))
-    return type(kind.__name__, (kind,), {"lr": rate, "variables": variables, "__module__": kind.__module__})
+    return type(
+        kind.__name__, (kind,), {"lr": rate, "variables": variables, "__module__": kind.__module__}
+    )
 
 
 @functools.cache
@@ -120,14 +132,18 @@ def _take_old_argument(owner: Any) -> None:
     original = owner.compile
 
     @functools.wraps(original)
-    def compile(self: Any, *args: Any, experimental_run_tf_function: Any = None, **kwargs: Any) -> Any:
+    def compile(
+        self: Any, *args: Any, experimental_run_tf_function: Any = None, **kwargs: Any
+    ) -> Any:
         return original(self, *args, **kwargs)
 
     owner.compile = compile
 
 
 @described
-def DistributedGradientTape(gradtape: Any, *, scale_local_gradients: bool = True, **arguments: Any) -> Any:
+def DistributedGradientTape(
+    gradtape: Any, *, scale_local_gradients: bool = True, **arguments: Any
+) -> Any:
     """Return a tape like another one, whose ``gradient`` reduces over all ranks.
 
     Args:
@@ -143,7 +159,9 @@ def DistributedGradientTape(gradtape: Any, *, scale_local_gradients: bool = True
 
 
 @described
-def PartialDistributedGradientTape(gradtape: Any, *, local_layers: Any = None, **arguments: Any) -> Any:
+def PartialDistributedGradientTape(
+    gradtape: Any, *, local_layers: Any = None, **arguments: Any
+) -> Any:
     """Return a ``DistributedGradientTape`` that leaves the gradients of some layers to each rank.
 
     Args:
@@ -164,7 +182,12 @@ def PartialDistributedGradientTape(gradtape: Any, *, local_layers: Any = None, *
 def _distributed(kind: Any) -> Any:
     @tf.autograph.experimental.do_not_convert
     def gradient(
-        self: Any, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False, **more: Any
+        self: Any,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+        **more: Any,
     ) -> Any:
         """Return the gradients, reduced over all ranks but for those of local sources."""
         nested = kind.gradient(self, target, sources, output_gradients, **more)
@@ -173,7 +196,8 @@ def _distributed(kind: Any) -> Any:
         common = [gradient for gradient, local in zip(gradients, is_local) if not local]
         reduced = iter(_reduced(common, *self.npu_settings) if common else ())
         found = [
-            self.npu_local.scaled(gradient) if local else next(reduced) for gradient, local in zip(gradients, is_local)
+            self.npu_local.scaled(gradient) if local else next(reduced)
+            for gradient, local in zip(gradients, is_local)
         ]
         return tf.nest.pack_sequence_as(nested, found)
 
@@ -182,7 +206,9 @@ def _distributed(kind: Any) -> Any:
         self.npu_local.add(source)
 
     @tf.autograph.experimental.do_not_convert
-    def get_local_and_global_gradients(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+    def get_local_and_global_gradients(
+        self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Return pairs of variable and gradient: those of local sources, and the others."""
         pairs = list(zip(sources, self.gradient(target, sources, *args, **kwargs)))
         local = [pair for pair in pairs if self.npu_local.has(pair[0])]

@@ -32,11 +32,15 @@ def _now(operation: Any) -> Any:
     return run
 
 
-allgather, broadcast, reducescatter = map(_now, (tensor_ops.allgather, tensor_ops.broadcast, tensor_ops.reducescatter))
+allgather, broadcast, reducescatter = map(
+    _now, (tensor_ops.allgather, tensor_ops.broadcast, tensor_ops.reducescatter)
+)
 
 
 @described
-def allreduce(value: Any, name: str | None = None, average: bool | None = None, **arguments: Any) -> Any:
+def allreduce(
+    value: Any, name: str | None = None, average: bool | None = None, **arguments: Any
+) -> Any:
     """Return a value reduced over all ranks."""
     return _now(tensor_ops.allreduce)(value, average, **arguments)
 
@@ -49,7 +53,11 @@ def broadcast_global_variables(root_rank: int) -> None:
 
 @described
 def load_model(
-    filepath: Any, custom_optimizers: Any = None, custom_objects: Any = None, compression: Any = None, **arguments: Any
+    filepath: Any,
+    custom_optimizers: Any = None,
+    custom_objects: Any = None,
+    compression: Any = None,
+    **arguments: Any,
 ) -> Any:
     """Return a model of ``tf.keras`` from a file, whose optimizer is a ``DistributedOptimizer``.
 
@@ -75,7 +83,9 @@ class BroadcastGlobalVariablesCallback(NPUBroadcastGlobalVariablesCallback):
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         if local_variables:
-            raise NotImplementedError("local_variables aren't supported.\nWhat to do: keep them out of the model.")
+            raise NotImplementedError(
+                "local_variables aren't supported.\nWhat to do: keep them out of the model."
+            )
         super().__init__(root_rank)
 
 
@@ -122,19 +132,31 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         super().__init__()
         if multiplier is None:
             raise TypeError("multiplier is missing: a number, or a function of the epoch")
-        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
+        self.multiplier = (
+            multiplier
+            if callable(multiplier)
+            else lambda epoch: multiplier ** (epoch - start_epoch)
+        )
         self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
-        self.staircase, self.momentum_correction, self.steps_per_epoch = staircase, momentum_correction, steps_per_epoch
+        self.staircase, self.momentum_correction, self.steps_per_epoch = (
+            staircase,
+            momentum_correction,
+            steps_per_epoch,
+        )
         self.current_epoch = start_epoch
         self._momentum: float | None = None  # to be restored after the batch
 
     def on_train_begin(self, logs: _Logs = None) -> None:
         if self.initial_lr is None:
             self.initial_lr = self._number("learning_rate")
-        steps, samples, batch = map(self.params.get, ("steps", "samples", "batch_size"))  # TensorFlow 1: no steps
+        steps, samples, batch = map(
+            self.params.get, ("steps", "samples", "batch_size")
+        )  # TensorFlow 1: no steps
         self.steps_per_epoch = self.steps_per_epoch or steps or (samples or 0) // (batch or 1)
         if not self.staircase and not self.steps_per_epoch:
-            raise ValueError(f"{type(self).__name__}: the steps of an epoch aren't known; pass steps_per_epoch")
+            raise ValueError(
+                f"{type(self).__name__}: the steps of an epoch aren't known; pass steps_per_epoch"
+            )
 
     def on_epoch_begin(self, epoch: int, logs: _Logs = None) -> None:
         self.current_epoch = epoch
@@ -145,10 +167,16 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         if epoch < self.start_epoch or is_over or (self.staircase and batch):
             return
         old = self._number("learning_rate")
-        new = self.initial_lr * self.multiplier(epoch if self.staircase else epoch + batch / self.steps_per_epoch)
+        new = self.initial_lr * self.multiplier(
+            epoch if self.staircase else epoch + batch / self.steps_per_epoch
+        )
         self._number("learning_rate", new)
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        if self.momentum_correction and old and hasattr(getattr(optimizer, "momentum", None), "assign"):
+        if (
+            self.momentum_correction
+            and old
+            and hasattr(getattr(optimizer, "momentum", None), "assign")
+        ):
             self._momentum = self._number("momentum")
             self._number("momentum", self._momentum * new / old)
 
@@ -166,7 +194,9 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         if not isinstance(optimizer.get_config()[name], (int, float, np.number)):
             what = f"the {name} of this {type(optimizer).__name__}: it is a schedule"
-            raise ValueError(f"{type(self).__name__} can't set {what}.\nWhat to do: give the optimizer a number.")
+            raise ValueError(
+                f"{type(self).__name__} can't set {what}.\nWhat to do: give the optimizer a number."
+            )
         variable, backend = getattr(optimizer, name), compat.session_backend()
         if new is not None and tf.executing_eagerly():
             variable.assign(new)
@@ -185,9 +215,13 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         **arguments: the others of ``LearningRateScheduleCallback``.
     """
 
-    def __init__(self, initial_lr: Any = None, warmup_epochs: int = 5, *, verbose: int = 0, **arguments: Any) -> None:
+    def __init__(
+        self, initial_lr: Any = None, warmup_epochs: int = 5, *, verbose: int = 0, **arguments: Any
+    ) -> None:
         def multiplier(epoch: float) -> float:
-            epoch += 1 / self.steps_per_epoch  # so that an epoch ends with a round number, as in Horovod
+            epoch += (
+                1 / self.steps_per_epoch
+            )  # so that an epoch ends with a round number, as in Horovod
             return (epoch * (ranks.size() - 1) / warmup_epochs + 1) / ranks.size()
 
         super().__init__(initial_lr, multiplier, 0, warmup_epochs, staircase=False, **arguments)
@@ -195,5 +229,12 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def on_epoch_end(self, epoch: int, logs: _Logs = None) -> None:
         super().on_epoch_end(epoch, logs)
-        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and ranks.rank() == 0:
-            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._number('learning_rate'):g}.")
+        if (
+            self.end_epoch is not None
+            and epoch == self.end_epoch - 1
+            and self.verbose > 0
+            and ranks.rank() == 0
+        ):
+            print(
+                f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._number('learning_rate'):g}."
+            )

@@ -61,7 +61,9 @@ class LocalGradients:
     def made_dense(self, gradients: Sequence[Any]) -> list[Any]:
         """Return gradients, with sparse ones made dense if that is asked for."""
         is_to_be = [self._dense and isinstance(one, tf.IndexedSlices) for one in gradients]
-        return [tf.convert_to_tensor(one) if change else one for one, change in zip(gradients, is_to_be)]
+        return [
+            tf.convert_to_tensor(one) if change else one for one, change in zip(gradients, is_to_be)
+        ]
 
     def install(self, optimizer: Any) -> None:
         """Put this before the methods of the optimizer, if anything is asked for."""
@@ -79,13 +81,20 @@ class LocalGradients:
         @_as_it_is
         def apply(grads: Any, trainable_variables: Any = None) -> Any:
             variables = compat.variables_to_update(optimizer, trainable_variables)
-            return self.enter(optimizer, list(grads), variables, lambda mine: apply_lists(mine, trainable_variables))
+            return self.enter(
+                optimizer,
+                list(grads),
+                variables,
+                lambda mine: apply_lists(mine, trainable_variables),
+            )
 
         optimizer.apply_gradients = apply_gradients
         if apply_lists is not None:
             optimizer.apply = apply
 
-    def enter(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Any) -> Any:
+    def enter(
+        self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Any
+    ) -> Any:
         """Apply gradients, or only add them up if it isn't time yet."""
         if self._is_inside:
             return apply(gradients)
@@ -98,15 +107,21 @@ class LocalGradients:
         finally:
             self._is_inside = False
 
-    def _add_up(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Any) -> Any:
+    def _add_up(
+        self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Any
+    ) -> Any:
         if any(isinstance(one, tf.IndexedSlices) for one in gradients):
-            raise ValueError("backward_passes_per_step above 1 needs sparse_as_dense=True for sparse gradients")
+            raise ValueError(
+                "backward_passes_per_step above 1 needs sparse_as_dense=True for sparse gradients"
+            )
         with tf.init_scope():
             compat.build_optimizer(optimizer, variables)
             if self._sums is None:
                 self._count = tf.Variable(0, trainable=False)
                 self._sums = [
-                    None if one is None else tf.Variable(tf.zeros(variable.shape, one.dtype), trainable=False)
+                    None
+                    if one is None
+                    else tf.Variable(tf.zeros(variable.shape, one.dtype), trainable=False)
                     for one, variable in zip(gradients, variables)
                 ]
         sums = self._sums

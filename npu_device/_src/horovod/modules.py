@@ -36,8 +36,13 @@ PAGE = "npurun docs from_horovod"
 def variables(inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables with which a process of this environment, and its children, import these modules."""
     folder = str(Path(__file__).parent / "path")
-    others = [each for each in (inherited.get("PYTHONPATH") or folder).split(os.pathsep) if each != folder]
-    return {environment.NPU_DEVICE_HOROVOD.name: "1", "PYTHONPATH": os.pathsep.join([folder, *others])}
+    others = [
+        each for each in (inherited.get("PYTHONPATH") or folder).split(os.pathsep) if each != folder
+    ]
+    return {
+        environment.NPU_DEVICE_HOROVOD.name: "1",
+        "PYTHONPATH": os.pathsep.join([folder, *others]),
+    }
 
 
 def main() -> None:
@@ -46,7 +51,11 @@ def main() -> None:
         sys.exit("usage: python -m npu_device.horovod [-m] script [argument ...]")
     before = getattr(sys, "orig_argv", [])  # from Python 3.10 on
     flags = before[1 : before.index("-m")] if "-m" in before else []
-    os.execve(sys.executable, [sys.executable, *flags, *sys.argv[1:]], {**os.environ, **variables(os.environ)})
+    os.execve(
+        sys.executable,
+        [sys.executable, *flags, *sys.argv[1:]],
+        {**os.environ, **variables(os.environ)},
+    )
 
 
 def take_over() -> None:
@@ -69,17 +78,27 @@ class _Finder:
     replaces = False  # ``horovod`` is this package's
 
     @classmethod
-    def find_spec(cls, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, target: Any = None
+    ) -> ModuleSpec | None:
         """Return the spec of a module of Horovod's that is offered; None for all other modules."""
-        is_ours, is_theirs = name.startswith(f"{_OURS}."), cls.replaces and name.startswith(f"{_THEIRS}.")
+        is_ours, is_theirs = (
+            name.startswith(f"{_OURS}."),
+            cls.replaces and name.startswith(f"{_THEIRS}."),
+        )
         if not (is_ours or is_theirs):
             return None
         rest = name[len(_OURS if is_ours else _THEIRS) + 1 :]
         instead = _INSTEAD.get(rest.split(".", 1)[0])
         if instead is None and is_theirs and importlib.util.find_spec(f"{_OURS}.{rest}") is None:
-            instead = "the modules are horovod.tensorflow, horovod.tensorflow.keras and horovod.keras; see " + PAGE
+            instead = (
+                "the modules are horovod.tensorflow, horovod.tensorflow.keras and horovod.keras; see "
+                + PAGE
+            )
         if instead is not None:
-            raise ImportError(f"npu_device has no {_THEIRS}.{rest}.\nWhat to do: {instead}.", name=name)
+            raise ImportError(
+                f"npu_device has no {_THEIRS}.{rest}.\nWhat to do: {instead}.", name=name
+            )
         return ModuleSpec(name, cls) if is_theirs else None  # type: ignore[arg-type]
 
     @staticmethod

@@ -14,15 +14,22 @@ _INSTEAD = {
     "elastic": "npurun --max-restarts with npu.callbacks.FitCheckpoint (npurun docs reliability)",
     "run": "npurun -np N --horovod train.py",
     "BestModelCheckpoint": "ModelCheckpoint(file, save_best_only=True) of Keras on rank 0, after MetricAverageCallback",
-    **dict.fromkeys(("start_timeline", "stop_timeline"), "HOROVOD_TIMELINE=FILE, or npurun --trace DIR"),
-    **{f"cross_{name}": f"hvd.{name}() // hvd.local_size(), if hosts are alike" for name in ("rank", "size")},
+    **dict.fromkeys(
+        ("start_timeline", "stop_timeline"), "HOROVOD_TIMELINE=FILE, or npurun --trace DIR"
+    ),
+    **{
+        f"cross_{name}": f"hvd.{name}() // hvd.local_size(), if hosts are alike"
+        for name in ("rank", "size")
+    },
 }
 
 
 def __getattr__(name: str) -> Any:
     """Return a name that Horovod's modules have besides those that they import."""
     if name == "SyncBatchNormalization":
-        from npu_device._src.training.distribute.sync_batch_normalization import SyncBatchNormalization
+        from npu_device._src.training.distribute.sync_batch_normalization import (
+            SyncBatchNormalization,
+        )
 
         return SyncBatchNormalization
     instead = f"\nWhat to do: {_INSTEAD[name]}." if name in _INSTEAD else ""

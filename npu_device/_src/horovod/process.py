@@ -39,7 +39,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """
     global _is_initialized
     if process_sets:
-        raise NotImplementedError("process sets aren't supported.\nWhat to do: make groups with hccl.manage.api.")
+        raise NotImplementedError(
+            "process sets aren't supported.\nWhat to do: make groups with hccl.manage.api."
+        )
     is_first = device.handle() is None
     if is_first:
         _ask_for_timeline()
@@ -59,8 +61,12 @@ def _ask_for_timeline() -> None:
     file = environment.HOROVOD_TIMELINE.get()
     if file is not None and environment.PROFILING_MODE.get() != "true":
         environment.PROFILING_MODE.set("true")
-        environment.PROFILING_OPTIONS.set(json.dumps({"output": str(folder := Path(f"{file}.trace").resolve())}))
-        atexit.register(_copy, folder / PERFETTO, Path(file).resolve())  # runs after the trace's own end
+        environment.PROFILING_OPTIONS.set(
+            json.dumps({"output": str(folder := Path(f"{file}.trace").resolve())})
+        )
+        atexit.register(
+            _copy, folder / PERFETTO, Path(file).resolve()
+        )  # runs after the trace's own end
 
 
 def _copy(written: Path, file: Path) -> None:
@@ -71,7 +77,10 @@ def _copy(written: Path, file: Path) -> None:
 def _tell() -> None:
     installed, ignored = modules.other_horovod(), environment.horovod_variables_without_effect()
     if installed is not None:
-        _log.warning("import horovod gives npu_device's modules in this job, not the installed Horovod %s", installed)
+        _log.warning(
+            "import horovod gives npu_device's modules in this job, not the installed Horovod %s",
+            installed,
+        )
     if ignored:
         _log.warning("%s: no effect with npu_device (%s)", ", ".join(ignored), modules.PAGE)
 
@@ -100,7 +109,9 @@ def _after_init(call: Callable[[], int]) -> Callable[[], int]:
     return checked
 
 
-rank, size, local_rank, local_size = map(_after_init, (ranks.rank, ranks.size, ranks.local_rank, ranks.local_size))
+rank, size, local_rank, local_size = map(
+    _after_init, (ranks.rank, ranks.size, ranks.local_rank, ranks.local_size)
+)
 
 
 @described
@@ -119,7 +130,9 @@ def local_rank_op(name: str | None = None) -> tf.Tensor:
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """Return the number of ranks as a tensor: int32, shape []."""
     if process_set_id != 0:
-        raise NotImplementedError("process sets aren't supported.\nWhat to do: make groups with hccl.manage.api.")
+        raise NotImplementedError(
+            "process sets aren't supported.\nWhat to do: make groups with hccl.manage.api."
+        )
     return tf.constant(size(), tf.int32)
 
 

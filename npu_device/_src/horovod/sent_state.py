@@ -36,7 +36,9 @@ def broadcast_(variables: Iterable[Any], root_rank: int) -> list[tf.Tensor]:
 def broadcast_global_variables(root_rank: int) -> Any:
     """Return the operation that overwrites the global variables of the graph with those of the root."""
     if tf.executing_eagerly():
-        raise RuntimeError("eager mode has no global variables.\nWhat to do: hvd.broadcast_variables(variables)")
+        raise RuntimeError(
+            "eager mode has no global variables.\nWhat to do: hvd.broadcast_variables(variables)"
+        )
     return hooks.broadcast_global_variables(root_rank)
 
 

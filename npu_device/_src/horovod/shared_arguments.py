@@ -6,7 +6,16 @@ import inspect
 from typing import Any
 
 _NO_EFFECT = {
-    *("name", "device", "device_dense", "device_sparse", "ignore_name_scope", "inplace", "session", "process_set"),
+    *(
+        "name",
+        "device",
+        "device_dense",
+        "device_sparse",
+        "ignore_name_scope",
+        "inplace",
+        "session",
+        "process_set",
+    ),
     # A mean doesn't depend on where it is divided, and the split strategy groups the gradients.
     *("gradient_predivide_factor", "use_locking", "num_groups", "groups", "scale_local_gradients"),
 }
@@ -42,7 +51,9 @@ def described(thing: Any) -> Any:
     text = inspect.cleandoc(thing.__doc__)
     names = inspect.signature(thing).parameters
     shared = [f"    {name}: {_DESCRIPTIONS[name]}" for name in names if name in _DESCRIPTIONS]
-    thing.__doc__ = "\n".join([text, *([] if "\nArgs:" in text else ["", "Args:"]), *shared, _RAISES])
+    thing.__doc__ = "\n".join(
+        [text, *([] if "\nArgs:" in text else ["", "Args:"]), *shared, _RAISES]
+    )
     return thing
 
 

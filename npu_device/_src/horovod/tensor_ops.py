@@ -120,12 +120,22 @@ def _exchanged(
     postscale_factor: float = 1.0,
 ) -> list[Any]:
     """Return what an exchange makes of tensors, which are scaled, and compressed unless sparse, in their dtypes."""
-    compressor, sent, contexts = compression or Compression.none, list(tensors), [None] * len(tensors)
+    compressor, sent, contexts = (
+        compression or Compression.none,
+        list(tensors),
+        [None] * len(tensors),
+    )
     dense = [place for place, each in enumerate(tensors) if not isinstance(each, tf.IndexedSlices)]
-    if len(dense) < len(tensors) and not (kind in _LINEAR and prescale_factor == postscale_factor == 1.0):
-        raise NotImplementedError("tf.IndexedSlices: only Sum and Average, without prescale and postscale factors")
+    if len(dense) < len(tensors) and not (
+        kind in _LINEAR and prescale_factor == postscale_factor == 1.0
+    ):
+        raise NotImplementedError(
+            "tf.IndexedSlices: only Sum and Average, without prescale and postscale factors"
+        )
     for place in dense:
-        sent[place], contexts[place] = compressor.compress(_times(compat.to_tensor(sent[place]), prescale_factor))
+        sent[place], contexts[place] = compressor.compress(
+            _times(compat.to_tensor(sent[place]), prescale_factor)
+        )
     found = list(exchange(sent))
     for place in dense:  # whose mean of integers is an integer in Horovod
         same = tf.cast(found[place], sent[place].dtype)
@@ -134,16 +144,30 @@ def _exchanged(
 
 
 def _times(value: tf.Tensor, factor: float) -> tf.Tensor:
-    wide = tf.float64 if value.dtype.is_integer else tf.float32 if value.dtype.size < 4 else value.dtype
-    return value if factor == 1.0 else tf.cast(tf.cast(value, wide) * tf.cast(factor, wide), value.dtype)
+    wide = (
+        tf.float64
+        if value.dtype.is_integer
+        else tf.float32
+        if value.dtype.size < 4
+        else value.dtype
+    )
+    return (
+        value
+        if factor == 1.0
+        else tf.cast(tf.cast(value, wide) * tf.cast(factor, wide), value.dtype)
+    )
 
 
-def _with_gradient(result: tf.Tensor, backward: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor) -> tf.Tensor:
+def _with_gradient(
+    result: tf.Tensor, backward: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor
+) -> tf.Tensor:
     """Return a result with Horovod's gradient for the tensor that it was made of, also in the graph of a session."""
     if not tensor.dtype.is_floating:
         return result
     # Scripts give a float32 gradient for float64, too.
-    return differentiable([result], lambda upstream: [backward(tf.cast(upstream, tensor.dtype))], [tensor])[0]
+    return differentiable(
+        [result], lambda upstream: [backward(tf.cast(upstream, tensor.dtype))], [tensor]
+    )[0]
 
 
 @operation
@@ -192,7 +216,9 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None) -> Any:
     if ranks is None:
         return tensor if splits is None else (tensor, mine)
     # In a graph, nothing else compares the shapes of the rows.
-    matrix = tf.reshape(ranks.gather(mine, f"alltoall of rows with shape {tensor.shape[1:]}"), [count, count])
+    matrix = tf.reshape(
+        ranks.gather(mine, f"alltoall of rows with shape {tensor.shape[1:]}"), [count, count]
+    )
     row = tf.reduce_prod(tf.shape(tensor)[1:])
     flat = hccl_ops.all_to_all_v_c(tf.reshape(tensor, [-1]), matrix * row, ranks.rank)
     received = matrix[:, ranks.rank]
@@ -231,7 +257,9 @@ def reducescatter(tensor: Any, *, op: int = Average, **arguments: Any) -> Any:
 def _with_rows(operation: str, value: Any) -> tf.Tensor:
     tensor = compat.to_tensor(value)
     if tensor.shape.rank == 0:
-        raise ValueError(f"{operation} was given a scalar; expected a tensor whose first dimension is divided")
+        raise ValueError(
+            f"{operation} was given a scalar; expected a tensor whose first dimension is divided"
+        )
     return tensor
 
 

@@ -63,7 +63,9 @@ def interface_of(address: str) -> str | None:
     except ValueError:
         return None
     interfaces = _ipv4() if wanted.version == 4 else _ipv6()
-    return next((name for name, interface_address in interfaces if interface_address == wanted), None)
+    return next(
+        (name for name, interface_address in interfaces if interface_address == wanted), None
+    )
 
 
 def speed_of(interface: str) -> float | None:
@@ -84,7 +86,9 @@ def _ipv4() -> list[tuple[str, ipaddress.IPv4Address]]:
         request = struct.pack("iP", length, begin)
         used = struct.unpack("iP", fcntl.ioctl(any_socket, _GET_ADDRESSES, request))[0]
     records = _IFREQ.iter_unpack(space.tobytes()[:used])
-    return [(name.rstrip(b"\0").decode(), ipaddress.IPv4Address(packed)) for name, packed in records]
+    return [
+        (name.rstrip(b"\0").decode(), ipaddress.IPv4Address(packed)) for name, packed in records
+    ]
 
 
 def _ipv6() -> list[tuple[str, ipaddress.IPv6Address]]:

@@ -61,7 +61,9 @@ def read() -> Launched | None:
     return launched
 
 
-def _read_if_wanted(launcher: str, read_variables: Callable[[], Launched | None]) -> Launched | None:
+def _read_if_wanted(
+    launcher: str, read_variables: Callable[[], Launched | None]
+) -> Launched | None:
     if environment.NPU_DEVICE_LAUNCHER.get() not in ("auto", launcher):
         return None
     return read_variables()
@@ -140,7 +142,11 @@ def _slurm() -> Launched | None:
 
 
 def _torchrun() -> Launched | None:
-    if not (environment.RANK.is_set() and environment.WORLD_SIZE.is_set() and environment.MASTER_ADDR.is_set()):
+    if not (
+        environment.RANK.is_set()
+        and environment.WORLD_SIZE.is_set()
+        and environment.MASTER_ADDR.is_set()
+    ):
         return None
     rank = environment.RANK.get()
     size = environment.WORLD_SIZE.get()
@@ -190,11 +196,31 @@ _STARTED_BY_NPURUN = "start the script with npurun on every node, without option
 _OR_NPURUN = "or let npurun start the ranks: npurun -n N train.py"
 _SEVERAL = "the job has several processes"
 _SAYS: tuple[tuple[Variable[int | None], str, str], ...] = (
-    (environment.PET_NNODES, "Kubeflow's torch runtime has started one process per node", _STARTED_BY_NPURUN),
-    (environment.SKYPILOT_NUM_NODES, "SkyPilot has started one process per node", _STARTED_BY_NPURUN),
-    (environment.WORLD_SIZE, _SEVERAL, f"set RANK, MASTER_ADDR and MASTER_PORT, too, as torchrun does, {_OR_NPURUN}"),
-    (environment.JAX_NUM_PROCESSES, _SEVERAL, f"set JAX_PROCESS_ID and JAX_COORDINATOR_ADDRESS, too, {_OR_NPURUN}"),
-    (environment.HOROVOD_SIZE, "horovodrun has started several processes", "use npurun instead: npurun -n N train.py"),
+    (
+        environment.PET_NNODES,
+        "Kubeflow's torch runtime has started one process per node",
+        _STARTED_BY_NPURUN,
+    ),
+    (
+        environment.SKYPILOT_NUM_NODES,
+        "SkyPilot has started one process per node",
+        _STARTED_BY_NPURUN,
+    ),
+    (
+        environment.WORLD_SIZE,
+        _SEVERAL,
+        f"set RANK, MASTER_ADDR and MASTER_PORT, too, as torchrun does, {_OR_NPURUN}",
+    ),
+    (
+        environment.JAX_NUM_PROCESSES,
+        _SEVERAL,
+        f"set JAX_PROCESS_ID and JAX_COORDINATOR_ADDRESS, too, {_OR_NPURUN}",
+    ),
+    (
+        environment.HOROVOD_SIZE,
+        "horovodrun has started several processes",
+        "use npurun instead: npurun -n N train.py",
+    ),
     (
         environment.FLUX_JOB_SIZE,
         "Flux has started several tasks",
@@ -251,7 +277,14 @@ _reserved: list[ReservedPort] = []
 
 def read_mpi() -> Launched | None:
     """Return the place of this process among those that an ``mpiexec`` started; None without one."""
-    for launcher, rank_variable, size_variable, local_rank, local_size, job_variable in _VARIABLES_OF_MPI:
+    for (
+        launcher,
+        rank_variable,
+        size_variable,
+        local_rank,
+        local_size,
+        job_variable,
+    ) in _VARIABLES_OF_MPI:
         rank = rank_variable.get()
         size = size_variable.get()
         if rank is None or size is None:
@@ -294,12 +327,15 @@ def _ask_mpi(launched: Launched) -> tuple[tuple[str, ...], int, bytes]:
         "of the host of rank 0 and MASTER_PORT to a free port there, the same for every rank."
     )
     problem = (
-        f"{launched.launcher} started the {launched.size} ranks on several hosts, and tells no rank where rank 0 is"
+        f"{launched.launcher} started the {launched.size} ranks on several hosts, "
+        "and tells no rank where rank 0 is"
     )
     try:
         mpi: Any = importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:  # RuntimeError: it finds no library of MPI
-        raise ClusterError(f"{problem}. mpi4py could ask MPI, but can't be imported: {error}.\n{remedy}") from error
+        raise ClusterError(
+            f"{problem}. mpi4py could ask MPI, but can't be imported: {error}.\n{remedy}"
+        ) from error
     world = mpi.COMM_WORLD
     if (world.Get_size(), world.Get_rank()) != (launched.size, launched.rank):
         raise ClusterError(

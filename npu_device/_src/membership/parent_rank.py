@@ -57,7 +57,9 @@ class ParentRank:
 
     @classmethod
     def of(cls, cluster: Cluster, pid: int) -> ParentRank:
-        return cls(pid, cluster.rank, cluster.world_size, ranges(cluster.neighbours), cluster.device_id)
+        return cls(
+            pid, cluster.rank, cluster.world_size, ranges(cluster.neighbours), cluster.device_id
+        )
 
 
 def mark(cluster: Cluster) -> None:
@@ -123,7 +125,12 @@ def _mark_of_another_process() -> dict[str, Any] | None:
         pid = int(mark["pid"])
         started = mark["since"]
         variables = mark.pop("variables")
-    except (ValueError, TypeError, KeyError, AttributeError):  # not written by this version of the package
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+    ):  # not written by this version of the package
         return None
     if (pid, started) == (os.getpid(), start_time(os.getpid())):  # its own mark
         return None

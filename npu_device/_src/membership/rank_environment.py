@@ -10,7 +10,12 @@ from pathlib import Path
 
 from npu_device._src import environment
 
-_KEPT = ("NPU_DEVICE_BACKEND", "NPU_DEVICE_SHARED_MEMORY", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+_KEPT = (
+    "NPU_DEVICE_BACKEND",
+    "NPU_DEVICE_SHARED_MEMORY",
+    "TF_NUM_INTRAOP_THREADS",
+    "TF_NUM_INTEROP_THREADS",
+)
 
 
 def free_port() -> int:
@@ -19,18 +24,27 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def rank_table(nodes: Sequence[int], nproc_per_node: int, master_addr: str, master_port: int) -> str:
+def rank_table(
+    nodes: Sequence[int], nproc_per_node: int, master_addr: str, master_port: int
+) -> str:
     """Return the rank table as JSON, in Ascend's version 1.0 (HCCL user guide): the same bytes on every node."""
     servers = []
     for index, node in enumerate(nodes):
         ranks = range(index * nproc_per_node, (index + 1) * nproc_per_node)
-        devices = [{"device_id": str(local), "rank_id": str(rank)} for local, rank in enumerate(ranks)]
+        devices = [
+            {"device_id": str(local), "rank_id": str(rank)} for local, rank in enumerate(ranks)
+        ]
         meeting = {}
         if index == 0:
             meeting["host_ip"] = master_addr
             devices[0]["host_port"] = str(master_port)
         servers.append({"server_id": f"node{node}", **meeting, "device": devices})
-    table = {"version": "1.0", "status": "completed", "server_count": str(len(nodes)), "server_list": servers}
+    table = {
+        "version": "1.0",
+        "status": "completed",
+        "server_count": str(len(nodes)),
+        "server_list": servers,
+    }
     return json.dumps(table, indent=2) + "\n"
 
 

@@ -39,7 +39,9 @@ class RankTable:
 
     path: str
     devices: tuple[TableDevice, ...]  # by rank
-    of_pods: bool  # True for the forms with ``group_list``, in which a process may be named by its pod
+    of_pods: (
+        bool  # True for the forms with ``group_list``, in which a process may be named by its pod
+    )
     checksum: int  # the same for equal tables, whatever their formatting
 
     @property
@@ -100,7 +102,9 @@ def _read_servers(table: Fields) -> list[TableDevice]:  # versions 1.0 and 1.2
     for server in servers:
         name = server.text("server_id", "text of 1 to 64 characters", limit=64)
         if name in names:  # else the ranks of one server would be taken for those of two
-            raise server.wrong("server_id", f"another one: server_list[{names.index(name)}] has the same")
+            raise server.wrong(
+                "server_id", f"another one: server_list[{names.index(name)}] has the same"
+            )
         names.append(name)
         host_ip = server.optional_text("host_ip")
         for fields in server.objects("device"):
@@ -108,7 +112,9 @@ def _read_servers(table: Fields) -> list[TableDevice]:  # versions 1.0 and 1.2
     return devices
 
 
-def _read_groups(table: Fields) -> list[TableDevice]:  # the older cloud form (pods), and the lab form
+def _read_groups(
+    table: Fields,
+) -> list[TableDevice]:  # the older cloud form (pods), and the lab form
     groups = table.objects("group_list")
     table.counts("group_count", len(groups), "entries of group_list")
     # All groups together make up the world, in file order.
@@ -134,7 +140,9 @@ def _read_groups(table: Fields) -> list[TableDevice]:  # the older cloud form (p
     return devices
 
 
-def _device(fields: Fields, rank: int, server: str, host_ip: str | None, pod: str | None) -> TableDevice:
+def _device(
+    fields: Fields, rank: int, server: str, host_ip: str | None, pod: str | None
+) -> TableDevice:
     host_port = None
     if fields.has("host_port"):
         host_port = fields.number("host_port", "a port from 1 to 65535", 1, 65535)
@@ -157,7 +165,10 @@ def _check_ranks(path: str, devices: Sequence[TableDevice]) -> None:
             continue
         if expected > 0 and device.rank == devices[expected - 1].rank:  # devices are sorted by rank
             twin = devices[expected - 1].location
-            raise fault(path, f"rank {device.rank} appears twice, in {twin} and {device.location}; expected once")
+            raise fault(
+                path,
+                f"rank {device.rank} appears twice, in {twin} and {device.location}; expected once",
+            )
         raise fault(
             path,
             f"rank {expected} is missing, while {device.location} is rank {device.rank}; "
@@ -207,12 +218,16 @@ def load_object(path: str) -> Fields:
         with open(path, encoding="utf-8-sig") as file:
             content = json.load(file)
     except OSError as error:
-        remedy = "check the path in RANK_TABLE_FILE on this host, and whether this user can read it."
+        remedy = (
+            "check the path in RANK_TABLE_FILE on this host, and whether this user can read it."
+        )
         raise fault(path, f"can't be read: {error.strerror}", remedy) from error
     except UnicodeDecodeError as error:
         raise fault(path, "can't be read: it is not UTF-8 text") from error
     except json.JSONDecodeError as error:
-        raise fault(path, f"is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
+        raise fault(
+            path, f"is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from error
     if not isinstance(content, dict):
         raise fault(path, f"holds {_excerpt(content)}; expected a JSON object")
     return Fields(path, "", content)
@@ -249,7 +264,13 @@ class Fields:
             raise self.wrong(name, expected)
         return text.strip()
 
-    def number(self, name: str, expected: str = "a whole number from 0", low: int = 0, high: float = math.inf) -> int:
+    def number(
+        self,
+        name: str,
+        expected: str = "a whole number from 0",
+        low: int = 0,
+        high: float = math.inf,
+    ) -> int:
         text = self.text(name, expected)
         if not (text.isascii() and text.isdigit()) or not low <= int(text) <= high:
             raise self.wrong(name, expected)

@@ -77,7 +77,11 @@ def _size_by_ascends_variables() -> int | None:
     if environment.RANK_TABLE_FILE.is_set():
         table = _load_table()
         if table.size > 1:
-            raise _unset("RANK_SIZE", f"the rank table {table.path} lists {table.size} ranks", str(table.size))
+            raise _unset(
+                "RANK_SIZE",
+                f"the rank table {table.path} lists {table.size} ranks",
+                str(table.size),
+            )
         return 1
     if environment.CM_CHIEF_IP.is_set():
         raise _unset("CM_WORKER_SIZE", "CM_CHIEF_IP is set", "the number of ranks")
@@ -103,7 +107,9 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
     if device_id is None:  # the older name
         device_id = environment.DEVICE_ID.get()
     if not re.fullmatch(r"[A-Za-z0-9_-]+", environment.JOB_ID.get()):
-        _log.warning("JOB_ID is %r; Ascend allows letters, digits, - and _ only", environment.JOB_ID.get())
+        _log.warning(
+            "JOB_ID is %r; Ascend allows letters, digits, - and _ only", environment.JOB_ID.get()
+        )
     if table.is_set():
         membership = _from_rank_table(size, device_id)
     elif chief.is_set() or environment.CM_WORKER_SIZE.is_set():
@@ -159,7 +165,9 @@ def secret() -> bytes:
 
 
 def _load_table() -> RankTable:
-    return rank_table.load(environment.RANK_TABLE_FILE.raw() or "", environment.HCCL_CONNECT_TIMEOUT.get())
+    return rank_table.load(
+        environment.RANK_TABLE_FILE.raw() or "", environment.HCCL_CONNECT_TIMEOUT.get()
+    )
 
 
 def _from_rank_table(size: int, device_id: int | None) -> Membership:
@@ -169,7 +177,8 @@ def _from_rank_table(size: int, device_id: int | None) -> Membership:
         raise _unset("RANK_SIZE", reason, str(table.size))
     if table.size != size:
         raise rank_table.fault(
-            table.path, f"it lists {table.size} ranks, and RANK_SIZE is {size}; expected the same number"
+            table.path,
+            f"it lists {table.size} ranks, and RANK_SIZE is {size}; expected the same number",
         )
     device = _find(table, device_id)
     chief = table.devices[0]
@@ -218,7 +227,9 @@ def _find(table: RankTable, device_id: int | None) -> TableDevice:
         reason = f"RANK_TABLE_FILE and RANK_SIZE ({table.size}) are set"
         raise _unset("RANK_ID", reason, f"the rank of this process, 0 to {highest}")
     if rank > highest:
-        raise rank_table.fault(table.path, f"RANK_ID {rank} is not in it; expected one of its ranks, 0 to {highest}")
+        raise rank_table.fault(
+            table.path, f"RANK_ID {rank} is not in it; expected one of its ranks, 0 to {highest}"
+        )
     return table.devices[rank]
 
 
@@ -227,7 +238,9 @@ def _find_in_pod(table: RankTable, variable: str, pod: str, device_id: int | Non
     if not devices:
         pods = dict.fromkeys(device.pod for device in table.devices if device.pod is not None)
         expected = ", ".join(pods) or "none"
-        raise rank_table.fault(table.path, f"{variable} {pod!r} is not in it; expected one of its pods: {expected}")
+        raise rank_table.fault(
+            table.path, f"{variable} {pod!r} is not in it; expected one of its pods: {expected}"
+        )
     # Several processes may share the pod: the device tells them apart.
     for device in devices:
         if len(devices) == 1 or device.device_id == device_id:
@@ -364,4 +377,6 @@ def _require_agreement(size: int, rank: int | None) -> None:
 
 
 def _unset(variable: str, reason: str, remedy: str) -> ClusterError:
-    return ClusterError(f"{variable} is missing or empty, while {reason}.\nWhat to do: set {variable} to {remedy}.")
+    return ClusterError(
+        f"{variable} is missing or empty, while {reason}.\nWhat to do: set {variable} to {remedy}."
+    )

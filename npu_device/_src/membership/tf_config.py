@@ -13,7 +13,9 @@ from npu_device._src.cluster.description import Membership
 from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.environment.forms import address_and_port
 
-_EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
+_EXAMPLE = (
+    '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
+)
 _CHIEFS = ("chief", "master")
 
 
@@ -25,12 +27,16 @@ def read(device_id: int | None = None) -> Membership | None:
     try:
         config = json.loads(text)
     except json.JSONDecodeError as error:
-        raise _fault(f"is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
+        raise _fault(
+            f"is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from error
     if not isinstance(config, dict):
         raise _fault(f"is {config!r}; expected a JSON object")
     cluster = config.get("cluster") or {}
     if not isinstance(cluster, dict):
-        raise _fault(f"has the cluster {cluster!r}; expected an object of task types, each with a list of addresses")
+        raise _fault(
+            f"has the cluster {cluster!r}; expected an object of task types, each with a list of addresses"
+        )
     if not cluster and config.get("sparseCluster"):
         raise _fault(
             "has a sparseCluster and no cluster: it names only some of the tasks, and here every rank has to know all"
@@ -115,7 +121,9 @@ def _task(config: dict[str, Any]) -> tuple[str, int]:
     task_type = task.get("type")
     index = task.get("index", 0)
     if not isinstance(task_type, str) or not task_type:
-        raise _fault(f"has the task type {task_type!r}; expected chief, master, worker or evaluator")
+        raise _fault(
+            f"has the task type {task_type!r}; expected chief, master, worker or evaluator"
+        )
     if isinstance(index, bool) or not str(index).isdecimal():  # it may be written as text
         raise _fault(f"has the task index {index!r}; expected a whole number from 0")
     return task_type, int(index)

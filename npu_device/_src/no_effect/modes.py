@@ -44,7 +44,9 @@ def set_npu_loop_size(loop_size: int) -> None:
     size = operator.index(loop_size)
     if size <= 0:
         _log.error(
-            "set_npu_loop_size: the loop size must be 1 or more; found %d; it stays %d", size, get_npu_loop_size()
+            "set_npu_loop_size: the loop size must be 1 or more; found %d; it stays %d",
+            size,
+            get_npu_loop_size(),
         )
         return
     _loop_size = size
@@ -73,9 +75,13 @@ def set_device_sat_mode(mode: int) -> None:
     Source: Ascend TF Adapter 2.x, ``npu.set_device_sat_mode``.
     """
     if mode not in (0, 1, 2):
-        _log.error("set_device_sat_mode: the mode must be 0, 1 or 2; found %r; nothing changes", mode)
+        _log.error(
+            "set_device_sat_mode: the mode must be 0, 1 or 2; found %r; nothing changes", mode
+        )
     elif mode == 0:
-        _log.warning("set_device_sat_mode(0) has no effect: on CPU and GPU numbers that overflow become infinite")
+        _log.warning(
+            "set_device_sat_mode(0) has no effect: on CPU and GPU numbers that overflow become infinite"
+        )
 
 
 def set_schedule_aicore_task_early(enable: bool) -> None:
@@ -108,7 +114,10 @@ def is_inf_nan_enabled() -> bool:
 
 def _scope(
     on_an_npu: str,
-) -> Callable[[Callable[_Arguments, Iterator[None]]], Callable[_Arguments, contextlib.AbstractContextManager[None]]]:
+) -> Callable[
+    [Callable[_Arguments, Iterator[None]]],
+    Callable[_Arguments, contextlib.AbstractContextManager[None]],
+]:
     """Return a decorator that makes a scope without effect, and its docstring, of a function that only yields."""
 
     def described(
@@ -163,7 +172,9 @@ def npu_mem_type_scope() -> Iterator[None]:
 
 
 @_scope("Prefetch the weights of the block into a pool of so many bytes")
-def npu_weight_prefetch_scope(buffer_pool_id: int = 0, buffer_pool_size: int = 536870912) -> Iterator[None]:
+def npu_weight_prefetch_scope(
+    buffer_pool_id: int = 0, buffer_pool_size: int = 536870912
+) -> Iterator[None]:
     yield
 
 

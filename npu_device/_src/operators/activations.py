@@ -175,7 +175,11 @@ fused_layer_norm = layer_norm
 
 
 def dropout(
-    x: Any, keep_prob: Any, noise_shape: Any = None, seed: int | None = None, name: str | None = None
+    x: Any,
+    keep_prob: Any,
+    noise_shape: Any = None,
+    seed: int | None = None,
+    name: str | None = None,
 ) -> tf.Tensor:
     """Return what ``dropout_v3`` returns, in graphs only.
 
@@ -197,7 +201,11 @@ def dropout(
 
 
 def dropout_v3(
-    x: Any, keep_prob: Any, noise_shape: Any = None, seed: int | None = None, name: str | None = None
+    x: Any,
+    keep_prob: Any,
+    noise_shape: Any = None,
+    seed: int | None = None,
+    name: str | None = None,
 ) -> tf.Tensor:
     """Return ``tf.nn.dropout`` by the probability to keep: kept elements are divided by it, others are 0.
 
@@ -231,8 +239,13 @@ def dropout_v3(
             )
         if isinstance(noise_shape, (list, tuple)):
             actual = tf.shape(x)
-            noise_shape = [actual[axis] if length is None else length for axis, length in enumerate(noise_shape)]
-        rate = 1 - (keep_prob if isinstance(keep_prob, numbers.Real) else tf.cast(keep_prob, x.dtype))
+            noise_shape = [
+                actual[axis] if length is None else length
+                for axis, length in enumerate(noise_shape)
+            ]
+        rate = 1 - (
+            keep_prob if isinstance(keep_prob, numbers.Real) else tf.cast(keep_prob, x.dtype)
+        )
         return tf.nn.dropout(x, rate, noise_shape, seed)
 
 
@@ -262,7 +275,9 @@ def npu_get_float_status(input: Any = None, name: str | None = None) -> tf.Tenso
     """
     with tf.name_scope(name or "NpuGetFloatStatus"):
         operations = [] if tf.executing_eagerly() else tf.no_op().control_inputs
-        watched = [tensor for each in operations for tensor in each.outputs if tensor.dtype.is_floating]
+        watched = [
+            tensor for each in operations for tensor in each.outputs if tensor.dtype.is_floating
+        ]
         if not watched:
             _LOGGER.warning(
                 "npu_get_float_status waits for no tensor, so it can't detect an overflow and reports none. "

@@ -114,7 +114,9 @@ def lamb_apply_optimizer_assign(
         corrected_first = first / (1 - tf.pow(scalar(mul0_x, first.dtype), steps))
         corrected_second = second / (1 - tf.pow(scalar(mul2_x, first.dtype), steps))
         decay = scalar(do_use_weight, first.dtype) * weight_decay_rate
-        update = corrected_first / (tf.sqrt(corrected_second) + add2_y) + decay * tf.convert_to_tensor(input3)
+        update = corrected_first / (
+            tf.sqrt(corrected_second) + add2_y
+        ) + decay * tf.convert_to_tensor(input3)
         return _assigned((None, update), (input1, second), (input2, first))
 
 
@@ -136,7 +138,9 @@ def lamb_apply_weight_assign(
         update = tf.convert_to_tensor(input3)
         weights_norm, update_norm = scalar(input0, update.dtype), scalar(input1, update.dtype)
         both = tf.logical_and(weights_norm > 0, update_norm > 0)
-        ratio = tf.where(both, tf.math.divide_no_nan(weights_norm, update_norm), tf.ones_like(weights_norm))
+        ratio = tf.where(
+            both, tf.math.divide_no_nan(weights_norm, update_norm), tf.ones_like(weights_norm)
+        )
         (weights,) = _assigned((input4, tf.convert_to_tensor(input4) - ratio * input2 * update))
         return weights
 

@@ -78,7 +78,9 @@ def drop_out_do_mask_v3(x: Any, mask: Any, keep_prob: Any, name: str | None = No
     with tf.name_scope(name or "DropOutDoMaskV3"):
         x = tf.convert_to_tensor(x)
         kept = tf.reshape(tf.convert_to_tensor(mask) > 0, tf.shape(x))
-        divisor = float(keep_prob) if isinstance(keep_prob, numbers.Real) else tf.cast(keep_prob, x.dtype)
+        divisor = (
+            float(keep_prob) if isinstance(keep_prob, numbers.Real) else tf.cast(keep_prob, x.dtype)
+        )
         y = tf.where(kept, x / divisor, tf.zeros([], x.dtype))
         return tf.ensure_shape(y, x.shape)
 

@@ -11,10 +11,18 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src.operators.activations import fast_gelu, layer_norm
-from npu_device._src.operators.recurrent import Tensors, check_attributes, gru_over_time, lstm_over_time, lstm_step
+from npu_device._src.operators.recurrent import (
+    Tensors,
+    check_attributes,
+    gru_over_time,
+    lstm_over_time,
+    lstm_step,
+)
 
 
-def _differentiated(operator: Callable[..., Any], sources: Sequence[Any], *incoming: Any) -> list[tf.Tensor]:
+def _differentiated(
+    operator: Callable[..., Any], sources: Sequence[Any], *incoming: Any
+) -> list[tf.Tensor]:
     """Return the gradients with respect to all arguments of an operator, from those of its results."""
     copies = [tf.identity(source) for source in sources]
     if not tf.executing_eagerly():  # a tape can't follow the loops of a TensorFlow 1 graph
@@ -40,7 +48,13 @@ def fast_gelu_grad(dy: Any, x: Any, name: str | None = None) -> tf.Tensor:
 
 
 def layer_norm_grad(
-    dy: Any, x: Any, variance: Any, mean: Any, gamma: Any, epsilon: float = 1e-7, name: str | None = None
+    dy: Any,
+    x: Any,
+    variance: Any,
+    mean: Any,
+    gamma: Any,
+    epsilon: float = 1e-7,
+    name: str | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Return the gradients of ``layer_norm`` with respect to ``x``, ``gamma`` and ``beta``.
 
@@ -63,7 +77,9 @@ def layer_norm_grad(
         def normalised(x: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor) -> tf.Tensor:
             return layer_norm(x, gamma, beta, begin_norm_axis, begin_params_axis, epsilon)[0]
 
-        dx, dgamma, dbeta = _differentiated(normalised, [x, gamma, tf.zeros_like(gamma)], tf.convert_to_tensor(dy))
+        dx, dgamma, dbeta = _differentiated(
+            normalised, [x, gamma, tf.zeros_like(gamma)], tf.convert_to_tensor(dy)
+        )
         return dx, dgamma, dbeta
 
 
@@ -113,7 +129,9 @@ def basic_lstm_cell_c_state_grad(
         return dgate, dct_1
 
 
-def basic_lstm_cell_weight_grad(x: Any, h: Any, dgate: Any, name: str | None = None) -> tuple[tf.Tensor, tf.Tensor]:
+def basic_lstm_cell_weight_grad(
+    x: Any, h: Any, dgate: Any, name: str | None = None
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Return the gradients of ``basic_lstm_cell`` with respect to weights and bias.
 
     Args:
@@ -299,7 +317,9 @@ def dynamic_augru_grad(
         # Known gates don't depend on the biases, but the biases have gradients.
         bias = tf.zeros_like(tf.convert_to_tensor(weight_hidden)[0])
         sources = [weight_input, weight_hidden, bias, bias, x, init_h, weight_att]
-        return tuple(_differentiated(states, sources, tf.convert_to_tensor(dy), _of_each_step(dh, h)))
+        return tuple(
+            _differentiated(states, sources, tf.convert_to_tensor(dy), _of_each_step(dh, h))
+        )
 
 
 def _of_each_step(gradient: Any, states: Any) -> tf.Tensor:

@@ -24,9 +24,15 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "cell_clip": (-1.0, "clip the output, or write the cell with the layers of tf.keras"),
     "cell_depth": (1, "stack several cells: the output of one is the input of the next"),
     "cell_type": ("LSTM", "DynamicGRUV2 is the GRU"),
-    "direction": ("UNIDIRECTIONAL", "run a second cell over tf.reverse(x, [0]), and reverse its output"),
+    "direction": (
+        "UNIDIRECTIONAL",
+        "run a second cell over tf.reverse(x, [0]), and reverse its output",
+    ),
     "dropout_mask": (None, "apply npu_ops.dropout to the input"),
-    "gate_order": ("zrh", "put the columns of weights and biases into the order update, reset, new"),
+    "gate_order": (
+        "zrh",
+        "put the columns of weights and biases into the order update, reset, new",
+    ),
     "keep_prob": (1.0, "apply npu_ops.dropout to the input"),
     "num_proj": (0, "multiply the output by a projection matrix"),
     "reset_after": (True, "use tf.keras.layers.GRU(reset_after=False)"),
@@ -83,7 +89,9 @@ def basic_lstm_cell(
 
     Other ranks see nothing. Source: Ascend operator BasicLSTMCell.
     """
-    check_attributes("basic_lstm_cell", keep_prob=keep_prob, state_is_tuple=state_is_tuple, activation=activation)
+    check_attributes(
+        "basic_lstm_cell", keep_prob=keep_prob, state_is_tuple=state_is_tuple, activation=activation
+    )
     with tf.name_scope(name or "BasicLSTMCell"):
         inputs = tf.matmul(tf.concat([x, h], axis=1), w) + b
         return lstm_step(inputs, c, forget_bias)
@@ -94,7 +102,9 @@ def basic_lstm_cell(
 _UNKNOWN = (None,) * 5
 
 
-def lstm_step(inputs: tf.Tensor, c: tf.Tensor, forget_bias: float, outcomes: Sequence[Any] = _UNKNOWN) -> Tensors:
+def lstm_step(
+    inputs: tf.Tensor, c: tf.Tensor, forget_bias: float, outcomes: Sequence[Any] = _UNKNOWN
+) -> Tensors:
     """Return the results of ``basic_lstm_cell`` from the inputs of its gates."""
     i_input, j_input, f_input, o_input = tf.split(inputs, 4, axis=1)
     i = _sigmoid(i_input, outcomes[0])
@@ -165,7 +175,14 @@ def dynamic_rnn(
 
 
 def lstm_over_time(
-    x: Any, w: Any, b: Any, init_h: Any, init_c: Any, seq_length: Any, forget_bias: float, *outcomes: Any
+    x: Any,
+    w: Any,
+    b: Any,
+    init_h: Any,
+    init_c: Any,
+    seq_length: Any,
+    forget_bias: float,
+    *outcomes: Any,
 ) -> Tensors:
     """Return the results of ``dynamic_rnn``."""
 
@@ -218,7 +235,9 @@ def dynamic_gru_v2(
     """
     check_attributes("dynamic_gru_v2", **attributes)
     weights = (weight_input, weight_hidden, None, bias_input, bias_hidden)
-    y, output_h, update, _, *others = dynamic_augru(x, *weights, seq_length, init_h, name=name or "DynamicGRUV2")
+    y, output_h, update, _, *others = dynamic_augru(
+        x, *weights, seq_length, init_h, name=name or "DynamicGRUV2"
+    )
     return (y, output_h, update, *others)
 
 
@@ -269,7 +288,9 @@ def gru_over_time(
         known_update, _, known_reset, known_new, known_hidden = outcomes_now or _UNKNOWN
         from_input = tf.split(tf.matmul(x_now, weight_input) + bias_input, 3, axis=1)
         from_hidden = tf.split(tf.matmul(h, weight_hidden) + bias_hidden, 3, axis=1)
-        hidden_new = from_hidden[2] if known_hidden is None else known_hidden + _slope_only(from_hidden[2])
+        hidden_new = (
+            from_hidden[2] if known_hidden is None else known_hidden + _slope_only(from_hidden[2])
+        )
         update = _sigmoid(from_input[0] + from_hidden[0], known_update)
         reset = _sigmoid(from_input[1] + from_hidden[1], known_reset)
         new = _tanh(from_input[2] + reset * hidden_new, known_new)
@@ -283,7 +304,9 @@ def gru_over_time(
     return _over_time(cell, states, seq_length, x, attention, *outcomes)
 
 
-def _over_time(cell: Callable[..., Tensors], states: list[tf.Tensor], seq_length: Any, *inputs: tf.Tensor) -> Tensors:
+def _over_time(
+    cell: Callable[..., Tensors], states: list[tf.Tensor], seq_length: Any, *inputs: tf.Tensor
+) -> Tensors:
     """Run a cell, which returns new states and five gates, over sequences; return outputs, states and gates by step."""
 
     def step(previous: Tensors, now: Tensors) -> Tensors:
@@ -308,7 +331,9 @@ def _initial_state(x: tf.Tensor, state: Any, hidden: Any) -> tf.Tensor:
 
 
 class _Recurrent(tf.Module):
-    def __init__(self, hidden_size: int, dtype: Any, is_training: bool = True, **attributes: Any) -> None:
+    def __init__(
+        self, hidden_size: int, dtype: Any, is_training: bool = True, **attributes: Any
+    ) -> None:
         super().__init__()
         check_attributes(type(self).__name__, **attributes)
         self._hidden_size = hidden_size
@@ -333,10 +358,14 @@ class _Recurrent(tf.Module):
         limit = 1 / math.sqrt(self._hidden_size)
         # In a function that draws the initial values, only a callable is run outside of it.
         shape = [rows, gates * self._hidden_size]
-        return tf.Variable(lambda: tf.random.uniform(shape, -limit, limit, self._dtype), name=f"{self.name}/{name}")
+        return tf.Variable(
+            lambda: tf.random.uniform(shape, -limit, limit, self._dtype), name=f"{self.name}/{name}"
+        )
 
     def _bias(self, name: str, gates: int) -> tf.Variable:
-        return tf.Variable(lambda: tf.zeros([gates * self._hidden_size], self._dtype), name=f"{self.name}/{name}")
+        return tf.Variable(
+            lambda: tf.zeros([gates * self._hidden_size], self._dtype), name=f"{self.name}/{name}"
+        )
 
 
 class DynamicRNN(_Recurrent):
@@ -359,7 +388,12 @@ class DynamicRNN(_Recurrent):
     """
 
     def __init__(
-        self, hidden_size: int, dtype: Any, forget_bias: float = 0.0, is_training: bool = True, **attributes: Any
+        self,
+        hidden_size: int,
+        dtype: Any,
+        forget_bias: float = 0.0,
+        is_training: bool = True,
+        **attributes: Any,
     ) -> None:
         super().__init__(hidden_size, dtype, is_training, **attributes)
         self._forget_bias = forget_bias
@@ -368,8 +402,12 @@ class DynamicRNN(_Recurrent):
         self._w = self._weights("w", input_size + self._hidden_size, 4)
         self._b = self._bias("b", 4)
 
-    def _call(self, x: tf.Tensor, seq_length: Any = None, init_h: Any = None, init_c: Any = None) -> Tensors:
-        return dynamic_rnn(x, self._w, self._b, seq_length, init_h, init_c, forget_bias=self._forget_bias)
+    def _call(
+        self, x: tf.Tensor, seq_length: Any = None, init_h: Any = None, init_c: Any = None
+    ) -> Tensors:
+        return dynamic_rnn(
+            x, self._w, self._b, seq_length, init_h, init_c, forget_bias=self._forget_bias
+        )
 
 
 class _Gru(_Recurrent):
@@ -400,7 +438,13 @@ class DynamicGRUV2(_Gru):
 
     def _call(self, x: tf.Tensor, seq_length: Any = None, init_h: Any = None) -> Tensors:
         return dynamic_gru_v2(
-            x, self._weight_input, self._weight_hidden, self._bias_input, self._bias_hidden, seq_length, init_h
+            x,
+            self._weight_input,
+            self._weight_hidden,
+            self._bias_input,
+            self._bias_hidden,
+            seq_length,
+            init_h,
         )
 
 
@@ -413,13 +457,26 @@ class DynamicAUGRU(_Gru):
     Other ranks see nothing. Source: Ascend TF Adapter 1.15, ``npu_dynamic_rnn.DynamicAUGRU``.
     """
 
-    def _call(self, x: tf.Tensor, weight_att: Any, seq_length: Any = None, init_h: Any = None) -> Tensors:
-        weights = self._weight_input, self._weight_hidden, weight_att, self._bias_input, self._bias_hidden
+    def _call(
+        self, x: tf.Tensor, weight_att: Any, seq_length: Any = None, init_h: Any = None
+    ) -> Tensors:
+        weights = (
+            self._weight_input,
+            self._weight_hidden,
+            weight_att,
+            self._bias_input,
+            self._bias_hidden,
+        )
         return dynamic_augru(x, *weights, seq_length, init_h)
 
 
 def npu_dynamic_rnn(
-    cell: Any, inputs: Any, initial_state: Any = None, dtype: Any = None, sequence_length: Any = None, scope: Any = None
+    cell: Any,
+    inputs: Any,
+    initial_state: Any = None,
+    dtype: Any = None,
+    sequence_length: Any = None,
+    scope: Any = None,
 ) -> tuple[Any, Any]:
     """Return the outputs, a list or one tensor like the inputs, and the last state of ``tf.compat.v1.nn.static_rnn``.
 
@@ -444,6 +501,11 @@ def npu_dynamic_rnn(
         )
     steps = list(inputs) if as_list else tf.unstack(inputs, axis=1)
     outputs, state = tf.compat.v1.nn.static_rnn(
-        cell, steps, initial_state=initial_state, dtype=dtype, sequence_length=sequence_length, scope=scope
+        cell,
+        steps,
+        initial_state=initial_state,
+        dtype=dtype,
+        sequence_length=sequence_length,
+        scope=scope,
     )
     return (outputs if as_list else tf.stack(outputs, axis=1)), state

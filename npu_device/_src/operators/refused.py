@@ -53,17 +53,23 @@ def gather_all_to_all_v(
     addr_length: Any,
     group: str = WORLD_GROUP,
 ) -> NoReturn:
-    _refuse_addresses("gather_all_to_all_v", "tf.gather the elements, and exchange them with all_to_all_v")
+    _refuse_addresses(
+        "gather_all_to_all_v", "tf.gather the elements, and exchange them with all_to_all_v"
+    )
 
 
 @_refused("the operation reads the memory of another NPU by address")
 def remote_read(tensorRemote: Any, data_type: Any) -> NoReturn:
-    _refuse_addresses("remote_read", "let the other rank send what is needed: send and receive, or all_to_all_v")
+    _refuse_addresses(
+        "remote_read", "let the other rank send what is needed: send and receive, or all_to_all_v"
+    )
 
 
 @_refused("the operation reads the memory of another NPU by address")
 def remote_ref_read(tensorRemote: Any, cache: Any, offset: Any) -> NoReturn:
-    _refuse_addresses("remote_ref_read", "receive what the other rank sends, and assign it to the variable")
+    _refuse_addresses(
+        "remote_ref_read", "receive what the other rank sends, and assign it to the variable"
+    )
 
 
 @_refused("the operation writes the memory of another NPU by address")

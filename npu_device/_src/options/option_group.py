@@ -11,7 +11,12 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from npu_device._src.options.table import GLOBAL_OPTIONS, GRAPH_MEMORY_OPTIMIZE_CONFIG, Rule, Section
+from npu_device._src.options.table import (
+    GLOBAL_OPTIONS,
+    GRAPH_MEMORY_OPTIMIZE_CONFIG,
+    Rule,
+    Section,
+)
 
 _log = logging.getLogger("npu_device")
 
@@ -68,15 +73,21 @@ class OptionGroup:
     _root: OptionGroup
     _warns: bool | None  # the root's: the next assignment logs a warning; None before ``freeze``
 
-    def __init__(self, section: Section, *, prefix: str = "", root: OptionGroup | None = None) -> None:
+    def __init__(
+        self, section: Section, *, prefix: str = "", root: OptionGroup | None = None
+    ) -> None:
         root = root or self
         members: dict[str, Option | OptionGroup] = {}
         for member in section.members:
             if isinstance(member, Rule):
                 members[member.name] = Option(member)
             else:
-                members[member.name] = OptionGroup(member, prefix=f"{prefix}{member.name}.", root=root)
-        self.__dict__.update(_section=section, _members=members, _prefix=prefix, _root=root, _warns=None)
+                members[member.name] = OptionGroup(
+                    member, prefix=f"{prefix}{member.name}.", root=root
+                )
+        self.__dict__.update(
+            _section=section, _members=members, _prefix=prefix, _root=root, _warns=None
+        )
 
     def __getattr__(self, name: str) -> Any:
         # Python looks for __deepcopy__ and the like on an object whose __dict__ is still empty.
@@ -94,7 +105,9 @@ class OptionGroup:
         path = self._prefix + name
         if isinstance(member, OptionGroup):
             names = ", ".join(f"{path}.{below}" for below in member._members)
-            raise ValueError(f"{path!r} is a group of options and can't be assigned as a whole; assign to {names}")
+            raise ValueError(
+                f"{path!r} is a group of options and can't be assigned as a whole; assign to {names}"
+            )
         member.assign(path, value)
         if member.deprecated:
             _log.warning("option %r is deprecated and may be removed from Ascend's adapter", path)
@@ -127,7 +140,9 @@ class OptionGroup:
         group = self._prefix.rstrip(".") or self._section.name
         # The same name in another group is more likely meant than a similar one in this group.
         guesses = [path for path, rule in self._root._section.rules() if rule.name == name]
-        guesses += [self._prefix + match for match in difflib.get_close_matches(name, self._members, n=1)]
+        guesses += [
+            self._prefix + match for match in difflib.get_close_matches(name, self._members, n=1)
+        ]
         ending = "."
         if guesses:
             ending = f"; did you mean {guesses[0]!r}?"
@@ -163,7 +178,9 @@ def global_options() -> GlobalOptions:
     return _options
 
 
-_RUN_CONTEXT = Section("run_context_options", (Section("experimental", (GRAPH_MEMORY_OPTIMIZE_CONFIG,)),))
+_RUN_CONTEXT = Section(
+    "run_context_options", (Section("experimental", (GRAPH_MEMORY_OPTIMIZE_CONFIG,)),)
+)
 
 
 class RunContextOptions(OptionGroup):

@@ -17,10 +17,14 @@ class Rule:
 
     name: str
     effect: str  # what it does here, for the documentation page
-    default: Any = None  # value if nothing was assigned; None means unset, and then any type may be assigned
+    default: Any = (
+        None  # value if nothing was assigned; None means unset, and then any type may be assigned
+    )
     allowed: tuple[Any, ...] = ()  # the values that may be assigned; empty means any
     between: tuple[int, int] | None = None  # smallest and largest number that may be assigned
-    bool_words: bool = False  # a bool may be assigned too and becomes the text ``"true"`` or ``"false"``
+    bool_words: bool = (
+        False  # a bool may be assigned too and becomes the text ``"true"`` or ``"false"``
+    )
     deprecated: bool = False  # assigning it logs a warning
 
     def checked(self, path: str, value: Any) -> Any:
@@ -49,7 +53,9 @@ class Rule:
 
     @staticmethod
     def _not_allowed(path: str, value: Any, expected: str) -> ValueError:
-        return ValueError(f"option {path!r} can't be {value!r} (of type {type(value).__name__}); expected {expected}")
+        return ValueError(
+            f"option {path!r} can't be {value!r} (of type {type(value).__name__}); expected {expected}"
+        )
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,9 @@ class Section:
 # The reasons why options have no effect, one for each kind of option.
 _COMPILER = "No effect: there is no NPU compiler."
 _MEMORY = "No effect: TensorFlow manages the memory."
-_PRECISION = "No effect: tensors keep their dtypes. For mixed precision use `tf.keras.mixed_precision`."
+_PRECISION = (
+    "No effect: tensors keep their dtypes. For mixed precision use `tf.keras.mixed_precision`."
+)
 _TIMEOUT = "No effect: there are no NPU streams to wait for."
 _TUNING = "No effect: there are no NPU kernels to tune."
 _TRACE = "Works for `training_trace`, see [tracing.md](tracing.md). Set it before `npu.open()`."
@@ -105,10 +113,15 @@ _PRECISIONS = _words(
     "force_fp32 allow_fp32_to_fp16 force_fp16 must_keep_origin_dtype allow_mix_precision cube_fp16in_fp32out "
     "allow_mix_precision_fp16 allow_mix_precision_bf16 allow_fp32_to_bf16"
 )
-_PRECISIONS_2 = _words("fp16 origin cube_fp16in_fp32out mixed_float16 mixed_bfloat16 cube_hif8 mixed_hif8")
+_PRECISIONS_2 = _words(
+    "fp16 origin cube_fp16in_fp32out mixed_float16 mixed_bfloat16 cube_hif8 mixed_hif8"
+)
 GRAPH_MEMORY_OPTIMIZE_CONFIG = Section(
     "graph_memory_optimize_config",
-    (Rule("recompute", _MEMORY, allowed=("auto", "manual")), Rule("graph_slice", _MEMORY, allowed=("auto",))),
+    (
+        Rule("recompute", _MEMORY, allowed=("auto", "manual")),
+        Rule("graph_slice", _MEMORY, allowed=("auto",)),
+    ),
 )
 
 _SHAPE, _DIMS = _rules(_COMPILER, "input_shape dynamic_dims")
@@ -116,9 +129,14 @@ _CLUSTER = Rule("logical_device_cluster_deploy_mode", _DEPLOY, allowed=("LB", "S
 _EXPERIMENTAL = Section(
     "experimental",
     (
-        Section("multi_branches_config", (_SHAPE, Rule("dynamic_node_type", _COMPILER, default="0"), _DIMS)),
+        Section(
+            "multi_branches_config",
+            (_SHAPE, Rule("dynamic_node_type", _COMPILER, default="0"), _DIMS),
+        ),
         Section("logical_device_deploy_config", (_CLUSTER, Rule("logical_device_id", _DEPLOY))),
-        Section("model_deploy_config", _rules(_DEPLOY, "model_deploy_mode model_deploy_devicelist")),
+        Section(
+            "model_deploy_config", _rules(_DEPLOY, "model_deploy_mode model_deploy_devicelist")
+        ),
         GRAPH_MEMORY_OPTIMIZE_CONFIG,
         *_rules(_DEPLOY, "resource_config_path graph_parallel_option_path enable_graph_parallel"),
     ),
@@ -167,13 +185,23 @@ GLOBAL_OPTIONS = Section(
                 *_rules(_DUMP, "dump_path dump_step"),
                 Rule("dump_mode", _DUMP, default="output", allowed=("input", "output", "all")),
                 Rule("enable_dump_debug", _DUMP, default=False),
-                Rule("dump_debug_mode", _DUMP, default="all", allowed=("aicore_overflow", "atomic_overflow", "all")),
+                Rule(
+                    "dump_debug_mode",
+                    _DUMP,
+                    default="all",
+                    allowed=("aicore_overflow", "atomic_overflow", "all"),
+                ),
                 Rule("dump_data", _DUMP, default="tensor", allowed=("tensor", "stats")),
                 Rule("dump_layer", _DUMP),
             ),
         ),
         Rule("fusion_switch_file", _COMPILER),
-        Rule("op_compiler_cache_mode", _COMPILER, default="enable", allowed=("enable", "disable", "force")),
+        Rule(
+            "op_compiler_cache_mode",
+            _COMPILER,
+            default="enable",
+            allowed=("enable", "disable", "force"),
+        ),
         Rule("op_compiler_cache_dir", _COMPILER),
         *_rules(_DEBUG, "op_debug_config debug_dir"),
         Rule("enable_exception_dump", _DEBUG, default=2, allowed=(0, 1, 2)),
@@ -196,7 +224,12 @@ GLOBAL_OPTIONS = Section(
         ),
         Rule("input_fusion_size", _MEMORY, default=131072, between=(0, 33554432)),
         Rule("export_compile_stat", _COMPILER, default=1, allowed=(0, 1, 2)),
-        Rule("shape_generalization_mode", _COMPILER, default="STRICT", allowed=("STRICT", "FULL", "ADAPTIVE")),
+        Rule(
+            "shape_generalization_mode",
+            _COMPILER,
+            default="STRICT",
+            allowed=("STRICT", "FULL", "ADAPTIVE"),
+        ),
         Rule("oo_level", _COMPILER, default="O3", allowed=("O0", "O1", "O2", "O3")),
         Rule("oo_constant_folding", _COMPILER, default=True),
         Rule("optimization_switch", _COMPILER),
@@ -207,7 +240,10 @@ GLOBAL_OPTIONS = Section(
         Rule("input_batch_cpy", _MEMORY, default=False),
         Rule("all_tensor_not_empty", _COMPILER, default=False),
         Rule("execute_times", _COMPILER, default=-1),
-        *_rules(_COMPILER, "stream_max_parallel_num aicore_num graph_compiler_cache_dir enable_scope_fusion_passes"),
+        *_rules(
+            _COMPILER,
+            "stream_max_parallel_num aicore_num graph_compiler_cache_dir enable_scope_fusion_passes",
+        ),
         Rule("auto_multistream_parallel_mode", _COMPILER),
         _EXPERIMENTAL,
         Rule("variable_format_optimize", _COMPILER, deprecated=True),

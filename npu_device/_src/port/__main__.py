@@ -19,7 +19,10 @@ def main(arguments: Sequence[str] | None = None, name: str = "npu-port") -> int:
     try:  # only here, so that the usage can be shown without LibCST
         from npu_device._src.port import port_report
     except ModuleNotFoundError:
-        print(f'{name} needs LibCST, of the extra "port": pip install "npu_device[port]"', file=sys.stderr)
+        print(
+            f'{name} needs LibCST, of the extra "port": pip install "npu_device[port]"',
+            file=sys.stderr,
+        )
         return 2
     files = _port_all(options)
     if options.json:
@@ -40,11 +43,19 @@ def main(arguments: Sequence[str] | None = None, name: str = "npu-port") -> int:
 
 def _options(arguments: Sequence[str] | None, name: str) -> argparse.Namespace:
     """Parse the command line; ``root`` is the script or folder."""
-    parser = argparse.ArgumentParser(name, f"{name} [options] SCRIPT_OR_FOLDER", _ABOUT, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        name, f"{name} [options] SCRIPT_OR_FOLDER", _ABOUT, allow_abbrev=False
+    )
     add = parser.add_argument
     distributions = ("tf_strategy", "horovod")
     add("path", nargs="?", type=Path, metavar="SCRIPT_OR_FOLDER")
-    add("-i", "--input", type=Path, metavar="PATH", help="the script or folder, as in the tool of Ascend")
+    add(
+        "-i",
+        "--input",
+        type=Path,
+        metavar="PATH",
+        help="the script or folder, as in the tool of Ascend",
+    )
     add("--write", action="store_true", help="change the files in place")
     add("-o", "--output", type=Path, metavar="DIR", help="write into a new folder")
     add("-r", "--report", type=Path, metavar="FILE", help="write the report (.txt, .json or .html)")
@@ -78,7 +89,9 @@ def _problem(options: argparse.Namespace) -> str:
         return f"no such file or folder: {root}"
     if output and (output.is_file() or (output.is_dir() and any(output.iterdir()))):
         return f"{output} has files already; nothing is overwritten. Name a new folder"
-    if output and root.is_dir() and root.resolve() in output.resolve().parents:  # it would be copied into itself
+    if (
+        output and root.is_dir() and root.resolve() in output.resolve().parents
+    ):  # it would be copied into itself
         return f"{output} is in {root}. Name a folder beside it"
     folder = root if root.is_dir() else root.parent
     if options.main and not folder.joinpath(options.main).is_file():
@@ -105,7 +118,9 @@ def _port_all(options: argparse.Namespace) -> list[Any]:
     _make_output(options)
     for path, source in sources.items():
         try:
-            ported, findings = port_text(source.text, path in starts, options.distribution or "", options.compat)
+            ported, findings = port_text(
+                source.text, path in starts, options.distribution or "", options.compat
+            )
         except Refused as error:
             files.append(PortedFile(str(path), refused=str(error)))
             continue

@@ -43,7 +43,9 @@ def _batch(port: Port, node: Any, depth: int = 0) -> Any:
     if method(node) in WORDS["batches"]:
         return node
     if (
-        isinstance(node, cst.Call) and node.args and port.called_word(node) in WORDS["passes data on"]
+        isinstance(node, cst.Call)
+        and node.args
+        and port.called_word(node) in WORDS["passes data on"]
     ):  # enumerate(data)
         return _batch(port, node.args[0].value, depth + 1)
     if method(node) and not port.name(node.func) and not port.functions(node.func, node):
@@ -84,7 +86,9 @@ def _resize(port: Port, size: str, training: list[Any]) -> None:
         if not uses or not any(port.runs(loop.body, [call]) for loop in training):
             continue
         if method(call) in WORDS["draws"]:
-            port.replace(call, "{}" + SHARE)  # all ranks draw the same numbers, and each takes its own
+            port.replace(
+                call, "{}" + SHARE
+            )  # all ranks draw the same numbers, and each takes its own
         else:  # all ones are alike, and fewer of them are enough
             port.replace(uses[0], "{} // npu.distribute.size()")
         port.report(DONE, "batch size in a shape", call)

@@ -45,7 +45,10 @@ def root(node: Any) -> Any:
 def parameters(function: Any) -> list[str]:
     """Return the names of the parameters that one argument each is for."""
     params = function.params
-    return [param.name.value for param in (*params.posonly_params, *params.params, *params.kwonly_params)]
+    return [
+        param.name.value
+        for param in (*params.posonly_params, *params.params, *params.kwonly_params)
+    ]
 
 
 def method(call: Any) -> str:

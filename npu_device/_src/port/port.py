@@ -51,7 +51,9 @@ class Port(Script):
         self.imports: list[str] = []
         self.opened_after: list[Any] = []
         self.replicated: set[tuple[str, Any]] = set()
-        self._inserted: dict[tuple[Any, bool], dict[str, None]] = {}  # by statement and whether the lines follow it
+        self._inserted: dict[
+            tuple[Any, bool], dict[str, None]
+        ] = {}  # by statement and whether the lines follow it
         self._replaced: dict[Any, str] = {}
         self._guards: dict[Any, Guard] = {}
 
@@ -63,7 +65,9 @@ class Port(Script):
         if kind == OPEN:
             choices = RULES[rule].choices
         finding = Finding(rule, kind, line, code, text or RULES[rule].text, choices)
-        self.findings = sorted({*self.findings, finding}, key=lambda finding: (finding.line, finding.rule))
+        self.findings = sorted(
+            {*self.findings, finding}, key=lambda finding: (finding.line, finding.rule)
+        )
 
     def insert(self, statement: Any, line: str, after: bool) -> None:
         """Put a line before or after a statement, once."""
@@ -89,7 +93,11 @@ class Port(Script):
         """Return the ported source."""
         # A statement with lines around it isn't guarded: the lines may use what it assigns.
         with_lines = {statement for statement, _ in self._inserted}
-        guards = {statement: guard for statement, guard in self._guards.items() if statement not in with_lines}
+        guards = {
+            statement: guard
+            for statement, guard in self._guards.items()
+            if statement not in with_lines
+        }
         return str(self.module.visit(_Changer(self._inserted, self._replaced, guards)).code)
 
 
@@ -152,7 +160,9 @@ def _guarded(guard: Guard, statements: list[Any]) -> Iterator[Any]:
     body = [leading.with_changes(leading_lines=())]
     for statement in following:
         # Lines without a comment are empty: they aren't indented.
-        lines = [line.with_changes(indent=line.comment is not None) for line in statement.leading_lines]
+        lines = [
+            line.with_changes(indent=line.comment is not None) for line in statement.leading_lines
+        ]
         body.append(statement.with_changes(leading_lines=lines))
     head = cst.parse_statement(f"{guard.head}:\n    pass\n")
     yield head.with_changes(leading_lines=leading.leading_lines, body=cst.IndentedBlock(body))

@@ -102,5 +102,9 @@ def _diff_line(line: str) -> str:
 
 def diff(before: str, after: str, name: str) -> str:
     # As in git: lines without an end are marked, or the diff couldn't be applied.
-    lines = difflib.unified_diff(before.splitlines(True), after.splitlines(True), f"a/{name}", f"b/{name}")
-    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+    lines = difflib.unified_diff(
+        before.splitlines(True), after.splitlines(True), f"a/{name}", f"b/{name}"
+    )
+    return "".join(
+        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+    )

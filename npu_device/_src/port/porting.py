@@ -28,12 +28,16 @@ _BEFORE_OPEN = re.compile(
     r"(import|from)\s|os\.environ|warnings\.|logging\.|sys\.path|matplotlib\.use|.*\.(set_verbosity|(dis|en)able_\w+)\("
 )
 _ONLY_IMPORTS = re.compile(r"(try|if)\b.*:\n(\s+(import|from)\s.*\n)+(except|else)?")
-_PYTHON_2 = re.compile(r"^\s*(print\s+[\"'\w%(]|exec\s+[\"'\w]|except\s+[\w.]+\s*,\s*\w+\s*:|raise\s+\w+\s*,)", re.M)
+_PYTHON_2 = re.compile(
+    r"^\s*(print\s+[\"'\w%(]|exec\s+[\"'\w]|except\s+[\w.]+\s*,\s*\w+\s*:|raise\s+\w+\s*,)", re.M
+)
 _MAGIC = re.compile(r"^\s*(%|!)\w", re.M)
 _IS_MAIN = re.compile(r"^if\s+__name__\s*==\s*[\"']__main__", re.M)
 _FIRST = "with npu.distribute.rank_zero_first()"
 _MAIN = "if npu.distribute.is_main()"
-_READS = re.compile(r"(^|\.)(load(?!_data\b)\w*|restore|latest_\w+|(im)?read\w*|open|\w*csv|\w*Dataset|list_files)$")
+_READS = re.compile(
+    r"(^|\.)(load(?!_data\b)\w*|restore|latest_\w+|(im)?read\w*|open|\w*csv|\w*Dataset|list_files)$"
+)
 _KEEPS = (cst.Assign, cst.AnnAssign, cst.AugAssign, cst.Return, cst.Yield, cst.Await)
 
 
@@ -47,13 +51,17 @@ class Source:
     def __init__(self, path: Path) -> None:
         self.path = path
         if path.suffix == ".ipynb":
-            raise Refused(f"a notebook. Save it as a script first: jupyter nbconvert --to script {path.name}")
+            raise Refused(
+                f"a notebook. Save it as a script first: jupyter nbconvert --to script {path.name}"
+            )
         raw = path.read_bytes()
         try:
             self._encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
             self.text = raw.decode(self._encoding)
         except (SyntaxError, UnicodeDecodeError) as error:
-            raise Refused(f"not text: {error}. Save it as UTF-8, or name its encoding in the first line") from None
+            raise Refused(
+                f"not text: {error}. Save it as UTF-8, or name its encoding in the first line"
+            ) from None
         if "\0" in self.text:
             raise Refused("it contains zero bytes: this isn't a script")
 
@@ -78,7 +86,9 @@ def scripts(folder: Path) -> Iterator[Path]:
         if "pyvenv.cfg" in names or "site-packages" in folders:
             folders.clear()
             continue
-        folders[:] = sorted(name for name in folders if name[0] not in "._")  # os.walk goes into these only
+        folders[:] = sorted(
+            name for name in folders if name[0] not in "._"
+        )  # os.walk goes into these only
         for name in sorted(names):
             if name.endswith((".py", ".ipynb")):
                 yield Path(path, name)
@@ -141,11 +151,17 @@ def _parsed(text: str) -> Port:
     except cst.ParserSyntaxError as error:
         line = error.raw_line
         if _PYTHON_2.search(text):
-            raise Refused("Python 2. Convert it first: 2to3 -w, with Python 3.12 or older") from None
+            raise Refused(
+                "Python 2. Convert it first: 2to3 -w, with Python 3.12 or older"
+            ) from None
         if _MAGIC.search(text):
-            raise Refused(f"line {line}: a command of IPython. Take the lines with % and ! out") from None
+            raise Refused(
+                f"line {line}: a command of IPython. Take the lines with % and ! out"
+            ) from None
         problem = error.message.splitlines()[0]
-        raise Refused(f"line {line}: a syntax error ({problem}). Fix it; python -m py_compile shows it, too") from None
+        raise Refused(
+            f"line {line}: a syntax error ({problem}). Fix it; python -m py_compile shows it, too"
+        ) from None
 
 
 def _open(port: Port, is_entry: bool) -> None:
@@ -161,7 +177,9 @@ def _open(port: Port, is_entry: bool) -> None:
             port.replace(call, f"{port.text(call.func)}(1)")
             port.report(DONE, "generator", call)
     if is_entry:
-        is_seeded = any(port.name(call.func).endswith("utils.set_random_seed") for call in port.calls)
+        is_seeded = any(
+            port.name(call.func).endswith("utils.set_random_seed") for call in port.calls
+        )
         seed = "" if is_seeded else "seed=1"
         port.insert(anchor, f"npu.open({seed}).as_default()", after=is_after)
         port.report(DONE, "open", anchor)
@@ -202,7 +220,9 @@ def files(port: Port) -> None:
     """Guard what is plain of the calls in the table, and point out the rest."""
     for call in port.calls:
         rule = _rule(port, call)
-        if rule is None or (rule.action == "exist_ok" and argument(call, "exist_ok", 2) is not None):
+        if rule is None or (
+            rule.action == "exist_ok" and argument(call, "exist_ok", 2) is not None
+        ):
             continue
         if rule.action != "note" and _guard(port, call, rule.action):
             port.report(DONE, rule.name, call)
@@ -242,14 +262,18 @@ def _rule(port: Port, call: Any) -> PortingRule | None:
     is_replicated = receiver in dict(port.replicated)
     for rule in RULES.values():
         # A replicated model is saved by rank 0 only, by itself.
-        if not (is_replicated and rule.action == "save") and any(fnmatchcase(name, p) for p in rule.patterns):
+        if not (is_replicated and rule.action == "save") and any(
+            fnmatchcase(name, p) for p in rule.patterns
+        ):
             return rule
     return None
 
 
 def _is_read(port: Port, statement: Any) -> bool:
     """Return True if other ranks may read a file that a statement writes; not where they may not come by."""
-    if any(isinstance(outer, (cst.If, cst.Try, cst.ExceptHandler)) for outer in port.around(statement)):
+    if any(
+        isinstance(outer, (cst.If, cst.Try, cst.ExceptHandler)) for outer in port.around(statement)
+    ):
         return False
     inside = set(walk(statement))
     line = 0  # in a function, calls above it may come later

@@ -29,7 +29,9 @@ def _read_rule(section: str) -> PortingRule:
     name, _, body = section.partition("\n")
     prose, _, diff = body.partition("```diff\n")
     head, _, calls = prose.partition("\nCalls (")
-    text, *choices = [" ".join(paragraph.split()) for paragraph in re.split(r"^- ", head, flags=re.M)]
+    text, *choices = [
+        " ".join(paragraph.split()) for paragraph in re.split(r"^- ", head, flags=re.M)
+    ]
     action = calls.partition(")")[0]
     patterns = tuple(re.findall(r"`(.+?)`", calls))
     return PortingRule(name, text, tuple(choices), action, patterns, diff.partition("```")[0])

@@ -13,8 +13,16 @@ from npu_device._src.port.nodes import argument, dotted, last_word
 from npu_device._src.port.port import Port
 from npu_device._src.port.rules import WORDS
 
-_OPERATORS = {"add": cst.Add, "subtract": cst.Subtract, "multiply": cst.Multiply, "divide": cst.Divide}
-_NUMBER = re.compile(r"(batch_?size|num_\w+|\w*(weight|alpha|beta|lambda|gamma|coef|scale|factor|_size|losses))$", re.I)
+_OPERATORS = {
+    "add": cst.Add,
+    "subtract": cst.Subtract,
+    "multiply": cst.Multiply,
+    "divide": cst.Divide,
+}
+_NUMBER = re.compile(
+    r"(batch_?size|num_\w+|\w*(weight|alpha|beta|lambda|gamma|coef|scale|factor|_size|losses))$",
+    re.I,
+)
 _LENGTH_OF_BATCH = re.compile(r"shape(\(\w+\))?\[0\]$")
 _DEEPEST = 20  # steps back from a loss; assignments may go round in a circle
 
@@ -159,7 +167,9 @@ def _divided(dividend: Scale, divisor: Scale) -> Scale:
         return dividend
     if dividend is Scale.EACH and divisor is Scale.EACH:
         return Scale.EACH
-    return Scale.UNKNOWN  # such as a quotient of two sums, which isn't the sum or mean of the ranks' quotients
+    return (
+        Scale.UNKNOWN
+    )  # such as a quotient of two sums, which isn't the sum or mean of the ranks' quotients
 
 
 def _multiplied(left_scale: Scale, right_scale: Scale) -> Scale:
@@ -181,4 +191,6 @@ def _added(left_scale: Scale, right_scale: Scale) -> Scale:
         return Scale.MEAN  # with a regularization term, whose mean over the ranks is itself
     if Scale.EACH in scales and Scale.SUM not in scales:
         return Scale.EACH
-    return Scale.UNKNOWN  # such as a sum over the samples, with a term that each rank would add once more
+    return (
+        Scale.UNKNOWN
+    )  # such as a sum over the samples, with a term that each rank would add once more

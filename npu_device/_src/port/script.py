@@ -15,10 +15,21 @@ from libcst.metadata import (
     QualifiedNameSource,
 )
 
-from npu_device._src.port.nodes import DEFINITIONS, argument, dotted, last_word, method, parameters, root, walk
+from npu_device._src.port.nodes import (
+    DEFINITIONS,
+    argument,
+    dotted,
+    last_word,
+    method,
+    parameters,
+    root,
+    walk,
+)
 
 _TENSORFLOW = re.compile(r"^tensorflow\.compat\.v[12](?=\.|$)")
-_KERAS = re.compile(r"^((tensorflow\.(python\.)?|tf_)keras|tensorflow(?=\.(optimizers|losses|initializers)))(?=\.|$)")
+_KERAS = re.compile(
+    r"^((tensorflow\.(python\.)?|tf_)keras|tensorflow(?=\.(optimizers|losses|initializers)))(?=\.|$)"
+)
 _SCOPES = (cst.Module, *DEFINITIONS)
 BLOCKS = (cst.Module, cst.IndentedBlock)
 
@@ -67,7 +78,9 @@ class Script:
         self._functions = self.of(cst.FunctionDef)
         self.classes = {node.name.value: node for node in self.of(cst.ClassDef)}
         self.imported: list[tuple[str, Any]] = []
-        self._aliases: dict[str, str] = {}  # local qualified names of what is assigned an import: keras = tf.keras
+        self._aliases: dict[
+            str, str
+        ] = {}  # local qualified names of what is assigned an import: keras = tf.keras
         self._assignments: dict[str, list[Assignment]] = {}
         for node in self._nodes:
             if isinstance(node, (cst.Import, cst.ImportFrom)):
@@ -75,7 +88,9 @@ class Script:
             elif isinstance(node, cst.Assign):
                 for target in node.targets:
                     self._read_assignment(target.target, node.value, node, _WHOLE)
-            elif isinstance(node, (cst.For, cst.AugAssign)):  # the name has another value than that of the expression
+            elif isinstance(
+                node, (cst.For, cst.AugAssign)
+            ):  # the name has another value than that of the expression
                 self._read_assignment(node.target, node, node, _UNKNOWN)
 
     def _read_import(self, node: Any) -> None:
@@ -164,23 +179,34 @@ class Script:
         full_name = self._imported_name(node)
         if not full_name:
             owner = root(node)
-            alias = next((self._aliases[name] for name in self._local_names(owner) if name in self._aliases), "")
+            alias = next(
+                (self._aliases[name] for name in self._local_names(owner) if name in self._aliases),
+                "",
+            )
             if not alias:
                 return ""
             full_name = alias + spelled[len(owner.value) :]
         return _KERAS.sub("keras", _TENSORFLOW.sub("tensorflow", full_name))
 
     def _imported_name(self, node: Any) -> str:
-        names = [name.name for name in self._qualified(node) if name.source is QualifiedNameSource.IMPORT]
+        names = [
+            name.name for name in self._qualified(node) if name.source is QualifiedNameSource.IMPORT
+        ]
         # Of several, in try and except for example, the last import in the script.
         return max(names, key=self._import_index, default="")
 
     def _import_index(self, name: str) -> tuple[int, str]:
-        matches = [index for index, (imported, _) in enumerate(self.imported) if f"{name}.".startswith(f"{imported}.")]
+        matches = [
+            index
+            for index, (imported, _) in enumerate(self.imported)
+            if f"{name}.".startswith(f"{imported}.")
+        ]
         return max(matches, default=-1), name
 
     def _local_names(self, node: Any) -> list[str]:
-        return sorted(name.name for name in self._qualified(node) if name.source is QualifiedNameSource.LOCAL)
+        return sorted(
+            name.name for name in self._qualified(node) if name.source is QualifiedNameSource.LOCAL
+        )
 
     def _qualified(self, node: Any) -> Any:
         names = self._qualified_names.get(node, ())
@@ -219,22 +245,34 @@ class Script:
         if name and not self.name(node):
             assignment = self.assigned(node)
         if assignment is None:  # a parameter
-            return [passed for function in self.takers(name, node)[:1] for passed in self._arguments(name, function)]
+            return [
+                passed
+                for function in self.takers(name, node)[:1]
+                for passed in self._arguments(name, function)
+            ]
         if assignment.portion == _WHOLE:
             return [assignment.value]
         position = assignment.portion.position
         if position is None:
             return []
         # a, b = f(), where f returns x, y
-        tuples = [origin for origin in self.origins(assignment.value) if isinstance(origin, cst.Tuple)]
-        return [origin.elements[position].value for origin in tuples if position < len(origin.elements)]
+        tuples = [
+            origin for origin in self.origins(assignment.value) if isinstance(origin, cst.Tuple)
+        ]
+        return [
+            origin.elements[position].value for origin in tuples if position < len(origin.elements)
+        ]
 
     def _returned(self, call: Any) -> list[Any]:
         """Return what the functions of the script that a call runs return."""
         returns = []
         for function in self.callees(call):
             nodes = walk(function.body, into_definitions=False)
-            returns += [node.value for node in nodes if isinstance(node, cst.Return) and node.value is not None]
+            returns += [
+                node.value
+                for node in nodes
+                if isinstance(node, cst.Return) and node.value is not None
+            ]
         return returns
 
     def _arguments(self, name: str, function: Any) -> list[Any]:
@@ -305,14 +343,20 @@ class Script:
             return []
         if not isinstance(node, cst.Name):  # a method of some object, whose class isn't looked for
             named = [function for function in self._functions if function.name.value == name]
-            return [function for function in named if isinstance(self.scope(function), cst.ClassDef)]
+            return [
+                function for function in named if isinstance(self.scope(function), cst.ClassDef)
+            ]
         if name in self.classes:  # Model() runs its __init__
             owner = self.classes[name]
-            candidates = [function for function in self._functions if function.name.value == "__init__"]
+            candidates = [
+                function for function in self._functions if function.name.value == "__init__"
+            ]
             candidates = [function for function in candidates if self.scope(function) is owner]
         else:
             named = [function for function in self._functions if function.name.value == name]
-            candidates = [function for function in named if not isinstance(self.scope(function), cst.ClassDef)]
+            candidates = [
+                function for function in named if not isinstance(self.scope(function), cst.ClassDef)
+            ]
         # Of several definitions, the last one before the call.
         earlier = [function for function in candidates if self.line(function) < self.line(call)]
         return (earlier or candidates)[-1:]

@@ -31,12 +31,18 @@ def sessions(port: Port, is_v1: bool) -> None:
     """Port what a script trains in sessions."""
     _ask_about_what_is_gone(port)
     opened = [call for call in port.calls if port.name(call.func) in WORDS["sessions"]]
-    optimizers = [call for call in port.calls if re.fullmatch(r"tensorflow\.train\.\w+Optimizer", port.name(call.func))]
+    optimizers = [
+        call
+        for call in port.calls
+        if re.fullmatch(r"tensorflow\.train\.\w+Optimizer", port.name(call.func))
+    ]
     if not opened or not optimizers:  # nothing trains in a session
         return
     _import_version_1(port, opened, is_v1)
     port.imports.append("from npu_bridge.npu_init import NPUDistributedOptimizer")
-    switches = [call for call in port.calls if method(call).startswith("disable_")]  # then seeds are those of the graph
+    switches = [
+        call for call in port.calls if method(call).startswith("disable_")
+    ]  # then seeds are those of the graph
     imports = [node for name, node in port.imported if name.startswith("tensorflow")]
     port.opened_after += [port.statement(node) for node in [*imports, *switches]]
     for call in optimizers:
@@ -50,21 +56,29 @@ def sessions(port: Port, is_v1: bool) -> None:
 
 def _ask_about_what_is_gone(port: Port) -> None:
     gone = [node for name, node in port.imported if name.startswith(WORDS["gone from TensorFlow"])]
-    gone += [node for node in port.of(cst.Attribute) if port.name(node) in WORDS["gone from TensorFlow"]]
+    gone += [
+        node for node in port.of(cst.Attribute) if port.name(node) in WORDS["gone from TensorFlow"]
+    ]
     if gone:
         port.report(OPEN, "gone from TensorFlow", gone[0])
 
 
 def _import_version_1(port: Port, opened: list[Any], is_v1: bool) -> None:
     """Import ``tensorflow.compat.v1`` in a script for TensorFlow 1, if that is asked for; else ask."""
-    plain = [node for name, node in port.imported if name == "tensorflow" and isinstance(node, cst.Import)]
+    plain = [
+        node
+        for name, node in port.imported
+        if name == "tensorflow" and isinstance(node, cst.Import)
+    ]
     if not plain or any(".compat.v1" in port.text(call.func) for call in opened):
         return
     if not is_v1:
         port.report(OPEN, "TensorFlow 1", opened[0])
         return
     for node in plain:  # import tensorflow as tf
-        name = next(_local_name(alias) for alias in node.names if dotted(alias.name) == "tensorflow")
+        name = next(
+            _local_name(alias) for alias in node.names if dotted(alias.name) == "tensorflow"
+        )
         module = "tensorflow.compat.v1"
         if name == "tensorflow":
             module = "tensorflow.compat.v1 as tensorflow"
@@ -95,7 +109,11 @@ def _port_steps(port: Port) -> None:
             WORDS["initializes"]
         ):  # session.run(tf.global_variables_initializer())
             port.imports.append(f"{_HOOKS}broadcast_global_variables")
-            port.insert(port.statement(call), f"{port.text(call.func)}(broadcast_global_variables(0))", after=True)
+            port.insert(
+                port.statement(call),
+                f"{port.text(call.func)}(broadcast_global_variables(0))",
+                after=True,
+            )
             port.report(DONE, "session: broadcast", call)
         elif any(isinstance(node, cst.Name) and node.value in step_names for node in walk(call)):
             _divide_feed(port, call)
@@ -206,13 +224,17 @@ def _port_reduce(port: Port, call: Any) -> None:
     reduction = "sum"
     if "mean" in port.text(call.args[0]).lower():
         reduction = "mean"
-    port.replace(call, f'npu.distribute.all_reduce({port.text(call.args[1].value)}, reduction="{reduction}")')
+    port.replace(
+        call, f'npu.distribute.all_reduce({port.text(call.args[1].value)}, reduction="{reduction}")'
+    )
     port.report(DONE, "strategy.reduce", call)
 
 
 def uses_strategy(port: Port) -> bool:
     """Return True if a script names ``tf.distribute``."""
-    return any(port.name(node).startswith("tensorflow.distribute") for node in port.of(cst.Attribute))
+    return any(
+        port.name(node).startswith("tensorflow.distribute") for node in port.of(cst.Attribute)
+    )
 
 
 def horovod(port: Port) -> bool:

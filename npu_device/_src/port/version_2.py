@@ -46,8 +46,16 @@ def models(port: Port) -> None:
 def _point_out_draws(port: Port) -> None:
     """Point out what a model draws by itself in each step."""
     for call in port.calls:
-        if method(call) in WORDS["draws"] and _function_around(port, call) in ("call", "train_step"):
-            port.report(NOTE, "noise", call, "each rank draws its own numbers here, which aren't those of one process")
+        if method(call) in WORDS["draws"] and _function_around(port, call) in (
+            "call",
+            "train_step",
+        ):
+            port.report(
+                NOTE,
+                "noise",
+                call,
+                "each rank draws its own numbers here, which aren't those of one process",
+            )
 
 
 def _function_around(port: Port, node: Any) -> str:
@@ -78,7 +86,9 @@ def _replicate_trained(port: Port, call: Any) -> None:
         return
     trainee = _trainee(port, model)
     if trainee is _Trainee.COMPILED:
-        port.replicated.add((port.text(model), port.scope(call)))  # in that function, by the loop over compile
+        port.replicated.add(
+            (port.text(model), port.scope(call))
+        )  # in that function, by the loop over compile
     elif trainee is _Trainee.MODEL:
         assignment = port.assigned(model)
         if assignment is not None and assignment.scope is port.scope(call):
@@ -143,7 +153,11 @@ def loops(port: Port) -> None:
     _ask_where_tapes_go(port)
     applies = []
     if any(method(call) == "gradient" for call in port.calls):  # else they aren't of a tape
-        applies = [call for call in port.calls if method(call) == "apply_gradients" and not _is_of_keras(port, call)]
+        applies = [
+            call
+            for call in port.calls
+            if method(call) == "apply_gradients" and not _is_of_keras(port, call)
+        ]
     for call in applies:
         _reduce(port, call)
         _broadcast(port, call)
@@ -160,7 +174,9 @@ def loops(port: Port) -> None:
 def _ask_where_tapes_go(port: Port) -> None:
     """Ask about tapes that are passed to functions, which may take the gradients."""
     named = [manager for manager in port.of(cst.WithItem) if manager.asname]
-    tapes = {port.text(manager.asname.name) for manager in named if "GradientTape" in port.text(manager)}
+    tapes = {
+        port.text(manager.asname.name) for manager in named if "GradientTape" in port.text(manager)
+    }
     for call in port.calls:
         if any(dotted(arg.value) in tapes for arg in call.args):  # minimize(tape, loss)
             port.report(OPEN, "gradients from elsewhere", call)
@@ -178,7 +194,9 @@ def _is_of_keras(port: Port, call: Any) -> bool:
         if not isinstance(owner, cst.ClassDef):
             continue
         methods = {node.name.value for node in owner.body.body if isinstance(node, cst.FunctionDef)}
-        if port.inherits(owner, ("Optimizer",)):  # one around another, which applies what it was given
+        if port.inherits(
+            owner, ("Optimizer",)
+        ):  # one around another, which applies what it was given
             return True
         # fit calls the train step, and replicate reduces its gradients.
         if "train_step" in methods and port.inherits(owner, _MODEL_CLASSES):
@@ -211,7 +229,12 @@ def _reduce(port: Port, call: Any) -> None:
         port.insert(statement, f"{target} = {template.format(target)}", after=True)
     else:  # optimizer.apply_gradients(zip(tape.gradient(…), …))
         port.replace(source, template)
-    port.report(DONE, "reduce", source, f"the loss {effect} the samples: gradients are reduced by {reduction}")
+    port.report(
+        DONE,
+        "reduce",
+        source,
+        f"the loss {effect} the samples: gradients are reduced by {reduction}",
+    )
 
 
 def _gradient(port: Port, node: Any, depth: int = 0) -> Any:
@@ -220,7 +243,9 @@ def _gradient(port: Port, node: Any, depth: int = 0) -> Any:
         return node
     if isinstance(node, cst.Name):
         assignment = port.assigned(node)
-        if assignment is not None and _is_clipped(assignment):  # reduced before, so that all ranks clip alike
+        if assignment is not None and _is_clipped(
+            assignment
+        ):  # reduced before, so that all ranks clip alike
             return _gradient(port, assignment.value.args[0].value, depth + 1)
     if depth >= 20:  # assignments may go round in a circle
         return None
@@ -243,7 +268,10 @@ def _is_clipped(assignment: Assignment) -> bool:
 def _broadcast(port: Port, call: Any) -> None:
     """Send the variables of rank 0 before the loop, where they exist."""
     variables = _applied_variables(port, call)
-    is_of_model = isinstance(variables, cst.Attribute) and variables.attr.value in WORDS["variables of a model"]
+    is_of_model = (
+        isinstance(variables, cst.Attribute)
+        and variables.attr.value in WORDS["variables of a model"]
+    )
     names: list[Any] = []
     if is_of_model:  # model.trainable_variables
         names = [variables.value]
@@ -274,10 +302,14 @@ def _applied_variables(port: Port, call: Any) -> Any:
 def _start_of_loop(port: Port, names: list[Any], call: Any) -> Any:
     """Return the statement after the assignments of all names that leads to a call; None if there isn't one."""
     assignments = [assignment for assignment in map(port.assigned, names) if assignment is not None]
-    if len({assignment.scope for assignment in assignments}) != 1:  # no line is known that all of them reach
+    if (
+        len({assignment.scope for assignment in assignments}) != 1
+    ):  # no line is known that all of them reach
         return None
     latest = max(assignments, key=lambda assignment: port.line(assignment.statement))
-    if isinstance(latest.scope, cst.ClassDef):  # a class attribute: no statement after it is in the loop
+    if isinstance(
+        latest.scope, cst.ClassDef
+    ):  # a class attribute: no statement after it is in the loop
         return None
     block = next(node for node in port.around(latest.statement) if hasattr(node, "body"))
     for statement in block.body:
@@ -294,7 +326,9 @@ def _is_built(port: Port, node: Any, user: Any) -> bool:
         return True
     if isinstance(node, cst.Call):
         maker = port.name(node.func)
-        if maker.endswith("Sequential"):  # its layers are built with it if the shape of the input is known
+        if maker.endswith(
+            "Sequential"
+        ):  # its layers are built with it if the shape of the input is known
             return "Input(" in port.text(node) or "input_shape=" in port.text(node)
         if maker.startswith(WORDS["makers of models"]):
             return True

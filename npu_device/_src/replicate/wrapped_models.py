@@ -22,7 +22,14 @@ from npu_device._src.replicate.after_import import KERASES
 
 _TRAIN = ("fit", "evaluate", "predict")
 _OF_MODELS = (*_TRAIN, "train_on_batch", "test_on_batch", "predict_on_batch")
-_OTHER_CALLS = ("npu_device._api", "npu_device.distribute", "npu_device.horovod", "npu_bridge", "hccl", "horovod")
+_OTHER_CALLS = (
+    "npu_device._api",
+    "npu_device.distribute",
+    "npu_device.horovod",
+    "npu_bridge",
+    "hccl",
+    "horovod",
+)
 _STEPS = 10  # of a training loop of the script's own; before, it may be one that only makes slots
 _PORT = "npurun port shows what to add to such a script, which then runs without --replicate."
 
@@ -32,9 +39,13 @@ class Models:
 
     def __init__(self, seed: int | None) -> None:
         self._seed = seed
-        self._own: dict[type, dict[str, Callable[..., Any]]] = {}  # Keras's methods, by the Model class
+        self._own: dict[
+            type, dict[str, Callable[..., Any]]
+        ] = {}  # Keras's methods, by the Model class
         self._methods: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
-        self._models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # all, by id
+        self._models: weakref.WeakValueDictionary[int, Any] = (
+            weakref.WeakValueDictionary()
+        )  # all, by id
         self._is_open, self._steps = False, 0  # steps that train them outside of fit
         if seed is not None:
             random.seed(seed)
@@ -54,7 +65,9 @@ class Models:
 
         for name in names.intersection(KERASES):
             keras: Any = sys.modules[name]
-            own = self._own[keras.Model] = {method: getattr(keras.Model, method) for method in _OF_MODELS}
+            own = self._own[keras.Model] = {
+                method: getattr(keras.Model, method) for method in _OF_MODELS
+            }
             for method, original in own.items():
                 setattr(keras.Model, method, self._method(original))
             for owner, method in compat.gradient_entries(keras):
@@ -72,13 +85,19 @@ class Models:
         if self._seed is not None:
             tf.random.set_seed(self._seed)
             if environment.RANK_ID.get() in (0, None):
-                print(f"npurun --replicate: all ranks draw by the seed {self._seed}", file=sys.stderr, flush=True)
+                print(
+                    f"npurun --replicate: all ranks draw by the seed {self._seed}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         atexit.register(self._end)
 
     def _method(self, own: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
         def method(model: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._replicated(model).get(own.__name__, functools.partial(own, model))(*args, **kwargs)
+            return self._replicated(model).get(own.__name__, functools.partial(own, model))(
+                *args, **kwargs
+            )
 
         return method
 
@@ -101,15 +120,23 @@ class Models:
         def apply(optimizer: Any, given: Any, *args: Any, **rest: Any) -> Any:
             if current_step() is None and world_unless_child() is not None:
                 given = list(given)
-                pairs = compat.gradients_and_variables(optimizer, given, *args[:1] or [rest.get("trainable_variables")])
-                known = {id(weight) for model in list(self._models.values()) for weight in compat.variables_of(model)}
+                pairs = compat.gradients_and_variables(
+                    optimizer, given, *args[:1] or [rest.get("trainable_variables")]
+                )
+                known = {
+                    id(weight)
+                    for model in list(self._models.values())
+                    for weight in compat.variables_of(model)
+                }
                 if not self._methods or any(id(variable) in known for _, variable in pairs):
                     if compat.is_keras_3(compat.keras_of(optimizer)):
                         with tf.init_scope():  # or its variables would depend on the count
                             compat.build_optimizer(optimizer, [variable for _, variable in pairs])
                     count = functools.partial(self._count, type(optimizer).__name__)
                     more = _STEPS if compat.compiled_by_xla() else 1
-                    with tf.control_dependencies(call_now(count, [more], [tf.TensorSpec([], tf.int64)])):
+                    with tf.control_dependencies(
+                        call_now(count, [more], [tf.TensorSpec([], tf.int64)])
+                    ):
                         return own(optimizer, given, *args, **rest)
             return own(optimizer, given, *args, **rest)
 

@@ -49,13 +49,21 @@ class Slowest:
 def steady(traces: Sequence[RankTrace]) -> list[RankTrace]:
     """Return the traces with the iterations that every rank has, without the first ones; ValueError if none."""
     if len({(trace.model, trace.segments) for trace in traces}) > 1:
-        lines = "\n".join(f"rank {trace.rank}: model {trace.model}, segments {trace.segments}" for trace in traces)
-        raise ValueError(f"the ranks reduced different segments:\n{lines}\nLikely cause: traces of several runs.")
-    by_number = [{iteration.iteration: iteration for iteration in trace.iterations} for trace in traces]
+        lines = "\n".join(
+            f"rank {trace.rank}: model {trace.model}, segments {trace.segments}" for trace in traces
+        )
+        raise ValueError(
+            f"the ranks reduced different segments:\n{lines}\nLikely cause: traces of several runs."
+        )
+    by_number = [
+        {iteration.iteration: iteration for iteration in trace.iterations} for trace in traces
+    ]
     # The files of ranks end at different iterations, and may have lost different older halves.
     common = sorted(set.intersection(*map(set, by_number)))
     if not common:
-        counts = "\n".join(f"rank {trace.rank}: {len(trace.iterations)} iterations" for trace in traces)
+        counts = "\n".join(
+            f"rank {trace.rank}: {len(trace.iterations)} iterations" for trace in traces
+        )
         raise ValueError(f"no iteration was recorded on every rank:\n{counts}")
     numbers = common[WARM_UP:] or common[-1:]
     steady_traces = []
@@ -71,11 +79,16 @@ def figures(trace: RankTrace) -> RankFigures:
         host=trace.host,
         step=_median(trace, lambda iteration: iteration.time),
         input_wait=_median(trace, lambda iteration: iteration.input_wait or 0.0),
-        alone=_median(trace, lambda iteration: iteration.bp_end - iteration.fp_start - iteration.hidden),
+        alone=_median(
+            trace, lambda iteration: iteration.bp_end - iteration.fp_start - iteration.hidden
+        ),
         hidden=_median(trace, lambda iteration: iteration.hidden),
         exposed=_median(trace, lambda iteration: iteration.exposed),
         update=_median(
-            trace, lambda iteration: iteration.iteration_end - max(iteration.bp_end, iteration.last_reduced)
+            trace,
+            lambda iteration: (
+                iteration.iteration_end - max(iteration.bp_end, iteration.last_reduced)
+            ),
         ),
     )
 
@@ -139,7 +152,9 @@ def diagnose(traces: Sequence[RankTrace], ranks: Sequence[RankFigures]) -> Diagn
     trace = next(trace for trace in traces if trace.rank == busiest.rank)
     if busiest.exposed < _NEGLIGIBLE * busiest.step:
         reasons = f"Only {_ms(busiest.exposed)} of each step is exposed."
-        return Diagnosis("Communication is hidden behind backward.", reasons, None, "There is nothing to change.")
+        return Diagnosis(
+            "Communication is hidden behind backward.", reasons, None, "There is nothing to change."
+        )
     situation, remedy, reasons = _situation(trace, busiest)
     call = None
     if len(trace.segments) != _EQUAL:  # else that has been tried
@@ -160,7 +175,9 @@ def _situation(trace: RankTrace, rank: RankFigures) -> tuple[str, str, str]:
     """Return the situation, what the guide advises in it, and the figures that say so."""
 
     def start(segment: int) -> float:
-        return _median(trace, lambda iteration: iteration.allreduce[segment][0] - iteration.fp_start)
+        return _median(
+            trace, lambda iteration: iteration.allreduce[segment][0] - iteration.fp_start
+        )
 
     order = sorted(range(len(trace.segments)), key=start)
     total = max(1, sum(gradient.bytes for gradient in trace.gradients))
@@ -208,7 +225,9 @@ def _overhang(rank: RankFigures) -> str:
     text = f"the reduction ends {_ms(rank.exposed)} after the backward pass, {share}"
     reduction = rank.hidden + rank.exposed
     if reduction > rank.alone + rank.hidden:
-        text += f". It takes {_ms(reduction)}, longer than the backward pass: no split can hide it all"
+        text += (
+            f". It takes {_ms(reduction)}, longer than the backward pass: no split can hide it all"
+        )
     return text
 
 
@@ -249,4 +268,10 @@ def analyse(traces: Sequence[RankTrace]) -> Analysis:
     """Return what the iterations show that every rank has recorded, without the first ones."""
     traces = steady(traces)
     ranks = [figures(trace) for trace in traces]
-    return Analysis(tuple(traces), tuple(ranks), slowest(ranks), median_iteration(traces), diagnose(traces, ranks))
+    return Analysis(
+        tuple(traces),
+        tuple(ranks),
+        slowest(ranks),
+        median_iteration(traces),
+        diagnose(traces, ranks),
+    )

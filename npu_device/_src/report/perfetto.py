@@ -40,10 +40,18 @@ def write_json(traces: Sequence[RankTrace], path: Path) -> None:
 
 def _events(trace: RankTrace) -> Iterator[Event]:
     """Yield the events of a rank: the names of its lines, then its iterations."""
-    yield _metadata("process_name", trace.rank, _STEP, name=f"rank {trace.rank} ({trace.host}, process {trace.pid})")
+    yield _metadata(
+        "process_name",
+        trace.rank,
+        _STEP,
+        name=f"rank {trace.rank} ({trace.host}, process {trace.pid})",
+    )
     yield _metadata("process_sort_index", trace.rank, _STEP, sort_index=trace.rank)
     names = ["Step Trace(Model ID:1)", "FP, BP and refresh"]
-    names += [f"Reduce {segment}: gradients {low} to {high}" for segment, (low, high) in enumerate(trace.segments)]
+    names += [
+        f"Reduce {segment}: gradients {low} to {high}"
+        for segment, (low, high) in enumerate(trace.segments)
+    ]
     for line, name in enumerate(names):
         yield _metadata("thread_name", trace.rank, line, name=name)
         yield _metadata("thread_sort_index", trace.rank, line, sort_index=line)
@@ -66,19 +74,45 @@ def _iteration_events(rank: int, iteration: Iteration) -> Iterator[Event]:
         # The wait for data is an arrow from the beginning of the iteration, as on Ascend. Its ends attach to the spans
         # that begin there.
         wait = {"Iteration ID": number, "Data_aug Bound(us)": round(iteration.input_wait)}
-        arrow = {"cat": "Data_aug Bound", "name": f"Data_aug Bound {number}", "pid": rank, "id": rank << 32 | number}
+        arrow = {
+            "cat": "Data_aug Bound",
+            "name": f"Data_aug Bound {number}",
+            "pid": rank,
+            "id": rank << 32 | number,
+        }
         yield {**arrow, "ph": "s", "tid": _STEP, "ts": begin, "args": wait}
         yield {**arrow, "ph": "t", "tid": _PHASES, "ts": fp_start, "args": wait}
-    refresh = {"Iteration ID": number, "BP End": bp_end, "Iteration End": end, "Iteration Refresh(us)": end - bp_end}
-    yield _span(f"Iteration Refresh {number}", "Iteration Refresh", rank, _PHASES, bp_end, end, refresh)
+    refresh = {
+        "Iteration ID": number,
+        "BP End": bp_end,
+        "Iteration End": end,
+        "Iteration Refresh(us)": end - bp_end,
+    }
+    yield _span(
+        f"Iteration Refresh {number}", "Iteration Refresh", rank, _PHASES, bp_end, end, refresh
+    )
     for segment, (start_us, end_us) in enumerate(iteration.allreduce):
         start = round(start_us)
         end = round(end_us)
-        reduce = {"Iteration ID": number, f"Reduce Start {segment}": start, f"Reduce End {segment}": end}
-        yield _span(f"Reduce_{number}_{segment}", "Reduce", rank, _FIRST_SEGMENT + segment, start, end, reduce)
+        reduce = {
+            "Iteration ID": number,
+            f"Reduce Start {segment}": start,
+            f"Reduce End {segment}": end,
+        }
+        yield _span(
+            f"Reduce_{number}_{segment}",
+            "Reduce",
+            rank,
+            _FIRST_SEGMENT + segment,
+            start,
+            end,
+            reduce,
+        )
 
 
-def _span(name: str, category: str, rank: int, line: int, start: int, end: int, arguments: Event) -> Event:
+def _span(
+    name: str, category: str, rank: int, line: int, start: int, end: int, arguments: Event
+) -> Event:
     event = {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": line}
     return {**event, "ts": start, "dur": end - start, "args": arguments}
 

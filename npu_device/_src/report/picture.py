@@ -48,8 +48,13 @@ def page(analysis: Analysis, text: str) -> str:
     begin = min(iteration.begin for iteration in iterations)
     end = max(iteration.iteration_end for iteration in iterations)
     axis = _Axis(begin, max(end - begin, 1e-3))
-    ranks = "".join(_RankPicture(trace, iteration, axis).draw() for trace, iteration in zip(traces, iterations))
-    legend = "".join(f'<span><i style="background:{c}"></i>{escape(phase)}</span>' for phase, c in COLOURS.items())
+    ranks = "".join(
+        _RankPicture(trace, iteration, axis).draw() for trace, iteration in zip(traces, iterations)
+    )
+    legend = "".join(
+        f'<span><i style="background:{c}"></i>{escape(phase)}</span>'
+        for phase, c in COLOURS.items()
+    )
     omission = ""
     if len(analysis.traces) > len(traces):
         omission = f" {len(analysis.traces) - len(traces)} further ranks are not drawn."
@@ -104,7 +109,9 @@ class _RankPicture:
     def draw(self) -> str:
         self._draw_phases()
         lanes = self._draw_reductions()
-        self._html.append(f'<i class="end" style="{self._axis.position(self._iteration.bp_end)}"></i>')
+        self._html.append(
+            f'<i class="end" style="{self._axis.position(self._iteration.bp_end)}"></i>'
+        )
         height = _PHASES_HEIGHT + lanes * _LANE_HEIGHT
         return f'<div class="rank" style="height:{height}px">{"".join(self._html)}</div>'
 
@@ -115,9 +122,13 @@ class _RankPicture:
         self._phase("input wait", iteration.begin, iteration.fp_start)
         self._phase("forward", iteration.fp_start, backward)
         self._phase("backward", backward, iteration.bp_end)
-        self._phase("update", max(iteration.bp_end, iteration.last_reduced), iteration.iteration_end)
+        self._phase(
+            "update", max(iteration.bp_end, iteration.last_reduced), iteration.iteration_end
+        )
         for ready in iteration.ready:
-            mark = f"{self._axis.position(ready)};top:16px;width:1px;height:6px;background:#ffffffbf"
+            mark = (
+                f"{self._axis.position(ready)};top:16px;width:1px;height:6px;background:#ffffffbf"
+            )
             self._html.append(f'<i style="{mark}"></i>')
 
     def _phase(self, name: str, start: float, end: float) -> None:
@@ -132,7 +143,9 @@ class _RankPicture:
         for segment in sorted(range(len(intervals)), key=intervals.__getitem__):
             start, end = intervals[segment]
             free_lanes = [lane for lane, free_from in enumerate(lanes) if free_from <= start]
-            lane = min([*free_lanes, len(lanes), _MOST_LANES - 1])  # the highest free one, else a new one below
+            lane = min(
+                [*free_lanes, len(lanes), _MOST_LANES - 1]
+            )  # the highest free one, else a new one below
             lanes[lane : lane + 1] = [end]
             top = _PHASES_HEIGHT + lane * _LANE_HEIGHT
             title = self._title(segment, end - start)
@@ -148,9 +161,13 @@ class _RankPicture:
         gradients = f"gradients {low} to {high}, {size}"
         return f"rank {self._trace.rank}, segment {segment}: {gradients}, {time / 1e3:.2f} ms"
 
-    def _bar(self, phase: str, start: float, end: float, top: int, title: str, style: str = "") -> None:
+    def _bar(
+        self, phase: str, start: float, end: float, top: int, title: str, style: str = ""
+    ) -> None:
         box = f"{self._axis.position(start)};{self._axis.width(start, end)};top:{top}px"
-        self._html.append(f'<i style="{box};background:{COLOURS[phase]}{style}" title="{title}"></i>')
+        self._html.append(
+            f'<i style="{box};background:{COLOURS[phase]}{style}" title="{title}"></i>'
+        )
 
 
 def _ticks(longest: float) -> str:
@@ -159,4 +176,7 @@ def _ticks(longest: float) -> str:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
     ticks = (round(step * number, 9) for number in range(int(longest / step) + 1))
-    return "".join(f'<div class="tick" style="left:{100 * tick / longest:.2f}%">{tick:g} ms</div>' for tick in ticks)
+    return "".join(
+        f'<div class="tick" style="left:{100 * tick / longest:.2f}%">{tick:g} ms</div>'
+        for tick in ticks
+    )

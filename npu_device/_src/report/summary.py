@@ -48,14 +48,18 @@ def _notes(analysis: Analysis) -> list[str]:
 def _clocks(traces: Sequence[RankTrace]) -> str:
     if len({trace.host for trace in traces}) == 1:
         return "all ranks read the clock of the same host"
-    if any(trace.clock_error_us is None for trace in traces):  # a rank of another host didn't get an answer
+    if any(
+        trace.clock_error_us is None for trace in traces
+    ):  # a rank of another host didn't get an answer
         return "the clocks of the hosts could not be compared: times of different hosts don't fit together"
     error = max(trace.clock_error_us or 0.0 for trace in traces)
     return f"the clocks of the hosts were compared at the start, to ±{error / 1e3:.2f} ms"
 
 
 # Hidden and exposed are the reduction during and after compute.
-_HEAD = "ms".ljust(10) + "".join(f"{name:>9}" for name in ("step", "input", "compute", "hidden", "exposed", "update"))
+_HEAD = "ms".ljust(10) + "".join(
+    f"{name:>9}" for name in ("step", "input", "compute", "hidden", "exposed", "update")
+)
 _HEAD += "  host"
 
 
@@ -78,7 +82,9 @@ def _waiting(analysis: Analysis) -> str:
 
 
 def _spread(analysis: Analysis) -> str:
-    times_of_ranks = [[iteration.time for iteration in trace.iterations] for trace in analysis.traces]
+    times_of_ranks = [
+        [iteration.time for iteration in trace.iterations] for trace in analysis.traces
+    ]
     times = sorted(map(max, zip(*times_of_ranks)))  # a step is over when it is on all ranks
     tenth = times[len(times) // 10]
     ninetieth = times[-1 - len(times) // 10]
@@ -95,5 +101,7 @@ def compared(analyses: Mapping[str, Analysis]) -> str:
     for name, analysis in analyses.items():
         busiest = max(analysis.ranks, key=lambda rank: rank.busy)
         segments = len(analysis.traces[0].segments)
-        lines.append(f"{name:{width}}{segments:>10}{busiest.exposed / 1e3:>13.1f}{busiest.step / 1e3:>13.1f}")
+        lines.append(
+            f"{name:{width}}{segments:>10}{busiest.exposed / 1e3:>13.1f}{busiest.step / 1e3:>13.1f}"
+        )
     return "\n".join(lines)

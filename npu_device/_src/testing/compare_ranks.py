@@ -43,14 +43,21 @@ def same_on_all_ranks(values: Any) -> None:
     mine = {name: (digest_of(np.asarray(value)), _short(value)) for name, value in leaves.items()}
     everybody = gather_object(mine)
     names = list(dict.fromkeys(name for found in everybody for name in found))
-    wrong = [name for name in names if len({found.get(name, (None,))[0] for found in everybody}) > 1]
+    wrong = [
+        name for name in names if len({found.get(name, (None,))[0] for found in everybody}) > 1
+    ]
     if wrong:
         shown = [
             f"  rank {rank}: {found[wrong[0]][1] if wrong[0] in found else 'nothing'}"
             for rank, found in enumerate(everybody)
         ]
         raise AssertionError(
-            "\n".join([f"{len(wrong)} of {len(names)} values differ between the ranks: {wrong[0]}", *shown])
+            "\n".join(
+                [
+                    f"{len(wrong)} of {len(names)} values differ between the ranks: {wrong[0]}",
+                    *shown,
+                ]
+            )
         )
 
 
@@ -67,7 +74,11 @@ def _leaves(values: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def _short(value: Any) -> str:
     array = np.asarray(value)
-    return str(array) if array.size <= 4 else f"{array.dtype}{list(array.shape)} {str(array.ravel()[:4])[:-1]} …]"
+    return (
+        str(array)
+        if array.size <= 4
+        else f"{array.dtype}{list(array.shape)} {str(array.ravel()[:4])[:-1]} …]"
+    )
 
 
 @dataclass
@@ -128,9 +139,13 @@ def _deviations(one: _Training, again: _Training, other: _Training) -> list[str]
 
     found = []
     for kind in ("logs", "weights"):
-        for number, epoch in enumerate(zip(*(getattr(training, kind) for training in (one, again, other))), start=1):
+        for number, epoch in enumerate(
+            zip(*(getattr(training, kind) for training in (one, again, other))), start=1
+        ):
             for name in epoch[0]:
-                found += deviation(number, kind, name, [np.atleast_1d(values[name]) for values in epoch])
+                found += deviation(
+                    number, kind, name, [np.atleast_1d(values[name]) for values in epoch]
+                )
     return [
         f"  {each.variable} after epoch {each.step}: off by {each.off:.1e}"
         + (f", {each.ratio:.2f} times that of one process" if each.ratio is not None else "")
@@ -154,7 +169,9 @@ def _alike(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def _train(make_model: Any, data: Any, make_callbacks: Any, settings: dict[str, int], changed: bool) -> _Training:
+def _train(
+    make_model: Any, data: Any, make_callbacks: Any, settings: dict[str, int], changed: bool
+) -> _Training:
     """Train on this rank, with weights and inputs changed in their last bit or not."""
     import tensorflow as tf
 
@@ -169,22 +186,39 @@ def _train(make_model: Any, data: Any, make_callbacks: Any, settings: dict[str, 
         found = _Training()
         arguments = [data()] if callable(data) else list(data)
         if changed:
-            model.set_weights([in_the_last_bit(tf.constant(weight)).numpy() for weight in model.get_weights()])
+            model.set_weights(
+                [in_the_last_bit(tf.constant(weight)).numpy() for weight in model.get_weights()]
+            )
             if not callable(data):
-                arguments[0] = tf.nest.map_structure(lambda x: in_the_last_bit(tf.constant(x)).numpy(), arguments[0])
+                arguments[0] = tf.nest.map_structure(
+                    lambda x: in_the_last_bit(tf.constant(x)).numpy(), arguments[0]
+                )
 
         def note(epoch: int, logs: Any) -> None:
             names = [getattr(weight, "path", weight.name) for weight in model.weights]
-            found.weights.append({name: value.ravel() for name, value in zip(names, model.get_weights())})
+            found.weights.append(
+                {name: value.ravel() for name, value in zip(names, model.get_weights())}
+            )
             found.logs.append(
-                {name: float(value) for name, value in logs.items() if name not in ("learning_rate", "lr")}
+                {
+                    name: float(value)
+                    for name, value in logs.items()
+                    if name not in ("learning_rate", "lr")
+                }
             )
             rate = keras.backend.get_value(model.optimizer.learning_rate)
             found.decisions[f"learning rate after epoch {epoch + 1}"] = float(rate)
 
         callbacks.append(keras.callbacks.LambdaCallback(on_epoch_end=note))
         given = {} if callable(data) else {"batch_size": settings["batch_size"]}
-        model.fit(*arguments, epochs=settings["epochs"], shuffle=False, verbose=0, callbacks=callbacks, **given)
+        model.fit(
+            *arguments,
+            epochs=settings["epochs"],
+            shuffle=False,
+            verbose=0,
+            callbacks=callbacks,
+            **given,
+        )
     found.decisions["number of epochs"] = len(found.logs)
     for callback in callbacks[:-1]:
         for name, value in vars(callback).items():
@@ -198,7 +232,9 @@ def _train(make_model: Any, data: Any, make_callbacks: Any, settings: dict[str, 
 def _without_noise(keras: Any) -> Iterator[None]:
     from npu_device._src.comparison.noise import noisy_layers, quiet
 
-    before = [(layer, layer.call) for layer in (*noisy_layers(keras), keras.layers.BatchNormalization)]
+    before = [
+        (layer, layer.call) for layer in (*noisy_layers(keras), keras.layers.BatchNormalization)
+    ]
     for layer, call in before:
         layer.call = quiet(call)
     try:

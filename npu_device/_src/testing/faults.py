@@ -40,7 +40,9 @@ class Fault:
 
 def strike(kind: str, pid: int, seconds: float | None = None) -> None:
     """Make one of ``SIGNALS`` happen to a process; one that is stopped continues after some seconds, or never."""
-    if kind == "stop" and seconds is not None:  # from outside: this process may be the one that stops
+    if (
+        kind == "stop" and seconds is not None
+    ):  # from outside: this process may be the one that stops
         subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {pid} 2> /dev/null"])
     os.kill(pid, SIGNALS[kind])
 
@@ -62,7 +64,9 @@ def leave(rank: int, step: int) -> Fault:
 
 def raise_(rank: int, step: int, error: BaseException | None = None) -> Fault:
     """Raise an error on a rank, by default a RuntimeError."""
-    return Fault("raise_", rank, step, error or RuntimeError(f"a fault on rank {rank} after step {step}"))
+    return Fault(
+        "raise_", rank, step, error or RuntimeError(f"a fault on rank {rank} after step {step}")
+    )
 
 
 _armed: Armed | None = None
@@ -103,7 +107,11 @@ class Armed:
         for number, fault in enumerate(self._faults):
             if not (self._directory / f"fault{number}").exists():
                 last = self._directory / f"rank{fault.rank}"
-                reached = f"reached step {last.read_text()}" if last.exists() else "has called faults.step_done never"
+                reached = (
+                    f"reached step {last.read_text()}"
+                    if last.exists()
+                    else "has called faults.step_done never"
+                )
                 missing.append(f"{fault} did not happen: rank {fault.rank} {reached}")
         if missing:
             hint = "What to do: call faults.step_done(step) after each step, or give fit callbacks=[faults.callback()]."

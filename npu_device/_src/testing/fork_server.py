@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 _HERE = os.path.dirname(__file__)
-sys.path[:] = [path for path in sys.path if path != _HERE]  # where Python puts it: this isn't a folder of modules
+sys.path[:] = [
+    path for path in sys.path if path != _HERE
+]  # where Python puts it: this isn't a folder of modules
 
 _left_whole: dict[str, types.ModuleType] = {}
 
@@ -59,14 +61,18 @@ _libc = ctypes.CDLL(None)
 
 def serve() -> dict[str, Any] | None:
     """Fork for every order; return the order in the child, None in the server when no more can come."""
-    _left_whole.update((name, module) for name, module in sys.modules.items() if name.partition(".")[0] not in _OWN)
+    _left_whole.update(
+        (name, module) for name, module in sys.modules.items() if name.partition(".")[0] not in _OWN
+    )
     _left_whole["itself"] = _left_whole  # type: ignore[assignment]  # a cycle: what is frozen as well is never freed
     gc.enable()
     gc.collect()
     gc.freeze()  # the children's collections, at their exit above all, leave TensorFlow's objects alone
     status_of: dict[int, str] = {}
     unread = b""
-    ended, signalled = os.pipe()  # to look for the ends of children at intervals would be 0.3 % of a core
+    ended, signalled = (
+        os.pipe()
+    )  # to look for the ends of children at intervals would be 0.3 % of a core
     os.set_blocking(signalled, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(signalled)
@@ -132,4 +138,7 @@ def become(order: dict[str, Any]) -> types.ModuleType:
 
 if __name__ == "__main__" and (order := serve()) is not None:
     main = become(order)
-    exec(compile(Path(order["arguments"][0]).read_bytes(), order["arguments"][0], "exec"), main.__dict__)
+    exec(
+        compile(Path(order["arguments"][0]).read_bytes(), order["arguments"][0], "exec"),
+        main.__dict__,
+    )

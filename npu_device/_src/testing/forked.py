@@ -24,7 +24,11 @@ from npu_device._src.cluster.time_limits import SWEEP_SECONDS
 from npu_device._src.membership.rank_environment import table_environment
 
 _SERVER = Path(__file__).parent / "fork_server.py"
-_READ_BY_IMPORT = ("TF_", "XLA_", "KERAS_")  # a server for each combination of variables with these prefixes,
+_READ_BY_IMPORT = (
+    "TF_",
+    "XLA_",
+    "KERAS_",
+)  # a server for each combination of variables with these prefixes,
 _READ_LATER = ("TF_CONFIG", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")  # but these
 _KERAS_3 = ("TF_USE_LEGACY_KERAS", "0")  # as without the variable
 
@@ -37,7 +41,9 @@ _running: dict[int, Process] = {}  # by process number, those whose end nobody h
 def _directory() -> tempfile.TemporaryDirectory[str]:
     """Return the folder of outputs and exit codes, made when first needed: ranks import this file, too."""
     made = tempfile.TemporaryDirectory(prefix="npu_forked_")
-    atexit.register(close)  # called before the folder is removed, because it is registered after that
+    atexit.register(
+        close
+    )  # called before the folder is removed, because it is registered after that
     return made
 
 
@@ -51,7 +57,10 @@ class Process:
         self.name = " ".join(arguments)
         order = {
             "arguments": arguments,
-            "environment": {**environment, "TMPDIR": _directory().name},  # ranks that are killed leave files there
+            "environment": {
+                **environment,
+                "TMPDIR": _directory().name,
+            },  # ranks that are killed leave files there
             "directory": os.getcwd(),
             "path": [os.path.abspath(path) for path in sys.path],
             "output": str(self._output),
@@ -63,7 +72,9 @@ class Process:
         server.stdin.flush()
         answer = server.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the process that forks ranks ended with code {server.wait()}; see its output above")
+            raise RuntimeError(
+                f"the process that forks ranks ended with code {server.wait()}; see its output above"
+            )
         self.pid = int(answer)
         self.returncode: int | None = None
         self.ended_at = 0.0  # on the clock of time.monotonic()
@@ -91,14 +102,18 @@ class Process:
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended, and its server knows already
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # it has just ended, and its server knows already
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
 
-def start_ranks(directory: Path, size: int, arguments: list[str], environment: dict[str, str]) -> list[Process]:
+def start_ranks(
+    directory: Path, size: int, arguments: list[str], environment: dict[str, str]
+) -> list[Process]:
     """Start a script on the ranks of a job, with a rank table when there are several."""
     tables = [table_environment(directory, size, rank) if size > 1 else {} for rank in range(size)]
     return [Process(arguments, {**table, **environment}) for table in tables]
@@ -120,7 +135,9 @@ def end_all(processes: Sequence[Any], seconds: float) -> list[int]:
 
 def _server(environment: dict[str, str]) -> subprocess.Popen[str]:
     read = {name: value for name, value in environment.items() if name.startswith(_READ_BY_IMPORT)}
-    key = frozenset(pair for pair in read.items() if pair[0] not in _READ_LATER and pair != _KERAS_3)
+    key = frozenset(
+        pair for pair in read.items() if pair[0] not in _READ_LATER and pair != _KERAS_3
+    )
     if key not in _servers or _servers[key].poll() is not None:
         _servers[key] = subprocess.Popen(
             [sys.executable, "-u", str(_SERVER)],

@@ -39,7 +39,21 @@ def _made(count: int, gbit: float) -> Iterator[None]:
         for host in range(count):
             this, port = name(host), f"port{host}"
             _do("ip", "netns", "add", this)
-            _do("ip", "link", "add", "eth0", "netns", this, "type", "veth", "peer", "name", port, "netns", _SWITCH)
+            _do(
+                "ip",
+                "link",
+                "add",
+                "eth0",
+                "netns",
+                this,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                port,
+                "netns",
+                _SWITCH,
+            )
             _do("ip", "-n", _SWITCH, "link", "set", port, "master", "switch", "up")
             _do("ip", "-n", this, "address", "add", f"{address(host)}/24", "dev", "eth0")
             _do("ip", "-n", this, "link", "set", "eth0", "up")

@@ -23,7 +23,10 @@ class Held:
     children: dict[int, str]
 
     def beyond(
-        self, before: Held, kept_descriptors: Container[int] = (), kept_children: Container[int] = ()
+        self,
+        before: Held,
+        kept_descriptors: Container[int] = (),
+        kept_children: Container[int] = (),
     ) -> list[str]:
         """Return descriptions of what was not there before, and is not kept on purpose."""
         return [
@@ -40,12 +43,21 @@ class Held:
 
 def held() -> Held:
     # A thread that isn't Python's own is TensorFlow's: it shows up here when it has once called Python.
-    threads = {id(one): one.name for one in threading.enumerate() if not isinstance(one, threading._DummyThread)}
-    children = {pid: command or "ended, and nobody has waited for it" for pid, command in children_of("self").items()}
+    threads = {
+        id(one): one.name
+        for one in threading.enumerate()
+        if not isinstance(one, threading._DummyThread)
+    }
+    children = {
+        pid: command or "ended, and nobody has waited for it"
+        for pid, command in children_of("self").items()
+    }
     return Held(threads, _descriptors(), children)
 
 
-def left_since(before: Held, kept: Callable[[], tuple[Container[int], Container[int]]]) -> list[str]:
+def left_since(
+    before: Held, kept: Callable[[], tuple[Container[int], Container[int]]]
+) -> list[str]:
     """Return what this process holds beyond what it held before, and keeps on purpose, when that has had time to go."""
     deadline = time.monotonic() + SETTLED_SECONDS
     while (left := held().beyond(before, *kept())) and time.monotonic() < deadline:
@@ -71,5 +83,9 @@ def children_of(pid: int | str) -> dict[int, str]:
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):  # a thread, or a child, that has just ended
                 for number in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
-                    found[int(number)] = Path(f"/proc/{number}/cmdline").read_text(errors="replace").replace("\0", " ")
+                    found[int(number)] = (
+                        Path(f"/proc/{number}/cmdline")
+                        .read_text(errors="replace")
+                        .replace("\0", " ")
+                    )
     return found

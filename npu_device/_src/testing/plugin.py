@@ -39,10 +39,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if mark is None:
         return
     sizes = mark.args
-    if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
-        raise pytest.UsageError(f"{metafunc.definition.nodeid}: expected numbers, as in @pytest.mark.ranks(1, 2, 3)")
+    if not sizes or not all(
+        isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes
+    ):
+        raise pytest.UsageError(
+            f"{metafunc.definition.nodeid}: expected numbers, as in @pytest.mark.ranks(1, 2, 3)"
+        )
     if unknown := set(mark.kwargs) - {"keras", "environment", "limit"}:
-        raise pytest.UsageError(f"{metafunc.definition.nodeid}: the mark ranks has no {', '.join(sorted(unknown))}")
+        raise pytest.UsageError(
+            f"{metafunc.definition.nodeid}: the mark ranks has no {', '.join(sorted(unknown))}"
+        )
     if PARAMETER not in metafunc.fixturenames:
         metafunc.fixturenames.append(PARAMETER)
     ids = ["1rank" if size == 1 else f"{size}ranks" for size in sizes]
@@ -56,12 +62,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("ranks") is not None:
             size = size_of(item)
             if size is None:
-                raise pytest.UsageError(f"{item.nodeid}: the mark ranks is for functions, not for methods of unittest")
+                raise pytest.UsageError(
+                    f"{item.nodeid}: the mark ranks is for functions, not for methods of unittest"
+                )
             if config.option.npu_ranks and size not in config.option.npu_ranks:
                 left_out.append(item)
                 continue
-            if item.get_closest_marker("xdist_group") is None and config.pluginmanager.hasplugin("xdist"):
-                item.add_marker(pytest.mark.xdist_group(f"{size}ranks"))  # one process has these ranks
+            if item.get_closest_marker("xdist_group") is None and config.pluginmanager.hasplugin(
+                "xdist"
+            ):
+                item.add_marker(
+                    pytest.mark.xdist_group(f"{size}ranks")
+                )  # one process has these ranks
         chosen.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -89,7 +101,9 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return pytest_job.run_test(item, nextitem)
 
 
-@pytest.hookimpl(wrapper=True, trylast=True)  # within pytest-cov's, so that the ranks have saved what they measured
+@pytest.hookimpl(
+    wrapper=True, trylast=True
+)  # within pytest-cov's, so that the ranks have saved what they measured
 def pytest_runtestloop() -> Generator[None, object, object]:
     try:
         return (yield)

@@ -59,9 +59,14 @@ class Pool:
         self._processes: list[Any] = []
         try:
             _require_memory(size)
-            with short_path(address) as name, Listener(name, family="AF_UNIX", backlog=size) as listener:
+            with (
+                short_path(address) as name,
+                Listener(name, family="AF_UNIX", backlog=size) as listener,
+            ):
                 arguments = [_WORKER, address, str(directory / "stacks")]
-                self._processes = self._start(arguments, {**clean_environment(), **common, **environment})
+                self._processes = self._start(
+                    arguments, {**clean_environment(), **common, **environment}
+                )
                 self._accept(listener)
         except BaseException:
             self.close()
@@ -81,7 +86,10 @@ class Pool:
                 connection = listener.accept()
                 rank, pid = connection.recv()
                 found[rank] = connection, pid
-            except (OSError, EOFError):  # nobody yet, or a worker that ended while it opened its device
+            except (
+                OSError,
+                EOFError,
+            ):  # nobody yet, or a worker that ended while it opened its device
                 continue
         for rank in range(self.size):
             self._connections.append(found[rank][0])
@@ -104,7 +112,9 @@ class Pool:
             raise RankError("\n\n".join(parts) + "\n\n" + self.tails(), wrong)
         return [answers[rank].value for rank in range(self.size)]
 
-    def ask(self, function: Callable[..., Any], arguments: tuple[Any, ...], limit: float) -> dict[int, Answer]:
+    def ask(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], limit: float
+    ) -> dict[int, Answer]:
         """Call a function on every rank; the answers in the order in which they came.
 
         A rank that has failed alone leaves the job, so that those which wait for it fail, too. If one doesn't go on
@@ -133,8 +143,12 @@ class Pool:
         """Add answers until all are there or the time is over: some seconds, and fewer after an error."""
         until = time.monotonic() + seconds
         while len(answers) < self.size and (left := until - time.monotonic()) > 0:
-            ready = wait([one for rank, one in enumerate(self._connections) if rank not in answers], left)
-            for rank in [rank for rank, connection in enumerate(self._connections) if connection in ready]:
+            ready = wait(
+                [one for rank, one in enumerate(self._connections) if rank not in answers], left
+            )
+            for rank in [
+                rank for rank, connection in enumerate(self._connections) if connection in ready
+            ]:
                 answers[rank] = self._answer_of(rank)
                 if not answers[rank].succeeded:
                     until = min(until, time.monotonic() + grace)
@@ -146,8 +160,14 @@ class Pool:
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._processes[rank].wait(POOL_LOOK_SECONDS)
-                how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                return Answer(False, f"its process was {how}" if code < 0 else f"its process {how}", False)
+                how = (
+                    f"killed by {signal.Signals(-code).name}"
+                    if code < 0
+                    else f"ended with exit code {code}"
+                )
+                return Answer(
+                    False, f"its process was {how}" if code < 0 else f"its process {how}", False
+                )
             return Answer(False, "its process has closed the connection", False)
         except Exception as error:
             return Answer(False, f"its result can't be read in the process of the test: {error!r}")
@@ -165,7 +185,9 @@ class Pool:
         if silent:
             self.kill()
         for rank in set(range(self.size)).difference(done):
-            late = f"no answer within {limit:g} s" + (f"; rank(s) {done} have returned" if done else "")
+            late = f"no answer within {limit:g} s" + (
+                f"; rank(s) {done} have returned" if done else ""
+            )
             text = "" if failed else f"{late}. It was here:\n{stacks[rank]}"
             if rank in answers:
                 text = (
@@ -183,7 +205,10 @@ class Pool:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
         time.sleep(STACKS_SECONDS)
-        return {rank: _told(file.read_text()[length:]) for rank, (file, length) in enumerate(zip(files, before))}
+        return {
+            rank: _told(file.read_text()[length:])
+            for rank, (file, length) in enumerate(zip(files, before))
+        }
 
     def descriptors(self) -> list[int]:
         return [connection.fileno() for connection in self._connections if not connection.closed]

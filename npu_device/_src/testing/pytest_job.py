@@ -19,9 +19,23 @@ from npu_device._src.testing.marked_tests import size_of
 from npu_device._src.testing.pool import Pool
 
 _NOT_SHARED: dict[str, Any] = {
-    **{"collectonly": False, "keyword": "", "markexpr": "", "deselect": None, "maxfail": 0, "npu_ranks": None},
+    **{
+        "collectonly": False,
+        "keyword": "",
+        "markexpr": "",
+        "deselect": None,
+        "maxfail": 0,
+        "npu_ranks": None,
+    },
     **{"lf": False, "failedfirst": False, "newfirst": False, "stepwise": False},
-    **{"usepdb": False, "trace": False, "dist": "no", "tx": [], "numprocesses": None, "looponfail": False},
+    **{
+        "usepdb": False,
+        "trace": False,
+        "dist": "no",
+        "tx": [],
+        "numprocesses": None,
+        "looponfail": False,
+    },
 }
 """Options that the ranks' sessions have otherwise: which tests to select, and who runs them."""
 
@@ -39,14 +53,25 @@ class _Sessions(Pool):
         self.shown: dict[int, int] = {}  # how much of each rank's output has been printed
         given: Mapping[str, Any] = getattr(config, "workerinput", {})
         files = {str(item.path): None for item in session.items if size_of(item) is not None}
-        options = {**vars(config.option), **_NOT_SHARED, "basetemp": str(_temporary(config, f"{self.size}ranks"))}
-        options.update(rootdir=str(config.rootpath), inifilename=str(config.inipath) if config.inipath else None)
+        options = {
+            **vars(config.option),
+            **_NOT_SHARED,
+            "basetemp": str(_temporary(config, f"{self.size}ranks")),
+        }
+        options.update(
+            rootdir=str(config.rootpath),
+            inifilename=str(config.inipath) if config.inipath else None,
+        )
         worker_input = {
             "workerid": given.get("workerid", ""),
             "cov_master_host": socket.gethostname(),  # pytest-cov's: the ranks save beside this process
             "cov_master_topdir": os.getcwd(),
             "cov_master_rsync_roots": [],
-            **{name: value for name, value in given.items() if name.startswith("cov_") or name == "testrunuid"},
+            **{
+                name: value
+                for name, value in given.items()
+                if name.startswith("cov_") or name == "testrunuid"
+            },
         }
         sent = {name: value for name, value in options.items() if _can_be_sent(value)}
         arguments = (str(config.invocation_params.dir), sent, list(files), worker_input)
@@ -102,8 +127,14 @@ def _kind(item: pytest.Item) -> Any:
 def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[pytest.TestReport]:
     try:
         answers = _answers(item, nextitem)
-    except (pytest.fail.Exception, Exception) as error:  # pytest-timeout's, or the ranks did not start
-        stacks = [f"rank {rank} was here:\n{stack}" for rank, stack in getattr(error, "stacks", {}).items()]
+    except (
+        pytest.fail.Exception,
+        Exception,
+    ) as error:  # pytest-timeout's, or the ranks did not start
+        stacks = [
+            f"rank {rank} was here:\n{stack}"
+            for rank, stack in getattr(error, "stacks", {}).items()
+        ]
         yield _report(item, "call", "failed", "\n".join([str(error), *stacks]))
         return
     by_rank: dict[int, dict[str, pytest.TestReport]] = {}
@@ -112,7 +143,10 @@ def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[pytest
             by_rank[rank] = {"call": _report(item, "call", "failed", answer.value)}
             continue
         data, recorded = answer.value
-        reports = [item.config.hook.pytest_report_from_serializable(config=item.config, data=each) for each in data]
+        reports = [
+            item.config.hook.pytest_report_from_serializable(config=item.config, data=each)
+            for each in data
+        ]
         by_rank[rank] = {report.when: report for report in reports}
         if rank == 0:
             _warn(item.config, recorded)
@@ -130,7 +164,11 @@ def _answers(item: pytest.Item, nextitem: pytest.Item | None) -> dict[int, Any]:
         raise _not_started
     pool = run.pool_of(kind, _Sessions)
     directory = _temporary(item.config, re.sub(r"\W", "_", item.name)[:30])
-    arguments = (pytest_rank.name_of(item), following and pytest_rank.name_of(following), str(directory))
+    arguments = (
+        pytest_rank.name_of(item),
+        following and pytest_rank.name_of(following),
+        str(directory),
+    )
     try:
         return pool.ask(pytest_rank.test, arguments, limit)
     finally:
@@ -154,7 +192,11 @@ def _show(pool: _Sessions) -> None:
 def _merged(item: pytest.Item, reports: dict[int, pytest.TestReport]) -> pytest.TestReport:
     """Return one report: the first that failed, with what the others failed with; ranks that skip alone fail."""
     failed = [rank for rank, report in reports.items() if report.failed]
-    skipped = [rank for rank, report in reports.items() if report.skipped and not hasattr(report, "wasxfail")]
+    skipped = [
+        rank
+        for rank, report in reports.items()
+        if report.skipped and not hasattr(report, "wasxfail")
+    ]
     chosen = reports[min(reports)]
     if failed:
         chosen = reports[failed[0]]
@@ -164,16 +206,24 @@ def _merged(item: pytest.Item, reports: dict[int, pytest.TestReport]) -> pytest.
             for rank, text in others.items():
                 own.addsection(f"rank {rank}", text, "_")
         elif others:
-            chosen.longrepr = "\n\n".join([str(own), *(f"rank {rank}:\n{text}" for rank, text in others.items())])
+            chosen.longrepr = "\n\n".join(
+                [str(own), *(f"rank {rank}:\n{text}" for rank, text in others.items())]
+            )
         then = f", then on rank(s) {', '.join(map(str, others))}" if others else ""
-        chosen.sections.insert(0, ("Ranks", f"failed first on rank {failed[0]} of {size_of(item)}{then}"))
+        chosen.sections.insert(
+            0, ("Ranks", f"failed first on rank {failed[0]} of {size_of(item)}{then}")
+        )
     elif skipped and len(skipped) < len(reports):
         ran = sorted(set(reports).difference(skipped))
         skip: Any = reports[skipped[0]].longrepr
         text = f"rank(s) {skipped} skipped the test ({skip[2]}), and rank(s) {ran} ran it"
-        return _report(item, str(chosen.when), "failed", f"{text}.\nWhat to do: skip on all ranks, or on none.")
+        return _report(
+            item, str(chosen.when), "failed", f"{text}.\nWhat to do: skip on all ranks, or on none."
+        )
     elif any(hasattr(report, "wasxfail") and report.skipped for report in reports.values()):
-        chosen = next(report for report in reports.values() if hasattr(report, "wasxfail") and report.skipped)
+        chosen = next(
+            report for report in reports.values() if hasattr(report, "wasxfail") and report.skipped
+        )
     for rank, report in reports.items():
         if report is not chosen:
             chosen.sections += [(f"{name}, rank {rank}", text) for name, text in report.sections]
@@ -184,14 +234,21 @@ def _merged(item: pytest.Item, reports: dict[int, pytest.TestReport]) -> pytest.
 
 def _report(item: pytest.Item, when: Any, outcome: Any, text: str) -> pytest.TestReport:
     keywords = dict.fromkeys(item.keywords, 1)
-    return pytest.TestReport(item.nodeid, item.location, keywords, outcome, text, when, start=0, stop=0)
+    return pytest.TestReport(
+        item.nodeid, item.location, keywords, outcome, text, when, start=0, stop=0
+    )
 
 
 def _warn(config: pytest.Config, recorded: Sequence[Any]) -> None:
     for text, category, file, line, when, nodeid, location in recorded:
         kind = type(category, (UserWarning,), {})
         message = warnings.WarningMessage(kind(text), kind, file, line)
-        arguments = {"warning_message": message, "when": when, "nodeid": nodeid, "location": location}
+        arguments = {
+            "warning_message": message,
+            "when": when,
+            "nodeid": nodeid,
+            "location": location,
+        }
         config.hook.pytest_warning_recorded.call_historic(kwargs=arguments)
 
 

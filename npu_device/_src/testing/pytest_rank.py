@@ -26,7 +26,9 @@ class _Rank:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        if session.config.pluginmanager.has_plugin("terminalreporter"):  # the test's process shows the progress
+        if session.config.pluginmanager.has_plugin(
+            "terminalreporter"
+        ):  # the test's process shows the progress
             session.config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115
 
     @pytest.hookimpl(tryfirst=True)
@@ -41,10 +43,14 @@ class _Rank:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._reports.append(report)
 
-    def pytest_warning_recorded(self, warning_message: Any, when: str, nodeid: str, location: Any) -> None:
+    def pytest_warning_recorded(
+        self, warning_message: Any, when: str, nodeid: str, location: Any
+    ) -> None:
         text = str(warning_message.message)
         place = warning_message.filename, warning_message.lineno
-        self._warnings.append((text, warning_message.category.__name__, *place, when, nodeid, location))
+        self._warnings.append(
+            (text, warning_message.category.__name__, *place, when, nodeid, location)
+        )
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item) -> bool:
@@ -53,42 +59,59 @@ class _Rank:
     def run(self, name: str, following: str | None, directory: str) -> Answer:
         item = self._items.get(name)
         if item is None:
-            return Answer(False, f"this rank doesn't collect {name}; do names or parameters depend on the rank?")
+            return Answer(
+                False,
+                f"this rank doesn't collect {name}; do names or parameters depend on the rank?",
+            )
         self.directory = Path(directory)
         self._reports, self._warnings = [], []
         config = item.config
-        if self._next is not item:  # other fixtures are needed than those of the test that was announced
+        if (
+            self._next is not item
+        ):  # other fixtures are needed than those of the test that was announced
             self.session._setupstate.teardown_exact(item)
         self._next = self._items.get(following or "")
         config.hook.pytest_runtest_protocol(item=item, nextitem=self._next)
-        data = [config.hook.pytest_report_to_serializable(config=config, report=each) for each in self._reports]
+        data = [
+            config.hook.pytest_report_to_serializable(config=config, report=each)
+            for each in self._reports
+        ]
         return Answer(not any(report.failed for report in self._reports), (data, self._warnings))
 
 
 def name_of(item: pytest.Item) -> str:
     """Return the name of a test without the group that pytest-xdist writes behind it."""
     mark = item.get_closest_marker("xdist_group")
-    group = "@" + str(mark.args[0] if mark.args else mark.kwargs.get("name", "default")) if mark else ""
+    group = (
+        "@" + str(mark.args[0] if mark.args else mark.kwargs.get("name", "default")) if mark else ""
+    )
     return item.nodeid[: -len(group)] if group and item.nodeid.endswith(group) else item.nodeid
 
 
 _session: _Rank | None = None
 
 
-def session(directory: str, options: dict[str, Any], files: list[str], worker_input: dict[str, Any]) -> Any:
+def session(
+    directory: str, options: dict[str, Any], files: list[str], worker_input: dict[str, Any]
+) -> Any:
     """Be a pytest session until there are no more calls. Answers when the files are collected."""
     from npu_device._src.training.distribute.ranks import rank
 
     global _session
     os.chdir(directory)
-    config = pytest.Config.fromdictargs({**options, "basetemp": f"{options['basetemp']}-rank{rank()}"}, files)
+    config = pytest.Config.fromdictargs(
+        {**options, "basetemp": f"{options['basetemp']}-rank{rank()}"}, files
+    )
     as_worker: Any = config
     as_worker.workerinput = {**worker_input, "workerid": f"{worker_input['workerid']}rank{rank()}"}
     as_worker.workeroutput = {}
     _session = config.stash[RANK] = _Rank()
     config.pluginmanager.register(_session, "npu_rank")
     code = config.hook.pytest_cmdline_main(config=config)
-    return Answer(_session.session is not None, f"its pytest session ended with {code!r} before the first test")
+    return Answer(
+        _session.session is not None,
+        f"its pytest session ended with {code!r} before the first test",
+    )
 
 
 def test(name: str, following: str | None, directory: str) -> Answer:

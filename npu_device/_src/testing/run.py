@@ -64,7 +64,9 @@ def run(
     with tempfile.TemporaryDirectory(prefix="npu_faults_") as directory:
         armed = Armed(function, faults, Path(directory))
         for attempt in range(restarts + 1):
-            pool = Pool(ranks, kind[1], **{**dict(kind[2]), "NPU_DEVICE_RESTART_COUNT": str(attempt)})
+            pool = Pool(
+                ranks, kind[1], **{**dict(kind[2]), "NPU_DEVICE_RESTART_COUNT": str(attempt)}
+            )
             try:
                 results = pool.run(armed, *arguments, timeout=limit)
                 break
@@ -98,7 +100,9 @@ def pool_of(kind: _Kind, of: type[Pool] = Pool) -> Any:
         size, keras, environment, *_ = kind
         pool = of(size, keras, **dict(environment))
         atexit.unregister(close)
-        atexit.register(close)  # called before the pool's folder is removed, because it is registered after that
+        atexit.register(
+            close
+        )  # called before the pool's folder is removed, because it is registered after that
     _pools[kind] = pool
     return pool
 

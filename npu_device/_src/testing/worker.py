@@ -54,7 +54,9 @@ class Start:
 
 
 def _settings_of(keras: Any) -> tuple[Any, str, str, str]:
-    policy = getattr(keras.mixed_precision, "global_policy", None) or keras.mixed_precision.dtype_policy
+    policy = (
+        getattr(keras.mixed_precision, "global_policy", None) or keras.mixed_precision.dtype_policy
+    )
     return keras, keras.backend.floatx(), keras.backend.image_data_format(), policy().name
 
 
@@ -70,13 +72,19 @@ def answer_to(call: bytes) -> tuple[Answer, BaseException | None]:
             error = RuntimeError("the test has failed on this rank")
     except BaseException as caught:  # whatever it is, the others wait for the answer
         error = caught
-        answer = Answer(False, _traceback(caught), not isinstance(caught, (SystemExit, KeyboardInterrupt)))
+        answer = Answer(
+            False, _traceback(caught), not isinstance(caught, (SystemExit, KeyboardInterrupt))
+        )
     return answer._replace(goes_on=answer.goes_on and not job.is_closed()), error
 
 
 def _traceback(error: BaseException) -> str:
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__ and frames.tb_next is not None:
+    while (
+        frames is not None
+        and frames.tb_frame.f_code.co_filename == __file__
+        and frames.tb_next is not None
+    ):
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
 
@@ -131,17 +139,27 @@ def main() -> None:
     with _calls:
         handle = device.open().as_default()
         with open(f"{stacks}{handle.worker_id}", "w") as file:
-            faulthandler.register(signal.SIGUSR1, file)  # a pool asks where a rank is that doesn't answer
+            faulthandler.register(
+                signal.SIGUSR1, file
+            )  # a pool asks where a rank is that doesn't answer
             _calls.send((handle.worker_id, os.getpid()))
             answer_calls(Start().restore)
-            if _error is not None and not isinstance(_error, SystemExit) and job.current() is not None:
+            if (
+                _error is not None
+                and not isinstance(_error, SystemExit)
+                and job.current() is not None
+            ):
                 job.abandon(_error)  # the others may wait for this rank
             device.close()
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
-            os._exit(0)  # for Python to take all graphs apart would be seconds; jobs test how a rank ends
+            os._exit(
+                0
+            )  # for Python to take all graphs apart would be seconds; jobs test how a rank ends
 
 
 if __name__ == "__main__":
-    sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]  # not a folder of modules
+    sys.path[:] = [
+        path for path in sys.path if path != os.path.dirname(__file__)
+    ]  # not a folder of modules
     importlib.import_module("npu_device._src.testing.worker").main()  # as calls import it

@@ -202,7 +202,9 @@ def set_keras_session_npu_config(config: Any = None) -> Any:
 
     Source: Ascend TF Adapter 1.x, ``set_keras_session_npu_config``.
     """
-    with tf.compat.v1.get_default_graph().as_default():  # a session needs a graph, in eager mode too
+    with (
+        tf.compat.v1.get_default_graph().as_default()
+    ):  # a session needs a graph, in eager mode too
         session = tf.compat.v1.Session(config=npu_config_proto(config))
     backend.set_session(session)
     return session

@@ -14,8 +14,14 @@ from npu_device._src.training.distribute.groups import get_rank_size
 from npu_device._src.training.distribute.reduce_values import all_reduce
 from npu_device._src.training.distribute.variables import grouping_gradients_apply
 from npu_device._src.training.opening import device
-from npu_device._src.training.optimizers.loss_scale_optimizer import all_finite, on_all_ranks, unscaled
-from npu_device._src.training.optimizers.optimizer_wrapper import npu_distributed_keras_optimizer_wrapper
+from npu_device._src.training.optimizers.loss_scale_optimizer import (
+    all_finite,
+    on_all_ranks,
+    unscaled,
+)
+from npu_device._src.training.optimizers.optimizer_wrapper import (
+    npu_distributed_keras_optimizer_wrapper,
+)
 
 _WRAPPED = "_npu_reduces_gradients"
 _LARGEST = 3.4e38
@@ -56,7 +62,9 @@ class NPUDistributedOptimizer(DelegatingOptimizer):
     Source: Ascend TF Adapter 1.15, ``NPUDistributedOptimizer``.
     """
 
-    def __init__(self, optimizer: Any, is_weight_update_sharding: bool = False, name: str | None = None) -> None:
+    def __init__(
+        self, optimizer: Any, is_weight_update_sharding: bool = False, name: str | None = None
+    ) -> None:
         _require_unwrapped(optimizer)
         super().__init__(optimizer, name or f"Distributed{type(optimizer).__name__}")
         self._sharded = is_weight_update_sharding
@@ -67,7 +75,9 @@ class NPUDistributedOptimizer(DelegatingOptimizer):
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._sharded:
             return super().apply_gradients(grads_and_vars, *args, **kwargs)
-        pairs = [(gradient, variable) for gradient, variable in grads_and_vars if gradient is not None]
+        pairs = [
+            (gradient, variable) for gradient, variable in grads_and_vars if gradient is not None
+        ]
         return grouping_gradients_apply(super().apply_gradients, pairs, *args, **kwargs)
 
 
@@ -148,7 +158,9 @@ def allreduce(tensor: Any, average: bool = True) -> Any:
     return all_reduce(tensor, "mean" if average else "sum")
 
 
-def reduce(tensor: Any, root_rank: int, average: bool = True, fusion: int = 0, fusion_id: int = -1) -> Any:
+def reduce(
+    tensor: Any, root_rank: int, average: bool = True, fusion: int = 0, fusion_id: int = -1
+) -> Any:
     """Return the sum or mean of a tensor over all ranks on one of them; zeros on the others.
 
     Args:
@@ -294,7 +306,9 @@ class NPULossScaleOptimizer(DelegatingOptimizer):
         pairs = super().compute_gradients(scaled if callable(loss) else scaled(), *args, **kwargs)
         return [(unscaled(gradient, scale), variable) for gradient, variable in pairs]
 
-    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
+    def apply_gradients(
+        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+    ) -> Any:
         pairs = list(grads_and_vars)
         finite = all_finite([gradient for gradient, _ in pairs])
         finite = on_all_ranks(finite) if self._is_distributed else finite
@@ -333,7 +347,9 @@ def NPUOptimizer(
     Source: Ascend TF Adapter 1.15, ``NPUOptimizer``.
     """
     if is_loss_scale and loss_scale_manager is None:
-        raise ValueError("NPUOptimizer(is_loss_scale=True) needs a loss_scale_manager, and there is none")
+        raise ValueError(
+            "NPUOptimizer(is_loss_scale=True) needs a loss_scale_manager, and there is none"
+        )
     if is_distributed:
         opt = NPUDistributedOptimizer(opt, name=name)
     return NPULossScaleOptimizer(opt, loss_scale_manager, is_distributed) if is_loss_scale else opt

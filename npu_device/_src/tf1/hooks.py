@@ -48,7 +48,9 @@ def broadcast_global_variables(root_rank: int = 0, index: Any = None) -> Any:
     sharded optimizer keeps on one rank only stays as it is.
     """
     of_one_rank = {id(variable) for variable in tf.compat.v1.get_collection(VARIABLES_OF_ONE_RANK)}
-    return broadcast([one for one in tf.compat.v1.global_variables() if id(one) not in of_one_rank], root_rank)
+    return broadcast(
+        [one for one in tf.compat.v1.global_variables() if id(one) not in of_one_rank], root_rank
+    )
 
 
 class NPUBroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
@@ -88,7 +90,9 @@ def _warn_if_unreduced(job: Job) -> None:
         if "var" in inputs and gradient is not None:
             trained[inputs["var"].op.name] = gradient
         elif operation.type.startswith("Assign") and "value" in inputs:
-            assigned.append(inputs["value"])  # perhaps a mean of the variable, as in local SGD, or a sum of gradients
+            assigned.append(
+                inputs["value"]
+            )  # perhaps a mean of the variable, as in local SGD, or a sum of gradients
     missing = job.made(ReducedTensors).missing_in([*trained.values(), *assigned])
     if trained and len(missing) == len(trained) + len(assigned) and job.cluster.rank == 0:
         _log.warning(_UNREDUCED, named(list(trained)), job.cluster.world_size)
@@ -134,7 +138,11 @@ class NPUOutputTensorHook(tf.compat.v1.train.SessionRunHook):
         output_fn: Callable[..., Any] | None = None,
         output_every_n_steps: int = 0,
     ) -> None:
-        self._tensors = dict(tensors) if isinstance(tensors, dict) else {tensor.name: tensor for tensor in tensors}
+        self._tensors = (
+            dict(tensors)
+            if isinstance(tensors, dict)
+            else {tensor.name: tensor for tensor in tensors}
+        )
         self._output_fn = output_fn
         self._output_every_n_steps = output_every_n_steps
         self._values: list[dict[str, Any]] = []
@@ -175,13 +183,22 @@ class TellMeStepOrLossHook(tf.compat.v1.train.SessionRunHook):
     Source: Ascend TF Adapter 1.15, ``TellMeStepOrLossHook``.
     """
 
-    def __init__(self, step: Any = None, total_step: Any = None, loss: Any = None, final_loss: Any = None) -> None:
+    def __init__(
+        self, step: Any = None, total_step: Any = None, loss: Any = None, final_loss: Any = None
+    ) -> None:
         if step is None and loss is None:
             raise ValueError("TellMeStepOrLossHook needs step or loss, and was given neither")
-        given = {"STEP_NOW": step, "TOTAL_STEP": total_step, "LOSS_NOW": loss, "TARGET_LOSS": final_loss}
+        given = {
+            "STEP_NOW": step,
+            "TOTAL_STEP": total_step,
+            "LOSS_NOW": loss,
+            "TARGET_LOSS": final_loss,
+        }
         present = {name: value for name, value in given.items() if value is not None}
         self._tensors = {name: value for name, value in present.items() if tf.is_tensor(value)}
-        self._constants = {name: value for name, value in present.items() if not tf.is_tensor(value)}
+        self._constants = {
+            name: value for name, value in present.items() if not tf.is_tensor(value)
+        }
 
     def before_run(self, run_context: Any) -> Any:
         return tf.compat.v1.train.SessionRunArgs(self._tensors)
@@ -258,7 +275,9 @@ class IterationPerLoop:
 
 
 # Weak on both sides: a loop knows its session, which knows the graph. The operation keeps the loop alive.
-_made: weakref.WeakKeyDictionary[tf.Graph, weakref.WeakSet[IterationPerLoop]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[tf.Graph, weakref.WeakSet[IterationPerLoop]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def set_iteration_per_loop(sess: Any, train_op: Any, iterations_per_loop: int = 1) -> Any:
@@ -289,16 +308,24 @@ def _placeholders_before(operation: tf.Operation) -> list[tf.Tensor]:
     def sources(reader: tf.Operation) -> list[tf.Operation]:
         return [*(tensor.op for tensor in reader.inputs), *reader.control_inputs]
 
-    needed = (source for source in compat.walk([operation], sources) if source.type.startswith("Placeholder"))
+    needed = (
+        source
+        for source in compat.walk([operation], sources)
+        if source.type.startswith("Placeholder")
+    )
     return [source.outputs[0] for source in needed]
 
 
 def _require_operation(train_op: Any) -> None:
     if not isinstance(train_op, tf.Operation):
-        raise ValueError(f"train_op must be a tf.Operation; found type {type(train_op).__name__}: pass tensor.op")
+        raise ValueError(
+            f"train_op must be a tf.Operation; found type {type(train_op).__name__}: pass tensor.op"
+        )
 
 
 def _checked(iterations_per_loop: int) -> int:
     if not isinstance(iterations_per_loop, numbers.Integral) or iterations_per_loop < 1:
-        raise ValueError(f"iterations_per_loop must be a whole number from 1; found {iterations_per_loop!r}")
+        raise ValueError(
+            f"iterations_per_loop must be a whole number from 1; found {iterations_per_loop!r}"
+        )
     return int(iterations_per_loop)

@@ -51,7 +51,9 @@ all_tensor_not_empty=False auto_multistream_parallel_mode=None oo_level='O3' opt
 _PAIRS = (pair.partition("=") for pair in _DEFAULTS.split())
 _ARGUMENTS: dict[str, Any] = {name: ast.literal_eval(default) for name, _, default in _PAIRS}
 _BY_POSITION = inspect.Parameter.POSITIONAL_OR_KEYWORD
-_PARAMETERS = [inspect.Parameter(name, _BY_POSITION, default=default) for name, default in _ARGUMENTS.items()]
+_PARAMETERS = [
+    inspect.Parameter(name, _BY_POSITION, default=default) for name, default in _ARGUMENTS.items()
+]
 
 
 @dataclass
@@ -171,7 +173,9 @@ class NPURunConfig(_RunConfig):
     """
 
     # What help() shows, and inspect.signature.
-    __signature__ = inspect.Signature([*_PARAMETERS, inspect.Parameter("keywords", inspect.Parameter.VAR_KEYWORD)])
+    __signature__ = inspect.Signature(
+        [*_PARAMETERS, inspect.Parameter("keywords", inspect.Parameter.VAR_KEYWORD)]
+    )
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         given = dict(zip(_ARGUMENTS, arguments))
@@ -235,13 +239,19 @@ def _check(values: dict[str, Any]) -> None:
     if not isinstance(loops, int) or isinstance(loops, bool) or loops < 1:
         raise ValueError(f"iterations_per_loop must be an integer of at least 1; found {loops!r}")
     if not isinstance(values["mix_compile_mode"], bool):
-        raise TypeError(f"mix_compile_mode must be True or False; found {values['mix_compile_mode']!r}")
+        raise TypeError(
+            f"mix_compile_mode must be True or False; found {values['mix_compile_mode']!r}"
+        )
     if values["mix_compile_mode"] and loops != 1:
         raise ValueError(f"iterations_per_loop must be 1 with mix_compile_mode; found {loops}")
     if values["graph_run_mode"] not in (0, 1):
-        raise ValueError(f"graph_run_mode must be 0 (inference) or 1 (training); found {values['graph_run_mode']!r}")
+        raise ValueError(
+            f"graph_run_mode must be 0 (inference) or 1 (training); found {values['graph_run_mode']!r}"
+        )
     if not isinstance(values["jit_compile"], str):
-        raise TypeError(f"jit_compile must be a string, 'true', 'false' or 'auto'; found {values['jit_compile']!r}")
+        raise TypeError(
+            f"jit_compile must be a string, 'true', 'false' or 'auto'; found {values['jit_compile']!r}"
+        )
 
 
 class NPUEstimator(_Estimator):
@@ -276,7 +286,11 @@ class NPUEstimator(_Estimator):
         if not isinstance(config, NPURunConfig):
             raise ValueError(f"NPUEstimator takes an NPURunConfig as config; found {config!r}")
         super().__init__(
-            model_fn=model_fn, model_dir=model_dir, config=config, params=params, warm_start_from=warm_start_from
+            model_fn=model_fn,
+            model_dir=model_dir,
+            config=config,
+            params=params,
+            warm_start_from=warm_start_from,
         )
         # TensorFlow refuses a subclass that overrides train.
         self.train = self._train_from_the_same_variables
@@ -343,4 +357,6 @@ def model_to_npu_estimator(
         config=config,
     )
     # The model's weights, which TensorFlow has written to a checkpoint, have no public name.
-    return NPUEstimator(made.model_fn, made.model_dir, config, warm_start_from=compat.warm_start_of(made))
+    return NPUEstimator(
+        made.model_fn, made.model_dir, config, warm_start_from=compat.warm_start_of(made)
+    )

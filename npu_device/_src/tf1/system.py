@@ -210,7 +210,9 @@ class Profiler:
     Source: Ascend TF Adapter 1.x, ``profiler.Profiler``.
     """
 
-    def __init__(self, level: str = "L1", aic_metrics: str = "PipeUtilization", output_path: str = "./") -> None:
+    def __init__(
+        self, level: str = "L1", aic_metrics: str = "PipeUtilization", output_path: str = "./"
+    ) -> None:
         self._output_path = output_path
 
     def __enter__(self) -> Profiler:

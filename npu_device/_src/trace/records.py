@@ -43,8 +43,12 @@ class Iteration:
     bp_end: float  # backward has produced its last gradient
     iteration_end: float
     allreduce: tuple[tuple[float, float], ...]
-    ready: tuple[float, ...]  # when each gradient was there, in the order of ``RankTrace.gradients``
-    previous_end: float | None = None  # ``iteration_end`` of the iteration before, recorded or not; None for the first
+    ready: tuple[
+        float, ...
+    ]  # when each gradient was there, in the order of ``RankTrace.gradients``
+    previous_end: float | None = (
+        None  # ``iteration_end`` of the iteration before, recorded or not; None for the first
+    )
 
     @property
     def input_wait(self) -> float | None:
@@ -93,11 +97,15 @@ class RankTrace:
     host: str
     pid: int
     clock_offset_us: float  # the correction added to its own clock, in microseconds
-    clock_error_us: float | None  # the uncertainty of that; 0 on the host of rank 0, None when it could not be measured
+    clock_error_us: (
+        float | None
+    )  # the uncertainty of that; 0 on the host of rank 0, None when it could not be measured
     model: str = ""
     backend: str = ""
     group: str = ""
-    gradients: tuple[GradientRecord, ...] = ()  # in the order of production; those of one segment stand together
+    gradients: tuple[
+        GradientRecord, ...
+    ] = ()  # in the order of production; those of one segment stand together
     segments: tuple[tuple[int, int], ...] = ()  # first and last gradient of each segment
     iterations: tuple[Iteration, ...] = ()
 
@@ -134,7 +142,9 @@ def _sections(path: Path) -> Iterator[RankTrace]:
     header: dict[str, Any] | None = None
     iterations: list[Iteration] = []
     # Another rank may be writing at this moment: a last line without a newline isn't complete yet.
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+    for number, line in enumerate(
+        path.read_text(encoding="utf-8").splitlines(keepends=True), start=1
+    ):
         if not line.endswith("\n"):
             break
         try:
@@ -147,7 +157,9 @@ def _sections(path: Path) -> Iterator[RankTrace]:
             header = fields
             iterations = []
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}, is not a line of a trace: {error!r}") from error
+            raise ValueError(
+                f"{path}, line {number}, is not a line of a trace: {error!r}"
+            ) from error
     if header is not None:
         yield _trace(header, iterations)
 
@@ -180,13 +192,19 @@ class PointSchema:
     group: str
     backend: str
     has_start: bool = True
-    has_bp_end: bool = False  # the end of backward is a point of its own; otherwise it is the last gradient
-    has_end: bool = False  # the end of the update is known; otherwise the last reduction ends the iteration
+    has_bp_end: bool = (
+        False  # the end of backward is a point of its own; otherwise it is the last gradient
+    )
+    has_end: bool = (
+        False  # the end of the update is known; otherwise the last reduction ends the iteration
+    )
     waits_for_all: bool = False  # no segment starts before all gradients are there
 
     @cached_property
     def model(self) -> str:
-        described = [[gradient.dtype, shape] for gradient, shape in zip(self.gradients, self.shapes)]
+        described = [
+            [gradient.dtype, shape] for gradient, shape in zip(self.gradients, self.shapes)
+        ]
         return hashlib.blake2b(json.dumps(described).encode(), digest_size=8).hexdigest()
 
     @cached_property
@@ -220,7 +238,9 @@ class PointSchema:
             previous_end=previous_end,
         )
 
-    def _intervals(self, ready: Sequence[float], ends: Sequence[float]) -> tuple[tuple[float, float], ...]:
+    def _intervals(
+        self, ready: Sequence[float], ends: Sequence[float]
+    ) -> tuple[tuple[float, float], ...]:
         """Return start and end of the reduction of each segment; it starts when its last gradient is there."""
         intervals = []
         for (low, high), end in zip(self.segments, ends):
@@ -233,7 +253,9 @@ class PointSchema:
 class TraceFile:
     """The file of one rank. If it would exceed the limit (bytes), the older half of its iterations goes."""
 
-    def __init__(self, directory: Path, head: RankTrace, sampling: Sampling, limit: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, head: RankTrace, sampling: Sampling, limit: int | None = None
+    ) -> None:
         self._limit = limit
         self._path = directory / f"rank{head.rank}" / FILE
         self._head = head
@@ -250,7 +272,9 @@ class TraceFile:
             if self._file is None or not self._accepts(schema):
                 return
             self._iteration += 1
-            iteration = schema.iteration(self._iteration, points, self._head.clock_offset_us, self._previous_end)
+            iteration = schema.iteration(
+                self._iteration, points, self._head.clock_offset_us, self._previous_end
+            )
             self._previous_end = iteration.iteration_end
             if self._schedule.wants(self._iteration):
                 self._write(iteration.__dict__)
@@ -276,12 +300,18 @@ class TraceFile:
             self._iteration = 0  # what was recorded isn't of this model
             self._previous_end = None
         self._schema = schema
-        if old is None or (old.model, old.segments) != (schema.model, schema.segments):  # else it was traced again
+        if old is None or (old.model, old.segments) != (
+            schema.model,
+            schema.segments,
+        ):  # else it was traced again
             self._write(self._header(schema))
         return True
 
     def _header(self, schema: PointSchema) -> dict[str, object]:
-        about = {name: getattr(schema, name) for name in ("model", "backend", "group", "gradients", "segments")}
+        about = {
+            name: getattr(schema, name)
+            for name in ("model", "backend", "group", "gradients", "segments")
+        }
         return replace(self._head, **about).header()
 
     def _write(self, line: dict[str, object]) -> None:
@@ -294,7 +324,12 @@ class TraceFile:
             self._file.write(text)
             self._file.flush()  # a trace may be read while the job runs
         except OSError as error:
-            _log.warning("rank %d: tracing ends here, %s can't be written: %s", self._head.rank, self._path, error)
+            _log.warning(
+                "rank %d: tracing ends here, %s can't be written: %s",
+                self._head.rank,
+                self._path,
+                error,
+            )
             self._file.close()
             self._file = None
 
@@ -370,7 +405,9 @@ def _bytes(text: str) -> int | None:
         return None
     match = _STORAGE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"storage_limit in the profiling options is {text!r}; expected megabytes, such as '200MB'")
+        raise ValueError(
+            f"storage_limit in the profiling options is {text!r}; expected megabytes, such as '200MB'"
+        )
     return int(match.group(1)) * 1_000_000
 
 

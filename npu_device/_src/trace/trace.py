@@ -28,7 +28,14 @@ from npu_device._src.collectives.engines.host.host_engine import end_of
 from npu_device._src.collectives.graph import fetchable_call, origin
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job, current
-from npu_device._src.trace.records import FILE, GradientRecord, PointSchema, RankTrace, Settings, TraceFile
+from npu_device._src.trace.records import (
+    FILE,
+    GradientRecord,
+    PointSchema,
+    RankTrace,
+    Settings,
+    TraceFile,
+)
 
 _WAITING = 10_000  # iterations that the queue holds; a step would wait when it is full
 
@@ -40,7 +47,9 @@ class Tracer:
 
     def __init__(self, job: Job, settings: Settings) -> None:
         cluster = job.cluster
-        head = RankTrace(cluster.rank, cluster.world_size, cluster.host, os.getpid(), *measure_clock(job))
+        head = RankTrace(
+            cluster.rank, cluster.world_size, cluster.host, os.getpid(), *measure_clock(job)
+        )
         self.rank = cluster.rank
         self.settings = settings
         self._file = TraceFile(settings.output, head, settings.sampling, settings.storage_limit)
@@ -60,9 +69,13 @@ class Tracer:
         times = tf.stack(points)
         fetched = fetchable_call(lambda array: self._file.add(schema, array.tolist()), times)
         if fetched is None:  # not in a session
-            self._schemas.append(schema)  # a queue takes tensors only: the number stands for the schema
+            self._schemas.append(
+                schema
+            )  # a queue takes tensors only: the number stands for the schema
             components = [tf.constant(len(self._schemas) - 1), times]
-            compat.run_independently(tf.raw_ops.QueueEnqueueV2(handle=self._queue.queue_ref, components=components))
+            compat.run_independently(
+                tf.raw_ops.QueueEnqueueV2(handle=self._queue.queue_ref, components=components)
+            )
         return fetched
 
     def close(self) -> None:
@@ -128,7 +141,9 @@ def measure_clock(job: Job) -> tuple[float, float | None]:
         measurement = None
         if cluster.rank == measurer:
             measurement = min(_ask(job, number, timeout) for number in range(_ROUNDS))
-        measurements = job.store.gather_from(f"clock of {cluster.host}", measurement, cluster.neighbours, timeout)
+        measurements = job.store.gather_from(
+            f"clock of {cluster.host}", measurement, cluster.neighbours, timeout
+        )
         if measurements.get(measurer) is None:
             raise TimeoutError(f"rank {measurer} hasn't compared them")
     except (ClusterError, TimeoutError) as error:
@@ -212,7 +227,10 @@ def _named(graph: tf.Graph, name: str) -> tf.Operation | None:
     try:
         return graph.get_operation_by_name(name)
     except KeyError:
-        _log.warning("there is no operation %r in the traced step: the point is found as if no name were given", name)
+        _log.warning(
+            "there is no operation %r in the traced step: the point is found as if no name were given",
+            name,
+        )
         return None
 
 
@@ -305,7 +323,9 @@ def iteration() -> Iterator[None]:
     A reduction without this block, or without eager mode, is an iteration by itself.
     """
     has_eager_mode = tf.compat.v1.executing_eagerly_outside_functions()
-    if running() is None or _current.iteration is not None or not has_eager_mode:  # no trace, or a block in a block
+    if (
+        running() is None or _current.iteration is not None or not has_eager_mode
+    ):  # no trace, or a block in a block
         yield
         return
     open_iteration = _OpenIteration(_graph())
@@ -367,7 +387,9 @@ def traced_reduction(
         reduction.hand_over()
 
 
-def _all_segments(gradients: Sequence[Any], segments: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+def _all_segments(
+    gradients: Sequence[Any], segments: Sequence[Sequence[int]]
+) -> list[Sequence[int]]:
     """Return the positions of the gradients of each segment; gradients without one are segments of their own."""
     placed = {position for positions in segments for position in positions}
     single = [position for position, gradient in enumerate(gradients) if gradient is not None]

@@ -10,7 +10,15 @@ from typing import Callable
 import numpy as np
 
 from npu_device._src.comparison import compare
-from npu_device._src.comparison.compare import GRADIENT, STATE, UPDATE, Deviation, Record, RecordedCall, RecordedStep
+from npu_device._src.comparison.compare import (
+    GRADIENT,
+    STATE,
+    UPDATE,
+    Deviation,
+    Record,
+    RecordedCall,
+    RecordedStep,
+)
 
 PAGE = Path(__file__).with_name("causes.md").read_text(encoding="utf-8")
 _SHOWN = 5
@@ -27,10 +35,14 @@ class Findings:
 
     def __init__(self, one: Record, again: Record, ranks: Sequence[Record]) -> None:
         self.one, self.again, self.ranks, self.size = one, again, ranks, len(ranks)
-        self.steps: list[tuple[RecordedStep, ...]] = list(zip(one.steps, *(record.steps for record in ranks)))
+        self.steps: list[tuple[RecordedStep, ...]] = list(
+            zip(one.steps, *(record.steps for record in ranks))
+        )
         found = [compare.compare(one, again, record) for record in ranks]
         # Of variables that no optimizer trains, those of any rank. Later steps follow from the first one that differs.
-        self.deviations = found[0] + [each for more in found[1:] for each in more if each.kind == STATE]
+        self.deviations = found[0] + [
+            each for more in found[1:] for each in more if each.kind == STATE
+        ]
         self.begins = min((each.step for each in self.deviations if each.kind != STATE), default=0)
         self.index = max(self.begins, 1) - 1  # of the first step that differs, or of the first step
 
@@ -41,7 +53,11 @@ class Findings:
     def ratio(self, kind: str = GRADIENT) -> float:
         """Return the multiple of one process's that all of them are; 0 if they aren't."""
         ratios = np.array([each.ratio or 0 for each in self.first(kind)])
-        return float(ratios.mean()) if len(ratios) and ratios.all() and np.ptp(ratios) < 0.1 * abs(ratios.mean()) else 0
+        return (
+            float(ratios.mean())
+            if len(ratios) and ratios.all() and np.ptp(ratios) < 0.1 * abs(ratios.mean())
+            else 0
+        )
 
     def is_ratio(self, wanted: float, kind: str = GRADIENT) -> bool:
         return abs(self.ratio(kind) - wanted) < 0.1 * wanted
@@ -109,7 +125,9 @@ class Findings:
     def shuffles_unseeded(self) -> bool:
         """The ranks may really shuffle differently: no seed is set, not in fit either."""
         calls = self.ranks[0].of("shuffle")
-        return not self.called("seed") and (bool(self.steps[0][1].logs) or any(call.outcome is None for call in calls))
+        return not self.called("seed") and (
+            bool(self.steps[0][1].logs) or any(call.outcome is None for call in calls)
+        )
 
     def different_start(self) -> int | None:
         """Return the place of an optimizer's first step, before which the ranks have different variables."""
@@ -136,7 +154,9 @@ class Findings:
         """Return the trained variables that rank 0 has with other values than one process before a step."""
         one, main, *_ = self.steps[index]
         weights = zip(one.names[: one.trained], one.weights, main.weights)
-        return ", ".join([name for name, alone, of_main in weights if not compare.equal(alone, of_main)][:_SHOWN])
+        return ", ".join(
+            [name for name, alone, of_main in weights if not compare.equal(alone, of_main)][:_SHOWN]
+        )
 
     def not_reduced(self) -> str:
         """The ranks apply different gradients in the first step that differs."""
@@ -144,13 +164,17 @@ class Findings:
 
     def updates_apart(self) -> str:
         """The ranks apply the same gradients, and have different variables before or after that."""
-        apart = self.differ("weights", self.index) or self.differ("weights", self.one.successor(self.index))
+        apart = self.differ("weights", self.index) or self.differ(
+            "weights", self.one.successor(self.index)
+        )
         return self.phase() if apart else ""
 
     def discarded(self) -> str:
         """As many tensors are reduced as the optimizer trains variables."""
         trained = self.steps[self.index][1].trained
-        reduced = [call for call in self.calls() if call.kind == "all_reduce" and call.outcome == trained]
+        reduced = [
+            call for call in self.calls() if call.kind == "all_reduce" and call.outcome == trained
+        ]
         return next(map(str, reduced), "")
 
     def only_scalars(self) -> str:
@@ -168,7 +192,11 @@ class Findings:
 
         A difference alone says nothing: a step may add up the ranks' parts at its end.
         """
-        names = [each.variable for each in self.deviations if each.kind == STATE and each.step <= self.begins]
+        names = [
+            each.variable
+            for each in self.deviations
+            if each.kind == STATE and each.step <= self.begins
+        ]
         return ", ".join(list(dict.fromkeys(names))[:_SHOWN])
 
     def variables(self, kind: str = GRADIENT) -> str:
@@ -178,11 +206,15 @@ class Findings:
             f"(off by {each.off:.0e}, rounding {each.allowed:.0e})"
             for each in self.first(kind)
         ]
-        return ", ".join(found[:_SHOWN] + [f"and {len(found) - _SHOWN} more"] * (len(found) > _SHOWN))
+        return ", ".join(
+            found[:_SHOWN] + [f"and {len(found) - _SHOWN} more"] * (len(found) > _SHOWN)
+        )
 
     def other_logs(self, metrics: bool) -> str:
         """The ranks agree on a number in the logs, which isn't one process's: of the model's metrics, or of others."""
-        for number, (again, mine, *ranks) in enumerate(zip(self.again.steps, *zip(*self.steps)), start=1):
+        for number, (again, mine, *ranks) in enumerate(
+            zip(self.again.steps, *zip(*self.steps)), start=1
+        ):
             for name, value in mine.logs.items():
                 found = [step.logs.get(name, np.nan) for step in ranks]
                 allowed = 30 * abs(again.logs.get(name, value) - value) + 1e-4 * abs(value) + 1e-6
@@ -200,7 +232,10 @@ _CAUSES: tuple[tuple[str, Callable[[Findings], object]], ...] = (
     (NO_CALL, lambda found: not all(record.joined for record in found.ranks)),
     ("adapted to a part", lambda found: found.other_call("adapted", [found.one, *found.ranks])),
     ("seed of each rank's own", lambda found: found.called("unseeded")),
-    ("seed of each rank's own", lambda found: found.other_samples() and found.other_call("shuffle", found.ranks)),
+    (
+        "seed of each rank's own",
+        lambda found: found.other_samples() and found.other_call("shuffle", found.ranks),
+    ),
     ("different starts", Findings.not_broadcast),
     ("state in the step", Findings.set_in_the_step),
     ("discarded result", lambda found: found.not_reduced() and found.discarded()),
@@ -211,11 +246,25 @@ _CAUSES: tuple[tuple[str, Callable[[Findings], object]], ...] = (
     (RANDOM, lambda found: found.other_samples() and found.line("random")),
     ("other samples", lambda found: next(iter(found.other_samples().values()), "")),
     ("normalized alone", lambda found: found.first() and found.line("normalizes alone")),
-    ("clipped before the reduction", lambda found: found.first() and not found.ratio() and found.clipped()),
-    ("add_loss per sample", lambda found: found.is_ratio(1 / found.size) and found.line("add_loss")),
-    ("global batch size", lambda found: found.is_ratio(1 / found.size) and found.line("compute_average_loss")),
+    (
+        "clipped before the reduction",
+        lambda found: found.first() and not found.ratio() and found.clipped(),
+    ),
+    (
+        "add_loss per sample",
+        lambda found: found.is_ratio(1 / found.size) and found.line("add_loss"),
+    ),
+    (
+        "global batch size",
+        lambda found: found.is_ratio(1 / found.size) and found.line("compute_average_loss"),
+    ),
     ("sum averaged", lambda found: found.is_ratio(1 / found.size)),
-    ("mean summed", lambda found: found.is_ratio(found.size) and (found.line("all_reduce") or "by an optimizer")),
+    (
+        "mean summed",
+        lambda found: (
+            found.is_ratio(found.size) and (found.line("all_reduce") or "by an optimizer")
+        ),
+    ),
     ("state in the step", Findings.state),
     ("scaled rate", lambda found: not found.first() and found.is_ratio(found.size, UPDATE)),
     ("updates by the number of ranks", lambda found: not found.first() and found.ratio(UPDATE)),
@@ -228,7 +277,10 @@ _CAUSES: tuple[tuple[str, Callable[[Findings], object]], ...] = (
 """Most specific first."""
 _OF_HOROVOD: tuple[tuple[str, Callable[[Findings], object]], ...] = (
     ("Horovod: not reduced", lambda found: found.not_reduced() and found.first()),
-    ("Horovod: different variables", lambda found: found.differ("weights", 1)),  # which may be sent after a first step
+    (
+        "Horovod: different variables",
+        lambda found: found.differ("weights", 1),
+    ),  # which may be sent after a first step
     ("Horovod: not the average", Findings.variables),
 )
 
@@ -241,5 +293,7 @@ def cause_of(found: Findings) -> tuple[str, str]:
             text = re.sub(r"```python.+?```\n\n|`", "", TEXTS[name].strip(), flags=re.S)
             text = "\n".join(" ".join(part.split()) for part in text.split("\n\n"))
             ratio = found.ratio() or found.ratio(UPDATE)
-            return name, text.format(ranks=found.size, ratio=f"{ratio:.2f}", step=found.begins, where=where)
+            return name, text.format(
+                ranks=found.size, ratio=f"{ratio:.2f}", step=found.begins, where=where
+            )
     return "", ""

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 COVERED = (
-    "files written by Python, Keras, numpy and HDF5, and TensorFlow's summaries, checkpoints, SavedModels and tf.io"
+    "files written by Python, Keras, numpy and HDF5, "
+    "and TensorFlow's summaries, checkpoints, SavedModels and tf.io"
 )
 
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
@@ -64,8 +65,14 @@ class Redirection:
 
     def __init__(self, own: str, script: str) -> None:
         self._folder = ""
-        self._kept = (os.path.realpath(own) + os.sep, *_SYSTEM, os.path.realpath(tempfile.gettempdir()) + os.sep)
-        self._users = tuple(path + os.sep for path in {os.getcwd(), os.path.dirname(os.path.realpath(script))})
+        self._kept = (
+            os.path.realpath(own) + os.sep,
+            *_SYSTEM,
+            os.path.realpath(tempfile.gettempdir()) + os.sep,
+        )
+        self._users = tuple(
+            path + os.sep for path in {os.getcwd(), os.path.dirname(os.path.realpath(script))}
+        )
 
     def copy(self, folder: Path) -> None:
         """Let another folder begin with what has been written."""
@@ -83,14 +90,20 @@ class Redirection:
         text = os.path.abspath(given)
         place = text + os.sep
         is_kept = place.startswith(self._kept) and not place.startswith(self._users)
-        return None if "://" in given or place.startswith(self._kept[0]) or is_kept else self._folder + text
+        return (
+            None
+            if "://" in given or place.startswith(self._kept[0]) or is_kept
+            else self._folder + text
+        )
 
     def _to_read(self, path: Any) -> Any:
         """Return the path of what was written before; else the path itself."""
         if isinstance(path, (list, tuple)):
             return [self._to_read(each) for each in path]
         inside = self._inside(path)
-        is_there = inside is not None and any(map(os.path.lexists, (inside, f"{inside}.index")))  # of a checkpoint
+        is_there = inside is not None and any(
+            map(os.path.lexists, (inside, f"{inside}.index"))
+        )  # of a checkpoint
         return inside if is_there else path
 
     def _to_write(self, path: Any) -> Any:
@@ -120,7 +133,9 @@ class Redirection:
             found: dict[str, Any] = {}
             with contextlib.suppress(OSError):  # the user has none
                 found.update((each.name, each) for each in scandir(path))
-            return _Entries(iter({**found, **{each.name: each for each in scandir(inside)}}.values()))
+            return _Entries(
+                iter({**found, **{each.name: each for each in scandir(inside)}}.values())
+            )
 
         os.scandir = merged
         os.listdir = lambda path=".": [each.name for each in merged(path)]
@@ -169,8 +184,12 @@ class Redirection:
             if key in given:
                 path, directory = given[key], given.pop("dir_fd", None)
                 if directory is not None:
-                    path = os.path.join(os.readlink(f"/proc/self/fd/{directory}"), os.fsdecode(path))
-                writes = kind == "open" and _writes(given.get(place + 1, given.get("mode", given.get("flags"))))
+                    path = os.path.join(
+                        os.readlink(f"/proc/self/fd/{directory}"), os.fsdecode(path)
+                    )
+                writes = kind == "open" and _writes(
+                    given.get(place + 1, given.get("mode", given.get("flags")))
+                )
                 given[key] = (self._to_change if writes else change)(path)
                 if name in _REMOVERS and not os.path.lexists(given[key]) and os.path.lexists(path):
                     return None  # the user's own stays
@@ -213,10 +232,14 @@ def changed_since(begin: float, folders: Collection[Path], own: Path) -> list[st
     seen = 0
     for root, directories, names in (each for folder in folders for each in os.walk(folder)):
         directories[:] = sorted(
-            name for name in directories if not name.startswith((".", "__pycache__")) and Path(root, name) != own
+            name
+            for name in directories
+            if not name.startswith((".", "__pycache__")) and Path(root, name) != own
         )
         seen += len(names)
         if seen < _MOST_FILES:
             paths = (os.path.join(root, name) for name in names)
-            found.update(path for path in paths if os.path.exists(path) and os.stat(path).st_ctime > begin)
+            found.update(
+                path for path in paths if os.path.exists(path) and os.stat(path).st_ctime > begin
+            )
     return sorted(found)

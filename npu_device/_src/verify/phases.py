@@ -40,9 +40,13 @@ class Phases:
         self._classes: dict[str, str] = {}  # the class of each optimizer
         self._totals: Counter[str] = Counter()  # steps of each optimizer
         self._steps: Counter[tuple[str, Stack]] = Counter()  # steps of each phase
-        self._of_models: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()  # optimizers in fit
+        self._of_models: weakref.WeakKeyDictionary[Any, set[str]] = (
+            weakref.WeakKeyDictionary()
+        )  # optimizers in fit
         self._fits: list[tuple[Any, Stack]] = []  # the models that are in fit, and where
-        self._wanted: Optional[Counter[str]] = None  # steps of each optimizer that the single process has recorded
+        self._wanted: Optional[Counter[str]] = (
+            None  # steps of each optimizer that the single process has recorded
+        )
         self._is_closed = False
         self._begin = time.monotonic()
         self._first = self._latest = 0.0  # when steps were recorded
@@ -118,7 +122,9 @@ class Phases:
             if self._wanted is None and (single.folder / DONE).exists():
                 self._wanted = Counter(step.optimizer for step in load(single.folder).steps)
             recorded = Counter(step.optimizer for step in self._record.steps)
-            return self._wanted is not None and all(recorded[name] >= count for name, count in self._wanted.items())
+            return self._wanted is not None and all(
+                recorded[name] >= count for name, count in self._wanted.items()
+            )
         now = time.monotonic()
         if not self._first or now - self._first < self._process.seconds:
             return False
@@ -131,8 +137,12 @@ class Phases:
 def _user_stack() -> Stack:
     """Return where the main thread is in the script, without what has started that."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    lines = itertools.takewhile(lambda line: line[0] != main_program.__file__, compat.lines_of_stack(frame))
-    return tuple(f"{os.path.basename(file)}:{line}" for file, line, _ in lines if is_user_file(file))
+    lines = itertools.takewhile(
+        lambda line: line[0] != main_program.__file__, compat.lines_of_stack(frame)
+    )
+    return tuple(
+        f"{os.path.basename(file)}:{line}" for file, line, _ in lines if is_user_file(file)
+    )
 
 
 def _calls_that_train(reached: set[str]) -> list[str]:
@@ -144,7 +154,11 @@ def _calls_that_train(reached: set[str]) -> list[str]:
         return []
     missed: list[int] = []
     for call in ast.walk(tree):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _TRAINING_CALLS:
+        if (
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Attribute)
+            and call.func.attr in _TRAINING_CALLS
+        ):
             lines = range(call.lineno, (call.end_lineno or call.lineno) + 1)
             if not reached.intersection(f"{path.name}:{line}" for line in lines):
                 missed.append(call.lineno)

@@ -53,9 +53,15 @@ class Process:
         if self.ranks == 1:
             return {}
         self.folder.parent.mkdir(exist_ok=True)
-        return {**table_environment(self.folder.parent, self.ranks, self.rank), "HCCL_CONNECT_TIMEOUT": "600"}
+        return {
+            **table_environment(self.folder.parent, self.ranks, self.rank),
+            "HCCL_CONNECT_TIMEOUT": "600",
+        }
 
     def runs(self, sizes: Sequence[int]) -> list[list[Process]]:
         """Return all processes: of each run those that run at the same time."""
-        ranks = [[replace(self, run=f"ranks{size}", ranks=size, rank=rank) for rank in range(size)] for size in sizes]
+        ranks = [
+            [replace(self, run=f"ranks{size}", ranks=size, rank=rank) for rank in range(size)]
+            for size in sizes
+        ]
         return [[self.single, replace(self, run="again", perturbed=True)], *ranks]

@@ -35,7 +35,9 @@ class Verdict:
     table: list[str] = field(default_factory=list)  # a line for each step and number of ranks
     notes: list[str] = field(default_factory=list)
     ranks: int = 0  # on how many it was seen
-    ratios: dict[str, float | None] = field(default_factory=dict)  # of the first deviating gradients, as in Deviation
+    ratios: dict[str, float | None] = field(
+        default_factory=dict
+    )  # of the first deviating gradients, as in Deviation
     missed: list[str] = field(default_factory=list)  # what the comparison hasn't reached
 
 
@@ -47,12 +49,16 @@ def judge(runs: Sequence[Sequence[Process]]) -> Verdict:
     for run in runs[1:]:
         ranks = [compare.load(process.folder) for process in run if compare.exists(process.folder)]
         if sum(bool(rank.steps) for rank in ranks) < len(run):
-            notes.append(f"{len(run)} ranks were left out: the global batch size can't be divided by {len(run)}.")
+            notes.append(
+                f"{len(run)} ranks were left out: the global batch size can't be divided by {len(run)}."
+            )
             continue
         if ranks[0].horovod:
             ranks = compare.aligned(ranks)
             one = again = compare.average_of(ranks)
-            notes = ["with Horovod's names, N ranks aren't one process: they were compared with each other only."]
+            notes = [
+                "with Horovod's names, N ranks aren't one process: they were compared with each other only."
+            ]
         else:
             one, again, *ranks = compare.aligned([single, moved, *ranks])
             missed += _missed_by_ranks(single, one, len(run))
@@ -62,10 +68,14 @@ def judge(runs: Sequence[Sequence[Process]]) -> Verdict:
             )
         found = Findings(one, again, ranks)
         if one.horovod and found.same_samples() and not found.shuffles_unseeded():
-            notes.append("all ranks read the same samples: dataset.shard(hvd.size(), hvd.rank()) gives each its own.")
+            notes.append(
+                "all ranks read the same samples: dataset.shard(hvd.size(), hvd.rank()) gives each its own."
+            )
         cause, text = causes.cause_of(found)
         if not cause and (line := found.clipped()):
-            notes.append(f"each rank clips its own gradients before they are reduced, {line}. Reduce them first.")
+            notes.append(
+                f"each rank clips its own gradients before they are reduced, {line}. Reduce them first."
+            )
         verdict.table += _table(found)
         verdict.text = verdict.text or _compared(one)
         failed = _failure(run)
@@ -89,7 +99,9 @@ def _phases(record: compare.Record) -> dict[str, int]:
 
 def _compared(record: compare.Record) -> str:
     who = "all ranks apply the average of their gradients" if record.horovod else _RESULT
-    phases = [f"{count} step{'s' * (count > 1)} of {phase}" for phase, count in _phases(record).items()]
+    phases = [
+        f"{count} step{'s' * (count > 1)} of {phase}" for phase, count in _phases(record).items()
+    ]
     tail = [f"and {len(phases) - _SHOWN} more phases"] if len(phases) > _SHOWN else []
     return f"{who}, for {', '.join(phases[:_SHOWN] + tail)}."
 
@@ -108,7 +120,9 @@ def _missed(single: compare.Record, process: Process) -> list[str]:
     if single.unreached:
         missed.append(f"calls that train in {', '.join(single.unreached)}, which weren't reached.")
     if single.ended_at or failed:
-        unfinished = {phase: count for phase, count in _phases(single).items() if count % process.steps}
+        unfinished = {
+            phase: count for phase, count in _phases(single).items() if count % process.steps
+        }
         missed += [f"{phase}, after {count} steps." for phase, count in unfinished.items()]
     return missed
 
@@ -126,13 +140,19 @@ def _missed_by_ranks(single: compare.Record, common: compare.Record, ranks: int)
 def _failure(run: Sequence[Process]) -> str:
     """Return what is known of the first process of a run that failed; "" if none did."""
     files = [path for process in run if (path := process.folder / FAILED).exists()]
-    return min(files, key=lambda path: path.stat().st_mtime).read_text(encoding="utf-8") if files else ""
+    return (
+        min(files, key=lambda path: path.stat().st_mtime).read_text(encoding="utf-8")
+        if files
+        else ""
+    )
 
 
 def _notes(record: compare.Record) -> list[str]:
     notes = []
     if not record.of("seed"):
-        notes.append("the script sets no seed; verify has set one. Call npu.open(seed=…) so that all ranks draw alike.")
+        notes.append(
+            "the script sets no seed; verify has set one. Call npu.open(seed=…) so that all ranks draw alike."
+        )
     layers = _layers(record.of("batch_norm"))
     if layers:
         notes.append(
@@ -156,7 +176,9 @@ def _table(found: Findings) -> list[str]:
     for number, (one, *_) in enumerate(found.steps, start=1):
         line = f"{found.size:>5} {number:>5} {sum(one.rows.values()):>8} {'other' if number in others else 'same':>8}"
         for kind in (compare.GRADIENT, compare.UPDATE):
-            off = [each.off for each in found.deviations if (each.step, each.kind) == (number, kind)]
+            off = [
+                each.off for each in found.deviations if (each.step, each.kind) == (number, kind)
+            ]
             line += f"{f'off {max(off):.0e}' if off else 'same':>12}"
         lines.append(f"{line}  {one.phase}" if has_phases else line)
     return lines
@@ -167,7 +189,16 @@ def text(verdict: Verdict) -> str:
     notes = [f"note: {note}" for note in verdict.notes]
     where = f" on {verdict.ranks} ranks" if verdict.ranks else ""
     missed = [f"not compared: {text}" for text in verdict.missed]
-    return "\n".join([_HEAD, *verdict.table, *notes, "", f"{_NAMES[verdict.code]}{where}: {verdict.text}", *missed])
+    return "\n".join(
+        [
+            _HEAD,
+            *verdict.table,
+            *notes,
+            "",
+            f"{_NAMES[verdict.code]}{where}: {verdict.text}",
+            *missed,
+        ]
+    )
 
 
 def page(verdict: Verdict) -> str:

@@ -117,7 +117,9 @@ def _wait(waiting: dict[int, Process], asked_for: Sequence[Process], seconds: fl
     until = time.monotonic() + max(FAR_MORE * seconds, RECORDS_SECONDS) if seconds else math.inf
     while not all((process.folder / DONE).exists() for process in waiting.values()):
         time.sleep(SWEEP_SECONDS)
-        if time.monotonic() > until and all(compare.exists(process.folder) for process in waiting.values()):
+        if time.monotonic() > until and all(
+            compare.exists(process.folder) for process in waiting.values()
+        ):
             break
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid not in waiting:
@@ -125,7 +127,11 @@ def _wait(waiting: dict[int, Process], asked_for: Sequence[Process], seconds: fl
         ended = waiting.pop(pid)
         if status and ended.ranks > asked_for[0].ranks and _INDIVISIBLE in _output(ended):
             break
-        what = f"failed with exit code {os.waitstatus_to_exitcode(status)}" if status else "ended before its first step"
+        what = (
+            f"failed with exit code {os.waitstatus_to_exitcode(status)}"
+            if status
+            else "ended before its first step"
+        )
         if not (compare.exists(ended.folder) and compare.load(ended.folder).steps):
             _report_problem(ended, what)
         if status:

@@ -54,10 +54,14 @@ class Recorder:
         self._lock = threading.RLock()
         self._phases = Phases(process, self._record, self._lock)
         self._calls: list[RecordedCall] = []  # since the last step that was made or traced
-        self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # of optimizers
+        self._names: weakref.WeakKeyDictionary[Any, str] = (
+            weakref.WeakKeyDictionary()
+        )  # of optimizers
         self._models: list[Any] = []
         self._states: dict[str, list[Any]] = {}
-        self._unseeded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # datasets, and the line
+        self._unseeded: weakref.WeakKeyDictionary[Any, str] = (
+            weakref.WeakKeyDictionary()
+        )  # datasets, and the line
         self._inside = 0  # depth of models that call models
         self._known_optimizers = 0
         self._is_recorded = False  # the latest step is
@@ -83,12 +87,19 @@ class Recorder:
     def install(self, module: Any) -> None:
         """Wrap the classes of a Keras package, or the calls of this package."""
         if module.__name__ == "npu_device.distribute":
-            _wrap((module, "all_reduce", self._all_reduce), (module, "shard_and_rebatch_dataset", self._divide))
+            _wrap(
+                (module, "all_reduce", self._all_reduce),
+                (module, "shard_and_rebatch_dataset", self._divide),
+            )
         elif module is not tf:
             self._install_keras(module)
 
     def _install_keras(self, keras: Any) -> None:
-        kinds = [kind for _, kind in inspect.getmembers(keras.layers, inspect.isclass) if "adapt" in vars(kind)]
+        kinds = [
+            kind
+            for _, kind in inspect.getmembers(keras.layers, inspect.isclass)
+            if "adapt" in vars(kind)
+        ]
         # The class that defines it: Keras compares the two when it loads a model.
         compiled = next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind))
         _wrap(
@@ -106,7 +117,9 @@ class Recorder:
         for layer in noise.noisy_layers(keras):
             layer.call = noise.quiet(layer.call)
         batch_norm = keras.layers.BatchNormalization
-        batch_norm.call = noise.quiet(batch_norm.call, lambda layer: self._note("batch_norm", what=layer.name))
+        batch_norm.call = noise.quiet(
+            batch_norm.call, lambda layer: self._note("batch_norm", what=layer.name)
+        )
         _wrap((batch_norm, "call", self._normalize))
 
     def _normalize(self, own: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +148,10 @@ class Recorder:
             return np.bool_(True)
 
         with tf.name_scope(_SCOPE):
-            dense = [tf.constant(np.nan) if each is None else tf.convert_to_tensor(each) for each in tensors]
+            dense = [
+                tf.constant(np.nan) if each is None else tf.convert_to_tensor(each)
+                for each in tensors
+            ]
             if tf.executing_eagerly():
                 call(*(tensor.numpy() for tensor in dense))
                 return contextlib.nullcontext()
@@ -149,9 +165,15 @@ class Recorder:
         gradients = list(gradients)
         variables = args[0] if args else kwargs.get("trainable_variables")
         of_sessions = isinstance(optimizer, tf.compat.v1.train.Optimizer)
-        pairs = gradients if of_sessions else compat.gradients_and_variables(optimizer, gradients, variables)
+        pairs = (
+            gradients
+            if of_sessions
+            else compat.gradients_and_variables(optimizer, gradients, variables)
+        )
         entered, trained = zip(*[pair for pair in pairs if pair[1] is not None])
-        parts = [part for part in tf.nest.flatten(entered, expand_composites=True) if part is not None]
+        parts = [
+            part for part in tf.nest.flatten(entered, expand_composites=True) if part is not None
+        ]
         for operation in [] if tf.executing_eagerly() else leading_to([part.op for part in parts]):
             if "Random" in operation.type and _SCOPE not in operation.name:
                 self._note("random", where(operation), operation.type)
@@ -176,13 +198,17 @@ class Recorder:
             self._phases.entered(name, type(optimizer).__name__)
             return name
 
-    def _step(self, optimizer: str, names: Sequence[str], trained: int, *arrays: np.ndarray) -> None:
+    def _step(
+        self, optimizer: str, names: Sequence[str], trained: int, *arrays: np.ndarray
+    ) -> None:
         """Keep a step of an optimizer, before it: gradients, and values of the variables, the trained ones first."""
         phase = self._phases.step(optimizer)
         if phase is not None:
             self._record.joined = job.current() is not None
             gradients, weights = _projected(arrays[:trained]), _projected(arrays[trained:])
-            self._record.steps.append(replace(self._next, **phase, names=names, gradients=gradients, weights=weights))
+            self._record.steps.append(
+                replace(self._next, **phase, names=names, gradients=gradients, weights=weights)
+            )
             self._record.save(self._process.folder)
         self._is_recorded = phase is not None
         self._next = RecordedStep()
@@ -215,14 +241,27 @@ class Recorder:
             self._models.append(model)
         process, record = self._process, self._record
         inputs = args[0] if args else next(iter(kwargs.values()), None)
-        leaves = [each.to_tensor() if isinstance(each, tf.RaggedTensor) else each for each in tf.nest.flatten(inputs)]
-        tensors = [tf.convert_to_tensor(each) for each in leaves if isinstance(each, (tf.Tensor, np.ndarray))]
+        leaves = [
+            each.to_tensor() if isinstance(each, tf.RaggedTensor) else each
+            for each in tf.nest.flatten(inputs)
+        ]
+        tensors = [
+            tf.convert_to_tensor(each)
+            for each in leaves
+            if isinstance(each, (tf.Tensor, np.ndarray))
+        ]
         # What another model has made isn't a sample. Only fit says how many of the rows count.
         rows = step.share.rows * tf.cast(step.share.counts, tf.int32) if step else np.int32(-1)
         rows = np.int32(0) if compat.are_recorded(tensors) else rows
-        with self._before([rows, *tensors], lambda *arrays: self._next.rows.update(_digests(*arrays))):
-            if args and not tf.executing_eagerly():  # else a function may count the rows in the next step
-                same = tf.nest.map_structure(lambda each: tf.identity(each) if tf.is_tensor(each) else each, args[0])
+        with self._before(
+            [rows, *tensors], lambda *arrays: self._next.rows.update(_digests(*arrays))
+        ):
+            if (
+                args and not tf.executing_eagerly()
+            ):  # else a function may count the rows in the next step
+                same = tf.nest.map_structure(
+                    lambda each: tf.identity(each) if tf.is_tensor(each) else each, args[0]
+                )
                 args = (same, *args[1:])
         last_bit = noise.last_bit(model.compute_dtype)
         record.last_bit = max(record.last_bit, last_bit)
@@ -249,7 +288,9 @@ class Recorder:
         result = own(callbacks, batch, logs)
         model = self._phases.end_fit()
         if model is not None:  # whose loss isn't its tracker's, if its step returns another
-            self._record.metrics.update(metric.name for metric in compat.metrics_of(model) if metric.name != "loss")
+            self._record.metrics.update(
+                metric.name for metric in compat.metrics_of(model) if metric.name != "loss"
+            )
         return result
 
     def _keep_logs(self, logs: dict[str, float]) -> None:
@@ -273,9 +314,15 @@ class Recorder:
         steps = len(self._record.steps)
         result = own(session, fetches, *args, **kwargs)
         if len(self._record.steps) > steps:
-            values = list(result.values()) if isinstance(result, dict) else result  # its keys may be hooks
-            numbers = [float(each) for each in tf.nest.flatten(values) if isinstance(each, np.floating)]
-            self._keep_logs({f"fetched number {place}": number for place, number in enumerate(numbers)})
+            values = (
+                list(result.values()) if isinstance(result, dict) else result
+            )  # its keys may be hooks
+            numbers = [
+                float(each) for each in tf.nest.flatten(values) if isinstance(each, np.floating)
+            ]
+            self._keep_logs(
+                {f"fetched number {place}": number for place, number in enumerate(numbers)}
+            )
         return result
 
     # Data and randomness
@@ -285,13 +332,21 @@ class Recorder:
         if type(graph) is tf.Graph:
             graph.seed = self._seed
 
-    def _shuffle(self, own: Any, dataset: Any, buffer_size: Any, seed: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _shuffle(
+        self, own: Any, dataset: Any, buffer_size: Any, seed: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         process, record = self._process, self._record
         number = len(record.of("shuffle"))
         call = RecordedCall("shuffle", user_line(), outcome=None if seed is None else int(seed))
         record.calls.append(call)
-        if seed is not None and process.ranks > 1 and load(process.single.folder).of("shuffle")[number:][:1] != [call]:
-            return own(dataset, buffer_size, seed, *args, **kwargs)  # another seed than that of the single process
+        if (
+            seed is not None
+            and process.ranks > 1
+            and load(process.single.folder).of("shuffle")[number:][:1] != [call]
+        ):
+            return own(
+                dataset, buffer_size, seed, *args, **kwargs
+            )  # another seed than that of the single process
         if seed is None and not record.of("seed"):
             dataset = dataset.take(-1)
             self._unseeded[dataset] = call.line
@@ -313,7 +368,9 @@ class Recorder:
         return own(*args, **kwargs)
 
     def _all_reduce(self, own: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
-        self._note("all_reduce", outcome=sum(value is not None for value in tf.nest.flatten(values)))
+        self._note(
+            "all_reduce", outcome=sum(value is not None for value in tf.nest.flatten(values))
+        )
         return own(values, *args, **kwargs)
 
 
@@ -340,7 +397,9 @@ def _with(**fixed: Any) -> Callable[..., Any]:
 def _states(models: Sequence[Any], trained: Sequence[Any]) -> list[Any]:
     """Return the variables of models that steps can change, but that no optimizer trains."""
     known = {id(variable) for variable in trained}
-    weights = [weight for model in models for weight in model.weights if not compat.is_vocabulary(weight)]
+    weights = [
+        weight for model in models for weight in model.weights if not compat.is_vocabulary(weight)
+    ]
     found = [weight for weight in weights if not weight.trainable]
     found += [variable for model in models for variable in training_state.loose_variables(model)]
     return [each for each in found if id(each) not in known and tf.as_dtype(each.dtype).is_floating]
@@ -348,7 +407,10 @@ def _states(models: Sequence[Any], trained: Sequence[Any]) -> list[Any]:
 
 def _projected(arrays: Sequence[Any]) -> np.ndarray:
     """Return the projections of each array; NaN for one that is NaN."""
-    found = [_projection(np.asarray(array, np.float64).ravel(), place) for place, array in enumerate(arrays)]
+    found = [
+        _projection(np.asarray(array, np.float64).ravel(), place)
+        for place, array in enumerate(arrays)
+    ]
     return np.array(found).reshape(-1, PROJECTIONS)
 
 
@@ -356,7 +418,10 @@ def _projection(flat: np.ndarray, place: int) -> np.ndarray:
     numbers = np.random.default_rng([place, flat.size])
     width = min(flat.size, _WIDTH) or 1
     whole = np.pad(flat, (0, -flat.size % width)).reshape(-1, width)
-    left, right = numbers.standard_normal((PROJECTIONS, len(whole))), numbers.standard_normal((PROJECTIONS, width))
+    left, right = (
+        numbers.standard_normal((PROJECTIONS, len(whole))),
+        numbers.standard_normal((PROJECTIONS, width)),
+    )
     return np.asarray(((left @ whole) * right).sum(axis=1))
 
 

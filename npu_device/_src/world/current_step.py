@@ -27,8 +27,12 @@ _running = threading.local()
 class Sums:
     """What of a step is a sum over its samples, not a mean, as the first-step check has found."""
 
-    numbers: dict[str, bool] = field(default_factory=dict)  # by name; without those of which nothing is known
-    reductions: set[Any] = field(default_factory=set)  # of optimizers all of whose gradients are sums
+    numbers: dict[str, bool] = field(
+        default_factory=dict
+    )  # by name; without those of which nothing is known
+    reductions: set[Any] = field(
+        default_factory=set
+    )  # of optimizers all of whose gradients are sums
     are_all: bool = False  # those are all optimizers of the step
 
 
@@ -39,13 +43,19 @@ class CurrentStep:
     share: Share
     is_from_script: bool  # the script has written the step, not Keras
     reduce: Callable[[Sequence[Any], ReductionOptions], list[Any]]
-    gather: Callable[[tf.Tensor], tf.Tensor]  # its gradient is the sum of all ranks' incoming gradients
+    gather: Callable[
+        [tf.Tensor], tf.Tensor
+    ]  # its gradient is the sum of all ranks' incoming gradients
     sums: Sums
     is_rehearsal: bool = False  # of the first-step check, in which no Python may run
     # Reductions of optimizers that have multiplied a loss by this rank's weight, so that its gradients needn't be.
     weighing: set[Any] = field(default_factory=set)
-    reduced: list[Any] = field(default_factory=list)  # results of reductions that the step has asked for itself
-    numbers: dict[str, Any] = field(default_factory=dict)  # losses, and what metrics and logs are given, by name
+    reduced: list[Any] = field(
+        default_factory=list
+    )  # results of reductions that the step has asked for itself
+    numbers: dict[str, Any] = field(
+        default_factory=dict
+    )  # losses, and what metrics and logs are given, by name
     _given: Counter[str] = field(default_factory=Counter)
 
     @functools.cached_property
@@ -85,13 +95,23 @@ class CurrentStep:
         """Return a tensor that has been added up or gathered, with the gradient that this calls for."""
         return self._with_gradient(tensor, tf.multiply)
 
-    def _with_gradient(self, tensor: Any, of_weight: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> Any:
-        if not tf.is_tensor(tensor) or isinstance(tensor, tf.IndexedSlices) or not tensor.dtype.is_floating:
+    def _with_gradient(
+        self, tensor: Any, of_weight: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+    ) -> Any:
+        if (
+            not tf.is_tensor(tensor)
+            or isinstance(tensor, tf.IndexedSlices)
+            or not tensor.dtype.is_floating
+        ):
             return tensor
 
         def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
             is_weighted = self.weighing or self.sums.are_all
-            return [upstream if is_weighted else of_weight(upstream, tf.cast(self.weight, upstream.dtype))]
+            return [
+                upstream
+                if is_weighted
+                else of_weight(upstream, tf.cast(self.weight, upstream.dtype))
+            ]
 
         return differentiable([tf.identity(tensor)], backward, [tensor])[0]
 
@@ -130,7 +150,16 @@ def _parts(value: Any) -> list[Any]:
     return [part for part in tf.nest.flatten(value, expand_composites=True) if part is not None]
 
 
-_SOURCES = ("Random", "Stateless", "Stateful", "Multinomial", "PyFunc", "EagerPyFunc", "Iterator", "Placeholder")
+_SOURCES = (
+    "Random",
+    "Stateless",
+    "Stateful",
+    "Multinomial",
+    "PyFunc",
+    "EagerPyFunc",
+    "Iterator",
+    "Placeholder",
+)
 _READERS = ("ReadVariableOp", "ResourceGather", "VariableShape")
 
 
@@ -165,7 +194,10 @@ def _comes_from(tensor: Any, reduced: set[int], samples: set[int]) -> bool:
 
 def _is_only_assigned(handle: tf.Tensor) -> bool:
     """Return whether the graph shows all that a variable is set to, by its handle there."""
-    if getattr(handle.graph, "outer_graph", None) is not None and handle.graph.outer_graph.building_function:
+    if (
+        getattr(handle.graph, "outer_graph", None) is not None
+        and handle.graph.outer_graph.building_function
+    ):
         return False  # a branch or a loop; what is outside may set it
     setters = [user for user in handle.consumers() if not user.type.startswith(_READERS)]
     return all(setter.type.startswith("Assign") for setter in setters)

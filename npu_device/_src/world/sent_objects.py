@@ -37,7 +37,9 @@ class _CannotBeSentError(TypeError):
 def packed(value: Any, trusted: bool) -> bytes:
     """Return an object as bytes, pickled if only the job's ranks are ``trusted`` to send; else they may raise there."""
     try:
-        kind, data = (_PICKLED, pickle.dumps(value)) if trusted else (_PLAIN, to_json(value).encode())
+        kind, data = (
+            (_PICKLED, pickle.dumps(value)) if trusted else (_PLAIN, to_json(value).encode())
+        )
     except _CannotBeSentError as error:
         kind, data = _REFUSED, str(error).encode(errors="replace")
     except RecursionError:
@@ -64,7 +66,9 @@ def unpacked(data: bytes, ranks: Sequence[str], trusted: bool) -> list[Any]:
                 "same version everywhere."
             ) from error
         if kind == _REFUSED:
-            raise ClusterError(f"an object of {rank} {part[:1000].decode(errors='replace')}\n{_REMEDY}")
+            raise ClusterError(
+                f"an object of {rank} {part[:1000].decode(errors='replace')}\n{_REMEDY}"
+            )
         if kind == _PICKLED and not trusted:
             raise ClusterError(f"{rank} has sent a pickled object, which isn't read.\n{_REMEDY}")
         values.append(pickle.loads(part) if kind == _PICKLED else plain)
@@ -97,8 +101,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return ["number", _plain(np.asarray(value))]
     if type(value) is np.ndarray:
-        return ["array", _dtype_name(value.dtype), list(value.shape), base64.b64encode(value.tobytes()).decode()]
-    raise _CannotBeSentError(f"can't be sent: it is, or contains, a {type(value).__module__}.{type(value).__name__}.")
+        return [
+            "array",
+            _dtype_name(value.dtype),
+            list(value.shape),
+            base64.b64encode(value.tobytes()).decode(),
+        ]
+    raise _CannotBeSentError(
+        f"can't be sent: it is, or contains, a {type(value).__module__}.{type(value).__name__}."
+    )
 
 
 def _dtype_name(dtype: np.dtype) -> str:
@@ -131,7 +142,11 @@ def _value(plain: Any) -> Any:
     if kind in _BYTES:
         return _BYTES[kind](base64.b64decode(content, validate=True))
     array = _value(content)
-    if not isinstance(array, np.ndarray) or kind not in ("tensor", "number") or (kind == "number" and array.shape):
+    if (
+        not isinstance(array, np.ndarray)
+        or kind not in ("tensor", "number")
+        or (kind == "number" and array.shape)
+    ):
         raise ValueError("no such kind")
     return tf.constant(array) if kind == "tensor" else array[()]
 

@@ -39,7 +39,9 @@ class Share:
         """Return the part of this rank in all samples, in float64: a tensor of shape [] if not known yet."""
         if isinstance(self.units, int) and isinstance(self.total, int):
             return np.float64(self.units / self.total if self.total else 0.0)
-        return tf.math.divide_no_nan(tf.cast(self.units, tf.float64), tf.cast(self.total, tf.float64))
+        return tf.math.divide_no_nan(
+            tf.cast(self.units, tf.float64), tf.cast(self.total, tf.float64)
+        )
 
     @property
     def counts(self) -> np.float64 | tf.Tensor:
@@ -129,7 +131,9 @@ def rows_of(data: Any) -> Number:
     """Return the number of samples in a batch: of its first tensor, as Keras counts them."""
     for leaf in filter(_is_divisible, tf.nest.flatten(data)):
         return length_of(leaf)
-    raise ValueError("there is no tensor with a batch dimension in the data that fit, evaluate or predict was given")
+    raise ValueError(
+        "there is no tensor with a batch dimension in the data that fit, evaluate or predict was given"
+    )
 
 
 def require_units(data: Any, size: int) -> None:
@@ -157,7 +161,9 @@ def shapes_of(data: Any) -> str:
 def length_of(leaf: Any) -> Number:
     if isinstance(leaf, tf.RaggedTensor):
         return tf.cast(leaf.nrows(), tf.int32)
-    shape = tf.TensorShape(leaf.shape)  # Keras 3's train_on_batch passes numpy's arrays on, whose shapes are tuples
+    shape = tf.TensorShape(
+        leaf.shape
+    )  # Keras 3's train_on_batch passes numpy's arrays on, whose shapes are tuples
     known = shape[0] if shape.rank is not None else None
     if known is not None:
         return int(known)
@@ -167,11 +173,17 @@ def length_of(leaf: Any) -> Number:
 
 def without_optional(data: Any) -> Any:
     """Return a batch with None where Keras 3 has an empty Optional for it."""
-    return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data)
+    return tf.nest.map_structure(
+        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
+    )
 
 
 def _is_divisible(leaf: Any) -> bool:
-    return leaf is not None and not isinstance(leaf, tf.experimental.Optional) and tf.TensorShape(leaf.shape).rank != 0
+    return (
+        leaf is not None
+        and not isinstance(leaf, tf.experimental.Optional)
+        and tf.TensorShape(leaf.shape).rank != 0
+    )
 
 
 def _named(name: str, data: Any) -> Iterator[tuple[str, Any]]:
@@ -191,7 +203,9 @@ def _common_divisor(lengths: Sequence[Number]) -> Number:
     if len(lengths) == 1:
         return lengths[0]
     each = tf.stack([tf.cast(length, tf.int32) for length in lengths])
-    each = tf.where(each == 0, tf.reduce_max(each), each)  # an empty tensor fits any number of units
+    each = tf.where(
+        each == 0, tf.reduce_max(each), each
+    )  # an empty tensor fits any number of units
 
     def differ(each: tf.Tensor) -> tf.Tensor:  # false at once for tensors of one length
         return tf.reduce_min(each) < tf.reduce_max(each)

@@ -42,7 +42,9 @@ class World:
         mine, trusted = self.rank == root_rank, self.job.cluster.trusted
         data = np.frombuffer(packed(value, trusted) if mine else b"", np.uint8)
         [length] = self.from_root([tf.constant(np.int64(len(data)))], root_rank)
-        [sent] = self.from_root([tf.constant(data) if mine else tf.zeros([int(length)], tf.uint8)], root_rank)
+        [sent] = self.from_root(
+            [tf.constant(data) if mine else tf.zeros([int(length)], tf.uint8)], root_rank
+        )
         if not mine or not trusted:  # what can't be sent is an error on all ranks
             [found] = unpacked(sent.numpy().tobytes(), [f"rank {root_rank}"], trusted)
         return value if mine else found
@@ -65,4 +67,6 @@ class World:
 def value_of(variable: Any) -> tf.Tensor:
     """Return the value of a variable now."""
     # A TensorFlow 1 variable as a tensor is a single read created with the variable, whatever precedes it here.
-    return variable.read_value() if hasattr(variable, "read_value") else tf.convert_to_tensor(variable)
+    return (
+        variable.read_value() if hasattr(variable, "read_value") else tf.convert_to_tensor(variable)
+    )

@@ -35,7 +35,12 @@ class Engine(Protocol):
     """
 
     def all_reduce(
-        self, terms: Terms | None, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
+        self,
+        terms: Terms | None,
+        segments: Sequence[Tensors],
+        reduction: str,
+        group: Group,
+        wire: Wire,
     ) -> list[list[tf.Tensor]]:
         """Reduce segments, lists of tensors of one dtype; return the results of each, the same bits on every rank.
 
@@ -43,10 +48,14 @@ class Engine(Protocol):
         the dtype ``wire``; sums are exact to float32 either way, and never infinite if the true sum is finite.
         """
 
-    def reduce(self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group) -> list[tf.Tensor]:
+    def reduce(
+        self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group
+    ) -> list[tf.Tensor]:
         """Reduce tensors of one dtype to one rank; the other ranks get values of the result's shapes and dtype."""
 
-    def broadcast(self, terms: Terms | None, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
+    def broadcast(
+        self, terms: Terms | None, tensors: Tensors, root: int, group: Group
+    ) -> list[tf.Tensor]:
         """Return the tensors of the root on every rank; any dtypes, the same shapes and dtypes everywhere."""
 
     def all_gather(self, terms: Terms | None, row: tf.Tensor, group: Group) -> tf.Tensor:
@@ -72,7 +81,12 @@ class TwoLevelEngine:
         self._between = between
 
     def all_reduce(
-        self, terms: Terms | None, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
+        self,
+        terms: Terms | None,
+        segments: Sequence[Tensors],
+        reduction: str,
+        group: Group,
+        wire: Wire,
     ) -> list[list[tf.Tensor]]:
         """Reduce segments. A segment is spread within the hosts after the next one has started between them: the
         operations in shared memory run in order, and would otherwise keep the next segment waiting for the network.
@@ -86,7 +100,9 @@ class TwoLevelEngine:
                 results.append(self._within.broadcast(None, reduced.pop(0), 0, host))
         return results + [self._within.broadcast(None, values, 0, host) for values in reduced]
 
-    def _reduce(self, segment: Tensors, reduction: str, group: Group, wire: Wire) -> list[tf.Tensor]:
+    def _reduce(
+        self, segment: Tensors, reduction: str, group: Group, wire: Wire
+    ) -> list[tf.Tensor]:
         """Return the results of a segment on the lowest rank of each host, and values of their shapes on the others.
         The ranks between the hosts take the mean, of whole sums.
         """
@@ -102,12 +118,16 @@ class TwoLevelEngine:
             [sums] = self._between.all_reduce(None, [sums], reduction, between, sent_dtype)
         return [tf.cast(tensor, dtype) for tensor in sums]
 
-    def reduce(self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group) -> list[tf.Tensor]:
+    def reduce(
+        self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group
+    ) -> list[tf.Tensor]:
         """Reduce to all ranks."""
         [reduced] = self.all_reduce(None, [tensors], reduction, group, None)
         return reduced
 
-    def broadcast(self, terms: Terms | None, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
+    def broadcast(
+        self, terms: Terms | None, tensors: Tensors, root: int, group: Group
+    ) -> list[tf.Tensor]:
         """Broadcast the root's tensors: to the lowest rank of the root's host, between hosts, and on every host."""
         leaders = self._hosts.leaders
         host, between = self._levels(group)
@@ -141,7 +161,9 @@ class TwoLevelEngine:
             return host, None  # it waits for the host's lowest rank
         lowest = tuple(sorted(ranks[0] for ranks in hosts.values()))
         counts = tuple(len(hosts[leaders[member]]) for member in lowest)
-        between = Group(f"{group.name}/between hosts", lowest, lowest.index(rank), group.name, counts=counts)
+        between = Group(
+            f"{group.name}/between hosts", lowest, lowest.index(rank), group.name, counts=counts
+        )
         return host, between
 
 
@@ -154,7 +176,9 @@ _BACKGROUND_FROM_BYTES = 256 << 10
 def _ring_of(context: EngineContext, group: Group) -> MemoryRing:
     memory, settle = connect(context, group, Layout(group.size).bytes)
     check = context.health.require_running
-    return MemoryRing(memory, group.size, group.rank, check, FIRST_BYTE, settle, context.has_own_core)
+    return MemoryRing(
+        memory, group.size, group.rank, check, FIRST_BYTE, settle, context.has_own_core
+    )
 
 
 def _background_from(context: EngineContext) -> int:

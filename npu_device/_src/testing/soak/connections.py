@@ -76,7 +76,9 @@ def _copy(pid: int, descriptor: int) -> socket.socket:
             number = ctypes.get_errno()
             if number == errno.EBADF:
                 raise FileNotFoundError
-            raise OSError(number, f"can't get at a connection of process {pid}: {os.strerror(number)}")
+            raise OSError(
+                number, f"can't get at a connection of process {pid}: {os.strerror(number)}"
+            )
     finally:
         os.close(process)
     return socket.socket(fileno=copy)

@@ -13,7 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Callable
 
-from npu_device._src.cluster.time_limits import FAULT_POLL_SECONDS, RECOVERY_SECONDS, SETTLING_SECONDS
+from npu_device._src.cluster.time_limits import (
+    FAULT_POLL_SECONDS,
+    RECOVERY_SECONDS,
+    SETTLING_SECONDS,
+)
 from npu_device._src.testing.faults import SIGNALS, strike
 from npu_device._src.testing.leaks import children_of
 from npu_device._src.testing.soak.network import Here
@@ -93,12 +97,18 @@ class RandomFaults:
                 self._make(kind, place, lasts, ranks, over)
         self._watch(float("inf"), over)
 
-    def _make(self, kind: str, place: float, lasts: float, ranks: Sequence[Rank], over: threading.Event) -> None:
+    def _make(
+        self, kind: str, place: float, lasts: float, ranks: Sequence[Rank], over: threading.Event
+    ) -> None:
         nodes = self._network.nodes
         victim, node = ranks[int(place * len(ranks))], nodes[int(place * len(nodes))]
         where = f"rank {victim.rank}" if kind in SIGNALS else f"node {node}"
         fault = Disturbance(
-            time.monotonic() - self._began, kind, where, self.attempt, lasts if kind in _LASTING else 0.0
+            time.monotonic() - self._began,
+            kind,
+            where,
+            self.attempt,
+            lasts if kind in _LASTING else 0.0,
         )
         try:
             if kind in SIGNALS:
@@ -115,7 +125,10 @@ class RandomFaults:
             return
         fault.ended = kind == "kill"
         self.done.append(fault)
-        self._say(f"{fault.after:7.1f} s: {kind} {where}" + (f" for {lasts:.1f} s" if fault.seconds else ""))
+        self._say(
+            f"{fault.after:7.1f} s: {kind} {where}"
+            + (f" for {lasts:.1f} s" if fault.seconds else "")
+        )
         self._watch(time.monotonic() + fault.seconds, over)
         if kind not in SIGNALS:
             self._network.end(kind, node)

@@ -24,7 +24,10 @@ def ranks_of(launcher: int) -> list[Rank]:
     for pid in children_of(launcher):
         with contextlib.suppress(OSError, KeyError, ValueError):
             environment = _environment(pid)
-            numbers = (environment[name] for name in ("RANK_ID", "NPU_DEVICE_RESTART_COUNT", "NPU_DEVICE_HUB"))
+            numbers = (
+                environment[name]
+                for name in ("RANK_ID", "NPU_DEVICE_RESTART_COUNT", "NPU_DEVICE_HUB")
+            )
             found.append(Rank(pid, *map(int, numbers)))
     return sorted(found, key=lambda rank: rank.rank)
 

@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("expected options of npurun and a script after --")
     missing = sorted(set(options.faults) - {*SIGNALS, *_network(options).kinds})
     if missing:
-        parser.error(f"{', '.join(missing)}: the network of this host can't be disturbed in this way; give --hosts 2")
+        parser.error(
+            f"{', '.join(missing)}: the network of this host can't be disturbed in this way; give --hosts 2"
+        )
     base = Path(options.dir or tempfile.mkdtemp(prefix="npu_soak_"))
     print(f"soak: outputs and results are in {base}", flush=True)
     seconds, faults = {}, None
@@ -62,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds[name] = time.monotonic() - began
         if code != 0:
             print(_table(faults.done))
-            print(f"soak: the {name} run ended with exit code {code}; its output is {directory / 'output'}")
+            print(
+                f"soak: the {name} run ended with exit code {code}; its output is {directory / 'output'}"
+            )
             return 1
     assert faults is not None
     print(_table(faults.done))
@@ -91,14 +95,33 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--mtbf", type=float, default=30.0, metavar="S", help="mean time between faults in seconds (default 30)")
-    add("--for", type=float, default=900.0, dest="seconds", metavar="S", help="make faults for S seconds (default 900)")
+    add(
+        "--mtbf",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="mean time between faults in seconds (default 30)",
+    )
+    add(
+        "--for",
+        type=float,
+        default=900.0,
+        dest="seconds",
+        metavar="S",
+        help="make faults for S seconds (default 900)",
+    )
     add("--seed", type=int, default=1, help="for times, kinds and places of the faults (default 1)")
     kinds = f"of {', '.join(_KINDS)} (default kill,stop)"
     add("--faults", default=list(SIGNALS), metavar="KINDS", type=_kinds, help=kinds)
     longest = "end a stop, drop or delay after at most S seconds (default 5)"
     add("--longest", type=float, default=5.0, metavar="S", help=longest)
-    add("--hosts", type=int, default=1, metavar="N", help="run N nodes on this machine, with a network between them")
+    add(
+        "--hosts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run N nodes on this machine, with a network between them",
+    )
     between = "between --hosts: namespaces (needs root) or proxies (default: namespaces if they can be made)"
     add("--network", choices=["namespaces", "proxies"], default=None, help=between)
     add("--result", metavar="PATH", help="file that the script writes; compared byte for byte")
@@ -129,7 +152,9 @@ def _run(options: argparse.Namespace, directory: Path, seconds: float) -> tuple[
     if options.hosts > 1:
         environment.setdefault("NPU_DEVICE_SECRET", secrets.token_hex(32))
     over = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that what was made is removed
+    signal.signal(
+        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
+    )  # so that what was made is removed
     with contextlib.ExitStack() as stack:
         between = stack.enter_context(_network(options)(options.hosts))
         launchers = []
@@ -137,11 +162,17 @@ def _run(options: argparse.Namespace, directory: Path, seconds: float) -> tuple[
             output = stack.enter_context(open(directory / f"output{node or ''}", "wb"))
             command = between.command(node, _NPURUN, words)
             launcher = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
             )
             launchers.append(stack.enter_context(launcher))
         pids = [launcher.pid for launcher in launchers]
-        faults = RandomFaults(pids, between, options.mtbf, options.seed, options.faults, options.longest, _say)
+        faults = RandomFaults(
+            pids, between, options.mtbf, options.seed, options.faults, options.longest, _say
+        )
         thread = threading.Thread(target=faults.run, args=(seconds, over))
         thread.start()
         try:
@@ -187,7 +218,10 @@ def _by_kind(faults: Sequence[Disturbance]) -> str:
     rows = ["soak: fault       ended an attempt    ridden out"]
     for kind in dict.fromkeys(fault.kind for fault in faults):
         these = [fault for fault in faults if fault.kind == kind]
-        ended, ridden = (_counted([fault for fault in these if fault.ended is wanted]) for wanted in (True, False))
+        ended, ridden = (
+            _counted([fault for fault in these if fault.ended is wanted])
+            for wanted in (True, False)
+        )
         rows.append(f"soak: {kind:10}  {ended:18}  {ridden}")
     return "\n".join(rows)
 

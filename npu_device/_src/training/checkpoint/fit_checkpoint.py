@@ -74,10 +74,15 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Look for a checkpoint, and let ``fit`` begin in its epoch."""
-        things = {f"optimizer{place}": found for place, found in enumerate(training_state.optimizers(self.model))}
+        things = {
+            f"optimizer{place}": found
+            for place, found in enumerate(training_state.optimizers(self.model))
+        }
         self._metrics: list[Any] = []
         self._metric_names: list[str] = []
-        self._job = JobCheckpoint(self._directory, model=self.model, metrics=self._metrics, **things, **self._options)
+        self._job = JobCheckpoint(
+            self._directory, model=self.model, metrics=self._metrics, **things, **self._options
+        )
         self._epoch = self._step = self._total = 0  # steps: of the epoch, and of all epochs
         self._begins = False
         self._data = _DataPlace(world(), self.model, (self.params or {}).get("steps") is not None)
@@ -116,7 +121,9 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             return self._pass_over(pull(iterator, count) if pulled is None else pulled, count)
         logs = self._inner(iterator if pulled is None else again(iterator, pulled))
         steps = (self.params or {}).get("steps")
-        done = count if steps is None else min(count, steps - self._step)  # the last call of an epoch may do fewer
+        done = (
+            count if steps is None else min(count, steps - self._step)
+        )  # the last call of an epoch may do fewer
         self._step += done
         self._total += done
         self._job.step_done(self._total, self._notes())
@@ -194,7 +201,9 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         epochs = self.params["epochs"]
         if place.get("epoch", epochs) >= epochs:
             which = (
-                f"is from epoch {place['epoch'] + 1}, but this fit has {epochs}" if place else "is not that of a fit"
+                f"is from epoch {place['epoch'] + 1}, but this fit has {epochs}"
+                if place
+                else "is not that of a fit"
             )
             raise CheckpointError(
                 f"the checkpoint in {self._directory} {which}.\nLikely cause: the directory of another fit or loop.\n"
@@ -224,8 +233,12 @@ class _DataPlace:
         self._world, self._model, self._knows_length = world, model, knows_length
         self.given: Any = None  # by Keras
         self.used: Any = None  # the same one, or after resuming the one at the right place
-        self.number = self.passed = 0  # iterators before this one; batches that earlier epochs took from it
-        self.first: list[int] = []  # by rank, the checksum of the first batch, which a resumed fit must find again
+        self.number = self.passed = (
+            0  # iterators before this one; batches that earlier epochs took from it
+        )
+        self.first: list[
+            int
+        ] = []  # by rank, the checksum of the first batch, which a resumed fit must find again
 
     def begin_epoch(self, given: Any, count: int, taken: int) -> list[Any]:
         """Return the first ``count`` batches of an epoch; the epoch before has taken ``taken`` ones."""
@@ -238,9 +251,15 @@ class _DataPlace:
         self.first = everybody(self._world, start.digest(pulled))
         return pulled
 
-    def resume_epoch(self, given: Any, count: int, place: dict[str, Any]) -> tuple[list[Any], str | None]:
+    def resume_epoch(
+        self, given: Any, count: int, place: dict[str, Any]
+    ) -> tuple[list[Any], str | None]:
         """Return the first batches of an epoch at the place of a checkpoint, and why they are others; None if not."""
-        self.number, self.passed, self.first = int(place["number"]), int(place["passed"]), list(place["first"])
+        self.number, self.passed, self.first = (
+            int(place["number"]),
+            int(place["passed"]),
+            list(place["first"]),
+        )
         self.given = self.used = given
         dataset, made = compat.dataset_of(given), 0
         if self.number and compat.is_generated(dataset):
@@ -251,9 +270,15 @@ class _DataPlace:
             pull(self.used, self.passed)
             pulled = pull(self.used, count)
             found = everybody(self._world, start.digest(pulled))
-            if found == self.first or (len(found) != len(self.first) and set(found) == set(self.first)):
+            if found == self.first or (
+                len(found) != len(self.first) and set(found) == set(self.first)
+            ):
                 return pulled, None if self._knows_length else _UNKNOWN_LENGTH
-        others = [rank for rank, first in enumerate(found) if rank >= len(self.first) or first != self.first[rank]]
+        others = [
+            rank
+            for rank, first in enumerate(found)
+            if rank >= len(self.first) or first != self.first[rank]
+        ]
         return pulled, _OTHER_DATA.format(ranks=", ".join(map(str, others)))
 
 

@@ -123,7 +123,11 @@ def manifest_of(directory: Path, step: int, name: str = "") -> dict[str, Any]:
 
 def damage(directory: Path, step: int, files: dict[str, Sequence[int]], prefix: str) -> str | None:
     """Return what is wrong with the files ``{prefix}.*``, given size and checksum of all by name; None if nothing."""
-    expected = {name: list(map(int, value)) for name, value in files.items() if name.startswith(f"{prefix}.")}
+    expected = {
+        name: list(map(int, value))
+        for name, value in files.items()
+        if name.startswith(f"{prefix}.")
+    }
     if not expected:
         return f"{directory / name_of(step)} has no files {prefix}.*"
     for name, (size, checksum) in expected.items():
@@ -149,14 +153,18 @@ def keep_only(directory: Path, latest: int, keep: int) -> list[str]:
 def tidy(directory: Path, but: str = "") -> list[str]:
     """Remove what killed jobs have left half-written, but not a given job's; return what could not be removed."""
     left = []
-    for match in sorted(_matches(directory, _PARTIAL), key=lambda match: match[0]):  # the new one before the old one
+    for match in sorted(
+        _matches(directory, _PARTIAL), key=lambda match: match[0]
+    ):  # the new one before the old one
         place, folder = directory / name_of(int(match["step"])), directory / match[0]
         if match["token"] == but:
             continue
         if not place.exists():
             # A complete folder gets its name: the job was killed while it replaced a checkpoint of the same step.
             with contextlib.suppress(CheckpointError):
-                manifest_of(directory, int(match["step"]), match[0])  # written after all other files
+                manifest_of(
+                    directory, int(match["step"]), match[0]
+                )  # written after all other files
                 os.replace(folder, place)
                 continue
         left.append(folder)
@@ -169,7 +177,11 @@ def _finished(directory: Path) -> list[int]:
 
 def _matches(directory: Path, pattern: re.Pattern[str]) -> list[re.Match[str]]:
     with os.scandir(directory) as entries:
-        return [match for entry in entries if (match := pattern.fullmatch(entry.name)) and entry.is_dir()]
+        return [
+            match
+            for entry in entries
+            if (match := pattern.fullmatch(entry.name)) and entry.is_dir()
+        ]
 
 
 def _remove(folders: Iterable[Path]) -> list[str]:

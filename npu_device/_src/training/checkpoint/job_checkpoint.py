@@ -82,7 +82,9 @@ class JobCheckpoint:
         self._warned = with_hidden_random_state({**shared, **(per_rank or {})})
         self._ranks: World | None = None
         self._place: Place | None = None
-        self._last: int | None = None  # the step of the newest checkpoint; None before restore and save
+        self._last: int | None = (
+            None  # the step of the newest checkpoint; None before restore and save
+        )
         self._named: int | None = None  # by latest.json, when this job last read or wrote it
         self._found: selection.Chosen | None = None  # by peek, for restore
         self._preemption: Preemption | None = None
@@ -91,7 +93,9 @@ class JobCheckpoint:
             health, size = (None, 1) if ranks is None else (ranks.job.health, ranks.size)
             number = signal.Signals[environment.NPU_DEVICE_PREEMPT_SIGNAL.get()]
             try:
-                self._preemption = Preemption(health, size, number, environment.NPU_DEVICE_PREEMPT_TIMEOUT.get())
+                self._preemption = Preemption(
+                    health, size, number, environment.NPU_DEVICE_PREEMPT_TIMEOUT.get()
+                )
             except ValueError:
                 what = "this thread can't handle %s. What to do: make the JobCheckpoint in the main thread."
                 _log.warning(what, number.name)
@@ -167,7 +171,9 @@ class JobCheckpoint:
         try:
             json.dumps(notes)
         except TypeError as error:
-            raise TypeError(f"the notes of a checkpoint must be values for JSON: {error}") from error
+            raise TypeError(
+                f"the notes of a checkpoint must be values for JSON: {error}"
+            ) from error
         ranks, place = self._prepare()
         differing = self._compare(ranks, place, step)
         partial = self._directory / folder.partial_name(step, place.token)
@@ -236,13 +242,17 @@ class JobCheckpoint:
         def read() -> None:
             lost.extend(self._shared.read(source / folder.SHARED, chosen.variables))
             if chosen.own:
-                lost.extend(self._own.read(here / folder.own_prefix(place.rank), self._shared.variables()))
+                lost.extend(
+                    self._own.read(here / folder.own_prefix(place.rank), self._shared.variables())
+                )
             else:
                 lost.extend(self._own.names_of_states())
 
         try:
             if not chosen.own and ranks is not None and len(set(place.keepers)) > 1:
-                selection.send_files(ranks, source, chosen.shared, chosen.holder, takes and place.is_keeper)
+                selection.send_files(
+                    ranks, source, chosen.shared, chosen.holder, takes and place.is_keeper
+                )
                 ranks.wait()
             on_all_ranks(ranks, read, what)
         finally:
@@ -252,7 +262,11 @@ class JobCheckpoint:
         self.notes, self.not_kept = chosen.notes, tuple(lost)
         _log.info("restored the checkpoint of step %d from %s", chosen.step, here)
         if lost and place.rank == 0:
-            _log.warning("the checkpoint of step %d is restored, except for\n  %s", chosen.step, "\n  ".join(lost))
+            _log.warning(
+                "the checkpoint of step %d is restored, except for\n  %s",
+                chosen.step,
+                "\n  ".join(lost),
+            )
         return chosen.step
 
     # Parts of saving
@@ -280,7 +294,9 @@ class JobCheckpoint:
     def _compare(self, ranks: World | None, place: Place, step: int) -> dict[str, Any]:
         """Check that all ranks save the same; return the variables whose values the keeper of this directory lacks."""
         mine: Digests = {} if ranks is None else self._shared.digests()
-        there = folder.steps(self._directory)[0][:1] if place.is_keeper and self._last is None else []
+        there = (
+            folder.steps(self._directory)[0][:1] if place.is_keeper and self._last is None else []
+        )
         found = everybody(ranks, (step, there, mine if place.is_keeper else None))
         if len({its for its, _, _ in found}) > 1:
             raise RuntimeError(
@@ -295,8 +311,15 @@ class JobCheckpoint:
                 "replace.\nWhat to do: call restore() before the first step, or use another directory."
             )
         written: Digests = found[place.keepers[place.rank]][2]
-        problem = next((path for path in mine if path not in written or written[path][0] != mine[path][0]), None)
-        lines = [f"  rank {rank}: {path}" for rank, path in enumerate(everybody(ranks, problem)) if path is not None]
+        problem = next(
+            (path for path in mine if path not in written or written[path][0] != mine[path][0]),
+            None,
+        )
+        lines = [
+            f"  rank {rank}: {path}"
+            for rank, path in enumerate(everybody(ranks, problem))
+            if path is not None
+        ]
         if lines:
             raise RuntimeError(
                 "what all ranks share has variables that lower ranks don't have, or in another shape:\n"
@@ -316,7 +339,9 @@ class JobCheckpoint:
             written |= folder.sync_files(partial, folder.SHARED)
         return written
 
-    def _name(self, ranks: World | None, place: Place, step: int, partial: Path, files: Any, notes: Any) -> None:
+    def _name(
+        self, ranks: World | None, place: Place, step: int, partial: Path, files: Any, notes: Any
+    ) -> None:
         manifest = {
             "world_size": len(place.keepers),
             "versions": {"npu_device": __version__, "tensorflow": tf.__version__},

@@ -37,20 +37,34 @@ class KubeflowProgress(tf.keras.callbacks.Callback):
         """Report, unless the last report is less than 5 s old and more epochs follow."""
         url, done, now = environment.KUBEFLOW_TRAINER_SERVER_URL.get(), epoch + 1, time.monotonic()
         epochs = int(self.params["epochs"])
-        if url is None or not is_main() or (done < epochs and now - self._reported < PROGRESS_PAUSE_SECONDS):
+        if (
+            url is None
+            or not is_main()
+            or (done < epochs and now - self._reported < PROGRESS_PAUSE_SECONDS)
+        ):
             return
         self._reported = now
         status = {
             "progressPercentage": 100 * done // epochs,
             "estimatedRemainingSeconds": round((now - self._began) / done * (epochs - done)),
-            "metrics": [{"name": name, "value": f"{float(value):g}"} for name, value in (logs or {}).items()],
+            "metrics": [
+                {"name": name, "value": f"{float(value):g}"} for name, value in (logs or {}).items()
+            ],
             "lastUpdatedTime": datetime.now(timezone.utc).isoformat(),
         }
         try:
-            token = Path(environment.KUBEFLOW_TRAINER_SERVER_TOKEN.get() or "").read_text().strip()  # it is renewed
+            token = (
+                Path(environment.KUBEFLOW_TRAINER_SERVER_TOKEN.get() or "").read_text().strip()
+            )  # it is renewed
             headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-            request = urllib.request.Request(url, json.dumps({"trainerStatus": status}).encode(), headers)
-            context = ssl.create_default_context(cafile=environment.KUBEFLOW_TRAINER_SERVER_CA_CERT.get())
-            urllib.request.urlopen(request, timeout=PROGRESS_REPORT_SECONDS, context=context).close()
+            request = urllib.request.Request(
+                url, json.dumps({"trainerStatus": status}).encode(), headers
+            )
+            context = ssl.create_default_context(
+                cafile=environment.KUBEFLOW_TRAINER_SERVER_CA_CERT.get()
+            )
+            urllib.request.urlopen(
+                request, timeout=PROGRESS_REPORT_SECONDS, context=context
+            ).close()
         except (OSError, ValueError) as error:
             _log.warning("the progress of epoch %d was not reported to Kubeflow: %s", done, error)

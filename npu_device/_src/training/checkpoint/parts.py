@@ -14,7 +14,11 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.watching.digests import checksum
-from npu_device._src.training.watching.training_state import random_states, set_random_states, unique
+from npu_device._src.training.watching.training_state import (
+    random_states,
+    set_random_states,
+    unique,
+)
 from npu_device._src.wording import counted
 from npu_device._src.world.sent_objects import from_json, to_json
 
@@ -52,14 +56,20 @@ class Shared:
 
     def read(self, prefix: Path, paths: Sequence[str]) -> list[str]:
         """Read all variables, those of ``paths``; return what is in the files only, or raise CheckpointError."""
-        models = [thing for thing in self._trackables.values() if hasattr(thing, "trainable_variables")]
-        if len(models) == 1 and getattr(models[0], "built", False):  # which optimizers without state train
+        models = [
+            thing for thing in self._trackables.values() if hasattr(thing, "trainable_variables")
+        ]
+        if len(models) == 1 and getattr(
+            models[0], "built", False
+        ):  # which optimizers without state train
             for thing in self._trackables.values():
                 if hasattr(thing, "apply_gradients"):
                     compat.build_optimizer(thing, models[0].trainable_variables)
         checkpoint = self.checkpoint()
         absent = sorted(set(paths) - set(_variables(checkpoint)))
-        if absent and any(_of_keras_3(thing) for thing in self._trackables.values()):  # tf-keras reads them when made
+        if absent and any(
+            _of_keras_3(thing) for thing in self._trackables.values()
+        ):  # tf-keras reads them when made
             raise CheckpointError(
                 f"{len(absent)} variable(s) of the checkpoint don't exist in this script, for instance {absent[0]}.\n"
                 "Likely cause: the model or its optimizer isn't built yet, or is another one than when it was saved.\n"
@@ -143,15 +153,23 @@ class Own:
 
     def __init__(self, things: Mapping[str, Any]) -> None:
         plain = (random.Random, np.random.Generator)
-        self._generators = {name: thing for name, thing in things.items() if isinstance(thing, plain)}
+        self._generators = {
+            name: thing for name, thing in things.items() if isinstance(thing, plain)
+        }
         self._trackables = {
-            name: trackable(thing, name) for name, thing in things.items() if name not in self._generators
+            name: trackable(thing, name)
+            for name, thing in things.items()
+            if name not in self._generators
         }
 
     def names_of_states(self) -> list[str]:
         """Return a sentence on what isn't restored in another number of ranks; none if there is nothing."""
         names = ", ".join([*self._trackables, *self._generators])
-        return [f"{names} (per_rank): as this script has made them; an optimizer begins at step 0"] if names else []
+        return (
+            [f"{names} (per_rank): as this script has made them; an optimizer begins at step 0"]
+            if names
+            else []
+        )
 
     def write(self, prefix: Path, differing: Mapping[str, Any]) -> None:
         """Write everything, and the shared variables whose values differ from those written there, by path."""
@@ -160,11 +178,18 @@ class Own:
         if differing:
             values = [tf.convert_to_tensor(variable) for variable in differing.values()]
             names, slices = list(differing), [""] * len(differing)
-            tf.raw_ops.SaveV2(prefix=f"{prefix}.differing", tensor_names=names, shape_and_slices=slices, tensors=values)
+            tf.raw_ops.SaveV2(
+                prefix=f"{prefix}.differing",
+                tensor_names=names,
+                shape_and_slices=slices,
+                tensors=values,
+            )
         record = {
             "random": random_states(),
             "generators": {
-                name: thing.getstate() if isinstance(thing, random.Random) else thing.bit_generator.state
+                name: thing.getstate()
+                if isinstance(thing, random.Random)
+                else thing.bit_generator.state
                 for name, thing in self._generators.items()
             },
             "differing": list(differing),
@@ -177,7 +202,9 @@ class Own:
         lost = []
         if self._trackables:
             if Path(f"{prefix}.index").exists():
-                tf.train.Checkpoint(**self._trackables).read(str(prefix)).assert_existing_objects_matched()
+                tf.train.Checkpoint(**self._trackables).read(
+                    str(prefix)
+                ).assert_existing_objects_matched()
             else:
                 lost.append(f"{', '.join(self._trackables)}: not in the checkpoint")
         for name, thing in self._generators.items():
@@ -189,12 +216,17 @@ class Own:
             else:
                 thing.bit_generator.state = state
         known = {path: variables[path] for path in record["differing"] if path in variables}
-        lost += [f"{path}: it doesn't exist yet" for path in record["differing"] if path not in known]
+        lost += [
+            f"{path}: it doesn't exist yet" for path in record["differing"] if path not in known
+        ]
         if known:
             dtypes = [tf.as_dtype(variable.dtype) for variable in known.values()]
             names, slices = list(known), [""] * len(known)
             values = tf.raw_ops.RestoreV2(
-                prefix=f"{prefix}.differing", tensor_names=names, shape_and_slices=slices, dtypes=dtypes
+                prefix=f"{prefix}.differing",
+                tensor_names=names,
+                shape_and_slices=slices,
+                dtypes=dtypes,
             )
             for variable, value in zip(known.values(), values):
                 variable.assign(value)

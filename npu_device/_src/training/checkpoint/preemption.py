@@ -36,7 +36,9 @@ _current: Preemption | None = None
 class Preemption:
     """Watches for the signal until ``close`` or another one is made; every rank has one, made in the main thread."""
 
-    def __init__(self, health: Health | None, world_size: int, number: signal.Signals, limit: float) -> None:
+    def __init__(
+        self, health: Health | None, world_size: int, number: signal.Signals, limit: float
+    ) -> None:
         self._health, self._size, self._signal = health, world_size, number
         self._limit = limit  # seconds from the signal until this process ends, finished or not
         self._name = next(_numbers)  # the same on all ranks, since they make the same calls
@@ -66,14 +68,18 @@ class Preemption:
         if health is not None:
             health.on_question(_STEP, self._answer_step)
             health.on_question(_STOP, self._answer_stop)
-        self._thread = threading.Thread(target=self._watch, name="npu_device-preemption", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, name="npu_device-preemption", daemon=True
+        )
         self._thread.start()
 
     def is_last_step(self) -> bool:
         """Return True if all ranks stop after the step that is over now; every rank has to call it after each step."""
         with self._changed:
             self._steps += 1
-            while self._last is None and self._holds_at is not None and self._steps >= self._holds_at:
+            while (
+                self._last is None and self._holds_at is not None and self._steps >= self._holds_at
+            ):
                 if not self._changed.wait(self._limit):
                     self._holds_at = None  # the rank that asked is gone
             return self._steps == self._last
@@ -151,10 +157,14 @@ class Preemption:
     def _begin(self) -> None:
         if self._health is not None and self._health.is_over:
             self._end("the job has failed already")
-        self._say("all ranks finish the step, write a checkpoint and stop; a second signal ends this rank at once")
+        self._say(
+            "all ranks finish the step, write a checkpoint and stop; a second signal ends this rank at once"
+        )
         try:
             if self._agree() == _NEVER:
-                self._say("some ranks don't train any more, so that there is no step at which all could stop")
+                self._say(
+                    "some ranks don't train any more, so that there is no step at which all could stop"
+                )
         except ClusterError as error:
             self._say(f"the ranks can't agree on a step: {error}")
 

@@ -26,7 +26,9 @@ class Chosen(NamedTuple):
     not_kept: tuple[str, ...]
 
 
-_View = tuple[Optional[str], Optional[str], int]  # what is wrong with the shared part, and the own; world size
+_View = tuple[
+    Optional[str], Optional[str], int
+]  # what is wrong with the shared part, and the own; world size
 
 
 def newest_whole(world: World | None, place: Place, directory: Path) -> Chosen | None:
@@ -43,7 +45,11 @@ def newest_whole(world: World | None, place: Place, directory: Path) -> Chosen |
             "that file; or start over in another directory."
         )
     if wrong and place.rank == 0:
-        _log.warning("%s; the newest checkpoint of step %d or before is restored", "; ".join(sorted(wrong)), steps[0])
+        _log.warning(
+            "%s; the newest checkpoint of step %d or before is restored",
+            "; ".join(sorted(wrong)),
+            steps[0],
+        )
     problems: list[str] = []
     partly: Chosen | None = None
     for step in steps:
@@ -57,7 +63,11 @@ def newest_whole(world: World | None, place: Place, directory: Path) -> Chosen |
         if saved != len(views) or not damaged:
             if problems and place.rank == 0:
                 lines = "\n  ".join(problems)
-                _log.warning("newer checkpoints are damaged; the one of step %d is restored:\n  %s", step, lines)
+                _log.warning(
+                    "newer checkpoints are damaged; the one of step %d is restored:\n  %s",
+                    step,
+                    lines,
+                )
             wrote, now = counted(saved, "rank"), counted(len(views), "rank")
             lost = [] if saved == len(views) else [_OTHER_SIZE.format(wrote=wrote, now=now)]
             return _chosen(world, directory, step, place, holders[0], lost)
@@ -102,11 +112,15 @@ def _problems(world: World | None, place: Place, views: list[_View]) -> list[str
     return [f"on host {world.job.cluster.hosts[rank]}: {text}" for text, rank in found.items()]
 
 
-def _chosen(world: World | None, directory: Path, step: int, place: Place, holder: int, lost: list[str]) -> Chosen:
+def _chosen(
+    world: World | None, directory: Path, step: int, place: Place, holder: int, lost: list[str]
+) -> Chosen:
     manifest: Any = folder.manifest_of(directory, step) if place.rank == holder else None
     manifest = manifest if world is None else world.object_from_root(manifest, holder)
     shared = sorted(name for name in manifest["files"] if name.startswith(f"{folder.SHARED}."))
-    return Chosen(step, holder, not lost, shared, manifest["variables"], manifest["notes"], tuple(lost))
+    return Chosen(
+        step, holder, not lost, shared, manifest["variables"], manifest["notes"], tuple(lost)
+    )
 
 
 _PIECE = 1 << 22  # bytes that are sent at a time, as text where pickle isn't read

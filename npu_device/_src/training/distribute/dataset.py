@@ -60,7 +60,9 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
             f"{type(global_bs).__name__}"
         ) from None
     if not hasattr(dataset, "shard"):
-        raise TypeError(f"rank {rank}: expected a tf.data.Dataset to shard; found type {type(dataset).__name__}")
+        raise TypeError(
+            f"rank {rank}: expected a tf.data.Dataset to shard; found type {type(dataset).__name__}"
+        )
     if batch_size <= 0 or batch_size % world_size:
         below = max(batch_size // world_size, 1) * world_size
         raise ValueError(
@@ -70,7 +72,9 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
         )
     batch = batch_size // world_size
     if job is not None:
-        count = int(dataset.cardinality()) if tf.executing_eagerly() else tf.data.UNKNOWN_CARDINALITY
+        count = (
+            int(dataset.cardinality()) if tf.executing_eagerly() else tf.data.UNKNOWN_CARDINALITY
+        )
         if rank == 0:
             _tell_if_uneven(count, world_size, batch)
         _compare_shuffles(job, dataset)
@@ -112,12 +116,23 @@ def _compare_shuffles(job: Job, dataset: Any) -> None:
     if divided.count > _SEEDS_COMPARED or any(None in pair for pair in seeds):
         return
     try:
-        everybody = job.store.post(f"shuffled before division {divided.count}", [list(pair) for pair in seeds])
+        everybody = job.store.post(
+            f"shuffled before division {divided.count}", [list(pair) for pair in seeds]
+        )
     except ClusterError:
         return  # the next collective tells
-    if len(everybody) == job.cluster.world_size and any(other != everybody[0] for other in everybody.values()):
-        rows = {rank: f"seed {', '.join(str(pair[1]) for pair in everybody[rank])}" for rank in sorted(everybody)}
-        _log.warning(_TEXT, "with another seed on each rank:\n", "\n".join(job.cluster.lines(rows, SHOWN_RANKS)))
+    if len(everybody) == job.cluster.world_size and any(
+        other != everybody[0] for other in everybody.values()
+    ):
+        rows = {
+            rank: f"seed {', '.join(str(pair[1]) for pair in everybody[rank])}"
+            for rank in sorted(everybody)
+        }
+        _log.warning(
+            _TEXT,
+            "with another seed on each rank:\n",
+            "\n".join(job.cluster.lines(rows, SHOWN_RANKS)),
+        )
 
 
 _TEXT = (

@@ -12,7 +12,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.collectives.group import WORLD_GROUP, Group, check_group_name, find_group, listed
+from npu_device._src.collectives.group import (
+    WORLD_GROUP,
+    Group,
+    check_group_name,
+    find_group,
+    listed,
+)
 from npu_device._src.training.opening import device
 from npu_device._src.wording import counted, ranks_of
 
@@ -38,14 +44,20 @@ def create_group(group: str, rank_num: int, rank_ids: list[int]) -> None:
     rank, world_size = _rank_and_size()
     where = f"rank {rank}, create_group({group!r}): "
     if group == WORLD_GROUP:
-        raise ValueError(f"{where}this is the group of all {world_size} ranks, which exists; expected another name")
+        raise ValueError(
+            f"{where}this is the group of all {world_size} ranks, which exists; expected another name"
+        )
     if not isinstance(rank_num, int) or rank_num < 1:
         raise ValueError(f"{where}rank_num is {rank_num!r}; expected a whole number from 1")
     if not isinstance(rank_ids, list):
         kind = type(rank_ids).__name__
-        raise ValueError(f"{where}rank_ids is {rank_ids!r}, a {kind}; expected a list of world ranks")
+        raise ValueError(
+            f"{where}rank_ids is {rank_ids!r}, a {kind}; expected a list of world ranks"
+        )
     if len(rank_ids) != rank_num:
-        raise ValueError(f"{where}rank_ids {rank_ids} has {len(rank_ids)} entries; expected {rank_num} (rank_num)")
+        raise ValueError(
+            f"{where}rank_ids {rank_ids} has {len(rank_ids)} entries; expected {rank_num} (rank_num)"
+        )
     for position, member in enumerate(rank_ids):
         if not isinstance(member, int) or not 0 <= member < world_size:
             raise ValueError(
@@ -55,7 +67,9 @@ def create_group(group: str, rank_num: int, rank_ids: list[int]) -> None:
     members = tuple(sorted(int(member) for member in rank_ids))
     if len(set(members)) < rank_num:
         doubled = sorted({member for member in members if members.count(member) > 1})
-        raise ValueError(f"{where}rank_ids {rank_ids} names {listed(doubled)} more than once; expected each rank once")
+        raise ValueError(
+            f"{where}rank_ids {rank_ids} names {listed(doubled)} more than once; expected each rank once"
+        )
     if rank not in members:
         raise ValueError(
             f"{where}rank {rank} is not among rank_ids {rank_ids}; expected a group to which the calling rank "
@@ -85,7 +99,9 @@ def destroy_group(group: str) -> None:
     """
     if _find(group).name == WORLD_GROUP:
         rank, _ = _rank_and_size()
-        raise ValueError(f"rank {rank}, destroy_group({group!r}): the group of all ranks can't be destroyed")
+        raise ValueError(
+            f"rank {rank}, destroy_group({group!r}): the group of all ranks can't be destroyed"
+        )
     job = device.unless_child()
     if job is None:
         del _made()[group]

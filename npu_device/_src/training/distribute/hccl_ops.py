@@ -31,7 +31,9 @@ _REDUCTIONS = ("sum", "max", "min", "prod")
 
 
 @tf.autograph.experimental.do_not_convert
-def allreduce(tensor: Any, reduction: str, fusion: int = 1, fusion_id: int = -1, group: str = WORLD_GROUP) -> Any:
+def allreduce(
+    tensor: Any, reduction: str, fusion: int = 1, fusion_id: int = -1, group: str = WORLD_GROUP
+) -> Any:
     """Reduce a tensor over the group; every rank gets the result.
 
     Args:
@@ -59,7 +61,9 @@ def allreduce(tensor: Any, reduction: str, fusion: int = 1, fusion_id: int = -1,
 
 
 @tf.autograph.experimental.do_not_convert
-def allgather(tensor: Any, rank_size: int, group: str = WORLD_GROUP, fusion: int = 0, fusion_id: int = -1) -> Any:
+def allgather(
+    tensor: Any, rank_size: int, group: str = WORLD_GROUP, fusion: int = 0, fusion_id: int = -1
+) -> Any:
     """Gather the tensors of all ranks along the first dimension.
 
     Args:
@@ -85,7 +89,11 @@ def allgather(tensor: Any, rank_size: int, group: str = WORLD_GROUP, fusion: int
 
 @tf.autograph.experimental.do_not_convert
 def broadcast(
-    tensor: Sequence[Any], root_rank: int, fusion: int = 2, fusion_id: int = 0, group: str = WORLD_GROUP
+    tensor: Sequence[Any],
+    root_rank: int,
+    fusion: int = 2,
+    fusion_id: int = 0,
+    group: str = WORLD_GROUP,
 ) -> list[Any]:
     """Send the tensors of the root to every rank. Nothing is assigned (``npu.distribute.broadcast`` does that); but in
     a graph for a session variables are overwritten when the result is fetched, as on Ascend.
@@ -105,17 +113,26 @@ def broadcast(
     """
     check_fusion_0_or_2("broadcast", fusion, fusion_id)
     if not isinstance(tensor, (list, tuple)):
-        raise TypeError(f"hccl_ops.broadcast takes a list; found type {type(tensor).__name__}: pass [tensor]")
+        raise TypeError(
+            f"hccl_ops.broadcast takes a list; found type {type(tensor).__name__}: pass [tensor]"
+        )
     ranks = world(group)
     if ranks is None:
         return list(tensor)
-    sent = _ops.broadcast(ranks.job, [compat.to_tensor(value) for value in tensor], root_rank, ranks.group)
+    sent = _ops.broadcast(
+        ranks.job, [compat.to_tensor(value) for value in tensor], root_rank, ranks.group
+    )
     return [overwriting(value, result) for value, result in zip(tensor, sent)]
 
 
 @tf.autograph.experimental.do_not_convert
 def reduce(
-    tensor: Any, reduction: str, root_rank: int, fusion: int = 0, fusion_id: int = -1, group: str = WORLD_GROUP
+    tensor: Any,
+    reduction: str,
+    root_rank: int,
+    fusion: int = 0,
+    fusion_id: int = -1,
+    group: str = WORLD_GROUP,
 ) -> Any:
     """Reduce a tensor over the group; the root gets the result.
 
@@ -143,7 +160,12 @@ def reduce(
 
 @tf.autograph.experimental.do_not_convert
 def reduce_scatter(
-    tensor: Any, reduction: str, rank_size: int, group: str = WORLD_GROUP, fusion: int = 0, fusion_id: int = -1
+    tensor: Any,
+    reduction: str,
+    rank_size: int,
+    group: str = WORLD_GROUP,
+    fusion: int = 0,
+    fusion_id: int = -1,
 ) -> Any:
     """Reduce a tensor over the group; each rank gets its block of the first dimension.
 
@@ -196,7 +218,9 @@ def send(tensor: Any, sr_tag: int, dest_rank: int, group: str = WORLD_GROUP) -> 
 
 
 @tf.autograph.experimental.do_not_convert
-def receive(shape: Any, data_type: Any, sr_tag: int, src_rank: int, group: str = WORLD_GROUP) -> Any:
+def receive(
+    shape: Any, data_type: Any, sr_tag: int, src_rank: int, group: str = WORLD_GROUP
+) -> Any:
     """Receive the tensor that another rank sends with the same ``sr_tag``.
 
     Args:
@@ -252,13 +276,24 @@ def all_to_all_v(
         incoming = _moves.checked_blocks("recv", recv_counts, recv_displacements, 1)
         return _moves.join_blocks(_moves.pad_blocks(data, outgoing, incoming.counts[0]), incoming)
     return _moves.all_to_all_v(
-        ranks.job, data, send_counts, send_displacements, recv_counts, recv_displacements, ranks.group
+        ranks.job,
+        data,
+        send_counts,
+        send_displacements,
+        recv_counts,
+        recv_displacements,
+        ranks.group,
     )
 
 
 @tf.autograph.experimental.do_not_convert
 def all_to_all_v_c(
-    send_data: Any, send_count_matrix: Any, rank: int, fusion: int = 0, fusion_id: int = -1, group: str = WORLD_GROUP
+    send_data: Any,
+    send_count_matrix: Any,
+    rank: int,
+    fusion: int = 0,
+    fusion_id: int = -1,
+    group: str = WORLD_GROUP,
 ) -> Any:
     """Exchange blocks of different lengths among all ranks, each of which knows all ranks' counts.
 
@@ -282,9 +317,13 @@ def all_to_all_v_c(
     ranks = world(group)
     own = 0 if ranks is None else ranks.rank
     if rank != own:
-        raise ValueError(f"all_to_all_v_c: rank is the caller's own in group {group!r}; found {rank!r}, expected {own}")
+        raise ValueError(
+            f"all_to_all_v_c: rank is the caller's own in group {group!r}; found {rank!r}, expected {own}"
+        )
     if ranks is None:
-        outgoing = _moves.packed_blocks(_moves.whole_numbers("send_count_matrix", send_count_matrix, [1, 1])[0])
+        outgoing = _moves.packed_blocks(
+            _moves.whole_numbers("send_count_matrix", send_count_matrix, [1, 1])[0]
+        )
         return _moves.join_blocks(_moves.pad_blocks(data, outgoing, outgoing.counts[0]), outgoing)
     return _moves.all_to_all_vc(ranks.job, data, send_count_matrix, ranks.group)
 
@@ -297,7 +336,9 @@ def _generated(name: str, function: Callable[..., Any], **names: str) -> Callabl
     """Return an operator under the names of Ascend's generated one (``gen_npu_ops``), given by the names here."""
     own = inspect.signature(function)
     signature = own.replace(
-        parameters=[each.replace(name=names.get(each.name, each.name)) for each in own.parameters.values()]
+        parameters=[
+            each.replace(name=names.get(each.name, each.name)) for each in own.parameters.values()
+        ]
     )
 
     @functools.wraps(function)
@@ -345,4 +386,6 @@ def _check_reduction(operation: str, reduction: str) -> None:
 def _check_rank_size(operation: str, rank_size: int, group: str, ranks: World | None) -> None:
     size = 1 if ranks is None else ranks.size
     if rank_size != size:
-        raise ValueError(f"hccl_ops.{operation}: rank_size {rank_size!r} is not the size of group {group!r}, {size}")
+        raise ValueError(
+            f"hccl_ops.{operation}: rank_size {rank_size!r} is not the size of group {group!r}, {size}"
+        )

@@ -67,7 +67,9 @@ def moments(
         valid *= tf.broadcast_to(tf.cast(mask, wide.dtype)[..., tf.newaxis], tf.shape(wide))
     total = tf.reduce_sum(wide * valid, axes, keepdims=True)
     if mask is None:
-        number = tf.fill(tf.shape(total), valid * tf.cast(tf.size(wide) / tf.size(total), wide.dtype))
+        number = tf.fill(
+            tf.shape(total), valid * tf.cast(tf.size(wide) / tf.size(total), wide.dtype)
+        )
     else:
         number = tf.reduce_sum(valid, axes, keepdims=True)
 
@@ -96,7 +98,11 @@ def moments_of_all_ranks(
 ) -> Any:
     """Return mean and variance over the ranks of a group; what ``own`` returns where there is only one process."""
     # Inside a strategy of TensorFlow for several devices, Keras adds up over those.
-    is_alone = is_only_building() or compat.is_saving() or tf.distribute.get_strategy().num_replicas_in_sync > 1
+    is_alone = (
+        is_only_building()
+        or compat.is_saving()
+        or tf.distribute.get_strategy().num_replicas_in_sync > 1
+    )
     ranks = None if is_alone else world_unless_child(group)
     if ranks is None:
         return own(inputs, *rest, **named)
@@ -119,13 +125,19 @@ class Loops:
 
     def __init__(self) -> None:
         self._by_samples = False
-        self._in_graphs: Any = None  # the same, as a variable: functions are traced before it is known
+        self._in_graphs: Any = (
+            None  # the same, as a variable: functions are traced before it is known
+        )
         self._was_uneven = False  # in the last eager backward pass
-        self._is_open = False  # gradients have passed through an exchange, and nothing was reduced since then
+        self._is_open = (
+            False  # gradients have passed through an exchange, and nothing was reduced since then
+        )
 
     def note_reduced(self, values: Any, by_samples: bool) -> None:
         """Note how gradients are reduced, if that is what the values are."""
-        if not self._is_open or not any(each.shape.rank for each in map(dense_of, _tensors(values))):
+        if not self._is_open or not any(
+            each.shape.rank for each in map(dense_of, _tensors(values))
+        ):
             return
         self._is_open = False
         if by_samples == self._by_samples:
@@ -228,15 +240,25 @@ class SynchronizedLayers:
             if kind in self._checked or len(self._checked) >= _CHECKS:
                 return
             self._checked.add(kind)
-        layers = [layer for layer in compat.batch_normalizations() if is_alone(layer) and layer not in self._told]
+        layers = [
+            layer
+            for layer in compat.batch_normalizations()
+            if is_alone(layer) and layer not in self._told
+        ]
         shapes = {tuple(each.shape) for each in tensors}
-        alone = [layer for layer in layers if layer.built and layer.trainable and _may_train(shapes, layer)]
+        alone = [
+            layer
+            for layer in layers
+            if layer.built and layer.trainable and _may_train(shapes, layer)
+        ]
         self._told.update(alone)
         if alone:
             _log.warning(_ALONE, ", ".join(sorted(repr(layer.name) for layer in alone)))
 
     def close(self) -> None:
-        with contextlib.suppress(RuntimeError):  # another scope is open, which will end later or never
+        with contextlib.suppress(
+            RuntimeError
+        ):  # another scope is open, which will end later or never
             if self._creation is not None:
                 self._creation.__exit__(None, None, None)
 

@@ -221,7 +221,9 @@ def weighted_mean(values: Any, weight: Any) -> Any:
     note_reduced(ranks, values, by_samples=True)
     part = tf.math.divide_no_nan(mine, ranks.add_up(mine))
     parts = [weighted(with_values(value, floating), part) for value in tf.nest.flatten(values)]
-    return tf.nest.pack_sequence_as(values, reduce_list(ranks.job, parts, ReductionOptions("sum"), ranks.group))
+    return tf.nest.pack_sequence_as(
+        values, reduce_list(ranks.job, parts, ReductionOptions("sum"), ranks.group)
+    )
 
 
 def metric_results(metrics: Any) -> dict[str, Any]:
@@ -258,5 +260,7 @@ def metric_results(metrics: Any) -> dict[str, Any]:
         finally:
             for variable, value in zip(variables, mine):
                 variable.assign(value)
-        results[metric.name] = tf.nest.map_structure(lambda value: tf.convert_to_tensor(value).numpy(), result)
+        results[metric.name] = tf.nest.map_structure(
+            lambda value: tf.convert_to_tensor(value).numpy(), result
+        )
     return results

@@ -81,7 +81,11 @@ def all_reduce(
     tensors = list(map(_to_tensor, tf.nest.flatten(values)))
     step = current_step()
     if step is not None and group == WORLD_GROUP:
-        reduced = step.reduce(tensors, how) if reduction not in ("mean", "sum") else _by_samples(step, tensors, how)
+        reduced = (
+            step.reduce(tensors, how)
+            if reduction not in ("mean", "sum")
+            else _by_samples(step, tensors, how)
+        )
     elif several and reduction in ("mean", "sum"):
         reduced = reduce_by_hand(ranks, tf.nest.flatten(values), tensors, how)
     else:
@@ -91,7 +95,11 @@ def all_reduce(
 
 
 def reduce_by_hand(
-    ranks: World, values: list[Any], tensors: list[Any], how: ReductionOptions, level: int = logging.WARNING
+    ranks: World,
+    values: list[Any],
+    tensors: list[Any],
+    how: ReductionOptions,
+    level: int = logging.WARNING,
 ) -> list[Any]:
     """Reduce what may be gradients: ``values`` of the script, as ``tensors``; before, compare the ranks' variables."""
     behind = same_variables.make_equal_behind(ranks, tensors, level)
@@ -122,7 +130,11 @@ def watch_reduction(
     ranks: World, values: list[Any], mine: list[Any], reduced: list[Any], how: ReductionOptions
 ) -> Callable[[], Pair | None] | None:
     """Note a reduction by hand; return what finds one of the gradients before and after it, if ranks can compare it."""
-    pair = functools.partial(pair_of, mine, reduced, how.kind, ranks.size) if ranks.group.name == WORLD_GROUP else None
+    pair = (
+        functools.partial(pair_of, mine, reduced, how.kind, ranks.size)
+        if ranks.group.name == WORLD_GROUP
+        else None
+    )
     note_reduced(ranks, values)
     watching = ranks.job.part(AppliedGradients)
     if watching is not None:
@@ -135,7 +147,9 @@ def _to_tensor(value: Any) -> Any:
         return None
     if isinstance(value, tf.IndexedSlices):
         shape = None if value.dense_shape is None else tf.convert_to_tensor(value.dense_shape)
-        return tf.IndexedSlices(tf.convert_to_tensor(value.values), tf.convert_to_tensor(value.indices), shape)
+        return tf.IndexedSlices(
+            tf.convert_to_tensor(value.values), tf.convert_to_tensor(value.indices), shape
+        )
     if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
         raise TypeError(
             f"all_reduce can't reduce a {type(value).__name__}; expected tensors, numbers or tf.IndexedSlices.\n"

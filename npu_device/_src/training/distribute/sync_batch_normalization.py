@@ -36,7 +36,9 @@ class SyncBatchNormalization(_Base):
     True
     """
 
-    def __init__(self, *args: Any, fused: bool | None = None, synchronized: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, fused: bool | None = None, synchronized: bool = True, **kwargs: Any
+    ) -> None:
         if fused:
             raise ValueError("SyncBatchNormalization does not support fused=True.")
         if not synchronized:

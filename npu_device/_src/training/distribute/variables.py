@@ -25,7 +25,9 @@ _log = logging.getLogger("npu_device")
 
 
 @tf.autograph.experimental.do_not_convert
-def broadcast(values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int = 0, group: str = WORLD_GROUP) -> Any:
+def broadcast(
+    values: Any, root_rank: int = 0, fusion: int = 2, fusion_id: int = 0, group: str = WORLD_GROUP
+) -> Any:
     """Overwrite variables, in place, with the values of the root.
 
     Args:
@@ -131,7 +133,9 @@ def npu_broadcast_scope_wrapper(strategy: Any) -> Any:
 def require_no_strategy(model: Any) -> None:
     """Refuse a Keras model whose variables a strategy of ``tf.distribute`` has made for several devices."""
     strategy = model.distribute_strategy
-    if compat.is_default_strategy(strategy) or isinstance(strategy, tf.distribute.OneDeviceStrategy):
+    if compat.is_default_strategy(strategy) or isinstance(
+        strategy, tf.distribute.OneDeviceStrategy
+    ):
         return
     raise ValueError(
         f"the model {model.name!r} was made under {type(strategy).__name__}, which copies variables to the devices of "
@@ -146,7 +150,9 @@ VARIABLES_OF_ONE_RANK = "npu_device/variables_of_one_rank"
 
 
 @tf.autograph.experimental.do_not_convert
-def grouping_gradients_apply(apply_func: Callable[..., Any], grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+def grouping_gradients_apply(
+    apply_func: Callable[..., Any], grads_and_vars: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Apply the share of this rank in the gradients, then give every rank all variables.
 
     Args:
@@ -174,7 +180,10 @@ def grouping_gradients_apply(apply_func: Callable[..., Any], grads_and_vars: Any
     if ranks is None:
         return apply_func(grads_and_vars, *args, **kwargs)
     optimizer = getattr(apply_func, "__self__", None)
-    found, remedy = "scales the loss", "use the optimizer inside it, or apply the gradients on every rank"
+    found, remedy = (
+        "scales the loss",
+        "use the optimizer inside it, or apply the gradients on every rank",
+    )
     if clips := getattr(optimizer, "global_clipnorm", None) is not None:
         found = "clips by global_clipnorm"
         remedy = "clip the reduced gradients by tf.clip_by_global_norm first, with an optimizer that doesn't clip"
@@ -232,13 +241,17 @@ def shares(variables: Sequence[Any], count: int) -> list[range]:
             "What to do: apply the gradients on every rank with the optimizer itself."
         )
     # Scalars weigh nothing, as on Ascend.
-    weights = [tf.as_dtype(v.dtype).size * int(np.prod(v.shape)) if len(v.shape) else 0 for v in variables]
+    weights = [
+        tf.as_dtype(v.dtype).size * int(np.prod(v.shape)) if len(v.shape) else 0 for v in variables
+    ]
     total, before, start = sum(weights), 0, 0
     runs = []
     for run in range(count):
         end, left = start + 1, count - run - 1
         before += weights[start]
-        while end < len(variables) - left and (not left or before + weights[end] / 2 <= total * (run + 1) / count):
+        while end < len(variables) - left and (
+            not left or before + weights[end] / 2 <= total * (run + 1) / count
+        ):
             before += weights[end]
             end += 1
         runs.append(range(start, end))
@@ -248,9 +261,13 @@ def shares(variables: Sequence[Any], count: int) -> list[range]:
 
 # What layers hold outside variables, which is compared, not sent: tables, what they adapted to, constant tensors.
 
-_WHILE_ADAPTING = ("summary",)  # attributes for ``adapt`` only: samples that differ may well give the same result
+_WHILE_ADAPTING = (
+    "summary",
+)  # attributes for ``adapt`` only: samples that differ may well give the same result
 
-State = dict[str, tuple[str, int]]  # by the name of an attribute, what to call it in a message and a checksum
+State = dict[
+    str, tuple[str, int]
+]  # by the name of an attribute, what to call it in a message and a checksum
 
 
 def require_same_state(world: World, layers: Sequence[Any], constants: bool = True) -> None:
@@ -280,8 +297,13 @@ def state_of(layer: Any, constants: bool = True) -> State:
         words = list(layer.get_vocabulary())
         state["vocabulary"] = counted(len(words), "word"), zlib.crc32(repr(words).encode())
     for name, value in sorted(vars(layer).items()):
-        if all(hasattr(value, part) for part in ("lookup", "key_dtype", "value_dtype", "resource_handle")):
-            if "vocabulary" not in state:  # whose tables have counts of what the layer has adapted to, too
+        if all(
+            hasattr(value, part)
+            for part in ("lookup", "key_dtype", "value_dtype", "resource_handle")
+        ):
+            if (
+                "vocabulary" not in state
+            ):  # whose tables have counts of what the layer has adapted to, too
                 state[name] = _of_table(value)
         elif (constants or hasattr(layer, "adapt")) and name not in _WHILE_ADAPTING:
             found = _array(value, lists=hasattr(layer, "adapt"))
@@ -305,8 +327,16 @@ def _array(value: Any, lists: bool) -> np.ndarray | None:
     """Return the values of a constant, which may be a list if ``lists`` is True; None for anything else."""
     if isinstance(value, np.ndarray):
         return value
-    if isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value) and value.dtype != tf.resource:
+    if (
+        isinstance(value, tf.Tensor)
+        and not tf.is_symbolic_tensor(value)
+        and value.dtype != tf.resource
+    ):
         return None if value.dtype == tf.variant else compat.to_array(value)
-    if lists and isinstance(value, list) and all(isinstance(each, (float, np.floating, str)) for each in value):
+    if (
+        lists
+        and isinstance(value, list)
+        and all(isinstance(each, (float, np.floating, str)) for each in value)
+    ):
         return np.asarray(value)
     return None

@@ -36,7 +36,12 @@ def checksum_of(batch: Any, value: Any = 0) -> Any:
 
 def _checksum(tensor: tf.Tensor) -> tf.Tensor | int:
     """Return an int64 of shape []; 0 for a dtype without values that can be read."""
-    if not (tensor.dtype == tf.string or tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool):
+    if not (
+        tensor.dtype == tf.string
+        or tensor.dtype.is_floating
+        or tensor.dtype.is_integer
+        or tensor.dtype.is_bool
+    ):
         return 0
     flat = tf.reshape(tensor, [-1])
     flat = flat[:: tf.maximum(tf.size(flat) // _SAMPLE, 1)]

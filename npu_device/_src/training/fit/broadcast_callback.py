@@ -51,7 +51,9 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         super().__init__()
         self._root_rank = root_rank
         self._began = False
-        self._sent: list[Any] | None = None  # shapes of the optimizer state that was sent; None before the first step
+        self._sent: list[Any] | None = (
+            None  # shapes of the optimizer state that was sent; None before the first step
+        )
 
     def set_model(self, model: Any) -> None:
         """Take the model, before Keras traces its step."""
@@ -66,7 +68,9 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         if device.unless_child() is None:
             return
         replica = replica_of(self.model)
-        if replica is not None:  # it sends everything itself, once the first batch has built the model
+        if (
+            replica is not None
+        ):  # it sends everything itself, once the first batch has built the model
             replica.state.root_rank = self._root_rank
             return
         if not tf.executing_eagerly():
@@ -174,5 +178,9 @@ def _shapes(model: Any) -> list[Any]:
 def _compare(shapes: list[Any], flag: bool = False) -> tuple[bool, bool]:
     """Return whether all ranks have the same shapes, and whether the flag is set on any; every rank has to ask."""
     ranks = world()
-    found = [(shapes, flag)] if ranks is None else ranks.objects((shapes, flag), "state of the optimizers")
+    found = (
+        [(shapes, flag)]
+        if ranks is None
+        else ranks.objects((shapes, flag), "state of the optimizers")
+    )
     return all(each == found[0][0] for each, _ in found), any(is_set for _, is_set in found)

@@ -18,14 +18,18 @@ def different_samples(batch: Any, total: int, count: int) -> list[int]:
     Those alike are next to each other, so that parts of them differ.
     """
     leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
-    features = [each for leaf in leaves for each in _features(leaf, total) if each.min() < each.max()]
+    features = [
+        each for leaf in leaves for each in _features(leaf, total) if each.min() < each.max()
+    ]
     places = [0, total - 1]
     for feature in features:
         places += [int(feature.argmin()), int(feature.argmax())]
     places += np.linspace(0, total - 1, count).round().astype(int).tolist()
     places += range(total)
     chosen = list(dict.fromkeys(places))[:count]
-    return sorted(chosen, key=lambda place: ([-float(feature[place]) for feature in features], place))
+    return sorted(
+        chosen, key=lambda place: ([-float(feature[place]) for feature in features], place)
+    )
 
 
 def _features(leaf: Any, total: int) -> Iterator[np.ndarray]:

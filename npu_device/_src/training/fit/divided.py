@@ -131,7 +131,9 @@ def rows_of_rank(world: World, model: Any, data: Any) -> Any:
         def __getitem__(self, index: int) -> Any:
             mine = data.rows(index, first, last) if last > first else None
             count = 0 if mine is None else int(rows_of(mine))
-            mark = index if index else start.digest(data.rows(0, 0, 1))  # of what on_epoch_end may have shuffled
+            mark = (
+                index if index else start.digest(data.rows(0, 0, 1))
+            )  # of what on_epoch_end may have shuffled
             return with_rows(np.array([count, mark]), mine if count else data.rows(index, 0, 1))
 
         def on_epoch_begin(self) -> None:
@@ -168,7 +170,10 @@ class Pipeline(Divided):
     """
 
     def __init__(self, tagged: tf.data.Dataset, whole: bool) -> None:
-        self._tagged, self._whole = tagged, whole  # the rows' tags and the rows; if all batches are full
+        self._tagged, self._whole = (
+            tagged,
+            whole,
+        )  # the rows' tags and the rows; if all batches are full
         super().__init__(tagged.map((lambda tags, rows: rows) if whole else _rows_that_count))
         self.for_keras = tagged.map(
             lambda tags, rows: with_rows(tf.stack([tf.reduce_sum(tags[:, 0]), tags[0, 1]]), rows)
@@ -184,11 +189,15 @@ class Pipeline(Divided):
         if name in ("element_spec", "cardinality", "as_numpy_iterator"):
             return getattr(self.dataset, name)
         if name in _WHOLE_BATCHES:
-            return lambda *args, **kwargs: Pipeline(getattr(self._tagged, name)(*args, **kwargs), self._whole)
+            return lambda *args, **kwargs: Pipeline(
+                getattr(self._tagged, name)(*args, **kwargs), self._whole
+            )
         if name.startswith("_") or not hasattr(tf.data.Dataset, name):
             raise AttributeError(f"a pipeline has no attribute {name!r}")
         remedy = _REMEDIES.get(name, "apply it to the source")
-        raise AttributeError(_AFTER_BATCH.format(name=name, remedy=remedy, allowed=", ".join(_WHOLE_BATCHES)))
+        raise AttributeError(
+            _AFTER_BATCH.format(name=name, remedy=remedy, allowed=", ".join(_WHOLE_BATCHES))
+        )
 
 
 def pipeline(
@@ -234,12 +243,16 @@ def pipeline(
             "What to do: make one, for instance tf.data.Dataset.from_tensor_slices(file_names)."
         )
     if not callable(map):
-        raise TypeError(f"expected a function as the map of a pipeline; found a {type(map).__name__}")
+        raise TypeError(
+            f"expected a function as the map of a pipeline; found a {type(map).__name__}"
+        )
     size = operator.index(batch)
     if size < 1:
         raise ValueError(f"the batch of a pipeline must have 1 sample or more; found {size}")
     if seed is not None:
-        seeds = tf.data.Dataset.random(seed, rerandomize_each_iteration=True).batch(2, drop_remainder=True)
+        seeds = tf.data.Dataset.random(seed, rerandomize_each_iteration=True).batch(
+            2, drop_remainder=True
+        )
         source = tf.data.Dataset.zip((source, seeds))
 
     def call(element: Any) -> Any:
@@ -287,7 +300,9 @@ def _cut(first: int, last: int) -> Callable[..., tf.data.Dataset]:
         rows = tf.clip_by_value(total - first, 0, last - first)
         checksum = checksum_of(elements.take(1).get_single_element())
         tag = tf.stack([tf.cast(rows > 0, tf.int64), checksum])
-        mine = elements.skip(tf.minimum(tf.constant(first, tf.int64), total - 1)).take(tf.maximum(rows, 1))
+        mine = elements.skip(tf.minimum(tf.constant(first, tf.int64), total - 1)).take(
+            tf.maximum(rows, 1)
+        )
         return tf.data.Dataset.zip((tf.data.Dataset.from_tensors(tag).repeat(), mine))
 
     return cut
@@ -300,7 +315,10 @@ def _rows_that_count(tags: tf.Tensor, rows: Any) -> Any:
 def _require_pure(call: Callable[[Any], Any], spec: Any) -> None:
     """Raise ValueError for a map whose result depends on more than its arguments."""
     graph = tf.function(call).get_concrete_function(spec).graph.as_graph_def()
-    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+    nodes = [
+        *graph.node,
+        *(node for function in graph.library.function for node in function.node_def),
+    ]
     kinds = dict.fromkeys(node.op for node in nodes)
     if random := [kind for kind in kinds if _RANDOM.match(kind)]:
         raise ValueError(
@@ -326,7 +344,9 @@ def _require_same(world: World, source: tf.data.Dataset) -> None:
             "the source of a pipeline is shuffled without a seed, in a different order on each rank.\nWhat to do: "
             "shuffle(…, seed=1), list_files(…, seed=1), or npu.open(seed=1) right after the imports."
         )
-    found = world.objects([[list(pair) for pair in seeds], int(source.cardinality())], "source of a pipeline")
+    found = world.objects(
+        [[list(pair) for pair in seeds], int(source.cardinality())], "source of a pipeline"
+    )
     if any(other != found[0] for other in found):
         rows = world.lines(f"length {length}, seeds of shuffle {pairs}" for pairs, length in found)
         raise ValueError(

@@ -53,8 +53,12 @@ _BY_FUNCTION = (
     "call the function under `if npu.distribute.is_main():` only. A copy of the model in memory needs no change."
 )
 
-_Moment = tuple[int, int]  # number of collectives before a save, and of saves of the path since then
-_Outcome = tuple[bool, Optional[tuple[str, str]]]  # whether the rank has written the path; its error's type and text
+_Moment = tuple[
+    int, int
+]  # number of collectives before a save, and of saves of the path since then
+_Outcome = tuple[
+    bool, Optional[tuple[str, str]]
+]  # whether the rank has written the path; its error's type and text
 
 
 @dataclass
@@ -140,7 +144,11 @@ class Saves:
             if outcome is not None:
                 return outcome
             answer: Future[_Outcome] = Future()
-            self._asked[rank] = path, (begun, count), answer  # in place of one that this rank no longer waits for
+            self._asked[rank] = (
+                path,
+                (begun, count),
+                answer,
+            )  # in place of one that this rank no longer waits for
         return answer
 
     # On a rank that waits
@@ -156,7 +164,9 @@ class Saves:
         if error is not None:
             kind, text = error
             failed = f"rank {writer} failed to write {path}: {kind}: {text}"
-            raise _like(kind, f"rank {self._rank} waited for a file of another rank: {failed}") from PeerError(failed)
+            raise _like(
+                kind, f"rank {self._rank} waited for a file of another rank: {failed}"
+            ) from PeerError(failed)
         return wrote and ("://" in path or self._sees_files_of(writer, path))
 
     def _wait_for(self, writer: int, path: str, moment: _Moment) -> _Outcome:
@@ -170,7 +180,9 @@ class Saves:
             if self._job.health.has_left(writer):
                 left: dict[str, _Outcome] = {}
                 with contextlib.suppress(TimeoutError):
-                    left = json.loads(self._job.store.get(f"{_OVER} {writer}", time_limits.SAVE_LEFT_SECONDS))
+                    left = json.loads(
+                        self._job.store.get(f"{_OVER} {writer}", time_limits.SAVE_LEFT_SECONDS)
+                    )
                 return left.get(path, (False, None))
             if time.monotonic() >= until:
                 raise TimeoutError(
@@ -191,7 +203,9 @@ class Saves:
         """Return True if this rank sees the same directory as another one: a new file of the one appears to both."""
         # A new name, because a network file system may remember that an old one wasn't there.
         name = f".npu_device-{secrets.token_hex(8)}"
-        beside = os.path.join(os.path.dirname(path), name)  # relative to each rank's own working directory
+        beside = os.path.join(
+            os.path.dirname(path), name
+        )  # relative to each rank's own working directory
         try:
             with open(beside, "x"):
                 pass
@@ -222,7 +236,9 @@ def _notice_other_saves(world: World, model: Any) -> None:
     def noticing(own: Callable[..., Any], *kinds: str) -> Callable[..., Any]:
         @functools.wraps(own)
         def call(*args: Any, **kwargs: Any) -> Any:
-            by_function = not getattr(_own, "save", False) and (not kinds or {*args, *kwargs.values()} & {*kinds})
+            by_function = not getattr(_own, "save", False) and (
+                not kinds or {*args, *kwargs.values()} & {*kinds}
+            )
             if by_function and not said:
                 said.append(True)
                 _log.warning(_BY_FUNCTION, world.job.cluster.name_of(world.rank), model.name)

@@ -64,15 +64,25 @@ def comparisons(rehearsal: Rehearsal, runs: Runs) -> list[Comparison]:
     dense = [_dense(values) for values in each]
     size = float(np.sqrt(sum(_norm(values[0]) ** 2 for values in dense)))
     for variable, reduction, values in zip(rehearsal.variables, rehearsal.reductions, dense):
-        whole, again, parts = values[0], values[1 : 1 + len(runs.again)], values[1 + len(runs.again) :]
+        whole, again, parts = (
+            values[0],
+            values[1 : 1 + len(runs.again)],
+            values[1 + len(runs.again) :],
+        )
         rounding = max(_norm(other - whole) for other in again)
         allowed = runs.tolerance * (_norm(whole) + 0.01 * size) + _SAFETY * rounding
         # By what a part was multiplied: 1 if the optimizer adds up gradients, for all that is known.
-        weights = [1.0] * len(parts) if reduction in rehearsal.step.sums.reductions else runs.weights
+        weights = (
+            [1.0] * len(parts) if reduction in rehearsal.step.sums.reductions else runs.weights
+        )
         error = _norm(whole - sum(parts))
         total = sum(part / weight for part, weight in zip(parts, weights))
         is_mean, is_sum = error <= allowed, _norm(whole - total) <= allowed
-        found.append(Comparison(variable_name(variable), reduction, error / (_norm(whole) + 1e-30), is_mean, is_sum))
+        found.append(
+            Comparison(
+                variable_name(variable), reduction, error / (_norm(whole) + 1e-30), is_mean, is_sum
+            )
+        )
     return sorted(found, key=lambda comparison: -comparison.size)
 
 
@@ -86,7 +96,9 @@ def are_sums_with_more(runs: Runs, others: Sequence[Outcome], weights: Sequence[
         parts = [run.gradients[place] for run in (*runs.parts, *others)]
         whole, *values = _dense([gradient, *parts])
         values = [value / weight for value, weight in zip(values, (*runs.weights, *weights))]
-        too_much, again = (sum(some) - whole for some in (values[: len(runs.parts)], values[len(runs.parts) :]))
+        too_much, again = (
+            sum(some) - whole for some in (values[: len(runs.parts)], values[len(runs.parts) :])
+        )
         if not _norm(too_much - again) <= 1e-3 * _norm(whole - too_much):
             return False
         found = found or _norm(too_much) > 1e-3 * _norm(whole)
@@ -113,7 +125,9 @@ def kinds(runs: Runs) -> dict[str, bool]:
         from_mean = abs(whole - sum(part * weight for part, weight in zip(parts, runs.weights)))
         if abs(from_sum - from_mean) > 1e-6 * abs(whole):  # which they aren't for 0 and NaN
             is_loss = name.startswith((LOSS, ADDED_LOSS))
-            found[name] = bool(from_sum < from_mean and (not is_loss or from_sum <= 1e-3 * abs(whole)))
+            found[name] = bool(
+                from_sum < from_mean and (not is_loss or from_sum <= 1e-3 * abs(whole))
+            )
     return found
 
 
@@ -124,7 +138,9 @@ def added_losses(rehearsal: Rehearsal, runs: Runs) -> tuple[list[str], list[str]
     for place, tensor in enumerate(rehearsal.losses):
         whole = float(runs.whole.losses[place])
         parts = [float(run.losses[place]) for run in runs.parts]
-        allowed = 10 * runs.tolerance * abs(whole) + _SAFETY * max(abs(run.losses[place] - whole) for run in runs.again)
+        allowed = 10 * runs.tolerance * abs(whole) + _SAFETY * max(
+            abs(run.losses[place] - whole) for run in runs.again
+        )
         if abs(whole - sum(part * weight for part, weight in zip(parts, runs.weights))) > allowed:
             found = sums if abs(whole - sum(parts)) <= allowed else others
             found.append(where(tensor.op) or tensor.op.name)
@@ -145,7 +161,9 @@ class Change:
     is_in_order: bool = True  # it depends on the order of the samples, as a queue of them does
 
 
-def changes(rehearsal: Rehearsal, runs: Runs, named: dict[int, Any], averaged: set[int]) -> list[Change]:
+def changes(
+    rehearsal: Rehearsal, runs: Runs, named: dict[int, Any], averaged: set[int]
+) -> list[Change]:
     """Return the ``named`` variables, by their handles' ``id``, that the step changes unlike one process."""
     found = []
     for place, handle in enumerate(rehearsal.handles):
@@ -158,11 +176,17 @@ def changes(rehearsal: Rehearsal, runs: Runs, named: dict[int, Any], averaged: s
         if same_shape:
             start = before.astype(np.float64)
             moves = [value.astype(np.float64) - start for value in values]
-            whole, again, parts = moves[0], moves[1 : 1 + len(runs.again)], moves[1 + len(runs.again) :]
+            whole, again, parts = (
+                moves[0],
+                moves[1 : 1 + len(runs.again)],
+                moves[1 + len(runs.again) :],
+            )
             rounding = max(_norm(other - whole) for other in again)
             allowed = 10 * runs.tolerance * _norm(whole) + _SAFETY * rounding + 1e-6 * _norm(start)
             mean = sum(part * weight for part, weight in zip(parts, runs.weights))
-            wrong = _norm(whole - mean) if is_averaged else max(_norm(whole - part) for part in parts)
+            wrong = (
+                _norm(whole - mean) if is_averaged else max(_norm(whole - part) for part in parts)
+            )
             differs, is_sum = wrong > allowed, _norm(whole - sum(parts)) <= allowed
         if differs:
             is_number = not before.shape or not np.issubdtype(before.dtype, np.floating)
@@ -189,7 +213,9 @@ def moving(rehearsal: Rehearsal) -> str | None:
 
 
 def _setters(graph: Any, handle: Any) -> list[Any]:
-    users = [user for outer, inner in graph.captures if outer is handle for user in inner.consumers()]
+    users = [
+        user for outer, inner in graph.captures if outer is handle for user in inner.consumers()
+    ]
     return [user for user in users if user.type.startswith("Assign")]
 
 
@@ -232,8 +258,12 @@ _SMALL = 4096  # elements of a vector
 
 def clipping(gradients: Sequence[Any], reduced: Sequence[Any]) -> str | None:
     """Return the line at which a step changes gradients that it hasn't reduced in a way that isn't linear, or None."""
-    done = {id(part) for value in reduced for part in tf.nest.flatten(value, expand_composites=True)}
-    parts = [part for gradient in gradients for part in tf.nest.flatten(gradient, expand_composites=True)]
+    done = {
+        id(part) for value in reduced for part in tf.nest.flatten(value, expand_composites=True)
+    }
+    parts = [
+        part for gradient in gradients for part in tf.nest.flatten(gradient, expand_composites=True)
+    ]
 
     def is_left_out(tensor: Any) -> bool:
         return id(tensor) in done or tensor.op.name.startswith(_TAPE)
@@ -256,7 +286,10 @@ def values_of_samples(graph: Any) -> list[Any]:
     """
     operations = graph.get_operations()
     by_tape = [operation for operation in operations if operation.name.startswith(_TAPE)]
-    used = {tensor.op.name for tensor in compat.tensors_behind([one for each in by_tape for one in each.inputs])}
+    used = {
+        tensor.op.name
+        for tensor in compat.tensors_behind([one for each in by_tape for one in each.inputs])
+    }
     of_gradients: set[str] = set()
     found = []
     for operation in operations:
@@ -264,24 +297,40 @@ def values_of_samples(graph: Any) -> list[Any]:
         if is_of_gradients or operation.name.startswith(_TAPE):
             of_gradients.add(operation.name)
         is_used = operation.name in used or any(each.op.name in used for each in operation.inputs)
-        if operation.name.startswith(_TAPE) or not is_used or (is_of_gradients and operation.name not in used):
+        if (
+            operation.name.startswith(_TAPE)
+            or not is_used
+            or (is_of_gradients and operation.name not in used)
+        ):
             continue
-        found += [output for output in operation.outputs if output.dtype.is_floating and _may_be_of_samples(output)]
+        found += [
+            output
+            for output in operation.outputs
+            if output.dtype.is_floating and _may_be_of_samples(output)
+        ]
     return found[:_MOST]
 
 
 def _may_be_of_samples(tensor: Any) -> bool:
     rank = tensor.shape.rank
-    return rank is not None and (rank == 0 or tensor.shape[0] is None or (rank == 1 and tensor.shape[0] <= _SMALL))
+    return rank is not None and (
+        rank == 0 or tensor.shape[0] is None or (rank == 1 and tensor.shape[0] <= _SMALL)
+    )
 
 
 def where_samples_meet(
-    tensors: Sequence[Any], whole: Sequence[np.ndarray], parts: Sequence[Sequence[np.ndarray]], rows: Sequence[int]
+    tensors: Sequence[Any],
+    whole: Sequence[np.ndarray],
+    parts: Sequence[Sequence[np.ndarray]],
+    rows: Sequence[int],
 ) -> tuple[str, bool] | None:
     """Return the operation, and its line, at which a value first depends on several samples, unlike a mean or sum; and
     if it is the value of a sample.
     """
-    values = [(tensor, whole[place], [part[place] for part in parts]) for place, tensor in enumerate(tensors)]
+    values = [
+        (tensor, whole[place], [part[place] for part in parts])
+        for place, tensor in enumerate(tensors)
+    ]
     for tensor, value, others in values:
         if _is_per_sample(tensor) and not _are_the_same(value, others, rows):
             return _described(tensor.op), True
@@ -290,7 +339,9 @@ def where_samples_meet(
     mixed = {tensor.op.name for tensor, is_added_up in reduced if not is_added_up}
     for tensor, is_added_up in reduced:
         # One by a number of samples, for instance, makes a mean of a sum.
-        users = {other.op.name for other, _ in reduced if any(each is tensor for each in other.op.inputs)}
+        users = {
+            other.op.name for other, _ in reduced if any(each is tensor for each in other.op.inputs)
+        }
         if not is_added_up and users <= mixed:
             return _described(tensor.op), False
     return None
@@ -309,7 +360,9 @@ def _is_added_up(whole: np.ndarray, parts: Sequence[np.ndarray], rows: Sequence[
     """Return whether a value is the same for all samples, or the mean or the sum over the parts."""
     wide = [part.astype(np.float64) for part in parts]
     mean = sum(part * count for part, count in zip(wide, rows)) / sum(rows)
-    return any(np.allclose(whole, value, rtol=1e-3, atol=1e-6) for value in (mean, sum(wide), wide[0]))
+    return any(
+        np.allclose(whole, value, rtol=1e-3, atol=1e-6) for value in (mean, sum(wide), wide[0])
+    )
 
 
 def _are_the_same(whole: np.ndarray, parts: Sequence[np.ndarray], rows: Sequence[int]) -> bool:
@@ -319,7 +372,9 @@ def _are_the_same(whole: np.ndarray, parts: Sequence[np.ndarray], rows: Sequence
         return True  # its first axis isn't samples
     ways = [np.concatenate(parts)]
     views = len(whole) // sum(rows)
-    if views > 1 and [len(each) for each in (whole, *parts)] == [views * count for count in (sum(rows), *rows)]:
+    if views > 1 and [len(each) for each in (whole, *parts)] == [
+        views * count for count in (sum(rows), *rows)
+    ]:
         # of each sample, one after the other
         each = [part.reshape(views, count, *whole.shape[1:]) for part, count in zip(parts, rows)]
         ways.append(np.concatenate(each, axis=1).reshape(whole.shape))
@@ -400,7 +455,9 @@ def kept(title: str, change: Change, world: World) -> str:
         )
     else:
         how = "takes values of the samples, as a queue or a memory bank does"
-        remedy = "give it those of all ranks: value = npu.distribute.all_gather(value) before it is set"
+        remedy = (
+            "give it those of all ranks: value = npu.distribute.all_gather(value) before it is set"
+        )
     kept = "the mean over the ranks" if change.is_averaged else "another value on each rank"
     return (
         f"{title} sets {change.name!r}: it {how}. On {world.size} ranks it would hold {kept}, not what one process "
@@ -448,7 +505,8 @@ def meeting(
     if is_of_a_sample:
         seen = f"Samples first meet in {where_it_is}"
         remedy = (
-            "to compare or mix the samples of all ranks, gather them first: values = npu.distribute.all_gather(values)"
+            "to compare or mix the samples of all ranks, gather them first: "
+            "values = npu.distribute.all_gather(values)"
         )
     else:
         seen = "No operation before the loss mixes samples: the loss isn't a mean over them, such as a mean over their "

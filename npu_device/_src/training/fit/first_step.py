@@ -71,7 +71,9 @@ def check(context: StepContext, batch: Any) -> str:
     if warning and world.is_main:
         _log.warning("%s", warning)
     set_sums(context, [verdict.sums for verdict in found])
-    unchecked = [verdict.statement for verdict in found if verdict.statement.startswith("not checked")]
+    unchecked = [
+        verdict.statement for verdict in found if verdict.statement.startswith("not checked")
+    ]
     statement = unchecked[0] if unchecked else found[0].statement
     added = next((verdict.added for verdict in found if verdict.added), "")
     return f"{statement}\n  sums           {added}: the ranks add up" if added else statement
@@ -103,13 +105,17 @@ def _nothing_drawn() -> Iterator[None]:
         training_state.set_random_states(before)
 
 
-def require_divisible(context: StepContext, spec: Any, share: Any, batch: Any, error: Exception) -> None:
+def require_divisible(
+    context: StepContext, spec: Any, share: Any, batch: Any, error: Exception
+) -> None:
     """Raise an error that says what is divided, if a step can be traced with the batch, but not with a share of it."""
     # The share first: what has been traced with the batch counts as built, and wouldn't be traced again.
     if _can_be_traced(context, spec, share) or not _can_be_traced(context, spec, lambda data: data):
         return
     rank = context.world.job.cluster.rank
-    raise ValueError(f"rank {rank}: {findings.not_samples(batch, findings.last_line(error), context.world)}") from error
+    raise ValueError(
+        f"rank {rank}: {findings.not_samples(batch, findings.last_line(error), context.world)}"
+    ) from error
 
 
 def _can_be_traced(context: StepContext, spec: Any, divide: Any) -> bool:
@@ -123,7 +129,9 @@ def _can_be_traced(context: StepContext, spec: Any, divide: Any) -> bool:
 def _verdict(context: StepContext, batch: Any) -> _Verdict:
     try:
         if context.model.run_eagerly and context.is_from_script:
-            raise NotChecked("the step runs eagerly (run_eagerly=True), and what it does in Python can't be undone")
+            raise NotChecked(
+                "the step runs eagerly (run_eagerly=True), and what it does in Python can't be undone"
+            )
         return _examine(context, batch)
     except NotChecked as error:
         return _Verdict(f"not checked: {findings.last_line(error)}")
@@ -152,7 +160,10 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _Verdict) -> _Ver
     batch = without_optional(batch)
     total = int(units_of(batch))
     count = total // max(2, context.world.size)
-    parts = [Part(run_of(batch, total, first, first + count), count, 2 * count, not first) for first in (0, count)]
+    parts = [
+        Part(run_of(batch, total, first, first + count), count, 2 * count, not first)
+        for first in (0, count)
+    ]
     others = list(map(_turned, parts))
     rehearsal = Rehearsal(context, start.spec_of(context.model, None, parts[0].data))
     before = rehearsal.values()
@@ -161,15 +172,28 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _Verdict) -> _Ver
         return verdict
 
     def kept(one: Outcome, handles: set[int]) -> list[findings.Change]:
-        runs = findings.Runs(before, first, [again], [one], [1.0], 100 * precision_of(context.model))
+        runs = findings.Runs(
+            before, first, [again], [one], [1.0], 100 * precision_of(context.model)
+        )
         some = {handle: variable for handle, variable in named.items() if handle in handles}
-        return [change for change in findings.changes(rehearsal, runs, some, set()) if not change.is_number]
+        return [
+            change
+            for change in findings.changes(rehearsal, runs, some, set())
+            if not change.is_number
+        ]
 
     named, averaged = _variables(context)
     in_order = {change.name for change in kept(other, set(named))}
-    found = [replace(change, is_in_order=change.name in in_order) for change in kept(second, set(named) - averaged)]
+    found = [
+        replace(change, is_in_order=change.name in in_order)
+        for change in kept(second, set(named) - averaged)
+    ]
     # What is averaged over the ranks may differ between the shares, but not with the order of the samples.
-    found += [replace(one, is_averaged=True) for one in kept(second, averaged) if one in kept(other, averaged)]
+    found += [
+        replace(one, is_averaged=True)
+        for one in kept(second, averaged)
+        if one in kept(other, averaged)
+    ]
     title = f"the train step of {context.model.name!r}"
     return _Verdict("", findings.kept(title, found[0], context.world)) if found else verdict
 
@@ -217,7 +241,8 @@ def _judge(context: StepContext, samples: Samples, found: Compared) -> _Verdict:
     numbers = ", ".join(str(place + 1) for place in sorted(samples.places))
     sizes = " and ".join(str(part.units) for part in samples.parts)
     compared_with = (
-        f"gradients, added losses and variables of samples {numbers} of {samples.total}, with those of {sizes}"
+        f"gradients, added losses and variables of samples {numbers} of {samples.total}, "
+        f"with those of {sizes}"
     )
     result = "checked, with a warning" if warnings else "checked"
     return _Verdict(f"{result}: {compared_with} of them", warning="\n".join(warnings))
@@ -248,11 +273,18 @@ def _variables(context: StepContext) -> tuple[dict[int, Any], set[int]]:
     """Return the variables that a step may change only as one process does, and those that are averaged; by handle."""
     model, known = context.model, context.parts
     reduced = [variable for metric in known.metrics for variable in metric.variables]
-    others = {id(compat.handle_of(each)) for each in [*reduced, *training_state.optimizer_state(model)]}
-    every = [*training_state.common(model, compat.variables_of(model)), *training_state.loose_variables(model)]
+    others = {
+        id(compat.handle_of(each)) for each in [*reduced, *training_state.optimizer_state(model)]
+    }
+    every = [
+        *training_state.common(model, compat.variables_of(model)),
+        *training_state.loose_variables(model),
+    ]
     named = {id(compat.handle_of(variable)): variable for variable in every}
     averaged = {id(compat.handle_of(variable)) for variable in known.statistics}
-    return {handle: variable for handle, variable in named.items() if handle not in others}, averaged
+    return {
+        handle: variable for handle, variable in named.items() if handle not in others
+    }, averaged
 
 
 _LOSSES = {
@@ -263,7 +295,10 @@ _LOSSES = {
 }  # fmt: skip
 """Those that have one value for each sample. Dice, Tversky and CircleLoss, for instance, compare the samples."""
 
-_ANYTHING = (*xla.LAYERS_OF_SCRIPTS, "AddLoss")  # Keras's layers that hold anything that the user has written
+_ANYTHING = (
+    *xla.LAYERS_OF_SCRIPTS,
+    "AddLoss",
+)  # Keras's layers that hold anything that the user has written
 
 
 def needs_no_check(context: StepContext, batch: Any) -> bool:
@@ -285,7 +320,9 @@ def _is_well_known_loss(loss: Any) -> bool:
     function = getattr(loss, "fn", None)
     thing = type(loss) if function is None else function
     name = getattr(thing, "__name__", "").lower().replace("_", "")
-    return compat.belongs_to_keras(type(loss)) and compat.belongs_to_keras(thing) and name in _LOSSES
+    return (
+        compat.belongs_to_keras(type(loss)) and compat.belongs_to_keras(thing) and name in _LOSSES
+    )
 
 
 def _treats_samples_apart(layer: Any) -> bool:

@@ -92,7 +92,9 @@ class Function(StepContext):
             start.build(self.model, self.kind, self.own_step, spec, share)
         except Exception as error:
             first_step.require_divisible(self, spec, share, content(batch), error)
-            if self.model.run_eagerly and isinstance(error, (AttributeError, TypeError, NotImplementedError)):
+            if self.model.run_eagerly and isinstance(
+                error, (AttributeError, TypeError, NotImplementedError)
+            ):
                 raise RuntimeError(f"{type(error).__name__}: {error}\n{_TRACED}") from error
             raise
         finally:
@@ -127,7 +129,9 @@ class Function(StepContext):
             sources.require_same_mark(world, int(tag_of(pulled[0])[1]))
         else:
             rows = int(rows_of(pulled[0])) if pulled else 0
-            self.send_from_root(not sources.same_everywhere(world, self.source, start.digest(pulled), rows))
+            self.send_from_root(
+                not sources.same_everywhere(world, self.source, start.digest(pulled), rows)
+            )
         if training and pulled:
             if not self._checked:
                 self._checked = first_step.check(self, content(pulled[0]))

@@ -18,7 +18,9 @@ class ModelParts:
     losses: list[Any]  # that reduce: the compiled ones, and those among the model's attributes
     layers: list[Any]  # and the model
     regularized: list[Any]  # layers whose activity regularizer is a sum over the samples
-    statistics: list[Any]  # floating-point variables that the step moves, but no optimizer, such as moving averages
+    statistics: list[
+        Any
+    ]  # floating-point variables that the step moves, but no optimizer, such as moving averages
     generators: list[Any]  # from which the step draws random numbers
 
 
@@ -34,7 +36,11 @@ def parts_of(model: Any) -> ModelParts:
     base = compat.keras_of(model).losses.Loss
     own = [value for value in training_state.attributes(model) if isinstance(value, base)]
     # Without a reduction, the script reduces what an attribute gives; most take means, which need no change.
-    own = [loss for loss in own if not compat.is_loss_container(loss) and loss.reduction not in ("none", None)]
+    own = [
+        loss
+        for loss in own
+        if not compat.is_loss_container(loss) and loss.reduction not in ("none", None)
+    ]
     loose = [each for each in training_state.loose_variables(model) if each.dtype.is_floating]
     return ModelParts(
         compat.metrics_of(model),

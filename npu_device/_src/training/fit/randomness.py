@@ -21,7 +21,9 @@ from npu_device._src import compat, environment
 from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.world.world import World
 
-_APART = 1_000_003  # between the seeds of neighbouring ranks; scripts' own seeds are closer together
+_APART = (
+    1_000_003  # between the seeds of neighbouring ranks; scripts' own seeds are closer together
+)
 _SHOWN = 4
 
 
@@ -62,7 +64,9 @@ class NumbersOfRank:
         if self._graph is None:
             drew = self._before is not None and self._before != compat.random_state()
             return [Draw("tf.random", stateful=True, shared=EAGER)] if drew else []
-        samples = [leaf for leaf in tf.nest.flatten(share, expand_composites=True) if tf.is_tensor(leaf)]
+        samples = [
+            leaf for leaf in tf.nest.flatten(share, expand_composites=True) if tf.is_tensor(leaf)
+        ]
         shapes = {tuple(weight.shape) for weight in weights}
         draws = draws_of(self._graph, self._first, samples, shapes)
         for draw in draws:
@@ -90,7 +94,9 @@ def lines(model: Any, draws: Sequence[Draw]) -> list[str]:
     """Return how the ranks draw the random numbers of a step, for rank 0 to say (``start.say``)."""
     said = [("each rank its own    {}", [draw for draw in draws if not draw.shared])]
     for why in dict.fromkeys(draw.shared for draw in draws if draw.shared):
-        said.append((f"same on all ranks    {{}}: {why}", [draw for draw in draws if draw.shared == why]))
+        said.append(
+            (f"same on all ranks    {{}}: {why}", [draw for draw in draws if draw.shared == why])
+        )
     alone = "each rank decides    {}: in a function that the step calls; drawn in the step, it is shared"
     said.append((alone, [draw for draw in draws if draw.decides_alone]))
     stateful = "not in a checkpoint  {}: the operation keeps its state to itself"
@@ -101,21 +107,33 @@ def lines(model: Any, draws: Sequence[Draw]) -> list[str]:
 
 def _names(draws: Iterable[Draw]) -> str:
     names = list(dict.fromkeys(draw.name for draw in draws))
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return ", ".join(names[:_SHOWN]) + (
+        f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    )
 
 
 MARK = "npu_device_numbers_of_rank"
 """Name of the operation that mixes the rank into the state of a generator."""
 
-DECIDES, WHOLE_BATCH, KEPT = "decides what the step does", "is one for the whole batch", "is kept in a variable"
+DECIDES, WHOLE_BATCH, KEPT = (
+    "decides what the step does",
+    "is one for the whole batch",
+    "is kept in a variable",
+)
 EAGER = "is in an eager step, whose Python code may decide by it"
 """Why all ranks share a draw."""
 
 # What the other ranks know, too: the result of a transfer depends on no rank's numbers.
 _TRANSFERS = ("PyFunc", "PyFuncStateless", "EagerPyFunc", "Collective")
 _NUMBER = re.compile(r"_\d+$")  # by which TensorFlow tells operations of one name apart
-_SEEDS = ("StatelessRandomGet", "StatelessRandomUniformFullInt")  # operations that make seeds of seeds
-_ASSIGNMENTS = ("Assign", "Resource")  # AssignVariableOp, AssignAddVariableOp, ResourceApplyAdam, ResourceScatterAdd
+_SEEDS = (
+    "StatelessRandomGet",
+    "StatelessRandomUniformFullInt",
+)  # operations that make seeds of seeds
+_ASSIGNMENTS = (
+    "Assign",
+    "Resource",
+)  # AssignVariableOp, AssignAddVariableOp, ResourceApplyAdam, ResourceScatterAdd
 
 
 @dataclass(frozen=True)
@@ -123,11 +141,17 @@ class Draw:
     name: str  # of what draws, for messages
     stateful: bool  # an operation with a state of its own draws, not a generator
     shared: str  # why all ranks share it; "" if each rank draws its own
-    decides_alone: bool = False  # it decides what a function does that the step calls, on each rank differently
-    operation: Any = None  # what draws, or mixes the rank into a generator's state; None in eager mode
+    decides_alone: bool = (
+        False  # it decides what a function does that the step calls, on each rank differently
+    )
+    operation: Any = (
+        None  # what draws, or mixes the rank into a generator's state; None in eager mode
+    )
 
 
-def draws_of(graph: tf.Graph, first: int, samples: Sequence[tf.Tensor], shapes: set[tuple[int, ...]]) -> list[Draw]:
+def draws_of(
+    graph: tf.Graph, first: int, samples: Sequence[tf.Tensor], shapes: set[tuple[int, ...]]
+) -> list[Draw]:
     """Return the draws of a step whose operations begin with the ``first``; ``shapes`` are those of the weights."""
     operations = graph.get_operations()[first:]
     found = [operation for operation in operations if _is_draw(operation)]
@@ -149,7 +173,10 @@ def draws_of(graph: tf.Graph, first: int, samples: Sequence[tf.Tensor], shapes: 
                 shared = KEPT if operation.name in kept else ""
         draws.append(Draw(_name(operation), is_stateful(operation), shared, operation=operation))
     alone = flow.deciding_in_functions()
-    return draws + [Draw(_name(each), is_stateful(each), "", each.name in alone, each) for each in flow.draws_inside()]
+    return draws + [
+        Draw(_name(each), is_stateful(each), "", each.name in alone, each)
+        for each in flow.draws_inside()
+    ]
 
 
 def _name(operation: tf.Operation) -> str:
@@ -164,7 +191,9 @@ def _name(operation: tf.Operation) -> str:
 def is_stateful(operation: tf.Operation) -> bool:
     """Return True for a random operation that keeps its state to itself, such as that of ``tf.random.normal``."""
     if operation.type not in _have_seeds:
-        _have_seeds[operation.type] = {"seed", "seed2"} <= {attribute.name for attribute in operation.op_def.attr}
+        _have_seeds[operation.type] = {"seed", "seed2"} <= {
+            attribute.name for attribute in operation.op_def.attr
+        }
     return _have_seeds[operation.type]
 
 
@@ -225,7 +254,9 @@ class _Flow:
         self._inside: dict[str, dict[str, list[_Flow]]] = {}
         for operation in graph.get_operations():
             if functions := compat.functions_of(operation):
-                self._inside[operation.name] = {name: list(map(_Flow, graphs)) for name, graphs in functions.items()}
+                self._inside[operation.name] = {
+                    name: list(map(_Flow, graphs)) for name, graphs in functions.items()
+                }
 
     def draws_behind(self, targets: Iterator[list[tf.Tensor]]) -> set[str]:
         """Return the draws behind values that don't depend on this rank's samples: all ranks have to have the same."""
@@ -238,7 +269,9 @@ class _Flow:
             for flow in itertools.chain(*inside.values()):
                 yield self._graph.get_operation_by_name(name), inside, flow
 
-    def _from_inside(self, find: Callable[[_Flow], Iterator[list[tf.Tensor]]]) -> Iterator[list[tf.Tensor]]:
+    def _from_inside(
+        self, find: Callable[[_Flow], Iterator[list[tf.Tensor]]]
+    ) -> Iterator[list[tf.Tensor]]:
         """Yield what is found in the functions inside, as tensors of this graph."""
         for operation, inside, flow in self._functions():
             for tensors in find(flow):
@@ -260,7 +293,10 @@ class _Flow:
         for operation, inside, flow in self._functions():
             found |= flow.deciding_in_functions()
             for reach in map(flow.reach, flow.decisions() if "f" in inside else ()):
-                if reach.draws and not self.reach(self._outside(operation, inside, reach.inputs)).samples:
+                if (
+                    reach.draws
+                    and not self.reach(self._outside(operation, inside, reach.inputs)).samples
+                ):
                     found |= reach.draws
         return found
 
@@ -276,7 +312,9 @@ class _Flow:
                 yield list(operation.inputs)[1:]
         yield from self._from_inside(_Flow.assignments)
 
-    def _outside(self, operation: tf.Operation, inside: dict[str, list[_Flow]], places: set[int]) -> list[tf.Tensor]:
+    def _outside(
+        self, operation: tf.Operation, inside: dict[str, list[_Flow]], places: set[int]
+    ) -> list[tf.Tensor]:
         if "cond" in inside:
             return [operation.inputs[place] for place in self._loop(inside, places)]
         offset = 0 if "f" in inside else 1
@@ -309,7 +347,9 @@ class _Flow:
         if "cond" in inside:
             return self._outside(operation, inside, {output})
         flows = itertools.chain(*inside.values())
-        places = {place for flow in flows for place in flow.reach([flow._graph.outputs[output]]).inputs}
+        places = {
+            place for flow in flows for place in flow.reach([flow._graph.outputs[output]]).inputs
+        }
         decides = [] if "f" in inside else [operation.inputs[0]]
         return [*decides, *self._outside(operation, inside, places)]
 

@@ -40,17 +40,23 @@ class Part(Share):
 
 @dataclass(frozen=True)
 class Outcome:
-    gradients: list[Any]  # that reached the optimizers, weighted; None, or values and indices for rows of a table
+    gradients: list[
+        Any
+    ]  # that reached the optimizers, weighted; None, or values and indices for rows of a table
     losses: list[Any]  # that layers have added
     state: list[np.ndarray]  # of the variables that the step has changed
-    numbers: dict[str, float]  # losses, and what metrics and logs are given; see ``CurrentStep.is_sum``
+    numbers: dict[
+        str, float
+    ]  # losses, and what metrics and logs are given; see ``CurrentStep.is_sum``
     chosen: list[np.ndarray]  # tensors that were asked for
 
 
 class Rehearsal:
     """A train step, traced once, that runs on parts of a batch."""
 
-    def __init__(self, context: StepContext, spec: Any, choose: Callable[[Any], list[Any]] | None = None) -> None:
+    def __init__(
+        self, context: StepContext, spec: Any, choose: Callable[[Any], list[Any]] | None = None
+    ) -> None:
         """Trace the step of a built model; ``choose`` returns tensors of the graph whose values are wanted, too."""
         self._context = context
         self._choose = choose
@@ -81,8 +87,12 @@ class Rehearsal:
             return self._results()
 
         number, flag = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.bool)
-        autograph = not compat.is_keras_3(compat.keras_of(self._context.model))  # as each Keras traces the step itself
-        return tf.function(step, autograph=autograph).get_concrete_function(spec, number, number, flag)
+        autograph = not compat.is_keras_3(
+            compat.keras_of(self._context.model)
+        )  # as each Keras traces the step itself
+        return tf.function(step, autograph=autograph).get_concrete_function(
+            spec, number, number, flag
+        )
 
     @_as_it_is
     def _begin(self, data: Any, units: Any, total: Any, is_first: Any) -> Share:
@@ -150,16 +160,25 @@ class Rehearsal:
         if not all(compat.is_in(graph, tensor) for tensor in flat):
             raise NotChecked("the step applies gradients in a branch or a loop")
         added = []
-        with contextlib.suppress(AttributeError, ValueError):  # a model that its step has never called
+        with contextlib.suppress(
+            AttributeError, ValueError
+        ):  # a model that its step has never called
             added = [loss for loss in self._context.model.losses if compat.is_in(graph, loss)]
         self.losses += added
         self.chosen = [] if self._choose is None else self._choose(graph)
         gradients = [
-            (part.values, part.indices) if isinstance(part, tf.IndexedSlices) else part for part in self._weighted
+            (part.values, part.indices) if isinstance(part, tf.IndexedSlices) else part
+            for part in self._weighted
         ]
         losses = [tf.reduce_sum(loss) for loss in added]
-        given = {name: tf.convert_to_tensor(each) for name, each in self.step.numbers.items() if _is_number(each)}
-        self.numbers = {name: number for name, number in given.items() if compat.is_in(graph, number)}
+        given = {
+            name: tf.convert_to_tensor(each)
+            for name, each in self.step.numbers.items()
+            if _is_number(each)
+        }
+        self.numbers = {
+            name: number for name, number in given.items() if compat.is_in(graph, number)
+        }
         compat.without_noise(graph)
         return gradients, losses, self._world.sent, self.numbers, self.chosen
 
@@ -184,13 +203,17 @@ class Rehearsal:
         finally:
             for handle, value in zip(self.handles, before):
                 tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-        gradients, losses, chosen = tf.nest.map_structure(lambda tensor: tensor.numpy(), (gradients, losses, chosen))
+        gradients, losses, chosen = tf.nest.map_structure(
+            lambda tensor: tensor.numpy(), (gradients, losses, chosen)
+        )
         values = {name: float(number) for name, number in numbers.items()}
         return Outcome(gradients, losses, state, values, chosen), sent
 
 
 def _is_number(value: Any) -> bool:
-    if not tf.is_tensor(value) or isinstance(value, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)):
+    if not tf.is_tensor(value) or isinstance(
+        value, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)
+    ):
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return value.shape.rank == 0 and (value.dtype.is_floating or value.dtype.is_integer)
 
@@ -271,17 +294,23 @@ class _VirtualRanks:
     def reduce(self, tensors: Sequence[Any], options: ReductionOptions) -> list[Any]:
         if options.kind != "sum":
             raise NotChecked(f"the step reduces by {options.kind!r} itself")
-        return [None if each is None else self.add_up(tf.convert_to_tensor(each)) for each in tensors]
+        return [
+            None if each is None else self.add_up(tf.convert_to_tensor(each)) for each in tensors
+        ]
 
     def _exchange(self, tensor: tf.Tensor, joins: bool) -> tf.Tensor:
         tensor = tf.convert_to_tensor(tensor)
         if not compat.is_in(self.graph, tensor):
             raise NotChecked("the ranks exchange values in a branch or a loop of the step")
         with tf.init_scope():
-            result = compat.plain_variable(np.zeros([0], tensor.dtype.as_numpy_dtype), shape=tf.TensorShape(None))
+            result = compat.plain_variable(
+                np.zeros([0], tensor.dtype.as_numpy_dtype), shape=tf.TensorShape(None)
+            )
             is_known = compat.plain_variable(False)
         self._exchanges.append(_Exchange(tensor, joins, result, is_known))
-        value = tf.cond(tf.identity(is_known), lambda: tf.identity(result), lambda: tf.identity(tensor))
+        value = tf.cond(
+            tf.identity(is_known), lambda: tf.identity(result), lambda: tf.identity(tensor)
+        )
         value.set_shape([None, *tensor.shape[1:]] if joins else tensor.shape)
         return tf.stop_gradient(value)
 

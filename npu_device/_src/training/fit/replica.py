@@ -62,7 +62,9 @@ class Replica:
         self.test = Function(self.state, "test")
         self.predict = Function(self.state, "predict")
         for name, method in {**self._methods(), _REPLICA: self}.items():
-            object.__setattr__(model, name, method)  # past Keras's own __setattr__, which tracks what is to be saved
+            object.__setattr__(
+                model, name, method
+            )  # past Keras's own __setattr__, which tracks what is to be saved
         files.save_parts_once(world, model)
 
     def _methods(self) -> dict[str, Any]:
@@ -95,7 +97,9 @@ class Replica:
             arguments = self._arguments(self.train, own, args, kwargs)
             self.test.source = arguments.get("validation_data")
             self._set_data(arguments, "validation_data")
-            callbacks = callbacks_of_rank(self.world, self.model, arguments.get("callbacks"), self._compare_batches)
+            callbacks = callbacks_of_rank(
+                self.world, self.model, arguments.get("callbacks"), self._compare_batches
+            )
             arguments.set("callbacks", callbacks)
             self.state.callbacks = callbacks
             start.share_random_state(self.world)
@@ -117,7 +121,9 @@ class Replica:
 
         return fit
 
-    def _evaluate_or_predict(self, function: Function, own: Callable[..., Any]) -> Callable[..., Any]:
+    def _evaluate_or_predict(
+        self, function: Function, own: Callable[..., Any]
+    ) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.state.in_fit:
                 arguments = Arguments(self.model, own, args, kwargs)
@@ -132,7 +138,9 @@ class Replica:
 
         return call
 
-    def _arguments(self, function: Function, own: Callable[..., Any], args: Any, kwargs: Any) -> Arguments:
+    def _arguments(
+        self, function: Function, own: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Arguments:
         arguments = Arguments(self.model, own, args, kwargs)
         function.source = arguments.get("x")
         if function is not self.predict:
@@ -153,7 +161,9 @@ class Replica:
             arguments.set(name, data.for_keras)
         elif isinstance(data, Divided):
             arguments.set(name, with_equal_length(self.world, data))
-        elif isinstance(data, compat.keras_of(self.model).utils.Sequence) and callable(getattr(data, "rows", None)):
+        elif isinstance(data, compat.keras_of(self.model).utils.Sequence) and callable(
+            getattr(data, "rows", None)
+        ):
             arguments.set(name, rows_of_rank(self.world, self.model, data))
 
     def _compare_batches(self) -> None:
@@ -187,7 +197,9 @@ def replicate(model: Any) -> Any:
     docs/differs.md lists them, with what to change. ``npurun verify`` compares a whole script with one process.
     """
     if not all(hasattr(model, name) for name in ("fit", "train_step", "make_train_function")):
-        raise TypeError(f"expected a Keras model; found a {type(model).__module__}.{type(model).__name__}")
+        raise TypeError(
+            f"expected a Keras model; found a {type(model).__module__}.{type(model).__name__}"
+        )
     ranks = world_unless_child()
     if ranks is not None and replica_of(model) is None:
         require_no_strategy(model)
@@ -245,12 +257,16 @@ _SPEAK = ("ModelCheckpoint", "EarlyStopping", "ReduceLROnPlateau", "LearningRate
 """Keras's callbacks that decide on every rank, and print what they do if ``verbose`` is set."""
 
 
-def callbacks_of_rank(world: World, model: Any, callbacks: Any, compare_batches: Callable[[], None]) -> Any:
+def callbacks_of_rank(
+    world: World, model: Any, callbacks: Any, compare_batches: Callable[[], None]
+) -> Any:
     """Return the callbacks that ``fit`` gets on this rank: those that write only on rank 0, and ``RanksMeet`` last."""
     keras = compat.keras_of(model)
     given = getattr(callbacks, "callbacks", callbacks)  # of Keras's own list, created by the script
     given = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
-    mine = [callback for callback in given if world.is_main or not _is_one_of(_WRITE, callback, keras)]
+    mine = [
+        callback for callback in given if world.is_main or not _is_one_of(_WRITE, callback, keras)
+    ]
     for callback in given:
         if _is_one_of(("ModelCheckpoint",), callback, keras):
             # Keras 3 would make the directory on all ranks at once; one of them fails.
@@ -264,13 +280,17 @@ def callbacks_of_rank(world: World, model: Any, callbacks: Any, compare_batches:
         """
 
         def on_train_begin(self, logs: Any = None) -> None:
-            if hasattr(model, "_initial_epoch"):  # Keras 3; BackupAndRestore may have set it on rank 0
+            if hasattr(
+                model, "_initial_epoch"
+            ):  # Keras 3; BackupAndRestore may have set it on rank 0
                 model._initial_epoch = world.object_from_root(model._initial_epoch)
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             mine = []
             for optimizer in training_state.optimizers(model):
-                with contextlib.suppress(AttributeError, TypeError, ValueError):  # a legacy optimizer's schedule
+                with contextlib.suppress(
+                    AttributeError, TypeError, ValueError
+                ):  # a legacy optimizer's schedule
                     mine.append(float(optimizer.learning_rate))
             found = world.objects((bool(model.stop_training), mine), _END_OF_EPOCH)
             model.stop_training = any(stops for stops, _ in found)

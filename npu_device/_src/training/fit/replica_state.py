@@ -37,7 +37,9 @@ class ReplicaState:
             # tf-keras would choose the number by the time that this rank takes; its callbacks would run at other steps.
             self.model.autotune_steps_per_execution = False
             if self.world.is_main:
-                _log.warning("steps_per_execution='auto' is 1 in a replicated model: ranks would choose other numbers.")
+                _log.warning(
+                    "steps_per_execution='auto' is 1 in a replicated model: ranks would choose other numbers."
+                )
         if kind == "train":
             for optimizer in training_state.optimizers(self.model):
                 replicate_optimizer(optimizer, self.world)
@@ -48,6 +50,8 @@ class ReplicaState:
             return
         self._is_reported = True
         if self.world.is_main:
-            last_callback = self.callbacks[-1] if isinstance(self.callbacks, list) else self.callbacks
+            last_callback = (
+                self.callbacks[-1] if isinstance(self.callbacks, list) else self.callbacks
+            )
             steps = (getattr(last_callback, "params", None) or {}).get("steps")
             start.say(start.statement(self.world, self.model, rows, steps, checked))

@@ -35,8 +35,13 @@ def npu_compat_function(func: Callable[..., Any] | None = None, **kwargs: Any) -
     asked = [flag for flag in _XLA_FLAGS if kwargs.get(flag)]
     if asked and not _warned:
         _warned = True
-        _log.warning("npu_compat_function ignores %s; use tf.function to compile with XLA", " and ".join(asked))
-    return tf.function(func, **{name: value for name, value in kwargs.items() if name not in _XLA_FLAGS})
+        _log.warning(
+            "npu_compat_function ignores %s; use tf.function to compile with XLA",
+            " and ".join(asked),
+        )
+    return tf.function(
+        func, **{name: value for name, value in kwargs.items() if name not in _XLA_FLAGS}
+    )
 
 
 def npu_callbacks_append(callbacks_list: Any = ()) -> list[Any]:

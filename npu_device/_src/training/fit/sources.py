@@ -30,7 +30,9 @@ def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
     found = world.objects((digest, rows), "first batch")
     if len({value for value, _ in found}) == 1:
         return True
-    lines = world.lines(f"first batch of {counted(size, 'sample')}, checksum {value:08x}" for value, size in found)
+    lines = world.lines(
+        f"first batch of {counted(size, 'sample')}, checksum {value:08x}" for value, size in found
+    )
     pipelines = world.objects(_pipeline(source), "data pipeline")
     if pipelines[0] is not None and len(set(pipelines)) == 1:
         if world.is_main:
@@ -52,7 +54,9 @@ def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
     )
 
 
-def kinds_that_differ(world: World, checksums: dict[str, int], in_fit: bool, own_data: Sequence[str]) -> list[str]:
+def kinds_that_differ(
+    world: World, checksums: dict[str, int], in_fit: bool, own_data: Sequence[str]
+) -> list[str]:
     """Compare all batches by kind; return, with a warning, those that rank 0 is to send from now on.
 
     Raises ValueError after ``evaluate`` and ``predict``, and for kinds of which each rank reads its own rows.
@@ -63,9 +67,12 @@ def kinds_that_differ(world: World, checksums: dict[str, int], in_fit: bool, own
     if kinds and (world.is_main or not can_go_on):
         data = " and ".join(map(_USES.__getitem__, kinds))
         lines = world.lines(
-            "checksum " + " and ".join(f"{each[kind] & 0xFFFFFFFF:08x}" for kind in kinds) for each in found
+            "checksum " + " and ".join(f"{each[kind] & 0xFFFFFFFF:08x}" for kind in kinds)
+            for each in found
         )
-        text = f"the {data} data were not the same on all ranks; only the first batches were:\n{lines}"
+        text = (
+            f"the {data} data were not the same on all ranks; only the first batches were:\n{lines}"
+        )
         advice = (
             "Likely cause: each rank shuffles or changes the data at random by itself, for instance a Sequence in "
             "on_epoch_end.\nWhat to do: use the same seed on every rank (npu.open(seed=1)); or pass this rank's part "
@@ -113,15 +120,21 @@ def _pipeline(source: Any) -> int | None:
     if not isinstance(source, tf.data.Dataset):
         return None
     try:
-        graph = tf.raw_ops.DatasetToGraphV2(input_dataset=tf.data.experimental.to_variant(source)).numpy()
+        graph = tf.raw_ops.DatasetToGraphV2(
+            input_dataset=tf.data.experimental.to_variant(source)
+        ).numpy()
     except tf.errors.OpError:
         return None
     if b"ShardDataset" in graph or b"PyFunc" in graph:
         return None
     found = _without_seeds(tf.compat.v1.GraphDef.FromString(graph))
-    functions = sorted(function.SerializeToString(deterministic=True) for function in found.library.function)
+    functions = sorted(
+        function.SerializeToString(deterministic=True) for function in found.library.function
+    )
     found.library.Clear()
-    return zlib.crc32(b"".join([found.SerializeToString(deterministic=True), *functions]))  # whatever their order
+    return zlib.crc32(
+        b"".join([found.SerializeToString(deterministic=True), *functions])
+    )  # whatever their order
 
 
 def _without_seeds(graph: Any) -> Any:
@@ -131,7 +144,12 @@ def _without_seeds(graph: Any) -> Any:
         inputs = {name.split(":")[0] for node in seeded for name in node.input}
         # Random generators and counters that a map uses, such as those of Keras 3's layers, with their values now.
         set_here = [node for node in nodes if node.op == "AssignVariableOp"]
-        states = {name for node in set_here if tf.as_dtype(node.attr["dtype"].type).is_integer for name in node.input}
+        states = {
+            name
+            for node in set_here
+            if tf.as_dtype(node.attr["dtype"].type).is_integer
+            for name in node.input
+        }
         for node in nodes:
             is_scalar = not node.attr["value"].tensor.tensor_shape.dim
             if node.op == "Const" and (node.name in states or (node.name in inputs and is_scalar)):
@@ -139,7 +157,10 @@ def _without_seeds(graph: Any) -> Any:
             node.device = ""
             for name in ("metadata", "config", "config_proto"):
                 node.attr.pop(name, None)
-            node.name, node.input[:] = _TABLE.sub("", node.name), [_TABLE.sub("", name) for name in node.input]
+            node.name, node.input[:] = (
+                _TABLE.sub("", node.name),
+                [_TABLE.sub("", name) for name in node.input],
+            )
             for value in node.attr.values():
                 for function in [value.func] if value.HasField("func") else value.list.func:
                     function.name = function.name.rstrip(_NUMBER)
@@ -186,7 +207,9 @@ def again(batches: Any, pulled: list[Any]) -> Any:
     # Not a generator: its Python calls can wait for ever on a rank with one thread, and each one stays in memory.
     parts = map(tf.data.Dataset.from_tensors, pulled)
     variant = tf.data.experimental.to_variant(functools.reduce(tf.data.Dataset.concatenate, parts))
-    return iter(tf.data.experimental.from_variant(variant, batches.element_spec))  # which may have unknown dimensions
+    return iter(
+        tf.data.experimental.from_variant(variant, batches.element_spec)
+    )  # which may have unknown dimensions
 
 
 class InputWait:

@@ -38,11 +38,17 @@ def spec_of(model: Any, batches: Any, batch: Any) -> Any:
     """Return what the step of a model is going to be traced with: nested ``tf.TypeSpec``."""
     if isinstance(batches, tf.data.Iterator) and not model.run_eagerly:
         return batches.element_spec
-    return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), batch)
+    return tf.nest.map_structure(
+        lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), batch
+    )
 
 
 def build(
-    model: Any, kind: str, own: Callable[[Any], Any], spec: Any, divide: Callable[[Any], Any] = lambda data: data
+    model: Any,
+    kind: str,
+    own: Callable[[Any], Any],
+    spec: Any,
+    divide: Callable[[Any], Any] = lambda data: data,
 ) -> None:
     """Trace a step, of Keras or the user, on what ``divide`` returns of a batch, to make all variables it needs."""
     if kind == "train" and not compat.belongs_to_keras(own):
@@ -71,7 +77,11 @@ def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) ->
     variables += training_state.loose_variables(model)
     if training:
         variables += training_state.optimizer_state(model)
-    each = [variable for variable in training_state.unique(variables) if tf.as_dtype(variable.dtype) != tf.string]
+    each = [
+        variable
+        for variable in training_state.unique(variables)
+        if tf.as_dtype(variable.dtype) != tf.string
+    ]
     assign_from_root(world, each, root_rank)
 
 
@@ -89,7 +99,9 @@ def say(lines: list[str]) -> None:
         print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def statement(world: World, model: Any, rows: int | None, steps: int | None, checked: str) -> list[str]:
+def statement(
+    world: World, model: Any, rows: int | None, steps: int | None, checked: str
+) -> list[str]:
     """Return the message; ``rows`` are those of the first batch, None of divided data; ``steps`` those of an epoch."""
     hosts = Counter(world.job.cluster.hosts)
     where = ", ".join(f"{count} on {host}" for host, count in hosts.items())
@@ -107,7 +119,11 @@ def statement(world: World, model: Any, rows: int | None, steps: int | None, che
         f"  global batch   {batch}; {'unknown' if steps is None else steps} steps per epoch",
         f"  learning rate  {rates}, as given, not scaled by the number of ranks",
         f"  backend        {backend}; {threads} per rank",
-        *(["  XLA            compiles the model's forward and backward pass"] if xla.compiles_call(model) else []),
+        *(
+            ["  XLA            compiles the model's forward and backward pass"]
+            if xla.compiles_call(model)
+            else []
+        ),
         *_normalisation(model),
         *([f"  open ports     {ports}"] if ports else []),
         f"  first step     {checked}",
@@ -126,7 +142,9 @@ def _rate(optimizer: Any) -> str:
 def _normalisation(model: Any) -> list[str]:
     """Return a line about layers that normalise the share of each rank by itself; none without such layers."""
     kind = compat.keras_of(model).layers.BatchNormalization
-    layers = [layer for layer in compat.all_layers(model) if isinstance(layer, kind) and layer.trainable]
+    layers = [
+        layer for layer in compat.all_layers(model) if isinstance(layer, kind) and layer.trainable
+    ]
     names = [layer.name for layer in layers if not getattr(layer, "synchronized", False)]
     if not names:
         return []

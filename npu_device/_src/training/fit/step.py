@@ -43,7 +43,9 @@ def train_or_test_step(context: StepContext, own: Callable[[Any], Any]) -> Calla
     # tf-keras has AutoGraph rewrite this, for the sake of the user's step inside. So it holds no more than the road.
     @functools.wraps(own)
     def step(data: Any) -> Any:
-        if current_step() is not None:  # a step that another model's step calls, whose share it works on
+        if (
+            current_step() is not None
+        ):  # a step that another model's step calls, whose share it works on
             return own(data)
         batch = _take(context, data)
         share = divide(context.world, batch)
@@ -83,14 +85,20 @@ def _take(context: StepContext, data: Any) -> Any:
     arrived = iter(context.world.from_root([leaf for leaf in leaves if _is_sent_as_it_is(leaf)]))
     as_bytes = functools.partial(_sent_as_bytes, context.world)
     found = [
-        next(arrived) if _is_sent_as_it_is(leaf) else tf.nest.map_structure(as_bytes, leaf, expand_composites=True)
+        next(arrived)
+        if _is_sent_as_it_is(leaf)
+        else tf.nest.map_structure(as_bytes, leaf, expand_composites=True)
         for leaf in leaves
     ]
     return tf.nest.pack_sequence_as(data, found)
 
 
 def _is_sent_as_it_is(leaf: Any) -> bool:
-    return isinstance(leaf, tf.Tensor) and leaf.dtype != tf.string and leaf.shape[1:].is_fully_defined()
+    return (
+        isinstance(leaf, tf.Tensor)
+        and leaf.dtype != tf.string
+        and leaf.shape[1:].is_fully_defined()
+    )
 
 
 def _sent_as_bytes(world: World, tensor: Any) -> Any:
@@ -101,7 +109,9 @@ def _sent_as_bytes(world: World, tensor: Any) -> Any:
     [length] = world.from_root([tf.size(mine, tf.int64)])
     [sent] = world.from_root([mine if world.is_main else tf.zeros([length], tf.uint8)])
     every = tf.constant([bytes([value]) for value in range(256)])
-    found = tf.io.parse_tensor(tf.strings.reduce_join(tf.gather(every, tf.cast(sent, tf.int32))), tensor.dtype)
+    found = tf.io.parse_tensor(
+        tf.strings.reduce_join(tf.gather(every, tf.cast(sent, tf.int32))), tensor.dtype
+    )
     return tf.ensure_shape(found, tensor.shape)
 
 
@@ -121,7 +131,9 @@ def divide(world: World, batch: Any) -> Share:
 
 @_as_it_is
 def _current(context: StepContext, share: Share) -> CurrentStep:
-    return CurrentStep(share, context.is_from_script, context.world.reduce, context.world.gather, context.sums)
+    return CurrentStep(
+        share, context.is_from_script, context.world.reduce, context.world.gather, context.sums
+    )
 
 
 class Step:
@@ -170,22 +182,40 @@ class Step:
         again, lost = self._metrics.results_again(values)
         if lost and self._world.is_main:
             named = logs.items() if isinstance(logs, dict) else ()
-            names = [repr(name) for name, value in named if any(value is values[place] for place in lost)]
+            names = [
+                repr(name) for name, value in named if any(value is values[place] for place in lost)
+            ]
             _log.warning(_COMPUTED, type(self._context.model).__name__, ", ".join(names) or "logs")
         others = [place for place, result in enumerate(again) if result is None]
-        rest = iter(self._of_all_ranks([values[place] for place in others], [are_sums[place] for place in others]))
-        return tf.nest.pack_sequence_as(logs, [next(rest) if result is None else result for result in again])
+        rest = iter(
+            self._of_all_ranks(
+                [values[place] for place in others], [are_sums[place] for place in others]
+            )
+        )
+        return tf.nest.pack_sequence_as(
+            logs, [next(rest) if result is None else result for result in again]
+        )
 
     def _of_all_ranks(self, values: Sequence[Any], are_sums: Sequence[bool | None]) -> list[Any]:
         """Return scalars of the logs of all ranks: sums added up, other numbers averaged by samples."""
-        found = [compat.to_tensor(value) if isinstance(value, (float, np.floating)) else value for value in values]
-        scalars = [place for place, value in enumerate(found) if tf.is_tensor(value) and value.shape.rank == 0]
+        found = [
+            compat.to_tensor(value) if isinstance(value, (float, np.floating)) else value
+            for value in values
+        ]
+        scalars = [
+            place
+            for place, value in enumerate(found)
+            if tf.is_tensor(value) and value.shape.rank == 0
+        ]
         counted = [place for place in scalars if found[place].dtype.is_floating]
         counted += [place for place in scalars if found[place].dtype.is_integer and are_sums[place]]
         if counted:
             current = self._current
             weights = [current.counts if are_sums[place] else current.weight for place in counted]
-            parts = [tf.cast(found[place], tf.float64) * weight for place, weight in zip(counted, weights)]
+            parts = [
+                tf.cast(found[place], tf.float64) * weight
+                for place, weight in zip(counted, weights)
+            ]
             for place, value in zip(counted, tf.unstack(self._world.add_up(tf.stack(parts)))):
                 found[place] = tf.cast(value, found[place].dtype)
         return found
@@ -202,20 +232,27 @@ def _begin(context: StepContext, share: Share) -> Step:
 class Increments:
     """The values of variables before a step, so that their increments, times weights, can be added up after it."""
 
-    def __init__(self, variables: Sequence[tuple[Any, Any]], add_up: Callable[[tf.Tensor], tf.Tensor]) -> None:
+    def __init__(
+        self, variables: Sequence[tuple[Any, Any]], add_up: Callable[[tf.Tensor], tf.Tensor]
+    ) -> None:
         self._add_up = add_up
         groups: dict[tuple[tf.DType, int], list[Any]] = {}
         factors = {id(factor): factor for _, factor in variables}
         for variable, factor in variables:
             groups.setdefault((tf.as_dtype(variable.dtype), id(factor)), []).append(variable)
         # Packed, since a step has hundreds of such variables and few operations to spare for each.
-        self._groups = [(dtype, members, factors[key], _packed(members)) for (dtype, key), members in groups.items()]
+        self._groups = [
+            (dtype, members, factors[key], _packed(members))
+            for (dtype, key), members in groups.items()
+        ]
 
     def reduce(self) -> None:
         """Give each variable its value before the step plus the sum of all ranks' increments."""
         for dtype in dict.fromkeys(dtype for dtype, *_ in self._groups):
             groups = [group for group in self._groups if group[0] == dtype]
-            moved = [_times(_packed(members) - before, factor) for _, members, factor, before in groups]
+            moved = [
+                _times(_packed(members) - before, factor) for _, members, factor, before in groups
+            ]
             before = tf.concat([before for *_, before in groups], axis=0)
             total = before + self._add_up(tf.concat(moved, axis=0))
             members = [member for _, members, *_ in groups for member in members]
@@ -223,12 +260,16 @@ class Increments:
             for member, value in zip(members, tf.split(total, sizes)):
                 member.assign(value if len(member.shape) == 1 else tf.reshape(value, member.shape))
         # From here on, for a step that reads results halfway.
-        self._groups = [(dtype, members, factor, _packed(members)) for dtype, members, factor, _ in self._groups]
+        self._groups = [
+            (dtype, members, factor, _packed(members)) for dtype, members, factor, _ in self._groups
+        ]
 
 
 def _packed(variables: Sequence[Any]) -> tf.Tensor:
     values = [tf.convert_to_tensor(variable) for variable in variables]
-    return tf.concat([value if value.shape.rank == 1 else tf.reshape(value, [-1]) for value in values], axis=0)
+    return tf.concat(
+        [value if value.shape.rank == 1 else tf.reshape(value, [-1]) for value in values], axis=0
+    )
 
 
 def _times(value: tf.Tensor, factor: Any) -> tf.Tensor:
@@ -236,7 +277,9 @@ def _times(value: tf.Tensor, factor: Any) -> tf.Tensor:
         return value
     if value.dtype.is_floating:
         return value * tf.cast(factor, value.dtype)
-    return tf.where(factor > 0, value, tf.zeros_like(value))  # an integer counts in full or not at all
+    return tf.where(
+        factor > 0, value, tf.zeros_like(value)
+    )  # an integer counts in full or not at all
 
 
 # Logged.
@@ -247,7 +290,9 @@ def _gather(world: World, share: Share, outputs: Any) -> Any:
     """Return all ranks' predictions in the order of the batch; None if there isn't one per sample."""
     leaves = tf.nest.flatten(outputs)
     for leaf in leaves:
-        dense = isinstance(leaf, tf.Tensor) and (leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool)
+        dense = isinstance(leaf, tf.Tensor) and (
+            leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool
+        )
         if not dense or leaf.shape.rank == 0:
             return None
     return tf.nest.pack_sequence_as(outputs, [world.gather(share.counted(leaf)) for leaf in leaves])

@@ -61,7 +61,9 @@ def set_sums(context: StepContext, found: Sequence[dict[str, bool]]) -> None:
 def _reductions(context: StepContext) -> list[tuple[str, Any]]:
     """Return the reductions of the optimizers of a model, with names that are the same on all ranks."""
     found = enumerate(map(reduction_of, map(carrier, training_state.optimizers(context.model))))
-    return [(f"optimizer {place}", reduction) for place, reduction in found if reduction is not None]
+    return [
+        (f"optimizer {place}", reduction) for place, reduction in found if reduction is not None
+    ]
 
 
 def samples_of(batch: Any) -> Samples:
@@ -92,19 +94,29 @@ def compared(context: StepContext, samples: Samples, repeats: bool) -> Compared:
         rehearsal = Rehearsal(context, samples.spec)
         runs = _runs(context, rehearsal, samples, repeats)
         numbers = findings.kinds(runs)
-        losses = {name for name, is_sum in numbers.items() if is_sum and name.startswith((LOSS, ADDED_LOSS))}
+        losses = {
+            name
+            for name, is_sum in numbers.items()
+            if is_sum and name.startswith((LOSS, ADDED_LOSS))
+        }
         if not losses <= known:  # first these: the penalties beside them are no sums
             known |= losses
             continue
         kinds = findings.adding(findings.comparisons(rehearsal, runs))
-        optimizers = {name: kinds[reduction] for name, reduction in _reductions(context) if reduction in kinds}
+        optimizers = {
+            name: kinds[reduction] for name, reduction in _reductions(context) if reduction in kinds
+        }
         adding = {name for name, is_sum in optimizers.items() if is_sum}
         if adding <= known:
-            return Compared(rehearsal, runs, {**numbers, **optimizers, **dict.fromkeys(known, True)})
+            return Compared(
+                rehearsal, runs, {**numbers, **optimizers, **dict.fromkeys(known, True)}
+            )
         known |= adding
 
 
-def _runs(context: StepContext, rehearsal: Rehearsal, samples: Samples, repeats: bool) -> findings.Runs:
+def _runs(
+    context: StepContext, rehearsal: Rehearsal, samples: Samples, repeats: bool
+) -> findings.Runs:
     whole, parts = samples.whole, samples.parts
     precision = precision_of(context.model)
     before = rehearsal.values()
@@ -123,11 +135,15 @@ def _runs(context: StepContext, rehearsal: Rehearsal, samples: Samples, repeats:
     except tf.errors.OpError as error:
         if len(samples.places) < samples.total:
             raise
-        raise Indivisible(findings.not_samples(whole.data, findings.last_line(error), context.world)) from error
+        raise Indivisible(
+            findings.not_samples(whole.data, findings.last_line(error), context.world)
+        ) from error
     if repeats:
         with _moved(rehearsal.variables, precision):
             again += rehearsal.run([whole])
-    return findings.Runs(before, first, again, divided, [part.weight for part in parts], 100 * precision)
+    return findings.Runs(
+        before, first, again, divided, [part.weight for part in parts], 100 * precision
+    )
 
 
 def added_up(context: StepContext, found: Compared) -> str:
@@ -161,7 +177,9 @@ def spec_of_any_length(leaf: Any) -> Any:
 
 def precision_of(model: Any) -> float:
     """Return how much rounding may change a value, relative."""
-    kinds = {str(getattr(layer, "compute_dtype", "float32")) for layer in compat.all_layers(model)[1:]}
+    kinds = {
+        str(getattr(layer, "compute_dtype", "float32")) for layer in compat.all_layers(model)[1:]
+    }
     has_gpu = bool(tf.config.list_logical_devices("GPU"))
     is_tf32 = has_gpu and tf.config.experimental.tensor_float_32_execution_enabled()
     return 5e-4 if is_tf32 or kinds & {"float16", "bfloat16"} else 1e-6
@@ -170,7 +188,9 @@ def precision_of(model: Any) -> float:
 @contextlib.contextmanager
 def _moved(variables: Sequence[Any], precision: float) -> Iterator[None]:
     """Give variables values that differ by rounding from their own in the block."""
-    before = [(variable, tf.convert_to_tensor(variable)) for variable in training_state.unique(variables)]
+    before = [
+        (variable, tf.convert_to_tensor(variable)) for variable in training_state.unique(variables)
+    ]
     for variable, value in before:
         array = value.numpy()
         signs = np.where(np.arange(array.size).reshape(array.shape) % 2, 1.0, -1.0)

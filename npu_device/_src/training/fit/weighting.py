@@ -40,21 +40,35 @@ LOSS, ADDED_LOSS, METRIC = "loss", "added loss", "metric"
 class Losses:
     """Stands in for the losses' ``call``, the layers' ``add_loss``, and in Keras 3 the model's ``compute_loss``."""
 
-    def __init__(self, model: Any, parts: ModelParts, step: CurrentStep, world: World, replaced: Replaced) -> None:
+    def __init__(
+        self, model: Any, parts: ModelParts, step: CurrentStep, world: World, replaced: Replaced
+    ) -> None:
         self._step = step
         self._world = world
         for place, loss in enumerate(parts.losses):
-            replaced.replace(loss, "call", partial(self._call, f"{LOSS} {place}", loss, loss.reduction))
+            replaced.replace(
+                loss, "call", partial(self._call, f"{LOSS} {place}", loss, loss.reduction)
+            )
             replaced.keep(loss, "reduction")
         for place, layer in enumerate(parts.layers):
             if not compat.belongs_to_keras(type(layer)) or compat.adds_loss_of_script(layer):
-                replaced.replace(layer, "add_loss", partial(self._add_loss, f"{ADDED_LOSS} {place}"))
+                replaced.replace(
+                    layer, "add_loss", partial(self._add_loss, f"{ADDED_LOSS} {place}")
+                )
         for layer in parts.regularized:
             replaced.replace(layer, "activity_regularizer", self._regularize)
         if compat.is_keras_3(compat.keras_of(model)):
             replaced.replace(model, "compute_loss", _compute_with_masks)
 
-    def _call(self, name: str, loss: Any, reduction: Any, own: Callable[..., Any], y_true: Any, y_pred: Any) -> Any:
+    def _call(
+        self,
+        name: str,
+        loss: Any,
+        reduction: Any,
+        own: Callable[..., Any],
+        y_true: Any,
+        y_pred: Any,
+    ) -> Any:
         values = own(y_true, y_pred)
         out_mask = getattr(values, "_keras_mask", None)  # by ignore_class
         given = getattr(y_pred, "_keras_mask", None), out_mask
@@ -65,7 +79,9 @@ class Losses:
         if reduction not in ("sum", "none", None):
             denominator = self._denominator(reduction, mask, values)
             if denominator is None and values.shape.rank == 0 and self._step.is_sum(name, values):
-                return self._of_the_whole(values, 1.0)  # of a function that adds up the samples itself
+                return self._of_the_whole(
+                    values, 1.0
+                )  # of a function that adds up the samples itself
             if denominator is None:
                 return values
             # Keras would divide by what is valid on this rank: perhaps by 0.
@@ -75,7 +91,9 @@ class Losses:
             result._keras_mask = out_mask
         return result
 
-    def _add_loss(self, name: str, own: Callable[..., Any], losses: Any, *args: Any, **kwargs: Any) -> Any:
+    def _add_loss(
+        self, name: str, own: Callable[..., Any], losses: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         # Keras adds up what a layer gives; one value per sample is a sum over samples.
         return own(tf.nest.map_structure(partial(self._if_a_sum, name), losses), *args, **kwargs)
 
@@ -95,15 +113,21 @@ class Losses:
     def _of_the_whole(self, values: tf.Tensor, denominator: Any) -> tf.Tensor:
         """Return the terms of a sum that is divided by a denominator, so that the step's weight doesn't count twice."""
         weighed = tf.cast(denominator, tf.float64) * self._step.weight
-        return values * tf.cast(tf.math.divide_no_nan(tf.constant(1.0, tf.float64), weighed), values.dtype)
+        return values * tf.cast(
+            tf.math.divide_no_nan(tf.constant(1.0, tf.float64), weighed), values.dtype
+        )
 
-    def _denominator(self, reduction: str, mask: tf.Tensor | None, values: tf.Tensor) -> tf.Tensor | None:
+    def _denominator(
+        self, reduction: str, mask: tf.Tensor | None, values: tf.Tensor
+    ) -> tf.Tensor | None:
         """Return by what Keras would divide the sum over the whole batch; None for the number of values."""
         weights = self._sample_weights() if reduction == "mean_with_sample_weight" else None
         if weights is None and mask is None:
             return None
         if weights is None:
-            per_step = tf.maximum(tf.size(values) / tf.size(mask), 1.0)  # values for each element of the mask
+            per_step = tf.maximum(
+                tf.size(values) / tf.size(mask), 1.0
+            )  # values for each element of the mask
             return tf.cast(per_step, tf.float64) * self._sum_of_all_ranks(mask)
         weights = tf.cast(weights, tf.float64)
         if mask is not None:
@@ -130,7 +154,9 @@ def _compute_with_masks(own: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     """Call Keras 3's ``compute_loss``, whose losses cast outputs of another dtype, which then have no mask any more."""
     bound = inspect.signature(own).bind(*args, **kwargs)
     if "y_pred" in bound.arguments:
-        bound.arguments["y_pred"] = tf.nest.map_structure(_as_losses_cast, bound.arguments["y_pred"])
+        bound.arguments["y_pred"] = tf.nest.map_structure(
+            _as_losses_cast, bound.arguments["y_pred"]
+        )
     return own(*bound.args, **bound.kwargs)
 
 
@@ -143,7 +169,9 @@ def _as_losses_cast(output: Any) -> Any:
 
 
 class Metrics:
-    def __init__(self, parts: ModelParts, step: CurrentStep, world: World, replaced: Replaced) -> None:
+    def __init__(
+        self, parts: ModelParts, step: CurrentStep, world: World, replaced: Replaced
+    ) -> None:
         self._step = step
         self._world = world
         self._metrics = parts.metrics
@@ -153,20 +181,31 @@ class Metrics:
         # tf-keras counts each loss of a sample as often as there are samples; Keras 3 their mean.
         self._counts_each = not compat.is_keras_3(compat.keras_of(parts.layers[0]))
         kinds = compat.keras_of(parts.layers[0]).metrics
-        plain = (kinds.Mean.update_state, kinds.Sum.update_state)  # of numbers, which the step itself works out
+        plain = (
+            kinds.Mean.update_state,
+            kinds.Sum.update_state,
+        )  # of numbers, which the step itself works out
         for place, metric in enumerate(self._metrics):
             name = f"{METRIC} {place}"
             if _sees_everything(metric):
                 replaced.replace(metric, "update_state", partial(self._update_with_all_ranks, name))
             elif type(metric).update_state in plain:
-                weigh = self._weight_in_sum if isinstance(metric, kinds.Sum) else self._weight_in_mean
-                replaced.replace(metric, "update_state", partial(self._update, name, weigh, id(metric) in of_losses))
+                weigh = (
+                    self._weight_in_sum if isinstance(metric, kinds.Sum) else self._weight_in_mean
+                )
+                replaced.replace(
+                    metric,
+                    "update_state",
+                    partial(self._update, name, weigh, id(metric) in of_losses),
+                )
             replaced.replace(metric, "result", self._record)
             replaced.replace(metric, "reset_state", partial(_refuse_reset, metric.name))
 
     def added_up(self) -> list[Any]:
         counted = [metric for metric in self._metrics if not _sees_everything(metric)]
-        return list({id(variable): variable for metric in counted for variable in metric.variables}.values())
+        return list(
+            {id(variable): variable for metric in counted for variable in metric.variables}.values()
+        )
 
     def results_again(self, values: Sequence[Any]) -> tuple[list[Any], list[int]]:
         """Return what of the logs is a metric's result, or a graph computes from some, with the results of all ranks.
@@ -177,12 +216,22 @@ class Metrics:
         lost = []
         for place, value in enumerate(values):
             name = _name(value)
-            own = [result for given, result in self._results if given is value or (name and name == _name(given))]
+            own = [
+                result
+                for given, result in self._results
+                if given is value or (name and name == _name(given))
+            ]
             again = own[0]() if own else None
             if not own and tf.is_symbolic_tensor(value):
                 behind = {each.name for each in compat.tensors_behind([value])}
-                used = {given.name: result for given, result in self._results if getattr(given, "name", "") in behind}
-                again = compat.computed_again(value, {name: result() for name, result in used.items()})
+                used = {
+                    given.name: result
+                    for given, result in self._results
+                    if getattr(given, "name", "") in behind
+                }
+                again = compat.computed_again(
+                    value, {name: result() for name, result in used.items()}
+                )
                 lost += [place] if used and again is None else []
             found.append(again)
         return found, lost
@@ -200,12 +249,20 @@ class Metrics:
             self._results.append((given, result))
         return given
 
-    def _update(self, name: str, weigh: Any, is_tracker: bool, update: Any, *args: Any, **kwargs: Any) -> Any:
+    def _update(
+        self, name: str, weigh: Any, is_tracker: bool, update: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Update a ``Mean`` or ``Sum``: the ranks' increments are added up, as far as they have samples."""
         are_sums = numbers_given(self._step, name, args, kwargs)
         values, sample_weight = _values_and_weight(*args, **kwargs)
-        tensor = compat.to_tensor(values) if isinstance(values, (int, float)) else tf.convert_to_tensor(values)
-        weight = tf.cast(self._step.weight, tensor.dtype if tensor.dtype.is_floating else tf.float32)
+        tensor = (
+            compat.to_tensor(values)
+            if isinstance(values, (int, float))
+            else tf.convert_to_tensor(values)
+        )
+        weight = tf.cast(
+            self._step.weight, tensor.dtype if tensor.dtype.is_floating else tf.float32
+        )
         if tensor.shape.rank == 0:
             is_sum, weight_is_sum = _values_and_weight(*are_sums[0], **are_sums[1])
             values, sample_weight = weigh(values, sample_weight, is_sum, weight_is_sum, weight)
@@ -216,7 +273,12 @@ class Metrics:
         return update(values, sample_weight=sample_weight)
 
     def _weight_in_mean(
-        self, number: Any, sample_weight: Any, is_sum: bool | None, weight_is_sum: bool | None, part: tf.Tensor
+        self,
+        number: Any,
+        sample_weight: Any,
+        is_sum: bool | None,
+        weight_is_sum: bool | None,
+        part: tf.Tensor,
     ) -> tuple[Any, Any]:
         # A loss, for instance: one number for the whole batch, to which this rank contributes by its samples.
         if is_sum:
@@ -226,12 +288,19 @@ class Metrics:
         return number, _weighted(sample_weight, part) if weight_is_sum is False else sample_weight
 
     def _weight_in_sum(
-        self, number: Any, sample_weight: Any, is_sum: bool | None, weight_is_sum: bool | None, part: tf.Tensor
+        self,
+        number: Any,
+        sample_weight: Any,
+        is_sum: bool | None,
+        weight_is_sum: bool | None,
+        part: tf.Tensor,
     ) -> tuple[Any, Any]:
         is_mean = is_sum is False and (sample_weight is None or weight_is_sum is False)
         return number, _weighted(sample_weight, part) if is_mean else sample_weight
 
-    def _update_with_all_ranks(self, name: str, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _update_with_all_ranks(
+        self, name: str, update: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         are_sums = numbers_given(self._step, name, args, kwargs)
         args, kwargs = tf.nest.map_structure(self._of_all_ranks, (args, kwargs), are_sums)
         return update(*args, **kwargs)
@@ -298,10 +367,14 @@ def _sees_everything(metric: Any) -> bool:
     if function is not None:
         return not compat.belongs_to_keras(function)
     updating = next(cls for cls in type(metric).__mro__ if "update_state" in vars(cls))
-    return updating is compat.keras_of(metric).metrics.Metric or not compat.belongs_to_keras(updating)
+    return updating is compat.keras_of(metric).metrics.Metric or not compat.belongs_to_keras(
+        updating
+    )
 
 
-def synchronise_normalisation(layers: Sequence[Any], step: CurrentStep, world: World, replaced: Replaced) -> None:
+def synchronise_normalisation(
+    layers: Sequence[Any], step: CurrentStep, world: World, replaced: Replaced
+) -> None:
     """Replace the part of synchronised layers that computes mean and variance, while one step of a model runs."""
     exchange = exchange_of_step(step, world.add_up)
     for layer in layers:
@@ -310,7 +383,9 @@ def synchronise_normalisation(layers: Sequence[Any], step: CurrentStep, world: W
             replaced.replace(layer, name, partial(_moments, exchange, step.counts, layer))
 
 
-def _moments(exchange: Exchange, counts: Any, layer: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _moments(
+    exchange: Exchange, counts: Any, layer: Any, own: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     del own
     return moments(exchange, counts, layer, *args, **kwargs)
 
@@ -334,7 +409,9 @@ class WeightedReduction(GradientReduction):
             return gradients if is_only_building() else super().reduce(optimizer, gradients)
         if reduced_by_step(gradients):
             return gradients
-        reduced = self._world.reduce(self.part_of(gradients, step), replace(self.options_for(optimizer), kind="sum"))
+        reduced = self._world.reduce(
+            self.part_of(gradients, step), replace(self.options_for(optimizer), kind="sum")
+        )
         self.remember(reduced)
         return reduced
 
@@ -342,7 +419,11 @@ class WeightedReduction(GradientReduction):
         is_weighted = self in step.weighing
         step.weighing.discard(self)
         weight = step.weight_for(self)
-        return list(gradients) if is_weighted else [weighted(gradient, weight) for gradient in gradients]
+        return (
+            list(gradients)
+            if is_weighted
+            else [weighted(gradient, weight) for gradient in gradients]
+        )
 
 
 def replicate_optimizer(optimizer: Any, world: World) -> None:
@@ -360,7 +441,9 @@ def replicate_optimizer(optimizer: Any, world: World) -> None:
     keras = compat.keras_of(optimizer)
     how = ReductionOptions("mean") if before is None else before.options
     install(reducing, keras, WeightedReduction(world, how))
-    name, hook = ("scale_loss", _scale_loss) if compat.is_keras_3(keras) else ("minimize", _minimize)
+    name, hook = (
+        ("scale_loss", _scale_loss) if compat.is_keras_3(keras) else ("minimize", _minimize)
+    )
     setattr(optimizer, name, MethodType(hook, optimizer))
 
 
@@ -385,7 +468,9 @@ def _scale_loss(self: Any, loss: Any) -> Any:
 
 
 @tf.autograph.experimental.do_not_convert
-def _minimize(self: Any, loss: Any, var_list: Any, *args: Any, tape: Any = None, **kwargs: Any) -> Any:
+def _minimize(
+    self: Any, loss: Any, var_list: Any, *args: Any, tape: Any = None, **kwargs: Any
+) -> Any:
     if tape is not None:
         kwargs["tape"] = tape
         if not callable(loss):

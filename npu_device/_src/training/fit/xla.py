@@ -14,7 +14,14 @@ from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.training.opening import device
 
 _log = logging.getLogger("npu_device")
-LAYERS_OF_SCRIPTS = ("Lambda", "TFOpLambda", "SlicingOpLambda", "ClassMethod", "InstanceMethod", "InstanceProperty")
+LAYERS_OF_SCRIPTS = (
+    "Lambda",
+    "TFOpLambda",
+    "SlicingOpLambda",
+    "ClassMethod",
+    "InstanceMethod",
+    "InstanceProperty",
+)
 
 
 class _CallOnly(int):
@@ -63,7 +70,10 @@ def _why_not(model: Any) -> str:
             return f"{kind.__name__} {layer.name!r} can hold any code of the script"
         if getattr(layer, "synchronized", False):
             return f"{layer.name!r} normalises over all ranks"
-        if getattr(layer, "activity_regularizer", None) is not None or kind.__name__ == "ActivityRegularization":
+        if (
+            getattr(layer, "activity_regularizer", None) is not None
+            or kind.__name__ == "ActivityRegularization"
+        ):
             return f"{layer.name!r} adds a loss"
         if getattr(layer, "mask_zero", False) or kind.__name__ == "Masking":
             return f"{layer.name!r} makes a mask, which the loss reads"

@@ -130,11 +130,15 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
     membership = schemes.membership_from_environment(device_id)
     if membership is None:
         numbers = [device_id, environment.ASCEND_DEVICE_ID.get(), environment.DEVICE_ID.get(), 0]
-        _handle = NpuDeviceHandle(next(int(number) for number in numbers if number is not None), 1, 0)
+        _handle = NpuDeviceHandle(
+            next(int(number) for number in numbers if number is not None), 1, 0
+        )
     else:
         try:
             cluster = _join(membership, seed)
-        except ChildOfRankError as child:  # it was started before its parent's open, or without its parent's mark
+        except (
+            ChildOfRankError
+        ) as child:  # it was started before its parent's open, or without its parent's mark
             parent_rank.mark_as_child(child.parent)
             return open(device_id)
         _handle = NpuDeviceHandle(cluster.device_id, cluster.world_size, cluster.rank)
@@ -172,7 +176,9 @@ def _join(membership: Membership, seed: int | None) -> Cluster:
         jobs.require_unclosed()
         compat.renew_context_of_graphs()
         cluster, channel = rendezvous.meet(membership)
-        parent_rank.mark(cluster)  # before TensorFlow's threads start: C programs may read the environment
+        parent_rank.mark(
+            cluster
+        )  # before TensorFlow's threads start: C programs may read the environment
         job = jobs.start(cluster, channel, membership.starts_hub, membership.secret)
         _begin(job, trace_settings, seed)
     except ChildOfRankError:
@@ -280,8 +286,12 @@ def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
             )
         if trace_settings is not None:
             trace.start(job, trace_settings)
-            job.serves_others = job.serves_others or job.cluster.rank == 0  # for the report on all ranks
-            atexit.register(close)  # and so runs before the cluster's own shutdown, which is registered at its start
+            job.serves_others = (
+                job.serves_others or job.cluster.rank == 0
+            )  # for the report on all ranks
+            atexit.register(
+                close
+            )  # and so runs before the cluster's own shutdown, which is registered at its start
         last_word = LastWord(job)
         job.add(last_word)
         job.add(OptimizerHook(job, last_word))

@@ -68,7 +68,11 @@ class NpuLossScaleOptimizer:
         if compat.is_keras_3(keras) and isinstance(inner_optimizer, keras.optimizers.Optimizer):
             made: Any = _made(public_class, _Keras3Family, keras.optimizers.LossScaleOptimizer)
         elif hasattr(inner_optimizer, "apply_gradients") and not compat.is_keras_3(keras):
-            made = _made(public_class, _TfKerasFamily, compat.loss_scale_class_of_tf_keras(keras, inner_optimizer))
+            made = _made(
+                public_class,
+                _TfKerasFamily,
+                compat.loss_scale_class_of_tf_keras(keras, inner_optimizer),
+            )
         else:
             kind = f"{type(inner_optimizer).__module__}.{type(inner_optimizer).__name__}"
             raise TypeError(f"expected a Keras optimizer to scale the loss for; found a {kind}")
@@ -106,13 +110,19 @@ def NpuExperimentalLossScaleOptimizer(optimizer: Any, loss_scale: Any) -> Any:
         return NpuLossScaleOptimizer(optimizer)
     if isinstance(loss_scale, tf.compat.v1.mixed_precision.DynamicLossScale):
         if loss_scale.multiplier != 2:
-            raise ValueError(f"the multiplier of a DynamicLossScale must be 2; found {loss_scale.multiplier}")
+            raise ValueError(
+                f"the multiplier of a DynamicLossScale must be 2; found {loss_scale.multiplier}"
+            )
         return NpuLossScaleOptimizer(
-            optimizer, initial_scale=loss_scale.initial_loss_scale, dynamic_growth_steps=loss_scale.increment_period
+            optimizer,
+            initial_scale=loss_scale.initial_loss_scale,
+            dynamic_growth_steps=loss_scale.increment_period,
         )
     if isinstance(loss_scale, str):
         raise ValueError(f"loss_scale is {loss_scale!r}; expected 'dynamic' or a number")
-    return NpuLossScaleOptimizer(optimizer, False, float(loss_scale() if callable(loss_scale) else loss_scale))
+    return NpuLossScaleOptimizer(
+        optimizer, False, float(loss_scale() if callable(loss_scale) else loss_scale)
+    )
 
 
 def unscaled(gradient: Any, scale: tf.Tensor) -> Any:
@@ -123,7 +133,9 @@ def unscaled(gradient: Any, scale: tf.Tensor) -> Any:
 def all_finite(gradients: Sequence[Any]) -> tf.Tensor:
     """Return whether the gradients of this rank are finite: bool, shape []; ``None`` among them is ignored."""
     values = map(dense_of, gradients)
-    return tf.reduce_all([True, *(tf.reduce_all(tf.math.is_finite(value)) for value in values if value is not None)])
+    return tf.reduce_all(
+        [True, *(tf.reduce_all(tf.math.is_finite(value)) for value in values if value is not None)]
+    )
 
 
 def on_all_ranks(finite: tf.Tensor) -> tf.Tensor:
@@ -144,7 +156,9 @@ class _KerasFamily(_Keras):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # In something that isn't tracked, so that the variable stays out of checkpoints.
-        self._last_step = SimpleNamespace(finite=compat.plain_variable(False, name="npu_last_step_finite"))
+        self._last_step = SimpleNamespace(
+            finite=compat.plain_variable(False, name="npu_last_step_finite")
+        )
 
     @property
     def last_step_finite(self) -> Any:
@@ -156,12 +170,16 @@ class _KerasFamily(_Keras):
         # Those of a wrapped inner optimizer are reduced here already, while backward still produces others; the inner
         # one recognises them. Reduced gradients are the same everywhere, so no agreement is needed.
         inner = reduction_of(self.inner_optimizer)
-        gradients = list(gradients) if inner is None else inner.reduce_once(self.inner_optimizer, gradients)
+        gradients = (
+            list(gradients) if inner is None else inner.reduce_once(self.inner_optimizer, gradients)
+        )
         finite = all_finite(gradients)
         finite = finite if is_wrapped(self) else on_all_ranks(finite)
 
         def settle(finite: tf.Tensor, apply: Callable[[], Any]) -> None:
-            tf.cond(finite, lambda: _nothing(apply()), lambda: _nothing(self.iterations.assign_add(1)))
+            tf.cond(
+                finite, lambda: _nothing(apply()), lambda: _nothing(self.iterations.assign_add(1))
+            )
             self._last_step.finite.assign(finite)
             if self.dynamic:
                 self._update_scale(finite)
@@ -174,7 +192,10 @@ class _KerasFamily(_Keras):
         # a condition; and variables like the scale can only be assigned outside it.
         def outside(strategy: Any, finite: Any, gradients: Any) -> None:
             everywhere = tf.reduce_all(strategy.experimental_local_results(finite))
-            settle(everywhere, lambda: strategy.extended.call_for_each_replica(apply, args=(gradients,)))
+            settle(
+                everywhere,
+                lambda: strategy.extended.call_for_each_replica(apply, args=(gradients,)),
+            )
 
         replica = tf.distribute.get_replica_context()
         if replica is None:
@@ -206,13 +227,19 @@ class _Keras3Family(_KerasFamily):
                 "What to do: pass the plain optimizer."
             )
         if not dynamic and initial_scale is None:
-            raise ValueError("dynamic=False needs an initial_scale, which the scale then keeps; found None")
+            raise ValueError(
+                "dynamic=False needs an initial_scale, which the scale then keeps; found None"
+            )
         if not dynamic and dynamic_growth_steps is not None:
-            raise ValueError(f"dynamic_growth_steps goes with dynamic=True only; found {dynamic_growth_steps}")
+            raise ValueError(
+                f"dynamic_growth_steps goes with dynamic=True only; found {dynamic_growth_steps}"
+            )
         super().__init__(
             inner_optimizer,
             initial_scale=float(_INITIAL_SCALE if initial_scale is None else initial_scale),
-            dynamic_growth_steps=_GROWTH_STEPS if dynamic_growth_steps is None else int(dynamic_growth_steps),
+            dynamic_growth_steps=_GROWTH_STEPS
+            if dynamic_growth_steps is None
+            else int(dynamic_growth_steps),
             name=name,
         )
         self.dynamic = dynamic
@@ -221,7 +248,10 @@ class _Keras3Family(_KerasFamily):
     @property
     def loss_scale(self) -> tf.Tensor:
         """Return the scale: float32, shape []."""
-        return tf.cast(tf.convert_to_tensor(self.dynamic_scale if self.built else self.initial_scale), tf.float32)
+        return tf.cast(
+            tf.convert_to_tensor(self.dynamic_scale if self.built else self.initial_scale),
+            tf.float32,
+        )
 
     def get_scaled_loss(self, loss: Any) -> Any:
         """Return the loss times the scale; for a function, a function."""
@@ -252,7 +282,11 @@ class _Keras3Family(_KerasFamily):
             self.build(variables)
             self.built = True
         scale = self.loss_scale
-        gradients = [unscaled(gradient, scale) for gradient in grads] if self._takes_scaled_gradients else list(grads)
+        gradients = (
+            [unscaled(gradient, scale) for gradient in grads]
+            if self._takes_scaled_gradients
+            else list(grads)
+        )
         self._step(gradients, lambda gradients: self.inner_optimizer.apply(gradients, variables))
 
     def _update_scale(self, finite: tf.Tensor) -> None:
@@ -269,7 +303,11 @@ class _Keras3Family(_KerasFamily):
     def get_config(self) -> dict[str, Any]:
         """Return Keras's own config, and whether the scale is dynamic."""
         growth_steps = self.dynamic_growth_steps if self.dynamic else None
-        return {**super().get_config(), "dynamic": self.dynamic, "dynamic_growth_steps": growth_steps}
+        return {
+            **super().get_config(),
+            "dynamic": self.dynamic,
+            "dynamic_growth_steps": growth_steps,
+        }
 
 
 class _TfKerasFamily(_KerasFamily):

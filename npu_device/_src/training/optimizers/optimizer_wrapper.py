@@ -20,7 +20,13 @@ from npu_device._src import compat, environment
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.collectives.moves import all_gather
-from npu_device._src.gradients.reduction import Gradient, ReductionOptions, dense_of, origin_of, reduce_list
+from npu_device._src.gradients.reduction import (
+    Gradient,
+    ReductionOptions,
+    dense_of,
+    origin_of,
+    reduce_list,
+)
 from npu_device._src.trace.trace import iteration
 from npu_device._src.training.distribute.normalization import find_layers, note_reduced
 from npu_device._src.training.opening.current_world import world_unless_child
@@ -133,7 +139,9 @@ class GradientReduction:
                 # Slots that are made later would be made amid the step, where TensorFlow can't give them values first.
                 with keras.name_scope(optimizer.name, caller=optimizer):
                     optimizer.build(variables)
-            own = unique(compat.optimizer_variables(optimizer, variables))  # names may have other numbers on each rank
+            own = unique(
+                compat.optimizer_variables(optimizer, variables)
+            )  # names may have other numbers on each rank
             self._compared = make_equal(self._world, variables, level=level)
             self._begun = self._compared and make_equal(self._world, own, level=level)
 
@@ -155,38 +163,55 @@ class GradientReduction:
 
     def remember(self, reduced: Iterable[Gradient]) -> None:
         """Take gradients for reduced, however often they come."""
-        self._reduced = [weakref.ref(dense_of(gradient)) for gradient in reduced if gradient is not None]
+        self._reduced = [
+            weakref.ref(dense_of(gradient)) for gradient in reduced if gradient is not None
+        ]
 
     def reduce_once(self, optimizer: Any, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Reduce gradients, but pass through those that ``reduce`` has just returned or that are being applied."""
         # A loss-scale optimizer reduces them first, and has its inner optimizer apply them later, if they are finite.
-        done = {origin_of(gradient) for reference in self._reduced if (gradient := reference()) is not None}
+        done = {
+            origin_of(gradient)
+            for reference in self._reduced
+            if (gradient := reference()) is not None
+        }
         present = [dense_of(gradient) for gradient in gradients if gradient is not None]
         if self._applying or (present and all(origin_of(gradient) in done for gradient in present)):
             return list(gradients)
         return self.reduce(optimizer, gradients)
 
-    def apply(self, optimizer: Any, apply: Callable[..., Any], gradients: list[Any], variables: list[Any]) -> Any:
+    def apply(
+        self, optimizer: Any, apply: Callable[..., Any], gradients: list[Any], variables: list[Any]
+    ) -> Any:
         self.begin(optimizer, variables)
         with iteration():
             reduced = self._reduce_to_apply(optimizer, gradients, variables)
-            before, self._applying = self._applying, True  # gradients that come from now on are reduced already
+            before, self._applying = (
+                self._applying,
+                True,
+            )  # gradients that come from now on are reduced already
             try:
                 return apply(reduced, variables)
             finally:
                 self._applying = before
 
-    def _reduce_to_apply(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> list[Gradient]:
+    def _reduce_to_apply(
+        self, optimizer: Any, gradients: list[Any], variables: list[Any]
+    ) -> list[Gradient]:
         # Audit the variables if it is time, and check the gradients on request.
         reduced = self.reduce_once(optimizer, gradients)
         if self._applying or not can_compare():
             return reduced
         self._audit = self._audit or Audit(self._world, not self._compared)
-        updated = [variable for gradient, variable in zip(reduced, variables) if gradient is not None]
+        updated = [
+            variable for gradient, variable in zip(reduced, variables) if gradient is not None
+        ]
         self._audit.step(updated, optimizer, self._pair)
         self._pair = None
         as_they_are = all(one is other for one, other in zip(gradients, reduced))
-        is_off = environment.NPU_DEVICE_CHECK_GRADIENTS.get() != "on" or hasattr(optimizer, "inner_optimizer")
+        is_off = environment.NPU_DEVICE_CHECK_GRADIENTS.get() != "on" or hasattr(
+            optimizer, "inner_optimizer"
+        )
         if as_they_are or is_off:
             return reduced
         return _checked(self._world, optimizer.iterations, gradients, reduced, variables)
@@ -198,11 +223,17 @@ def install(optimizer: Any, keras: Any, reduction: Any) -> None:
     if compat.is_keras_3(keras) and isinstance(optimizer, keras.optimizers.Optimizer):
         hooks["apply"] = _apply_keras_3
     else:
-        known = [name for name in ("aggregate_gradients", "_aggregate_gradients") if hasattr(optimizer, name)]
+        known = [
+            name
+            for name in ("aggregate_gradients", "_aggregate_gradients")
+            if hasattr(optimizer, name)
+        ]
         is_scaling = hasattr(optimizer, "inner_optimizer")
         if not hasattr(optimizer, "apply_gradients") or not (known or is_scaling):
             kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-            raise TypeError(f"expected a Keras optimizer (Keras 3, tf-keras, legacy); found a {kind}")
+            raise TypeError(
+                f"expected a Keras optimizer (Keras 3, tf-keras, legacy); found a {kind}"
+            )
         if not is_scaling:
             hooks[known[0]] = _aggregate_gradients
     setattr(optimizer, REDUCTION, reduction)
@@ -244,12 +275,16 @@ def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> An
 @_as_it_is
 def _aggregate_gradients(self: Any, grads_and_vars: Any) -> Any:
     kind: Any = type(self)
-    aggregate = getattr(kind, "aggregate_gradients", None) or kind._aggregate_gradients  # the latter: legacy
+    aggregate = (
+        getattr(kind, "aggregate_gradients", None) or kind._aggregate_gradients
+    )  # the latter: legacy
     gradients, variables = _lists(grads_and_vars)
     reduction = getattr(self, REDUCTION)
     reduction.begin(self, variables)
     pairs = list(aggregate(self, list(zip(reduction.reduce_once(self, gradients), variables))))
-    reduction.remember(gradient for gradient, _ in pairs)  # in eager steps TensorFlow's strategy has copied them
+    reduction.remember(
+        gradient for gradient, _ in pairs
+    )  # in eager steps TensorFlow's strategy has copied them
     return pairs
 
 
@@ -259,7 +294,11 @@ def _lists(pairs: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _checked(
-    world: World, steps: Any, mine: Sequence[Gradient], reduced: Sequence[Gradient], variables: Sequence[Any]
+    world: World,
+    steps: Any,
+    mine: Sequence[Gradient],
+    reduced: Sequence[Gradient],
+    variables: Sequence[Any],
 ) -> list[Gradient]:
     """Return the reduced gradients, or raise RuntimeError on every rank if they aren't finite; ``mine`` tell where."""
     present = [place for place, gradient in enumerate(mine) if gradient is not None]
@@ -272,7 +311,9 @@ def _checked(
         return tf.where(nan, 2, tf.where(tf.reduce_all(tf.math.is_finite(values)), 0, 1))
 
     def report() -> tf.Tensor:
-        everybody = all_gather(world.job, tf.stack([kind(mine[place]) for place in present]), world.group)
+        everybody = all_gather(
+            world.job, tf.stack([kind(mine[place]) for place in present]), world.group
+        )
 
         def tell(everybody: Any, steps: Any) -> list[Any]:
             raise RuntimeError(_text(world, int(steps), names, everybody.reshape(world.size, -1)))
@@ -282,19 +323,32 @@ def _checked(
     good = tf.cond(all_finite(reduced), lambda: tf.constant(0, tf.int64), report)
     with tf.control_dependencies([good]):  # or variables would be updated before the error
         return [
-            None if one is None else tf.nest.map_structure(tf.identity, one, expand_composites=True) for one in reduced
+            None if one is None else tf.nest.map_structure(tf.identity, one, expand_composites=True)
+            for one in reduced
         ]
 
 
 def _text(world: World, steps: int, names: Sequence[str], kinds: np.ndarray) -> str:
     rows = {}
     for rank, row in zip(world.group.ranks, kinds):
-        parts = [f"{name} ({'NaN' if kind == 2 else 'infinite'})" for name, kind in zip(names, row) if kind]
-        more = f" and {len(parts) - SHOWN_VARIABLES} more variables" if len(parts) > SHOWN_VARIABLES else ""
+        parts = [
+            f"{name} ({'NaN' if kind == 2 else 'infinite'})"
+            for name, kind in zip(names, row)
+            if kind
+        ]
+        more = (
+            f" and {len(parts) - SHOWN_VARIABLES} more variables"
+            if len(parts) > SHOWN_VARIABLES
+            else ""
+        )
         if parts:
             rows[rank] = ", ".join(parts[:SHOWN_VARIABLES]) + more
     cluster = world.job.cluster
-    found = "\n".join(cluster.lines(rows, SHOWN_RANKS)) if rows else "  those of each rank are; their sum is not"
+    found = (
+        "\n".join(cluster.lines(rows, SHOWN_RANKS))
+        if rows
+        else "  those of each rank are; their sum is not"
+    )
     return (
         f"rank {cluster.rank}: the gradients of step {steps + 1} are not finite, and no variable was changed by them.\n"
         f"{found}\n"

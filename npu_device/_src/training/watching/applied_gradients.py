@@ -24,12 +24,22 @@ from npu_device._src import compat, environment
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.job import Job
 from npu_device._src.gradients.reduction import ReducedTensors, dense_of
-from npu_device._src.training.watching.digests import BROADCAST, checksum, different_start, variable_name
+from npu_device._src.training.watching.digests import (
+    BROADCAST,
+    checksum,
+    different_start,
+    variable_name,
+)
 from npu_device._src.training.watching.last_word import LastWord
 from npu_device._src.training.watching.posted_sums import PostedSums
 from npu_device._src.training.watching.same_samples import Pair
 from npu_device._src.training.watching.schedule import NEVER, can_compare, next_look
-from npu_device._src.training.watching.watched_optimizer import Applied, WatchedOptimizer, arrays_of, smallest
+from npu_device._src.training.watching.watched_optimizer import (
+    Applied,
+    WatchedOptimizer,
+    arrays_of,
+    smallest,
+)
 from npu_device._src.training.watching.wrapped_optimizers import reduction_of
 
 _log = logging.getLogger("npu_device")
@@ -54,9 +64,13 @@ class AppliedGradients:
         self._job = job
         self._last_word = last_word
         self._posted_sums = PostedSums(job, last_word, self._are_equal_otherwise)
-        self._watched: weakref.WeakKeyDictionary[Any, WatchedOptimizer] = weakref.WeakKeyDictionary()
+        self._watched: weakref.WeakKeyDictionary[Any, WatchedOptimizer] = (
+            weakref.WeakKeyDictionary()
+        )
         # In the script's own loops, which XLA compiles.
-        self._compiled: weakref.WeakKeyDictionary[Any, WatchedOptimizer] = weakref.WeakKeyDictionary()
+        self._compiled: weakref.WeakKeyDictionary[Any, WatchedOptimizer] = (
+            weakref.WeakKeyDictionary()
+        )
         self._pair: Pair | None = None
         self._reduced_count = 0  # tensors since the last eager step
         self._starts: Counter[str] = Counter()  # by signature
@@ -74,18 +88,24 @@ class AppliedGradients:
                 self._pair = pair() or self._pair
             for watched in self._compiled.values():
                 self._observe_compiled(watched)
-        self._averaged.update(id(compat.inner_variable(value)) for value in values if hasattr(value, "assign"))
+        self._averaged.update(
+            id(compat.inner_variable(value)) for value in values if hasattr(value, "assign")
+        )
         for watched in self._watched.values():
             is_undecided = watched.applied is Applied.UNKNOWN
             if is_undecided and (watched.posted or not tf.executing_eagerly()):
                 with contextlib.suppress(Exception):  # whoever watches never ends a training
-                    averaged = [variable for variable in watched.living() if _is_value_of(variable, values)]
+                    averaged = [
+                        variable for variable in watched.living() if _is_value_of(variable, values)
+                    ]
                     self._averaged |= {id(compat.inner_variable(variable)) for variable in averaged}
 
     def leaves_unreduced(self, variable: Any) -> bool:
         """Return whether an optimizer has applied gradients to a variable that aren't known to be reduced."""
         key = id(compat.inner_variable(variable))
-        doubtful = (watched for watched in self._watched.values() if watched.applied is not Applied.REDUCED)
+        doubtful = (
+            watched for watched in self._watched.values() if watched.applied is not Applied.REDUCED
+        )
         return any(key in watched.trained for watched in doubtful)
 
     # What an optimizer applies
@@ -109,7 +129,9 @@ class AppliedGradients:
             return
         is_new = optimizer not in self._watched
         if is_new:
-            self._watched[optimizer] = WatchedOptimizer(self._job, type(optimizer).__name__, step.variables)
+            self._watched[optimizer] = WatchedOptimizer(
+                self._job, type(optimizer).__name__, step.variables
+            )
         watched = self._watched[optimizer]
         is_wrapped = reduction_of(optimizer) is not None
         unreduced = [] if is_wrapped else self._job.made(ReducedTensors).missing_in(step.gradients)
@@ -140,7 +162,12 @@ class AppliedGradients:
                 gradients.append(gradient)
                 targets.append(variable)
         has_replicas = tf.distribute.get_strategy().num_replicas_in_sync != 1
-        if not gradients or not can_compare() or has_replicas or hasattr(optimizer, "inner_optimizer"):
+        if (
+            not gradients
+            or not can_compare()
+            or has_replicas
+            or hasattr(optimizer, "inner_optimizer")
+        ):
             return None
         step = _Step(gradients, targets, [variable for _, variable in pairs])
         if not compat.compiled_by_xla():
@@ -152,18 +179,28 @@ class AppliedGradients:
             return step
         if reduction_of(optimizer) is None and optimizer not in self._compiled:
             class_name = type(optimizer).__name__
-            self._compiled[optimizer] = WatchedOptimizer(self._job, class_name, step.variables, first_look=1)
+            self._compiled[optimizer] = WatchedOptimizer(
+                self._job, class_name, step.variables, first_look=1
+            )
         return None
 
-    def _look(self, watched: WatchedOptimizer, step: _Step, unreduced: Sequence[Any]) -> Callable[[Any], Any]:
+    def _look(
+        self, watched: WatchedOptimizer, step: _Step, unreduced: Sequence[Any]
+    ) -> Callable[[Any], Any]:
         """Return what looks at a step, given its number, and returns that of the step of the next look."""
         is_eager = tf.executing_eagerly()
         pair = self._take_pair(step)
         variables: list[tuple[int, str]] = []
         if len(unreduced) < len(step.gradients):  # the others were reduced
             ids = set(map(id, unreduced))
-            targets = [target for gradient, target in zip(step.gradients, step.targets) if id(gradient) in ids]
-            variables = [(id(compat.inner_variable(target)), variable_name(target)) for target in targets]
+            targets = [
+                target
+                for gradient, target in zip(step.gradients, step.targets)
+                if id(gradient) in ids
+            ]
+            variables = [
+                (id(compat.inner_variable(target)), variable_name(target)) for target in targets
+            ]
 
         def compare(count: Any, *arrays: np.ndarray) -> list[Any]:
             due = self._posted_sums.compare(watched, int(count), arrays, variables)
@@ -172,9 +209,15 @@ class AppliedGradients:
 
         def look(count: Any) -> Any:
             if pair is not None:
-                watched.samples.compare(count, compat.to_array(pair.mine), compat.to_array(pair.reduced), pair.scale)
-            looked_at = unreduced if step.graph is None else map(tf.convert_to_tensor, step.variables)
-            return call_now(compare, [count, *smallest(looked_at)], [tf.TensorSpec([], tf.int64)])[0]
+                watched.samples.compare(
+                    count, compat.to_array(pair.mine), compat.to_array(pair.reduced), pair.scale
+                )
+            looked_at = (
+                unreduced if step.graph is None else map(tf.convert_to_tensor, step.variables)
+            )
+            return call_now(compare, [count, *smallest(looked_at)], [tf.TensorSpec([], tf.int64)])[
+                0
+            ]
 
         return look
 
@@ -182,7 +225,9 @@ class AppliedGradients:
         """Return a gradient of an eager step before and after its reduction, if one was noted."""
         pair = self._pair if tf.executing_eagerly() else None
         self._pair = None
-        if pair is None or not any(dense_of(gradient).shape == pair.mine.shape for gradient in step.gradients):
+        if pair is None or not any(
+            dense_of(gradient).shape == pair.mine.shape for gradient in step.gradients
+        ):
             return None
         return pair
 
@@ -226,8 +271,12 @@ class AppliedGradients:
 
     def _are_equal_otherwise(self, watched: WatchedOptimizer) -> bool:
         """Return whether what an optimizer trains is reduced itself, or by another optimizer, as in local SGD."""
-        reduced = [other.trained for other in self._watched.values() if other.applied is Applied.REDUCED]
-        return any(not watched.trained.isdisjoint(trained) for trained in [*reduced, self._averaged])
+        reduced = [
+            other.trained for other in self._watched.values() if other.applied is Applied.REDUCED
+        ]
+        return any(
+            not watched.trained.isdisjoint(trained) for trained in [*reduced, self._averaged]
+        )
 
 
 @contextlib.contextmanager
@@ -246,11 +295,19 @@ def _checksums(variables: Sequence[Any]) -> list[int]:
 
 def _is_value_of(variable: Any, values: Sequence[Any]) -> bool:
     """Return whether the value of a variable is among some values."""
-    alike = [value for value in values if isinstance(value, tf.Tensor) and value.shape == variable.shape]
+    alike = [
+        value for value in values if isinstance(value, tf.Tensor) and value.shape == variable.shape
+    ]
     if tf.executing_eagerly() and alike:
         array = compat.to_array(tf.convert_to_tensor(variable))
-        return bool(array.any()) and any(np.array_equal(compat.to_array(value), array) for value in alike)
+        return bool(array.any()) and any(
+            np.array_equal(compat.to_array(value), array) for value in alike
+        )
     inner = compat.inner_variable(variable)
     handles = {handle.name for read, handle in compat.variables_read() if read is inner}
-    readers = [value.op.inputs[0].op if value.op.type == "Identity" else value.op for value in alike]
-    return any(reader.type == "ReadVariableOp" and reader.inputs[0].name in handles for reader in readers)
+    readers = [
+        value.op.inputs[0].op if value.op.type == "Identity" else value.op for value in alike
+    ]
+    return any(
+        reader.type == "ReadVariableOp" and reader.inputs[0].name in handles for reader in readers
+    )

@@ -35,7 +35,11 @@ def digest_of(value: Any) -> Digest:
 def checksum(value: Any, before: int = 0) -> int:
     """Return a checksum of a tensor or an array; ``before`` is the checksum of the data that come before it."""
     array = np.ascontiguousarray(compat.to_array(value) if tf.is_tensor(value) else value)
-    data = repr(array.tolist()).encode() if array.dtype == object else array.reshape(-1).view(np.uint8).data
+    data = (
+        repr(array.tolist()).encode()
+        if array.dtype == object
+        else array.reshape(-1).view(np.uint8).data
+    )
     return zlib.crc32(data, before)
 
 
@@ -57,11 +61,17 @@ def differences(
         return None
     different, first = [names[place] for place in places], [mine[places[0]] for mine in values]
     shown = [f"digest {value:08x}" if isinstance(value, int) else value for value in first]
-    lines = cluster.lines({rank: f"{value} of {different[0]}" for rank, value in zip(ranks, shown)}, SHOWN_RANKS)
-    return places, "\n".join([f"{len(places)} of {len(names)} variables ({named(different)}):", *lines])
+    lines = cluster.lines(
+        {rank: f"{value} of {different[0]}" for rank, value in zip(ranks, shown)}, SHOWN_RANKS
+    )
+    return places, "\n".join(
+        [f"{len(places)} of {len(names)} variables ({named(different)}):", *lines]
+    )
 
 
-def different_start(job: Job, name: str, names: Sequence[str], remedy: str, *checksums: Sequence[int]) -> str | None:
+def different_start(
+    job: Job, name: str, names: Sequence[str], remedy: str, *checksums: Sequence[int]
+) -> str | None:
     """Post checksums of variables at some times; on the last rank, return a text about those that never were equal."""
     cluster = job.cluster
     try:

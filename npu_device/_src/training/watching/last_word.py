@@ -47,7 +47,9 @@ ENDED_APART = (
 )
 
 
-_Present = tuple[str, Any, str, bool]  # what the ranks call a variable, itself, its name, whether it must be equal
+_Present = tuple[
+    str, Any, str, bool
+]  # what the ranks call a variable, itself, its name, whether it must be equal
 
 
 @dataclass
@@ -64,7 +66,9 @@ class LastWord:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._noted: dict[int, _Noted] = {}  # by id
-        self._optimizers: dict[str, list[weakref.ref[Any]]] = {}  # each with what it trains, by the key of the first
+        self._optimizers: dict[
+            str, list[weakref.ref[Any]]
+        ] = {}  # each with what it trains, by the key of the first
         self._calls = 0
 
     def add(self, variables: Sequence[Any], label: str = "") -> None:
@@ -77,7 +81,9 @@ class LastWord:
             if id(inner) not in noted:
                 forget = functools.partial(noted.pop, id(inner))
                 reference = weakref.ref(inner, lambda _, forget=forget: forget(None))  # type: ignore[misc]
-                noted[id(inner)] = _Noted(f"{label or self._calls}/{place}", reference, variable_name(variable))
+                noted[id(inner)] = _Noted(
+                    f"{label or self._calls}/{place}", reference, variable_name(variable)
+                )
             if not label:
                 noted[id(inner)].calls = self._job.made(ReducedTensors).calls
 
@@ -95,7 +101,9 @@ class LastWord:
         """Note that an optimizer trains variables with reduced gradients: its state is equal on all ranks, too."""
         first = self._noted.get(id(compat.inner_variable(variables[0]))) if variables else None
         if first is not None:
-            self._optimizers.setdefault(first.key, [weakref.ref(one) for one in (optimizer, *variables)])
+            self._optimizers.setdefault(
+                first.key, [weakref.ref(one) for one in (optimizer, *variables)]
+            )
 
     def close(self) -> None:
         """Compare; after a failure nothing is compared."""
@@ -118,13 +126,19 @@ class LastWord:
     def _present(self) -> list[_Present]:
         """Return the variables that exist, those that must be equal first."""
         noted = list(self._noted.values())
-        found = {one.key: (variable, one.name) for one in noted if (variable := one.reference()) is not None}
+        found = {
+            one.key: (variable, one.name)
+            for one in noted
+            if (variable := one.reference()) is not None
+        }
         of_optimizers: set[int] = set()
         for key, references in self._optimizers.items():
             optimizer, *trained = [reference() for reference in references]
             if optimizer is None or any(variable is None for variable in trained):
                 continue
-            for place, own in enumerate(map(compat.inner_variable, compat.optimizer_variables(optimizer, trained))):
+            for place, own in enumerate(
+                map(compat.inner_variable, compat.optimizer_variables(optimizer, trained))
+            ):
                 of_optimizers.add(id(own))
                 if id(own) not in self._noted:
                     found[f"{key}/{place}"] = own, variable_name(own)

@@ -23,7 +23,9 @@ class OptimizerHook:
 
     def __init__(self, job: Job, last_word: LastWord) -> None:
         job.add(AppliedGradients(job, last_word))
-        self._replaced: list[tuple[type, str, Any, Any]] = []  # class, name, the method before, and the wrapper
+        self._replaced: list[
+            tuple[type, str, Any, Any]
+        ] = []  # class, name, the method before, and the wrapper
         self._missing = {"keras", "tf_keras"}
         self.find_keras()
 
@@ -67,10 +69,14 @@ def _wrapper(original: Callable[..., Any], parameter: str) -> Callable[..., Any]
             try:
                 pairs = gradients
                 if parameter == "grads":
-                    pairs = list(zip(gradients, compat.variables_to_update(self, *further, **kwargs)))
+                    pairs = list(
+                        zip(gradients, compat.variables_to_update(self, *further, **kwargs))
+                    )
                 watching.observe(self, pairs)
             except Exception:  # whoever watches never ends a training
-                _log.debug("could not look at the gradients of a %s", type(self).__name__, exc_info=True)
+                _log.debug(
+                    "could not look at the gradients of a %s", type(self).__name__, exc_info=True
+                )
         return original(self, gradients, *further, **kwargs)
 
     return apply

@@ -18,7 +18,12 @@ from npu_device._src.gradients.reduction import ReducedTensors
 from npu_device._src.training.watching.digests import named
 from npu_device._src.training.watching.last_word import LastWord
 from npu_device._src.training.watching.schedule import NEVER, next_look
-from npu_device._src.training.watching.watched_optimizer import Applied, Post, Sums, WatchedOptimizer
+from npu_device._src.training.watching.watched_optimizer import (
+    Applied,
+    Post,
+    Sums,
+    WatchedOptimizer,
+)
 
 _log = logging.getLogger("npu_device")
 
@@ -44,7 +49,9 @@ class PostedSums:
         are_equal_otherwise: returns whether what an optimizer trains is kept equal in another way.
     """
 
-    def __init__(self, job: Job, last_word: LastWord, are_equal_otherwise: Callable[[WatchedOptimizer], bool]) -> None:
+    def __init__(
+        self, job: Job, last_word: LastWord, are_equal_otherwise: Callable[[WatchedOptimizer], bool]
+    ) -> None:
         self._job = job
         self._last_word = last_word
         self._are_equal_otherwise = are_equal_otherwise
@@ -66,12 +73,16 @@ class PostedSums:
         with contextlib.suppress(Exception):
             changes = [array.astype(np.float64) for array in arrays]
             if watched.values_before:
-                changes = [change - before for change, before in zip(changes, watched.values_before)]
+                changes = [
+                    change - before for change, before in zip(changes, watched.values_before)
+                ]
             sums = [[float(change.sum()), float(np.abs(change).sum())] for change in changes]
             return self._compare(watched, step, sums, unreduced)
         return NEVER
 
-    def _compare(self, watched: WatchedOptimizer, step: int, sums: Sums, unreduced: Sequence[tuple[int, str]]) -> int:
+    def _compare(
+        self, watched: WatchedOptimizer, step: int, sums: Sums, unreduced: Sequence[tuple[int, str]]
+    ) -> int:
         if watched.applied is not Applied.UNKNOWN or self._job.health.is_over or not sums:
             return NEVER
         earlier = watched.posted
@@ -81,7 +92,9 @@ class PostedSums:
             return next_look(step, step)
         sums_by_rank = {}
         for rank, posts in posts_by_rank.items():
-            sums_by_rank[rank] = [post_sums for post_step, post_sums in posts if post_step == earlier.step]
+            sums_by_rank[rank] = [
+                post_sums for post_step, post_sums in posts if post_step == earlier.step
+            ]
         distinct = _distinct(sums_by_rank)
         self._judge(watched, earlier, distinct)
         if watched.applied is Applied.UNREDUCED:
@@ -90,7 +103,9 @@ class PostedSums:
             return next_look(step, step)
         return NEVER
 
-    def _post(self, watched: WatchedOptimizer, signature: str, step: int, sums: Sums) -> dict[int, list[Post]]:
+    def _post(
+        self, watched: WatchedOptimizer, signature: str, step: int, sums: Sums
+    ) -> dict[int, list[Post]]:
         """Post the sums of the first step with those of earlier optimizers like this one: another rank may be behind by
         one. Return what all ranks have posted.
         """
@@ -103,7 +118,9 @@ class PostedSums:
         posted: dict[int, list[Post]] = self._job.store.post(f"gradients: {signature}", list(posts))
         return posted
 
-    def _judge(self, watched: WatchedOptimizer, earlier: Post, distinct: dict[int, list[Sums]]) -> None:
+    def _judge(
+        self, watched: WatchedOptimizer, earlier: Post, distinct: dict[int, list[Sums]]
+    ) -> None:
         """Note whether the gradients were reduced, given for each rank the sums that no other rank has."""
         cluster = self._job.cluster
         if len(distinct) < cluster.world_size:
@@ -137,15 +154,26 @@ class PostedSums:
         it has been made equal, nothing was reduced. If it never is, ``last_word`` names it.
         """
         calls = self._job.made(ReducedTensors).calls
-        return calls == 0 or all(self._last_word.calls_before(number) == calls for number in watched.trained)
+        return calls == 0 or all(
+            self._last_word.calls_before(number) == calls for number in watched.trained
+        )
 
 
 def _distinct(sums_by_rank: dict[int, list[Sums]]) -> dict[int, list[Sums]]:
     """Return, for each rank, the sums that no other rank has."""
     distinct: dict[int, list[Sums]] = {}
     for rank, own_sums in sums_by_rank.items():
-        foreign = [np.array(sums) for other, posted in sums_by_rank.items() if other != rank for sums in posted]
-        distinct[rank] = [sums for sums in own_sums if not any(_are_alike(np.array(sums), each) for each in foreign)]
+        foreign = [
+            np.array(sums)
+            for other, posted in sums_by_rank.items()
+            if other != rank
+            for sums in posted
+        ]
+        distinct[rank] = [
+            sums
+            for sums in own_sums
+            if not any(_are_alike(np.array(sums), each) for each in foreign)
+        ]
     return distinct
 
 

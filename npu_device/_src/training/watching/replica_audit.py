@@ -28,13 +28,21 @@ from npu_device._src.training.watching.applied_gradients import AppliedGradients
 from npu_device._src.training.watching.digests import Digest, differences, digest_of, variable_name
 from npu_device._src.training.watching.same_samples import Pair, SameSamples
 from npu_device._src.training.watching.same_variables import not_compared
-from npu_device._src.training.watching.schedule import FIRST_LOOKS, NEVER, Schedule, can_compare, next_look
+from npu_device._src.training.watching.schedule import (
+    FIRST_LOOKS,
+    NEVER,
+    Schedule,
+    can_compare,
+    next_look,
+)
 from npu_device._src.training.watching.training_state import unique
 from npu_device._src.world.world import World, value_of
 
 _log = logging.getLogger("npu_device")
 
-_SHARE = 0.0005  # of the time, so that audits that take twice as long as expected cost less than 0.1 %
+_SHARE = (
+    0.0005  # of the time, so that audits that take twice as long as expected cost less than 0.1 %
+)
 
 _ADVICE = (
     "Likely cause: a rank that changed a variable alone (an assign, a callback, a restored checkpoint); variables that "
@@ -69,21 +77,31 @@ class Audit:
         self._began = self._audit_seconds = self._step_seconds = 0.0
         self._last: tuple[int, float] | None = None  # steps and time at the previous audit
 
-    def step(self, variables: Sequence[Any], optimizer: Any = None, pair: Pair | None = None) -> None:
+    def step(
+        self, variables: Sequence[Any], optimizer: Any = None, pair: Pair | None = None
+    ) -> None:
         """Count a step, and audit it, if it is time, before later updates; ``pair`` is one of its gradients."""
         # Unless the optimizer is known, the ranks may have the variables in different orders.
         myself = weakref.ref(self)  # a graph must not keep the job
-        self._schedule.step(lambda count: _audit_of(myself)._look(count, variables, optimizer, pair))
+        self._schedule.step(
+            lambda count: _audit_of(myself)._look(count, variables, optimizer, pair)
+        )
 
     def _look(self, count: Any, variables: Sequence[Any], optimizer: Any, pair: Pair | None) -> Any:
         """Compare; return the step of the next audit."""
         myself, ordered = weakref.ref(self), optimizer is not None
         own = compat.optimizer_variables(optimizer, variables) if ordered else []
         audited = [] if self._is_off else unique([*variables, *own])
-        names, by_hand = [variable_name(one) for one in audited], [] if ordered else list(map(weakref.ref, variables))
+        names, by_hand = (
+            [variable_name(one) for one in audited],
+            [] if ordered else list(map(weakref.ref, variables)),
+        )
         made = tf.cast(value_of(optimizer.iterations), tf.int64) if ordered else count - 1
         gradients = [] if pair is None or self._samples.is_over else [pair.mine, pair.reduced]
-        given, scale = len(gradients), 0.0 if pair is None else pair.scale  # what is called must not keep tensors
+        given, scale = (
+            len(gradients),
+            0.0 if pair is None else pair.scale,
+        )  # what is called must not keep tensors
 
         def digest(count: Any, made: Any, *arrays: np.ndarray) -> list[Any]:
             audit = _audit_of(myself)
@@ -94,10 +112,14 @@ class Audit:
             return [audit._message(int(count), digests if ordered else sorted(digests), by_hand)]
 
         def settle(most: Any, count: Any) -> list[Any]:
-            return [np.int64(_audit_of(myself)._settle([int(number) for number in most], int(count)))]
+            return [
+                np.int64(_audit_of(myself)._settle([int(number) for number in most], int(count)))
+            ]
 
         values = [value_of(variable) for variable in audited]
-        [mine] = call_now(digest, [count, made, *gradients, *values], [tf.TensorSpec([5], tf.int64)])
+        [mine] = call_now(
+            digest, [count, made, *gradients, *values], [tf.TensorSpec([5], tf.int64)]
+        )
         most = mine if self._is_off else all_reduce(self._world.job, mine, "max", self._world.group)
         return call_now(settle, [most, count], [tf.TensorSpec([], tf.int64)])[0]
 
@@ -112,7 +134,10 @@ class Audit:
         is_silent = applied is not None and any(applied.leaves_unreduced(one()) for one in by_hand)
         digest = zlib.crc32(repr(digests).encode())
         # Those who wait for the last rank don't work: the shortest of the ranks' audits is what one costs.
-        return np.array([digest, -digest, is_silent, -self._audit_seconds * 1e9, -self._step_seconds * 1e9], np.int64)
+        return np.array(
+            [digest, -digest, is_silent, -self._audit_seconds * 1e9, -self._step_seconds * 1e9],
+            np.int64,
+        )
 
     def _settle(self, most: list[int], count: int) -> int:
         """Raise or warn if the digests differ; return the step of the next audit."""
@@ -137,13 +162,23 @@ class Audit:
         """Raise an error or warn, on every rank alike: which variables differ, and how far."""
         cluster, store = self._world.job.cluster, self._world.job.store
         norms = [np.linalg.norm(np.abs(array).astype(np.float64)) for array in seen.arrays]
-        mine = [f"norm {norm:.9g}, digest {number:08x}" for norm, (_, _, number) in zip(norms, seen.digests)]
+        mine = [
+            f"norm {norm:.9g}, digest {number:08x}"
+            for norm, (_, _, number) in zip(norms, seen.digests)
+        ]
         found = {cluster.rank: mine}
         with contextlib.suppress(ClusterError):
             found = store.gather_from(key, mine, self._world.group.ranks, DETAILS_SECONDS)
         ranks = sorted(found)
-        _, which = differences(cluster, ranks, seen.names, [found[rank] for rank in ranks]) or ([], "some variables")
-        before = "" if self._equal_after is None else f" (after step {self._equal_after} they were equal)"
+        _, which = differences(cluster, ranks, seen.names, [found[rank] for rank in ranks]) or (
+            [],
+            "some variables",
+        )
+        before = (
+            ""
+            if self._equal_after is None
+            else f" (after step {self._equal_after} they were equal)"
+        )
         text = f"the ranks have drifted apart: seen after step {seen.steps}{before}, in {which}\n{_ADVICE}"
         if environment.NPU_DEVICE_DRIFT.get() == "error":
             raise RuntimeError(f"rank {cluster.rank}: {text}")
@@ -156,7 +191,9 @@ class _AuditsByHand(dict[tuple[int, ...], Audit]):
     """The audits of variables whose gradients functions reduce themselves, by the variables' ids; a part of the job."""
 
 
-def audit_by_hand(world: World, variables: Sequence[Any], pair: Callable[[], Pair | None] | None) -> None:
+def audit_by_hand(
+    world: World, variables: Sequence[Any], pair: Callable[[], Pair | None] | None
+) -> None:
     """Audit, if it is time, variables whose gradients a ``tf.function`` has reduced; ``pair`` returns one of these."""
     if world.size == 1 or not can_compare():
         return

@@ -31,11 +31,15 @@ class Pair(NamedTuple):
     scale: float
 
 
-def pair_of(mine: Sequence[Gradient], reduced: Sequence[Gradient], kind: str, size: int) -> Pair | None:
+def pair_of(
+    mine: Sequence[Gradient], reduced: Sequence[Gradient], kind: str, size: int
+) -> Pair | None:
     """Return one of some gradients to compare with its reduction: among those of a moderate size the last one, which
     backward produces first; else the smallest.
     """
-    numbers = [int(one.shape.num_elements() or 0) if isinstance(one, tf.Tensor) else 0 for one in mine]
+    numbers = [
+        int(one.shape.num_elements() or 0) if isinstance(one, tf.Tensor) else 0 for one in mine
+    ]
     excess = [
         (max(0, count - _MOST_NUMBERS), -place)
         for place, (count, one) in enumerate(zip(numbers, mine))

@@ -20,7 +20,12 @@ from npu_device._src.collectives.graph import fetchable
 from npu_device._src.collectives.sessions import in_first_run
 from npu_device._src.gradients.reduction import dense_of
 from npu_device._src.training.watching import digests
-from npu_device._src.training.watching.digests import checksum, differences, digest_of, variable_name
+from npu_device._src.training.watching.digests import (
+    checksum,
+    differences,
+    digest_of,
+    variable_name,
+)
 from npu_device._src.training.watching.last_word import ENDED_APART, LastWord
 from npu_device._src.training.watching.schedule import can_compare
 from npu_device._src.world.world import World, value_of
@@ -35,7 +40,9 @@ _GRAPHS = 100  # of sessions, whose variables are compared
 _TAPE = "gradient_tape/"  # before the name of the operation that the gradient is of
 
 
-def make_equal(world: World, variables: Sequence[Any], ordered: bool = True, level: int = logging.WARNING) -> bool:
+def make_equal(
+    world: World, variables: Sequence[Any], ordered: bool = True, level: int = logging.WARNING
+) -> bool:
     """Compare variables before the first step; where they differ, overwrite them with those of the group's first rank.
 
     Return False while they have no values: they were made in the trace that goes on. Usually TensorFlow then gives them
@@ -96,7 +103,9 @@ def not_compared(variables: Sequence[Any]) -> list[Any]:
     return [variable for variable in variables if _compared.get(id(variable)) is not variable]
 
 
-def make_equal_behind(world: World, gradients: Sequence[Any], level: int = logging.WARNING) -> list[Any] | None:
+def make_equal_behind(
+    world: World, gradients: Sequence[Any], level: int = logging.WARNING
+) -> list[Any] | None:
     """Do as ``make_equal`` does with the variables of gradients that a ``tf.function`` reduces itself.
 
     Return the variables, none if they aren't known; None if the values aren't gradients of a tape in this graph. The
@@ -110,11 +119,15 @@ def make_equal_behind(world: World, gradients: Sequence[Any], level: int = loggi
     # has nothing to do with them is left out: one rank may read it alone, to look at it.
     behind = compat.tensors_behind(symbolic, lambda tensor: tensor.dtype == tf.resource)
     seen = {tensor.op.name for tensor in behind}
-    needed = seen | {name[len(_TAPE) :].rpartition("/")[0] for name in seen if name.startswith(_TAPE)}
+    needed = seen | {
+        name[len(_TAPE) :].rpartition("/")[0] for name in seen if name.startswith(_TAPE)
+    }
 
     def is_needed(handle: Any) -> bool:
         readers = handle.consumers()
-        users = [user for reader in readers for value in reader.outputs for user in value.consumers()]
+        users = [
+            user for reader in readers for value in reader.outputs for user in value.consumers()
+        ]
         return any(operation.name in needed for operation in (*readers, *users))
 
     read = [one for one, handle in compat.variables_read() if one.trainable and is_needed(handle)]
@@ -128,7 +141,9 @@ def make_equal_behind(world: World, gradients: Sequence[Any], level: int = loggi
 def _of_the_kinds(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Return the variables of each shape and dtype of which there are as many variables as gradients."""
     both = gradients, variables
-    wanted, there = ([(str(one.shape), tf.as_dtype(one.dtype).base_dtype) for one in each] for each in both)
+    wanted, there = (
+        [(str(one.shape), tf.as_dtype(one.dtype).base_dtype) for one in each] for each in both
+    )
     return [one for one, kind in zip(variables, there) if there.count(kind) == wanted.count(kind)]
 
 
@@ -150,7 +165,9 @@ def _differences(world: World, variables: Sequence[Any]) -> tuple[list[int], str
     if any(one != shapes[0] for one in shapes):
         return None  # the reduction names what differs
     checksums = [[number for _, _, number in row] for row in everybody]
-    return differences(world.job.cluster, world.group.ranks, list(map(variable_name, variables)), checksums)
+    return differences(
+        world.job.cluster, world.group.ranks, list(map(variable_name, variables)), checksums
+    )
 
 
 def _has_value(variable: Any) -> bool:
@@ -169,11 +186,15 @@ class _Graphs(list[str]):
 def compared_in_session(world: World, gradients: Sequence[Any]) -> Iterator[None]:
     """In a graph for sessions, compare trainable variables in the first run of each, before operations of the block."""
     mode, graphs = environment.NPU_DEVICE_UNEQUAL_START.get(), world.job.made(_Graphs)
-    wanted = mode != "ignore" and world.size == world.job.cluster.world_size and len(graphs) < _GRAPHS
+    wanted = (
+        mode != "ignore" and world.size == world.job.cluster.world_size and len(graphs) < _GRAPHS
+    )
     variables: list[Any] = []
     if wanted and not tf.compat.v1.executing_eagerly_outside_functions():
         present = [gradient for gradient in gradients if gradient is not None]
-        variables = _of_the_kinds(present, tf.compat.v1.trainable_variables())  # those of the shapes of gradients
+        variables = _of_the_kinds(
+            present, tf.compat.v1.trainable_variables()
+        )  # those of the shapes of gradients
     if not variables:
         yield
         return
@@ -190,5 +211,7 @@ def compared_in_session(world: World, gradients: Sequence[Any]) -> Iterator[None
                 raise RuntimeError(f"rank {world.job.cluster.rank}: {text}")
             _log.warning("%s", text)
 
-    with tf.control_dependencies([in_first_run(name, compare, lambda: list(map(value_of, variables)))]):
+    with tf.control_dependencies(
+        [in_first_run(name, compare, lambda: list(map(value_of, variables)))]
+    ):
         yield

@@ -37,7 +37,9 @@ def weights(model: Any) -> list[Any]:
 
 def optimizer_state(model: Any) -> list[Any]:
     """Return the variables of the model's optimizers: steps, slots, averages, learning rates and loss scales."""
-    states = (compat.optimizer_variables(optimizer, weights(model)) for optimizer in optimizers(model))
+    states = (
+        compat.optimizer_variables(optimizer, weights(model)) for optimizer in optimizers(model)
+    )
     return unique(itertools.chain.from_iterable(states))
 
 
@@ -49,9 +51,16 @@ def optimizers(model: Any) -> list[Any]:
 def loose_variables(model: Any) -> list[Any]:
     """Return the ``tf.Variable`` objects that the steps can reach, but that Keras doesn't count among its variables."""
     metrics = (variable for metric in compat.metrics_of(model) for variable in metric.variables)
-    known = {id(variable) for variable in [*compat.variables_of(model), *metrics, *compat.counters_of(model)]}
+    known = {
+        id(variable)
+        for variable in [*compat.variables_of(model), *metrics, *compat.counters_of(model)]
+    }
     known |= set(map(id, compat.states_of_samples(model)))
-    return [thing for thing in reachable(model) if isinstance(thing, tf.Variable) and id(thing) not in known]
+    return [
+        thing
+        for thing in reachable(model)
+        if isinstance(thing, tf.Variable) and id(thing) not in known
+    ]
 
 
 def common(model: Any, variables: Iterable[Any]) -> list[Any]:
@@ -63,7 +72,13 @@ def common(model: Any, variables: Iterable[Any]) -> list[Any]:
 def attributes(model: Any) -> Iterable[Any]:
     """Return the attributes of the model, and what lists and dicts among them contain."""
     for value in _attributes(model):
-        yield from value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        yield from (
+            value.values()
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, (list, tuple))
+            else [value]
+        )
 
 
 def has_all_layers_built(model: Any) -> bool:
@@ -83,7 +98,9 @@ def build_optimizer(model: Any) -> None:
 
 def trace_step(model: Any, step: Callable[[Any], Any], batch_spec: Any) -> None:
     """Make all variables that a step of a model makes by tracing it with a ``tf.TypeSpec``; nothing is computed."""
-    autograph = not compat.is_keras_3(compat.keras_of(model))  # as each Keras traces the step itself
+    autograph = not compat.is_keras_3(
+        compat.keras_of(model)
+    )  # as each Keras traces the step itself
     with only_building():
         tf.function(step, autograph=autograph).get_concrete_function(batch_spec)
 
@@ -120,7 +137,17 @@ def unique(things: Iterable[Any]) -> list[Any]:
     return list({id(thing): thing for thing in things}.values())
 
 
-_FRAMEWORKS = {"keras", "tf_keras", "tensorflow", "numpy", "npu_device", "builtins", "logging", "threading", "wrapt"}
+_FRAMEWORKS = {
+    "keras",
+    "tf_keras",
+    "tensorflow",
+    "numpy",
+    "npu_device",
+    "builtins",
+    "logging",
+    "threading",
+    "wrapt",
+}
 _LONGEST = 1000  # elements of a list or dict that are looked at: optimizers and variables aren't kept by the thousand
 
 
@@ -172,7 +199,11 @@ def _methods(thing: Any) -> list[Any]:
     own = [kind for kind in type(thing).__mro__ if not _is_framework(kind)]
     found = [value for kind in own for value in vars(kind).values()]
     found += [value.fget for value in found if isinstance(value, property)]
-    return [value for value in found if isinstance(value, types.FunctionType) or hasattr(value, "python_function")]
+    return [
+        value
+        for value in found
+        if isinstance(value, types.FunctionType) or hasattr(value, "python_function")
+    ]
 
 
 def _used_by(function: types.FunctionType) -> list[Any]:
@@ -188,7 +219,12 @@ def _used_by(function: types.FunctionType) -> list[Any]:
 
 
 def _names(code: types.CodeType) -> list[str]:
-    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in _names(const)]
+    inner = [
+        name
+        for const in code.co_consts
+        if isinstance(const, types.CodeType)
+        for name in _names(const)
+    ]
     return [*code.co_names, *inner]
 
 

@@ -49,7 +49,9 @@ class WatchedOptimizer:
         start: the name and checksums of an eager loop's variables before its first step, until they are compared.
     """
 
-    def __init__(self, job: Job, class_name: str, variables: Sequence[Any], first_look: int = FIRST_LOOKS[0]) -> None:
+    def __init__(
+        self, job: Job, class_name: str, variables: Sequence[Any], first_look: int = FIRST_LOOKS[0]
+    ) -> None:
         self.class_name = class_name
         numbers = sum(int(np.prod(tuple(variable.shape))) for variable in variables)
         self.signature = f"{len(variables)} variables, {numbers} numbers"

@@ -16,7 +16,9 @@ def reduction_of(optimizer: Any) -> Any:
 def is_wrapped(optimizer: Any) -> bool:
     """Return True when the optimizer, or the one inside a loss-scale optimizer, already reduces its gradients."""
     inner = getattr(optimizer, "inner_optimizer", None)
-    return reduction_of(optimizer) is not None or (inner is not None and reduction_of(inner) is not None)
+    return reduction_of(optimizer) is not None or (
+        inner is not None and reduction_of(inner) is not None
+    )
 
 
 def reduction_inside(optimizer: Any) -> Any:

@@ -14,7 +14,9 @@ import numpy as np
 
 ALIGNMENT = 64  # bytes; TensorFlow copies arrays that aren't aligned to this
 _IDLE_ROUNDS = 64
-_POOLED_FROM_BYTES = 32 << 10  # smaller buffers come from the allocator's own free lists, which are as fast
+_POOLED_FROM_BYTES = (
+    32 << 10
+)  # smaller buffers come from the allocator's own free lists, which are as fast
 
 
 class _Buffer:
@@ -23,7 +25,12 @@ class _Buffer:
         self._memory = np.empty(size + ALIGNMENT, np.uint8)
         address = self._memory.__array_interface__["data"][0]
         aligned = address + -address % ALIGNMENT
-        self.interface = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (aligned, False)}
+        self.interface = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (size,),
+            "data": (aligned, False),
+        }
 
 
 class _Lease:
@@ -73,6 +80,8 @@ class BufferPool:
         return self.take(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
     def _forget_idle(self) -> None:
-        for size in [size for size, used in self._last_used.items() if self._round - used > _IDLE_ROUNDS]:
+        for size in [
+            size for size, used in self._last_used.items() if self._round - used > _IDLE_ROUNDS
+        ]:
             del self._last_used[size]
             self._free.pop(size, None)

@@ -66,7 +66,9 @@ class Stream:
     same offsets apply to both.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype, arrays: Sequence[np.ndarray] = ()) -> None:
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype, arrays: Sequence[np.ndarray] = ()
+    ) -> None:
         self.dtype = dtype
         self.shapes = shapes
         self.arrays = arrays
@@ -101,7 +103,9 @@ class Stream:
                 if run.dtype == slot.dtype:
                     slot[low - first : high - first] = run
                     continue
-                with np.errstate(all="ignore"):  # what overflows 16 bits is infinite; TensorFlow doesn't warn either
+                with np.errstate(
+                    all="ignore"
+                ):  # what overflows 16 bits is infinite; TensorFlow doesn't warn either
                     slot[low - first : high - first] = run
 
     def run(self, first: int, last: int, buffers: BufferPool) -> np.ndarray:
@@ -118,7 +122,9 @@ class Stream:
         """Return this member's values divided by a number."""
         if share == 1:
             return self
-        return Stream(self.shapes, self.dtype, [array / array.dtype.type(share) for array in self.arrays])
+        return Stream(
+            self.shapes, self.dtype, [array / array.dtype.type(share) for array in self.arrays]
+        )
 
     def results(self, pool: BufferPool, dtype: np.dtype) -> tuple[np.ndarray, list[np.ndarray]]:
         """Return memory for the whole stream in some dtype, flat, and the arrays in it, in their shapes."""

@@ -37,7 +37,9 @@ def detect_hosts(context: EngineContext, device: Device) -> Hosts:
         store.set(key, json.dumps(card))
         problem = card["problem"]
     else:
-        problem = card["problem"] or _search(card, json.loads(store.get(key, LATEST_ANSWER_SECONDS)))
+        problem = card["problem"] or _search(
+            card, json.loads(store.get(key, LATEST_ANSWER_SECONDS))
+        )
     fact = [problem, asdict(device), compat.context_is_initialized()]
     facts = store.gather("memory", fact, LATEST_ANSWER_SECONDS)
     problems, devices, late = zip(*facts)
@@ -51,7 +53,9 @@ def detect_hosts(context: EngineContext, device: Device) -> Hosts:
         lowest = map(cluster.hosts.index, cluster.hosts)
         leaders = tuple(rank if problems[rank] else first for rank, first in enumerate(lowest))
     late_ranks = tuple(rank for rank, is_late in enumerate(late) if is_late)
-    return Hosts(leaders, tuple(Device(**fields) for fields in devices), late_ranks, tuple(problems))
+    return Hosts(
+        leaders, tuple(Device(**fields) for fields in devices), late_ranks, tuple(problems)
+    )
 
 
 def _wanted(rank: int) -> str:
@@ -92,7 +96,9 @@ def _search(card: dict[str, Any], leader: dict[str, Any]) -> str:
     if leader["problem"]:
         return str(leader["problem"])
     if card["who"] != leader["who"]:
-        return "a different kernel, PID namespace (container) or user than the lowest rank of the host"
+        return (
+            "a different kernel, PID namespace (container) or user than the lowest rank of the host"
+        )
     try:
         attach(leader["path"], PAGE, leader["token"]).close()
     except (OSError, ValueError) as error:
@@ -102,10 +108,14 @@ def _search(card: dict[str, Any], leader: dict[str, Any]) -> str:
 
 def _report(wanted: str, problems: Sequence[str], hosts: Sequence[str], rank: int) -> None:
     """Report the ranks that can't share memory although their host has others."""
-    alone = [other for other, problem in enumerate(problems) if problem and hosts.count(hosts[other]) > 1]
+    alone = [
+        other for other, problem in enumerate(problems) if problem and hosts.count(hosts[other]) > 1
+    ]
     if not alone:
         return
-    lines = "\n".join(f"  rank {other} on host {hosts[other]}: {problems[other]}" for other in alone)
+    lines = "\n".join(
+        f"  rank {other} on host {hosts[other]}: {problems[other]}" for other in alone
+    )
     if wanted == "required":
         raise ClusterError(
             f"NPU_DEVICE_SHARED_MEMORY is required, but ranks of one host can't share memory:\n{lines}\n"
@@ -113,4 +123,7 @@ def _report(wanted: str, problems: Sequence[str], hosts: Sequence[str], rank: in
             "these ranks then use the engine between hosts."
         )
     if rank == 0:
-        _log.warning("ranks of one host can't share memory; they use the slower engine between hosts:\n%s", lines)
+        _log.warning(
+            "ranks of one host can't share memory; they use the slower engine between hosts:\n%s",
+            lines,
+        )

@@ -38,7 +38,9 @@ class Calls(Protocol):
 
     in_order: bool  # each begins when the one before it has ended
 
-    def start(self, operation: OnArrays, terms: Terms | None, arrays: list[np.ndarray], overlaps: bool) -> Finish: ...
+    def start(
+        self, operation: OnArrays, terms: Terms | None, arrays: list[np.ndarray], overlaps: bool
+    ) -> Finish: ...
 
     def close(self) -> None: ...
 
@@ -55,7 +57,11 @@ class ArrayEngine:
         raise NotImplementedError
 
     def run(
-        self, terms: Terms | None, group: Group, operations: Sequence[OnArrays], inputs: Sequence[Tensors]
+        self,
+        terms: Terms | None,
+        group: Group,
+        operations: Sequence[OnArrays],
+        inputs: Sequence[Tensors],
     ) -> list[list[tf.Tensor]]:
         """Run operations, each on its inputs, and return their results; the first one carries the terms."""
         with self._making:
@@ -98,23 +104,40 @@ class HostEngine(ArrayEngine):
     def calls_of(self, group: Group) -> HostQueue:
         context = self._context
         connect = partial(self._connect, context, group)
-        return HostQueue(connect, context.counts.of(group), context.buffers, self._background_from(context))
+        return HostQueue(
+            connect, context.counts.of(group), context.buffers, self._background_from(context)
+        )
 
     def all_reduce(
-        self, terms: Terms | None, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
+        self,
+        terms: Terms | None,
+        segments: Sequence[Tensors],
+        reduction: str,
+        group: Group,
+        wire: Wire,
     ) -> list[list[tf.Tensor]]:
-        make = partial(_reduction, reduction=reduction, wire=wire, readers=range(group.size), rank=group.rank)
+        make = partial(
+            _reduction, reduction=reduction, wire=wire, readers=range(group.size), rank=group.rank
+        )
         return self.run(terms, group, list(map(make, segments)), segments)
 
-    def reduce(self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group) -> list[tf.Tensor]:
+    def reduce(
+        self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group
+    ) -> list[tf.Tensor]:
         operation = _reduction(tensors, reduction, None, [root], group.rank)
         [results] = self.run(terms, group, [operation], [tensors])
-        return results or [tf.cast(tensor, reduced_dtype(tensor.dtype, reduction)) for tensor in tensors]
+        return results or [
+            tf.cast(tensor, reduced_dtype(tensor.dtype, reduction)) for tensor in tensors
+        ]
 
-    def broadcast(self, terms: Terms | None, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
+    def broadcast(
+        self, terms: Terms | None, tensors: Tensors, root: int, group: Group
+    ) -> list[tf.Tensor]:
         sends = group.rank == root
         has_shapes = all(tensor.shape.is_fully_defined() for tensor in tensors)
-        inputs = tensors if sends or not has_shapes else []  # unknown shapes are those of the rank's own tensors
+        inputs = (
+            tensors if sends or not has_shapes else []
+        )  # unknown shapes are those of the rank's own tensors
         [received] = self.run(terms, group, [_broadcast(tensors, root, sends)], [inputs])
         return [tf.identity(tensor) for tensor in tensors] if sends else received
 
@@ -124,7 +147,9 @@ class HostEngine(ArrayEngine):
     def all_to_all(self, terms: Terms | None, rows: tf.Tensor, group: Group) -> tf.Tensor:
         return self._rows(terms, programs.all_to_all, rows, group)
 
-    def _rows(self, terms: Terms | None, program: Callable[..., Any], tensor: tf.Tensor, group: Group) -> tf.Tensor:
+    def _rows(
+        self, terms: Terms | None, program: Callable[..., Any], tensor: tf.Tensor, group: Group
+    ) -> tf.Tensor:
         size = group.size
 
         def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
@@ -145,7 +170,9 @@ class HostEngine(ArrayEngine):
 # The operations: inputs, outputs, and how arrays become a program
 
 
-def _reduction(tensors: Tensors, reduction: str, wire: Wire, readers: Sequence[int], rank: int) -> OnArrays:
+def _reduction(
+    tensors: Tensors, reduction: str, wire: Wire, readers: Sequence[int], rank: int
+) -> OnArrays:
     dtype = reduced_dtype(tensors[0].dtype, reduction)
     reads = rank in readers
     sent_dtype = np.dtype((wire or tensors[0].dtype).as_numpy_dtype)
@@ -166,12 +193,18 @@ def _broadcast(tensors: Tensors, root: int, sends: bool) -> OnArrays:
     dtypes = [np.dtype(spec.dtype.as_numpy_dtype) for spec in specs]
 
     def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
-        shapes = [array.shape for array in arrays] if arrays else [tuple(spec.shape.as_list()) for spec in specs]
+        shapes = (
+            [array.shape for array in arrays]
+            if arrays
+            else [tuple(spec.shape.as_list()) for spec in specs]
+        )
         sizes = [(math.prod(shape) * dtype.itemsize,) for shape, dtype in zip(shapes, dtypes)]
         flats = [array.reshape(-1).view(np.uint8) for array in arrays] if sends else []
         stream = Stream(sizes, np.dtype(np.uint8), flats)  # of all dtypes
         flat, parts = (None, []) if sends else stream.results(buffers, stream.dtype)
-        results = [part.view(dtype).reshape(shape) for part, dtype, shape in zip(parts, dtypes, shapes)]
+        results = [
+            part.view(dtype).reshape(shape) for part, dtype, shape in zip(parts, dtypes, shapes)
+        ]
         return partial(programs.broadcast, stream=stream, result=flat, root=root), results
 
     return OnArrays([] if sends else specs, prepare)
@@ -205,7 +238,11 @@ class Orders:
                 self._device = device
 
     def run(
-        self, calls: Calls, operations: Sequence[OnArrays], inputs: Sequence[Tensors], terms: Terms | None
+        self,
+        calls: Calls,
+        operations: Sequence[OnArrays],
+        inputs: Sequence[Tensors],
+        terms: Terms | None,
     ) -> list[list[tf.Tensor]]:
         """Add operations to the graph of a tf.function, and return their results."""
         self._prepare()
@@ -219,23 +256,31 @@ class Orders:
         with tf.device(self._device), tf.control_dependencies(tickets):
             return list(map(self._finish, operations, tickets))
 
-    def _call(self, calls: Calls, operation: OnArrays, inputs: Tensors, terms: Terms | None) -> list[tf.Tensor]:
+    def _call(
+        self, calls: Calls, operation: OnArrays, inputs: Tensors, terms: Terms | None
+    ) -> list[tf.Tensor]:
         """Add one operation that starts and waits, in the order of the starts: it delays nothing needed earlier."""
         shapes, terms = _apart(terms)
 
         def run(shapes: Any, *arrays: np.ndarray) -> list[Any]:
-            ended_at, results = calls.start(operation, _together(terms, shapes), list(arrays), False)()
+            ended_at, results = calls.start(
+                operation, _together(terms, shapes), list(arrays), False
+            )()
             return [np.int64(ended_at), *results]
 
         return _waited_for(self._starts, run, [shapes, *inputs], operation)
 
-    def _start(self, calls: Calls, operation: OnArrays, inputs: Tensors, terms: Terms | None) -> tf.Tensor:
+    def _start(
+        self, calls: Calls, operation: OnArrays, inputs: Tensors, terms: Terms | None
+    ) -> tf.Tensor:
         """Add the operation that starts; return a number by which the graph finishes it."""
         shapes, terms = _apart(terms)
 
         def start(shapes: Any, *arrays: np.ndarray) -> list[np.int64]:
             ticket = next(self._tickets)
-            self._pending[ticket] = calls.start(operation, _together(terms, shapes), list(arrays), True)
+            self._pending[ticket] = calls.start(
+                operation, _together(terms, shapes), list(arrays), True
+            )
             return [np.int64(ticket)]
 
         return self._starts.call(start, [shapes, *inputs])[0]
@@ -264,7 +309,9 @@ def _waited_for(
     order: Order, function: Callable[..., list[Any]], inputs: Tensors, operation: OnArrays
 ) -> list[tf.Tensor]:
     """Add a call that waits for an operation, and returns when that ended, and its results."""
-    ended_at, *results = order.call(function, inputs, [output.dtype for output in operation.outputs])
+    ended_at, *results = order.call(
+        function, inputs, [output.dtype for output in operation.outputs]
+    )
     _waiting.add(ended_at.op)
     for tensor, output in zip(results, operation.outputs):
         tensor.set_shape(output.shape)

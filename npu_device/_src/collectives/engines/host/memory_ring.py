@@ -25,7 +25,14 @@ import numpy as np
 
 from npu_device._src.cluster.time_limits import CHECK_SECONDS
 from npu_device._src.collectives.engines.host.buffers import BufferPool
-from npu_device._src.collectives.engines.host.channel import HEAD_WORDS, Head, Program, Round, Wait, require_same
+from npu_device._src.collectives.engines.host.channel import (
+    HEAD_WORDS,
+    Head,
+    Program,
+    Round,
+    Wait,
+    require_same,
+)
 
 _WAIT, _WAKE = 0, 1
 _ALL = 0x7FFFFFFF
@@ -39,7 +46,13 @@ _slice = (ctypes.c_long * 2)(0, int(CHECK_SECONDS * 1e9))  # a timespec: seconds
 _number = _SYSTEM_CALLS.get(platform.machine(), 0) if sys.platform == "linux" else 0
 _system_call = getattr(ctypes.CDLL(None), "syscall", None) if _number else None
 if _system_call is not None:
-    _system_call.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p]
+    _system_call.argtypes = [
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_uint32,
+        ctypes.c_void_p,
+    ]
     _system_call.restype = ctypes.c_long
 _slice_address = ctypes.addressof(_slice)
 
@@ -131,11 +144,19 @@ class MemoryRing:
         self.slots, self.slot_bytes, self._step = layout.slots, layout.slot_bytes, 0
         self.buffers, self.settle = BufferPool(), settle
         self._while_waiting, self._spins = while_waiting, spins
-        self._written = [Counter(memory, first + 2 * member * _COUNTER_BYTES) for member in range(size)]
-        self._read = [Counter(memory, first + (2 * member + 1) * _COUNTER_BYTES) for member in range(size)]
-        words = np.frombuffer(memory, np.int32, size * self.slots * HEAD_WORDS, first + layout.heads)
+        self._written = [
+            Counter(memory, first + 2 * member * _COUNTER_BYTES) for member in range(size)
+        ]
+        self._read = [
+            Counter(memory, first + (2 * member + 1) * _COUNTER_BYTES) for member in range(size)
+        ]
+        words = np.frombuffer(
+            memory, np.int32, size * self.slots * HEAD_WORDS, first + layout.heads
+        )
         self._heads = words.reshape(size, self.slots, HEAD_WORDS)
-        rings = np.frombuffer(memory, np.uint8, size * self.slots * self.slot_bytes, first + layout.rings)
+        rings = np.frombuffer(
+            memory, np.uint8, size * self.slots * self.slot_bytes, first + layout.rings
+        )
         self._rings = rings.reshape(size, self.slots, self.slot_bytes)
 
     def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
@@ -148,9 +169,13 @@ class MemoryRing:
         while upcoming is not None or published:
             # Publish ahead, as far as slots are free and sources are there. At the end there is a round to be read.
             ahead = self.ahead if head is None else 0
-            while upcoming is not None and len(published) <= ahead and upcoming.after <= rounds_read:
+            while (
+                upcoming is not None and len(published) <= ahead and upcoming.after <= rounds_read
+            ):
                 step = self._step + len(published)
-                late = _late(self._read, step - self.slots + 1)  # the members that haven't read what the slot held
+                late = _late(
+                    self._read, step - self.slots + 1
+                )  # the members that haven't read what the slot held
                 if published and next(late, None) is not None:
                     break
                 yield from late

@@ -11,7 +11,9 @@ import numpy as np
 from npu_device._src.collectives.engines.host.buffers import BufferPool
 from npu_device._src.collectives.engines.host.channel import Head, Program, Round
 
-_MEMBER_BYTES = 512 << 10  # a member's share of a slot, so that it stays in the cache (docs/notes.md)
+_MEMBER_BYTES = (
+    512 << 10
+)  # a member's share of a slot, so that it stays in the cache (docs/notes.md)
 _MOST_SLOT_BYTES = 8 << 20
 
 
@@ -60,7 +62,11 @@ class MessageChannel:
         upcoming = next(rounds, None)
         while upcoming is not None or under_way:
             # A round whose source comes from others waits until those have been read.
-            if upcoming is not None and len(under_way) <= self.ahead and upcoming.after <= rounds_read:
+            if (
+                upcoming is not None
+                and len(under_way) <= self.ahead
+                and upcoming.after <= rounds_read
+            ):
                 under_way.append(self._start(upcoming))
                 upcoming = next(rounds, None)
                 continue
@@ -74,7 +80,9 @@ class MessageChannel:
     def _start(self, exchange: Round) -> _Exchange:
         """Start the messages of a round, but empty ones."""
         rows = self._rows(exchange)
-        messages = [self.receive(member, row.view(np.uint8)) for member, row in rows.items() if row.size]
+        messages = [
+            self.receive(member, row.view(np.uint8)) for member, row in rows.items() if row.size
+        ]
         source = exchange.source
         if source is not None:
             if self._reads(exchange) and not exchange.targets:

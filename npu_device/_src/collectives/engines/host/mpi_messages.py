@@ -51,7 +51,9 @@ class MpiMessages(MessageChannel):
         return self._comm.Isend(data, member, _TAG)
 
     def receive(self, member: int, data: np.ndarray) -> Any:
-        return _Incoming(self._world.mpi.Status(), self._comm.Irecv(data, member, _TAG), member, data.nbytes)
+        return _Incoming(
+            self._world.mpi.Status(), self._comm.Irecv(data, member, _TAG), member, data.nbytes
+        )
 
     def advance(self, program: Program, wait: Wait) -> bool:
         """Run a program, which yields the MPI request to wait for; see ``channel.Channel``."""
@@ -104,7 +106,10 @@ class MpiMessages(MessageChannel):
         while distance < self.size:  # after each round, a member knows of twice as many
             source = ranks[(self.rank - distance) % self.size]
             target = ranks[(self.rank + distance) % self.size]
-            for request in (comm.Irecv(other_number, source, tag), comm.Isend(own_number, target, tag)):
+            for request in (
+                comm.Irecv(other_number, source, tag),
+                comm.Isend(own_number, target, tag),
+            ):
                 while not request.Test():
                     yield request
             if own_number != other_number:
@@ -153,20 +158,28 @@ def open_world(context: EngineContext, wanted: bool, on_exit: OnExit) -> Sequenc
     """Start MPI, and return for each rank why that fails; nothing if it works. Every rank calls this. Unless it is
     ``wanted``, MPI is started only if an ``mpiexec`` started the ranks. ``on_exit`` is given what ends MPI.
     """
-    problems = context.store.gather("mpi/found", _problem(context, wanted), limits.LATEST_ANSWER_SECONDS)
+    problems = context.store.gather(
+        "mpi/found", _problem(context, wanted), limits.LATEST_ANSWER_SECONDS
+    )
     if not any(problems):
-        problems = context.store.gather("mpi/started", _start(context, on_exit), limits.LATEST_ANSWER_SECONDS)
+        problems = context.store.gather(
+            "mpi/started", _start(context, on_exit), limits.LATEST_ANSWER_SECONDS
+        )
     if not any(problems):
         mpi: Any = importlib.import_module("mpi4py.MPI")
         comm = mpi.COMM_WORLD.Split(0, context.cluster.rank)
         comm.Set_errhandler(mpi.ERRORS_RETURN)
         tags = min(comm.Get_attr(mpi.TAG_UB) or _TAGS_OF_ALL, _MOST_TAGS)
         world = context.mpi_world = MpiWorld(mpi, comm, tags, _library(mpi))
-        problems = context.store.gather("mpi/checked", _check_sum(context, world), limits.LATEST_ANSWER_SECONDS)
+        problems = context.store.gather(
+            "mpi/checked", _check_sum(context, world), limits.LATEST_ANSWER_SECONDS
+        )
         if any(problems):
             context.mpi_world = None
         else:
-            threading.Thread(target=_keep_going, args=(world,), name="npu_device-mpi", daemon=True).start()
+            threading.Thread(
+                target=_keep_going, args=(world,), name="npu_device-mpi", daemon=True
+            ).start()
     return list(problems) if any(problems) else []
 
 
@@ -198,13 +211,17 @@ def _start(context: EngineContext, on_exit: OnExit) -> str:
     on_exit(lambda: _end(context, mpi, starts))
     library = _library(mpi)
     card = [mpi.Get_processor_name(), ""]
-    with contextlib.suppress(OSError):  # what processes of one host have in common: the running kernel, and its network
+    with contextlib.suppress(
+        OSError
+    ):  # what processes of one host have in common: the running kernel, and its network
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         card[1] = f"{kernel} {os.readlink('/proc/self/ns/net')}"
     cards = context.store.gather("mpi/hosts", card, limits.LATEST_ANSWER_SECONDS)
     size = mpi.COMM_WORLD.Get_size()
     if size != context.cluster.world_size:
-        return f"in {library}, this rank is one of {size}: mpi4py uses another MPI than the launcher's"
+        return (
+            f"in {library}, this rank is one of {size}: mpi4py uses another MPI than the launcher's"
+        )
     if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
         return f"{library} doesn't support several threads (MPI_THREAD_MULTIPLE)"
     for rank, (name, host) in enumerate(cards):
@@ -231,7 +248,9 @@ def _check_sum(context: EngineContext, world: MpiWorld) -> str:
         numbers = np.arange(length, dtype=np.int32)
         stream = Stream([numbers.shape], numbers.dtype, [numbers * (cluster.rank + 1)])
         flat, found = stream.results(context.buffers, numbers.dtype)
-        program = programs.reduce(channel, stream, flat, numbers.dtype, "sum", range(group.size), head_of(None))
+        program = programs.reduce(
+            channel, stream, flat, numbers.dtype, "sum", range(group.size), head_of(None)
+        )
         channel.advance(program, Wait.SLEEPING)
         if (found[0] != numbers * (group.size * (group.size + 1) // 2)).any():
             wrong = f"a sum of {length} numbers is wrong in MPI ({world.library})"

@@ -14,7 +14,13 @@ from typing import Callable, Optional
 
 import numpy as np
 
-from npu_device._src.collectives.dtypes import Rows, fold_arrays, is_narrow, total_dtype_of, wire_scales
+from npu_device._src.collectives.dtypes import (
+    Rows,
+    fold_arrays,
+    is_narrow,
+    total_dtype_of,
+    wire_scales,
+)
 from npu_device._src.collectives.engines.host.buffers import ALIGNMENT
 from npu_device._src.collectives.engines.host.channel import (
     Channel,
@@ -57,7 +63,9 @@ def reduce(
     if channel.size == 2 or (channel.reaches_all and is_small):
         return channel.run(_reduce_alone(channel, stream, result, readers, fold), head)
     wire = _wire_of(channel, stream, dtype, scale)
-    return channel.run(_SharedReduction(channel, stream, result, readers, fold, wire).rounds(), head)
+    return channel.run(
+        _SharedReduction(channel, stream, result, readers, fold, wire).rounds(), head
+    )
 
 
 def _reduce_alone(
@@ -135,7 +143,9 @@ class _SharedReduction:
         size = channel.size
         aligned = ALIGNMENT // stream.dtype.itemsize
         # The elements of a member's piece that travel in one round.
-        self._chunk = max(1, channel.slot_bytes // stream.dtype.itemsize // size // aligned * aligned)
+        self._chunk = max(
+            1, channel.slot_bytes // stream.dtype.itemsize // size // aligned * aligned
+        )
         # A member's piece of a block: a whole slot if publishing costs one copy, else what it gets in one round.
         slot = channel.slot_bytes // wire.dtype.itemsize
         whole_chunks = max(self._chunk, slot // self._chunk * self._chunk)
@@ -212,21 +222,29 @@ def _pipelined(blocks: Iterable[tuple[Iterable[Round], Round]], ahead: int) -> I
 # Moves
 
 
-def broadcast(channel: Channel, stream: Stream, result: np.ndarray | None, root: int, head: Head | None) -> Program:
+def broadcast(
+    channel: Channel, stream: Stream, result: np.ndarray | None, root: int, head: Head | None
+) -> Program:
     """Send the stream of the root into the ``result`` of all other members."""
     spreads_at_once = channel.reaches_all or channel.size == 2
     spread = _spread_at_once if spreads_at_once else _spread_by_relays
     return channel.run(spread(channel, stream, result, root), head)
 
 
-def _spread_at_once(channel: Channel, stream: Stream, result: np.ndarray | None, root: int) -> Iterator[Round]:
+def _spread_at_once(
+    channel: Channel, stream: Stream, result: np.ndarray | None, root: int
+) -> Iterator[Round]:
     source = stream if channel.rank == root else None
     for first, last in _chunks(stream.length, channel.slot_bytes // stream.dtype.itemsize):
         targets = {} if result is None else {root: result[first:last]}
-        yield Round(stream.dtype, [(first, last)], [root], 0, source, _others(channel, root), targets)
+        yield Round(
+            stream.dtype, [(first, last)], [root], 0, source, _others(channel, root), targets
+        )
 
 
-def _spread_by_relays(channel: Channel, stream: Stream, result: np.ndarray | None, root: int) -> Iterator[Round]:
+def _spread_by_relays(
+    channel: Channel, stream: Stream, result: np.ndarray | None, root: int
+) -> Iterator[Round]:
     """The root sends each other member a piece of a chunk, which that one then sends to the rest."""
     source = stream if channel.rank == root else None
     dtype = stream.dtype
@@ -240,7 +258,9 @@ def _spread_by_relays(channel: Channel, stream: Stream, result: np.ndarray | Non
             end = first + (last - first) * (position + 1) // len(relays)
             spans[member] = (begin, end)
         # Relays get what the others pass on, too; the root has everything.
-        pieces = {} if result is None else {member: result[slice(*spans[member])] for member in relays}
+        pieces = (
+            {} if result is None else {member: result[slice(*spans[member])] for member in relays}
+        )
         piece = pieces.pop(channel.rank, None)
         targets = {} if piece is None else {root: piece}
         sending = Round(dtype, spans, [root], chunk, source, relays, targets)
@@ -251,7 +271,9 @@ def _spread_by_relays(channel: Channel, stream: Stream, result: np.ndarray | Non
     return _pipelined((block(*span) for span in _chunks(stream.length, chunk)), channel.ahead)
 
 
-def all_gather(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Head | None) -> Program:
+def all_gather(
+    channel: Channel, rows: np.ndarray, result: np.ndarray, head: Head | None
+) -> Program:
     """Gather all members' ``rows``, one of each, shape [n], into ``result``, shape [size, n]."""
     source = Stream([rows.shape], rows.dtype, [rows])
     members = range(channel.size)
@@ -259,12 +281,16 @@ def all_gather(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Hea
 
     def rounds() -> Iterator[Round]:
         for span in _chunks(len(rows), channel.slot_bytes // rows.dtype.itemsize):
-            yield Round(rows.dtype, [span], members, 0, source, targets=_targets(channel, result, *span))
+            yield Round(
+                rows.dtype, [span], members, 0, source, targets=_targets(channel, result, *span)
+            )
 
     return channel.run(rounds(), head)
 
 
-def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Head | None) -> Program:
+def all_to_all(
+    channel: Channel, rows: np.ndarray, result: np.ndarray, head: Head | None
+) -> Program:
     """Send row i of ``rows`` to member i, and receive row i of ``result`` from member i: both [size, n]."""
     size, length = rows.shape
     source = Stream([(rows.size,)], rows.dtype, [rows.reshape(-1)])
@@ -282,7 +308,9 @@ def all_to_all(channel: Channel, rows: np.ndarray, result: np.ndarray, head: Hea
 
 def meet(channel: Channel, head: Head | None) -> Program:
     """Exchange only the heads, if the members haven't agreed on the call."""
-    rounds = [Round(np.dtype(np.uint8), [(0, 0)], [])] if head is not None and compares(head) else []
+    rounds = (
+        [Round(np.dtype(np.uint8), [(0, 0)], [])] if head is not None and compares(head) else []
+    )
     return channel.run(iter(rounds), head)
 
 

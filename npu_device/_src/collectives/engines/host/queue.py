@@ -22,7 +22,13 @@ from npu_device._src.cluster.errors import PeerError
 from npu_device._src.collectives.call import Terms
 from npu_device._src.collectives.call_count import CallCount
 from npu_device._src.collectives.engines.host.buffers import BufferPool
-from npu_device._src.collectives.engines.host.channel import Channel, Mismatch, Program, Wait, head_of
+from npu_device._src.collectives.engines.host.channel import (
+    Channel,
+    Mismatch,
+    Program,
+    Wait,
+    head_of,
+)
 
 Action = tuple[Callable[..., Any], list[np.ndarray]]
 """The action of an operation, and the arrays that it fills: in a group it makes a program, ``act(channel, head=...)``;
@@ -64,7 +70,11 @@ class HostQueue:
     in_order = True
 
     def __init__(
-        self, connect: Callable[[], Channel], count: CallCount, buffers: BufferPool, background_from: int
+        self,
+        connect: Callable[[], Channel],
+        count: CallCount,
+        buffers: BufferPool,
+        background_from: int,
     ) -> None:
         self._connect, self._count, self._buffers = connect, count, buffers
         self._background_from = background_from
@@ -78,7 +88,9 @@ class HostQueue:
         self._broken: BaseException | None = None
         self._settled = self._closed = False
 
-    def start(self, operation: OnArrays, terms: Terms | None, arrays: list[np.ndarray], overlaps: bool) -> Finish:
+    def start(
+        self, operation: OnArrays, terms: Terms | None, arrays: list[np.ndarray], overlaps: bool
+    ) -> Finish:
         """Start an operation without waiting for others, and return the function that finishes it; ``overlaps``:
         TensorFlow computes meanwhile.
         """

@@ -40,7 +40,10 @@ class Offer:
         except (OSError, ValueError):
             os.close(self._descriptor)
             raise
-        self.path, self.token = f"/proc/{os.getpid()}/fd/{self._descriptor}", secrets.token_hex(_TOKEN_BYTES // 2)
+        self.path, self.token = (
+            f"/proc/{os.getpid()}/fd/{self._descriptor}",
+            secrets.token_hex(_TOKEN_BYTES // 2),
+        )
         self.memory[:_TOKEN_BYTES] = self.token.encode()
 
     def withdraw(self) -> None:
@@ -64,7 +67,9 @@ def attach(path: str, size: int, token: str) -> mmap.mmap:
     return memory
 
 
-def connect(context: EngineContext, group: Group, size: int) -> tuple[mmap.mmap, Callable[[], None]]:
+def connect(
+    context: EngineContext, group: Group, size: int
+) -> tuple[mmap.mmap, Callable[[], None]]:
     """Share memory with the other members of a group. The first member to come makes it, so nothing waits here.
     Return the mapping, ``FIRST_BYTE`` bytes longer than ``size``; and what to call when all members have come, or when
     the group is destroyed: it withdraws the offer.
@@ -88,7 +93,9 @@ def connect(context: EngineContext, group: Group, size: int) -> tuple[mmap.mmap,
     ) from problem
 
 
-def _offer(context: EngineContext, group: Group, key: str, size: int) -> tuple[mmap.mmap, Callable[[], None]] | None:
+def _offer(
+    context: EngineContext, group: Group, key: str, size: int
+) -> tuple[mmap.mmap, Callable[[], None]] | None:
     withdrawal = contextlib.ExitStack()  # which runs once
     offer = Offer(FIRST_BYTE + size)
     withdrawal.callback(offer.withdraw)

@@ -93,7 +93,9 @@ class Wire:
 
     def _move(self, message: SocketMessage) -> None:
         left = message.left
-        moved = self.connection.sendmsg(left) if self.sends else self.connection.recvmsg_into(left)[0]
+        moved = (
+            self.connection.sendmsg(left) if self.sends else self.connection.recvmsg_into(left)[0]
+        )
         if not moved:
             raise ConnectionError("it has closed its connection")
         while left and moved >= left[0].nbytes:
@@ -177,7 +179,12 @@ class SocketMesh(MessageChannel):
             for member, wire in self._outgoing.items():
                 self._hold(wire, partial(self._peers.connect, self._ranks[member], self._number))
             for member, wire in self._incoming.items():
-                self._hold(wire, partial(self._peers.accept, self._ranks[member], self._number, lambda: self._closed))
+                self._hold(
+                    wire,
+                    partial(
+                        self._peers.accept, self._ranks[member], self._number, lambda: self._closed
+                    ),
+                )
         except BaseException as error:
             self._problem = error
         self._connected.set()
@@ -295,7 +302,9 @@ class SmallMessages(SocketMesh):
             rows = yield from self._gather(row)
             channel.require_same([_HEAD.unpack_from(row) for row in rows])
             if len(values):
-                slots = [np.frombuffer(row, exchange.dtype, len(values), _HEAD.size) for row in rows]
+                slots = [
+                    np.frombuffer(row, exchange.dtype, len(values), _HEAD.size) for row in rows
+                ]
                 exchange.take(np.stack(slots), self.rank)
 
     def _values(self, exchange: Round) -> np.ndarray:
@@ -303,7 +312,9 @@ class SmallMessages(SocketMesh):
         [(first, last), *others] = exchange.spans
         values = np.zeros(last - first + len(others) * exchange.stride, exchange.dtype)
         if values.nbytes > self.slot_bytes:
-            raise AssertionError(f"{values.nbytes} bytes don't fit into a message; routes.route_of is wrong")
+            raise AssertionError(
+                f"{values.nbytes} bytes don't fit into a message; routes.route_of is wrong"
+            )
         if exchange.source is not None:
             exchange.fill(values)
         return values

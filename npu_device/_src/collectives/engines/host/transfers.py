@@ -65,7 +65,9 @@ class PairCalls:
         self._closed = False
         context.peers.open(context.store)
 
-    def start(self, operation: OnArrays, terms: Terms | None, arrays: list[np.ndarray], overlaps: bool) -> Finish:
+    def start(
+        self, operation: OnArrays, terms: Terms | None, arrays: list[np.ndarray], overlaps: bool
+    ) -> Finish:
         assert terms is not None
         act, results = operation.prepare(arrays, self._context.buffers)
         refuse = partial(refusal, terms, self._count.begin(terms))
@@ -148,14 +150,19 @@ class PairCalls:
         """Receive; return whether the other rank sends what is expected."""
         while True:
             connection = self.kept.pop(transfer.number, None)
-            connection = connection or self._context.peers.accept(self._rank, transfer.number, self._is_over)
+            connection = connection or self._context.peers.accept(
+                self._rank, transfer.number, self._is_over
+            )
             if connection is None:
                 self._check()
                 continue
             with contextlib.ExitStack() as closing:
                 closing.enter_context(connection).settimeout(CHECK_SECONDS)
                 try:
-                    agrees = self._move_all(connection.recv_into, bytearray(_CONTENT.size)) == transfer.content
+                    agrees = (
+                        self._move_all(connection.recv_into, bytearray(_CONTENT.size))
+                        == transfer.content
+                    )
                     self._move_all(connection.send, bytes([agrees]))
                     self._move_all(connection.recv_into, bytearray(1))
                 except ConnectionError:  # the sender has closed its end, or destroyed its group
@@ -181,7 +188,9 @@ class PairCalls:
         """Raise PeerError or RuntimeError if transfers aren't wanted any more."""
         self._context.health.require_running()
         if self._is_over():
-            raise RuntimeError("a send or receive was in progress when its group was destroyed on this rank")
+            raise RuntimeError(
+                "a send or receive was in progress when its group was destroyed on this rank"
+            )
 
     def _move_all(self, move: Callable[[memoryview], int], data: Any) -> Any:
         """Send data, or fill it with what the other rank sends, however long that one takes; return it."""
@@ -212,16 +221,22 @@ class Pairs(ArrayEngine):
         """Send to the other rank of a pair; return a tensor that is ready once the other rank has received."""
 
         def prepare(arrays: list[np.ndarray], _: BufferPool) -> Action:
-            return partial(_transfer, pair, True, np.ascontiguousarray(arrays[0])), [np.array(0, np.int32)]
+            return partial(_transfer, pair, True, np.ascontiguousarray(arrays[0])), [
+                np.array(0, np.int32)
+            ]
 
-        [[sent]] = self.run(terms, pair, [OnArrays([tf.TensorSpec([], tf.int32)], prepare)], [[tensor]])
+        [[sent]] = self.run(
+            terms, pair, [OnArrays([tf.TensorSpec([], tf.int32)], prepare)], [[tensor]]
+        )
         return sent
 
     def receive(self, terms: Terms | None, like: tf.TensorSpec, pair: Group) -> tf.Tensor:
         """Return the tensor that the other rank of a pair sends; this rank knows its shape and dtype."""
 
         def prepare(_: list[np.ndarray], buffers: BufferPool) -> Action:
-            received = buffers.array(tuple(like.shape.as_list()), np.dtype(like.dtype.as_numpy_dtype))
+            received = buffers.array(
+                tuple(like.shape.as_list()), np.dtype(like.dtype.as_numpy_dtype)
+            )
             return partial(_transfer, pair, False, received), [received]
 
         [[received]] = self.run(terms, pair, [OnArrays([like], prepare)], [[]])
@@ -229,7 +244,13 @@ class Pairs(ArrayEngine):
 
 
 def _transfer(
-    pair: Group, sends: bool, data: np.ndarray, head: tuple[int, ...], refuse: Callable[[], Exception]
+    pair: Group,
+    sends: bool,
+    data: np.ndarray,
+    head: tuple[int, ...],
+    refuse: Callable[[], Exception],
 ) -> _Transfer:
     flat = data.reshape(-1).view(np.uint8)
-    return _Transfer(pair.of_one_order().number, sends, flat, _CONTENT.pack(*head, flat.nbytes), refuse, Future())
+    return _Transfer(
+        pair.of_one_order().number, sends, flat, _CONTENT.pack(*head, flat.nbytes), refuse, Future()
+    )

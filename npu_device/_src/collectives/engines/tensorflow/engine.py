@@ -26,7 +26,10 @@ from npu_device._src.collectives.group import Group, counts_of
 TRANSFER_BYTES = 64 << 20
 
 # Sums and products are cast back to the narrow dtype afterwards, which wraps around just as the narrow dtype would.
-_CARRIERS = {**dict.fromkeys((tf.int8, tf.int16, tf.uint8, tf.uint16), tf.int32), tf.uint32: tf.int64}
+_CARRIERS = {
+    **dict.fromkeys((tf.int8, tf.int16, tf.uint8, tf.uint16), tf.int32),
+    tf.uint32: tf.int64,
+}
 
 _Move = Callable[[tf.Tensor], tf.Tensor]
 
@@ -39,30 +42,45 @@ class TensorFlowEngine:
         self.kernels = Kernels(context)
 
     def all_reduce(
-        self, terms: Terms | None, segments: Sequence[Tensors], reduction: str, group: Group, wire: Wire
+        self,
+        terms: Terms | None,
+        segments: Sequence[Tensors],
+        reduction: str,
+        group: Group,
+        wire: Wire,
     ) -> list[list[tf.Tensor]]:
         return [self._all_reduce_segment(segment, reduction, group, wire) for segment in segments]
 
     def all_gather(self, terms: Terms | None, row: tf.Tensor, group: Group) -> tf.Tensor:
-        return _carried(row[tf.newaxis], lambda carrier: self.kernels.all_gather(carrier, group), group.size)
+        return _carried(
+            row[tf.newaxis], lambda carrier: self.kernels.all_gather(carrier, group), group.size
+        )
 
     def all_to_all(self, terms: Terms | None, rows: tf.Tensor, group: Group) -> tf.Tensor:
         return _carried(rows, lambda carrier: self.kernels.all_to_all(carrier, group), group.size)
 
-    def reduce(self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group) -> list[tf.Tensor]:
+    def reduce(
+        self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group
+    ) -> list[tf.Tensor]:
         """Reduce to all ranks: TensorFlow has nothing else."""
         return self._all_reduce_segment(tensors, reduction, group, None)
 
-    def broadcast(self, terms: Terms | None, tensors: Tensors, root: int, group: Group) -> list[tf.Tensor]:
+    def broadcast(
+        self, terms: Terms | None, tensors: Tensors, root: int, group: Group
+    ) -> list[tf.Tensor]:
         """Return the root's tensors on every rank, in few large transfers; all have the same shapes and dtypes."""
         results: list[tf.Tensor] = []
         for transfer in _transfers(tensors):
             words = pack_words(transfer)
-            received = _with_an_element(lambda vector: self.kernels.broadcast(vector, root, group), words)
+            received = _with_an_element(
+                lambda vector: self.kernels.broadcast(vector, root, group), words
+            )
             results.extend(unpack_words(received, transfer))
         return results
 
-    def _all_reduce_segment(self, tensors: Tensors, reduction: str, group: Group, wire: Wire) -> list[tf.Tensor]:
+    def _all_reduce_segment(
+        self, tensors: Tensors, reduction: str, group: Group, wire: Wire
+    ) -> list[tf.Tensor]:
         has_elements = any(tensor.shape.num_elements() for tensor in tensors)
         if len(tensors) == 1:
             return [self._all_reduce_one(tensors[0], has_elements, reduction, group, wire)]
@@ -98,7 +116,9 @@ class TensorFlowEngine:
             reduced = reduce_native(tf.cast(tensor, carrier))
         return tf.cast(reduced / sum(counts_of(group)) if reduction == "mean" else reduced, dtype)
 
-    def _reduce_narrow(self, tensor: tf.Tensor, wire: tf.DType, reduction: str, group: Group) -> tf.Tensor:
+    def _reduce_narrow(
+        self, tensor: tf.Tensor, wire: tf.DType, reduction: str, group: Group
+    ) -> tf.Tensor:
         """Return the sum, mean or product of values sent in 16 bits and combined in float32 (float64 stays float64)."""
         wide = sum_dtype(tensor.dtype)
         size = group.size
@@ -110,7 +130,9 @@ class TensorFlowEngine:
 
         def narrow(values: tf.Tensor, divisor: int) -> tf.Tensor:
             divided = values if divisor == 1 else values / divisor
-            return tf.bitcast(tf.cast(divided, wire), tf.float16)  # what the kernels move; also for bits of bfloat16
+            return tf.bitcast(
+                tf.cast(divided, wire), tf.float16
+            )  # what the kernels move; also for bits of bfloat16
 
         def widen(values: tf.Tensor, factor: int) -> tf.Tensor:
             wider = tf.cast(tf.bitcast(values, wire), wide)
@@ -119,7 +141,9 @@ class TensorFlowEngine:
         flat = tf.reshape(tensor, [-1])
         elements = _count(flat)
         padded = tf.pad(narrow(flat, shares[group.rank]), [[0, -elements % size]])
-        received = tf.unstack(self.all_to_all(None, tf.reshape(padded, [size, -1]), group), num=size)
+        received = tf.unstack(
+            self.all_to_all(None, tf.reshape(padded, [size, -1]), group), num=size
+        )
         rows = [widen(row, share) for row, share in zip(received, shares)]
         block = narrow(fold(rows, "prod" if reduction == "prod" else "sum"), divisor)
         gathered = tf.reshape(self.all_gather(None, block, group), [-1])[:elements]
@@ -138,7 +162,9 @@ def _shape(tensor: tf.Tensor) -> tf.TensorShape | tf.Tensor:
 def _reduce_uint64(reduce_native: _Move, tensor: tf.Tensor, merge: str) -> tf.Tensor:
     """Reduce in int64: its sums and products have the same bits, and its order is the same with the top bit flipped."""
     flip = tf.int64.min if merge in ("min", "max") else 0
-    reduced = reduce_native(tf.bitwise.bitwise_xor(tf.bitcast(tensor, tf.int64), tf.constant(flip, tf.int64)))
+    reduced = reduce_native(
+        tf.bitwise.bitwise_xor(tf.bitcast(tensor, tf.int64), tf.constant(flip, tf.int64))
+    )
     return tf.bitcast(tf.bitwise.bitwise_xor(reduced, tf.constant(flip, tf.int64)), tf.uint64)
 
 
@@ -243,8 +269,13 @@ def _lengths(dtype: tf.DType) -> np.ndarray:
     # Rows of different lengths are padded to few, since TensorFlow keeps something for each one forever: powers of two
     # up to 4,096, below which a transfer takes about the same time, then eight for each power.
     short = [0, *(1 << power for power in range(13))]
-    lengths = [*short, *((8 + eighths) << power for power in range(9, 59) for eighths in range(1, 9))]
-    return np.array([*(length for length in lengths if length < dtype.max), dtype.max], dtype.as_numpy_dtype)
+    lengths = [
+        *short,
+        *((8 + eighths) << power for power in range(9, 59) for eighths in range(1, 9)),
+    ]
+    return np.array(
+        [*(length for length in lengths if length < dtype.max), dtype.max], dtype.as_numpy_dtype
+    )
 
 
 def rounded(length: tf.Tensor) -> tf.Tensor:

@@ -47,9 +47,13 @@ class KeySequence:
         self._order = Order(device)
         self._used = 0
         self._lock = threading.Lock()
-        self._drawn: dict[Hashable, list[int]] = {}  # for each signature, the first key of its ring and a count
+        self._drawn: dict[
+            Hashable, list[int]
+        ] = {}  # for each signature, the first key of its ring and a count
         # For each graph, kind and dtype, the names of the collectives.
-        self._made: weakref.WeakKeyDictionary[tf.Graph, defaultdict[Hashable, list[str]]] = weakref.WeakKeyDictionary()
+        self._made: weakref.WeakKeyDictionary[tf.Graph, defaultdict[Hashable, list[str]]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def draw(self, kind: Hashable, dtype: tf.DType, shape: tf.TensorShape | tf.Tensor) -> tf.Tensor:
         """Return the next key, int32, for what TensorFlow remembers with a key: the operation and its root (``kind``),
@@ -90,7 +94,9 @@ class KeySequence:
 
     def touch(self) -> None:
         """Add an operation that TensorFlow keeps in a graph, in the order of the group."""
-        tf.raw_ops.AssignAddVariableOp(resource=compat.through_outer_graphs(self._lanes[0].handle), value=0)
+        tf.raw_ops.AssignAddVariableOp(
+            resource=compat.through_outer_graphs(self._lanes[0].handle), value=0
+        )
 
 
 # The kernels
@@ -114,7 +120,9 @@ class Kernels:
         self._context = context
         # A sequence outlives its group: TensorFlow remembers what its keys stand for.
         self._sequences: dict[Group, KeySequence] = {}
-        self._nccl_order: Any = None  # the variable by which TensorFlow orders the collectives that use NCCL
+        self._nccl_order: Any = (
+            None  # the variable by which TensorFlow orders the collectives that use NCCL
+        )
 
     def all_reduce(self, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
         merge = _MERGE_OPS[reduction]
@@ -123,7 +131,9 @@ class Kernels:
         return self._run(tensor, group, ("all_reduce", reduction), kernel)
 
     def all_gather(self, tensor: tf.Tensor, group: Group) -> tf.Tensor:
-        return self._run(tensor, group, "all_gather", partial(tf.raw_ops.CollectiveGatherV2, input=tensor))
+        return self._run(
+            tensor, group, "all_gather", partial(tf.raw_ops.CollectiveGatherV2, input=tensor)
+        )
 
     def all_to_all(self, tensor: tf.Tensor, group: Group) -> tf.Tensor:
         """Send row i of the tensor to rank i, and return the row from rank i as row i. Shape [group.size, …].
@@ -132,15 +142,21 @@ class Kernels:
         rows. Seen on an H200; no upstream issue is known.
         """
         if self.uses_nccl(tensor.dtype):
-            rows = tf.reshape(self.all_gather(tensor, group), tf.concat([[group.size], tf.shape(tensor)], 0))
+            rows = tf.reshape(
+                self.all_gather(tensor, group), tf.concat([[group.size], tf.shape(tensor)], 0)
+            )
             return rows[:, group.rank]
-        return self._run(tensor, group, "all_to_all", partial(tf.raw_ops.CollectiveAllToAllV2, input=tensor))
+        return self._run(
+            tensor, group, "all_to_all", partial(tf.raw_ops.CollectiveAllToAllV2, input=tensor)
+        )
 
     def broadcast(self, tensor: tf.Tensor, root_rank: int, group: Group) -> tf.Tensor:
         """Return the tensor of the root on every rank; the others pass one of the same shape and dtype."""
         kernel = partial(tf.raw_ops.CollectiveBcastSendV2, input=tensor)
         if group.rank != root_rank:
-            kernel = partial(tf.raw_ops.CollectiveBcastRecvV2, shape=tf.shape(tensor), T=tensor.dtype)
+            kernel = partial(
+                tf.raw_ops.CollectiveBcastRecvV2, shape=tf.shape(tensor), T=tensor.dtype
+            )
         result = self._run(tensor, group, ("broadcast", root_rank), kernel, is_ordered=False)
         # Of all collectives TensorFlow drops only broadcasts whose result isn't used (``ASYNC_STATEFUL_OPS`` of its
         # automatic control dependencies, TensorFlow 2.20), and the ranks that do use it would wait forever. An
@@ -188,7 +204,9 @@ class Kernels:
             tokens = [self._order_of_nccl() if is_gpu else sequence.lane()]
         order = {"ordering_token": tokens} if is_ordered else {}
         # TensorFlow's groups consist of devices, so a group has one key for its CPUs and another for its GPUs.
-        kernel = partial(kernel, group_size=group.size, group_key=group.key + is_gpu, instance_key=key)
+        kernel = partial(
+            kernel, group_size=group.size, group_key=group.key + is_gpu, instance_key=key
+        )
         with tf.device(device):
             result = kernel(communication_hint="nccl" if is_gpu else "auto", **order)
         count.end(result)
