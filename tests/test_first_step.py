@@ -129,9 +129,8 @@ def _with_step(kind: str) -> Any:
                 elif kind in ("contrastive", "gathered"):
                     out = self(x)
                     others = npu.distribute.all_gather(out) if kind == "gathered" else out
-                    distances = tf.reduce_sum(
-                        (out[:, None] - others[None]) ** 2, axis=-1
-                    )  # samples meet here
+                    squares = (out[:, None] - others[None]) ** 2  # samples meet here
+                    distances = tf.reduce_sum(squares, axis=-1)
                     loss = tf.reduce_mean(tf.sqrt(distances + 0.1))
                 else:
                     each = keras.losses.sparse_categorical_crossentropy(
@@ -165,9 +164,8 @@ def _with_step(kind: str) -> Any:
                 self.optimizer.apply_gradients(zip(gradients, variables))
             if "bank" in kind:
                 out = npu.distribute.all_gather(self(x)) if "gathered" in kind else self(x)
-                self.bank.assign(
-                    tf.concat([out, tf.convert_to_tensor(self.bank)], axis=0)[:8]
-                )  # set here
+                bank = tf.concat([out, tf.convert_to_tensor(self.bank)], axis=0)[:8]
+                self.bank.assign(bank)  # set here
             elif kind == "counter":
                 self.seen.assign_add(tf.cast(tf.shape(x)[0], tf.float32))
             return {"value": tf.reduce_mean(loss)}
@@ -186,9 +184,8 @@ def _functional(kind: str) -> Any:
 
         def call(self, values: Any, training: bool = False) -> Any:
             if kind == "codebook":
-                self.kept.assign(
-                    0.9 * tf.convert_to_tensor(self.kept) + 0.1 * tf.reduce_sum(values, axis=0)
-                )
+                total = tf.reduce_sum(values, axis=0)
+                self.kept.assign(0.9 * tf.convert_to_tensor(self.kept) + 0.1 * total)
             elif kind == "start by the batch":
                 self.kept.assign(1 / tf.math.reduce_std(values, axis=0))
                 return values * tf.convert_to_tensor(self.kept)

@@ -310,7 +310,7 @@ def test_npurun_ends_while_it_waits_for_a_host(
 def test_a_host_that_is_not_there_at_the_start(tmp_path: Path) -> None:
     """When it has come, a request to stop npurun stops both, resumable."""
     (tmp_path / "off.one").touch()
-    with Job(tmp_path, "--max-restarts", "1") as job:
+    with Job(tmp_path, "--max-restarts", "1", "--preempt-timeout", "20") as job:
         job.wait_for("npurun: host one: not reached, next try in 1 s")
         (tmp_path / "off.one").unlink()
         job.wait_for_ranks()

@@ -52,6 +52,7 @@ import npu_device as npu
 rank = npu.open().worker_id
 one = tf.constant(1.0)
 os.write(1, f"sum {float(npu.distribute.all_reduce(one, 'sum'))}\\n".encode())  # in one piece
+npu.distribute.barrier()  # both have written
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 npu.distribute.all_reduce(one, "sum")

@@ -314,7 +314,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_nodes(several: argparse._ArgumentGroup) -> None:
+def _add_nodes(several: argparse._ActionsContainer) -> None:
     _add(
         several, "--hosts", metavar="A:N,B:N", help="start all nodes from here, over ssh (also -H)"
     )
@@ -339,7 +339,7 @@ def _add_nodes(several: argparse._ArgumentGroup) -> None:
     _add(several, "--rejoin-timeout", type=types.seconds, default=300.0, metavar="S", help=rejoin)
 
 
-def _add_failures(again: argparse._ArgumentGroup) -> None:
+def _add_failures(again: argparse._ActionsContainer) -> None:
     _add(
         again,
         "--max-restarts",
