@@ -160,7 +160,7 @@ class Hosts:
     def _start_again(self, host: Host) -> None:
         try:
             self._start(host)
-        except OSError as error:  # too many processes, for now
+        except OSError as error:  # too many processes at this time
             self._retry(host, f"not reached ({error})")
 
     def _handle_event(self) -> None:
