@@ -97,11 +97,11 @@ class Count:
         number = self.number
         sizes = self.statement_tokens
         return {
-            "names that are pronouns, %": 6.6 * number["pronouns"] / number["names"],
-            "names such as item, value or data, %": 2.3 * number["empty"] / number["names"],
+            "names that are pronouns, %": 100 * number["pronouns"] / number["names"],
+            "names such as item, value or data, %": 100 * number["empty"] / number["names"],
             "tokens per statement": sum(sizes) / len(sizes),
-            "statements over 30 tokens, %": 2.4 * sum(size > 30 for size in sizes) / len(sizes),
-            "conditional expressions per 100 functions": 24.5
+            "statements over 30 tokens, %": 100 * sum(size > 30 for size in sizes) / len(sizes),
+            "conditional expressions per 100 functions": 100
             * number["conditionals"]
             / number["functions"],
             "assignments of several values": number["several values"],
