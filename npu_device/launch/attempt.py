@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Callable
 from npu_device._src import environment
 from npu_device._src.cluster.errors import RESUMABLE
 from npu_device._src.cluster.hub_process import HubProcess
-from npu_device._src.cluster.tracebacks import without_libraries
+from npu_device._src.cluster.tracebacks import PrintedError, without_libraries
 from npu_device._src.environment import NPU_DEVICE_RANK_PROCESS
 from npu_device._src.horovod import modules
 from npu_device._src.membership.rank_environment import rank_table
@@ -328,7 +328,7 @@ class Attempt:
         if self._options.log_dir is not None:
             where = self._log_file(self._options.log_dir, ordered[0].rank)
             self._console.say(f"its output is in {where}")
-        evidence, left_out = without_libraries("".join(line + "\n" for line in found[ordered[0]]))
+        evidence, left_out = without_libraries(found[ordered[0]])
         self._console.write(2, evidence.encode(errors="backslashreplace"))
         if left_out:
             self._console.say(
@@ -336,7 +336,7 @@ class Attempt:
             )
         return Outcome(ordered[0].code, supervisor.interrupted, supervisor.preempted, ordered[0])
 
-    def _failures(self, asked_at: float | None) -> dict[Failure, list[str]]:
+    def _failures(self, asked_at: float | None) -> dict[Failure, list[PrintedError]]:
         found = []
         for process, pump in zip(self._processes, self._stderr):
             end = process.exit

@@ -12,7 +12,8 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from npu_device._src.cluster.tracebacks import CHAIN, FRAME, HEADER, is_user_file, root_error
+from npu_device._src.cluster.root_error import root_error
+from npu_device._src.cluster.tracebacks import PrintedError, from_record, is_user_file, parse
 from npu_device._src.wording import counted
 from npu_device.launch.supervisor import Exit
 
@@ -50,43 +51,76 @@ class Failure:
         )
 
 
+@dataclass(frozen=True)
+class _Record:
+    """What a rank has left of its failure, or else what its end and its stderr say of it."""
+
+    time: float
+    error: str  # type and message; empty if no exception is known
+    is_consequence: bool
+    errors: list[PrintedError]  # the whole chain
+
+
 def examine(
-    rank: int, host: str, ended: Exit, record: str, stopped: bool, stderr: Sequence[str]
-) -> tuple[Failure, list[str]]:
-    """Return the failure of a rank, and its traceback: of its record, else the last one on its stderr."""
+    rank: int, host: str, ended: Exit, record_file: str, stopped: bool, stderr: Sequence[str]
+) -> tuple[Failure, list[PrintedError]]:
+    """Return the failure of a rank, and its errors: of its record, else the last ones on its stderr."""
+    recorded = True
     try:
-        with open(record, encoding="utf-8") as file:
-            found = json.load(file)
-        time, error, traceback = float(found["time"]), str(found["error"]), str(found["traceback"])
-        is_consequence, recorded = bool(found["secondary"]), True
+        record = _read(record_file)
     except (OSError, ValueError, KeyError, TypeError):  # it left none, or an unusable one
-        time, error, traceback, is_consequence, recorded = ended.time, "", "", stopped, False
-    lines = traceback.rstrip().splitlines() if traceback else _excerpt(list(stderr))
-    headers = [number for number, line in enumerate(lines) if line.startswith("Traceback ")]
-    begin = (headers or [number for number, line in enumerate(lines) if FRAME.match(line)] or [0])[
-        -1
-    ]
-    if not error.strip() and any(map(FRAME.match, lines)):
-        # The traceback is indented.
-        end = next(
-            (number for number in range(begin + 1, len(lines)) if lines[number][:1].strip()),
-            len(lines),
-        )
-        error = root_error("\n".join(lines[end:]))
-    error = _headline(error)
-    kind = error.partition(":")[0].rpartition(".")[2].strip()  # the type without its module
-    frames = [(match["file"], match["line"]) for match in map(FRAME.match, lines[begin:]) if match]
-    if kind in _LOST_PEER or (not recorded and ended.code - 128 in _FROM_OUTSIDE):
+        recorded = False
+        errors = _last_errors(stderr)
+        is_known = any(error.frames() for error in errors)
+        text = root_error(errors[-1].text()) if is_known else ""
+        record = _Record(ended.time, text, stopped, errors)
+    headline = _headline(record.error)
+    error_type = headline.partition(":")[0].rpartition(".")[2].strip()
+    frames = [frame for error in record.errors for frame in error.frames()]
+    place: str | None
+    if error_type in _LOST_PEER or (not recorded and ended.code - 128 in _FROM_OUTSIDE):
         place = None
     elif not frames or (not recorded and ended.status < 0):
         place = f"rank {rank}, {ended}"
     else:
-        file_, line = ([frame for frame in frames if is_user_file(frame[0])] or frames)[-1]
-        place = f"{file_}:{line} ({kind})"
-    code = 1 if recorded and stopped else ended.code
-    return Failure(
-        rank, host, str(ended), code, stopped, recorded, is_consequence, time, error, place
-    ), lines
+        user_frames = [frame for frame in frames if is_user_file(frame.file)]
+        innermost = (user_frames or frames)[-1]
+        place = f"{innermost.file}:{innermost.line} ({error_type})"
+    failure = Failure(
+        rank=rank,
+        host=host,
+        end=str(ended),
+        code=1 if recorded and stopped else ended.code,
+        stopped=stopped,
+        recorded=recorded,
+        is_consequence=record.is_consequence,
+        time=record.time,
+        error=headline,
+        place=place,
+    )
+    return failure, record.errors
+
+
+def _read(path: str) -> _Record:
+    with open(path, encoding="utf-8") as file:
+        fields = json.load(file)
+    return _Record(
+        time=float(fields["time"]),
+        error=str(fields["error"]),
+        is_consequence=bool(fields["secondary"]),
+        errors=from_record(fields["errors"]),
+    )
+
+
+def _last_errors(stderr: Sequence[str]) -> list[PrintedError]:
+    """Return the last error on a stderr, after those that caused it; else the last lines."""
+    errors = parse(stderr)
+    if len(errors) == 1:  # no traceback
+        return [PrintedError("", "", errors[0].blocks[-_LAST_LINES:])]
+    first = len(errors) - 1
+    while first > 1 and errors[first].link:
+        first -= 1
+    return errors[first:]
 
 
 def in_order(failures: Iterable[Failure]) -> list[Failure]:
@@ -131,14 +165,3 @@ def _line(failure: Failure, started: float) -> str:
     how = f"stopped by npurun, {failure.end}" if failure.stopped else failure.end
     line = f"rank {failure.rank}: {how}, {failure.time - started:.1f} s after the start"
     return f"{line}: {failure.error}" if failure.error else line
-
-
-def _excerpt(lines: list[str]) -> list[str]:
-    """Return the last traceback among the lines of a stderr, with the errors that caused it; else the last lines."""
-    headers = [number for number, line in enumerate(lines) if HEADER.match(line)]
-    if not headers:
-        return lines[-_LAST_LINES:]
-    start = headers.pop()
-    while headers and any(CHAIN.match(line) for line in lines[max(start - 2, 0) : start]):
-        start = headers.pop()
-    return lines[start:]
