@@ -23,10 +23,10 @@ from fuzzing import SECRET, SOON, changed, ends, frame, given, send, st, streams
 from npu_device._src import wording
 from npu_device._src.cluster import frames, handshake
 from npu_device._src.cluster.control_channel import ControlChannel
-from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.hub_process import HubProcess
 from npu_device._src.cluster.peers import Peers
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.rendezvous import meet
 from npu_device._src.cluster.roster import Hello
 from npu_device._src.collectives.engines.host import sockets

@@ -230,7 +230,7 @@ ValueError: in user code:"""
         (
             1,
             LIBRARY.replace(
-                "json.decoder.JSONDecodeError", "npu_device._src.cluster.errors.PeerError"
+                "json.decoder.JSONDecodeError", "npu_device._src.cluster.rank_errors.PeerError"
             ),
             None,
         ),

@@ -98,7 +98,10 @@ def test_the_errors_of_a_group_are_recorded() -> None:
 ERRORS = {
     "plain": ("ValueError: a\nb", "ValueError: a\nb"),
     "no text": ("KeyError", "KeyError"),
-    "of the package": ("npu_device._src.cluster.errors.PeerError: rank 1", "PeerError: rank 1"),
+    "of the package": (
+        "npu_device._src.cluster.rank_errors.PeerError: rank 1",
+        "PeerError: rank 1",
+    ),
     "in a graph": (
         "a.b.UnknownError: Graph execution error:\n\nDetected at node N defined at (most recent call last):\n"
         '<stack traces unavailable>\nDetected at node N defined at (most recent call last):\n  File "x", line 1\n'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from npu_device.launch import arguments, checking, hosts, job
+from npu_device.launch import arguments, checking, launcher, ssh_hosts
 
 
 def main() -> None:
@@ -32,8 +32,8 @@ def main() -> None:
     if options.check and command != ["check"]:
         print("npurun: --check is now npurun check, and will go in 0.3.0", file=sys.stderr)
     if options.hosts:
-        sys.exit(hosts.run(options))
-    sys.exit(checking.run(options) if options.check else job.run(options))
+        sys.exit(ssh_hosts.run(options))
+    sys.exit(checking.run(options) if options.check else launcher.run(options))
 
 
 def tune_is_gone() -> None:  # until 0.3.0; also what npu-tune runs

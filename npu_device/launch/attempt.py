@@ -1,5 +1,5 @@
 """One attempt on this node: arranges where the ranks meet, starts them, waits for their end, and reports the outcome.
-``job`` repeats it.
+``launcher`` repeats it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Callable
 
 from npu_device._src import environment
-from npu_device._src.cluster.errors import RESUMABLE
 from npu_device._src.cluster.hub_process import HubProcess
+from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.cluster.tracebacks import PrintedError, without_libraries
 from npu_device._src.environment import NPU_DEVICE_RANK_PROCESS
 from npu_device._src.horovod import modules

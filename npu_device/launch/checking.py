@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from npu_device._src.wording import counted
-from npu_device.launch import job
+from npu_device.launch import launcher
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import FAILED
 from npu_device.launch.output import Console
@@ -54,7 +54,7 @@ def run(options: Options) -> int:
             counted(options.nnodes, "node"),
         )
         console.say(f"checking {ranks} on {nodes}: about half a minute")
-        code = job.run(replace(options, command=command))
+        code = launcher.run(replace(options, command=command))
         if code != 0 or not file.exists():
             console.say(
                 "the check could not be completed, and a training would not start; the reason is above"

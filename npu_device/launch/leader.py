@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from npu_device._src.cluster import ports, time_limits as limits
-from npu_device._src.cluster.errors import RESUMABLE, ClusterError
+from npu_device._src.cluster.rank_errors import RESUMABLE, ClusterError
 from npu_device._src.version import __version__
 from npu_device._src.wording import ranges
 from npu_device.launch.attempt import (

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from npu_device._src.cluster.errors import RESUMABLE
+from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.cluster.time_limits import LONGEST_BACKOFF_SECONDS
 from npu_device._src.wording import counted, ranges
 from npu_device.launch.arguments import Options

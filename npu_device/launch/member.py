@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any, Callable, NoReturn
 
 from npu_device._src.cluster import frames, handshake
-from npu_device._src.cluster.errors import RESUMABLE
+from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.cluster.time_limits import (
     NODE_CONNECT_SECONDS,
     NODE_PAUSE_SECONDS,

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Callable
 
-from npu_device._src.cluster.errors import RESUMABLE
+from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.cluster.time_limits import (
     KILL_SECONDS,
     RANKS_NOTICE_SECONDS,

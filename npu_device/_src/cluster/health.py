@@ -21,7 +21,7 @@ from typing import Any, Callable
 from npu_device._src import environment
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
-from npu_device._src.cluster.errors import ClusterError, PeerError
+from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.cluster.root_error import root_error
 from npu_device._src.cluster.time_limits import (
     ALIVE_SECONDS,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Callable, NamedTuple
 
 from npu_device._src import environment
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.collectives.engines.host.mpi_messages import open_world
 from npu_device._src.collectives.gpu_choice import why_no_nccl
 from npu_device._src.collectives.hosts_of_job import Hosts

@@ -13,7 +13,7 @@ from typing import Any, Callable, TypeVar
 
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
-from npu_device._src.cluster.errors import ClusterError, PeerError
+from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.collectives.calling_threads import CallingThreads
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.engines import Engines

@@ -26,7 +26,7 @@ def all_gather(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     """Gather tensors of one shape, [n, …], into [n * group.size, …], ordered by group rank and the same on every rank.
 
     The gradient is the sum of all ranks' incoming gradients of the part of this rank. For arguments and errors see
-    ``training.hccl_ops.allgather``.
+    ``hccl_ops.allgather``.
     """
     require_first_dimension("all_gather", tensor)
     require_bits(tensor.dtype)
@@ -75,7 +75,7 @@ def all_to_all_v(
 
     The ranks exchange their counts first, and each block is sent padded to the longest of all. In a ``tf.function``,
     counts that don't fit each other are an InvalidArgumentError. For arguments, result and errors see
-    ``training.hccl_ops.all_to_all_v``.
+    ``hccl_ops.all_to_all_v``.
     """
     _require_vector("all_to_all_v", data)
     require_bits(data.dtype)
@@ -125,7 +125,7 @@ def all_to_all_vc(job: Job, data: tf.Tensor, send_count_matrix: Any, group: Grou
     """Do what ``all_to_all_v`` does, with all ranks' counts in one matrix that every rank knows.
 
     The ranks compare their matrices, and each block is sent padded to the longest of all. For arguments, result and
-    errors see ``training.hccl_ops.all_to_all_v_c``.
+    errors see ``hccl_ops.all_to_all_v_c``.
     """
     _require_vector("all_to_all_vc", data)
     require_bits(data.dtype)
@@ -154,7 +154,7 @@ def send(job: Job, tensor: tf.Tensor, tag: int, destination: int, group: Group) 
 
     A graph uses the operation for control dependencies. Each tag is a separate queue, first in, first out. There is no
     gradient: nothing of a send comes back to this rank. For arguments, errors and deadlocks see
-    ``training.hccl_ops.send``.
+    ``hccl_ops.send``.
     """
     require_bits(tensor.dtype)
     pair = _pair_of(group, group.rank, destination, tag)
@@ -169,7 +169,7 @@ def send(job: Job, tensor: tf.Tensor, tag: int, destination: int, group: Group) 
 def receive(
     job: Job, shape: Any, dtype: tf.DType, tag: int, source: int, group: Group
 ) -> tf.Tensor:
-    """Receive the tensor that one other rank sends with the same tag; see ``training.hccl_ops.receive``."""
+    """Receive the tensor that one other rank sends with the same tag; see ``hccl_ops.receive``."""
     like = tf.TensorSpec(shape, dtype)
     require_bits(like.dtype)
     if not like.shape.is_fully_defined():

@@ -85,7 +85,7 @@ def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) ->
     """Reduce over a group, and give each rank its block of the first dimension: [n, …] in, [n / group.size, …] out.
 
     The mean of integers is floating-point, as in ``all_reduce``; on ranks that share memory it is bit by bit the block
-    of ``all_reduce``. Differentiable. For arguments and errors see ``training.hccl_ops.reduce_scatter``.
+    of ``all_reduce``. Differentiable. For arguments and errors see ``hccl_ops.reduce_scatter``.
 
     TensorFlow has no kernel for it on the CPU. The blocks are exchanged and each rank reduces its own, which moves half
     the bytes of an all_reduce.
@@ -128,7 +128,7 @@ def broadcast(
     """Send the tensors of the root to every rank of the group; return them in the order of ``tensors``.
 
     Differentiable: the gradient on the root is the sum of the incoming gradients of all ranks, and zero on the others.
-    For arguments and errors see ``training.hccl_ops.broadcast``.
+    For arguments and errors see ``hccl_ops.broadcast``.
     """
     if not tensors:
         return []

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.cluster.description import Cluster
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import LATEST_ANSWER_SECONDS
 from npu_device._src.collectives import gpu_choice
 from npu_device._src.collectives.gpu_choice import Device

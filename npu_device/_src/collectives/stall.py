@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from npu_device._src import environment
-from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.health import GroupId
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import STALL_POLL_SECONDS, WHERE_SECONDS
 from npu_device._src.collectives.call_count import CallCount, Count
 from npu_device._src.collectives.engines.context import EngineContext

@@ -12,8 +12,8 @@ import ctypes
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.ports import ReservedPort, join_address
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.collectives.job import Job
 
 _JOB = "worker"

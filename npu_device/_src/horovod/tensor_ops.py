@@ -17,7 +17,7 @@ from npu_device._src.collectives.call import MismatchError
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions
 from npu_device._src.horovod.shared_arguments import described, with_effect
-from npu_device._src.training.distribute import hccl_ops
+from npu_device._src.training.distribute import ascend_collectives
 from npu_device._src.training.distribute.reduce_values import watch_reduction
 from npu_device._src.training.opening.current_world import world
 
@@ -220,7 +220,7 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None) -> Any:
         ranks.gather(mine, f"alltoall of rows with shape {tensor.shape[1:]}"), [count, count]
     )
     row = tf.reduce_prod(tf.shape(tensor)[1:])
-    flat = hccl_ops.all_to_all_v_c(tf.reshape(tensor, [-1]), matrix * row, ranks.rank)
+    flat = ascend_collectives.all_to_all_v_c(tf.reshape(tensor, [-1]), matrix * row, ranks.rank)
     received = matrix[:, ranks.rank]
     moved = tf.reshape(flat, tf.concat([[tf.reduce_sum(received)], tf.shape(tensor)[1:]], 0))
     result = _with_gradient(moved, lambda upstream: alltoall(upstream, received)[0], tensor)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.training.distribute import hccl_ops
+from npu_device._src.training.distribute import ascend_collectives
 from npu_device._src.training.distribute.groups import get_rank_size
 from npu_device._src.training.distribute.reduce_values import all_reduce
 from npu_device._src.training.distribute.variables import grouping_gradients_apply
@@ -174,7 +174,7 @@ def reduce(
 
     Source: Ascend TF Adapter 1.15, ``npu_optimizer.reduce``.
     """
-    total = hccl_ops.reduce(tensor, "sum", root_rank, fusion, fusion_id)
+    total = ascend_collectives.reduce(tensor, "sum", root_rank, fusion, fusion_id)
     size = get_rank_size()
     return total / tf.cast(size, total.dtype) if average and size > 1 else total
 

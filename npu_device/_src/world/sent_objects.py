@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 
 _HEADER = struct.Struct("<cQ")  # kind, length
 _PICKLED, _PLAIN, _REFUSED = b"p", b"j", b"r"

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from npu_device._src.cluster.errors import NpuDeviceError
+from npu_device._src.cluster.rank_errors import NpuDeviceError
 
 FORMAT = 1
 SHARED = "shared"

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import environment
-from npu_device._src.cluster.errors import RESUMABLE
+from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.training.checkpoint import folder, selection
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.parts import Digests, Own, Shared, with_hidden_random_state

@@ -20,8 +20,8 @@ import threading
 import time
 from typing import Any
 
-from npu_device._src.cluster.errors import RESUMABLE, ClusterError
 from npu_device._src.cluster.health import Health
+from npu_device._src.cluster.rank_errors import RESUMABLE, ClusterError
 from npu_device._src.cluster.time_limits import PREEMPTION_JOIN_SECONDS, SAME_PREEMPTION_SECONDS
 
 _STEP = "preemption step"

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.collectives.job import Job
 from npu_device._src.training.opening import device
 from npu_device._src.training.watching.digests import SHOWN_RANKS

@@ -31,7 +31,7 @@ from typing import Any, Callable, Optional
 
 from npu_device._src import environment
 from npu_device._src.cluster import time_limits
-from npu_device._src.cluster.errors import ClusterError, PeerError
+from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.collectives.job import Job
 from npu_device._src.compat import keras_models

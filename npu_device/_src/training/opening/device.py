@@ -23,7 +23,7 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.cluster import rendezvous
 from npu_device._src.cluster.description import Cluster, Membership
-from npu_device._src.cluster.errors import ChildOfRankError, ClusterError
+from npu_device._src.cluster.rank_errors import ChildOfRankError, ClusterError
 from npu_device._src.collectives import job as jobs, resources, tensorflow_server
 from npu_device._src.collectives.engine_choice import choose_engine
 from npu_device._src.collectives.engines.host.host_detection import detect_hosts

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.description import Cluster
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.collectives.job import Job
 
 SHOWN_VARIABLES = 4

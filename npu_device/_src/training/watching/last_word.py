@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import LAST_WORD_SECONDS
 from npu_device._src.collectives.job import Job
 from npu_device._src.gradients.reduction import ReducedTensors

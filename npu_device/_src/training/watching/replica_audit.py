@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import DETAILS_SECONDS
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.ops import all_reduce

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from npu_device._src import compat, environment
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import LATEST_ANSWER_SECONDS
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.host.memory_ring import has_counters

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from npu_device._src.cluster import time_limits as limits
-from npu_device._src.cluster.errors import ClusterError, PeerError
+from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.host import programs
 from npu_device._src.collectives.engines.host.channel import Program, Stream, Wait, head_of

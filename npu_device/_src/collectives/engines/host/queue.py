@@ -18,7 +18,7 @@ from typing import Any, Callable, NamedTuple, Optional
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src.cluster.errors import PeerError
+from npu_device._src.cluster.rank_errors import PeerError
 from npu_device._src.collectives.call import Terms
 from npu_device._src.collectives.call_count import CallCount
 from npu_device._src.collectives.engines.host.buffers import BufferPool

@@ -14,7 +14,7 @@ import secrets
 import time
 from typing import Callable
 
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import LATEST_ANSWER_SECONDS, MEMORY_RETRY_SECONDS
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.group import Group

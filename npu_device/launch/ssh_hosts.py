@@ -19,9 +19,9 @@ from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster import time_limits as limits
-from npu_device._src.cluster.errors import RESUMABLE, ClusterError
+from npu_device._src.cluster.rank_errors import RESUMABLE, ClusterError
 from npu_device._src.membership.schemes import secret
-from npu_device.launch import connection, job
+from npu_device.launch import connection, launcher
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import FAILED, USAGE
 from npu_device.launch.connection import SSH_FAILED, Connection
@@ -34,7 +34,7 @@ _PREFIXES = ("TF_", "KERAS_", "PYTHON")
 def run(options: Options) -> int:
     """Run the job on all hosts; return its exit code."""
     console = Console()
-    events = job.signals(options, console)
+    events = launcher.signals(options, console)
     try:
         variables = _variables()
         with ThreadPoolExecutor(len(options.hosts)) as resolvers:

@@ -9,8 +9,8 @@ import tempfile
 import time
 from typing import Any
 
-from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.handshake import NO_SECRET
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.membership.schemes import secret
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import USAGE, Attempt, Launch, prepare_meeting
