@@ -238,4 +238,4 @@ ValueError: in user code:"""
 )
 def test_the_place_of_a_failure(status: int, stderr: str, place: str | None) -> None:
     failure, _ = examine(2, "here", Exit(status, 0.0), "no such file", False, stderr.splitlines())
-    assert failure.place == place
+    assert failure.origin == place

@@ -43,12 +43,13 @@ class Failure:
     is_consequence: bool  # the failure of another rank, or the launcher, made this rank fail
     time: float  # seconds since the epoch
     error: str  # the line that says most about its error: type and message; "" if no exception is known
-    place: str | None  # where in the script it failed; None if the script isn't to blame
+    origin: str | None  # where in the script it failed; None if the script isn't to blame
 
     def __str__(self) -> str:
-        return f"rank {self.rank} on host {self.host}: {self.end}" + (
-            f": {self.error}" if self.error else ""
-        )
+        text = f"rank {self.rank} on host {self.host}: {self.end}"
+        if self.error:
+            text += f": {self.error}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -71,32 +72,36 @@ def examine(
     except (OSError, ValueError, KeyError, TypeError):  # it left none, or an unusable one
         recorded = False
         errors = _last_errors(stderr)
-        is_known = any(error.frames() for error in errors)
-        text = root_error(errors[-1].text()) if is_known else ""
-        record = _Record(ended.time, text, stopped, errors)
+        description = ""
+        if any(error.frames() for error in errors):
+            description = root_error(errors[-1].text())
+        record = _Record(ended.time, description, stopped, errors)
     headline = _headline(record.error)
     error_type = headline.partition(":")[0].rpartition(".")[2].strip()
     frames = [frame for error in record.errors for frame in error.frames()]
-    place: str | None
+    origin: str | None
     if error_type in _LOST_PEER or (not recorded and ended.code - 128 in _FROM_OUTSIDE):
-        place = None
+        origin = None
     elif not frames or (not recorded and ended.status < 0):
-        place = f"rank {rank}, {ended}"
+        origin = f"rank {rank}, {ended}"
     else:
         user_frames = [frame for frame in frames if is_user_file(frame.file)]
         innermost = (user_frames or frames)[-1]
-        place = f"{innermost.file}:{innermost.line} ({error_type})"
+        origin = f"{innermost.file}:{innermost.line} ({error_type})"
+    code = ended.code
+    if recorded and stopped:
+        code = 1
     failure = Failure(
         rank=rank,
         host=host,
         end=str(ended),
-        code=1 if recorded and stopped else ended.code,
+        code=code,
         stopped=stopped,
         recorded=recorded,
         is_consequence=record.is_consequence,
         time=record.time,
         error=headline,
-        place=place,
+        origin=origin,
     )
     return failure, record.errors
 
@@ -117,37 +122,42 @@ def _last_errors(stderr: Sequence[str]) -> list[PrintedError]:
     errors = parse(stderr)
     if len(errors) == 1:  # no traceback
         return [PrintedError("", "", errors[0].blocks[-_LAST_LINES:])]
-    first = len(errors) - 1
-    while first > 1 and errors[first].link:
-        first -= 1
-    return errors[first:]
+    begin = len(errors) - 1
+    while begin > 1 and errors[begin].link:
+        begin -= 1
+    return errors[begin:]
 
 
 def in_order(failures: Iterable[Failure]) -> list[Failure]:
     """Return first causes, then the errors that follow from them, then ranks that were stopped."""
     return sorted(
         failures,
-        key=lambda one: (one.is_consequence, one.is_consequence and not one.recorded, one.time),
+        key=lambda failure: (
+            failure.is_consequence,
+            failure.is_consequence and not failure.recorded,
+            failure.time,
+        ),
     )
 
 
 def summary(failures: Sequence[Failure], world_size: int, nnodes: int, started: float) -> str:
     """Return one line per failed rank of this host, with the first failure last."""
-    first, *others = failures
+    first_failure, *later_failures = failures
     lines = []
-    if others:
+    if later_failures:
         stopped = sum(failure.stopped and not failure.recorded for failure in failures)
-        also = f"; npurun stopped {counted(stopped, 'rank')}" if stopped else ""
-        lines.append(
-            f"{len(failures) - stopped} of {world_size} ranks ended with an error on host {first.host}{also}:"
-        )
-        lines += [f"  {_line(failure, started)}" for failure in reversed(others)]
-    if first.is_consequence and nnodes > 1:
+        number = len(failures) - stopped
+        heading = f"{number} of {world_size} ranks ended with an error on host {first_failure.host}"
+        if stopped:
+            heading += f"; npurun stopped {counted(stopped, 'rank')}"
+        lines.append(f"{heading}:")
+        lines += [f"  {_line(failure, started)}" for failure in reversed(later_failures)]
+    if first_failure.is_consequence and nnodes > 1:
         lines.append(
             "a failure on another node has caused this: look at the output of npurun on the other nodes."
         )
-    lines.append(f"the first failure on host {first.host}: {_line(first, started)}")
-    if "No module named 'horovod" in first.error:
+    lines.append(f"the first failure on host {first_failure.host}: {_line(first_failure, started)}")
+    if "No module named 'horovod" in first_failure.error:
         lines.append(
             "What to do: npurun --horovod, with which this package takes the place of Horovod."
         )
@@ -158,10 +168,16 @@ def _headline(error: str) -> str:
     lines = [line.strip() for line in error.strip().splitlines()] or [""]
     if lines[0].startswith('File "'):  # a syntax error, which comes after its place
         return f"{lines[-1]} ({lines[0]})"
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    if lines[0].endswith(":"):
+        return " ".join(lines[:2])
+    return lines[0]
 
 
 def _line(failure: Failure, started: float) -> str:
-    how = f"stopped by npurun, {failure.end}" if failure.stopped else failure.end
-    line = f"rank {failure.rank}: {how}, {failure.time - started:.1f} s after the start"
-    return f"{line}: {failure.error}" if failure.error else line
+    end = failure.end
+    if failure.stopped:
+        end = f"stopped by npurun, {end}"
+    line = f"rank {failure.rank}: {end}, {failure.time - started:.1f} s after the start"
+    if failure.error:
+        line += f": {failure.error}"
+    return line

@@ -52,7 +52,10 @@ def main() -> None:
 
 def _run(options: Options, starter: Starter) -> int:
     try:
-        code = checking.run(options) if options.check else launcher.run(options, starter)
+        if options.check:
+            code = checking.run(options)
+        else:
+            code = launcher.run(options, starter)
     except NodeLeavesError as end:
         starter.tell(LEAVING, code=end.exit_code)
         return end.exit_code
@@ -64,9 +67,9 @@ def _run(options: Options, starter: Starter) -> int:
 
 def _lines() -> Iterator[bytes]:
     """Yield the lines of standard input, without Python's buffer: a thread that waits in it would hold up the exit."""
-    rest = b""
-    while data := os.read(0, 1 << 16):
-        *lines, rest = (rest + data).split(b"\n")
+    beginning = b""  # of a line
+    while block := os.read(0, 1 << 16):
+        *lines, beginning = (beginning + block).split(b"\n")
         yield from lines
 
 
