@@ -30,6 +30,7 @@ from npu_device._src.collectives.call import user_line
 from npu_device._src.comparison import noise
 from npu_device._src.comparison.compare import PROJECTIONS, Record, RecordedCall, RecordedStep, load
 from npu_device._src.gradients.reduction import send_uncompressed
+from npu_device._src.training.optimizers.accumulation import reduce_in_each_step
 from npu_device._src.trace.trace import leading_to
 from npu_device._src.training.distribute.normalization import is_alone
 from npu_device._src.training.fit.graph_lines import where
@@ -67,6 +68,7 @@ class Recorder:
         self._is_recorded = False  # the latest step is
         atexit.register(self._record.save, process.folder)
         send_uncompressed()  # compression rounds
+        reduce_in_each_step()
         tf.random.set_seed(seed)
         tf.compat.v1.get_default_graph().seed = self._seed = seed
         session = next(kind for kind in tf.compat.v1.Session.__mro__ if "run" in vars(kind))

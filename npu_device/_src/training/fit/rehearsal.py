@@ -129,7 +129,9 @@ class Rehearsal:
 
         def take(gradients: Any, variables: Any) -> Any:
             gradients, variables = list(gradients), list(variables)
-            weighted = gradients if reduction is None else reduction.part_of(gradients, self.step)
+            weighted = gradients
+            if reduction is not None:
+                weighted = reduction.part_of(gradients, self.step, optimizer)
             for variable, gradient, part in zip(variables, gradients, weighted):
                 if gradient is not None:
                     self.variables.append(variable)

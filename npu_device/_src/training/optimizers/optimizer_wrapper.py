@@ -6,7 +6,10 @@ optimizer has its own.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -20,24 +23,33 @@ from npu_device._src import compat, environment
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.collectives.moves import all_gather
+from npu_device._src.collectives.ops import all_reduce
 from npu_device._src.gradients.reduction import (
     Gradient,
     ReductionOptions,
     dense_of,
     origin_of,
     reduce_list,
+    weighted,
+    with_values,
 )
 from npu_device._src.trace.trace import iteration
 from npu_device._src.training.distribute.normalization import find_layers, note_reduced
 from npu_device._src.training.opening.current_world import world_unless_child
+from npu_device._src.training.optimizers.accumulation import add_up, adds_up
 from npu_device._src.training.optimizers.loss_scale_optimizer import all_finite
 from npu_device._src.training.watching.digests import SHOWN_RANKS, SHOWN_VARIABLES, variable_name
 from npu_device._src.training.watching.replica_audit import Audit
 from npu_device._src.training.watching.same_samples import Pair, pair_of
 from npu_device._src.training.watching.same_variables import make_equal
-from npu_device._src.training.watching.schedule import can_compare
+from npu_device._src.training.watching.schedule import can_compare, is_only_building
 from npu_device._src.training.watching.training_state import unique
-from npu_device._src.training.watching.wrapped_optimizers import REDUCTION, is_wrapped
+from npu_device._src.training.watching.wrapped_optimizers import (
+    REDUCTION,
+    carrier,
+    equal_ones,
+    is_wrapped,
+)
 from npu_device._src.world.world import World
 
 # Otherwise AutoGraph would rewrite the methods below when an optimizer is called in a tf.function.
@@ -74,8 +86,9 @@ def npu_distributed_keras_optimizer_wrapper(
         RuntimeError: the environment names several ranks but the job can't be joined any more.
 
     Works in custom loops (``apply_gradients``, Keras 3's ``apply``) and in ``fit``. With
-    ``gradient_accumulation_steps`` the gradients of each step are reduced. With a loss-scale optimizer, wrap either it
-    or its inner optimizer; the ranks agree on whether the gradients are finite either way. Use either this wrapper or
+    ``gradient_accumulation_steps`` each rank adds up its gradients, and a sum or mean is reduced in the step that
+    updates the variables; sparse gradients in each step. With a loss-scale optimizer, wrap either it or its inner
+    optimizer; the ranks agree on whether the gradients are finite either way. Use either this wrapper or
     ``all_reduce`` by hand, not both.
 
     >>> import tensorflow as tf
@@ -106,7 +119,7 @@ def npu_distributed_keras_optimizer_wrapper(
         )
     find_layers(ranks)
     keras = compat.keras_of(optimizer)
-    install(optimizer, keras, GradientReduction(ranks, how))
+    install(carrier(optimizer), keras, GradientReduction(ranks, how))
     return optimizer
 
 
@@ -121,7 +134,7 @@ class GradientReduction:
         self.own_batches = False  # as in Horovod, whose scripts may broadcast after the first step
         self._world = world
         self._reduced: list[weakref.ref[Any]] = []
-        self._applying = False
+        self._applying: Any = None  # the optimizer whose gradients are ready
         self._begun = False
         self._compared = True
         self._audit: Audit | None = None
@@ -135,12 +148,11 @@ class GradientReduction:
         if not self._begun and can_compare():
             variables, keras = list(variables), compat.keras_of(optimizer)
             level = logging.INFO if self.own_batches else logging.WARNING
-            if compat.is_keras_3(keras) and not optimizer.built and not tf.executing_eagerly():
+            if compat.is_keras_3(keras) and not tf.executing_eagerly():
                 # Slots that are made later would be made amid the step, where TensorFlow can't give them values first.
-                with keras.name_scope(optimizer.name, caller=optimizer):
-                    optimizer.build(variables)
+                _build(optimizer, keras, variables)
             own = unique(
-                compat.optimizer_variables(optimizer, variables)
+                equal_ones(compat.optimizer_variables(optimizer, variables))
             )  # names may have other numbers on each rank
             self._compared = make_equal(self._world, variables, level=level)
             self._begun = self._compared and make_equal(self._world, own, level=level)
@@ -176,7 +188,7 @@ class GradientReduction:
             if (gradient := reference()) is not None
         }
         present = [dense_of(gradient) for gradient in gradients if gradient is not None]
-        if self._applying or (present and all(origin_of(gradient) in done for gradient in present)):
+        if self._applying is not None or (present and all(origin_of(gradient) in done for gradient in present)):
             return list(gradients)
         return self.reduce(optimizer, gradients)
 
@@ -184,30 +196,87 @@ class GradientReduction:
         self, optimizer: Any, apply: Callable[..., Any], gradients: list[Any], variables: list[Any]
     ) -> Any:
         self.begin(optimizer, variables)
-        with iteration():
-            reduced = self._reduce_to_apply(optimizer, gradients, variables)
-            before, self._applying = (
-                self._applying,
-                True,
-            )  # gradients that come from now on are reduced already
+        # Where gradients are added up, the reduction is in a branch of the graph, and is an iteration there.
+        with contextlib.nullcontext() if self.adds_up(optimizer) else iteration():
+            ready = self._ready_to_apply(optimizer, gradients, variables)
+            before = self._applying
+            self._applying = optimizer  # gradients that come from now on are ready
             try:
-                return apply(reduced, variables)
+                return apply(ready, variables)
             finally:
                 self._applying = before
+
+    def adds_up(self, optimizer: Any) -> bool:
+        """Return whether this rank adds up the gradients of several steps before they are reduced."""
+        return adds_up(carrier(optimizer), self.options.kind)
+
+    def agree(self, finite: tf.Tensor) -> tf.Tensor:
+        """Return whether the gradients of all ranks are finite, given whether those of this one are: bool, shape []."""
+        number = tf.cast(finite, tf.int32)
+        return tf.cast(all_reduce(self._world.job, number, "min", self._world.group), tf.bool)
+
+    def _ready_to_apply(
+        self, optimizer: Any, gradients: list[Any], variables: list[Any]
+    ) -> list[Gradient]:
+        if not self.adds_up(optimizer):
+            return self._reduce_to_apply(optimizer, gradients, variables)
+        ready = gradients
+        if carrier(optimizer) is not optimizer:
+            ready = self._all_finite_or_none(gradients)
+        elif self._applying is not optimizer and not is_only_building():
+            _build(optimizer, compat.keras_of(optimizer), variables)
+            ready = add_up(
+                optimizer,
+                self.parts(optimizer, gradients),
+                variables,
+                functools.partial(self._means, optimizer),
+            )
+        if self._applying is None:
+            self._look(optimizer, ready, variables)
+        return ready
+
+    def _all_finite_or_none(self, gradients: list[Any]) -> list[Any]:
+        """Return gradients for a loss-scale optimizer: if those of a rank aren't finite, one isn't on any rank."""
+        places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        if not places or self._applying is not None:
+            return gradients
+        agreed = self.agree(all_finite(gradients))
+        smallest = min(places, key=lambda place: dense_of(gradients[place]).shape.num_elements() or sys.maxsize)
+        gradients = list(gradients)
+        gradients[smallest] = with_values(
+            gradients[smallest], lambda values: tf.where(agreed, values, float("nan"))
+        )
+        return gradients
+
+    def parts(self, optimizer: Any, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """Return the parts of this rank in gradients, whose mean over the ranks is that of one process."""
+        if self.options.kind == "mean":
+            return list(gradients)
+        return [weighted(gradient, self._world.size) for gradient in gradients]
+
+    def _means(self, optimizer: Any, parts: Sequence[Gradient]) -> list[Gradient]:
+        note_reduced(self._world, parts)
+        return self._world.reduce(parts, replace(self.options_for(optimizer), kind="mean"))
+
+    def _look(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Audit the variables if it is time."""
+        if not can_compare():
+            return
+        self._audit = self._audit or Audit(self._world, not self._compared)
+        updated = [
+            variable for gradient, variable in zip(gradients, variables) if gradient is not None
+        ]
+        self._audit.step(updated, optimizer, self._pair)
+        self._pair = None
 
     def _reduce_to_apply(
         self, optimizer: Any, gradients: list[Any], variables: list[Any]
     ) -> list[Gradient]:
         # Audit the variables if it is time, and check the gradients on request.
         reduced = self.reduce_once(optimizer, gradients)
-        if self._applying or not can_compare():
+        if self._applying is not None or not can_compare():
             return reduced
-        self._audit = self._audit or Audit(self._world, not self._compared)
-        updated = [
-            variable for gradient, variable in zip(reduced, variables) if gradient is not None
-        ]
-        self._audit.step(updated, optimizer, self._pair)
-        self._pair = None
+        self._look(optimizer, reduced, variables)
         as_they_are = all(one is other for one, other in zip(gradients, reduced))
         is_off = environment.NPU_DEVICE_CHECK_GRADIENTS.get() != "on" or hasattr(
             optimizer, "inner_optimizer"
@@ -215,6 +284,12 @@ class GradientReduction:
         if as_they_are or is_off:
             return reduced
         return _checked(self._world, optimizer.iterations, gradients, reduced, variables)
+
+
+def _build(optimizer: Any, keras: Any, variables: Sequence[Any]) -> None:
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(variables)
 
 
 def install(optimizer: Any, keras: Any, reduction: Any) -> None:

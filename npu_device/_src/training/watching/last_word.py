@@ -27,6 +27,7 @@ from npu_device._src.collectives.job import Job
 from npu_device._src.gradients.reduction import ReducedTensors
 from npu_device._src.training.watching.digests import checksum, differences, variable_name
 from npu_device._src.training.watching.schedule import can_compare
+from npu_device._src.training.watching.wrapped_optimizers import is_part
 
 _log = logging.getLogger("npu_device")
 
@@ -145,7 +146,7 @@ class LastWord:
         present = [
             (key, variable, name, bool(variable.trainable) or id(variable) in of_optimizers)
             for key, (variable, name) in found.items()
-            if hasattr(variable, "trainable")
+            if hasattr(variable, "trainable") and not is_part(variable)
         ]
         return sorted(present, key=lambda one: not one[3])
 

@@ -36,6 +36,7 @@ from npu_device._src.training.watching.schedule import (
     next_look,
 )
 from npu_device._src.training.watching.training_state import unique
+from npu_device._src.training.watching.wrapped_optimizers import equal_ones
 from npu_device._src.world.world import World, value_of
 
 _log = logging.getLogger("npu_device")
@@ -90,7 +91,7 @@ class Audit:
     def _look(self, count: Any, variables: Sequence[Any], optimizer: Any, pair: Pair | None) -> Any:
         """Compare; return the step of the next audit."""
         myself, ordered = weakref.ref(self), optimizer is not None
-        own = compat.optimizer_variables(optimizer, variables) if ordered else []
+        own = equal_ones(compat.optimizer_variables(optimizer, variables)) if ordered else []
         audited = [] if self._is_off else unique([*variables, *own])
         names, by_hand = (
             [variable_name(one) for one in audited],

@@ -1,8 +1,14 @@
-"""The mark of a wrapped optimizer: its reduction, as an attribute of the object."""
+"""The mark of a wrapped optimizer: its reduction, as an attribute of the object; and the state that each rank has of
+its own.
+"""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from typing import Any
+
+from npu_device._src import compat
 
 REDUCTION = "_npu_gradient_reduction"
 """The attribute of a wrapped optimizer that holds its ``GradientReduction``."""
@@ -33,3 +39,32 @@ def reduction_inside(optimizer: Any) -> Any:
     if inner is None or reduction_of(optimizer) is not None:
         return None
     return reduction_of(inner)
+
+
+def carrier(optimizer: Any) -> Any:
+    """Return the optimizer whose methods reduce: the one inside a loss-scale optimizer if that one has been wrapped, or
+    adds up gradients over several steps; else the optimizer itself.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is None:
+        return optimizer
+    is_inner = reduction_of(inner) is not None or compat.accumulation_steps(inner) > 1
+    return inner if is_inner else optimizer
+
+
+_parts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
+
+
+def note_parts(variables: Iterable[Any]) -> None:
+    """Note variables that hold this rank's part of a value, and differ between ranks from now on."""
+    _parts.update({id(inner): inner for inner in map(compat.inner_variable, variables)})
+
+
+def is_part(variable: Any) -> bool:
+    """Return whether a variable holds this rank's part of a value."""
+    return id(compat.inner_variable(variable)) in _parts
+
+
+def equal_ones(variables: Iterable[Any]) -> list[Any]:
+    """Return the variables that have the same value on all ranks."""
+    return [variable for variable in variables if not is_part(variable)]
