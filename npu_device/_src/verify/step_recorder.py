@@ -30,10 +30,10 @@ from npu_device._src.collectives.call import user_line
 from npu_device._src.comparison import noise
 from npu_device._src.comparison.compare import PROJECTIONS, Record, RecordedCall, RecordedStep, load
 from npu_device._src.gradients.reduction import send_uncompressed
-from npu_device._src.training.optimizers.accumulation import reduce_in_each_step
 from npu_device._src.trace.trace import leading_to
 from npu_device._src.training.distribute.normalization import is_alone
 from npu_device._src.training.fit.graph_lines import where
+from npu_device._src.training.optimizers.accumulation import reduce_in_each_step
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import checksum, variable_name
 from npu_device._src.verify.phases import Phases

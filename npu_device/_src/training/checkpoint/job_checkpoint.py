@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from npu_device._src.training.checkpoint.preemption import Preemption
 from npu_device._src.training.checkpoint.selection import Place, everybody, on_all_ranks
 from npu_device._src.training.opening import device
 from npu_device._src.training.opening.current_world import world
+from npu_device._src.training.watching.own_parts import for_all_ranks, means_of, with_values
 from npu_device._src.version import __version__
 from npu_device._src.world.world import World
 
@@ -54,8 +55,9 @@ class JobCheckpoint:
         TypeError: something that can't be in a checkpoint.
 
     The random states of Python, numpy and TensorFlow's eager operations are kept for each rank, and so are variables
-    among the shared ones that differ from those of rank 0 (seed generators, moving averages). Random operations of a
-    graph that have no generator keep their state inside the operation, where it can't be read.
+    among the shared ones that differ from those of rank 0 (seed generators, moving averages). Between two updates of an
+    optimizer that adds up gradients, each rank's sums are kept, and for another number of ranks what one process has.
+    Random operations of a graph that have no generator keep their state inside the operation, where it can't be read.
 
     Every rank has to make the calls, in the same order. They work on a single device too.
     """
@@ -153,6 +155,7 @@ class JobCheckpoint:
             if self._ranks is None or self._ranks.is_main:
                 _log.warning("%s\nTraining goes on; the newest checkpoint is an older one.", error)
 
+    @for_all_ranks()
     def save(self, step: int, notes: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint now.
 
@@ -176,10 +179,14 @@ class JobCheckpoint:
             ) from error
         ranks, place = self._prepare()
         differing = self._compare(ranks, place, step)
+        parts = {} if ranks is None else self._shared.parts()
+        means = means_of([*parts.values()])
         partial = self._directory / folder.partial_name(step, place.token)
         what = f"the checkpoint of step {step} could not be written to {self._directory}:"
         try:
-            written = on_all_ranks(ranks, lambda: self._write(partial, place, differing), what)
+            written = on_all_ranks(
+                ranks, lambda: self._write(partial, place, differing, parts, means), what
+            )
             files = {
                 name: entry
                 for rank, entries in enumerate(written)
@@ -213,6 +220,7 @@ class JobCheckpoint:
         self._found = selection.newest_whole(ranks, place, self._directory)
         return None if self._found is None else self._found.notes
 
+    @for_all_ranks()
     def restore(self) -> int:
         """Restore the newest checkpoint that is whole on all ranks.
 
@@ -242,9 +250,11 @@ class JobCheckpoint:
         def read() -> None:
             lost.extend(self._shared.read(source / folder.SHARED, chosen.variables))
             if chosen.own:
-                lost.extend(
-                    self._own.read(here / folder.own_prefix(place.rank), self._shared.variables())
-                )
+                prefix = here / folder.own_prefix(place.rank)
+                not_kept, parts = self._own.read(prefix, self._shared.variables())
+                lost.extend(not_kept)
+                if ranks is not None:
+                    self._shared.note_parts(ranks, parts)
             else:
                 lost.extend(self._own.names_of_states())
 
@@ -329,13 +339,22 @@ class JobCheckpoint:
         variables = self._shared.variables() if mine else {}
         return {path: variables[path] for path, digest in mine.items() if digest != written[path]}
 
-    def _write(self, partial: Path, place: Place, differing: Mapping[str, Any]) -> dict[str, Any]:
+    def _write(
+        self,
+        partial: Path,
+        place: Place,
+        differing: Mapping[str, Any],
+        parts: Mapping[str, Any],
+        means: Sequence[tf.Tensor],
+    ) -> dict[str, Any]:
+        """Write the files of this rank; ``means`` are what one process has in the variables ``parts``."""
         partial.mkdir(exist_ok=True)
         prefix = folder.own_prefix(place.rank)
-        self._own.write(partial / prefix, differing)
+        self._own.write(partial / prefix, {**differing, **parts}, [*parts])
         written = folder.sync_files(partial, prefix)
         if place.is_keeper:
-            self._shared.write(partial / folder.SHARED)
+            with with_values([*parts.values()], means):
+                self._shared.write(partial / folder.SHARED)
             written |= folder.sync_files(partial, folder.SHARED)
         return written
 

@@ -13,14 +13,19 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.training.checkpoint.folder import CheckpointError
+from npu_device._src.training.optimizers.accumulation import note_accumulators
+from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import checksum
+from npu_device._src.training.watching.own_parts import between_updates
 from npu_device._src.training.watching.training_state import (
     random_states,
     set_random_states,
     unique,
 )
+from npu_device._src.training.watching.wrapped_optimizers import carrier
 from npu_device._src.wording import counted
 from npu_device._src.world.sent_objects import from_json, to_json
+from npu_device._src.world.world import World
 
 _UNTRACKED = "npu_untracked"
 Digests = dict[str, tuple[tuple[int, ...], int]]
@@ -53,6 +58,25 @@ class Shared:
 
     def write(self, prefix: Path) -> None:
         self.checkpoint().write(str(prefix))
+
+    def parts(self) -> dict[str, Any]:
+        """Return the variables in which each rank has added up gradients since the last update, by path."""
+        variables = self.variables()
+        held = set(map(id, between_updates(variables.values())))
+        return {path: variable for path, variable in variables.items() if id(variable) in held}
+
+    def note_parts(self, world: World, paths: Sequence[str]) -> None:
+        """Note that this rank has read its own part of some variables, in which optimizers add up gradients."""
+        if not paths:
+            return
+        adding = [
+            carrier(optimizer)
+            for thing in self._trackables.values()
+            for optimizer in training_state.optimizers(thing)
+        ]
+        for optimizer in unique(adding):
+            if compat.accumulation_steps(optimizer) > 1:
+                note_accumulators(world, optimizer)
 
     def read(self, prefix: Path, paths: Sequence[str]) -> list[str]:
         """Read all variables, those of ``paths``; return what is in the files only, or raise CheckpointError."""
@@ -171,8 +195,11 @@ class Own:
             else []
         )
 
-    def write(self, prefix: Path, differing: Mapping[str, Any]) -> None:
-        """Write everything, and the shared variables whose values differ from those written there, by path."""
+    def write(self, prefix: Path, differing: Mapping[str, Any], parts: Sequence[str]) -> None:
+        """Write everything, and the shared variables whose values differ from those written there, by path.
+
+        ``parts`` are the paths of those of which each rank has a part.
+        """
         if self._trackables:
             tf.train.Checkpoint(**self._trackables).write(str(prefix))
         if differing:
@@ -193,11 +220,15 @@ class Own:
                 for name, thing in self._generators.items()
             },
             "differing": list(differing),
+            "parts": list(parts),
         }
         Path(f"{prefix}.json").write_text(to_json(record), encoding="utf-8")
 
-    def read(self, prefix: Path, variables: Mapping[str, Any]) -> list[str]:
-        """Read what ``write`` has written, given the shared variables by path; return what could not be kept."""
+    def read(self, prefix: Path, variables: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """Read what ``write`` has written, given the shared variables by path.
+
+        Return what could not be kept, and the paths of variables of which this rank has read its part.
+        """
         record = from_json(Path(f"{prefix}.json").read_text(encoding="utf-8"))
         lost = []
         if self._trackables:
@@ -231,4 +262,4 @@ class Own:
             for variable, value in zip(known.values(), values):
                 variable.assign(value)
         set_random_states(record["random"])
-        return lost
+        return lost, record.get("parts", [])

@@ -7,17 +7,19 @@ that mean itself: what is reduced in each step, and what a checkpoint gives to a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Callable
 
 import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import Gradient
-from npu_device._src.training.watching.wrapped_optimizers import note_parts
 from npu_device._src.trace.trace import iteration
+from npu_device._src.training.watching.own_parts import note_parts, warn_of_file
+from npu_device._src.world.world import World
 
 _Reduce = Callable[[Sequence[Gradient]], list[Gradient]]
+_as_it_is = tf.autograph.experimental.do_not_convert
 _modes = {"reduces in each step": False}
 
 
@@ -37,6 +39,13 @@ def adds_up(optimizer: Any, kind: str) -> bool:
     )
 
 
+def note_accumulators(world: World, optimizer: Any) -> None:
+    """Note where an optimizer adds up the gradients of this rank, if it is built."""
+    accumulators = compat.all_accumulators_of(optimizer)
+    steps = compat.accumulation_steps(optimizer)
+    note_parts(world, accumulators, compat.steps_made(optimizer), steps)
+
+
 def add_up(
     optimizer: Any, parts: Sequence[Gradient], variables: Sequence[Any], reduce: _Reduce
 ) -> list[Gradient]:
@@ -54,14 +63,12 @@ def add_up(
         if isinstance(part, tf.Tensor) and not compat.is_set_by_gradient(variable)
     ]
     accumulators = compat.accumulators_of(optimizer, [variables[place] for place in places])
-    note_parts(accumulators)
-    own = [parts[place] for place in places]
-    others = [place for place, part in enumerate(parts) if part is not None and place not in places]
+    dense = [parts[place] for place in places]
+    rest = [place for place, part in enumerate(parts) if part is not None and place not in places]
     gradients = list(parts)
-    for place, reduced in zip(others, _reduced_now([parts[place] for place in others], reduce)):
+    for place, reduced in zip(rest, _reduced_now([parts[place] for place in rest], reduce)):
         gradients[place] = reduced
-    given = _reduced_in_update(optimizer, own, accumulators, reduce)
-    for place, gradient in zip(places, given):
+    for place, gradient in zip(places, _reduced_in_update(optimizer, dense, accumulators, reduce)):
         gradients[place] = gradient
     return gradients
 
@@ -95,20 +102,23 @@ def _reduced_in_update(
     is_update = tf.equal(steps % compat.accumulation_steps(optimizer), 0)
     if tf.executing_eagerly():
         return reduce_sums() if bool(is_update) else list(parts)
-    found: list[tf.Tensor] = tf.cond(is_update, reduce_sums, lambda: list(parts))
-    return found if isinstance(found, list) else [found]
+    gradients = tf.cond(is_update, reduce_sums, lambda: list(parts))
+    return gradients if isinstance(gradients, list) else [gradients]
 
 
-def is_between_updates(optimizer: Any) -> bool:
-    """Return whether an optimizer holds gradients that it hasn't applied."""
-    return int(compat.steps_made(optimizer)) % compat.accumulation_steps(optimizer) != 0
+# Files that a script writes by itself, on one rank
 
 
-def settle(optimizers: Iterable[Any], reduce: _Reduce) -> None:
-    """Give all ranks the means of the accumulators, which serve each of them as one process; every rank calls this."""
-    for optimizer in optimizers:
-        if is_between_updates(optimizer):
-            accumulators = compat.all_accumulators_of(optimizer)
-            means = reduce([tf.convert_to_tensor(accumulator) for accumulator in accumulators])
-            for accumulator, mean in zip(accumulators, means):
-                accumulator.assign(mean)
+@_as_it_is
+def save_own_variables(self: Any, store: Any) -> None:
+    """Stand in for the method of an optimizer that writes its variables to a file of Keras."""
+    warn_of_file(self, compat.all_accumulators_of(self))
+    type(self).save_own_variables(self, store)
+
+
+@_as_it_is
+def trackable_children(self: Any, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+    """Stand in for the method of an optimizer that tells ``tf.train.Checkpoint`` what to write."""
+    if save_type == "checkpoint":
+        warn_of_file(self, compat.all_accumulators_of(self))
+    return type(self)._trackable_children(self, save_type, **kwargs)

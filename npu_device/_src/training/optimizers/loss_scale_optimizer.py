@@ -51,7 +51,8 @@ class NpuLossScaleOptimizer:
     * ``last_step_finite``: a bool variable, whether the gradients of the last step were finite; at first False.
 
     A step is made when its gradients are finite on all ranks; otherwise only ``iterations`` grows, with a fixed scale
-    too, and with ``gradient_accumulation_steps`` of Keras 3 nothing. Every rank has to make the call, unless the optimizer is wrapped for a group: then the members of the group.
+    too, and nothing with ``gradient_accumulation_steps``. Every rank has to make the call, unless the optimizer is
+    wrapped for a group: then the members of the group.
 
     A saved model is loaded with ``custom_objects={"NpuLossScaleOptimizer": NpuLossScaleOptimizer}``.
 
@@ -165,7 +166,7 @@ class _KerasFamily(_Keras):
         """Return a bool variable that is True when the gradients of the last step were finite; False at first."""
         return self._last_step.finite
 
-    def _skip(self) -> None:
+    def _skip(self) -> Any:
         """Count a step that isn't made, unless gradients are added up: an update has those of as many finite steps."""
         if compat.accumulation_steps(self.inner_optimizer) == 1:
             self.iterations.assign_add(1)

@@ -36,7 +36,13 @@ from npu_device._src.gradients.reduction import (
 from npu_device._src.trace.trace import iteration
 from npu_device._src.training.distribute.normalization import find_layers, note_reduced
 from npu_device._src.training.opening.current_world import world_unless_child
-from npu_device._src.training.optimizers.accumulation import add_up, adds_up
+from npu_device._src.training.optimizers.accumulation import (
+    add_up,
+    adds_up,
+    note_accumulators,
+    save_own_variables,
+    trackable_children,
+)
 from npu_device._src.training.optimizers.loss_scale_optimizer import all_finite
 from npu_device._src.training.watching.digests import SHOWN_RANKS, SHOWN_VARIABLES, variable_name
 from npu_device._src.training.watching.replica_audit import Audit
@@ -47,7 +53,6 @@ from npu_device._src.training.watching.training_state import unique
 from npu_device._src.training.watching.wrapped_optimizers import (
     REDUCTION,
     carrier,
-    equal_ones,
     is_wrapped,
 )
 from npu_device._src.world.world import World
@@ -152,7 +157,7 @@ class GradientReduction:
                 # Slots that are made later would be made amid the step, where TensorFlow can't give them values first.
                 _build(optimizer, keras, variables)
             own = unique(
-                equal_ones(compat.optimizer_variables(optimizer, variables))
+                compat.optimizer_variables(optimizer, variables)
             )  # names may have other numbers on each rank
             self._compared = make_equal(self._world, variables, level=level)
             self._begun = self._compared and make_equal(self._world, own, level=level)
@@ -188,7 +193,9 @@ class GradientReduction:
             if (gradient := reference()) is not None
         }
         present = [dense_of(gradient) for gradient in gradients if gradient is not None]
-        if self._applying is not None or (present and all(origin_of(gradient) in done for gradient in present)):
+        if self._applying is not None or (
+            present and all(origin_of(gradient) in done for gradient in present)
+        ):
             return list(gradients)
         return self.reduce(optimizer, gradients)
 
@@ -231,6 +238,7 @@ class GradientReduction:
                 variables,
                 functools.partial(self._means, optimizer),
             )
+        note_accumulators(self._world, carrier(optimizer))
         if self._applying is None:
             self._look(optimizer, ready, variables)
         return ready
@@ -241,7 +249,9 @@ class GradientReduction:
         if not places or self._applying is not None:
             return gradients
         agreed = self.agree(all_finite(gradients))
-        smallest = min(places, key=lambda place: dense_of(gradients[place]).shape.num_elements() or sys.maxsize)
+        smallest = min(
+            places, key=lambda place: dense_of(gradients[place]).shape.num_elements() or sys.maxsize
+        )
         gradients = list(gradients)
         gradients[smallest] = with_values(
             gradients[smallest], lambda values: tf.where(agreed, values, float("nan"))
@@ -311,6 +321,9 @@ def install(optimizer: Any, keras: Any, reduction: Any) -> None:
             )
         if not is_scaling:
             hooks[known[0]] = _aggregate_gradients
+    if reduction.adds_up(optimizer):
+        hooks["save_own_variables"] = save_own_variables
+        hooks["_trackable_children"] = trackable_children
     setattr(optimizer, REDUCTION, reduction)
     for name, hook in hooks.items():
         setattr(optimizer, name, MethodType(hook, optimizer))

@@ -26,8 +26,8 @@ from npu_device._src.cluster.time_limits import LAST_WORD_SECONDS
 from npu_device._src.collectives.job import Job
 from npu_device._src.gradients.reduction import ReducedTensors
 from npu_device._src.training.watching.digests import checksum, differences, variable_name
+from npu_device._src.training.watching.own_parts import is_part
 from npu_device._src.training.watching.schedule import can_compare
-from npu_device._src.training.watching.wrapped_optimizers import is_part
 
 _log = logging.getLogger("npu_device")
 

@@ -26,6 +26,7 @@ from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.ops import all_reduce
 from npu_device._src.training.watching.applied_gradients import AppliedGradients
 from npu_device._src.training.watching.digests import Digest, differences, digest_of, variable_name
+from npu_device._src.training.watching.own_parts import without_parts
 from npu_device._src.training.watching.same_samples import Pair, SameSamples
 from npu_device._src.training.watching.same_variables import not_compared
 from npu_device._src.training.watching.schedule import (
@@ -36,7 +37,6 @@ from npu_device._src.training.watching.schedule import (
     next_look,
 )
 from npu_device._src.training.watching.training_state import unique
-from npu_device._src.training.watching.wrapped_optimizers import equal_ones
 from npu_device._src.world.world import World, value_of
 
 _log = logging.getLogger("npu_device")
@@ -91,7 +91,7 @@ class Audit:
     def _look(self, count: Any, variables: Sequence[Any], optimizer: Any, pair: Pair | None) -> Any:
         """Compare; return the step of the next audit."""
         myself, ordered = weakref.ref(self), optimizer is not None
-        own = equal_ones(compat.optimizer_variables(optimizer, variables)) if ordered else []
+        own = without_parts(compat.optimizer_variables(optimizer, variables)) if ordered else []
         audited = [] if self._is_off else unique([*variables, *own])
         names, by_hand = (
             [variable_name(one) for one in audited],

@@ -27,6 +27,7 @@ from npu_device._src.training.watching.digests import (
     variable_name,
 )
 from npu_device._src.training.watching.last_word import ENDED_APART, LastWord
+from npu_device._src.training.watching.own_parts import to_be_equal
 from npu_device._src.training.watching.schedule import can_compare
 from npu_device._src.world.world import World, value_of
 
@@ -64,6 +65,7 @@ def make_equal(
                 "What to do: build the whole model on every rank, and call npu.distribute.broadcast(model.variables) "
                 "before the first step; read the checkpoint on every rank."
             )
+        variables = to_be_equal(world, variables)
         if not ordered:  # those of one name belong together, if all ranks have the same names
             mine = sorted(map(variable_name, variables))
             everybody = world.objects(mine, "names of variables")
@@ -83,6 +85,7 @@ def make_equal(
 
 def assign_from_root(world: World, variables: Sequence[Any], root_rank: int = 0) -> Any:
     """Set variables to the values of the root; return the operation in a graph for a session, else None."""
+    variables = to_be_equal(world, variables)
     sent = world.from_root([value_of(variable) for variable in variables], root_rank)
     note_equal(world, variables)
     return fetchable([variable.assign(value) for variable, value in zip(variables, sent)])

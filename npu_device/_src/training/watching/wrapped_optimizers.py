@@ -1,11 +1,7 @@
-"""The mark of a wrapped optimizer: its reduction, as an attribute of the object; and the state that each rank has of
-its own.
-"""
+"""The mark of a wrapped optimizer: its reduction, as an attribute of the object."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
 from typing import Any
 
 from npu_device._src import compat
@@ -50,21 +46,3 @@ def carrier(optimizer: Any) -> Any:
         return optimizer
     is_inner = reduction_of(inner) is not None or compat.accumulation_steps(inner) > 1
     return inner if is_inner else optimizer
-
-
-_parts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
-
-
-def note_parts(variables: Iterable[Any]) -> None:
-    """Note variables that hold this rank's part of a value, and differ between ranks from now on."""
-    _parts.update({id(inner): inner for inner in map(compat.inner_variable, variables)})
-
-
-def is_part(variable: Any) -> bool:
-    """Return whether a variable holds this rank's part of a value."""
-    return id(compat.inner_variable(variable)) in _parts
-
-
-def equal_ones(variables: Iterable[Any]) -> list[Any]:
-    """Return the variables that have the same value on all ranks."""
-    return [variable for variable in variables if not is_part(variable)]
