@@ -324,4 +324,4 @@ def test_files_of_rank_0(keras_two_ranks: Pool, keras_single: Pool, tmp_path: Pa
 def test_a_file_between_two_updates_is_told(keras_two_ranks: Pool, tmp_path: Path) -> None:
     [text] = keras_two_ranks.run(body_files, str(tmp_path))[0]["said"]
     assert "rank 0 writes the state of the optimizer SGD 2 of 3 steps after an update" in text
-    assert "with the samples of one rank" in text and "What to do: " in text
+    assert "makes its next update without them" in text and "What to do: " in text

@@ -166,6 +166,13 @@ def all_accumulators_of(optimizer: Any) -> list[Any]:
     return list(map(inner_variable, getattr(optimizer, "_accumulated_gradients", None) or ()))
 
 
+def keep_in_checkpoints(optimizer: Any, name: str, variables: list[Any]) -> None:
+    """Let ``tf.train.Checkpoint`` keep further variables of an optimizer, under a name."""
+    holder = tf.Module()
+    holder.variables_of_rank = variables
+    optimizer._track_trackable(holder, name)
+
+
 def is_set_by_gradient(variable: Any) -> bool:
     """Return True for a variable that its gradient replaces, such as a scale of float8."""
     return bool(getattr(variable, "overwrite_with_gradient", False))

@@ -21,7 +21,7 @@ from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.optimizers.optimizer_wrapper import (
     npu_distributed_keras_optimizer_wrapper,
 )
-from npu_device._src.training.watching.wrapped_optimizers import reduction_of
+from npu_device._src.training.watching.wrapped_optimizers import carrier, reduction_of
 
 _START_LEVEL = logging.INFO  # scripts broadcast after the first step: before, variables may differ
 
@@ -68,6 +68,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: A
 
     Raises:
         NotImplementedError: ``backward_passes_per_step`` with an optimizer of TensorFlow 1, or Adasum.
+        ValueError: ``backward_passes_per_step`` with an optimizer that has ``gradient_accumulation_steps``.
         TypeError: a compressor that the script defines, or an unknown argument.
     """
     options, local = _settings(**with_effect(arguments))
@@ -80,10 +81,15 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: A
         made = _LegacyOptimizer(optimizer, name or f"Distributed{type(optimizer).__name__}")
         made.settings = options, local
         return made
+    if local.passes > 1 and getattr(optimizer, "gradient_accumulation_steps", None):
+        raise ValueError(
+            "the optimizer has gradient_accumulation_steps, and backward_passes_per_step is above 1: gradients would "
+            "be added up twice.\nWhat to do: pass one of the two."
+        )
     npu_distributed_keras_optimizer_wrapper(
         optimizer, options.kind, compression=options.compression
     )
-    if reduction := reduction_of(optimizer):  # with several ranks
+    if reduction := reduction_of(carrier(optimizer)):  # with several ranks
         reduction.own_batches = True
     keras = compat.keras_of(optimizer)
     if compat.is_keras_3(keras):

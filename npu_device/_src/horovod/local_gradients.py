@@ -10,6 +10,8 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import weighted
 from npu_device._src.training.distribute import ranks
+from npu_device._src.training.watching.own_parts import warn_of_file
+from npu_device._src.training.watching.wrapped_optimizers import carrier, reduction_of
 
 _as_it_is = tf.autograph.experimental.do_not_convert
 
@@ -54,7 +56,7 @@ class LocalGradients:
     ) -> None:
         self._dense, self.passes = sparse_as_dense, backward_passes_per_step
         self._scale = backward_passes_per_step if average_aggregated_gradients else 1
-        self._sums: list[Any] | None = None
+        self._sums: dict[int, Any] = {}  # by the id of the trained variable
         self._count: Any = None
         self._is_inside = False
 
@@ -69,6 +71,8 @@ class LocalGradients:
         """Put this before the methods of the optimizer, if anything is asked for."""
         if not self._dense and self.passes == 1:
             return
+        if self.passes > 1:
+            self._keep_sums(optimizer)
         apply_pairs: Any = optimizer.apply_gradients
         apply_lists: Any = getattr(optimizer, "apply", None)
 
@@ -91,6 +95,31 @@ class LocalGradients:
         optimizer.apply_gradients = apply_gradients
         if apply_lists is not None:
             optimizer.apply = apply
+
+    def _keep_sums(self, optimizer: Any) -> None:
+        """Let checkpoints keep what this rank has added up, and other files cause a warning."""
+        build: Any = getattr(optimizer, "build", None)
+        save: Any = getattr(optimizer, "save_own_variables", None)
+        children: Any = optimizer._trackable_children
+
+        def build_with_sums(variables: Any) -> None:
+            build(variables)
+            self._make_sums(optimizer, variables)
+
+        def save_own_variables(store: Any) -> None:
+            warn_of_file(optimizer, self._sums.values())
+            save(store)
+
+        def trackable_children(save_type: str = "checkpoint", **kwargs: Any) -> Any:
+            if save_type == "checkpoint":
+                warn_of_file(optimizer, self._sums.values())
+            return children(save_type, **kwargs)
+
+        if build is not None:  # legacy optimizers of tf-keras have none
+            optimizer.build = build_with_sums
+        if save is not None:
+            optimizer.save_own_variables = save_own_variables
+        optimizer._trackable_children = trackable_children
 
     def enter(
         self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Any
@@ -116,24 +145,22 @@ class LocalGradients:
             )
         with tf.init_scope():
             compat.build_optimizer(optimizer, variables)
-            if self._sums is None:
-                self._count = tf.Variable(0, trainable=False)
-                self._sums = [
-                    None
-                    if one is None
-                    else tf.Variable(tf.zeros(variable.shape, one.dtype), trainable=False)
-                    for one, variable in zip(gradients, variables)
-                ]
-        sums = self._sums
+            self._make_sums(optimizer, variables)
+        reduction = reduction_of(carrier(optimizer))
+        factor = 1 if reduction is None else reduction.factor
+        sums = [
+            None if one is None else self._sums[id(compat.inner_variable(variable))]
+            for one, variable in zip(gradients, variables)
+        ]
         for total, one in zip(sums, gradients):
             if total is not None:
-                total.assign_add(one)
+                total.assign_add(one * factor)
 
         def last() -> tf.Tensor:
-            apply([None if total is None else total.read_value() / self._scale for total in sums])
-            for total in sums:
-                if total is not None:
-                    total.assign(tf.zeros_like(total))
+            divisor = self._scale * factor
+            apply([None if total is None else total.read_value() / divisor for total in sums])
+            for total in self._sums.values():
+                total.assign(tf.zeros_like(total))
             return tf.constant(True)
 
         def other() -> tf.Tensor:
@@ -141,3 +168,25 @@ class LocalGradients:
             return tf.constant(False)
 
         return tf.cond(self._count.assign_add(1) % self.passes == 0, last, other)
+
+    def _make_sums(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Make the variables in which this rank adds up gradients, which checkpoints keep."""
+        new = [
+            variable
+            for variable in map(compat.inner_variable, variables)
+            if id(variable) not in self._sums
+        ]
+        if not new:
+            return
+        if self._count is None:
+            self._count = tf.Variable(0, trainable=False)
+            compat.keep_in_checkpoints(optimizer, "npu_passes", [self._count])
+        sums = [
+            tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
+            for variable in new
+        ]
+        compat.keep_in_checkpoints(optimizer, f"npu_sums_{len(self._sums)}", sums)
+        self._sums.update(zip(map(id, new), sums))
+        reduction = reduction_of(carrier(optimizer))
+        if reduction is not None:
+            reduction.note_parts(sums, self._count, self.passes)

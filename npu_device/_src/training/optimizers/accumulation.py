@@ -100,8 +100,6 @@ def _reduced_in_update(
         return []
     steps = compat.steps_made(optimizer) + 1
     is_update = tf.equal(steps % compat.accumulation_steps(optimizer), 0)
-    if tf.executing_eagerly():
-        return reduce_sums() if bool(is_update) else list(parts)
     gradients = tf.cond(is_update, reduce_sums, lambda: list(parts))
     return gradients if isinstance(gradients, list) else [gradients]
 

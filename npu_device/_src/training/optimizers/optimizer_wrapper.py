@@ -45,6 +45,7 @@ from npu_device._src.training.optimizers.accumulation import (
 )
 from npu_device._src.training.optimizers.loss_scale_optimizer import all_finite
 from npu_device._src.training.watching.digests import SHOWN_RANKS, SHOWN_VARIABLES, variable_name
+from npu_device._src.training.watching.own_parts import note_parts
 from npu_device._src.training.watching.replica_audit import Audit
 from npu_device._src.training.watching.same_samples import Pair, pair_of
 from npu_device._src.training.watching.same_variables import make_equal
@@ -258,11 +259,20 @@ class GradientReduction:
         )
         return gradients
 
+    @property
+    def factor(self) -> int:
+        """Return by what this rank multiplies its gradients if their mean over the ranks is to be what is asked for."""
+        return self._world.size if self.options.kind == "sum" else 1
+
     def parts(self, optimizer: Any, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Return the parts of this rank in gradients, whose mean over the ranks is that of one process."""
-        if self.options.kind == "mean":
+        if self.factor == 1:
             return list(gradients)
-        return [weighted(gradient, self._world.size) for gradient in gradients]
+        return [weighted(gradient, self.factor) for gradient in gradients]
+
+    def note_parts(self, variables: Sequence[Any], counter: Any, period: int) -> None:
+        """Note variables in which this rank adds up its parts, as ``own_parts.note_parts`` does."""
+        note_parts(self._world, variables, counter, period)
 
     def _means(self, optimizer: Any, parts: Sequence[Gradient]) -> list[Gradient]:
         note_reduced(self._world, parts)

@@ -25,9 +25,9 @@ _log = logging.getLogger("npu_device")
 _thread = threading.local()
 
 _ONLY_OF_RANK = (
-    "rank %d writes the state of the optimizer %s %d of %d steps after an update. The file has the gradients that this "
-    "rank has added up since then, without those of the other ranks: a run that resumes from it makes its next update "
-    "with the samples of one rank.\nWhat to do: save after a multiple of %d steps, or after an epoch of fit; or use "
+    "rank %d writes the state of the optimizer %s %d of %d steps after an update. The file doesn't have the gradients "
+    "that the other ranks have added up since then: a run that resumes from it makes its next update without them.\n"
+    "What to do: save after a multiple of %d steps, or after an epoch of a replicated model's fit; or use "
     "npu.train.FitCheckpoint or JobCheckpoint, which keep the gradients of all ranks. A model that isn't trained "
     "further needs no change."
 )
