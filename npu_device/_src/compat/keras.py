@@ -25,8 +25,8 @@ def is_keras_3(keras: Any) -> bool:
 
 
 def optimizer_methods() -> list[tuple[type, str]]:
-    """Return the methods of the imported Kerases through which all their optimizers apply gradients, each with its
-    class; also that of Keras 3's loss-scale optimizer, which decides whether the one inside is called.
+    """Return the methods of the imported Keras packages through which all their optimizers apply gradients, each with
+    its class; also that of Keras 3's loss-scale optimizer, which decides whether the one inside is called.
     """
     methods: list[tuple[type, str]] = []
     for name in ("keras", "tf_keras"):

@@ -25,18 +25,23 @@ class LocalSources:
     """
 
     def __init__(self, scales: bool) -> None:
-        self._factor = 1 / ranks.size() if scales else 1.0
+        self._factor = 1.0
+        if scales:
+            self._factor /= ranks.size()
         self._variables: list[Any] = []
 
     def add(self, variable: Any) -> None:
         self._variables.append(compat.inner_variable(variable))
 
     def has(self, variable: Any) -> bool:
-        return any(compat.inner_variable(variable) is each for each in self._variables)
+        inner = compat.inner_variable(variable)
+        return any(inner is local for local in self._variables)
 
     def scaled(self, gradient: Any) -> Any:
         """Return the gradient of such a variable, as Horovod returns it."""
-        return None if gradient is None else weighted(gradient, self._factor)
+        if gradient is None:
+            return None
+        return weighted(gradient, self._factor)
 
 
 class LocalGradients:
@@ -54,17 +59,22 @@ class LocalGradients:
         backward_passes_per_step: int = 1,
         average_aggregated_gradients: bool = False,
     ) -> None:
-        self._dense, self.passes = sparse_as_dense, backward_passes_per_step
-        self._scale = backward_passes_per_step if average_aggregated_gradients else 1
+        self._dense = sparse_as_dense
+        self.passes = backward_passes_per_step
+        self._divisor = 1
+        if average_aggregated_gradients:
+            self._divisor = backward_passes_per_step
         self._sums: dict[int, Any] = {}  # by the id of the trained variable
         self._count: Any = None
         self._is_inside = False
 
     def made_dense(self, gradients: Sequence[Any]) -> list[Any]:
         """Return gradients, with sparse ones made dense if that is asked for."""
-        is_to_be = [self._dense and isinstance(one, tf.IndexedSlices) for one in gradients]
+        if not self._dense:
+            return list(gradients)
         return [
-            tf.convert_to_tensor(one) if change else one for one, change in zip(gradients, is_to_be)
+            tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+            for gradient in gradients
         ]
 
     def install(self, optimizer: Any) -> None:
@@ -79,7 +89,7 @@ class LocalGradients:
         @_as_it_is
         def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             gradients, variables = map(list, zip(*grads_and_vars))
-            go_on = lambda mine: apply_pairs(list(zip(mine, variables)), *args, **kwargs)  # noqa: E731
+            go_on = lambda summed: apply_pairs(list(zip(summed, variables)), *args, **kwargs)  # noqa: E731
             return self.enter(optimizer, gradients, variables, go_on)
 
         @_as_it_is
@@ -89,7 +99,7 @@ class LocalGradients:
                 optimizer,
                 list(grads),
                 variables,
-                lambda mine: apply_lists(mine, trainable_variables),
+                lambda summed: apply_lists(summed, trainable_variables),
             )
 
         optimizer.apply_gradients = apply_gradients
@@ -139,7 +149,7 @@ class LocalGradients:
     def _add_up(
         self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Any
     ) -> Any:
-        if any(isinstance(one, tf.IndexedSlices) for one in gradients):
+        if any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
             raise ValueError(
                 "backward_passes_per_step above 1 needs sparse_as_dense=True for sparse gradients"
             )
@@ -148,43 +158,40 @@ class LocalGradients:
             self._make_sums(optimizer, variables)
         reduction = reduction_of(carrier(optimizer))
         factor = 1 if reduction is None else reduction.factor
-        sums = [
-            None if one is None else self._sums[id(compat.inner_variable(variable))]
-            for one, variable in zip(gradients, variables)
-        ]
-        for total, one in zip(sums, gradients):
-            if total is not None:
-                total.assign_add(one * factor)
+        # A variable that isn't reached by the loss has no gradient, and nothing is added to its sum.
+        sums: list[Any] = [None] * len(gradients)
+        for position, (gradient, variable) in enumerate(zip(gradients, variables)):
+            if gradient is not None:
+                sums[position] = self._sums[id(compat.inner_variable(variable))]
+                sums[position].assign_add(gradient * factor)
 
-        def last() -> tf.Tensor:
-            divisor = self._scale * factor
-            apply([None if total is None else total.read_value() / divisor for total in sums])
+        def last_pass() -> tf.Tensor:
+            divisor = self._divisor * factor
+            apply([total if total is None else total.read_value() / divisor for total in sums])
             for total in self._sums.values():
                 total.assign(tf.zeros_like(total))
             return tf.constant(True)
 
-        def other() -> tf.Tensor:
+        def other_pass() -> tf.Tensor:
             optimizer.iterations.assign_add(1)
             return tf.constant(False)
 
-        return tf.cond(self._count.assign_add(1) % self.passes == 0, last, other)
+        return tf.cond(self._count.assign_add(1) % self.passes == 0, last_pass, other_pass)
 
     def _make_sums(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Make the variables in which this rank adds up gradients, which checkpoints keep."""
-        new = [
-            variable
-            for variable in map(compat.inner_variable, variables)
-            if id(variable) not in self._sums
-        ]
+        new = []
+        for variable in map(compat.inner_variable, variables):
+            if id(variable) not in self._sums:
+                new.append(variable)
         if not new:
             return
         if self._count is None:
             self._count = tf.Variable(0, trainable=False)
             compat.keep_in_checkpoints(optimizer, "npu_passes", [self._count])
-        sums = [
-            tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
-            for variable in new
-        ]
+        sums = []
+        for variable in new:
+            sums.append(tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False))
         compat.keep_in_checkpoints(optimizer, f"npu_sums_{len(self._sums)}", sums)
         self._sums.update(zip(map(id, new), sums))
         reduction = reduction_of(carrier(optimizer))

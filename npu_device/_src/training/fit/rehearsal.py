@@ -294,8 +294,8 @@ class _VirtualRanks:
         return differentiable([everything], backward, [tensor])[0]
 
     def reduce(self, tensors: Sequence[Any], options: ReductionOptions) -> list[Any]:
-        if options.kind != "sum":
-            raise NotChecked(f"the step reduces by {options.kind!r} itself")
+        if options.reduction != "sum":
+            raise NotChecked(f"the step reduces by {options.reduction!r} itself")
         return [
             None if each is None else self.add_up(tf.convert_to_tensor(each)) for each in tensors
         ]

@@ -415,7 +415,7 @@ class WeightedReduction(GradientReduction):
             return gradients
         reduced = self._world.reduce(
             self.part_of(gradients, step, optimizer),
-            replace(self.options_for(optimizer), kind="sum"),
+            replace(self.options_for(optimizer), reduction="sum"),
         )
         self.remember(reduced)
         return reduced

@@ -175,7 +175,7 @@ class GradientReduction:
         note_reduced(self._world, gradients)
         reduced = reduce_list(job, gradients, options, group)
         if group.name == WORLD_GROUP:
-            self._pair = pair_of(gradients, reduced, options.kind, group.size)
+            self._pair = pair_of(gradients, reduced, options.reduction, group.size)
         self.remember(reduced)
         return reduced
 
@@ -216,7 +216,7 @@ class GradientReduction:
 
     def adds_up(self, optimizer: Any) -> bool:
         """Return whether this rank adds up the gradients of several steps before they are reduced."""
-        return adds_up(carrier(optimizer), self.options.kind)
+        return adds_up(carrier(optimizer), self.options.reduction)
 
     def agree(self, finite: tf.Tensor) -> tf.Tensor:
         """Return whether the gradients of all ranks are finite, given whether those of this one are: bool, shape []."""
@@ -262,7 +262,7 @@ class GradientReduction:
     @property
     def factor(self) -> int:
         """Return by what this rank multiplies its gradients if their mean over the ranks is to be what is asked for."""
-        return self._world.size if self.options.kind == "sum" else 1
+        return self._world.size if self.options.reduction == "sum" else 1
 
     def parts(self, optimizer: Any, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Return the parts of this rank in gradients, whose mean over the ranks is that of one process."""
@@ -276,7 +276,7 @@ class GradientReduction:
 
     def _means(self, optimizer: Any, parts: Sequence[Gradient]) -> list[Gradient]:
         note_reduced(self._world, parts)
-        return self._world.reduce(parts, replace(self.options_for(optimizer), kind="mean"))
+        return self._world.reduce(parts, replace(self.options_for(optimizer), reduction="mean"))
 
     def _look(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Audit the variables if it is time."""

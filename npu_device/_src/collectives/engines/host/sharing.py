@@ -40,10 +40,8 @@ class Offer:
         except (OSError, ValueError):
             os.close(self._descriptor)
             raise
-        self.path, self.token = (
-            f"/proc/{os.getpid()}/fd/{self._descriptor}",
-            secrets.token_hex(_TOKEN_BYTES // 2),
-        )
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.token = secrets.token_hex(_TOKEN_BYTES // 2)
         self.memory[:_TOKEN_BYTES] = self.token.encode()
 
     def withdraw(self) -> None:
