@@ -389,6 +389,32 @@ def test_rounding_shows_in_a_few_updates_only() -> None:
     assert [each.variable for each in compare.compare(one, again, record([0], 1e-3))] == ["a"]
 
 
+def test_a_gradient_that_is_rounding_hides_no_other() -> None:
+    """The gradient of a bias before batch normalization is 0 but for rounding, which moves it altogether."""
+    numbers = np.random.default_rng(0)
+    gradients, weights = numbers.normal(size=[2, 4, compare.PROJECTIONS])
+
+    def record(kernel: float) -> compare.Record:
+        computed = gradients.copy()
+        computed[0] *= kernel
+        computed[1] = 1e-7 * numbers.normal(size=compare.PROJECTIONS)
+        names = ["kernel", "bias", "gamma", "beta"]
+        updates = [0 * weights, -0.1 * np.sign(computed)]  # an update of full size, as Adam's
+        return compare.Record(
+            [
+                compare.RecordedStep(
+                    "o", number, "O", names, computed, weights + update, Counter([1])
+                )
+                for number, update in enumerate(updates)
+            ]
+        )
+
+    single, perturbed = record(1.0), record(1.0 + 1e-7)
+    assert not compare.compare(single, perturbed, record(1.0 - 1e-7))
+    deviations = compare.compare(single, perturbed, record(1.2))
+    assert {deviation.variable for deviation in deviations} == {"kernel"}
+
+
 NO_CALL = """
 import numpy as np, tensorflow as tf
 

@@ -223,7 +223,7 @@ class Recorder:
 
     def _keep_own(self, *arrays: np.ndarray) -> None:
         """Keep gradients that a tape has given."""
-        known = self._next.own
+        known = self._next.tape_gradients
         known[len(arrays)] = known.get(len(arrays), 0) + _projected(arrays)
 
     def _by_horovod(self) -> bool:
