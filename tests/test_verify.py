@@ -17,7 +17,7 @@ from launcher import ROOT, npurun, script
 
 from npu_device._src.comparison import compare
 from npu_device._src.verify import causes, report
-from npu_device._src.verify.plan import PROBLEM, Process
+from npu_device._src.verify.plan import PROBLEM, PlannedProcess
 from npu_device.launch import verify
 
 DOCS = ROOT / "docs" / "verify.md"
@@ -154,7 +154,7 @@ def verified(
     keras = "32"[number // 8 % 2 if size == 3 else number % 2]
     path = directory / "script.py"
     path.write_text(source)
-    start = Process(str(directory / "runs"), steps, **options)
+    start = PlannedProcess(str(directory / "runs"), steps, **options)
     settings = json.dumps({**asdict(start), "sizes": [size]})
     runner = (
         f"from npu_device._src.verify import runner; runner.main([{settings!r}, {str(path)!r}])"

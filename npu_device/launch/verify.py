@@ -19,7 +19,7 @@ from npu_device._src import environment
 from npu_device._src.cluster.time_limits import VERIFY_SECONDS
 from npu_device._src.horovod import modules
 from npu_device._src.verify.file_shadow import COVERED, changed_since
-from npu_device._src.verify.plan import PROBLEM, Process
+from npu_device._src.verify.plan import PROBLEM, PlannedProcess
 from npu_device.launch.argument_types import positive
 
 _RANK_BYTES = 2 << 30  # of a rank with TensorFlow and a small model
@@ -70,7 +70,7 @@ def _verify(given: argparse.Namespace, sizes: Sequence[int], directory: Path) ->
         _say(f"your files stay as they are, as far as this covers: {COVERED}")
     begin, start = (
         time.time(),
-        Process(str(directory), given.steps, given.module, given.replicate, given.seconds),
+        PlannedProcess(str(directory), given.steps, given.module, given.replicate, given.seconds),
     )
     problem = _run(start, sizes, [given.script, *given.arguments], horovod=given.horovod)
     if problem:
@@ -90,7 +90,9 @@ def _verify(given: argparse.Namespace, sizes: Sequence[int], directory: Path) ->
     return verdict.code
 
 
-def _run(start: Process, sizes: Sequence[int], words: Sequence[str], *, horovod: bool) -> str:
+def _run(
+    start: PlannedProcess, sizes: Sequence[int], words: Sequence[str], *, horovod: bool
+) -> str:
     """Run a script with its arguments as all processes; return what is wrong, "" if nothing is."""
     kept = ("NPU_DEVICE_", "TF_", "CUDA_", "NVIDIA_", "GRPC_", "MALLOC_")
     of_jobs = {variable.name for variable in environment.ALL if not variable.name.startswith(kept)}

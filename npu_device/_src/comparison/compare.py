@@ -67,13 +67,13 @@ class RecordedStep:
 class RecordedCall:
     """A call of the script that may explain a difference."""
 
-    kind: str
+    topic: str
     line: str
-    what: str = ""
+    detail: str = ""
     outcome: Any = None  # which processes may have to share
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, (self.what, self.line)))
+        return ", ".join(filter(None, (self.detail, self.line)))
 
 
 @dataclass
@@ -93,16 +93,18 @@ class Record:
     horovod: bool = False  # by Horovod's names
     last_bit: float = 0.0  # of the dtype in which its models compute
 
-    def of(self, kind: str) -> list[RecordedCall]:
-        """Return the calls of a kind."""
-        return [call for call in self.calls if call.kind == kind]
+    def of(self, topic: str) -> list[RecordedCall]:
+        """Return the calls on a topic."""
+        return [call for call in self.calls if call.topic == topic]
 
     def successor(self, index: int) -> int | None:
         """Return the index of the step that follows one, of the same optimizer and variables; None if unknown."""
         step = self.steps[index]
         following = (step.optimizer, step.number + 1, step.names)
         keys = [(step.optimizer, step.number, step.names) for step in self.steps]
-        return keys.index(following) if following in keys else None
+        if following not in keys:
+            return None
+        return keys.index(following)
 
     def update(self, index: int) -> np.ndarray:
         """Return what a step has added to the weights that are trained; nothing if that isn't known."""
@@ -169,7 +171,7 @@ class Deviation:
     """A variable whose gradient, update or value isn't that of one process."""
 
     step: int  # from 1
-    kind: str  # GRADIENT, UPDATE, or STATE for the value of a variable that no optimizer trains
+    quantity: str  # GRADIENT, UPDATE, or STATE for the value of a variable that no optimizer trains
     variable: str
     ratio: float | None  # the multiple of that of one process; None if it points elsewhere
     off: float  # the difference, relative to the norm of one process

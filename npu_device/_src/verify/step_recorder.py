@@ -37,7 +37,7 @@ from npu_device._src.training.optimizers.accumulation import reduce_in_each_step
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import checksum, variable_name
 from npu_device._src.verify.phases import Phases
-from npu_device._src.verify.plan import Process
+from npu_device._src.verify.plan import PlannedProcess
 from npu_device._src.world.current_step import current_step
 
 _SCOPE = "npu_verify"  # the name scope of the operations that record
@@ -47,10 +47,10 @@ _ADAPTED = ("mean", "variance", "bin_boundaries")
 _MUCH = 0.125  # by which inputs of ranks differ where nothing is compared with one process
 
 
-class Recorder:
+class StepRecorder:
     """The record of this process, and its hooks. TensorFlow's are installed at once, and it is seeded."""
 
-    def __init__(self, process: Process, seed: int) -> None:
+    def __init__(self, process: PlannedProcess, seed: int) -> None:
         self._process, self._record, self._next = process, Record(), RecordedStep()
         self._lock = threading.RLock()
         self._phases = Phases(process, self._record, self._lock)
