@@ -55,6 +55,16 @@ class Trial:
         """Return the sum over the parts."""
         return sum(self.parts)
 
+    @functools.cached_property
+    def error_of_mean(self) -> float:
+        """Return how far the mean over the parts is from the whole."""
+        return self.distance(self.mean_of_parts)
+
+    @functools.cached_property
+    def error_of_sum(self) -> float:
+        """Return how far the sum over the parts is from the whole."""
+        return self.distance(self.sum_of_parts)
+
     def distance(self, array: Any) -> float:
         """Return the norm of the difference from the whole."""
         return norm(array - self.whole)
@@ -65,12 +75,8 @@ class Trial:
 
     def is_mean(self, allowed: float) -> bool:
         """Return True if the whole is the mean over the parts."""
-        return self.distance(self.mean_of_parts) <= allowed
+        return self.error_of_mean <= allowed
 
     def is_sum(self, allowed: float) -> bool:
         """Return True if the whole is the sum over the parts."""
-        return self.distance(self.sum_of_parts) <= allowed
-
-    def is_every_part(self, allowed: float) -> bool:
-        """Return True if each part alone gives the whole, as a value does that doesn't depend on samples."""
-        return all(self.distance(part) <= allowed for part in self.parts)
+        return self.error_of_sum <= allowed

@@ -241,8 +241,8 @@ class StepRecorder:
 
     def _call_model(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         step = current_step()
-        is_rehearsal = step is not None and step.is_rehearsal
-        if self._model_depth or is_rehearsal or not compat.a_tape_records():
+        is_dry_run = step is not None and step.is_dry_run
+        if self._model_depth or is_dry_run or not compat.a_tape_records():
             return original(model, *args, **kwargs)
         if not any(known_model is model for known_model in self._models):
             self._models.append(model)

@@ -21,7 +21,7 @@ While a step runs (``step.Replaced`` gives everything back):
 - ``_moments``, ``_sync_calculate_mean_and_var`` of synchronized batch normalisation: of all ranks (``weighting``)
 - ``next`` and ``skip`` of random generators: each rank draws its own numbers (``randomness``)
 - ``call`` of a model with ``jit_compile``: XLA compiles it instead of the step (``xla``)
-- in the first-step check ``call`` of Keras's layers that are noisy, and what applies gradients (``rehearsal``)
+- in the first-step check ``call`` of Keras's layers that are noisy, and what applies gradients (``dry_step``)
 """
 
 from __future__ import annotations
