@@ -51,6 +51,7 @@ def different_seeds(run: ComparedRun) -> str | None:
 def not_broadcast(run: ComparedRun) -> str | None:
     """Return the phase that ranks begin with different variables, rank 0 with those of one process."""
     step = run.different_start()
+    # Where rank 0 differs from one process, too, something has set the variables.
     if step is None or step.moved_variables():
         return None
     return step.single.phase
@@ -74,6 +75,7 @@ def discarded_result(run: ComparedRun) -> str | None:
 
 def only_loss_reduced(run: ComparedRun) -> str | None:
     """Return the reduction of a single number, where nothing else is reduced."""
+    # Losses and metrics are single numbers.
     if not run.applied_apart() or any(call.outcome > 1 for call in run.reductions()):
         return None
     return run.line("all_reduce")
@@ -88,6 +90,7 @@ def not_reduced(run: ComparedRun) -> str | None:
 
 def updates_apart(run: ComparedRun) -> str | None:
     """Return the phase whose ranks have different variables before or after they apply the same gradients."""
+    # Weights are recorded before a step, so that those after it are with its successor.
     successor = run.single.successor(run.index)
     steps = [run.step] if successor is None else [run.step, run.steps[successor]]
     if any(step.ranks_differ("weights") for step in steps):
@@ -153,6 +156,7 @@ def mean_summed(run: ComparedRun) -> str | None:
     """Return the reduction after which gradients are too large by the number of ranks."""
     if not run.is_ratio(run.size):
         return None
+    # A wrapped optimizer reduces without a call of the script.
     return run.line("all_reduce") or "by an optimizer"
 
 

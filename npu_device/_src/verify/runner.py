@@ -80,6 +80,7 @@ class _ForkingProcess:
         sys.stderr.flush()
         random_state = random.getstate()  # which Python sets anew in every fork
         single_seconds = 0.0
+        # The ranks of a run need each other; runs would compete for memory.
         for processes in self._runs:
             self._redirection.copy(processes[0].files)
             begin = time.monotonic()
@@ -93,6 +94,7 @@ class _ForkingProcess:
                 running[pid] = process
             _wait(running, self._runs[1], single_seconds)
             single_seconds = single_seconds or time.monotonic() - begin
+        # The script goes on in the other processes, and has only begun in this one.
         os._exit(0)
 
     def _become(self, process: PlannedProcess) -> None:
@@ -138,12 +140,14 @@ def _wait(
         if pid not in running:
             continue
         process = running.pop(pid)
+        # Three ranks are tried by default, whether the batch can be divided by 3 or not.
         is_extra = process.ranks > requested[0].ranks
         if status and is_extra and _INDIVISIBLE in _output(process):
             break
         _take_note_of_end(process, status)
         if status:
             deadline = min(deadline, time.monotonic() + OTHERS_FAIL_SECONDS)
+    # What is compared is on disk, and a loop of the script may go on for hours.
     for pid in running:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

@@ -28,20 +28,20 @@ from npu_device._src import compat
 from npu_device._src.collectives import job
 from npu_device._src.collectives.call import user_line
 from npu_device._src.comparison import noise
-from npu_device._src.comparison.compare import PROJECTIONS, Record, RecordedCall, RecordedStep, load
+from npu_device._src.comparison.compare import Record, RecordedCall, RecordedStep, load
 from npu_device._src.gradients.reduction import send_uncompressed
 from npu_device._src.trace.trace import leading_to
 from npu_device._src.training.distribute.normalization import is_alone
 from npu_device._src.training.fit.graph_lines import where
 from npu_device._src.training.optimizers.accumulation import reduce_in_each_step
 from npu_device._src.training.watching import training_state
-from npu_device._src.training.watching.digests import checksum, variable_name
+from npu_device._src.training.watching.digests import variable_name
 from npu_device._src.verify.phases import Phases
 from npu_device._src.verify.plan import PlannedProcess
+from npu_device._src.verify.projections import digests_of, projected
 from npu_device._src.world.current_step import current_step
 
 _SCOPE = "npu_verify"  # the name scope of the operations that record
-_WIDTH = 1024  # of the matrix that a tensor is for its projections
 _DRAWING_CALLS = ("normal", "uniform", "truncated_normal", "categorical", "shuffle")
 _ADAPTED = ("mean", "variance", "bin_boundaries")
 _LARGE_CHANGE = 0.125  # by which inputs of ranks differ where nothing is compared with one process
@@ -212,8 +212,8 @@ class StepRecorder:
         phase = self._phases.step(optimizer)
         if phase is not None:
             self._record.joined = job.current() is not None
-            gradients = _projected(arrays[:trained])
-            weights = _projected(arrays[trained:])
+            gradients = projected(arrays[:trained])
+            weights = projected(arrays[trained:])
             step = replace(self._next_step, names=names, gradients=gradients, weights=weights)
             self._record.steps.append(replace(step, **phase))
             self._record.save(self._process.folder)
@@ -229,7 +229,7 @@ class StepRecorder:
     def _keep_tape_gradients(self, *arrays: np.ndarray) -> None:
         """Keep gradients that a tape has given."""
         sums = self._next_step.tape_gradients
-        sums[len(arrays)] = sums.get(len(arrays), 0) + _projected(arrays)
+        sums[len(arrays)] = sums.get(len(arrays), 0) + projected(arrays)
 
     def _by_horovod(self) -> bool:
         """Return True if the script has called Horovod's ``init``."""
@@ -275,7 +275,7 @@ class StepRecorder:
 
     def _keep_rows(self, count: np.ndarray, *arrays: np.ndarray) -> None:
         """Count the rows of a batch as samples of the next step."""
-        self._next_step.rows.update(_digests(count, *arrays))
+        self._next_step.rows.update(digests_of(count, *arrays))
 
     def _add_loss(self, original: Any, layer: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
         if not callable(loss) and getattr(getattr(loss, "shape", None), "rank", None):
@@ -423,37 +423,3 @@ def _identity(leaf: Any) -> Any:
     if not tf.is_tensor(leaf):
         return leaf
     return tf.identity(leaf)
-
-
-def _projected(arrays: Sequence[Any]) -> np.ndarray:
-    """Return the projections of each array; NaN for one that is NaN."""
-    projections = [
-        _projection(np.asarray(array, np.float64).ravel(), position)
-        for position, array in enumerate(arrays)
-    ]
-    return np.array(projections).reshape(-1, PROJECTIONS)
-
-
-def _projection(flat: np.ndarray, position: int) -> np.ndarray:
-    """Return the projections of an array on directions that are the same in every process."""
-    generator = np.random.default_rng([position, flat.size])
-    width = min(flat.size, _WIDTH) or 1
-    matrix = np.pad(flat, (0, -flat.size % width)).reshape(-1, width)
-    rows = generator.standard_normal((PROJECTIONS, len(matrix)))
-    columns = generator.standard_normal((PROJECTIONS, width))
-    return np.asarray(((rows @ matrix) * columns).sum(axis=1))
-
-
-def _digests(count: np.ndarray, *leaves: np.ndarray) -> list[int]:
-    """Return a number for each row of the arrays that have as many rows as the first."""
-    arrays = [leaf for leaf in leaves if leaf.ndim]
-    if not arrays:
-        return []
-    digests = [0] * len(arrays[0])
-    for array in arrays:
-        if len(array) == len(digests):
-            rows = [np.array(row, array.dtype) for row in array]
-            digests = [checksum(row, digest) for row, digest in zip(rows, digests)]
-    if count >= 0:
-        digests = digests[: int(count)]
-    return digests

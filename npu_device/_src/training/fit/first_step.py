@@ -74,6 +74,7 @@ def check(context: StepContext, batch: Any) -> str:
     warning = next((verdict.warning for verdict in verdicts if verdict.warning), "")
     if warning and world.is_main:
         _log.warning("%s", warning)
+    # All ranks add up the same numbers, or their results would differ.
     set_sums(context, [verdict.sums for verdict in verdicts])
     statements = [verdict.statement for verdict in verdicts]
     unchecked = [text for text in statements if text.startswith("not checked")]
@@ -173,6 +174,7 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> 
     ]
     dry_step = DryStep(context, start.spec_of(context.model, None, parts[0].data))
     before = dry_step.state()
+    # What a share sets, a share of other samples or in another order sets differently.
     [share, other_share] = dry_step.run(parts)
     [repeat, _] = dry_step.run(parts)
     [reversed_share, _] = dry_step.run(list(map(_reversed, parts)))
@@ -233,10 +235,12 @@ def _judge(context: StepContext, samples: Samples, checked: CheckedStep) -> _Ran
         return _RankVerdict("", texts.summed(title, lines_of_sums[0], world))
     gradients = findings.compared_gradients(dry_step, runs)
     different = [gradient for gradient in gradients if not gradient.is_mean]
+    # Clipped gradients may look like anything, so that this comes before their comparison.
     clipping = mixing.line_that_clips(dry_step.gradients, dry_step.step.reduced)
     if clipping is None and any(gradient.is_sum for gradient in different):
         return _RankVerdict("", texts.of_two_kinds(title, gradients, world))
     changes = findings.changes(dry_step, runs, *_variables(context))
+    # A number is often a counter, which few scripts depend on; that is a warning.
     kept = [change for change in changes if not change.is_number]
     if kept:
         [reversed_run] = dry_step.run([_reversed(samples.whole)])

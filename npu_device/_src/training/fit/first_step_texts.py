@@ -17,6 +17,7 @@ from npu_device._src.world.world import World
 def last_line(error: BaseException) -> str:
     """Return what an error says, without the user's lines that AutoGraph and TensorFlow put around it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    # TensorFlow says what has failed in the line before the name of the node.
     nodes = [number for number, line in enumerate(lines) if "{{node" in line]
     if isinstance(error, tf.errors.OpError) and nodes and nodes[-1]:
         return lines[nodes[-1] - 1][:200]
