@@ -113,7 +113,7 @@ class DryStep:
         virtual = StepContext(
             self._world,
             context.model,
-            kind="check",
+            mode="check",
             own_step=context.own_step,
             sums=context.sums,
             checksum=context.checksum,

@@ -127,7 +127,7 @@ def require_divisible(
 
 def _can_be_traced(context: StepContext, spec: Any, divide: Any) -> bool:
     try:
-        start.build(context.model, context.kind, context.own_step, spec, divide)
+        start.build(context.model, context.mode, context.own_step, spec, divide)
     except Exception:
         return False
     return True
