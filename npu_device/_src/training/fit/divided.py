@@ -272,32 +272,21 @@ def pipeline(
         )
         source = tf.data.Dataset.zip((source, seeds))
 
-    def call(sample: Any) -> Any:
-        seed_of_sample = []
-        if seed is not None:
-            sample, *seed_of_sample = sample
-        if isinstance(sample, tuple):
-            return map(*sample, *seed_of_sample)
-        return map(sample, *seed_of_sample)
-
-    def call_with_fields(*fields: Any) -> Any:
-        if len(fields) > 1 or isinstance(source.element_spec, tuple):
-            return call(fields)
-        return call(fields[0])
-
+    call = _on_samples(map, has_seeds=seed is not None)
     world = world_unless_child()
     if world is None:
+        is_tuple = isinstance(source.element_spec, tuple)
+
+        def call_with_fields(*fields: Any) -> Any:
+            if is_tuple:
+                return call(fields)
+            return call(fields[0])
+
         mapped = source.map(call_with_fields, num_parallel_calls)
         return mapped.batch(size, drop_remainder).prefetch(tf.data.AUTOTUNE)
     _require_pure(call, source.element_spec)
     _require_same(world, source)
-    options = tf.data.Options()
-    options.deterministic = True  # or each rank would have an order of its own
-    if source.options().autotune.enabled is None:
-        # The thread that tunes sleeps for ever longer times, and the end of an epoch often waits until it wakes up:
-        # up to as long as the epoch took, for all ranks if it happens on one. Upstream issue: none.
-        options.autotune.enabled = False
-    source = source.with_options(options)
+    source = _in_order(source)
     begin, end = _rows_of_rank(world, size)
     rows = source.window(size, drop_remainder=drop_remainder).flat_map(_cut(begin, end))
     mapped = rows.map(lambda tag, sample: (tag, call(sample)), num_parallel_calls)
@@ -310,6 +299,31 @@ def pipeline(
     if count != tf.data.UNKNOWN_CARDINALITY:
         tagged = tagged.apply(tf.data.experimental.assert_cardinality(count))
     return Pipeline(tagged.prefetch(tf.data.AUTOTUNE), are_full)
+
+
+def _on_samples(map: Callable[..., Any], has_seeds: bool) -> Callable[[Any], Any]:
+    """Return a function that calls a map with the fields of a sample, and the seed of the sample if it has one."""
+
+    def call(sample: Any) -> Any:
+        seeds = []
+        if has_seeds:
+            sample, *seeds = sample
+        if isinstance(sample, tuple):
+            return map(*sample, *seeds)
+        return map(sample, *seeds)
+
+    return call
+
+
+def _in_order(source: tf.data.Dataset) -> tf.data.Dataset:
+    """Return a dataset whose elements have the same order on all ranks."""
+    options = tf.data.Options()
+    options.deterministic = True
+    if source.options().autotune.enabled is None:
+        # The thread that tunes sleeps for ever longer times, and the end of an epoch often waits until it wakes up:
+        # up to as long as the epoch took, for all ranks if it happens on one. Upstream issue: none.
+        options.autotune.enabled = False
+    return source.with_options(options)
 
 
 def _cut(begin: int, end: int) -> Callable[..., tf.data.Dataset]:

@@ -86,7 +86,7 @@ class DryStep:
         def step(batch: Any, units: Any, total: Any, is_first: Any) -> Any:
             share = self._begin(batch, units, total, is_first)
             self._note_logs(own_step(share.data))
-            return self._results()
+            return self._returned_tensors()
 
         number = tf.TensorSpec([], tf.int32)
         flag = tf.TensorSpec([], tf.bool)
@@ -169,7 +169,7 @@ class DryStep:
                 replaced.replace(recorded, "apply", apply)
 
     @_as_it_is
-    def _results(self) -> Any:
+    def _returned_tensors(self) -> Any:
         """Return the tensors of which ``StepResults`` are made, and what the ranks send."""
         graph = self._world.graph
         flat = tf.nest.flatten(self._weighted, expand_composites=True)
@@ -201,7 +201,7 @@ class DryStep:
         for _ in range(len(self._world.sent) + 2):
             runs = [self._run(part) for part in parts]
             if len(parts) == 1 or self._world.deliver([sent for _, sent in runs]):
-                return [results for results, _ in runs]
+                return [step_results for step_results, _ in runs]
         raise NotChecked("what the ranks exchange in the step doesn't settle")
 
     def _run(self, part: Part) -> tuple[StepResults, list[Any]]:

@@ -33,7 +33,7 @@ class Runs:
 
     def gradient(self, position: int, is_added_up: bool = False) -> Trial:
         """Return the trial of a gradient; one that is added up over the ranks isn't weighted."""
-        trial = self._trial(_dense([results.gradients[position] for results in self._all()]))
+        trial = self._trial(_dense([run.gradients[position] for run in self._all()]))
         weights = self.weights
         if is_added_up:
             weights = [1.0] * len(self.parts)
@@ -43,16 +43,16 @@ class Runs:
 
     def added_loss(self, position: int) -> Trial:
         """Return the trial of a loss that a layer adds."""
-        return self._trial([float(results.losses[position]) for results in self._all()])
+        return self._trial([float(run.losses[position]) for run in self._all()])
 
     def number(self, name: str) -> Trial:
         """Return the trial of a number that the step gives to a loss, a metric or the logs."""
-        return self._trial([results.numbers[name] for results in self._all()])
+        return self._trial([run.numbers[name] for run in self._all()])
 
     def change(self, position: int) -> Trial | None:
         """Return the trial of what the step adds to a variable; None if that has a new shape."""
         before = self.before[position]
-        states = [results.state[position] for results in self._all()]
+        states = [run.state[position] for run in self._all()]
         if any(state.shape != before.shape for state in states):
             return None
         return self._trial([state.astype(np.float64) - before for state in states])
@@ -77,9 +77,9 @@ class ComparedGradient:
     is_sum: bool  # it is the sum over the parts, as a gradient of 0 is
 
 
-def are_repeatable(results: StepResults, again: StepResults) -> bool:
+def are_repeatable(run: StepResults, again: StepResults) -> bool:
     """Return True if the same samples give the same gradients, but for what some kernels add up in any order."""
-    pairs = [_dense(pair) for pair in zip(results.gradients, again.gradients)]
+    pairs = [_dense(pair) for pair in zip(run.gradients, again.gradients)]
     if all(np.array_equal(gradient, repeat) for gradient, repeat in pairs):
         return True
     size = np.sqrt(sum(norm(gradient) ** 2 for gradient, _ in pairs))
@@ -88,9 +88,9 @@ def are_repeatable(results: StepResults, again: StepResults) -> bool:
     )
 
 
-def are_comparable(results: StepResults) -> bool:
+def are_comparable(run: StepResults) -> bool:
     """Return True if gradients are finite, and not all 0."""
-    gradients = [_dense([gradient])[0] for gradient in results.gradients]
+    gradients = [_dense([gradient])[0] for gradient in run.gradients]
     if not all(np.all(np.isfinite(gradient)) for gradient in gradients):
         return False
     return not gradients or any(norm(gradient) > 0 for gradient in gradients)
@@ -141,9 +141,11 @@ def sums_of_optimizers(gradients: Sequence[ComparedGradient]) -> dict[Any, bool]
     """Return for each reduction if all its gradients are sums over the samples, or means; without those of 0."""
     kinds = {}
     for reduction in dict.fromkeys(gradient.reduction for gradient in gradients):
-        same = [gradient for gradient in gradients if gradient.reduction is reduction]
-        are_sums = all(gradient.is_sum for gradient in same)
-        are_means = all(gradient.is_mean for gradient in same)
+        gradients_of_optimizer = [
+            gradient for gradient in gradients if gradient.reduction is reduction
+        ]
+        are_sums = all(gradient.is_sum for gradient in gradients_of_optimizer)
+        are_means = all(gradient.is_mean for gradient in gradients_of_optimizer)
         if reduction is not None and are_sums != are_means:
             kinds[reduction] = are_sums
     return kinds

@@ -183,9 +183,9 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> 
     tolerance = 100 * precision_of(context.model)
     named, averaged = _variables(context)
 
-    def changes(results: StepResults, handles: set[int]) -> list[findings.Change]:
+    def changes(run: StepResults, handles: set[int]) -> list[findings.Change]:
         """Return the variables that other results than those of the share change in another way."""
-        runs = findings.Runs(before, share, [repeat], [results], [1.0], tolerance)
+        runs = findings.Runs(before, share, [repeat], [run], [1.0], tolerance)
         variables = {handle: named[handle] for handle in handles & named.keys()}
         unlike = findings.changes(dry_step, runs, variables, set())
         return [change for change in unlike if not change.is_number]
@@ -204,7 +204,7 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> 
     ]
     if not kept:
         return verdict
-    return _RankVerdict("", texts.kept(_title(context), kept[0], context.world))
+    return _RankVerdict("", texts.set_by_samples(_title(context), kept[0], context.world))
 
 
 def _title(context: StepContext) -> str:
@@ -246,7 +246,7 @@ def _judge(context: StepContext, samples: Samples, checked: CheckedStep) -> _Ran
         [reversed_run] = dry_step.run([_reversed(samples.whole)])
         is_in_order = findings.depends_on_order(kept[0], runs, reversed_run)
         change = replace(kept[0], is_in_order=is_in_order)
-        return _RankVerdict("", texts.kept(title, change, world))
+        return _RankVerdict("", texts.set_by_samples(title, change, world))
     warnings = [texts.counted(title, change, world) for change in changes]
     if clipping is not None:
         warnings.append(texts.clipped(title, clipping, world))
@@ -285,9 +285,9 @@ def _are_sums_with_more(samples: Samples, checked: CheckedStep) -> bool:
     batch = samples.whole.data
     head = Part(run_of(batch, count, 0, 1), 1, count, True)
     tail = Part(run_of(batch, count, 1, count), count - 1, count, False)
-    results = checked.dry_step.run([head, tail])
+    parts = checked.dry_step.run([head, tail])
     weights = [float(head.weight), float(tail.weight)]
-    other_cut = replace(checked.runs, parts=results, weights=weights)
+    other_cut = replace(checked.runs, parts=parts, weights=weights)
     return findings.are_sums_with_more(checked.runs, other_cut)
 
 
@@ -302,7 +302,7 @@ def _meeting(context: StepContext, samples: Samples) -> Meeting | None:
     return mixing.where_samples_meet(
         dry_step.chosen,
         whole.chosen,
-        [results.chosen for results in parts],
+        [run.chosen for run in parts],
         [part.units for part in samples.parts],
     )
 

@@ -53,10 +53,10 @@ def of_two_kinds(title: str, gradients: Sequence[ComparedGradient], world: World
     """Return the error for an optimizer some of whose gradients are sums over the samples."""
     sums = [gradient for gradient in gradients if gradient.is_sum and not gradient.is_mean]
     same_optimizer = [gradient for gradient in gradients if gradient.reduction is sums[0].reduction]
-    others = [gradient for gradient in same_optimizer if not gradient.is_sum]
+    not_sums = [gradient for gradient in same_optimizer if not gradient.is_sum]
     return (
         f"{title} adds up what its samples give in some gradients of an optimizer, but not in others: those of "
-        f"{_names(sums)} are sums over the samples, those of {_names(others)} aren't. Means over the {world.size} "
+        f"{_names(sums)} are sums over the samples, those of {_names(not_sums)} aren't. Means over the {world.size} "
         f"ranks would be {world.size} times too small for the former, sums too large for the latter.\n"
         "Likely cause: a loss with one value per sample, or their sum, is differentiated together with a mean or with "
         "a penalty on weights; or a regularizer multiplies samples with each other (tf.tensordot).\n"
@@ -73,7 +73,7 @@ def summed(title: str, line: str, world: World) -> str:
     )
 
 
-def kept(title: str, change: Change, world: World) -> str:
+def set_by_samples(title: str, change: Change, world: World) -> str:
     """Return the error for a variable that would keep values of the samples of one rank."""
     line = ""
     if change.line:
