@@ -104,6 +104,7 @@ def _run(
     names_of_jobs = {name for name in known_names if not name.startswith(_NOT_OF_JOBS)}
     names_of_jobs |= {"TF_CONFIG", "NPU_DEVICE_HUB"}
     variables = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **_FOR_RANKS}
+    # verify describes the jobs of its ranks itself.
     for name in names_of_jobs:
         variables.pop(name, None)
     if horovod:

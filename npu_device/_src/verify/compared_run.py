@@ -110,6 +110,7 @@ class ComparedRun:
     def ratio(self, quantity: str = GRADIENT) -> float:
         """Return the multiple of the single process that all of them are; 0 if they aren't."""
         ratios = np.array([deviation.ratio or 0 for deviation in self.first_deviations(quantity)])
+        # One gradient that points elsewhere is enough: then it isn't a matter of scale.
         if not len(ratios) or not ratios.all():
             return 0.0
         mean = float(ratios.mean())
@@ -220,6 +221,7 @@ class ComparedRun:
             for name, number in step.single.logs.items():
                 trial = step.trial_of_log(name)
                 allowed = trial.allowed(1e-4, 1e-6)
+                # Where the ranks differ from each other, the script logs a number of each rank on purpose.
                 agree = np.ptp(trial.parts) <= allowed
                 is_metric = name in self.single.metrics
                 if is_metric == of_metrics and agree and trial.distance(trial.parts[0]) > allowed:

@@ -89,6 +89,7 @@ class Redirection:
         text = os.fsdecode(os.fspath(path))
         full_path = os.path.abspath(text)
         folder = full_path + os.sep
+        # A script in a temporary folder is a user's, too, as in tests.
         is_direct = folder.startswith(self._direct_folders)
         if folder.startswith(self._user_folders):
             is_direct = False

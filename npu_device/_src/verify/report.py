@@ -87,7 +87,9 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
         notes += _notes_of_run(run, cause)
         verdict.table += _table(run)
         verdict.text = verdict.text or _compared(run.single)
+        # Ranks that fail where one process doesn't may train well until then.
         failure = _failure(processes)
+        # The smallest number of ranks that differs has the verdict; more ranks differ for the same reason.
         if cause and not verdict.cause:
             verdict = _verdict_on(run, cause, explanation, verdict.table)
         elif failure and not _failure(runs[0]) and not verdict.code:

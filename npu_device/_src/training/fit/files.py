@@ -101,6 +101,7 @@ class Saves:
         """Let rank 0 write a path. Others wait for it and return None, or write where they can't see its file."""
         with self._lock:
             collectives = self._calls.started
+            # Ranks that have made the same collectives are at the same place of the script.
             count = 1
             earlier = self._saves.pop(path, None)
             if earlier is not None and earlier.moment[0] >= collectives:

@@ -126,6 +126,7 @@ class Function(StepContext):
         if is_training or not self._state.in_fit:
             start.synchronise(self.world, self.model, is_training, self._state.root_rank)
             self._state.root_rank = 0
+        # Building may have added layers and variables.
         self.known_parts = parts_of(self.model)
         rows = self._compare_first_batches(pulled)
         if is_training and pulled:

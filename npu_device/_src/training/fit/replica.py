@@ -338,6 +338,7 @@ def _listed(callbacks: Any) -> Sequence[Any]:
 def silent(world: World, model: Any, callbacks: Any) -> Iterator[None]:
     """Let only rank 0 print what Keras's callbacks decide, which all ranks do alike."""
     keras = compat.keras_of(model)
+    # All ranks decide alike, so that one voice is enough.
     speaking = []
     if not world.is_main:
         for callback in getattr(callbacks, "callbacks", callbacks):

@@ -86,6 +86,7 @@ def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) ->
     variables += training_state.loose_variables(model)
     if training:
         variables += training_state.optimizer_state(model)
+    # Strings are words of a vocabulary, which no step changes.
     numeric = [
         variable
         for variable in training_state.unique(variables)

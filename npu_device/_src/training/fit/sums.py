@@ -110,6 +110,7 @@ def checked_step(context: StepContext, samples: Samples, is_repeated: bool) -> C
         if not losses <= added_names:  # first these: the penalties beside them are no sums
             added_names |= losses
             continue
+        # Once an optimizer adds up, its gradients count as they are, and the others may look different.
         gradients = findings.compared_gradients(dry_step, runs)
         are_sums = findings.sums_of_optimizers(gradients)
         optimizers = {
@@ -139,6 +140,7 @@ def _runs(context: StepContext, dry_step: DryStep, samples: Samples, is_repeated
     try:
         parts = dry_step.run(samples.parts)
     except tf.errors.OpError as error:
+        # The step may need more samples than were chosen.
         if len(samples.positions) < samples.total:
             raise
         text = not_samples(samples.whole.data, last_line(error), context.world)
@@ -201,6 +203,7 @@ def _moved(variables: Sequence[Any], precision: float) -> Iterator[None]:
     tensors = list(map(tf.convert_to_tensor, moved))
     for variable, tensor in zip(moved, tensors):
         array = tensor.numpy()
+        # Up and down in turns, as rounding does.
         signs = np.where(np.arange(array.size).reshape(array.shape) % 2, 1.0, -1.0)
         variable.assign((array.astype(np.float64) * (1 + precision * signs)).astype(array.dtype))
     try:
