@@ -22,7 +22,8 @@ def test_of_two_parts(reduce: np.ufunc) -> None:
 
 def test_rounding_is_what_the_farthest_repeat_shows() -> None:
     whole = np.array([3.0, 4.0])
-    trial = Trial(whole, [whole, whole + [0.0, 0.01]], [whole + [0.0, 0.2]], [1.0])
+    repeat = np.array([3.0, 4.01])
+    trial = Trial(whole, [whole, repeat], [np.array([3.0, 4.2])], [1.0])
     assert trial.rounding == pytest.approx(0.01)
     assert trial.allowed(0.01, absolute=0.5) == pytest.approx(0.05 + 30 * 0.01 + 0.5)
     assert trial.is_mean(trial.allowed(0.0))

@@ -202,8 +202,7 @@ class Redirection:
                 if access == "open" and _writes(arguments.get(position + 1, mode)):
                     change = self._to_change
                 arguments[key] = change(path)
-                is_from_user = not os.path.lexists(arguments[key]) and os.path.lexists(path)
-                if name in _REMOVERS and is_from_user:  # which stays
+                if name in _REMOVERS and _is_only_at(path, arguments[key]):  # it is the user's
                     return None
             by_position = [arguments.pop(number) for number in range(len(args))]
             returned = original(*by_position, **arguments)
@@ -212,6 +211,11 @@ class Redirection:
             return returned
 
         setattr(owner, name, wrapped)
+
+
+def _is_only_at(path: Any, redirected: Any) -> bool:
+    """Return True if there is a file at a path, and none where it is redirected to."""
+    return not os.path.lexists(redirected) and os.path.lexists(path)
 
 
 def _full_path(path: Any, directory: int | None) -> Any:
