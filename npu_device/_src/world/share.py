@@ -90,7 +90,6 @@ def run_of(batch: Any, total: Number, start: Number, end: Number, division: str 
     def cut(leaf: Any) -> Any:
         if not _is_divisible(leaf):
             return leaf
-        # With tensors of one length, a unit is a sample.
         unit: Number = 1
         if has_units:
             units = max(total, 1) if isinstance(total, int) else tf.maximum(total, 1)
