@@ -31,7 +31,7 @@ from npu_device._src.comparison import noise
 from npu_device._src.comparison.compare import Record, RecordedCall, RecordedStep, load
 from npu_device._src.gradients.reduction import send_uncompressed
 from npu_device._src.trace.trace import leading_to
-from npu_device._src.training.distribute.normalization import is_alone
+from npu_device._src.training.distribute.synchronized_layers import is_alone
 from npu_device._src.training.fit.graph_lines import where
 from npu_device._src.training.optimizers.accumulation import reduce_in_each_step
 from npu_device._src.training.watching import training_state
@@ -125,9 +125,11 @@ class StepRecorder:
     def _normalize(self, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
         """Note a layer that trains by the samples of one rank, despite ``synchronized=True``."""
         arguments = inspect.signature(original).bind(layer, *args, **kwargs).arguments
+        outputs = original(layer, *args, **kwargs)
+        # Afterwards, since a layer may get its method during its first call.
         if job.current() is not None and arguments.get("training") and is_alone(layer):
             self._note("normalizes alone", detail=layer.name)
-        return original(layer, *args, **kwargs)
+        return outputs
 
     def _note(self, topic: str, line: str = "", detail: str = "", outcome: Any = None) -> None:
         """Keep a call of the script with its line, once."""
