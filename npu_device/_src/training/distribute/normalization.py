@@ -29,7 +29,7 @@ _ROUNDING = 1e-5
 _UNEVEN_START = (
     "the ranks had different numbers of samples in the first step. Its gradients through synchronized batch "
     "normalization counted all ranks alike; later ones count by samples, since weighted_mean reduces them.\nWhat to "
-    "do: begin with the same number of samples on all world, or make the step a tf.function."
+    "do: begin with the same number of samples on all ranks, or make the step a tf.function."
 )
 
 
@@ -39,28 +39,32 @@ _UNEVEN_START = (
 def moments(
     exchange: Exchange, counts: Any, layer: Any, inputs: tf.Tensor, *rest: Any, mask: Any = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return mean and variance over the samples of all world, with the arguments of the method of Keras's layer.
+    """Return mean and variance over the samples of all ranks, with the arguments of the method of Keras's layer.
 
     ``counts`` is 1, or 0 if the samples of this rank don't count.
     """
     # Keras 3 passes the mask; tf-keras passes the axes and whether to keep their dimensions.
-    axes, keep = rest if len(rest) == 2 else (compat.reduction_axes(layer), False)
-    mask = rest[0] if len(rest) == 1 else mask
+    axes = compat.reduction_axes(layer)
+    keeps_axes = False
+    if len(rest) == 1:
+        [mask] = rest
+    elif rest:
+        axes, keeps_axes = rest
     wide = tf.cast(inputs, tf.float32) if inputs.dtype.size < 4 else inputs
     valid = tf.cast(counts, wide.dtype)
     if mask is not None:
         valid *= tf.broadcast_to(tf.cast(mask, wide.dtype)[..., tf.newaxis], tf.shape(wide))
     total = tf.reduce_sum(wide * valid, axes, keepdims=True)
     if mask is None:
-        number = tf.fill(
-            tf.shape(total), valid * tf.cast(tf.size(wide) / tf.size(total), wide.dtype)
-        )
+        per_total = tf.cast(tf.size(wide) / tf.size(total), wide.dtype)
+        number = tf.fill(tf.shape(total), valid * per_total)
     else:
         number = tf.reduce_sum(valid, axes, keepdims=True)
 
     def of_all_ranks(*sums: tf.Tensor) -> list[tf.Tensor]:
-        exchanged = exchange(tf.concat([tf.reshape(each, [-1]) for each in sums], 0))
-        return [tf.reshape(each, tf.shape(total)) for each in tf.split(exchanged, len(sums))]
+        exchanged = exchange(tf.concat([tf.reshape(tensor, [-1]) for tensor in sums], 0))
+        pieces = tf.split(exchanged, len(sums))
+        return [tf.reshape(piece, tf.shape(total)) for piece in pieces]
 
     total, number = of_all_ranks(total, number)
     number = tf.stop_gradient(number)
@@ -68,9 +72,12 @@ def moments(
     # Around the common mean: the difference of mean squares would lose digits. Deviations from the mean add up to 0, so
     # the gradient needn't pass through it once more.
     spread = tf.reduce_sum(tf.square(wide - tf.stop_gradient(mean)) * valid, axes, keepdims=True)
-    variance = tf.math.divide_no_nan(of_all_ranks(spread)[0], number)
-    found = [mean, variance] if keep else [tf.squeeze(each, axes) for each in (mean, variance)]
-    return tf.cast(found[0], inputs.dtype), tf.cast(found[1], inputs.dtype)
+    [spread] = of_all_ranks(spread)
+    variance = tf.math.divide_no_nan(spread, number)
+    if not keeps_axes:
+        mean = tf.squeeze(mean, axes)
+        variance = tf.squeeze(variance, axes)
+    return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
 
 
 def exchange_of_step(step: CurrentStep, add_up: Exchange) -> Exchange:
@@ -120,13 +127,11 @@ class Loops:
 
     def __init__(self) -> None:
         self._by_samples = False
-        self._in_graphs: Any = (
-            None  # the same, as a variable: functions are traced before it is known
-        )
+        # The same, as a variable: functions are traced before it is known.
+        self._in_graphs: Any = None
         self._was_uneven = False  # in the last eager backward pass
-        self._is_open = (
-            False  # gradients have passed through an exchange, and nothing was reduced since then
-        )
+        # Gradients have passed through an exchange, and nothing was reduced since then.
+        self._is_open = False
 
     def note_reduced(self, values: Any, by_samples: bool) -> None:
         """Note how gradients are reduced, if that is what the values are."""
@@ -147,35 +152,37 @@ class Loops:
         """Return how the ranks exchange sums in a step in which this rank has so many samples."""
 
         def add_up(sums: tf.Tensor) -> tf.Tensor:
-            mine = tf.reshape(tf.cast(samples, sums.dtype), [1])  # travels along
-            sent = _with_gradient(tf.concat([sums, mine], 0), lambda upstream: upstream / weight())
+            number = tf.reshape(tf.cast(samples, sums.dtype), [1])  # travels along
+            sent = _with_gradient(
+                tf.concat([sums, number], 0), lambda upstream: upstream / weight()
+            )
             total = world.add_up(sent)
-            part = tf.stop_gradient(tf.math.divide_no_nan(mine, total[-1:]))
-            weight = self._weight(part, world)
+            fraction = tf.stop_gradient(tf.math.divide_no_nan(number, total[-1:]))
+            weight = self._weight(fraction, world)
             return _with_gradient(total, lambda upstream: upstream * weight())[:-1]
 
         return add_up
 
-    def _weight(self, part: tf.Tensor, world: World) -> Callable[[], tf.Tensor]:
-        """Return what the backward pass calls for the weight of this rank's loss; ``part`` is its part of the samples.
+    def _weight(self, fraction: tf.Tensor, world: World) -> Callable[[], tf.Tensor]:
+        """Return what the backward pass calls for the weight of the loss, given the fraction of the samples of this rank.
 
         A rank without samples has a loss that doesn't depend on what is exchanged.
         """
-        one = tf.ones_like(part)
-        part = tf.where(part > 0, part, one)
+        equal = tf.ones_like(fraction)
+        by_samples = tf.where(fraction > 0, fraction, equal)
         if not tf.executing_eagerly() and can_compare():
             if self._in_graphs is None:
                 with tf.init_scope(), tf.device(world.job.device("CPU")):
                     self._in_graphs = compat.plain_variable(self._by_samples)
             # Read before the backward pass: TensorFlow can't build one of a branch that captures a variable itself.
-            part = tf.where(self._in_graphs.read_value(), part, one)
+            by_samples = tf.where(self._in_graphs.read_value(), by_samples, equal)
 
         def weight() -> tf.Tensor:
             self._is_open = True
             if not tf.executing_eagerly():
-                return part
-            self._was_uneven = abs(float(part[0]) * world.size - 1) > _ROUNDING
-            return part if self._by_samples else one
+                return by_samples
+            self._was_uneven = abs(float(by_samples[0]) * world.size - 1) > _ROUNDING
+            return by_samples if self._by_samples else equal
 
         return weight
 
