@@ -267,7 +267,10 @@ _MOMENTS_METHODS = ("_sync_calculate_mean_and_var", "_moments")  # of tf-keras, 
 
 def moments_method(layer: Any) -> str:
     """Return the name of the method that gives a synchronized layer its mean and variance."""
-    return next(name for name in _MOMENTS_METHODS if hasattr(layer, name))
+    of_tf_keras, of_keras_3 = _MOMENTS_METHODS
+    if hasattr(layer, of_tf_keras):
+        return of_tf_keras
+    return of_keras_3
 
 
 def is_batch_normalization(layer: Any) -> bool:

@@ -44,12 +44,13 @@ def moments(
     ``counts`` is 1, or 0 if the samples of this rank don't count.
     """
     # Keras 3 passes the mask; tf-keras passes the axes and whether to keep their dimensions.
-    axes = compat.reduction_axes(layer)
-    keeps_axes = False
+    if len(rest) == 2:
+        axes, keeps_axes = rest
+    else:
+        axes = compat.reduction_axes(layer)
+        keeps_axes = False
     if len(rest) == 1:
         [mask] = rest
-    elif rest:
-        axes, keeps_axes = rest
     wide = tf.cast(inputs, tf.float32) if inputs.dtype.size < 4 else inputs
     valid = tf.cast(counts, wide.dtype)
     if mask is not None:
@@ -164,7 +165,7 @@ class Loops:
         return add_up
 
     def _weight(self, fraction: tf.Tensor, world: World) -> Callable[[], tf.Tensor]:
-        """Return what the backward pass calls for the weight of the loss, given the fraction of the samples of this rank.
+        """Return what the backward pass calls for the weight of the loss, given the fraction of this rank.
 
         A rank without samples has a loss that doesn't depend on what is exchanged.
         """
