@@ -101,7 +101,9 @@ def body_loop(
     else:
         options["synchronized"] = True
     model = make_model(kind(momentum=0.8, dtype=dtype, **options), dtype)
-    if found_by == "wrapped before a model of a thread":
+    if found_by == "broadcast before a model of a thread":
+        distribute.broadcast(tf.Variable(0.0))
+    if found_by.endswith("a model of a thread"):
         builder = threading.Thread(target=model, args=[x[:1]])
         builder.start()
         builder.join()
@@ -163,6 +165,14 @@ def test_variant(several_keras_ranks: Pool, keras_single: Pool, variant: str, gr
     tolerance = 5e-3 if "mixed" in variant else TOLERANCE
     arguments = "its class", graph, reduced_by, uneven, options
     compare(several_keras_ranks, keras_single, body_loop, *arguments, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
+def test_a_layer_of_a_thread_with_uneven_batches(
+    several_keras_ranks: Pool, keras_single: Pool, graph: bool
+) -> None:
+    arguments = "broadcast before a model of a thread", graph, "weights", True
+    compare(several_keras_ranks, keras_single, body_loop, *arguments)
 
 
 def body_one_call_less() -> str:
