@@ -88,6 +88,7 @@ def functions_that_update(variables: Iterable[Any]) -> list[list[str]]:
         captured = [(outer, inner) for outer, inner in graph.captures if id(outer) in indices]
         exchanged = _operations_after_exchanges(graph) if captured else set()
         for outer, inner in captured:
+            # Inference reads moving statistics, and doesn't set them.
             setters = [user for user in inner.consumers() if user.type.startswith("Assign")]
             if any(setter.name not in exchanged for setter in setters):
                 names[indices[id(outer)]].add(graph.name)

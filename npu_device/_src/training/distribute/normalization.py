@@ -111,6 +111,7 @@ def normalizing_world(group: str) -> World | None:
 
 def exchange_in(world: World, step: CurrentStep | None, inputs: tf.Tensor) -> Exchange:
     """Return how the ranks exchange sums for the inputs of a layer, in a step of ``fit`` or in a loop (None)."""
+    # In a loop, its reductions decide how ranks are weighted.
     if step is None:
         return world.job.made(Loops).exchange(world, tf.shape(inputs)[0])
     # The layer isn't part of the replicated model, or ``fit`` had replaced its method.

@@ -71,6 +71,7 @@ def _all_reduce(self: Any, reduce_op: Any, value: Any, options: Any = None) -> A
     if layers is not None and caller is not None:
         layer, inputs = caller
         sums = layers.sums_of_all_ranks(layer, inputs, value)
+    # Others may use the context, too.
     if sums is None:
         return type(self).all_reduce(self, reduce_op, value, options)
     return sums
@@ -117,6 +118,7 @@ class SynchronizedLayers:
 
     def sums_of_all_ranks(self, layer: Any, inputs: Any, sums: Any) -> Any:
         """Return the sums over the ranks for which a layer asks in its first call; None if it is to use its own."""
+        # Its next call takes the method, with fewer transfers.
         self._install([layer])
         world = normalizing_world(vars(layer).get(_GROUP, self._group))
         if world is None:
@@ -125,7 +127,9 @@ class SynchronizedLayers:
         exchange = exchange_in(world, step, inputs)
 
         def of_all_ranks(own: tf.Tensor) -> tf.Tensor:
+            # Sums of 16-bit floats would be infinite, or lose the counts.
             wide = tf.cast(own, tf.float32) if own.dtype.size < 4 else own
+            # A rank without samples works on rows that don't count.
             if step is not None:
                 wide *= tf.cast(step.counts, wide.dtype)
             total = tf.reshape(exchange(tf.reshape(wide, [-1])), tf.shape(wide))
@@ -149,6 +153,7 @@ class SynchronizedLayers:
         ]
         alone = [layer for layer in trained if is_alone(layer)]
         traced = [layer for layer in trained if layer in self._traced]
+        # Each layer is named once.
         self._told.update(alone + traced)
         if alone:
             _log.warning(_ALONE, ", ".join(sorted(repr(layer.name) for layer in alone)))
@@ -172,8 +177,10 @@ class SynchronizedLayers:
         if not called:
             return
         # The graph of a function that has called one of them keeps what it was traced with.
+        # Only its trace could change that, so the next reduction warns.
         functions = compat.functions_that_update(layer.moving_mean for layer in called)
         self._traced.update((layer, names) for layer, names in zip(called, functions) if names)
+        # Reductions of the same shapes may have been checked before.
         self._checked.clear()
 
     def _install(self, layers: Iterable[Any]) -> None:
@@ -218,6 +225,7 @@ def note_reduced(world: World, values: Any, by_samples: bool = False) -> None:
     if not can_compare() or current_step() is not None:
         return
     world.job.made(Loops).note_reduced(values, by_samples)
+    # The layers are the same on all ranks.
     if world.job.cluster.rank == 0:
         world.job.made(SynchronizedLayers).note_reduced(values)
 
