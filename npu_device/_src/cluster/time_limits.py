@@ -13,11 +13,13 @@ LATEST_ANSWER_SECONDS = (
     60.0  # while a job starts or a group connects: for what another rank is about to send
 )
 DETAILS_SECONDS = 2.0  # for the descriptions of the others, when calls differ
-THREAD_POOL_SECONDS = (
-    5.0  # for the threads of a pool that do the same, to show in which group each of them calls
+THREAD_SILENT_SECONDS = (
+    5.0  # for threads that do the same, to show in which group each of them calls
 )
-THREAD_POOL_SETTLED_SECONDS = 0.02  # until a thread of a pool that has got work is seen to do it
-THREAD_POOL_LOOK_SECONDS = 0.001  # between two looks at the threads of a pool
+THREAD_ORDER_SECONDS = (
+    2.0  # for another thread of the function to appear, if what one does differs among the ranks
+)
+THREAD_LOOK_SECONDS = 0.001  # between two looks at the threads
 QUEUE_CHECK_SECONDS = (
     0.5  # in a session, for the turn of a collective, before it checks whether the others are alive
 )
