@@ -140,6 +140,7 @@ def test_two_nodes_on_one_machine_from_one_command() -> None:
         report,
         re.MULTILINE,
     )
+    assert "open to everyone" not in done.stderr.decode()  # as the report has it
     assert ports.startswith(
         "open to everyone who can connect, without the job secret. NPU_DEVICE_BACKEND=tcp"
     )

@@ -140,7 +140,7 @@ NPU_DEVICE_STATEMENT = _choice(
     "NPU_DEVICE_STATEMENT",
     ("on", "off"),
     "`on` makes rank 0 report the ranks, batch size and learning rate on stderr when a replicated model starts "
-    "training, and which rank has which GPU when the job begins.",
+    "training, and when the job begins, which rank has which GPU, and which ports are open to everyone.",
 )
 NPU_DEVICE_LOG_LEVEL = optional(
     "NPU_DEVICE_LOG_LEVEL",

@@ -58,7 +58,7 @@ class Losses:
         """Return what Keras is to reduce: values of the samples, times what makes their sum that of the whole batch."""
         losses = call(y_true, y_pred)
         loss_mask = getattr(losses, "_keras_mask", None)  # by ignore_class
-        masks = [getattr(y_pred, "_keras_mask", None), loss_mask]
+        masks = [_mask_of(y_pred), loss_mask]
         mask = _all_of(masks)
         loss.reduction = reduction
         if reduction in ("sum", "none", None):
@@ -149,7 +149,10 @@ def _all_of(masks: list[Any]) -> tf.Tensor | None:
 
 
 def _compute_with_masks(compute_loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call Keras 3's ``compute_loss``, whose losses cast outputs of another dtype, which then have no mask any more."""
+    """Call Keras 3's ``compute_loss``, whose losses cast outputs of half precision.
+
+    In an eager step, nothing leads from such an output to its mask, see ``_mask_of``.
+    """
     bound = inspect.signature(compute_loss).bind(*args, **kwargs)
     if "y_pred" in bound.arguments:
         y_pred = bound.arguments["y_pred"]
@@ -163,3 +166,11 @@ def _as_losses_cast(output: Any) -> Any:
         output = tf.cast(output, tf.float32)
         output._keras_mask = mask
     return output
+
+
+def _mask_of(output: Any) -> Any:
+    """Return the mask of an output, also of one of half precision, which losses of Keras 3 cast without its mask."""
+    mask = getattr(output, "_keras_mask", None)
+    if mask is None and tf.is_symbolic_tensor(output) and output.op.type == "Cast":
+        return getattr(output.op.inputs[0], "_keras_mask", None)
+    return mask

@@ -103,7 +103,7 @@ class NumbersOfRank:
 
 
 def lines(model: Any, draws: Sequence[Draw]) -> list[str]:
-    """Return how the ranks draw the random numbers of a step, for rank 0 to say (``start.say``)."""
+    """Return how the ranks draw the random numbers of a step, for rank 0 to say (``engine_text.say``)."""
     of_ranks = [draw for draw in draws if not draw.shared]
     texts = [f"npu_device: random numbers in the step of {type(model).__name__} {model.name!r}"]
     texts += _line("each rank its own    {}", of_ranks)
