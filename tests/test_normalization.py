@@ -66,10 +66,12 @@ MADE_LATER = {
 def forget_layers() -> None:
     """End what an earlier body has told the package: that the ranks train the layers together."""
     from npu_device._src.collectives import job
+    from npu_device._src.training.distribute.normalization import Loops
     from npu_device._src.training.distribute.synchronized_layers import SynchronizedLayers
 
     if job.current() is not None:
         job.current().end(SynchronizedLayers)
+        job.current().add(Loops())
 
 
 def body_loop(
