@@ -223,6 +223,32 @@ def test_single_threads_with_other_arguments_on_each_rank(several_ranks: Pool, k
         assert sums == [total] * 2 * threads
 
 
+def body_works_of_pools(rounds: int) -> list[Any]:
+    """Works that pools get one after the other, in whichever of their threads, and in pools of their own."""
+    sums: list[Any] = []
+
+    def run(number: int) -> None:
+        sums.append(float(npu.distribute.all_reduce(tf.constant(1.0), "sum")))
+
+    for _ in range(rounds):
+        with multiprocessing.pool.ThreadPool(3) as pool:
+            for number in range(3):
+                pool.map(run, [number])
+        with ThreadPoolExecutor(3) as executor:
+            for number in range(3):
+                executor.submit(run, number).result(60)
+    return sums
+
+
+@pytest.mark.both_backends
+@pytest.mark.parametrize("rounds", [20, pytest.param(200, marks=pytest.mark.full)])
+def test_works_of_pools_one_after_the_other(several_ranks: Pool, rounds: int) -> None:
+    size = several_ranks.size
+    assert (
+        several_ranks.run(body_works_of_pools, rounds, timeout=200) == [[size] * 6 * rounds] * size
+    )
+
+
 def body_a_group_each_in_other_order(kind: str) -> list[Any]:
     """Unnamed threads with a group each, of which one starts first on some ranks and the other one on the others."""
     rank, size = npu.distribute.rank(), npu.distribute.size()

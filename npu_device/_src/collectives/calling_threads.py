@@ -304,8 +304,8 @@ class CallingThreads:
 
 
 def _is_still_at(thread: threading.Thread, work: Work | None) -> bool:
-    """Return True unless a pool has given a thread other work since."""
-    return not is_pooled(thread) or work_of(thread) in (work, None)
+    """Return True unless a thread of a pool has done its work."""
+    return not is_pooled(thread) or work_of(thread) == work
 
 
 @functools.lru_cache(maxsize=64)

@@ -125,13 +125,18 @@ def is_awaited(thread: threading.Thread) -> bool:
     return False
 
 
+_looking = threading.Lock()
+
+
 def _names_in(frame: FrameType) -> dict[str, Any]:
     """Return the variables of a frame."""
-    names = frame.f_locals
-    copied = dict(names)
-    # Until Python 3.12 a function's frame keeps the dictionary, and with it all that was in the variables.
-    if type(names) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        names.clear()
+    # Until Python 3.12 a function's frame keeps the dictionary, for all who look, and with it all that was in the
+    # variables.
+    with _looking:
+        names = frame.f_locals
+        copied = dict(names)
+        if type(names) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            names.clear()
     return copied
 
 
@@ -292,7 +297,10 @@ def _work_in_pool(thread: threading.Thread) -> Work | None:
         return None if thread.is_alive() else IDLE
     names = _names_in(frame)
     given = names.get("work_item", names.get("task"))
-    if given is None:
+    # The script may have the result, and go on, before the thread has dropped the work.
+    future = getattr(given, "future", None)
+    is_done = names.get("result") is not None or (future is not None and future.done())
+    if given is None or is_done:
         queue = names.get("work_queue", names.get("inqueue"))
         return IDLE if queue is not None and queue.empty() else None
     if isinstance(given, tuple):  # of multiprocessing.pool
