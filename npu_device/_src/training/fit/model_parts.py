@@ -15,7 +15,7 @@ class ModelParts:
 
     metrics: list[Any]  # that have variables of their own
     trackers: list[Any]  # the metrics to which Keras itself passes losses
-    losses: list[Any]  # that reduce: the compiled ones, and those among the model's attributes
+    losses: list[Any]  # that reduce: the compiled ones, and those that a step can reach
     layers: list[Any]  # and the model
     regularized: list[Any]  # layers whose activity regularizer is a sum over the samples
     # Floating-point variables that the step moves, but no optimizer, such as moving averages.
