@@ -145,6 +145,7 @@ class GradientReduction:
         self._compared = True
         self._audit: Audit | None = None
         self._pair: Pair | None = None  # of the gradients that were reduced last
+        self._waits_for_update: dict[int, bool] = {}  # see ``accumulation.add_up``
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
         return GradientReduction(self._world, self.options)
@@ -238,6 +239,7 @@ class GradientReduction:
                 self.parts(optimizer, gradients),
                 variables,
                 functools.partial(self._means, optimizer),
+                self._waits_for_update,
             )
         note_accumulators(self._world, carrier(optimizer))
         if self._applying is None:
