@@ -179,8 +179,10 @@ def is_set_by_gradient(variable: Any) -> bool:
 
 
 def steps_made(optimizer: Any) -> Any:
-    """Return the variable in which a Keras 3 optimizer counts steps, also those that only add up gradients."""
-    return inner_variable(optimizer._iterations)
+    """Return the variable in which an optimizer counts steps, also those that only add up gradients."""
+    if hasattr(optimizer, "gradient_accumulation_steps"):
+        return inner_variable(optimizer._iterations)  # its property counts updates
+    return optimizer.iterations
 
 
 def inner_variable(variable: Any) -> Any:

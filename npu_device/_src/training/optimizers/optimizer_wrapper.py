@@ -217,7 +217,9 @@ class GradientReduction:
 
     def adds_up(self, optimizer: Any) -> bool:
         """Return whether this rank adds up the gradients of several steps before they are reduced."""
-        return adds_up(carrier(optimizer), self.options.reduction)
+        # Gradients that are to be checked are reduced in each step.
+        is_checked = environment.NPU_DEVICE_CHECK_GRADIENTS.get() == "on"
+        return not is_checked and adds_up(carrier(optimizer), self.options.reduction)
 
     def agree(self, finite: tf.Tensor) -> tf.Tensor:
         """Return whether the gradients of all ranks are finite, given whether those of this one are: bool, shape []."""
@@ -305,7 +307,8 @@ class GradientReduction:
         )
         if as_they_are or is_off:
             return reduced
-        return _checked(self._world, optimizer.iterations, gradients, reduced, variables)
+        steps = compat.steps_made(optimizer)
+        return _checked(self._world, steps, gradients, reduced, variables)
 
 
 def _build(optimizer: Any, keras: Any, variables: Sequence[Any]) -> None:
