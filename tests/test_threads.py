@@ -21,6 +21,7 @@ from pool import Pool
 
 import npu_device as npu
 from hccl.manage.api import create_group, destroy_group
+from npu_device._src.collectives.job import current
 from npu_device.distribute import hccl_ops
 
 CALLS = 50
@@ -391,6 +392,24 @@ def _in_loop(step: Any) -> tf.Tensor:
 @pytest.mark.both_backends
 def test_threads_one_after_the_other(several_ranks: Pool) -> None:
     assert several_ranks.run(body_one_after_the_other) == [[0] * 14] * several_ranks.size
+
+
+def body_names_without_end() -> int:
+    """Call in threads that each have a name of their own; return how many of them are remembered."""
+    for number in range(200):
+        called: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: called.append(npu.distribute.all_reduce(1.0, "sum")),  # noqa: B023
+            name=f"step {number}",
+        )
+        thread.start()
+        thread.join(60)
+        assert float(called[0]) == npu.distribute.size()
+    return len(current().threads._numbers_of_callers)
+
+
+def test_nothing_grows_with_the_names_of_threads(several_ranks: Pool) -> None:
+    assert max(several_ranks.run(body_names_without_end)) <= 64
 
 
 def body_a_group_each(elements: int, pooled: bool = False) -> list[Any]:

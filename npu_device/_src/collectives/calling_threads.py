@@ -44,6 +44,7 @@ from npu_device._src.collectives.thread_work import (
 )
 
 _MAIN = 0
+_MOST_COUNTED = 64  # numbers of callers that are kept before those of ended threads are dropped
 
 Exchange = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 """Gathers a row of numbers from each rank of a group; every rank calls it at the first call of a thread."""
@@ -207,10 +208,18 @@ class CallingThreads:
             if own is None or own.work != work:
                 own = self._callers[thread] = _Caller(work)
             if work is not None and group.key not in own.compared:
+                if len(self._numbers_of_callers) >= _MOST_COUNTED:
+                    self._forget_ended()
                 self._numbers_of_callers[own_name(thread), group.key] += 1
                 own.number = self._numbers_of_callers[own_name(thread), group.key]
             own.places[group.key] = place
             return own
+
+    def _forget_ended(self) -> None:
+        """Drop the numbers of names that no living thread has: a script may give each of its threads a name."""
+        names = {own_name(living) for living in threading.enumerate()}
+        for key in [key for key in self._numbers_of_callers if key[0] not in names]:
+            del self._numbers_of_callers[key]
 
     def _is_taken_for_other(
         self,
