@@ -111,21 +111,21 @@ def npu_distributed_keras_optimizer_wrapper(
     """
     if optimizer is None:
         raise TypeError("expected a Keras optimizer, or a name such as 'sgd'; found None")
-    how = ReductionOptions(reduce_reduction, fusion, fusion_id, compression=compression)
+    options = ReductionOptions(reduce_reduction, fusion, fusion_id, compression=compression)
     if isinstance(optimizer, (str, dict)):
         optimizer = tf.keras.optimizers.get(optimizer)
-    ranks = world_unless_child(group)
-    if ranks is None:
+    world = world_unless_child(group)
+    if world is None:
         return optimizer
     if is_wrapped(optimizer):
         raise ValueError(
-            f"rank {ranks.job.cluster.rank}: this {type(optimizer).__name__} is wrapped already; wrapping it, or "
+            f"rank {world.job.cluster.rank}: this {type(optimizer).__name__} is wrapped already; wrapping it, or "
             "the loss-scale optimizer around it, a second time would reduce its gradients twice.\nWhat to do: call "
             "npu_distributed_keras_optimizer_wrapper once per optimizer."
         )
-    find_layers(ranks)
+    find_layers(world)
     keras = compat.keras_of(optimizer)
-    install(carrier(optimizer), keras, GradientReduction(ranks, how))
+    install(carrier(optimizer), keras, GradientReduction(world, options))
     return optimizer
 
 
