@@ -51,8 +51,9 @@ SCRIPT = """
     here = pathlib.Path(sys.argv[1])
     count, rank, size = (int(os.environ[n]) for n in ("NPU_DEVICE_RESTART_COUNT", "RANK_ID", "RANK_SIZE"))
     def mark(name, text=""):
-        (here / (name + ".part")).write_text(text)
-        (here / (name + ".part")).rename(here / name)
+        part = here / f"{name}.{os.getpid()}.part"  # two ranks may mark the same
+        part.write_text(text)
+        part.rename(here / name)
     before = here / f"ranks.{count - 1}.{rank}"
     if before.exists():
         pid = before.read_text().split()[0]
