@@ -71,6 +71,7 @@ SCRIPT = """
         time.sleep(0.02)
     while runs_on():
         if (here / "stop").exists():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which may come as Python ends
             sys.exit(75)
         time.sleep(0.02)
 """

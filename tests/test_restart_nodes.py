@@ -201,6 +201,7 @@ UNTIL_STOPPED = """
     mark(f"armed.{count}.{rank}")
     while not (here / f"stop.{count}").exists():
         time.sleep(0.02)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # that of another node may come as Python ends
 """
 
 
