@@ -5,6 +5,8 @@ All are in seconds. What users set is in ``environment``, such as ``NPU_DEVICE_S
 
 from __future__ import annotations
 
+from npu_device._src.environment import NPU_DEVICE_TIME_LIMITS
+
 # A rank that waits for others in a collective, in whatever it moves its data by
 CHECK_SECONDS = 0.1  # the longest that it sleeps, or waits for a message, before it checks whether the others are alive
 SPIN_SECONDS = 1e-4  # it looks for a result so long before it sleeps: being woken takes longer than most messages
@@ -165,3 +167,7 @@ OTHERS_FAIL_SECONDS = 10.0  # for the other processes to end after the first one
 VERIFY_SECONDS = 1800  # one run of a script in ``npurun verify``
 MEASURED_SECONDS = 0.5  # for each size, if that is enough for the fewest repeats
 CLOCK_SECONDS = 1.0  # clocks that differ by more are reported
+
+# The kernel takes whole numbers only, so that a limit keeps its type.
+for _name, _number in NPU_DEVICE_TIME_LIMITS.get():
+    globals()[_name] = type(globals()[_name])(_number)

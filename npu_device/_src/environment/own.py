@@ -205,6 +205,12 @@ NPU_DEVICE_PREEMPT_TIMEOUT = Variable(
     "checkpoint are not finished. `npurun` takes it as the default of `--preempt-timeout`, and sets it for its ranks.",
     "s",
 )
+NPU_DEVICE_TIME_LIMITS = Variable(
+    "NPU_DEVICE_TIME_LIMITS",
+    forms.NUMBERS,
+    (),
+    "for the tests of the package, which wait less: limits of `cluster/time_limits.py` in seconds.",
+)
 
 
 def opened_mark(error_file: str) -> str:
