@@ -16,6 +16,7 @@ from typing import Any
 from npu_device._src.cluster.time_limits import OTHERS_FAIL_SECONDS, RECORDS_SECONDS, SWEEP_SECONDS
 from npu_device._src.comparison import compare
 from npu_device._src.verify.forking import (
+    INDIVISIBLE,
     SEED,
     ForkingProcess,
     end_all,
@@ -25,8 +26,6 @@ from npu_device._src.verify.forking import (
     run_script,
 )
 from npu_device._src.verify.plan import DONE, FAILED, FAR_MORE, PlannedProcess
-
-_INDIVISIBLE = "the global batch size must be divisible by the number of ranks"
 
 
 class _VerifiedProcess(ForkingProcess):
@@ -73,7 +72,7 @@ def _wait(
         process = running.pop(pid)
         # Three ranks are tried by default, whether the batch can be divided by 3 or not.
         is_extra = process.ranks > requested[0].ranks
-        if status and is_extra and _INDIVISIBLE in output_of(process):
+        if status and is_extra and INDIVISIBLE in output_of(process):
             break
         _take_note_of_end(process, status)
         if status:
