@@ -99,7 +99,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             chosen = [item for item in chosen if item.get_closest_marker("slow") is None]
         kept = set()
         if not is_quick:
-            kept = {item for item in chosen if _is_always_run(item)}
+            kept = {
+                item
+                for item in chosen
+                if _is_on_another_engine(item) or item.get_closest_marker("every_combination")
+            }
         for variants in _variants([item for item in chosen if item not in kept]):
             kept.update(_in_turns(variants, is_quick))
         chosen = [item for item in chosen if item in kept]
@@ -121,9 +125,9 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
     return getattr(getattr(item, "callspec", None), "params", {})
 
 
-def _is_always_run(item: pytest.Item) -> bool:
-    is_on_another_engine = _parameters(item).get("backend") in MORE_ENGINES
-    return is_on_another_engine or item.get_closest_marker("every_combination") is not None
+def _is_on_another_engine(item: pytest.Item) -> bool:
+    is_marked = item.get_closest_marker("more_engines") is not None
+    return is_marked and _parameters(item).get("backend") in MORE_ENGINES
 
 
 _SIZE_NAMES = ("size", "several_ranks", "several_keras_ranks", "tensorflow_ranks")
@@ -141,9 +145,9 @@ def _exists(item: pytest.Item) -> bool:
     ``MORE_ENGINES``; and for what is marked to exist in the other Keras only, or in one that this TensorFlow lacks.
     """
     size, keras, backend = _combination(item)
-    if backend in MORE_ENGINES:
-        variants = item.get_closest_marker("more_engines").kwargs
+    if _is_on_another_engine(item):
         own = _parameters(item)
+        variants = item.get_closest_marker("more_engines").kwargs
         is_chosen = all(own[name] in chosen for name, chosen in variants.items())
         return is_chosen and size in (None, MORE_ENGINES[backend])
     if size == 1 and backend not in (None, BACKENDS[0]):
