@@ -74,6 +74,7 @@ class Operation:
         if group.tag is not None:
             # Each tag keeps its own order, whichever threads send and receive.
             call = replace(call, thread="", work="")
+        # A thread that calls for the first time exchanges numbers with the other ranks.
         exchange = _ExchangeOfThreads(job, group, call)
         in_call: Any = contextlib.nullcontext(False)
         if tf.executing_eagerly():
@@ -86,6 +87,7 @@ class Operation:
             route = route_of(job, group, self.values, self.ragged)
             engine = AgreedEngine(job, group, terms, route)
             if route is None:
+                # A message of its own comes before the data, which may have any size.
                 with tf.control_dependencies(engine.compare()):
                     return self.body(engine, *inputs)
             try:
@@ -130,6 +132,7 @@ class Operation:
 
         def run(*arrays: tf.Tensor) -> list[tf.Tensor]:
             values = tf.nest.pack_sequence_as(inputs, arrays, expand_composites=True)
+            # A receive has no inputs, and compares the spec of what it expects.
             compared = values[: len(self.values)] or self.values
             results = replace(self, values=compared, inputs=values).run(job, call)
             if self.results is None:
