@@ -83,7 +83,10 @@ class OptionGroup:
                 members[member.name] = Option(member)
             else:
                 members[member.name] = OptionGroup(
-                    member, prefix=f"{prefix}{member.name}.", root=root
+                    # The root warns once for all of its groups.
+                    member,
+                    prefix=f"{prefix}{member.name}.",
+                    root=root,
                 )
         self.__dict__.update(
             _section=section, _members=members, _prefix=prefix, _root=root, _warns=None
