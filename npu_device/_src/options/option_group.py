@@ -82,8 +82,8 @@ class OptionGroup:
             if isinstance(member, Rule):
                 members[member.name] = Option(member)
             else:
+                # The root warns once for all of its groups.
                 members[member.name] = OptionGroup(
-                    # The root warns once for all of its groups.
                     member,
                     prefix=f"{prefix}{member.name}.",
                     root=root,

@@ -30,11 +30,11 @@ def reduce_in_each_step() -> None:
 
 def adds_up(optimizer: Any, kind: str) -> bool:
     """Return whether the ranks add up the gradients of an optimizer by themselves, and reduce the sum by a mean."""
+    # A session's graph has no place for what is between two runs.
     return (
         kind in ("sum", "mean")
         and compat.accumulation_steps(optimizer) > 1
         and not _modes["reduces in each step"]
-        # A session's graph has no place for what is between two runs.
         and tf.compat.v1.executing_eagerly_outside_functions()
         and tf.distribute.get_strategy().num_replicas_in_sync == 1
     )

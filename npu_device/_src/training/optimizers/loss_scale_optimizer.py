@@ -139,8 +139,8 @@ def unscaled(gradient: Any, scale: tf.Tensor) -> Any:
 def all_finite(gradients: Sequence[Any]) -> tf.Tensor:
     """Return whether the gradients of this rank are finite: bool, shape []; ``None`` among them is ignored."""
     values = map(dense_of, gradients)
+    # True, so that a list without gradients is finite.
     return tf.reduce_all(
-        # True, so that a list without gradients is finite.
         [True, *(tf.reduce_all(tf.math.is_finite(value)) for value in values if value is not None)]
     )
 
@@ -264,8 +264,8 @@ class _Keras3Family(_KerasFamily):
     @property
     def loss_scale(self) -> tf.Tensor:
         """Return the scale: float32, shape []."""
+        # Keras makes the variable when the optimizer is built.
         return tf.cast(
-            # Keras makes the variable when the optimizer is built.
             tf.convert_to_tensor(self.dynamic_scale if self.built else self.initial_scale),
             tf.float32,
         )

@@ -233,7 +233,6 @@ class GradientReduction:
         return tf.cast(all_reduce(self._world.job, number, "min", self._world.group), tf.bool)
 
     def _ready_to_apply(
-        # The sums are reduced in the step of an update only.
         self,
         optimizer: Any,
         gradients: list[Any],
@@ -357,7 +356,6 @@ def install(optimizer: Any, keras: Any, reduction: Any) -> None:
         setattr(optimizer, name, MethodType(hook, optimizer))
 
 
-# Bound to the object: a copy of it has methods of its own.
 # All. A custom class may clip, and thereby create new tensors, before the base class goes on to `apply` or to
 # aggregation: gradients inside `apply_gradients` have been reduced.
 
