@@ -67,7 +67,7 @@ def two_nodes(ranks: int = 1, node0: str = "", **second: str) -> list[tuple[int,
     return [(launch.returncode, output) for launch, output in zip(launches, outputs)]
 
 
-def test_one_rank() -> None:
+def test_one_rank_reports_versions_and_no_collectives() -> None:
     done = npurun("check", limit=LIMIT)
     assert done.returncode == 0, done.stderr
     report = done.stdout.decode()
@@ -177,7 +177,7 @@ def test_a_taken_port_is_told_before_ranks_start() -> None:
     )
 
 
-def test_wrong_usage() -> None:
+def test_wrong_usage_is_refused() -> None:
     for also in (["train.py"], ["--max-restarts", "1"]):
         done = npurun("check", *also)
         assert done.returncode == 2
@@ -186,7 +186,7 @@ def test_wrong_usage() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_be_made(), reason="needs root, ip and tc to make two hosts")
-def test_two_hosts() -> None:
+def test_two_hosts_report_their_engines_and_speed() -> None:
     with hosts(2, gbit=1.0):
         (first, report), (second, _) = two_nodes(2, node0=address(0))
         assert (first, second) == (0, 0)

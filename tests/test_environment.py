@@ -38,7 +38,7 @@ def test_unset_and_empty_give_the_default(
         (environment.JAX_COORDINATOR_ADDRESS, "[::1]:77", ("::1", 77)),
     ],
 )
-def test_values(
+def test_a_text_is_parsed_as_its_form_says(
     variable: Variable, text: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable.name, text)

@@ -63,7 +63,7 @@ def test_each_rank_puts_its_own_mig_instance_first(
     assert tuple(gpu_choice.own_instance(cuda, nvidia, device) for device in range(3)) == instances
 
 
-def test_names() -> None:
+def test_a_gpu_and_the_reason_for_none_are_named() -> None:
     assert gpu_choice.name_of(None, 2) == "GPU 2"
     assert gpu_choice.name_of("GPU-8f,GPU-11", 1) == "GPU-11"
     assert gpu_choice.name_of("6", 1) == "GPU 1"  # set after CUDA had started
@@ -97,7 +97,7 @@ def test_sharing_is_of_memory_not_of_chips() -> None:
     assert gpu_choice.sharing(devices, hosts, chips=True) == [[0, 1, 2]]
 
 
-def test_statement() -> None:
+def test_the_statement_shortens_many_hosts() -> None:
     assert gpu_choice.statement((CPU, CPU), "aa", "no rank has a GPU") == []
     text = "\n".join(gpu_choice.statement((GPU0, GPU1), "aa", ""))
     assert "2 ranks; floating-point tensors go through NCCL" in text

@@ -272,7 +272,7 @@ def test_local_ranks_are_those_on_the_same_host_and_the_device_opens_by_itself(
         assert f"found {rank} {expected[rank]}\n" in result.output
 
 
-def test_signatures() -> None:
+def test_signatures_are_those_of_ascend() -> None:
     functions = {name: each for name, each in vars(api).items() if inspect.isfunction(each)}
     questions = ("get_rank_size", "get_local_rank_size", "get_rank_id", "get_local_rank_id")
     assert {name: str(inspect.signature(each)) for name, each in functions.items()} == {

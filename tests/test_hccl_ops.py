@@ -35,7 +35,7 @@ SIGNATURES = {
 }
 
 
-def test_signatures() -> None:
+def test_signatures_are_those_of_ascend() -> None:
     for name, expected in SIGNATURES.items():
         signature = inspect.signature(getattr(hccl_ops, name))
         bare = [

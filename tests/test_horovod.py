@@ -433,7 +433,7 @@ TRAIN = """
 
 
 @pytest.mark.slow
-def test_unchanged_script(tmp_path: Path) -> None:
+def test_an_unchanged_script_trains_and_writes_a_timeline(tmp_path: Path) -> None:
     path = script(tmp_path, TRAIN)
     variables = {"HOROVOD_TIMELINE": str(tmp_path / "timeline.json"), "HOROVOD_CYCLE_TIME": "1"}
     command = ["--horovod", "-np", "2", "sh", "-c", f"{sys.executable} {path}"]
@@ -470,7 +470,7 @@ def test_module_that_runs_a_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_under_mpiexec(tmp_path: Path) -> None:
+def test_mpiexec_starts_ranks_of_horovod(tmp_path: Path) -> None:
     text = """
         import os
         import horovod.tensorflow as hvd

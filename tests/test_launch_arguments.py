@@ -98,7 +98,7 @@ def usage_error(capsys: pytest.CaptureFixture[str], *arguments: str, **variables
         (["--tune", "good.py"], "What to do: trace the script with two splits"),
     ],
 )
-def test_wrong_usage(
+def test_wrong_usage_is_refused_with_a_reason(
     tmp_path: Path,
     words: list[str],
     says: str,
@@ -161,7 +161,9 @@ SKY_0 = {
         (NODE_0, ["--hosts", "a:1,b:1,c:1"], (3, 3, 0, "a", None)),
     ],
 )
-def test_platforms(variables: dict[str, str], arguments: list[str], expected: object) -> None:
+def test_variables_of_a_platform_give_the_place_of_a_node(
+    variables: dict[str, str], arguments: list[str], expected: object
+) -> None:
     with settings(**variables):
         found = parse([*arguments, "echo"])
     place = (

@@ -170,7 +170,7 @@ def test_a_host_knows_its_full_name(address: str, tmp_path: Path) -> None:
         ({"NPU_DEVICE_SECRET_FILE": "secret"}, "the secret is not UTF-8 text"),
     ],
 )
-def test_wrong_variables(variables: dict[str, str], says: str, tmp_path: Path) -> None:
+def test_wrong_variables_are_refused(variables: dict[str, str], says: str, tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"\xff\xfe")
     done = npurun("--hosts", "one", "sh", "-c", "true", cwd=tmp_path, **variables)
     assert done.returncode == 2

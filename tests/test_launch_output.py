@@ -170,7 +170,7 @@ def test_a_reader_that_goes_away_or_is_stopped(
 
 
 @pytest.mark.parametrize("tee", [(), ("--tee",)])
-def test_log_dir(tmp_path: Path, tee: tuple[str, ...]) -> None:
+def test_a_log_dir_has_the_output_of_each_rank(tmp_path: Path, tee: tuple[str, ...]) -> None:
     source = script(
         tmp_path,
         r"""

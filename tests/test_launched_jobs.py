@@ -148,7 +148,7 @@ def test_npurun_in_a_step_starts_a_job_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", mpiexecs.KINDS)
-def test_mpiexec(kind: str) -> None:
+def test_mpiexec_tells_its_ranks_where_they_meet(kind: str) -> None:
     found = clusters([*mpiexec(kind), "-n", "3", *WORKER])
     assert [(one["rank"], one["local_rank"], one["device_id"]) for one in found] == [
         (i, i, i) for i in range(3)

@@ -99,7 +99,7 @@ def clean() -> Iterator[None]:
     ],
     ids=str,
 )
-def test_alone(variables: dict[str, str]) -> None:
+def test_a_process_without_others_is_alone(variables: dict[str, str]) -> None:
     os.environ.update(variables)
     assert world_size_from_environment() == 1
     assert membership_from_environment() is None
@@ -136,7 +136,7 @@ def test_not_alone_in_one_of_several_processes(variables: dict[str, str]) -> Non
 
 
 @pytest.mark.parametrize("launcher", ALL)
-def test_place(launcher: str) -> None:
+def test_a_launchers_variables_tell_the_place_of_a_rank(launcher: str) -> None:
     found = membership(**ALL[launcher])
     assert (found.scheme, found.world_size, found.rank, found.is_chief) == (launcher, 4, 3, False)
     assert found.device_id == {"Slurm": 1, "torchrun": 1, "JAX": 0}.get(launcher, 3)
@@ -167,7 +167,7 @@ def test_place(launcher: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*RANKS, "WORLD_SIZE", "PMI_SIZE", "SLURM_LOCALID", "MASTER_PORT"])
-def test_malformed(name: str) -> None:
+def test_a_malformed_number_is_refused(name: str) -> None:
     variables = next(variables for variables in ALL.values() if name in variables)
     os.environ.update({**variables, name: "x"})
     with pytest.raises(ValueError, match=f"EI0001: .* {name} is 'x'"):
@@ -198,7 +198,7 @@ def test_slurm_meets_on_the_first_node_of_the_step() -> None:
         assert membership(SLURM_STEP_NODELIST=nodes).chief_hosts == (first,)
 
 
-def test_torchrun() -> None:
+def test_torchruns_variables_describe_the_job() -> None:
     found = membership(**TORCHRUN)
     assert (found.chief_hosts, found.chief_port) == (("10.0.0.1",), 29500)
     computed = membership(TORCHELASTIC_USE_AGENT_STORE="True").chief_port  # 29500 is torchrun's own
@@ -316,7 +316,9 @@ def test_launchers_that_agree(outer: dict[str, str], inner: dict[str, str]) -> N
         ),
     ],
 )
-def test_contradictions(variables: dict[str, str], says: str) -> None:
+def test_launchers_that_contradict_each_other_are_refused(
+    variables: dict[str, str], says: str
+) -> None:
     text = refused(**variables)
     assert says in text
     assert "NPU_DEVICE_LAUNCHER" in text

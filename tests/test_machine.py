@@ -211,7 +211,7 @@ def test_the_quota_of_a_group_above_counts(version: int, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("version", "quota"), [(1, "-1"), (2, "max"), (2, "broken")])
-def test_no_quota(version: int, quota: str, tmp_path: Path) -> None:
+def test_a_machine_without_a_quota_has_none(version: int, quota: str, tmp_path: Path) -> None:
     write_groups(tmp_path, version, quota)
     assert read_machine(tmp_path, range(2)).quota is None
 

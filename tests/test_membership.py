@@ -86,7 +86,7 @@ def test_a_table_on_one_host(tmp_path: Path) -> None:
     assert membership_from_environment() is None
 
 
-def test_rank_table(tmp_path: Path) -> None:
+def test_a_rank_table_tells_rank_and_device(tmp_path: Path) -> None:
     found = membership(
         **table(tmp_path, ASCEND_DEVICE_ID="5", JOB_ID="j1", HCCL_CONNECT_TIMEOUT="7")
     )
@@ -164,12 +164,14 @@ def test_where_the_port_comes_from(tmp_path: Path, caplog: pytest.LogCaptureFixt
     ],
     ids=str,
 )
-def test_pods(variables: dict[str, str], rank: int, tmp_path: Path) -> None:
+def test_pods_of_a_rank_table_tell_the_rank(
+    variables: dict[str, str], rank: int, tmp_path: Path
+) -> None:
     found = membership(RANK_TABLE_FILE=write(tmp_path, PODS), RANK_SIZE="3", **variables)
     assert (found.rank, found.is_chief) == (rank, rank == 0)
 
 
-def test_pods_refused(tmp_path: Path) -> None:
+def test_devices_that_the_pod_lacks_are_refused(tmp_path: Path) -> None:
     message = refused(RANK_TABLE_FILE=write(tmp_path, PODS), RANK_SIZE="3", POD_NAME="other")
     assert "EI0004" in message
     assert (
@@ -247,7 +249,7 @@ def test_without_a_table_refused() -> None:
     )
 
 
-def test_values_refused() -> None:
+def test_values_that_fit_no_scheme_are_refused() -> None:
     for variables, says in (
         (
             {**CM, "CM_WORKER_IP": "fd00::1"},
@@ -288,7 +290,9 @@ def test_values_refused() -> None:
         ),
     ],
 )
-def test_tf_config(task: Any, cluster: Any, rank: int, hosts: tuple[str, ...]) -> None:
+def test_tf_config_tells_rank_and_hosts(
+    task: Any, cluster: Any, rank: int, hosts: tuple[str, ...]
+) -> None:
     found = membership(TF_CONFIG=tf_config(task, **cluster))
     assert (found.scheme, found.world_size, found.rank, found.is_chief) == (
         "TF_CONFIG",
@@ -396,7 +400,7 @@ def test_tf_config_of_four_beside_less(tmp_path: Path) -> None:
         ('{"sparseCluster": {"worker": {"1": "b:1"}}}', "has a sparseCluster and no cluster"),
     ],
 )
-def test_tf_config_refused(config: str, says: str) -> None:
+def test_a_wrong_tf_config_is_refused(config: str, says: str) -> None:
     text = refused(TF_CONFIG=config)
     assert text.startswith("TF_CONFIG ")
     assert says in text

@@ -189,7 +189,9 @@ _TWO_CORES = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs 
         pytest.param(BY_SCRIPT, {}, "intra 3 inter", id="of the script"),
     ],
 )
-def test_threads(tmp_path: Path, before: str, environment: dict[str, str], expected: str) -> None:
+def test_threads_are_shared_by_the_ranks_of_a_host(
+    tmp_path: Path, before: str, environment: dict[str, str], expected: str
+) -> None:
     for output in job.outputs(tmp_path, 2, before + THREADS, **environment):
         words = output.split()
         cores = int(words[words.index("cores") + 1])

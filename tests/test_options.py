@@ -136,7 +136,9 @@ def test_as_dict_flattens_and_leaves_out_what_is_unset(options: GlobalOptions) -
     assert len(names) == len(set(names)), "as_dict() would lose one of the two"
 
 
-def test_warnings(options: GlobalOptions, caplog: pytest.LogCaptureFixture) -> None:
+def test_options_that_are_deprecated_or_late_are_warned_of(
+    options: GlobalOptions, caplog: pytest.LogCaptureFixture
+) -> None:
     """Of deprecated options, and once of the first one that is assigned after ``npu.open()``."""
     options.op_debug_level = 1
     options.precision_mode = "force_fp16"

@@ -284,7 +284,7 @@ def test_a_folder_is_written_beside(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["-m", "gone.py", "."], "no gone.py"),
     ],
 )
-def test_wrong_usage(
+def test_wrong_usage_is_refused(
     arguments: list[str],
     problem: str,
     tmp_path: Path,

@@ -85,7 +85,7 @@ _ENTRIES = [("nodeA", 0, None), ("nodeA", 1, None), ("nodeB", 0, None), ("nodeB"
     ],
     ids=["1.0", "1.2", "pods", "lab"],
 )
-def test_forms(
+def test_every_form_of_a_table_is_read(
     table: Any, of_pods: bool, expected: list[tuple[str, int, str | None]], tmp_path: Path
 ) -> None:
     found = load(tmp_path, table)
@@ -175,7 +175,9 @@ FAULTS: list[
 
 
 @pytest.mark.parametrize(("table", "changes", "says"), FAULTS, ids=[says for _, _, says in FAULTS])
-def test_faults(table: Any, changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_a_faulty_table_is_refused_with_a_remedy(
+    table: Any, changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     spoiled = copy.deepcopy(table)
     for path, value in changes.items():
         place, *keys = [int(key) if key.isdigit() else key for key in path.split()]
@@ -208,7 +210,9 @@ def test_faults(table: Any, changes: dict[str, Any], says: str, tmp_path: Path) 
         (None, r"can't be read: No such.*\n.*check the path"),
     ],
 )
-def test_unreadable_files(content: bytes | None, says: str, tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused_with_the_reason(
+    content: bytes | None, says: str, tmp_path: Path
+) -> None:
     path = tmp_path / "table.json"
     if content is not None:
         path.write_bytes(content)

@@ -136,7 +136,7 @@ def test_the_port_can_be_bound_and_is_given_to_nobody_else(ports: tuple[int, int
 # They don't
 
 
-def test_missing(start: Any, tmp_path: Path) -> None:
+def test_missing_ranks_are_named_and_the_hub_ends(start: Any, tmp_path: Path) -> None:
     """The hub ends, too."""
     chief, other = (start(by_table(tmp_path, 3, rank)) for rank in (0, 2))
     hub = chief.hub()
@@ -241,7 +241,7 @@ def test_a_rank_of_another_job_is_refused_and_disturbs_nobody(start: Any, tmp_pa
 # The chief can't be found, or can't listen
 
 
-def test_no_chief(start: Any, tmp_path: Path) -> None:
+def test_a_chief_that_cannot_be_reached_is_named(start: Any, tmp_path: Path) -> None:
     ranks = [start(by_table(tmp_path, 2, 1)), start(by_tf_config(29688, 2, 1, "nobody.invalid"))]
     text, unresolvable = (rank.report()["error"] for rank in ranks)
     assert text.startswith("EI0015: rank 1 of job 'tests' (machine ")
@@ -299,7 +299,7 @@ def test_two_jobs_on_one_port(start: Any, tmp_path: Path) -> None:
     assert refused in one_error([first])
 
 
-def test_interrupted(start: Any, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_rank_at_once(start: Any, tmp_path: Path) -> None:
     """Ctrl-C ends a rank at once, not after HCCL_CONNECT_TIMEOUT; if it is the chief, the others hear of it."""
     chief, other = (
         start(by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="60")) for rank in range(2)

@@ -280,7 +280,7 @@ def test_in_a_graph(kind: str, scaled: bool) -> None:
         assert production_order(gradients) == KINDS[kind][2]
 
 
-def test_eager_gradients() -> None:
+def test_eager_gradients_are_ordered_by_their_numbers() -> None:
     gradients = gradients_of("shuffled list")
     assert production_order(gradients) == [2, 4, 0, 5, 3, 1]
     assert production_order([gradient * 2.0 for gradient in gradients]) == [5, 4, 3, 2, 1, 0]

@@ -47,7 +47,7 @@ def test_loop_size_of_the_environment(
     assert modes.get_npu_loop_size() == 5
 
 
-def test_stupid_repeat(caplog: pytest.LogCaptureFixture) -> None:
+def test_stupid_repeat_logs_a_line_so_often(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         npu_device.stupid_repeat("hello", 3)
     assert [record.getMessage() for record in caplog.records] == ["hello"] * 3
@@ -63,7 +63,9 @@ def test_early_scheduling_is_recorded() -> None:
 @pytest.mark.parametrize(
     ("mode", "levels"), [(1, []), (2, []), (0, [logging.WARNING]), (3, [logging.ERROR])]
 )
-def test_saturation_mode(mode: int, levels: list[int], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_saturation_mode_changes_nothing_and_may_be_warned_of(
+    mode: int, levels: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
     modes.set_device_sat_mode(mode)
     assert [record.levelno for record in caplog.records] == levels
     assert modes.is_inf_nan_enabled() is True

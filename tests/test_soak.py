@@ -116,7 +116,7 @@ def test_another_result_is_told(tmp_path: Path) -> None:
     assert "disturbed: " in done.stdout
 
 
-def test_wrong_usage() -> None:
+def test_wrong_usage_is_refused() -> None:
     assert soak().returncode == 2
     assert (
         "drop: the network of this host can't be disturbed"

@@ -115,7 +115,7 @@ def assert_nothing_is_left(directory: Path, shared: set[str]) -> None:
     assert not [path for path in directory.rglob("*") if path.is_socket()]
 
 
-def test_each_outcome(tmp_path: Path) -> None:
+def test_each_outcome_is_reported(tmp_path: Path) -> None:
     output = run(tmp_path, "-v", test_outcomes=OUTCOMES)
     seen = dict(re.findall(r"^\S+py::(\S+) (\w+)", output, re.MULTILINE))
     passing = [f"test_passes[{ranks}-{word}]" for ranks in ("1rank", "2ranks") for word in "ab"]
@@ -234,7 +234,7 @@ def of_run(directory: Path) -> list[int]:
     return found
 
 
-def test_collection(tmp_path: Path) -> None:
+def test_a_wrong_mark_fails_the_collection(tmp_path: Path) -> None:
     """A wrong mark is an error, and the number of ranks can be chosen."""
     text = "import pytest\n@pytest.mark.{}\ndef test_it(): ...\n"
     marks = ("ranks()", "ranks(0)", "ranks(2, limits=3)")

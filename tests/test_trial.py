@@ -30,7 +30,7 @@ def test_rounding_is_what_the_farthest_repeat_shows() -> None:
     assert not Trial(whole, [], trial.parts, [1.0]).is_mean(0.1)
 
 
-def test_numbers() -> None:
+def test_errors_are_those_of_the_mean_and_the_sum_of_the_parts() -> None:
     trial = Trial(6.0, [6.5], [2.0, 4.0], [0.5, 0.5])
     assert (trial.mean_of_parts, trial.sum_of_parts, trial.rounding) == (3.0, 6.0, 0.5)
     assert (trial.error_of_mean, trial.error_of_sum) == (3.0, 0.0)

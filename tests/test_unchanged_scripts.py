@@ -134,7 +134,7 @@ def test_what_stays_alone(tmp_path: Path) -> None:
     assert "called fit, evaluate or predict of no Keras model" in ended[0].output
 
 
-def test_another_backend(tmp_path: Path) -> None:
+def test_another_backend_of_keras_is_refused(tmp_path: Path) -> None:
     """Keras of another backend; a few lines stand for it, whose backends aren't installed here."""
     script(tmp_path, "class backend:\n    backend = staticmethod(lambda: 'jax')", "keras.py")
     command = [

@@ -265,7 +265,7 @@ FITS = {
 
 
 @pytest.mark.parametrize("name", list(FITS))
-def test_fit(name: str, tmp_path: Path) -> None:
+def test_causes_in_fit(name: str, tmp_path: Path) -> None:
     cause, step, model, optimizer = FITS[name]
     eager, batch = (
         name != "mixed",
@@ -319,7 +319,7 @@ SESSIONS: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("cause", list(SESSIONS))
-def test_sessions(cause: str, tmp_path: Path) -> None:
+def test_causes_in_sessions(cause: str, tmp_path: Path) -> None:
     verified(tmp_path, SESSION.format(**{**SESSION_RIGHT, **SESSIONS[cause]}), cause, 0, steps=3)
 
 
@@ -360,7 +360,7 @@ HOROVODS = {
 
 
 @pytest.mark.parametrize("name", list(HOROVODS))
-def test_horovod(name: str, tmp_path: Path) -> None:
+def test_causes_in_scripts_of_horovod(name: str, tmp_path: Path) -> None:
     cause, fit, tape, sent = HOROVODS[name]
     source = HOROVOD.format(fit=fit, tape=tape, sent=sent or "pass")
     source = source.replace("shuffle(48)", "shuffle(48, seed=1)" if cause else "shuffle(48)")
@@ -476,7 +476,7 @@ def test_the_pages_and_json() -> None:
         (["--keep", str(Path(__file__).parent), __file__], "must be a new or empty directory"),
     ],
 )
-def test_wrong_usage(
+def test_wrong_usage_is_refused(
     arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

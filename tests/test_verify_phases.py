@@ -44,7 +44,7 @@ LOADED = {
 
 
 @pytest.mark.parametrize("cause", ["not reduced", pytest.param("", marks=pytest.mark.full)])
-def test_several_fits(cause: str, tmp_path: Path) -> None:
+def test_causes_in_one_of_several_fits(cause: str, tmp_path: Path) -> None:
     verdict = verified(
         tmp_path, FITS.format(then=LOADED[cause], eager=bool(cause)), cause, 3 if cause else 2
     )
@@ -100,7 +100,9 @@ raise KeyError("an error of the script")
         ),
     ],
 )
-def test_loops(seconds: float, most: int, says: list[str], tmp_path: Path) -> None:
+def test_a_loop_that_takes_too_long_is_ended(
+    seconds: float, most: int, says: list[str], tmp_path: Path
+) -> None:
     """A loop can't be cut short: one without an end is ended."""
     source = LOOPS.format(most=most).replace("both[0].fit" if most < 99 else "no fit", "# ")
     verdict = verified(tmp_path, source, "", 4, seconds=seconds)
