@@ -8,6 +8,7 @@ ends long before backward produces the first one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Callable, Protocol
 
 import tensorflow as tf
@@ -175,37 +176,35 @@ class WithData:
         return group_engine
 
 
+@dataclass(frozen=True, eq=False)
 class InMessage:
     """The data are small, and travel in the message that compares the call."""
 
-    def __init__(self, messages: Engine) -> None:
-        self._messages = messages
+    _messages: Engine
 
     def engine(self, group: Group, group_engine: Engine) -> Engine:
         return self._messages
 
 
+@dataclass(frozen=True, eq=False)
 class BySize:
     """Only the running graph knows whether the data are small, and travel in the message."""
 
-    def __init__(self, messages: HostEngine, is_small: tf.Tensor) -> None:
-        self._messages = messages
-        self._is_small = is_small
+    _messages: HostEngine
+    _is_small: tf.Tensor
 
     def engine(self, group: Group, group_engine: Engine) -> Engine:
         return _EngineBySize(self._messages, self._is_small, group, group_engine)
 
 
+@dataclass(frozen=True, eq=False)
 class _EngineBySize:
     """The engine of messages or the group's own, as the running graph decides; see ``engines.Engine``."""
 
-    def __init__(
-        self, messages: HostEngine, is_small: tf.Tensor, group: Group, group_engine: Engine
-    ) -> None:
-        self._messages = messages
-        self._is_small = is_small
-        self._group = group
-        self._group_engine = group_engine
+    _messages: HostEngine
+    _is_small: tf.Tensor
+    _group: Group
+    _group_engine: Engine
 
     def all_reduce(
         self,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import sys
 from collections import Counter
 from fractions import Fraction
 
@@ -19,6 +18,7 @@ from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import LATEST_ANSWER_SECONDS
 from npu_device._src.collectives import gpu_choice
+from npu_device._src.collectives.engine_text import say
 from npu_device._src.collectives.gpu_choice import Device
 from npu_device._src.collectives.hosts_of_job import JobHosts
 from npu_device._src.collectives.job import Job
@@ -43,6 +43,7 @@ def count_cores(running: Job) -> None:
     key = f"cores/{cluster.neighbours[0]}"
     answers = running.store.gather_from(key, own_answer, cluster.neighbours, LATEST_ANSWER_SECONDS)
     users = Counter(core for cores, _ in answers.values() for core in cores)
+    # As fractions, which add up to whole cores exactly.
     share = sum((Fraction(1, users[core]) for core in own_cores), Fraction())
     if quota is not None:
         sharing = [group for _, group in answers.values()].count(quota.group)
@@ -65,6 +66,7 @@ def divide_cores(running: Job) -> None:
             running.cluster.rank,
         )
         return
+    # A script that has set its threads keeps them.
     threading = tf.config.threading
     share = running.cores
     if share < len(os.sched_getaffinity(0)) and threading.get_intra_op_parallelism_threads() == 0:
@@ -88,6 +90,7 @@ def choose_device(cluster: Cluster) -> Device:
     if instance is not None and not late:
         cuda = instance
         environment.CUDA_VISIBLE_DEVICES.set(instance)
+    # TensorFlow asks CUDA for its devices only now, with the variable that was set above.
     gpus = tf.config.get_visible_devices("GPU")
     if not gpus:
         return Device("CPU", gpu_choice.why_none(cuda, nvidia))
@@ -117,9 +120,7 @@ def prepare_gpu(job: Job, hosts: JobHosts) -> None:
         _let_memory_grow(cluster.rank)
     if cluster.rank:
         return
-    lines = gpu_choice.statement(hosts.devices, cluster.hosts, hosts.no_nccl)
-    if lines and environment.NPU_DEVICE_STATEMENT.get() == "on":
-        print("\n".join(lines), file=sys.stderr, flush=True)
+    say(gpu_choice.statement(hosts.devices, cluster.hosts, hosts.no_nccl))
     if shared:
         _log.warning(
             "%s share one GPU, which is for tests: they wait for each other and can't use NCCL.\n"
@@ -130,6 +131,7 @@ def prepare_gpu(job: Job, hosts: JobHosts) -> None:
 
 
 def _let_memory_grow(rank: int) -> None:
+    # Each rank sees one GPU by now.
     [gpu] = tf.config.get_visible_devices("GPU")
     is_limited = tf.config.get_logical_device_configuration(gpu)
     if environment.TF_FORCE_GPU_ALLOW_GROWTH.is_set() or is_limited:
@@ -161,6 +163,7 @@ def identity(index: int) -> tuple[str, str, str] | None:
     except OSError:  # no NVIDIA driver
         return None
     # Unlike cuDeviceGetUuid, its second version (CUDA 11.4) tells the MIG instances of a GPU apart.
+    # A driver before CUDA 11.4 has only the first version.
     get_uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
     device = ctypes.c_int()
     model = ctypes.create_string_buffer(_NAME_BYTES)

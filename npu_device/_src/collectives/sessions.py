@@ -75,6 +75,7 @@ class SessionCollectives:
                     group, self._health, self.held, collective.from_first
                 )
             order = self._orders[group]
+        # The collective may be added in a branch, but counts for the graph of the session.
         with tf.init_scope():  # outside functions, branches and loops
             graph = tf.compat.v1.get_default_graph()
         counter = self._counts.setdefault(graph, Counter())
@@ -94,6 +95,7 @@ class SessionCollectives:
         """End the order of a group that is destroyed, and those of groups made for its operations."""
         with self._lock:
             groups = [group for group in self._orders if name in (group.name, group.parent)]
+            # Taken out under the lock, and ended outside of it: an order may be in a collective.
             closed = [self._orders.pop(group) for group in groups]
         for order in closed:
             order.close()
@@ -142,6 +144,7 @@ class SessionOrder:
 
     def run(
         self,
+        # Several executions of one operation may wait: a session may run in several threads.
         number: int,
         call: Call,
         values: Sequence[np.ndarray],
@@ -235,6 +238,7 @@ _MOST_BYTES = 3500  # of a text in a path; a path above 4096 bytes is another er
 def _shortened(text: str) -> str:
     """Return a text of at most ``_MOST_BYTES``: from the middle of a longer one, ranks are left out."""
     encoded = text.encode()
+    # In bytes, since a path is limited in bytes.
     if len(encoded) <= _MOST_BYTES:
         return text
     ends = (encoded[: _MOST_BYTES // 2], encoded[-_MOST_BYTES // 2 :])
@@ -258,6 +262,7 @@ def call_python(
             return [_READABLE, *function(*values)]
         except MismatchError as error:
             path = f"{_READABLE}/{type(error).__name__}: {_shortened(str(error))}\n"
+            # A dtype has to come back for each result, whatever it holds.
             return [path.encode(), *(np.zeros(0, dtype.as_numpy_dtype) for dtype in dtypes)]
 
     def body(*components: tf.Tensor) -> Any:
@@ -302,6 +307,7 @@ def in_first_run(
     name: str, function: Callable[..., None], inputs: Callable[[], Sequence[tf.Tensor]]
 ) -> tf.Tensor:
     """Return a tensor that is there when a function has been called with inputs as arrays, once in each session."""
+    # By name, so that each session has a flag of its own.
     has_run = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=f"npu_device {name}")
 
     def run(*arrays: np.ndarray) -> list[Any]:

@@ -28,3 +28,9 @@ def walk(
             visited.add(key(node))
             yield node
             pending += neighbours(node)
+
+
+def producers(operation: Any) -> list[Any]:
+    """Return the operations of a graph that an operation directly waits for."""
+    # Control inputs, too: what an operation waits for has to be there before.
+    return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]

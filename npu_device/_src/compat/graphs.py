@@ -35,7 +35,7 @@ def variables_read() -> list[tuple[Any, tf.Tensor]]:
 
     The order in which they are read may differ among ranks: one may look at a variable first.
     """
-    graph = _graph_being_built()
+    graph = graph_being_built()
     watched = getattr(
         graph, "_watched_variables", ()
     )  # ``FuncGraph.variables`` is filled at the end only
@@ -51,7 +51,7 @@ def variables_read() -> list[tuple[Any, tf.Tensor]]:
     return sorted(read, key=lambda pair: int(pair[0].handle._id))
 
 
-def _graph_being_built() -> Any:
+def graph_being_built() -> Any:
     """Return the default graph; None in eager mode."""
     if tf.executing_eagerly():
         return None
@@ -144,7 +144,7 @@ def through_outer_graphs(tensor: Any) -> Any:
 def _graphs_of_function() -> tuple[Any, list[Any]]:
     """Return the graph of the function that is being built, and in it those of branches and loops, outermost first."""
     inner: list[Any] = []
-    graph = _graph_being_built()
+    graph = graph_being_built()
     while isinstance(graph, _CONTROL_FLOW):
         inner.insert(0, graph)
         graph = graph.outer_graph
@@ -266,10 +266,9 @@ def functions_of(operation: Any) -> dict[str, list[Any]]:
         functions = operation.get_attr(name)
         if not isinstance(functions, list):
             functions = [functions]
+        # Functions are found by name in the graph that calls them.
         graphs[name] = [
-            operation.graph._get_function(function.name).graph
-            for function in functions
-            # Functions are found by name in the graph that calls them.
+            operation.graph._get_function(function.name).graph for function in functions
         ]
     return graphs
 
@@ -350,7 +349,7 @@ def graph_around_xla() -> Any:
 
 def place_without_order() -> str | None:
     """Return in words where the graph being built runs, if TensorFlow runs several such graphs at once; else None."""
-    graph = _graph_being_built()
+    graph = graph_being_built()
     while graph is not None:
         if getattr(graph, "name", "").startswith("Dataset_"):
             return f"the function of a dataset ({graph.name})"

@@ -210,9 +210,9 @@ def optimizer_variables(optimizer: Any, weights: Any) -> list[Any]:
     if hasattr(optimizer, "_hyper"):  # legacy
         if tf.executing_eagerly():
             optimizer._create_hypers()
+        # By name, as their order depends on when they were made.
         candidates += [
             optimizer.iterations,
-            # By name, as their order depends on when they were made.
             *(optimizer._hyper[name] for name in sorted(optimizer._hyper)),
         ]
         candidates += slots(optimizer, weights)
@@ -244,6 +244,15 @@ def loss_scale_entries(keras: Any) -> list[tuple[Any, str]]:
     return [(type(loss_scale_class), "__call__")]
 
 
+def with_inner(optimizer: Any) -> list[Any]:
+    """Return an optimizer, and the one inside if it is a loss-scale optimizer."""
+    optimizers = [optimizer]
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None:
+        optimizers.append(inner)
+    return optimizers
+
+
 def reduces_first(optimizer: Any) -> bool:
     """Return True if Keras itself computes the gradients that an optimizer is given, before they are reduced."""
     names = (
@@ -254,10 +263,7 @@ def reduces_first(optimizer: Any) -> bool:
         "_get_gradients",
         "_transform_loss",
     )
-    optimizers = [optimizer]
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if inner is not None:
-        optimizers.append(inner)
+    optimizers = with_inner(optimizer)
     methods = [getattr(type(instance), name, None) for instance in optimizers for name in names]
     return all(belongs_to_keras(method) for method in methods if method is not None)
 

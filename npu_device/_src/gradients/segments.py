@@ -42,11 +42,6 @@ def _dense(tensor: Any) -> tf.Tensor:
     return tensor
 
 
-# Control inputs, too: what an operation waits for has to be there before.
-def producers(operation: tf.Operation) -> list[tf.Operation]:
-    return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
-
-
 def _operations_needed(targets: Sequence[tf.Operation]) -> list[int]:
     """Return the number of operations on which each target depends."""
     # Every operation gets a set of the targets that depend on it, as the bits of an integer.
@@ -58,7 +53,7 @@ def _operations_needed(targets: Sequence[tf.Operation]) -> list[int]:
     for operation in _consumers_first(targets):
         bits = dependents[operation]
         counts[bits] += 1
-        for producer in producers(operation):
+        for producer in compat.producers(operation):
             dependents[producer] |= bits
     numbers = []
     for position in range(len(targets)):
@@ -75,13 +70,13 @@ def _consumers_first(targets: Sequence[tf.Operation]) -> list[tf.Operation]:
         if target in visited:
             continue
         visited.add(target)
-        path = [(target, iter(producers(target)))]
+        path = [(target, iter(compat.producers(target)))]
         while path:
             operation, remaining_producers = path[-1]
             for producer in remaining_producers:
                 if producer not in visited:
                     visited.add(producer)
-                    path.append((producer, iter(producers(producer))))
+                    path.append((producer, iter(compat.producers(producer))))
                     break
             else:
                 finished.append(operation)

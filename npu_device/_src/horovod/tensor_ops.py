@@ -14,6 +14,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.collectives import ops
 from npu_device._src.collectives.call import MismatchError
+from npu_device._src.collectives.dtypes import sum_dtype
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions
 from npu_device._src.horovod.shared_arguments import described, with_effect
@@ -169,11 +170,9 @@ def _times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
     if factor == 1.0:
         return tensor
     # An integer, or 16 bits, would round the factor.
-    wide = tensor.dtype
+    wide = sum_dtype(tensor.dtype)
     if wide.is_integer:
         wide = tf.float64
-    elif wide.size < 4:
-        wide = tf.float32
     return tf.cast(tf.cast(tensor, wide) * tf.cast(factor, wide), tensor.dtype)
 
 

@@ -12,12 +12,16 @@ import logging
 import socket
 import struct
 from pathlib import Path
+from typing import Union
 
 from npu_device._src import environment
 
 _GET_ADDRESSES = 0x8912  # SIOCGIFCONF of linux/sockios.h
 _IFREQ = struct.Struct("16s4x4s16x")  # struct ifreq with an IPv4 address, on 64-bit systems
 _MOST_ADDRESSES = 1024  # addresses
+
+_Interfaces = list[tuple[str, Union[ipaddress.IPv4Address, ipaddress.IPv6Address]]]
+"""Names with addresses; an interface with several addresses comes several times."""
 
 _log = logging.getLogger("npu_device")
 
@@ -28,9 +32,9 @@ def announced_address() -> str | None:
     names = environment.HCCL_SOCKET_IFNAME.get()
     if announced is not None or names is None:
         return announced
-    interfaces: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = [*_ipv4()]
     # A link-local address means nothing without the interface, which other hosts name differently.
-    interfaces += [(name, address) for name, address in _ipv6() if not address.is_link_local]
+    global_ipv6 = [(name, address) for name, address in _ipv6() if not address.is_link_local]
+    interfaces = _ipv4() + global_ipv6
     for name, address in sorted(interfaces, key=lambda pair: pair[1].is_loopback):
         if _is_allowed(name, names):  # one of the loopback only if there is no other
             return str(address)
@@ -63,8 +67,7 @@ def interface_of(address: str) -> str | None:
         wanted = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return None
-    interfaces: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = [*_ipv4()]
-    interfaces += _ipv6()
+    interfaces = _ipv4() + _ipv6()
     # By value, as one IPv6 address has several spellings.
     return next(
         (name for name, interface_address in interfaces if interface_address == wanted), None
@@ -82,7 +85,7 @@ def speed_of(interface: str) -> float | None:
     return megabits * 1e6
 
 
-def _ipv4() -> list[tuple[str, ipaddress.IPv4Address]]:
+def _ipv4() -> _Interfaces:
     space = array.array("B", bytes(_IFREQ.size * _MOST_ADDRESSES))
     begin, length = space.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -94,8 +97,8 @@ def _ipv4() -> list[tuple[str, ipaddress.IPv4Address]]:
     ]
 
 
-def _ipv6() -> list[tuple[str, ipaddress.IPv6Address]]:
-    interfaces = []
+def _ipv6() -> _Interfaces:
+    interfaces: _Interfaces = []
     with contextlib.suppress(OSError):  # no IPv6
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, name = line.split()

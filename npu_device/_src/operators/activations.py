@@ -86,6 +86,7 @@ def prelu(x: Any, weight: Any, name: str | None = None) -> tf.Tensor:
     """
     with tf.name_scope(name or "PRelu"):
         x = tf.convert_to_tensor(x)
+        # Without a condition, so that the gradient of the weight comes by itself.
         return tf.nn.relu(x) - weight * tf.nn.relu(-x)
 
 
@@ -121,6 +122,7 @@ def gelu(x: Any) -> Any:
     """
     if type(x).__name__ == "KerasTensor":
         keras = compat.keras_of(x)
+        # Layers, as an operation of TensorFlow can't take a symbolic tensor of Keras.
         gate = keras.layers.Activation("sigmoid")(keras.layers.Rescaling(_SLOPE)(x))
         number = keras.backend.get_uid("npu.ops.gelu")
         return keras.layers.Multiply(name=f"npu.ops.gelu_{number}")([x, gate])

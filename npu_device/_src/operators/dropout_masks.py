@@ -30,6 +30,7 @@ def drop_out_gen_mask(
     with tf.name_scope(name or "DropOutGenMask"):
         count = tf.reduce_prod(tf.cast(shape, tf.int32))
         aligned = (count + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+        # Eight bits make a byte, the first element the lowest one.
         bits = tf.reshape(_random_bits(aligned, prob, seed, seed2), [-1, len(_BIT_VALUES)])
         packed = tf.reduce_sum(tf.cast(bits, tf.int32) * _BIT_VALUES, axis=1)
         return tf.cast(packed, tf.uint8)
@@ -63,6 +64,7 @@ def drop_out_do_mask(x: Any, mask: Any, keep_prob: Any, name: str | None = None)
     """
     with tf.name_scope(name or "DropOutDoMask"):
         bits = tf.bitwise.bitwise_and(tf.cast(mask, tf.int32)[:, tf.newaxis], _BIT_VALUES)
+        # The mask has been filled up to a multiple of 128 bits.
         return drop_out_do_mask_v3(x, tf.reshape(bits, [-1])[: tf.size(x)], keep_prob)
 
 

@@ -24,6 +24,7 @@ def _differentiated(
     operator: Callable[..., Any], sources: Sequence[Any], *incoming: Any
 ) -> list[tf.Tensor]:
     """Return the gradients with respect to all arguments of an operator, from those of its results."""
+    # Copies, since one tensor may be given as several arguments, each with a gradient of its own.
     copies = [tf.identity(source) for source in sources]
     if not tf.executing_eagerly():  # a tape can't follow the loops of a TensorFlow 1 graph
         return list(tf.gradients(operator(*copies), copies, list(incoming)))
@@ -124,6 +125,7 @@ def basic_lstm_cell_c_state_grad(
         def states(inputs: tf.Tensor, c: tf.Tensor) -> Tensors:
             return lstm_step(inputs, c, forget_bias, outcomes)[:2]
 
+        # The gates are known, so their inputs only serve to carry the gradient.
         inputs = tf.zeros_like(tf.concat(outcomes[:4], axis=1))
         dgate, dct_1 = _differentiated(states, [inputs, c], dct, dht)
         return dgate, dct_1

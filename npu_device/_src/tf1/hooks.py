@@ -316,13 +316,9 @@ def set_iteration_per_loop(sess: Any, train_op: Any, iterations_per_loop: int = 
 
 def _placeholders_before(operation: tf.Operation) -> list[tf.Tensor]:
     """Return the placeholders that an operation needs. A nested run sees nothing that is fed to the outer one."""
-
-    def sources(reader: tf.Operation) -> list[tf.Operation]:
-        return [*(tensor.op for tensor in reader.inputs), *reader.control_inputs]
-
     needed = (
         source
-        for source in compat.walk([operation], sources)
+        for source in compat.walk([operation], compat.producers)
         if source.type.startswith("Placeholder")
     )
     return [source.outputs[0] for source in needed]

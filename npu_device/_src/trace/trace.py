@@ -258,11 +258,7 @@ def _operation(source: Any) -> tf.Operation:
 
 def leading_to(targets: Sequence[tf.Operation]) -> Iterator[tf.Operation]:
     """Yield operations of a graph and all those on which they depend."""
-
-    def producers(operation: tf.Operation) -> list[tf.Operation]:
-        return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
-
-    return compat.walk(targets, producers)
+    return compat.walk(targets, compat.producers)
 
 
 class TracedReduction:
@@ -328,7 +324,7 @@ def iteration() -> Iterator[None]:
     ):  # no trace, or a block in a block
         yield
         return
-    open_iteration = _OpenIteration(_graph())
+    open_iteration = _OpenIteration(compat.graph_being_built())
     _current.iteration = open_iteration
     earlier = len(_operations(open_iteration.graph))
     try:
@@ -381,7 +377,7 @@ def traced_reduction(
     points += [when([gradient]) for gradient in ordered]
     reduction = TracedReduction(tracer, schema, points)
     yield reduction
-    if _current.iteration is not None and _current.iteration.graph is _graph():
+    if _current.iteration is not None and _current.iteration.graph is compat.graph_being_built():
         _current.iteration.reduction = reduction  # the block of ``iteration`` ends it
     else:
         reduction.hand_over()
@@ -404,12 +400,6 @@ def _bounds(lengths: Iterable[int]) -> tuple[tuple[int, int], ...]:
         bounds.append((begin, begin + length - 1))
         begin += length
     return tuple(bounds)
-
-
-def _graph() -> tf.Graph | None:
-    if tf.executing_eagerly():
-        return None
-    return tf.compat.v1.get_default_graph()
 
 
 def _changes_a_variable(operation: tf.Operation) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import tensorflow as tf
@@ -68,6 +69,7 @@ class Engine(Protocol):
 # Two levels
 
 
+@dataclass(frozen=True, eq=False)
 class TwoLevelEngine:
     """An engine for groups that span hosts: each host reduces in shared memory, only one rank per host communicates
     with the others, and each host spreads the result. The network carries what one rank per host needs.
@@ -75,10 +77,9 @@ class TwoLevelEngine:
     Rows that all ranks need of all others have one level.
     """
 
-    def __init__(self, hosts: JobHosts, within: Engine, between: Engine) -> None:
-        self._hosts = hosts
-        self._within = within
-        self._between = between
+    _hosts: JobHosts
+    _within: Engine
+    _between: Engine
 
     def all_reduce(
         self,

@@ -11,6 +11,7 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.collectives.dtypes import sum_dtype
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions, dense_of
 from npu_device._src.training.opening.current_world import world_unless_child
@@ -52,7 +53,7 @@ def moments(
     if len(rest) == 1:
         [mask] = rest
     # 16 bits are too narrow for sums of squares.
-    wide = tf.cast(inputs, tf.float32) if inputs.dtype.size < 4 else inputs
+    wide = tf.cast(inputs, sum_dtype(inputs.dtype))
     valid = tf.cast(counts, wide.dtype)
     if mask is not None:
         # The mask has no axis for the channels.

@@ -138,12 +138,8 @@ class DryStep:
 
     def _record(self, optimizer: Any, replaced: Replaced) -> None:
         """Take the gradients that an optimizer would apply."""
-        optimizers = [optimizer]
-        inner = getattr(optimizer, "inner_optimizer", None)
-        if inner is not None:
-            # An optimizer around another one hands its gradients on: either may be called by the
-            # step.
-            optimizers.append(inner)
+        # An optimizer around another one hands its gradients on: the step may call either.
+        optimizers = compat.with_inner(optimizer)
         reductions = map(reduction_of, optimizers)
         reduction = next(filter(_is_weighted, reductions), None)
 

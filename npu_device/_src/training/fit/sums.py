@@ -57,6 +57,7 @@ class CheckedStep(NamedTuple):
 def set_sums(context: StepContext, sums_of_ranks: Sequence[dict[str, bool]]) -> None:
     """Take numbers for sums or means of which the ranks have found this; if they differ, as the first of them has."""
     numbers: dict[str, bool] = {}
+    # Backwards, so that the first rank that has found anything decides.
     for sums in reversed(sums_of_ranks):
         numbers.update(sums)
     reductions = dict(_reductions(context))
@@ -82,6 +83,7 @@ def samples_of(batch: Any) -> Samples:
         raise NotChecked("the first batch has one sample")
     positions = different_samples(batch, total, min(total, _SAMPLES))
     count = len(positions)
+    # Uneven: means of even parts could hide a sum that isn't weighted.
     split = min(count // 2 + 1, count - 1)
     chosen = units_at(batch, total, positions)
     whole = Part(chosen, count, count, True)
@@ -101,6 +103,7 @@ def checked_step(context: StepContext, samples: Samples, is_repeated: bool) -> C
     added_names: set[str] = set()
     while True:
         added = dict.fromkeys(added_names, True)
+        # The added numbers change what the step computes, and so it is traced anew.
         set_sums(context, [added])
         dry_step = DryStep(context, samples.spec)
         runs = _runs(context, dry_step, samples, is_repeated)
@@ -187,6 +190,7 @@ def spec_of_any_length(leaf: Any) -> Any:
 
 def precision_of(model: Any) -> float:
     """Return how much rounding may change a value, relative."""
+    # The model itself has the policy of its layers, or none.
     layers = compat.all_layers(model)[1:]
     dtypes = {str(getattr(layer, "compute_dtype", "float32")) for layer in layers}
     has_gpu = bool(tf.config.list_logical_devices("GPU"))
@@ -199,6 +203,7 @@ def precision_of(model: Any) -> float:
 @contextlib.contextmanager
 def _moved(variables: Sequence[Any], precision: float) -> Iterator[None]:
     """Give variables values that differ by rounding from their own in the block."""
+    # An optimizer may have been given a variable twice.
     moved = training_state.unique(variables)
     tensors = list(map(tf.convert_to_tensor, moved))
     for variable, tensor in zip(moved, tensors):

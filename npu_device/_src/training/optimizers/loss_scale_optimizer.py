@@ -185,13 +185,12 @@ class _KerasFamily(_Keras):
         if inner is not None and inner.adds_up(self.inner_optimizer):
             finite = inner.agree(all_finite(gradients))
         else:
-            gradients = (
-                list(gradients)
-                if inner is None
-                else inner.reduce_once(self.inner_optimizer, gradients)
-            )
+            gradients = list(gradients)
+            if inner is not None:
+                gradients = inner.reduce_once(self.inner_optimizer, gradients)
             finite = all_finite(gradients)
-            finite = finite if is_wrapped(self) else on_all_ranks(finite)
+            if not is_wrapped(self):
+                finite = on_all_ranks(finite)
 
         def settle(finite: tf.Tensor, apply: Callable[[], Any]) -> None:
             # As a condition of the graph: the other branch must not move variables.
@@ -302,11 +301,9 @@ class _Keras3Family(_KerasFamily):
             self.build(variables)
             self.built = True
         scale = self.loss_scale
-        gradients = (
-            [unscaled(gradient, scale) for gradient in grads]
-            if self._takes_scaled_gradients
-            else list(grads)
-        )
+        gradients = list(grads)
+        if self._takes_scaled_gradients:
+            gradients = [unscaled(gradient, scale) for gradient in grads]
         self._step(gradients, lambda gradients: self.inner_optimizer.apply(gradients, variables))
 
     def _update_scale(self, finite: tf.Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
@@ -162,11 +163,11 @@ class GradientReduction:
                 # Slots that are made later would be made amid the step, where TensorFlow can't give them values first.
                 _build(optimizer, keras, variables)
             # The optimizer's own variables, such as the number of steps.
-            own = unique(
+            states = unique(
                 compat.optimizer_variables(optimizer, variables)
             )  # names may have other numbers on each rank
             self._compared = make_equal(self._world, variables, level=level)
-            self._begun = self._compared and make_equal(self._world, own, level=level)
+            self._begun = self._compared and make_equal(self._world, states, level=level)
 
     def options_for(self, optimizer: Any) -> ReductionOptions:
         """Return the settings with which sparse gradients reach an optimizer as in one process."""
@@ -194,14 +195,14 @@ class GradientReduction:
     def reduce_once(self, optimizer: Any, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Reduce gradients, but pass through those that ``reduce`` has just returned or that are being applied."""
         # A loss-scale optimizer reduces them first, and has its inner optimizer apply them later, if they are finite.
-        done = {
+        origins = {
             origin_of(gradient)
             for reference in self._reduced
             if (gradient := reference()) is not None
         }
-        present = [dense_of(gradient) for gradient in gradients if gradient is not None]
+        dense = [dense_of(gradient) for gradient in gradients if gradient is not None]
         if self._applying is not None or (
-            present and all(origin_of(gradient) in done for gradient in present)
+            dense and all(origin_of(gradient) in origins for gradient in dense)
         ):
             return list(gradients)
         return self.reduce(optimizer, gradients)
@@ -214,12 +215,12 @@ class GradientReduction:
         with contextlib.nullcontext() if self.adds_up(optimizer) else iteration():
             ready = self._ready_to_apply(optimizer, gradients, variables)
             # Calls may nest: a loss-scale optimizer applies through its inner one.
-            before = self._applying
+            outer = self._applying
             self._applying = optimizer  # gradients that come from now on are ready
             try:
                 return apply(ready, variables)
             finally:
-                self._applying = before
+                self._applying = outer
 
     def adds_up(self, optimizer: Any) -> bool:
         """Return whether this rank adds up the gradients of several steps before they are reduced."""
@@ -260,13 +261,16 @@ class GradientReduction:
 
     def _all_finite_or_none(self, gradients: list[Any]) -> list[Any]:
         """Return gradients for a loss-scale optimizer: if those of a rank aren't finite, one isn't on any rank."""
-        places = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        if not places or self._applying is not None:
+        positions = [
+            position for position, gradient in enumerate(gradients) if gradient is not None
+        ]
+        if not positions or self._applying is not None:
             return gradients
         agreed = self.agree(all_finite(gradients))
         # The smallest is the cheapest to replace.
         smallest = min(
-            places, key=lambda place: dense_of(gradients[place]).shape.num_elements() or sys.maxsize
+            positions,
+            key=lambda position: dense_of(gradients[position]).shape.num_elements() or sys.maxsize,
         )
         gradients = list(gradients)
         gradients[smallest] = with_values(
@@ -312,7 +316,7 @@ class GradientReduction:
         if self._applying is not None or not can_compare():
             return reduced
         self._look(optimizer, reduced, variables)
-        as_they_are = all(one is other for one, other in zip(gradients, reduced))
+        as_they_are = all(map(operator.is_, gradients, reduced))
         is_off = environment.NPU_DEVICE_CHECK_GRADIENTS.get() != "on" or hasattr(
             optimizer, "inner_optimizer"
         )
@@ -335,19 +339,19 @@ def install(optimizer: Any, keras: Any, reduction: Any) -> None:
     if compat.is_keras_3(keras) and isinstance(optimizer, keras.optimizers.Optimizer):
         hooks["apply"] = _apply_keras_3
     else:
-        known = [
+        aggregating = [
             name
             for name in ("aggregate_gradients", "_aggregate_gradients")
             if hasattr(optimizer, name)
         ]
         is_scaling = hasattr(optimizer, "inner_optimizer")
-        if not hasattr(optimizer, "apply_gradients") or not (known or is_scaling):
+        if not hasattr(optimizer, "apply_gradients") or not (aggregating or is_scaling):
             kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
             raise TypeError(
                 f"expected a Keras optimizer (Keras 3, tf-keras, legacy); found a {kind}"
             )
         if not is_scaling:
-            hooks[known[0]] = _aggregate_gradients
+            hooks[aggregating[0]] = _aggregate_gradients
     if reduction.adds_up(optimizer):
         hooks["save_own_variables"] = save_own_variables
         hooks["_trackable_children"] = trackable_children
@@ -411,13 +415,15 @@ def _lists(pairs: Any) -> tuple[list[Any], list[Any]]:
 def _checked(
     world: World,
     steps: Any,
-    mine: Sequence[Gradient],
+    own_gradients: Sequence[Gradient],
     reduced: Sequence[Gradient],
     variables: Sequence[Any],
 ) -> list[Gradient]:
-    """Return the reduced gradients, or raise RuntimeError on every rank if they aren't finite; ``mine`` tell where."""
-    present = [place for place, gradient in enumerate(mine) if gradient is not None]
-    names = [variable_name(variables[place]) for place in present]
+    """Return the reduced gradients; if they aren't finite, raise RuntimeError, which names the ranks, on all."""
+    positions = [
+        position for position, gradient in enumerate(own_gradients) if gradient is not None
+    ]
+    names = [variable_name(variables[position]) for position in positions]
 
     def kind(gradient: Any) -> tf.Tensor:
         """Return 0 if a gradient is finite, 1 if it is infinite, 2 if it has NaN: int32, shape []."""
@@ -426,22 +432,23 @@ def _checked(
         return tf.where(nan, 2, tf.where(tf.reduce_all(tf.math.is_finite(values)), 0, 1))
 
     def report() -> tf.Tensor:
-        everybody = all_gather(
-            world.job, tf.stack([kind(mine[place]) for place in present]), world.group
+        kinds_of_ranks = all_gather(
+            world.job,
+            tf.stack([kind(own_gradients[position]) for position in positions]),
+            world.group,
         )
 
-        def tell(everybody: Any, steps: Any) -> list[Any]:
-            raise RuntimeError(_text(world, int(steps), names, everybody.reshape(world.size, -1)))
+        def tell(kinds_of_ranks: Any, steps: Any) -> list[Any]:
+            raise RuntimeError(
+                _text(world, int(steps), names, kinds_of_ranks.reshape(world.size, -1))
+            )
 
-        return call_now(tell, [everybody, steps], [tf.TensorSpec([], tf.int64)])[0]
+        return call_now(tell, [kinds_of_ranks, steps], [tf.TensorSpec([], tf.int64)])[0]
 
     # Only if something is wrong do the ranks exchange where.
     good = tf.cond(all_finite(reduced), lambda: tf.constant(0, tf.int64), report)
     with tf.control_dependencies([good]):  # or variables would be updated before the error
-        return [
-            None if one is None else tf.nest.map_structure(tf.identity, one, expand_composites=True)
-            for one in reduced
-        ]
+        return [with_values(gradient, tf.identity) for gradient in reduced]
 
 
 def _text(world: World, steps: int, names: Sequence[str], kinds: np.ndarray) -> str:
@@ -452,22 +459,18 @@ def _text(world: World, steps: int, names: Sequence[str], kinds: np.ndarray) -> 
             for name, kind in zip(names, row)
             if kind
         ]
-        more = (
-            f" and {len(parts) - SHOWN_VARIABLES} more variables"
-            if len(parts) > SHOWN_VARIABLES
-            else ""
-        )
+        omitted = ""
+        if len(parts) > SHOWN_VARIABLES:
+            omitted = f" and {len(parts) - SHOWN_VARIABLES} more variables"
         if parts:
-            rows[rank] = ", ".join(parts[:SHOWN_VARIABLES]) + more
+            rows[rank] = ", ".join(parts[:SHOWN_VARIABLES]) + omitted
     cluster = world.job.cluster
-    found = (
-        "\n".join(cluster.lines(rows, SHOWN_RANKS))
-        if rows
-        else "  those of each rank are; their sum is not"
-    )
+    failures = "  those of each rank are; their sum is not"
+    if rows:
+        failures = "\n".join(cluster.lines(rows, SHOWN_RANKS))
     return (
         f"rank {cluster.rank}: the gradients of step {steps + 1} are not finite, and no variable was changed by them.\n"
-        f"{found}\n"
+        f"{failures}\n"
         "Likely cause: a bad sample in the data of that rank, a division by zero or log of zero in the loss, or a "
         "learning rate that is too high.\n"
         "What to do: look at the batch of that rank in this step; clip the gradients. With 16-bit floats use a "

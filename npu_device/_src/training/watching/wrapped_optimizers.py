@@ -18,10 +18,7 @@ def reduction_of(optimizer: Any) -> Any:
 
 def is_wrapped(optimizer: Any) -> bool:
     """Return True when the optimizer, or the one inside a loss-scale optimizer, already reduces its gradients."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return reduction_of(optimizer) is not None or (
-        inner is not None and reduction_of(inner) is not None
-    )
+    return any(reduction_of(member) is not None for member in compat.with_inner(optimizer))
 
 
 def reduction_inside(optimizer: Any) -> Any:

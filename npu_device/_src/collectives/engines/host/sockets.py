@@ -173,7 +173,7 @@ class SocketMesh(MessageChannel):
         self._spins = context.has_own_core
         # Shared by all directions, so that waiting for one message advances the others.
         self._busy = Busy()
-        other_members = [(self.rank + step) % self.size for step in range(1, self.size)]
+        other_members = self._neighbours()
         direction = partial(Direction, self._busy, self._peers)
         self._outgoing = {
             member: direction(self._ranks[member], True) for member in targets or other_members
