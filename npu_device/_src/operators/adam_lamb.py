@@ -43,7 +43,6 @@ def adam_apply_one_assign(
         mean, square = _moments(input0, input1, input2, mul0_x, mul1_x, mul2_x, mul3_x)
         update = mean / (tf.sqrt(square) + add2_y)
         weights = tf.convert_to_tensor(input3) - input4 * update
-        # On Ascend, the three are assigned by the operator itself.
         return _assigned((input1, square), (input2, mean), (input3, weights))
 
 

@@ -97,7 +97,7 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
         if cause and not verdict.cause:
             verdict = _verdict_on(run, cause, explanation, verdict.table)
         elif failure and not _failure(runs[0]) and not verdict.code:
-            # Only if one process doesn't fail, too: then it is the script's own error.
+            # If one process fails, too, it is the script's own error.
             explanation = f"{failure}\nBefore that, {_compared(run.single)}"
             verdict = Verdict(NOT_COMPARABLE, _FAILED, explanation, verdict.table, ranks=size)
     verdict.notes = list(dict.fromkeys(notes))

@@ -23,9 +23,9 @@ class RunningChecksum:
 
     def take(self) -> int:
         """Return the checksum, and begin anew."""
-        taken = int(self._checksum)
+        checksum = int(self._checksum)
         self._checksum.assign(0)
-        return taken
+        return checksum
 
 
 def checksum_of(batch: Any, begin: Any = 0) -> Any:

@@ -149,8 +149,8 @@ class Losses:
 
 def _all_of(masks: list[Any]) -> tf.Tensor | None:
     """Return where all masks that aren't None are true; None without any."""
-    present = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
-    return functools.reduce(tf.logical_and, present) if present else None
+    given_masks = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
+    return functools.reduce(tf.logical_and, given_masks) if given_masks else None
 
 
 def _compute_with_masks(compute_loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -28,11 +28,11 @@ def reduce_in_each_step() -> None:
     _modes["reduces in each step"] = True
 
 
-def adds_up(optimizer: Any, kind: str) -> bool:
+def adds_up(optimizer: Any, reduction: str) -> bool:
     """Return whether the ranks add up the gradients of an optimizer by themselves, and reduce the sum by a mean."""
     # A session's graph has no place for what is between two runs.
     return (
-        kind in ("sum", "mean")
+        reduction in ("sum", "mean")
         and compat.accumulation_steps(optimizer) > 1
         and not _modes["reduces in each step"]
         and tf.compat.v1.executing_eagerly_outside_functions()
@@ -79,10 +79,12 @@ def add_up(
         early.append(position)
         if waits:
             summed.append(position)
-    accumulators = compat.accumulators_of(optimizer, [variables[place] for place in late + summed])
+    accumulators = compat.accumulators_of(
+        optimizer, [variables[position] for position in late + summed]
+    )
     dense = [parts[position] for position in late]
     gradients = list(parts)
-    for position, reduced in zip(early, _reduced_now([parts[place] for place in early], reduce)):
+    for position, reduced in zip(early, _reduced_now([parts[index] for index in early], reduce)):
         gradients[position] = reduced
     reduced_late = _reduced_in_update(optimizer, dense, accumulators, reduce)
     for position, gradient in zip(late, reduced_late):

@@ -63,23 +63,27 @@ class NpuLossScaleOptimizer:
     __module__ = "npu_device.train.optimizer"  # a saved model names the class by its public path
 
     def __new__(cls, inner_optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        # The class of a family is made by ``_made``, and already has its Keras.
+        # The class of a family is made by ``_class_of_family``, and already has its Keras.
         if issubclass(cls, _KerasFamily):
             return super().__new__(cls)
         public_class: Any = cls
         keras = compat.keras_of(inner_optimizer)
         if compat.is_keras_3(keras) and isinstance(inner_optimizer, keras.optimizers.Optimizer):
-            made: Any = _made(public_class, _Keras3Family, keras.optimizers.LossScaleOptimizer)
+            family_class: Any = _class_of_family(
+                public_class, _Keras3Family, keras.optimizers.LossScaleOptimizer
+            )
         elif hasattr(inner_optimizer, "apply_gradients") and not compat.is_keras_3(keras):
-            made = _made(
+            family_class = _class_of_family(
                 public_class,
                 _TfKerasFamily,
                 compat.loss_scale_class_of_tf_keras(keras, inner_optimizer),
             )
         else:
-            kind = f"{type(inner_optimizer).__module__}.{type(inner_optimizer).__name__}"
-            raise TypeError(f"expected a Keras optimizer to scale the loss for; found a {kind}")
-        return made.__new__(made, inner_optimizer, *args, **kwargs)
+            class_name = f"{type(inner_optimizer).__module__}.{type(inner_optimizer).__name__}"
+            raise TypeError(
+                f"expected a Keras optimizer to scale the loss for; found a {class_name}"
+            )
+        return family_class.__new__(family_class, inner_optimizer, *args, **kwargs)
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
@@ -150,7 +154,7 @@ def on_all_ranks(finite: tf.Tensor) -> tf.Tensor:
     return tf.cast(all_reduce(tf.cast(finite, tf.int32), "min", fusion=0), tf.bool)
 
 
-def _nothing(result: object) -> None:
+def _discard(result: object) -> None:
     """Return None: both branches of a condition must return the same, and their operations have run by then."""
 
 
@@ -194,7 +198,7 @@ class _KerasFamily(_Keras):
 
         def settle(finite: tf.Tensor, apply: Callable[[], Any]) -> None:
             # As a condition of the graph: the other branch must not move variables.
-            tf.cond(finite, lambda: _nothing(apply()), lambda: _nothing(self._skip()))
+            tf.cond(finite, lambda: _discard(apply()), lambda: _discard(self._skip()))
             self._last_step.finite.assign(finite)
             if self.dynamic:
                 self._update_scale(finite)
@@ -309,13 +313,13 @@ class _Keras3Family(_KerasFamily):
     def _update_scale(self, finite: tf.Tensor) -> None:
         scale = self.loss_scale
         counted = tf.convert_to_tensor(self.step_counter)
-        none = tf.zeros_like(counted)
-        good = tf.where(finite, counted + 1, none)
+        zero = tf.zeros_like(counted)
+        good = tf.where(finite, counted + 1, zero)
         grow = good >= self.dynamic_growth_steps
         larger = tf.where(scale < _LARGEST / _FACTOR, scale * _FACTOR, scale)
         smaller = tf.maximum(scale / _FACTOR, 1.0)
         self.dynamic_scale.assign(tf.where(finite, tf.where(grow, larger, scale), smaller))
-        self.step_counter.assign(tf.where(grow, none, good))
+        self.step_counter.assign(tf.where(grow, zero, good))
 
     def get_config(self) -> dict[str, Any]:
         """Return Keras's own config, and whether the scale is dynamic."""
@@ -353,6 +357,6 @@ class _TfKerasFamily(_KerasFamily):
 
 @functools.cache
 # Cached: saved models and ``isinstance`` compare classes.
-def _made(public_class: type, family: type, base: type) -> type:
-    kept = {"__module__": public_class.__module__, "__doc__": public_class.__doc__}
-    return type(public_class.__name__, (public_class, family, base), kept)
+def _class_of_family(public_class: type, family: type, base: type) -> type:
+    attributes = {"__module__": public_class.__module__, "__doc__": public_class.__doc__}
+    return type(public_class.__name__, (public_class, family, base), attributes)

@@ -144,7 +144,7 @@ class GradientReduction:
         self._world = world
         self._reduced: list[weakref.ref[Any]] = []
         self._applying: Any = None  # the optimizer whose gradients are ready
-        self._begun = False
+        self._are_equal = False
         self._compared = True
         self._audit: Audit | None = None
         self._pair: Pair | None = None  # of the gradients that were reduced last
@@ -156,7 +156,7 @@ class GradientReduction:
 
     def begin(self, optimizer: Any, variables: Iterable[Any]) -> None:
         """Make the variables equal on all ranks before the first step."""
-        if not self._begun and can_compare():
+        if not self._are_equal and can_compare():
             variables, keras = list(variables), compat.keras_of(optimizer)
             level = logging.INFO if self.own_batches else logging.WARNING
             if compat.is_keras_3(keras) and not tf.executing_eagerly():
@@ -167,7 +167,7 @@ class GradientReduction:
                 compat.optimizer_variables(optimizer, variables)
             )  # names may have other numbers on each rank
             self._compared = make_equal(self._world, variables, level=level)
-            self._begun = self._compared and make_equal(self._world, states, level=level)
+            self._are_equal = self._compared and make_equal(self._world, states, level=level)
 
     def options_for(self, optimizer: Any) -> ReductionOptions:
         """Return the settings with which sparse gradients reach an optimizer as in one process."""
@@ -346,9 +346,9 @@ def install(optimizer: Any, keras: Any, reduction: Any) -> None:
         ]
         is_scaling = hasattr(optimizer, "inner_optimizer")
         if not hasattr(optimizer, "apply_gradients") or not (aggregating or is_scaling):
-            kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+            class_name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
             raise TypeError(
-                f"expected a Keras optimizer (Keras 3, tf-keras, legacy); found a {kind}"
+                f"expected a Keras optimizer (Keras 3, tf-keras, legacy); found a {class_name}"
             )
         if not is_scaling:
             hooks[aggregating[0]] = _aggregate_gradients
@@ -393,9 +393,10 @@ def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> An
 
 @_as_it_is
 def _aggregate_gradients(self: Any, grads_and_vars: Any) -> Any:
-    kind: Any = type(self)
+    optimizer_class: Any = type(self)
     aggregate = (
-        getattr(kind, "aggregate_gradients", None) or kind._aggregate_gradients
+        getattr(optimizer_class, "aggregate_gradients", None)
+        or optimizer_class._aggregate_gradients
     )  # the latter: legacy
     gradients, variables = _lists(grads_and_vars)
     reduction = getattr(self, REDUCTION)
@@ -425,25 +426,25 @@ def _checked(
     ]
     names = [variable_name(variables[position]) for position in positions]
 
-    def kind(gradient: Any) -> tf.Tensor:
+    def fault_of(gradient: Any) -> tf.Tensor:
         """Return 0 if a gradient is finite, 1 if it is infinite, 2 if it has NaN: int32, shape []."""
         values = dense_of(gradient)
         nan = tf.reduce_any(tf.math.is_nan(values))
         return tf.where(nan, 2, tf.where(tf.reduce_all(tf.math.is_finite(values)), 0, 1))
 
     def report() -> tf.Tensor:
-        kinds_of_ranks = all_gather(
+        faults_of_ranks = all_gather(
             world.job,
-            tf.stack([kind(own_gradients[position]) for position in positions]),
+            tf.stack([fault_of(own_gradients[position]) for position in positions]),
             world.group,
         )
 
-        def tell(kinds_of_ranks: Any, steps: Any) -> list[Any]:
+        def tell(faults_of_ranks: Any, steps: Any) -> list[Any]:
             raise RuntimeError(
-                _text(world, int(steps), names, kinds_of_ranks.reshape(world.size, -1))
+                _text(world, int(steps), names, faults_of_ranks.reshape(world.size, -1))
             )
 
-        return call_now(tell, [kinds_of_ranks, steps], [tf.TensorSpec([], tf.int64)])[0]
+        return call_now(tell, [faults_of_ranks, steps], [tf.TensorSpec([], tf.int64)])[0]
 
     # Only if something is wrong do the ranks exchange where.
     good = tf.cond(all_finite(reduced), lambda: tf.constant(0, tf.int64), report)
@@ -451,13 +452,13 @@ def _checked(
         return [with_values(gradient, tf.identity) for gradient in reduced]
 
 
-def _text(world: World, steps: int, names: Sequence[str], kinds: np.ndarray) -> str:
+def _text(world: World, steps: int, names: Sequence[str], faults: np.ndarray) -> str:
     rows = {}
-    for rank, row in zip(world.group.ranks, kinds):
+    for rank, row in zip(world.group.ranks, faults):
         parts = [
-            f"{name} ({'NaN' if kind == 2 else 'infinite'})"
-            for name, kind in zip(names, row)
-            if kind
+            f"{name} ({'NaN' if fault == 2 else 'infinite'})"
+            for name, fault in zip(names, row)
+            if fault
         ]
         omitted = ""
         if len(parts) > SHOWN_VARIABLES:
