@@ -32,6 +32,8 @@ class ControlChannel:
 
     def __init__(self, connection: socket.socket, reader: frames.Reader) -> None:
         self._socket = connection
+        # The rendezvous had a time limit; from here on, a thread waits for messages as long as the
+        # job runs.
         self._socket.settimeout(None)
         self._reader = reader
         self._pid = os.getpid()
@@ -41,6 +43,7 @@ class ControlChannel:
         self._problem: str | None = None
         self._is_closed = False
         self.messages = 0
+        # Python keeps what is registered for forks, and would keep the channel alive with it.
         myself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_fork(myself()))
 
@@ -97,6 +100,7 @@ class ControlChannel:
 
     def close(self) -> None:
         self._is_closed = True
+        # A fork shares the connection: shutting it down there would end it for the rank, too.
         if os.getpid() == self._pid:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
@@ -106,6 +110,7 @@ class ControlChannel:
         number = next(self._numbers)
         limit = seconds + MARGIN_SECONDS  # the hub enforces the time itself, unless it is stopped
         reply: Future[dict[str, Any] | None] = Future()
+        # Before the request is sent, as the answer may come at once.
         self._waiting[number] = reply
         answer = None
         try:
@@ -135,6 +140,7 @@ class ControlChannel:
         self.messages += 1
         frame = memoryview(frames.encode(message))
         until = time.monotonic() + seconds
+        # The socket itself can't have a time limit, since another thread reads from it.
         poll = select.poll()
         with (
             self._sending,
@@ -170,6 +176,8 @@ class ControlChannel:
                         _log.exception("could not handle a message from the hub of the job")
         except (OSError, ValueError, LookupError, TypeError) as error:
             reason = f"the connection to the hub of the job broke: {error!r}"
+        # Before the requests are woken: one that isn't in the list yet finds the problem once it
+        # has sent.
         self._problem = self._problem or reason
         for reply in list(self._waiting.values()):
             reply.set_result(None)

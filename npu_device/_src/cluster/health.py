@@ -107,6 +107,7 @@ class Health:
 
     def on_stop(self, act: Callable[[str], None]) -> None:
         """Call a function with the error text when the collectives of this rank are stopped."""
+        # Under the lock of `_abort`, so that each function is called once: there or here.
         with self._lock:
             self._stoppers.append(act)
             failure = self._failure
@@ -183,6 +184,7 @@ class Health:
                 return False
             self._failure = text
             stoppers = list(self._stoppers)
+        # After a failure, this rank waits for no other one to finish.
         self._others_have_ended.set()
         for act in stoppers:
             act(text)
@@ -231,6 +233,8 @@ class Health:
         if not self.is_closed and not secondary:
             self._report_failure(record)
         elif not self.is_closed and self._gave_up is not None:
+            # The error only follows from why this rank gave up, which is what the others need to
+            # know.
             self._report_failure({**record, "error": self._gave_up})
         with self._lock:
             self._failure = self._failure or record["error"]
@@ -274,6 +278,7 @@ class Health:
     def _report_failure(self, record: dict[str, Any]) -> None:
         event = dict(record)
         text, _ = without_libraries(event.pop("errors"))
+        # Enough to see where it failed; the output of the rank has all of it.
         event["traceback"] = "\n".join(text.rstrip().splitlines()[-12:])
         self._channel.notify("failed", event=event)
 
@@ -283,6 +288,7 @@ class Health:
         if path is None:
             return
         try:
+            # By rename, so that the launcher never reads half a record.
             with open(path + ".part", "w", encoding="utf-8") as file:
                 json.dump(record, file)
             os.replace(path + ".part", path)
@@ -291,6 +297,7 @@ class Health:
 
     def leave(self, serves_others: bool) -> None:
         self.is_closed = True
+        # Another library may have put its own hook over this one, and that stays.
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._previous_hook
         if self._failure is None:

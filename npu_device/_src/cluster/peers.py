@@ -79,6 +79,7 @@ class Peers:
             threading.Thread(
                 target=serve, args=serving, name="npu_device-peers", daemon=True
             ).start()
+            # Last, as `addresses` takes it for the sign that the key is set.
             self._listener = listener
 
     def _port_and_token(self, rank: int) -> tuple[int, str]:
@@ -102,6 +103,8 @@ class Peers:
                 timed = reach(host, port, attempt, self._secret + token.encode(), **said)
                 return self._owned_by_caller(timed.connection)
             except AttemptFailedError as error:
+                # If the job has failed, that is the error to raise, not that a rank can't be
+                # reached.
                 self._health.require_running()
                 if time.monotonic() > until:
                     self.raise_for(rank, f"no connection to {join_address(host, port)}: {error}")
@@ -165,6 +168,7 @@ class Peers:
 
     def raise_for(self, rank: int, reason: str) -> NoReturn:
         """Raise the error for a rank that can't be reached."""
+        # If the rank has ended, the hub's news of that says more than a lost connection.
         self._health.wait_for_news()
         raise PeerError(
             f"{self._cluster.name} has lost its connection to {self._cluster.name_of(rank)}: {reason}.\n"

@@ -112,6 +112,7 @@ def _port_all(options: argparse.Namespace) -> list[Any]:
             sources[path] = Source(path)
         except Refused as error:
             files.append(PortedFile(str(path), refused=str(error)))
+    # Which files a job may start with is known only when all have been read.
     starts = entries(sources.values())
     if options.main and root.is_dir():
         starts = [root.joinpath(options.main)]
@@ -138,6 +139,7 @@ def _make_output(options: argparse.Namespace) -> None:
     if not options.output:
         return
     if options.root.is_dir():
+        # Links stay links: a dataset behind one isn't copied.
         shutil.copytree(options.root, options.output, symlinks=True, dirs_exist_ok=True)
     else:
         options.output.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ def divide(port: Port, steps: list[Any]) -> None:
     # Loops over epochs read the same dataset.
     batches = {_batch(port, source) for source in sources} - {None}
     are_slices = [_divide_slices(port, loop) for loop in training]
+    # One line divides one dataset; where several are made, the script has to say which.
     if len(batches) == 1 and _is_made_once(port, next(iter(batches))):
         _shard(port, batches.pop(), training)
     elif batches:

@@ -55,6 +55,7 @@ class Source:
                 f"a notebook. Save it as a script first: jupyter nbconvert --to script {path.name}"
             )
         raw = path.read_bytes()
+        # As Python reads it: the first line may name another encoding.
         try:
             self._encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
             self.text = raw.decode(self._encoding)
@@ -68,12 +69,14 @@ class Source:
     def write(self, text: str, path: Path) -> None:
         """Write another text in the encoding and with the mode of this file; by rename, so that nothing is lost."""
         target = path.resolve()
+        # Beside the target, since a rename doesn't cross file systems.
         draft = target.with_name(f".{target.name}.{os.getpid()}")
         try:
             with draft.open("xb") as file:
                 file.write(text.encode(self._encoding))
                 file.flush()
                 os.fsync(file.fileno())
+            # A script may be executable.
             shutil.copymode(self.path, draft)
             draft.replace(target)
         finally:
@@ -97,6 +100,7 @@ def scripts(folder: Path) -> Iterator[Path]:
 def entries(sources: Collection[Source]) -> list[Path]:
     """Return the files with which a job may start: those that ask for it, and those that no other file imports."""
     imports = [line for source in sources for line in re.findall(r".*\bimport\b.*", source.text)]
+    # By word, as a module may be imported from a package, or under another name.
     imported_words = {word for line in imports for word in re.findall(r"\w+", line)}
     starting = [s for s in sources if _IS_MAIN.search(s.text) or s.path.stem not in imported_words]
     return [source.path for source in starting]
@@ -194,6 +198,7 @@ def _anchor(port: Port) -> Any:
     introduction = _last_of_introduction(port)
     if introduction is not None:
         candidates.append(introduction)
+    # After the later one: all of them have to come before the job is opened.
     return max(candidates, key=port.line, default=None)
 
 

@@ -285,6 +285,7 @@ class Script:
                 # The first parameter of a method is the object itself.
                 is_bound = is_method and bool(method(call))
                 arguments.append(argument(call, name, index - is_bound))
+        # A call may leave a default.
         return [passed for passed in arguments if passed is not None]
 
     def takers(self, name: str, node: Any) -> list[Any]:

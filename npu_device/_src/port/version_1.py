@@ -183,6 +183,7 @@ def strategies(port: Port) -> None:
         if node.attr.value == "num_replicas_in_sync":
             port.replace(node, "npu.distribute.size()")
             port.report(DONE, "replicas", node)
+    # npu.open() reads TF_CONFIG, and a script that sets it may do so only afterwards.
     for node in port.of(cst.Assign):
         if "TF_CONFIG" in port.text(node.targets[0].target):
             port.report(OPEN, "TF_CONFIG", node)

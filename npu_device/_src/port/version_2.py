@@ -174,6 +174,7 @@ def loops(port: Port) -> None:
 def _ask_where_tapes_go(port: Port) -> None:
     """Ask about tapes that are passed to functions, which may take the gradients."""
     named = [manager for manager in port.of(cst.WithItem) if manager.asname]
+    # Only a name can be passed on.
     tapes = {
         port.text(manager.asname.name) for manager in named if "GradientTape" in port.text(manager)
     }
