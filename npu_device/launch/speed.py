@@ -120,7 +120,14 @@ def _run(options: argparse.Namespace, start: TimedProcess, setups: Sequence[Setu
     if options.horovod:
         variables.update(modules.variables(variables))
     limit = 60.0 * options.minutes
-    settings = json.dumps({**asdict(start), "setups": list(map(astuple, setups)), "limit": limit})
+    settings = json.dumps(
+        {
+            **asdict(start),
+            "setups": list(map(astuple, setups)),
+            "limit": limit,
+            "rounds": options.rounds,
+        }
+    )
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", _RUNNER, settings, options.script, *options.arguments],
         env=variables,
@@ -181,6 +188,13 @@ def _parser() -> argparse.ArgumentParser:
         default=20,
         metavar="K",
         help="steps that are timed in each run, after the first ones (default 20)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=positive,
+        default=5,
+        metavar="R",
+        help="turns of each number of ranks, at least; with fewer than 5, nothing is decided (default 5)",
     )
     parser.add_argument(
         "--bind-to",

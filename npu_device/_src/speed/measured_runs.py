@@ -47,9 +47,18 @@ class _SpeedProcess(ForkingProcess):
     Args:
         setups: one process first.
         seconds: in which all runs have to end.
+        rounds: at least; with fewer than ``LEAST_ROUNDS``, nothing is decided.
     """
 
-    def __init__(self, start: TimedProcess, setups: Sequence[Setup], seconds: float, script: str):
+    def __init__(
+        self,
+        start: TimedProcess,
+        setups: Sequence[Setup],
+        seconds: float,
+        rounds: int,
+        script: str,
+    ) -> None:
+        self._rounds = rounds
         self._start = start
         self._setups = list(setups)
         self._deadline = time.monotonic() + seconds
@@ -69,10 +78,10 @@ class _SpeedProcess(ForkingProcess):
         for number in range(1, 1000):
             # What has too few rounds would not be decided.
             while len(self._setups) > 2 and not self._has_time_for(
-                self._setups * (LEAST_ROUNDS + 1 - number)
+                self._setups * (self._rounds + 1 - number)
             ):
                 self._leave_out(self._setups[-1], _NO_TIME)
-            if not self._has_time_for(self._setups) or self._is_decided(number - 1):
+            if not self._has_time_for(self._setups) or self._is_over(number - 1):
                 return
             # A run may leave its number of ranks out.
             for setup in list(self._setups):
@@ -103,10 +112,13 @@ class _SpeedProcess(ForkingProcess):
         self._left_out[setup.label] = reason
         Path(self._start.directory, LEFT_OUT).write_text(json.dumps(self._left_out))
 
-    def _is_decided(self, rounds: int) -> bool:
-        if rounds < LEAST_ROUNDS:
+    def _is_over(self, rounds: int) -> bool:
+        """Return True if these rounds are enough."""
+        if rounds < self._rounds:
             return False
-        return all(speedup.verdict for speedup in outcome(self._start, self._setups).speedups[1:])
+        return self._rounds < LEAST_ROUNDS or all(
+            speedup.verdict for speedup in outcome(self._start, self._setups).speedups[1:]
+        )
 
     def wait(self, running: dict[int, PlannedProcess]) -> None:
         processes = list(running.values())
@@ -180,9 +192,10 @@ def main(arguments: Sequence[str]) -> None:
     settings = json.loads(arguments[0])
     setups = [Setup(*setup) for setup in settings.pop("setups")]
     limit = settings.pop("limit")
+    rounds = settings.pop("rounds")
     start = TimedProcess(**settings)
     words = arguments[1:]
-    run_script(_SpeedProcess(start, setups, limit, words[0]), words)
+    run_script(_SpeedProcess(start, setups, limit, rounds, words[0]), words)
 
 
 if __name__ == "__main__":
