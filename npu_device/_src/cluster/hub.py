@@ -80,6 +80,7 @@ class Hub:
         """Do what is due, once all that has been received is handled."""
         self._timers.run(time_now)
         self._timers_of_job.run(time_now)
+        # In the order in which they came; all have the same time, so the first one is due first.
         while self._unproved and (oldest := next(iter(self._unproved))).until <= time_now:
             self._close(oldest, _SILENT)
         if self._services is not None:
@@ -124,6 +125,7 @@ class Hub:
         self._clients[accepted] = client
         self._unproved[client] = None
         self._selector.register(accepted, selectors.EVENT_READ)
+        # Clients that prove nothing can't take all descriptors: the oldest one has to go.
         if len(self._unproved) > max(_FEWEST_UNPROVED, 2 * self._settings["world_size"]):
             self._close(next(iter(self._unproved)), _SILENT)
 
@@ -184,6 +186,7 @@ class Hub:
 
     def _send(self, client: Client, frame: bytes) -> None:
         client.outbox += frame
+        # A client that reads nothing must not fill the memory of the hub.
         if len(client.outbox) > _LONGEST_OUTBOX:
             client.outbox.clear()
             with contextlib.suppress(OSError):
@@ -279,6 +282,7 @@ class Hub:
             "addresses": self._rendezvous.addresses(),
             "loopback": on_loopback,
         }
+        # Encoded once for all ranks, as it is as long as the job is large.
         shared = frames.encode({"roster": roster})
         for client in ranks:
             client.reader.limit = frames.LIMIT_FROM_RANK
@@ -316,5 +320,6 @@ def main() -> None:
     listener.setblocking(False)
     host, port = listener.getsockname()[:2]
     print(json.dumps({"host": host, "port": port}), flush=True)
+    # The parent closes the pipe after that line: printing into it would be an error.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     Hub(settings, listener, sys.stdin.fileno()).run()

@@ -243,6 +243,7 @@ class Roster:
             self._chief = next((hello for hello in hellos if hello.is_chief), None)
 
     def note_unknown_client(self, address: str, behaviour: str) -> None:
+        # To the end, as the newest ones are shown.
         self._unknown_clients.pop(address, None)
         self._unknown_clients[address] = behaviour
         if len(self._unknown_clients) > _UNKNOWN_SHOWN:
