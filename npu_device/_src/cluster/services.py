@@ -76,6 +76,7 @@ class Services:
 
     def handle(self, rank: int, message: dict[str, Any]) -> None:
         """Handle a message of a rank; FrameError if it isn't one of those that ranks send."""
+        # A message of a wrong form may raise any of these: it ends the connection, not the hub.
         try:
             _HANDLERS[message["do"]](self, rank, message)
         except (
@@ -89,6 +90,7 @@ class Services:
             raise frames.FrameError(f"{error!r} in {str(message.get('do'))[:100]!r}") from error
 
     def closed(self, rank: int) -> None:
+        # A rank that has left says so before it closes.
         if rank not in self._departures:
             self._unreported_losses.append(rank)
         self._mark_absent(rank)
@@ -204,6 +206,7 @@ class Services:
 
     def _give_up(self, name: str, gather: _Gather, rank: int, request: int, seconds: float) -> None:
         """Answer a rank whose time is up without those that haven't come."""
+        # The gather may have ended, and another one begun under its name.
         if self._gathers.get(name) is not gather or gather.waiting.get(rank) != request:
             return
         if gather.partial:
@@ -223,6 +226,7 @@ class Services:
 
     def _end_if_hopeless(self, name: str, gather: _Gather) -> None:
         absent = gather.ranks & self._absent.difference(gather.texts)
+        # A partial one goes on as long as a rank that hasn't come still may.
         if not absent or (gather.partial and len(absent) + len(gather.texts) < len(gather.ranks)):
             return
         del self._gathers[name]
@@ -289,6 +293,7 @@ class Services:
         question.joined_answers = frames.joined(question.answers)
         for rank, request in question.waiting:
             self._answer_text(rank, request, question.joined_answers)
+        # Ranks that ask the same a little later get the same answers.
         self._later(ANSWERS_KEPT_SECONDS, lambda: self._questions.__delitem__(question.key))
 
     def _do_left(self, rank: int, message: dict[str, Any]) -> None:
@@ -296,6 +301,7 @@ class Services:
         if rank in self._departures:
             return
         self._departures[rank] = _text(issued)
+        # Ranks usually end at the same time: one message tells of them all.
         if not self._unreported_departures:
             self._later(LEFT_TOGETHER_SECONDS, self._report_departures)
         self._unreported_departures.append(rank)
@@ -319,6 +325,7 @@ class Services:
         texts = {name: str(event[name]) for name in ("error", "traceback")}
         if not self._failing:
             self._failing = True
+            # The rank is the one that the connection belongs to, whatever the event says.
             self._push(frames.encode({"push": "failed", "event": {**event, **texts, "rank": rank}}))
 
     # How it is done
@@ -327,6 +334,7 @@ class Services:
         if rank in self._absent:
             return
         self._absent.add(rank)
+        # Those that end are deleted on the way.
         for name, gather in list(self._gathers.items()):
             self._end_if_hopeless(name, gather)
         for question in list(self._open_questions.values()):
@@ -359,6 +367,7 @@ class Services:
 
     def _answer_text(self, rank: int, request: int, text: bytes) -> None:
         self._cancel_limit(rank, request)
+        # It is JSON already, encoded once for all ranks that get it.
         self._send(rank, frames.join(b'{"id":%d,"value":' % request, text, b"}"))
 
     def _refuse(self, rank: int, request: int, error: str, text: str) -> None:

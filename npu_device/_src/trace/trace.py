@@ -140,6 +140,7 @@ def measure_clock(job: Job) -> tuple[float, float | None]:
     try:
         measurement = None
         if cluster.rank == measurer:
+            # The fastest answer: the comparison is wrong by half of the round trip at most.
             measurement = min(_ask(job, number, timeout) for number in range(_ROUNDS))
         measurements = job.store.gather_from(
             f"clock of {cluster.host}", measurement, cluster.neighbours, timeout
@@ -165,6 +166,7 @@ def _ask(job: Job, number: int, timeout: float) -> tuple[float, float]:
     answered = time.time()
     if clock is None:
         raise TimeoutError("rank 0 doesn't answer")
+    # As if rank 0 had read its clock in the middle of the round trip.
     return answered - asked, clock - (asked + answered) / 2
 
 
