@@ -7,8 +7,8 @@ ends long before backward produces the first one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Callable, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Callable, Optional, Protocol
 
 import tensorflow as tf
 
@@ -69,6 +69,47 @@ class AgreedEngine:
                 else:
                     results[position] = tensors
         return results
+
+    def reduce_to_owners(
+        self,
+        segments: Sequence[Tensors],
+        owners: Sequence[Sequence[int]],
+        reduction: str,
+        wire: Wire = None,
+    ) -> list[list[Optional[tf.Tensor]]]:
+        """Reduce segments as ``all_reduce`` does, and return the results in the same lists: those that this rank owns,
+        and None for the others. The results have no gradient. ``owners`` are ranks of the group; see ``has_owners``.
+        """
+        results: list[list[Optional[tf.Tensor]]] = [[None] * len(segment) for segment in segments]
+        for (_, is_compressed, _), positions in self._kinds(segments, wire).items():
+            lists = [segments[position] for position in positions]
+            owners_there = [owners[position] for position in positions]
+            engine = self._engine_of_owners(lists[0][0].dtype)
+            sent_dtype = wire if is_compressed else None
+            reduced = engine.reduce_to_owners(
+                self._take_terms(), lists, owners_there, reduction, self.group, sent_dtype
+            )
+            for position, own in zip(positions, reduced):
+                remaining = iter(own)
+                for place, owner in enumerate(owners[position]):
+                    if owner == self.group.rank:
+                        results[position][place] = next(remaining)
+        return results
+
+    def broadcast_from_owners(
+        self, tensors: Sequence[tf.Tensor | tf.TensorSpec], owners: Sequence[int]
+    ) -> list[tf.Tensor]:
+        """Return all tensors, of any dtypes and known shapes, on every rank, given those that this rank owns and the
+        specs of the others.
+        """
+        # As bytes, on the way of integers; see ``broadcast``.
+        engine = self._engine_of_owners(tf.int32)
+        return engine.broadcast_from_owners(self._take_terms(), tensors, owners, self.group)
+
+    def _engine_of_owners(self, dtype: tf.DType) -> HostEngine:
+        engine = self._engine(dtype)
+        assert isinstance(engine, HostEngine), "the caller asks has_owners first"
+        return engine
 
     def _kinds(
         self, segments: Sequence[Tensors], wire: Wire
@@ -243,8 +284,12 @@ class _EngineBySize:
         return tf.cond(self._is_small, lambda: transfer(self._messages, terms), after_message)
 
 
-def route_of(job: Job, group: Group, values: Sequence[Any], ragged: bool) -> Route | None:
-    """Return the route of a call, the same on every rank; None if a message has to compare it before its data move."""
+def route_of(
+    job: Job, group: Group, values: Sequence[Any], ragged: bool, has_owners: bool = False
+) -> Route | None:
+    """Return the route of a call, the same on every rank; None if a message has to compare it before its data move.
+    ``has_owners``: each rank sends data of another size, which a message can't take.
+    """
     uses_nccl = any(job.hosts.uses_nccl(value.dtype) for value in values if value is not None)
     is_one_host = job.hosts.number_of(group.ranks) == 1
     # A send and its receive compare on their own connection.
@@ -253,6 +298,7 @@ def route_of(job: Job, group: Group, values: Sequence[Any], ragged: bool) -> Rou
     if (
         uses_nccl
         or ragged
+        or has_owners
         or not all(isinstance(value, (tf.Tensor, tf.TensorSpec)) for value in values)
     ):
         return None
@@ -268,6 +314,13 @@ def _comparing(job: Job, group: Group) -> HostEngine:
     """Return the engine that compares the calls of a group that travel on another one."""
     is_one_host = job.hosts.number_of(group.ranks) == 1
     return job.engines.shared_memory if is_one_host else job.engines.messages
+
+
+def has_owners(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> bool:
+    """Return whether the engine of a group has ``reduce_to_owners`` and ``broadcast_from_owners`` for some dtypes: in
+    shared memory, and through TCP and MPI if each host has one rank of the group.
+    """
+    return all(isinstance(job.engines.of(group, dtype), HostEngine) for dtype in dtypes)
 
 
 # Gradients

@@ -34,6 +34,7 @@ class Operation:
         results: returns the specs of the results, in their structure; None for an operation that returns nothing.
         same: whatever else must be the same on every rank.
         ragged: the first dimension of the values may differ among the ranks.
+        has_owners: some of the values are those of one rank each.
         gradient: in the graph of a session, returns the gradients of the values for those of the results.
     """
 
@@ -45,6 +46,7 @@ class Operation:
     results: Optional[Callable[[], Any]] = None
     same: dict[str, Any] = field(default_factory=dict)
     ragged: bool = False
+    has_owners: bool = False
     gradient: Optional[Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]] = None
 
     def run(self, job: Job, call: Call | None = None) -> Any:
@@ -80,7 +82,7 @@ class Operation:
             if not tf.executing_eagerly() and group.tag is None:
                 number = job.threads.number_at_each_call(group)
                 terms = terms._replace(shapes=tf.convert_to_tensor(terms.shapes, tf.int32) + number)
-            route = route_of(job, group, self.values, self.ragged)
+            route = route_of(job, group, self.values, self.ragged, self.has_owners)
             engine = AgreedEngine(job, group, terms, route)
             if route is None:
                 with tf.control_dependencies(engine.compare()):

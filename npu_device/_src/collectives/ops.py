@@ -7,6 +7,7 @@ once.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Callable
 
@@ -120,6 +121,40 @@ def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) ->
 
 def _reduced_spec(tensor: tf.Tensor | tf.TensorSpec, reduction: str) -> Callable[[], tf.TensorSpec]:
     return lambda: tf.TensorSpec(tensor.shape, reduced_dtype(tensor.dtype, reduction))
+
+
+def broadcast_from_owners(
+    job: Job,
+    tensors: Sequence[tf.Tensor | tf.TensorSpec],
+    owners: Sequence[int],
+    group: Group,
+) -> list[tf.Tensor]:
+    """Send tensors from the ranks that own them to all others; return them in the order of ``tensors``.
+
+    Args:
+        tensors: those that this rank owns, and the specs of the others; of any dtypes and known shapes.
+        owners: the owner of each tensor, a rank of the group.
+
+    The results have no gradient. For the engines that can do it, see ``agreed_engine.has_owners``.
+    """
+    if not tensors:
+        return []
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+    own = [tensor for tensor, owner in zip(tensors, owners) if owner == group.rank]
+
+    def body(engine: AgreedEngine, *own: tf.Tensor) -> list[tf.Tensor]:
+        remaining = iter(own)
+        values = [
+            next(remaining) if owner == group.rank else spec for spec, owner in zip(specs, owners)
+        ]
+        return engine.broadcast_from_owners(values, owners)
+
+    same = {"owners": f"{zlib.crc32(repr(list(owners)).encode()):08x}"}
+    operation = Operation(
+        "broadcast_from_owners", group, specs, body, own, lambda: specs, same, has_owners=True
+    )
+    results: list[tf.Tensor] = operation.run(job)
+    return results
 
 
 def broadcast(

@@ -97,12 +97,19 @@ def check_fusion_0_or_2(operation: str, fusion: int, fusion_id: int) -> None:
 
 
 def reduce_list(
-    job: Job, values: Sequence[Gradient], options: ReductionOptions, group: Group
+    job: Job,
+    values: Sequence[Gradient],
+    options: ReductionOptions,
+    group: Group,
+    owners: Optional[Sequence[int]] = None,
 ) -> list[Gradient]:
     """Reduce a list of tensors over a group.
 
     ``tf.IndexedSlices`` may have a different number of rows on each rank, and ``None`` stays. The collective of a
     segment depends only on its own tensors, so it starts as soon as backward has produced them.
+
+    With ``owners``, the rank of the group to which each value belongs, a rank gets only its own results, and None for
+    other tensors; see ``agreed_engine.has_owners``.
     """
     tracer = job.part(Tracer) if options.kind in ("mean", "sum") else None
     segments: Sequence[Sequence[int]] = [[0]]
@@ -132,7 +139,10 @@ def reduce_list(
             around.enter_context(tf.control_dependencies(tensors))
         for positions, segments_there in operations:
             values_there = [values[position] for position in positions]
-            operation = ListReduction(job, values_there, segments_there, options, group).operation()
+            owners_there = None if owners is None else [owners[position] for position in positions]
+            operation = ListReduction(
+                job, values_there, segments_there, options, group, owners_there
+            ).operation()
             for position, reduced in zip(positions, operation.run(job)):
                 results[position] = reduced
         for position in sparse:
@@ -143,7 +153,8 @@ def reduce_list(
             )
         if trace is not None:
             for segment in (*segments, *([position] for position in sparse)):
-                trace.segment([results[position] for position in segment])
+                own = [results[position] for position in segment if results[position] is not None]
+                trace.segment(own or [values[segment[-1]]])
     if trace is not None:
         results = trace.recorded_with(results)
     job.made(ReducedTensors).add(results)
@@ -160,8 +171,10 @@ class ListReduction:
         segments: Sequence[Sequence[int]],
         options: ReductionOptions,
         group: Group,
+        owners: Optional[Sequence[int]] = None,
     ) -> None:
         self._job = job
+        self._owners = owners
         self._segments = segments
         self._options = options
         self._group = group
@@ -190,8 +203,10 @@ class ListReduction:
         }
         inputs = [*self._values, *(rows.counts for rows in self._sparse if rows.counts is not None)]
         gradient = self._gradient if self._segments else None
+        if self._owners is not None:
+            same["owners"] = f"{zlib.crc32(repr(list(self._owners)).encode()):08x}"
         return Operation(
-            "all_reduce",
+            "all_reduce" if self._owners is None else "reduce_to_owners",
             self._group,
             self._values,
             self._move,
@@ -199,6 +214,7 @@ class ListReduction:
             self._results,
             same,
             gradient=gradient,
+            has_owners=self._owners is not None,
         )
 
     def _move(self, engine: AgreedEngine, *inputs: Any) -> list[Gradient]:
@@ -206,7 +222,15 @@ class ListReduction:
         results: list[Gradient] = [None] * len(self._values)
         kind = self._options.kind
         lists = [[inputs[position] for position in segment] for segment in self._segments]
-        for segment, reduced in zip(self._segments, engine.all_reduce(lists, kind, self._wire)):
+        moved: Sequence[Sequence[Optional[tf.Tensor]]]
+        if self._owners is None:
+            moved = engine.all_reduce(lists, kind, self._wire)
+        else:
+            owners = [
+                [self._owners[position] for position in segment] for segment in self._segments
+            ]
+            moved = engine.reduce_to_owners(lists, owners, kind, self._wire)
+        for segment, reduced in zip(self._segments, moved):
             for position, tensor in zip(segment, reduced):
                 results[position] = tensor
         counts = iter(inputs[len(self._values) :])

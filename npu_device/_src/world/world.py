@@ -26,9 +26,14 @@ class World:
     def add_up(self, tensor: tf.Tensor) -> tf.Tensor:
         return all_reduce(self.job, tensor, "sum", self.group)
 
-    def reduce(self, tensors: Sequence[Any], options: ReductionOptions) -> list[Any]:
-        """Return a list of tensors, ``None`` and ``tf.IndexedSlices`` reduced over the ranks."""
-        return reduce_list(self.job, tensors, options, self.group)
+    def reduce(
+        self,
+        tensors: Sequence[Any],
+        options: ReductionOptions,
+        owners: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """Return a list of tensors, ``None`` and ``tf.IndexedSlices`` reduced over the ranks; see ``reduce_list``."""
+        return reduce_list(self.job, tensors, options, self.group, owners)
 
     def gather(self, tensor: tf.Tensor, purpose: str = "") -> tf.Tensor:
         """Return all ranks' tensors one after the other along the first dimension, which may differ among the ranks."""

@@ -403,15 +403,21 @@ class WeightedReduction(GradientReduction):
         if current_step() is None and not is_only_building():
             super().begin(optimizer, variables)
 
-    def reduce(self, optimizer: Any, gradients: Iterable[Gradient]) -> list[Gradient]:
+    def reduce(
+        self,
+        optimizer: Any,
+        gradients: Iterable[Gradient],
+        owners: Sequence[int] | None = None,
+    ) -> list[Gradient]:
         gradients, step = list(gradients), current_step()
         if step is None:
-            return gradients if is_only_building() else super().reduce(optimizer, gradients)
+            if is_only_building():
+                return gradients
+            return super().reduce(optimizer, gradients, owners)
         if reduced_by_step(gradients):
             return gradients
-        reduced = self._world.reduce(
-            self.part_of(gradients, step), replace(self.options_for(optimizer), kind="sum")
-        )
+        options = replace(self.options_for(optimizer), kind="sum")
+        reduced = self._world.reduce(self.part_of(gradients, step), options, owners)
         self.remember(reduced)
         return reduced
 

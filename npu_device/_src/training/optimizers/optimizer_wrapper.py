@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MethodType
 from typing import Any, Callable
 
@@ -31,6 +32,11 @@ from npu_device._src.trace.trace import iteration
 from npu_device._src.training.distribute.normalization import find_layers, note_reduced
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.optimizers.loss_scale_optimizer import all_finite
+from npu_device._src.training.sharding.divided_update import (
+    DividedUpdate,
+    divided_update,
+    tell_undivided,
+)
 from npu_device._src.training.watching.digests import SHOWN_RANKS, SHOWN_VARIABLES, variable_name
 from npu_device._src.training.watching.replica_audit import Audit
 from npu_device._src.training.watching.same_samples import Pair, pair_of
@@ -51,6 +57,7 @@ def npu_distributed_keras_optimizer_wrapper(
     fusion_id: int = -1,
     group: str = WORLD_GROUP,
     compression: str | None = None,
+    shard_optimizer: bool | None = None,
 ) -> Any:
     """Make an optimizer reduce its gradients over all ranks before clipping and applying them.
 
@@ -62,6 +69,9 @@ def npu_distributed_keras_optimizer_wrapper(
         fusion_id: as in ``all_reduce``.
         group: name of the group.
         compression: as in ``all_reduce``.
+        shard_optimizer: divide the updates among the ranks (ZeRO stage 1): each rank holds the state of some variables,
+            updates those, and sends them to the others, with the same result. What can't be divided isn't, and a
+            warning says why. Default: ``NPU_DEVICE_SHARD_OPTIMIZER``. The same on every rank.
 
     Returns:
         The same optimizer object. Its class, variables, checkpoints and config stay as they are; a model saved with it
@@ -106,11 +116,21 @@ def npu_distributed_keras_optimizer_wrapper(
         )
     find_layers(ranks)
     keras = compat.keras_of(optimizer)
-    install(optimizer, keras, GradientReduction(ranks, how))
+    reduction = GradientReduction(ranks, how)
+    install(optimizer, keras, reduction)
+    if is_sharded(shard_optimizer):
+        reduction.divide(optimizer)
     return optimizer
 
 
 DistributedOptimizer = npu_distributed_keras_optimizer_wrapper
+
+
+def is_sharded(shard_optimizer: bool | None) -> bool:
+    """Return whether updates are to be divided among the ranks, given the argument of a call."""
+    if shard_optimizer is None:
+        return environment.NPU_DEVICE_SHARD_OPTIMIZER.get() == "on"
+    return shard_optimizer
 
 
 class GradientReduction:
@@ -126,9 +146,19 @@ class GradientReduction:
         self._compared = True
         self._audit: Audit | None = None
         self._pair: Pair | None = None  # of the gradients that were reduced last
+        self.division: DividedUpdate | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
         return GradientReduction(self._world, self.options)
+
+    def divide(self, optimizer: Any) -> None:
+        """Divide the updates of the optimizer among the ranks, if the result is the same."""
+        self.division = divided_update(self._world, optimizer, self.options)
+
+    def divide_no_more(self, reason: str) -> None:
+        """Make all updates on each rank, after a message on the first one."""
+        self.division = None
+        tell_undivided(self._world, reason)
 
     def begin(self, optimizer: Any, variables: Iterable[Any]) -> None:
         """Make the variables equal on all ranks before the first step."""
@@ -150,14 +180,20 @@ class GradientReduction:
         # Decided at each reduction: a script may set clipnorm later.
         return replace(self.options, adds_rows=compat.adds_up_rows_first(optimizer))
 
-    def reduce(self, optimizer: Any, gradients: Iterable[Gradient]) -> list[Gradient]:
-        """Return the gradients reduced over the ranks, ``None`` where ``None`` was."""
+    def reduce(
+        self,
+        optimizer: Any,
+        gradients: Iterable[Gradient],
+        owners: Sequence[int] | None = None,
+    ) -> list[Gradient]:
+        """Return the gradients reduced over the ranks, ``None`` where ``None`` was; of ``owners`` see ``reduce_list``."""
         gradients, job, group = list(gradients), self._world.job, self._world.group
         options = self.options_for(optimizer)
         note_reduced(self._world, gradients)
-        reduced = reduce_list(job, gradients, options, group)
+        reduced = reduce_list(job, gradients, options, group, owners)
         if group.name == WORLD_GROUP:
-            self._pair = pair_of(gradients, reduced, options.kind, group.size)
+            mine = [None if after is None else before for before, after in zip(gradients, reduced)]
+            self._pair = pair_of(mine, reduced, options.kind, group.size)
         self.remember(reduced)
         return reduced
 
@@ -167,7 +203,12 @@ class GradientReduction:
             weakref.ref(dense_of(gradient)) for gradient in reduced if gradient is not None
         ]
 
-    def reduce_once(self, optimizer: Any, gradients: Sequence[Gradient]) -> list[Gradient]:
+    def reduce_once(
+        self,
+        optimizer: Any,
+        gradients: Sequence[Gradient],
+        owners: Sequence[int] | None = None,
+    ) -> list[Gradient]:
         """Reduce gradients, but pass through those that ``reduce`` has just returned or that are being applied."""
         # A loss-scale optimizer reduces them first, and has its inner optimizer apply them later, if they are finite.
         done = {
@@ -178,33 +219,64 @@ class GradientReduction:
         present = [dense_of(gradient) for gradient in gradients if gradient is not None]
         if self._applying or (present and all(origin_of(gradient) in done for gradient in present)):
             return list(gradients)
-        return self.reduce(optimizer, gradients)
+        return self.reduce(optimizer, gradients, owners)
 
     def apply(
         self, optimizer: Any, apply: Callable[..., Any], gradients: list[Any], variables: list[Any]
     ) -> Any:
+        division = None if self._applying else self._division_of(optimizer)
+        if division is not None:
+            division.prepare(variables)
         self.begin(optimizer, variables)
         with iteration():
+            if division is not None:
+                division.part_if(self._has_equal_start())
+
+                def reduce(owners: list[int]) -> list[Gradient]:
+                    return self._reduce_to_apply(optimizer, gradients, variables, owners)
+
+                return division.apply(
+                    partial(self._apply_reduced, apply), gradients, variables, reduce
+                )
             reduced = self._reduce_to_apply(optimizer, gradients, variables)
-            before, self._applying = (
-                self._applying,
-                True,
-            )  # gradients that come from now on are reduced already
-            try:
-                return apply(reduced, variables)
-            finally:
-                self._applying = before
+            return self._apply_reduced(apply, reduced, variables)
+
+    def _apply_reduced(
+        self, apply: Callable[..., Any], reduced: list[Any], variables: list[Any]
+    ) -> Any:
+        before = self._applying
+        self._applying = True  # gradients that come from now on are reduced already
+        try:
+            return apply(reduced, variables)
+        finally:
+            self._applying = before
+
+    def _has_equal_start(self) -> bool:
+        """Return whether all ranks begin with the same values, as far as this call makes sure of it."""
+        return self._begun or not can_compare()
+
+    def _division_of(self, optimizer: Any) -> DividedUpdate | None:
+        """Return the division of an update; none if a loss-scale optimizer of Keras reduces for the one inside."""
+        division = self.division
+        if division is not None and division.optimizer is not optimizer:
+            division.undo()
+            self.divide_no_more(f"a {type(optimizer).__name__} decides on all gradients together")
+        return self.division
 
     def _reduce_to_apply(
-        self, optimizer: Any, gradients: list[Any], variables: list[Any]
+        self,
+        optimizer: Any,
+        gradients: list[Any],
+        variables: list[Any],
+        owners: Sequence[int] | None = None,
     ) -> list[Gradient]:
         # Audit the variables if it is time, and check the gradients on request.
-        reduced = self.reduce_once(optimizer, gradients)
+        reduced = self.reduce_once(optimizer, gradients, owners)
         if self._applying or not can_compare():
             return reduced
         self._audit = self._audit or Audit(self._world, not self._compared)
         updated = [
-            variable for gradient, variable in zip(reduced, variables) if gradient is not None
+            variable for gradient, variable in zip(gradients, variables) if gradient is not None
         ]
         self._audit.step(updated, optimizer, self._pair)
         self._pair = None
@@ -262,8 +334,9 @@ def _apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) 
 def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
     variables = compat.variables_to_update(self, trainable_variables)
 
-    def apply(reduced: Any, variables: Any) -> Any:
-        return type(self).apply(self, reduced, None if trainable_variables is None else variables)
+    def apply(reduced: Any, updated: Any) -> Any:
+        is_whole = trainable_variables is None and updated is variables
+        return type(self).apply(self, reduced, None if is_whole else updated)
 
     return getattr(self, REDUCTION).apply(self, apply, list(grads), variables)
 

@@ -92,7 +92,7 @@ def note_equal(world: World, variables: Sequence[Any]) -> None:
     """Let variables that are equal now be compared at the end of the job, if all of its ranks are here."""
     last_word = world.job.part(LastWord)
     if last_word is not None and world.size == world.job.cluster.world_size:
-        last_word.add(variables)
+        last_word.add([variable for variable in variables if not compat.is_share(variable)])
 
 
 _compared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id

@@ -145,9 +145,8 @@ class Round(NamedTuple):
     Attributes:
         dtype: dtype of the values.
         spans: which elements of its source a member publishes: one span that all readers get, or one for each member.
-            Except with ``targets``, they are the same on all members.
+            Several lie in a slot one after the other. Except with ``targets``, they are the same on all members.
         publishers: the members that publish.
-        stride: how far apart the spans of several members lie in a slot, in elements; 0 for one span.
         source: what this member publishes; None if it doesn't.
         readers: the members that read; None for all.
         targets: by member, where to put its values. If empty, ``read`` gets them.
@@ -158,7 +157,6 @@ class Round(NamedTuple):
     dtype: np.dtype
     spans: Sequence[Span]
     publishers: Sequence[int]
-    stride: int = 0
     source: Optional[Stream] = None
     readers: Optional[Sequence[int]] = None
     targets: Mapping[int, np.ndarray] = {}
@@ -169,17 +167,22 @@ class Round(NamedTuple):
         """Return which elements of a publisher's source a member reads."""
         return self.spans[member] if len(self.spans) > 1 else self.spans[0]
 
+    def begin(self, member: int) -> int:
+        """Return where in a slot the span of a member begins."""
+        earlier = self.spans[:member] if len(self.spans) > 1 else []
+        return sum(last - first for first, last in earlier)
+
     def fill(self, slot: np.ndarray) -> None:
         """Copy what this member publishes into a slot, of the dtype of the round."""
         assert self.source is not None
         begin = 0
         for first, last in self.spans:
             self.source.copy_in(first, slot[begin : begin + last - first])
-            begin += self.stride
+            begin += last - first
 
     def take(self, slots: np.ndarray, rank: int) -> None:
         """Read what this member needs of the slots of all members, shape [size, elements of a slot]."""
-        begin = rank * self.stride
+        begin = self.begin(rank)
         for member, target in self.targets.items():
             target[:] = slots[member, begin : begin + len(target)]
         if self.read is not ignore:

@@ -51,14 +51,7 @@ def reduce(
     head: Head | None,
 ) -> Program:
     """Reduce a stream to its readers, all members or one, each of which has a ``result`` as long as the stream."""
-    # A sum of 16 bits must not become infinite: each member sends its share of the values.
-    shares = [1] * channel.size
-    scale = 1
-    if is_narrow(stream.dtype) and stream.dtype != dtype:
-        shares, scale = wire_scales(reduction, channel.counts)
-        stream = stream.divided(shares[channel.rank])
-    fold = partial(fold_arrays, reduction=reduction, divisor=sum(channel.counts), shares=shares)
-    fold = partial(fold, total_dtype=total_dtype_of(dtype))
+    stream, fold, scale = _prepared(channel, stream, dtype, reduction)
     is_small = stream.length * stream.dtype.itemsize <= _SHARED_FROM_BYTES or len(readers) == 1
     if channel.size == 2 or (channel.reaches_all and is_small):
         return channel.run(_reduce_alone(channel, stream, result, readers, fold), head)
@@ -68,6 +61,67 @@ def reduce(
     )
 
 
+def reduce_to_owners(
+    channel: Channel,
+    stream: Stream,
+    bounds: Sequence[int],
+    result: np.ndarray,
+    dtype: np.dtype,
+    reduction: str,
+    head: Head | None,
+) -> Program:
+    """Reduce a stream, of which each member gets a piece into its ``result``: the elements from its bound to the next
+    one. They have the bits that ``reduce`` gives in memory.
+    """
+    stream, fold, _ = _prepared(channel, stream, dtype, reduction)
+    rank = channel.rank
+
+    def rounds() -> Iterator[Round]:
+        for spans in _spans_of_pieces(channel, stream, bounds):
+            first, last = spans[rank]
+            read = partial(fold, result=result[first - bounds[rank] : last - bounds[rank]])
+            yield Round(stream.dtype, spans, range(channel.size), stream, read=read)
+
+    return channel.run(rounds(), head)
+
+
+def _spans_of_pieces(
+    channel: Channel, stream: Stream, bounds: Sequence[int]
+) -> Iterator[list[Span]]:
+    """Yield for each round the span of each member. All have their last round at the same time, however long their
+    pieces are, so that no member waits for another one's work.
+    """
+    unit = ALIGNMENT // stream.dtype.itemsize
+    # Each span may be up to a unit longer than its part of the slot, since it begins at one.
+    most = max(1, channel.slot_bytes // stream.dtype.itemsize - channel.size * unit)
+    count = max(1, -(-stream.length // most))
+    edges = list(bounds[:-1])
+    for number in range(1, count + 1):
+        spans = []
+        for member, (low, high) in enumerate(zip(bounds, bounds[1:])):
+            edge = low + (high - low) * number // count // unit * unit
+            last = high if number == count else edge
+            spans.append((edges[member], last))
+            edges[member] = last
+        yield spans
+
+
+def _prepared(
+    channel: Channel, stream: Stream, dtype: np.dtype, reduction: str
+) -> tuple[Stream, Fold, int]:
+    """Return the values that this member sends, what reduces those of all members, and by what sums are divided if
+    they travel in the dtype of the values.
+    """
+    # A sum of 16 bits must not become infinite: each member sends its share of the values.
+    shares = [1] * channel.size
+    scale = 1
+    if is_narrow(stream.dtype) and stream.dtype != dtype:
+        shares, scale = wire_scales(reduction, channel.counts)
+        stream = stream.divided(shares[channel.rank])
+    fold = partial(fold_arrays, reduction=reduction, divisor=sum(channel.counts), shares=shares)
+    return stream, partial(fold, total_dtype=total_dtype_of(dtype)), scale
+
+
 def _reduce_alone(
     channel: Channel, stream: Stream, result: np.ndarray | None, readers: Sequence[int], fold: Fold
 ) -> Iterator[Round]:
@@ -75,7 +129,7 @@ def _reduce_alone(
     members = range(channel.size)
     for first, last in _chunks(stream.length, channel.slot_bytes // stream.dtype.itemsize):
         read = ignore if result is None else partial(fold, result=result[first:last])
-        yield Round(stream.dtype, [(first, last)], members, 0, stream, readers, read=read)
+        yield Round(stream.dtype, [(first, last)], members, stream, readers, read=read)
 
 
 # A reduction whose work the members share: blocks, what travels, and rounds that overlap
@@ -179,7 +233,7 @@ class _SharedReduction:
                 spans.append((min(low + begin, high), min(low + begin + self._chunk, high)))
             first, last = spans[rank]
             read = partial(self._fold, result=piece[first - bounds[rank] : last - bounds[rank]])
-            yield Round(self._stream.dtype, spans, members, self._chunk, self._stream, read=read)
+            yield Round(self._stream.dtype, spans, members, self._stream, read=read)
 
     def _gather(self, first: int, block: np.ndarray, pieces: Sequence[np.ndarray]) -> Round:
         """Return the round in which the members publish their pieces, reduced."""
@@ -195,7 +249,7 @@ class _SharedReduction:
                 read = partial(self._decode, block, self._result[first : first + len(block)])
         source = Stream([piece.shape], dtype, [piece])
         members = range(self._channel.size)
-        return Round(dtype, [(0, len(piece))], members, 0, source, self._readers, targets, read)
+        return Round(dtype, [(0, len(piece))], members, source, self._readers, targets, read)
 
     def _decode(self, block: np.ndarray, result: np.ndarray, rows: Rows) -> None:
         del rows  # the targets have them
@@ -237,9 +291,7 @@ def _spread_at_once(
     source = stream if channel.rank == root else None
     for first, last in _chunks(stream.length, channel.slot_bytes // stream.dtype.itemsize):
         targets = {} if result is None else {root: result[first:last]}
-        yield Round(
-            stream.dtype, [(first, last)], [root], 0, source, _others(channel, root), targets
-        )
+        yield Round(stream.dtype, [(first, last)], [root], source, _others(channel, root), targets)
 
 
 def _spread_by_relays(
@@ -263,10 +315,10 @@ def _spread_by_relays(
         )
         piece = pieces.pop(channel.rank, None)
         targets = {} if piece is None else {root: piece}
-        sending = Round(dtype, spans, [root], chunk, source, relays, targets)
+        sending = Round(dtype, spans, [root], source, relays, targets)
         relayed = None if piece is None else Stream([piece.shape], dtype, [piece])
         length = 0 if piece is None else len(piece)
-        return [sending], Round(dtype, [(0, length)], relays, 0, relayed, relays, pieces)
+        return [sending], Round(dtype, [(0, length)], relays, relayed, relays, pieces)
 
     return _pipelined((block(*span) for span in _chunks(stream.length, chunk)), channel.ahead)
 
@@ -275,15 +327,30 @@ def all_gather(
     channel: Channel, rows: np.ndarray, result: np.ndarray, head: Head | None
 ) -> Program:
     """Gather all members' ``rows``, one of each, shape [n], into ``result``, shape [size, n]."""
-    source = Stream([rows.shape], rows.dtype, [rows])
-    members = range(channel.size)
     result[channel.rank] = rows
+    stream = Stream([rows.shape], rows.dtype, [rows])
+    return broadcast_from_owners(channel, stream, list(result), head)
+
+
+def broadcast_from_owners(
+    channel: Channel, stream: Stream, results: Sequence[np.ndarray], head: Head | None
+) -> Program:
+    """Send the stream of each member to all others: into its row of ``results``, which is as long as that stream. This
+    member has its stream already, and its row isn't used.
+    """
+    rank = channel.rank
+    lengths = list(map(len, results))
+    lengths[rank] = stream.length
 
     def rounds() -> Iterator[Round]:
-        for span in _chunks(len(rows), channel.slot_bytes // rows.dtype.itemsize):
-            yield Round(
-                rows.dtype, [span], members, 0, source, targets=_targets(channel, result, *span)
-            )
+        for first, last in _chunks(max(lengths), channel.slot_bytes // stream.dtype.itemsize):
+            publishers = [member for member, length in enumerate(lengths) if length > first]
+            targets = {
+                member: results[member][first:last] for member in publishers if member != rank
+            }
+            span = (min(first, lengths[rank]), min(last, lengths[rank]))
+            source = stream if rank in publishers else None
+            yield Round(stream.dtype, [span], publishers, source, targets=targets)
 
     return channel.run(rounds(), head)
 
@@ -301,7 +368,7 @@ def all_to_all(
         for first, last in _chunks(length, channel.slot_bytes // rows.dtype.itemsize // size):
             spans = [(member * length + first, member * length + last) for member in members]
             targets = _targets(channel, result, first, last)
-            yield Round(rows.dtype, spans, members, last - first, source, targets=targets)
+            yield Round(rows.dtype, spans, members, source, targets=targets)
 
     return channel.run(rounds(), head)
 

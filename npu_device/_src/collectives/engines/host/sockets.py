@@ -309,8 +309,8 @@ class SmallMessages(SocketMesh):
 
     def _values(self, exchange: Round) -> np.ndarray:
         """Return what this member publishes in a round, or zeros as long."""
-        [(first, last), *others] = exchange.spans
-        values = np.zeros(last - first + len(others) * exchange.stride, exchange.dtype)
+        length = sum(last - first for first, last in exchange.spans)
+        values = np.zeros(length, exchange.dtype)
         if values.nbytes > self.slot_bytes:
             raise AssertionError(
                 f"{values.nbytes} bytes don't fit into a message; routes.route_of is wrong"
