@@ -186,7 +186,7 @@ class GradientReduction:
         gradients: Iterable[Gradient],
         owners: Sequence[int] | None = None,
     ) -> list[Gradient]:
-        """Return the gradients reduced over the ranks, ``None`` where ``None`` was; of ``owners`` see ``reduce_list``."""
+        """Return the gradients reduced over the ranks, ``None`` where ``None`` was; for ``owners`` see there."""
         gradients, job, group = list(gradients), self._world.job, self._world.group
         options = self.options_for(optimizer)
         note_reduced(self._world, gradients)

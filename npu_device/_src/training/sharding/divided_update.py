@@ -83,14 +83,24 @@ class DividedUpdate:
         self._world = world
         self._owners: dict[int, int] = {}  # by the id of TensorFlow's variable
         self._slots: list[Any] = []
+        self._is_building = False
         self._is_apart = False
         self._is_updating = False
         self._counted: list[tuple[int, tf.DType]] = []  # owners and dtypes of what a norm is of
 
     # Shares
 
-    def plan(self, variables: Sequence[Any]) -> None:
-        """Choose the owners of the variables that the optimizer is about to be built for."""
+    def build(self, build: Callable[[Sequence[Any]], None], variables: Sequence[Any]) -> str:
+        """Build the optimizer, with memory for the slots of this rank only. Return why it can't be divided, or ""."""
+        self._plan(variables)
+        self._is_building = True
+        try:
+            build(variables)
+        finally:
+            self._is_building = False
+        return self._undo_if_not_exact()
+
+    def _plan(self, variables: Sequence[Any]) -> None:
         owners = owners_of(variables, self._world.size)
         self._owners = dict(zip(map(_key, variables), owners))
 
@@ -98,12 +108,18 @@ class DividedUpdate:
         """Return the owner of a variable, a rank of the group; None if the optimizer isn't built for it."""
         return self._owners.get(_key(variable))
 
-    def add_slot(self, slot: Any, owner: int, initializer: Any) -> None:
-        """Note a slot; unless this rank owns it, free its memory."""
-        mark(slot, Share(self._world.group.ranks[owner], self._world.job.cluster.rank))
-        self._slots.append(slot)
+    def add_slot(self, slot: Any, variable: Any, initializer: Any) -> None:
+        """Note a slot of a variable if the optimizer is being built; unless this rank owns it, free its memory."""
+        owner = self.owner_of(variable)
+        if not self._is_building or owner is None:
+            return
+        self._note(slot, owner)
         if owner != self._world.rank:
             compat.make_remote(slot, initializer)
+
+    def _note(self, slot: Any, owner: int) -> None:
+        mark(slot, Share(self._world.group.ranks[owner], self._world.job.cluster.rank))
+        self._slots.append(slot)
 
     def adopt(self) -> str:
         """Note the slots of an optimizer that is built already, which it keeps until the first step. Return why it
@@ -112,17 +128,16 @@ class DividedUpdate:
         optimizer = self.optimizer
         if not optimizer.built:
             return ""
-        self.plan(compat.variables_to_update(optimizer))
+        self._plan(compat.variables_to_update(optimizer))
         for slots in compat.lists_of_slots(optimizer):
             for slot, variable in zip(slots, compat.variables_to_update(optimizer)):
                 owner = self.owner_of(variable)
                 if slot is not None and owner is not None:
-                    mark(slot, Share(self._world.group.ranks[owner], self._world.job.cluster.rank))
-                    self._slots.append(slot)
-        return self.undo_if_not_exact()
+                    self._note(slot, owner)
+        return self._undo_if_not_exact()
 
-    def undo_if_not_exact(self) -> str:
-        """If a built optimizer keeps state outside of slots, give it all slots back; return the reason."""
+    def _undo_if_not_exact(self) -> str:
+        # Give a built optimizer all slots back if it keeps state outside of them.
         undivided = compat.undivided_state(self.optimizer)
         if not undivided:
             return ""
@@ -277,9 +292,7 @@ def _build(self: Any, variables: Any) -> None:
     if update is None or self.built:
         type(self).build(self, variables)
         return
-    update.plan(variables)
-    type(self).build(self, variables)
-    reason = update.undo_if_not_exact()
+    reason = update.build(partial(type(self).build, self), variables)
     if reason:
         reduction_of(self).divide_no_more(reason)
 
@@ -291,10 +304,9 @@ def _add_variable_from_reference(
     add = type(self).add_variable_from_reference
     slot = add(self, reference_variable, *args, **kwargs)
     update = _update_of(self)
-    owner = None if update is None else update.owner_of(reference_variable)
-    if update is not None and owner is not None and not self.built:
+    if update is not None:
         initializer = args[1] if len(args) > 1 else kwargs.get("initializer", "zeros")
-        update.add_slot(slot, owner, initializer)
+        update.add_slot(slot, reference_variable, initializer)
     return slot
 
 

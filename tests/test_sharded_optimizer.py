@@ -1,0 +1,194 @@
+"""Updates divided among the ranks: after 20 steps, weights and the state of the optimizer have the bits that they have
+if each rank makes all updates.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from pool import Pool
+from versions import needs_keras_3
+
+import npu_device as npu
+from npu_device._src import compat
+
+STEPS = 20
+pytestmark = needs_keras_3
+
+SHAPES = [(40, 3), (7,), (), (0,), (300, 5), (2, 2), (33,)]
+
+wrap = npu.distribute.DistributedOptimizer
+
+
+def _optimizers() -> dict[str, Callable[[], Any]]:
+    """Return functions that make optimizers, by a name that says what is special about them."""
+    kinds = tf.keras.optimizers
+
+    def adamw() -> Any:
+        optimizer = kinds.AdamW(0.02, weight_decay=0.1, clipnorm=0.5)
+        optimizer.exclude_from_weight_decay(var_names=["one", "v4"])
+        return optimizer
+
+    return {
+        "plain": lambda: kinds.SGD(0.05),
+        "momentum": lambda: kinds.SGD(0.05, momentum=0.9),
+        "nesterov": lambda: kinds.SGD(0.05, momentum=0.9, nesterov=True, global_clipnorm=0.3),
+        "adam": lambda: kinds.Adam(0.02, global_clipnorm=0.4),
+        "amsgrad": lambda: kinds.Adam(0.02, amsgrad=True, clipvalue=0.02),
+        "adamw": adamw,
+        "rmsprop": lambda: kinds.RMSprop(0.02, momentum=0.5, centered=True),
+        "lion": lambda: kinds.Lion(0.01, weight_decay=0.05),
+        "nadam": lambda: kinds.Nadam(kinds.schedules.ExponentialDecay(0.02, 3, 0.9)),
+        "adagrad": lambda: kinds.Adagrad(0.1),
+        "adadelta": lambda: kinds.Adadelta(0.5),
+        "adamax": lambda: kinds.Adamax(0.02),
+        "ftrl": lambda: kinds.Ftrl(0.05),
+        "lamb": lambda: kinds.Lamb(0.02),
+        "averages": lambda: kinds.SGD(0.05, momentum=0.9, use_ema=True, ema_momentum=0.7),
+        "overwritten": lambda: kinds.Adam(0.02, use_ema=True, ema_overwrite_frequency=3),
+        "scaled": lambda: kinds.SGD(0.05, momentum=0.5, loss_scale_factor=8.0, global_clipnorm=0.3),
+    }
+
+
+def _variables(shapes: list[tuple[int, ...]], dtypes: list[str]) -> list[Any]:
+    """Return variables of Keras, the first with a constraint; the same on every rank."""
+    chance = np.random.default_rng(7)
+    variables = []
+    for place, shape in enumerate(shapes):
+        dtype = dtypes[place % len(dtypes)]
+        value = tf.cast(tf.constant(chance.standard_normal(shape)), dtype)
+        variables.append(tf.keras.Variable(value, dtype=dtype, name=f"v{place}"))
+    variables[0].constraint = tf.keras.constraints.MaxNorm(1.5)
+    return variables
+
+
+def _gradients(variables: list[Any], step: Any, without: int | None, sparse: bool) -> list[Any]:
+    """Return gradients that differ on each rank; of one variable there is none."""
+    rank = npu.distribute.rank()
+    gradients: list[Any] = []
+    for place, variable in enumerate(variables):
+        value = tf.cast(tf.convert_to_tensor(variable), tf.float64)
+        far = tf.cast(step * (rank + 2) + place, tf.float64)
+        gradient = tf.cast(tf.sin(value * 3 + far) + value / 5, variable.dtype)
+        if sparse and place == 4:
+            rows = tf.constant([1, 5 + rank, 1])
+            gradient = tf.IndexedSlices(tf.gather(gradient, rows), rows, tf.constant([300, 5]))
+        gradients.append(None if place == without else gradient)
+    return gradients
+
+
+def _trained(optimizer: Any, variables: list[Any], graph: bool, **how: Any) -> None:
+    by_pairs = how.pop("by_pairs", True)
+
+    def step(number: Any) -> None:
+        gradients = _gradients(variables, number, **how)
+        if by_pairs:
+            optimizer.apply_gradients(zip(gradients, variables))
+        else:
+            optimizer.apply(gradients, variables)
+
+    call = tf.function(step, autograph=False) if graph else step
+    for number in range(STEPS):
+        call(tf.constant(number))
+
+
+def _bits(variables: list[Any]) -> list[bytes]:
+    return [tf.convert_to_tensor(variable).numpy().tobytes() for variable in variables]
+
+
+def body_same_bits(
+    name: str,
+    graph: bool,
+    shapes: list[tuple[int, ...]],
+    dtypes: list[str],
+    without: int | None,
+    sparse: bool,
+) -> tuple[int, list[bytes]]:
+    """Train without and with divided updates; return the number of slots on this rank and the weights."""
+    how = {"without": without, "sparse": sparse}
+    whole, divided = _variables(shapes, dtypes), _variables(shapes, dtypes)
+    plain = wrap(_optimizers()[name]())
+    _trained(plain, whole, graph, **how)
+    optimizer = wrap(_optimizers()[name](), shard_optimizer=True)
+    _trained(optimizer, divided, graph, **how)
+    assert _bits(whole) == _bits(divided), name
+    slots = 0
+    assert len(plain.variables) == len(optimizer.variables)
+    for one, other in zip(plain.variables, optimizer.variables):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        if not compat.is_share(other) or other._value is not None:
+            slots += compat.is_share(other)
+            assert _bits([one]) == _bits([other]), (name, other.path)
+    if plain.use_ema:
+        plain.finalize_variable_values(whole)
+        optimizer.finalize_variable_values(divided)
+        assert _bits(whole) == _bits(divided), name
+    return slots, _bits(divided)
+
+
+NAMES = [
+    "plain",
+    "momentum",
+    "nesterov",
+    "adam",
+    "amsgrad",
+    "adamw",
+    "rmsprop",
+    "lion",
+    "nadam",
+    "adagrad",
+    "adadelta",
+    "adamax",
+    "ftrl",
+    "lamb",
+    "averages",
+    "overwritten",
+    "scaled",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_weights_have_the_same_bits(pool_with: Callable[..., Pool], count: int, name: str) -> None:
+    graph = (NAMES.index(name) + count) % 2 == 0
+    ranks = pool_with(count, "3")
+    found = ranks.run(body_same_bits, name, graph, SHAPES, ["float32"], 1, False)
+    assert_divided(found, name)
+
+
+def assert_divided(found: list[Any], name: str) -> None:
+    """The ranks have the same weights, and each one some slots of the optimizer."""
+    assert all(weights == found[0][1] for _, weights in found)
+    if len(found) > 1 and name != "plain":
+        assert all(0 < slots < sum(slots for slots, _ in found) for slots, _ in found), found
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize(
+    ("name", "shapes", "dtypes", "without", "sparse"),
+    [
+        ("momentum", SHAPES, ["float32", "float64", "float16", "bfloat16"], None, False),
+        ("nadam", [(3, 2)], ["float32"], None, False),
+        ("adam", [(3, 2), (2,)], ["float32"], 0, False),
+        ("averages", [(3, 2), (2,)], ["float32"], None, False),
+        ("overwritten", [(3, 2), (2,)], ["float32"], 1, False),
+        ("adam", SHAPES, ["float32"], None, True),
+        ("momentum", SHAPES, ["float32"], 0, True),
+    ],
+)
+def test_what_is_special_about_variables(
+    pool_with: Callable[..., Pool],
+    graph: bool,
+    name: str,
+    shapes: list[tuple[int, ...]],
+    dtypes: list[str],
+    without: int | None,
+    sparse: bool,
+) -> None:
+    ranks = pool_with(3, "3")
+    found = ranks.run(body_same_bits, name, graph, shapes, dtypes, without, sparse)
+    assert all(weights == found[0][1] for _, weights in found)
+    assert sum(slots for slots, _ in found) >= len(shapes)
