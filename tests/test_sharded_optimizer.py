@@ -192,3 +192,58 @@ def test_what_is_special_about_variables(
     found = ranks.run(body_same_bits, name, graph, shapes, dtypes, without, sparse)
     assert all(weights == found[0][1] for _, weights in found)
     assert sum(slots for slots, _ in found) >= len(shapes)
+
+
+def body_fit(name: str, compiled: dict[str, Any], built: bool) -> tuple[int, list[bytes]]:
+    """Fit without and with divided updates, with an uneven last batch, and go on; return as ``body_same_bits``."""
+    chance = np.random.default_rng(0)
+    x = chance.standard_normal([53, 9]).astype(np.float32)
+    y = (x[:, :1] > 0).astype(np.float32)
+    found = []
+    for shard_optimizer in (False, True):
+        keras = tf.keras
+        keras.utils.set_random_seed(3 + npu.distribute.rank())
+        layers = [keras.layers.Dense(17, activation="relu"), keras.layers.BatchNormalization()]
+        model = keras.Sequential([keras.Input([9]), *layers, keras.layers.Dense(1)])
+        optimizer = _optimizers()[name]()
+        if built:
+            optimizer.build(model.trainable_variables)
+            for slot in optimizer.variables[2:]:
+                slot.assign(tf.fill(slot.shape, 0.01 * (1 + npu.distribute.rank())))
+        model.compile(optimizer=optimizer, loss="mse", **compiled)
+        model = npu.distribute.replicate(model, shard_optimizer=shard_optimizer)
+        history = model.fit(x, y, batch_size=12, epochs=2, verbose=0).history
+        layers[0].trainable = built
+        if not built:  # another optimizer for other variables
+            model.compile(optimizer=_optimizers()[name](), loss="mse", **compiled)
+        history |= {
+            f"again {key}": value
+            for key, value in model.fit(x, y, batch_size=12, epochs=2, verbose=0).history.items()
+        }
+        found.append((history, model))
+    (history, whole), (divided_history, divided) = found
+    assert history == divided_history
+    assert _bits(whole.weights) == _bits(divided.weights)
+    slots = 0
+    for one, other in zip(whole.optimizer.variables, divided.optimizer.variables):
+        if not compat.is_share(other) or other._value is not None:
+            slots += compat.is_share(other)
+            assert _bits([one]) == _bits([other]), (name, other.path)
+    return slots, _bits(divided.weights)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "compiled", "built"),
+    [
+        ("adam", {}, False),
+        ("momentum", {"run_eagerly": True}, False),
+        ("nesterov", {"steps_per_execution": 3}, True),
+        ("overwritten", {}, True),
+        ("averages", {"jit_compile": True}, False),
+    ],
+)
+def test_fit(
+    pool_with: Callable[..., Pool], name: str, compiled: dict[str, Any], built: bool, count: int
+) -> None:
+    assert_divided(pool_with(count, "3").run(body_fit, name, compiled, built), name)

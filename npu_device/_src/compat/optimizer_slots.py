@@ -146,6 +146,11 @@ def make_remote(variable: Any, initializer: Any = None) -> None:
     variable._value = None
 
 
+def has_memory(variable: Any) -> bool:
+    """Return whether a slot has a value of its own on this rank."""
+    return variable._value is not None
+
+
 def make_whole(variable: Any) -> None:
     """Undo ``make_remote`` of a variable that has its initial value."""
     if variable._value is None:

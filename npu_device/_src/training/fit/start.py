@@ -16,9 +16,11 @@ from npu_device._src import compat, environment
 from npu_device._src.collectives.engine_text import explained, open_ports
 from npu_device._src.training.distribute.variables import require_same_state
 from npu_device._src.training.fit import xla
+from npu_device._src.training.sharding.share import without_initial_slots
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import checksum
 from npu_device._src.training.watching.same_variables import assign_from_root
+from npu_device._src.training.watching.wrapped_optimizers import reduction_of
 from npu_device._src.wording import counted
 from npu_device._src.world.share import without_optional
 from npu_device._src.world.world import World
@@ -79,7 +81,7 @@ def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) ->
         variables += training_state.optimizer_state(model)
     each = [
         variable
-        for variable in training_state.unique(variables)
+        for variable in without_initial_slots(world, training_state.unique(variables), root_rank)
         if tf.as_dtype(variable.dtype) != tf.string
     ]
     assign_from_root(world, each, root_rank)
@@ -118,6 +120,7 @@ def statement(
         f"npu_device: {type(model).__name__} {model.name!r} trains on {world.size} ranks ({where})",
         f"  global batch   {batch}; {'unknown' if steps is None else steps} steps per epoch",
         f"  learning rate  {rates}, as given, not scaled by the number of ranks",
+        *_division(world, model),
         f"  backend        {backend}; {threads} per rank",
         *(
             ["  XLA            compiles the model's forward and backward pass"]
@@ -137,6 +140,20 @@ def _rate(optimizer: Any) -> str:
     is_schedule = hasattr(rate, "get_config") and not hasattr(rate, "assign")
     text = type(rate).__name__ if is_schedule else f"{float(tf.convert_to_tensor(rate)):g}"
     return f"{text} ({type(optimizer).__name__})"
+
+
+def _division(world: World, model: Any) -> list[str]:
+    """Return a line for each optimizer whose updates are divided among the ranks."""
+    lines = []
+    for optimizer in training_state.optimizers(model):
+        division = getattr(reduction_of(optimizer), "division", None)
+        if division is not None:
+            own, whole = (round(size / 1e6, 1) for size in division.bytes_of_state)
+            name = type(optimizer).__name__
+            lines.append(
+                f"  optimizer      divided over {world.size} ranks ({name}: {own:g} of {whole:g} MB on this one)"
+            )
+    return lines
 
 
 def _normalisation(model: Any) -> list[str]:

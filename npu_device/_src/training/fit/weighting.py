@@ -403,6 +403,9 @@ class WeightedReduction(GradientReduction):
         if current_step() is None and not is_only_building():
             super().begin(optimizer, variables)
 
+    def _has_equal_start(self) -> bool:
+        return current_step() is not None or super()._has_equal_start()
+
     def reduce(
         self,
         optimizer: Any,
@@ -432,8 +435,10 @@ class WeightedReduction(GradientReduction):
         )
 
 
-def replicate_optimizer(optimizer: Any, world: World) -> None:
-    """Make an optimizer weight its gradients by their samples when it reduces them; it may be wrapped already."""
+def replicate_optimizer(optimizer: Any, world: World, shard_optimizer: bool = False) -> None:
+    """Make an optimizer weight its gradients by their samples when it reduces them, and divide its updates among the
+    ranks on request; it may be wrapped already.
+    """
     reducing = carrier(optimizer)
     before = reduction_of(reducing)
     if before is not None and before.own_batches:
@@ -446,7 +451,12 @@ def replicate_optimizer(optimizer: Any, world: World) -> None:
         return
     keras = compat.keras_of(optimizer)
     how = ReductionOptions("mean") if before is None else before.options
-    install(reducing, keras, WeightedReduction(world, how))
+    reduction = WeightedReduction(world, how)
+    install(reducing, keras, reduction)
+    if before is not None and before.division is not None:
+        reduction.division = before.division
+    elif shard_optimizer:
+        reduction.divide(reducing)
     name, hook = (
         ("scale_loss", _scale_loss) if compat.is_keras_3(keras) else ("minimize", _minimize)
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from npu_device._src import compat
+from npu_device._src.world.world import World
 
 
 class Share:
@@ -35,3 +37,21 @@ class Share:
 
 def mark(variable: Any, share: Share) -> None:
     vars(variable)[compat.SHARE] = share
+
+
+def without_initial_slots(world: World, variables: Sequence[Any], root_rank: int) -> list[Any]:
+    """Return variables without the slots of divided updates that the root neither owns nor has another value for than
+    the initial one, which their owners have, too; every rank makes the call.
+    """
+    slots = [place for place, variable in enumerate(variables) if compat.is_share(variable)]
+    if not slots:
+        return list(variables)
+    here = [place for place in slots if compat.has_memory(variables[place])]
+    root = world.group.ranks[root_rank]
+    of_root = [place for place in here if getattr(variables[place], compat.SHARE).owner != root]
+    sent = set(world.object_from_root(of_root, root_rank))
+    return [
+        variable
+        for place, variable in enumerate(variables)
+        if place in sent or not compat.is_share(variable)
+    ]

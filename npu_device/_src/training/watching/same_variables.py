@@ -82,7 +82,10 @@ def make_equal(
 
 
 def assign_from_root(world: World, variables: Sequence[Any], root_rank: int = 0) -> Any:
-    """Set variables to the values of the root; return the operation in a graph for a session, else None."""
+    """Set variables to the values of the root; return the operation in a graph for a session, else None. What only one
+    rank holds stays as it is.
+    """
+    variables = [variable for variable in variables if not compat.is_apart(variable)]
     sent = world.from_root([value_of(variable) for variable in variables], root_rank)
     note_equal(world, variables)
     return fetchable([variable.assign(value) for variable, value in zip(variables, sent)])
