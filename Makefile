@@ -69,8 +69,8 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m codespell_lib
-	$(BIN)/python tests/prose.py
-	$(BIN)/python tests/readable.py
+	$(BIN)/python tests/tools/prose.py
+	$(BIN)/python tests/tools/readable.py
 
 # What users get: sdist and wheel, built from this commit's files, with checked metadata and README. The wheel and its
 # dependencies go into an empty environment. Tests and examples are copied, since Python would find the repository's
@@ -91,11 +91,11 @@ release-check:
 	touch examples/testing/pytest.ini; cd examples/testing; ../../venv/bin/python -m pytest
 
 docs: $(STAMP)
-	$(BIN)/python tests/public_names.py
-	$(BIN)/python tests/tables.py
+	$(BIN)/python tests/tools/public_names.py
+	$(BIN)/python tests/tools/tables.py
 	sed -i '/^## Rules/q' docs/porting.md && (echo; cat npu_device/_src/port/rules.md) >> docs/porting.md
 	sed -i '/^\[when results differ/q' docs/verify.md && (echo; cat npu_device/_src/verify/causes.md) >> docs/verify.md
-	$(BIN)/python tests/messages.py
+	$(BIN)/python tests/tools/messages.py
 
 # Then each page has to load without a network; with CI set, in Chromium too.
 site: $(STAMP)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks import docs_page, gpu, results, start
 from benchmarks.cases import CASES, FULL, SHORT, START
-from benchmarks.measuring import progress, run_case
+from benchmarks.measuring import Patience, progress, run_case
 from benchmarks.table import tables
 from npu_device._src.testing import hosts
 
@@ -32,6 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--minutes", type=float, default=90, help="after which no further case starts (default: 90)"
+    )
+    parser.add_argument(
+        "--wait-minutes",
+        type=float,
+        default=60,
+        help="after which cases are no longer repeated until cores have been seen with and without a shared cache "
+        "(default: 60)",
     )
     parser.add_argument(
         "--repeats", type=int, help="how often each rival is timed (default: 5, with --short 3)"
@@ -87,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not plan:
         sys.exit("nothing was measured: the cases don't go with so many ranks")
     run, began = results.begin(), time.monotonic()
+    waits_until = began + 60 * (0 if options.quick else options.wait_minutes)
     for name, ranks in plan:
         if time.monotonic() - began > 60 * options.minutes:
             progress(f"{name}, {ranks} ranks: left out after {options.minutes:g} minutes")
@@ -98,7 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             case = CASES[name](options.quick, ranks)
             on_hosts = any(each.gbit is not None for each in case.rounds) and hosts.can_be_made()
             with hosts.hosts(ranks, 0) if on_hosts else contextlib.nullcontext():
-                run.cases.append(run_case(case, ranks, repeats, options.output / "logs"))
+                patience = Patience(repeats, waits_until)
+                run.cases += run_case(case, ranks, patience, options.output / "logs")
         run.write(options.output / results.FILE)
         if options.write_docs:
             docs_page.write(run)

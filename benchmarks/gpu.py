@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks import results
 from benchmarks.cases import on_gpus
-from benchmarks.measuring import run_case
+from benchmarks.measuring import Patience, run_case
 from benchmarks.table import one_step, setup
 
 _FACTS = """
@@ -55,9 +55,9 @@ def measure(ranks: int | None, repeats: int, quick: bool, on_cpu: bool, output: 
     run = results.begin()
     model, device = ("resnet50", "CPU") if on_cpu else ("resnet50_224", "GPU")
     case = on_gpus(quick, ranks, model, gpus, device)
-    run.cases.append(run_case(case, ranks, repeats, output / "logs"))
+    run.cases += run_case(case, ranks, Patience(repeats, 0.0), output / "logs")
     run.write(output / "results_gpu.json")
-    print(setup(run), one_step(run.cases[0]), sep="\n\n")
+    print(setup(run), *map(one_step, run.cases), sep="\n\n")
     if on_cpu:
         print("These steps ran on CPUs: the table only shows that the sides work.")
     if any(

@@ -12,6 +12,7 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.cores import STATES, UNKNOWN
 from benchmarks.sides import version
 from npu_device._src.version import __version__
 
@@ -67,12 +68,19 @@ class RoundResult:
 
 @dataclass
 class CaseResult:
-    """A case on a number of ranks."""
+    """A case on a number of ranks, in one state of the cores.
+
+    Attributes:
+        cores: the state, before and after each timing; see ``cores``.
+        nanoseconds: the median distance of the cores in this state; None if the state didn't occur.
+    """
 
     case: str
     title: str
     ranks: int
     rounds: list[RoundResult]
+    cores: str = UNKNOWN
+    nanoseconds: float | None = None
 
     def rivals(self) -> list[str]:
         """Return the labels of those that took part in any round."""
@@ -110,10 +118,18 @@ class Results:
     cases: list[CaseResult] = field(default_factory=list)
 
     def of(self, case: str) -> list[CaseResult]:
-        """Return the results of a case, by number of ranks."""
-        return sorted(
-            (each for each in self.cases if each.case == case), key=lambda each: each.ranks
-        )
+        """Return the results of a case, by number of ranks and state of the cores."""
+        cases = [each for each in self.cases if each.case == case]
+        return sorted(cases, key=lambda each: (each.ranks, STATES.index(each.cores)))
+
+    def in_state(self, case: str, state: str) -> list[CaseResult]:
+        """Return the results of a case in one state of the cores, by number of ranks."""
+        return [each for each in self.of(case) if each.cores == state]
+
+    def states(self, *cases: str) -> list[str]:
+        """Return the states of the cores for which there are results of any of some cases."""
+        found = {each.cores for case in cases for each in self.of(case)}
+        return [state for state in STATES if state in found]
 
     def with_others_of(self, other: Results | None) -> Results:
         """Return these results with those of other cases of the same machine, day and commit."""
@@ -121,8 +137,8 @@ class Results:
             self, cases=[]
         ):
             return self
-        mine = {(each.case, each.ranks) for each in self.cases}
-        others = [each for each in other.cases if (each.case, each.ranks) not in mine]
+        own = {(each.case, each.ranks) for each in self.cases}
+        others = [each for each in other.cases if (each.case, each.ranks) not in own]
         return dataclasses.replace(self, cases=[*others, *self.cases])
 
     def write(self, path: Path) -> None:

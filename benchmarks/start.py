@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks import cores
 from benchmarks.cases import START
 from benchmarks.process_set import clean_environment
 from benchmarks.results import CaseResult, RoundResult, Timing
@@ -42,6 +43,7 @@ def measure(ranks: int, repeats: int, directory: Path) -> CaseResult:
         f"start to first step, {ranks} processes, s", 0, 1, [Timing(kind) for kind in kinds]
     )
     memory = RoundResult("memory of a process, MB", 0, 1, [Timing(kind) for kind in kinds])
+    before = cores.measure()
     for _ in range(repeats):
         for place, commands in enumerate(kinds.values()):
             began = time.time()
@@ -51,7 +53,9 @@ def measure(ranks: int, repeats: int, directory: Path) -> CaseResult:
                 continue
             seconds.timings[place].seconds.append(max(end for end, _ in found) - began)
             memory.timings[place].seconds.append(statistics.mean(size for _, size in found))
-    return CaseResult(START, "start", ranks, [seconds, memory])
+    after = cores.measure()
+    state = before.state if before.state == after.state else cores.CHANGED
+    return CaseResult(START, "start", ranks, [seconds, memory], state, before.nanoseconds)
 
 
 def _run(commands: list[list[str]]) -> list[tuple[float, float]] | str:

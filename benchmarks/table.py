@@ -20,9 +20,12 @@ from benchmarks.cases import (
     TWO_RANKS,
     WHOLE,
 )
+from benchmarks.cores import STATES
 from benchmarks.results import NOT_INSTALLED, CaseResult, Results, RoundResult, Timing
 
-_FAILED, _SMALLEST_BANDWIDTH = "failed", 1 << 16
+_FAILED = "failed"
+_NOT_MEASURED = "not measured"  # in this state of the cores, which didn't occur for long enough
+_SMALLEST_BANDWIDTH = 1 << 16
 _WIDTH, _ERROR_WIDTH = 120, 300
 _NAMES = {"resnet50": "ResNet-50", "bert": "BERT", "mlp": "MLP", "chain": "161 small layers"}
 _NAMES |= {"images": "JPEG input", "keras": "Keras 3", "tf_keras": "tf-keras"}
@@ -34,9 +37,25 @@ def setup(results: Results) -> str:
     """Return when and where the figures were measured."""
     head = (
         f"Measured on {results.date} with version {results.version} (commit {results.commit}): "
-        f"{results.machine.line()}. Medians; fastest and slowest repetition in brackets."
+        f"{results.machine.line()}. Medians; fastest and slowest repetition in brackets.{_distances(results)}"
     )
     return textwrap.fill(head, _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def _distances(results: Results) -> str:
+    """Return how far the cores were apart in each state, in a sentence with a space before it."""
+    texts = []
+    for state in STATES:
+        nanoseconds = [
+            case.nanoseconds
+            for case in results.cases
+            if case.cores == state and case.nanoseconds is not None
+        ]
+        if nanoseconds:
+            texts.append(f"{statistics.median(nanoseconds):.0f} ns ({state})")
+    if not texts:
+        return ""
+    return f" A value takes {' or '.join(texts)} from one core to another and back."
 
 
 def all_reduce(results: Results) -> str:
@@ -44,7 +63,8 @@ def all_reduce(results: Results) -> str:
     parts = []
     for case in results.of("all_reduce"):
         rounds = case.rounds
-        rows = [[f"{case.ranks} ranks, ms", *(each.label for each in rounds), "CPU s/GB"]]
+        corner = f"{case.ranks} ranks, {case.cores}, ms"
+        rows = [[corner, *(each.label for each in rounds), "CPU s/GB"]]
         for rival in case.rivals():
             rows.append(
                 [
@@ -58,9 +78,13 @@ def all_reduce(results: Results) -> str:
 
 
 def steps(results: Results) -> str:
-    """Return the training steps on one host, a row for each rival."""
-    cases = [*results.of("resnet50"), *results.of("bert")]
-    return _by_rival([(case.title, case.rounds[0]) for case in cases], "ms per step", ALONE)
+    """Return the training steps on one host, a row for each rival; a table for each state of the cores."""
+    parts = []
+    for state in results.states("resnet50", "bert"):
+        cases = [*results.in_state("resnet50", state), *results.in_state("bert", state)]
+        columns = [(case.title, case.rounds[0]) for case in cases]
+        parts.append(_by_rival(columns, f"ms per step, {state}", ALONE))
+    return "\n\n".join(parts)
 
 
 def between_hosts(results: Results) -> str:
@@ -74,31 +98,31 @@ def four_hosts(results: Results) -> str:
 
 
 def _of_hosts(results: Results, count: int) -> str:
-    found = [
-        case for name in ("all_reduce", "resnet50", "bert") for case in results.of(f"hosts_{name}")
-    ]
-    cases = [case for case in found if case.ranks == count]
-    columns = [
-        (
-            f"{case.title}{'' if each.label == 'step' else ' ' + each.label}, {each.gbit:g} Gbit/s",
-            each,
-        )
-        for case in cases
-        for each in case.rounds
-    ]
-    return _by_rival(columns, "ms")
+    names = [f"hosts_{name}" for name in ("all_reduce", "resnet50", "bert")]
+    parts = []
+    for state in results.states(*names):
+        columns = []
+        for case in (case for name in names for case in results.in_state(name, state)):
+            if case.ranks == count:
+                columns += [(_title_between(case, each), each) for each in case.rounds]
+        parts.append(_by_rival(columns, f"ms, {state}"))
+    return "\n\n".join(filter(None, parts))
+
+
+def _title_between(case: CaseResult, one_round: RoundResult) -> str:
+    label = "" if one_round.label == "step" else f" {one_round.label}"
+    return f"{case.title}{label}, {one_round.gbit:g} Gbit/s"
 
 
 def checks(results: Results) -> str:
     """Return what the start and the checks cost, and what XLA changes."""
-    rows = [["what", "without", "with", "difference"]]
+    rows = [["what", "cores", "without", "with", "difference"]]
     for case in results.of(START):
         for each in case.rounds:
             without, package = (each.median(timing.rival) for timing in each.timings[:2])
             if without is not None and package is not None:
-                rows.append(
-                    [each.label, f"{without:.3g}", f"{package:.3g}", f"{package - without:+.3g}"]
-                )
+                cells = [f"{without:.3g}", f"{package:.3g}", f"{package - without:+.3g}"]
+                rows.append([each.label, case.cores, *cells])
     for case in [*results.of("checks"), *results.of("compiled")]:
         rows += _pairs(case)
     return _markdown(rows) if len(rows) > 1 else ""
@@ -106,50 +130,67 @@ def checks(results: Results) -> str:
 
 def faster(results: Results) -> str:
     """Return the samples a second of the same work on one process, on ranks and on hosts."""
-    return "\n\n".join(_samples(case, "samples per second") for case in results.of("faster"))
+    return "\n\n".join(
+        _samples(case, f"samples per second, {case.cores}") for case in results.of("faster")
+    )
 
 
 def model(results: Results) -> str:
     """Return steps of two ranks as the time to compute plus the time to send all bytes, and what was measured."""
-    rows = [["ms per step", "computing", "sending", "sum", "measured", "one process or host"]]
+    parts = []
+    for state in results.states("faster", "resnet50", "bert", "hosts_resnet50"):
+        parts.append(_model_in_state(results, state))
+    return "\n\n".join(filter(None, parts))
+
+
+def _model_in_state(results: Results, state: str) -> str:
+    head = f"ms per step, {state}"
+    rows = [[head, "computing", "sending", "sum", "measured", "one process or host"]]
     one = {
         each.label: each.median(ONE_PROCESS)
-        for case in results.of("faster")
+        for case in results.in_state("faster", state)
         for each in case.rounds
     }
     steps_of = [("", "resnet50", FUNCTION), ("", "bert", FUNCTION)]
     steps_of += [("hosts_", "resnet50", rival) for rival in (RING_BETWEEN, TCP_BETWEEN)]
     for hosts, name, rival in steps_of:
+        # The largest size comes last.
         sums = [
-            each for case in results.of(f"{hosts}all_reduce")[:1] for each in case.rounds
-        ]  # the largest last
+            each
+            for case in results.in_state(f"{hosts}all_reduce", state)[:1]
+            for each in case.rounds
+        ]
         per_byte = {
             each.gbit: seconds / each.size for each in sums if (seconds := each.median(rival))
         }
-        for each in (each for case in results.of(hosts + name)[:1] for each in case.rounds):
-            computing, measured = each.median(ALONE), each.median(rival)
-            if computing and measured and each.gbit in per_byte:
-                sending = each.size * per_byte[each.gbit]
-                alone = 2 * computing if hosts else one.get(name)
-                label = f"{_NAMES[name]}, {f'two hosts, {each.gbit:g} Gbit/s, {rival}' if hosts else 'one host'}"
-                times = (computing, sending, computing + sending, measured, alone)
-                rows.append(
-                    [label, *(f"{1000 * seconds:.0f}" if seconds else "" for seconds in times)]
-                )
+        for case in results.in_state(hosts + name, state)[:1]:
+            for each in case.rounds:
+                computing, measured = each.median(ALONE), each.median(rival)
+                if computing and measured and each.gbit in per_byte:
+                    sending = each.size * per_byte[each.gbit]
+                    alone = 2 * computing if hosts else one.get(name)
+                    label = f"{_NAMES[name]}, one host"
+                    if hosts:
+                        label = f"{_NAMES[name]}, two hosts, {each.gbit:g} Gbit/s, {rival}"
+                    times = (computing, sending, computing + sending, measured, alone)
+                    cells = (f"{1000 * seconds:.0f}" if seconds else "" for seconds in times)
+                    rows.append([label, *cells])
     return _markdown(rows) if len(rows) > 1 else ""
 
 
 def summary(results: Results) -> str:
     """Return how many times as fast two ranks are as one process, in a sentence."""
-    for case in results.of("faster"):
+    for case in results.of("faster"):  # the first state with figures
         ratios = []
         for each in case.rounds:
             alone, two = each.median(ONE_PROCESS), each.median(TWO_RANKS)
             if alone and two:
                 ratios.append(f"{alone / two:.2f} ({_NAMES[each.label]})")
+        if not ratios:
+            continue
         text = (
-            f"On one host with {results.machine.cores} cores, two ranks process {', '.join(ratios)} times the samples "
-            f"per second of one process ({results.date})."
+            f"On one host with {results.machine.cores} cores ({case.cores}), two ranks process {', '.join(ratios)} "
+            f"times the samples per second of one process ({results.date})."
         )
         return textwrap.fill(text, _WIDTH, break_on_hyphens=False)
     return ""
@@ -165,7 +206,9 @@ def reading(results: Results) -> str:
             else "?"
             for each in case.rounds
         ]
-        parts.append(_samples(case, f"samples per second, {case.ranks} ranks", ["gain", *gain]))
+        parts.append(
+            _samples(case, f"samples per second, {case.ranks} ranks, {case.cores}", ["gain", *gain])
+        )
     return "\n\n".join(parts)
 
 
@@ -201,7 +244,7 @@ def tables(results: Results) -> str:
 
 def one_step(case: CaseResult) -> str:
     """Return the table of a case with one round."""
-    return _by_rival([(case.title, case.rounds[0])], "ms per step", ALONE)
+    return _by_rival([(case.title, case.rounds[0])], f"ms per step, {case.cores}", ALONE)
 
 
 def _by_rival(columns: Sequence[tuple[str, RoundResult]], corner: str, base: str = "") -> str:
@@ -249,7 +292,7 @@ def _pairs(case: CaseResult) -> Rows:
     for each in case.rounds:
         model, _, what = each.label.partition(", ")
         without, package = each.timings
-        difference = _FAILED
+        difference = _FAILED if without.error or package.error else ""
         if without.median is not None and package.median is not None:
             shares = [theirs / ours - 1 for ours, theirs in zip(without.seconds, package.seconds)]
             error = (
@@ -259,7 +302,12 @@ def _pairs(case: CaseResult) -> Rows:
             )
             difference = f"{statistics.median(shares):+.1%} ± {error:.1%}"
         rows.append(
-            [f"{_NAMES[model]}, {what}, ms", *map(_milliseconds, (without, package)), difference]
+            [
+                f"{_NAMES[model]}, {what}, ms",
+                case.cores,
+                *map(_milliseconds, (without, package)),
+                difference,
+            ]
         )
     return rows
 
@@ -275,11 +323,9 @@ def _milliseconds(timing: Timing | None) -> str:
     if timing is None:
         return ""
     if timing.median is None:
-        return (
-            NOT_INSTALLED
-            if timing.error is not None and timing.error.startswith(NOT_INSTALLED)
-            else _FAILED
-        )
+        if timing.error is None:
+            return _NOT_MEASURED
+        return NOT_INSTALLED if timing.error.startswith(NOT_INSTALLED) else _FAILED
     return _spread([1000 * seconds for seconds in timing.seconds])
 
 
@@ -304,18 +350,18 @@ def chart(results: Results) -> str:
         for rival in (FUNCTION, MIRRORED):
             own = case.rounds[0].median(rival)
             if own and alone:
-                bars.append((f"{case.title}: {rival}", own / alone))
+                bars.append((f"{case.title}, {case.cores}: {rival}", own / alone))
     if not bars:
         return ""
     widest = max(ratio for _, ratio in bars)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {26 * len(bars) + 4}" font-size="13">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 {26 * len(bars) + 4}" font-size="13">'
     ]
     for place, (label, ratio) in enumerate(bars):
         y, colour = 26 * place + 4, "#2a6" if FUNCTION in label else "#999"
-        lines.append(f'<text x="350" y="{y + 15}" text-anchor="end">{label}</text>')
+        lines.append(f'<text x="470" y="{y + 15}" text-anchor="end">{label}</text>')
         lines.append(
-            f'<rect x="358" y="{y}" width="{340 * ratio / widest:.0f}" height="20" fill="{colour}"/>'
+            f'<rect x="478" y="{y}" width="{340 * ratio / widest:.0f}" height="20" fill="{colour}"/>'
         )
-        lines.append(f'<text x="{364 + 340 * ratio / widest:.0f}" y="{y + 15}">{ratio:.2f}</text>')
+        lines.append(f'<text x="{484 + 340 * ratio / widest:.0f}" y="{y + 15}">{ratio:.2f}</text>')
     return "\n".join([*lines, "</svg>"]) + "\n"

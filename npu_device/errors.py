@@ -3,7 +3,7 @@
 Each is also a ``RuntimeError``, except ``CheckpointError``, which is an ``OSError``.
 """
 
-from npu_device._src.cluster.errors import (
+from npu_device._src.cluster.rank_errors import (
     ClusterError as ClusterError,
     NpuDeviceError as NpuDeviceError,
     PeerError as PeerError,

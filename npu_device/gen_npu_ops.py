@@ -1,5 +1,5 @@
 """Ascend's operators by their own names (``from npu_device import gen_npu_ops``); they live in ``operators`` and, those
-that speak to other ranks, in ``training.distribute.hccl_ops``.
+that speak to other ranks, in ``training.distribute.ascend_collectives``.
 """
 
 from npu_device._src.operators.activations import (
@@ -56,7 +56,7 @@ from npu_device._src.operators.refused import (
     hcom_remote_scatter_write as hcom_remote_scatter_write,
     hcom_remote_write as hcom_remote_write,
 )
-from npu_device._src.training.distribute.hccl_ops import (
+from npu_device._src.training.distribute.ascend_collectives import (
     hcom_all_gather as hcom_all_gather,
     hcom_all_reduce as hcom_all_reduce,
     hcom_all_to_all_v as hcom_all_to_all_v,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from dataclasses import replace
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 from launcher import environment
 
-from benchmarks import cases, docs_page, sides, start
+from benchmarks import cases, cores, docs_page, sides, start
 from benchmarks.__main__ import main
 from benchmarks.cases import ALONE, GLOO, MIRRORED, MPICH, TWO_RANKS, Case, Rival
+from benchmarks.cores import APART, SHARED, UNKNOWN
+from benchmarks.measuring import CaseTimings
 from benchmarks.process_set import ProcessSet, RivalError
 from benchmarks.results import CaseResult, Results, RoundResult, Timing, begin, read
 from benchmarks.table import FIGURES, tables
@@ -33,7 +36,7 @@ def test_a_tiny_run(
         sides.SIDES, "missing", sides.Side("no_side", "NoSide", lambda *_: [], needs=("no-such",))
     )
 
-    def case(quick: bool, ranks: int) -> Case:
+    def smaller(quick: bool, ranks: int) -> Case:
         whole = cases.all_reduce(quick, ranks)
         rivals = [rival for rival in whole.rounds[1].rivals if rival.label != cases.RING]
         rivals.append(Rival("broken", sides.SHARED_MEMORY, "nothing_like_that", ()))
@@ -42,20 +45,32 @@ def test_a_tiny_run(
             whole, rounds=(whole.rounds[0], replace(whole.rounds[1], rivals=tuple(rivals)))
         )
 
-    monkeypatch.setitem(cases.CASES, "all_reduce", case)
+    monkeypatch.setitem(cases.CASES, "all_reduce", smaller)
     main(["--quick", "--cases", "all_reduce", "--ranks", "2", "--output", str(tmp_path)])
     shown = capsys.readouterr().out
-    assert "\n| 2 ranks, ms | 4 B | 1 MiB | CPU s/GB |\n" in shown
+    present = {
+        case["cores"] for case in json.loads((tmp_path / "results.json").read_text())["cases"]
+    }
+    assert present in ({SHARED, APART}, {UNKNOWN})
+    for state in present:
+        assert f"\n| 2 ranks, {state}, ms | 4 B | 1 MiB | CPU s/GB |\n" in shown
     assert "the rival: not installed: no-such; pip install" in shown
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["machine"]["versions"]["tensorflow"] and results["machine"]["cores"] > 0
-    timings = {timing["rival"]: timing for timing in results["cases"][0]["rounds"][1]["timings"]}
-    assert re.search("rank 1: .*nothing_like_that", timings.pop("broken")["error"])
-    assert list(timings) == [cases.FUNCTION, cases.EAGER, MIRRORED, GLOO, MPICH, "the rival"]
-    for rival, timing in timings.items():
-        missing = (timing["error"] or "").startswith("not installed")
-        assert missing == (not timing["seconds"])
-        assert not missing or rival in (GLOO, MPICH, "the rival")
+    rivals = [cases.FUNCTION, cases.EAGER, MIRRORED, GLOO, MPICH, "the rival"]
+    timed: set[str] = set()
+    for case in results["cases"]:
+        timings = {timing["rival"]: timing for timing in case["rounds"][1]["timings"]}
+        assert re.search("rank 1: .*nothing_like_that", timings.pop("broken")["error"])
+        assert list(timings) == rivals
+        for rival, timing in timings.items():
+            missing = (timing["error"] or "").startswith("not installed")
+            assert not missing or rival in (GLOO, MPICH, "the rival")
+            assert not missing or not timing["seconds"]
+            if timing["seconds"] or missing:
+                timed.add(rival)
+    # The cores may change their state amid a repetition, whose timing then counts for none.
+    assert {"the rival"} < timed <= set(rivals)
 
 
 def test_what_a_start_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +87,8 @@ def test_what_a_start_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def _results(case: str, label: str, *timings: Timing) -> Results:
     results = begin()
-    results.cases.append(CaseResult(case, "a case", 2, [RoundResult(label, 8, 5, list(timings))]))
+    rounds = [RoundResult(label, 8, 5, list(timings))]
+    results.cases.append(CaseResult(case, "a case", 2, rounds, SHARED, 62.0))
     return results
 
 
@@ -91,14 +107,61 @@ def test_tables() -> None:
     plain = [0.1, 0.2, 0.3, 0.4]
     timings = [Timing("untraced", plain), Timing("traced", [seconds * 1.01 for seconds in plain])]
     text = tables(_results("checks", "mlp, traced", *timings))
-    assert "| MLP, traced, ms | 250 (100–400) | 252 (101–404) | +1.0% ± 0.0% |" in text, text
+    assert (
+        "| MLP, traced, ms | shared cache | 250 (100–400) | 252 (101–404) | +1.0% ± 0.0% |" in text
+    ), text
     results = _results(
         "faster", "mlp", Timing(cases.ONE_PROCESS, [0.04]), Timing(TWO_RANKS, [0.02])
     )
     assert f"| {TWO_RANKS} | 400 |" in tables(results)
-    assert "two ranks process 2.00 (MLP) times the samples per second" in FIGURES["summary"](
+    assert "(shared cache), two ranks process 2.00 (MLP) times the samples" in FIGURES["summary"](
         results
     )
+
+
+def test_a_state_of_the_cores_that_did_not_occur_was_not_measured() -> None:
+    results = _results("resnet50", "step", Timing(ALONE, [0.1]), Timing(MIRRORED, [0.2]))
+    rounds = [RoundResult("step", 8, 5, [Timing(ALONE), Timing(MIRRORED)])]
+    results.cases.append(CaseResult("resnet50", "a case", 2, rounds, APART))
+    text = tables(results)
+    assert "| ms per step, shared cache | a case |" in text
+    assert f"| {MIRRORED} | 200, ×2.00 |" in text
+    assert "| ms per step, no shared cache | a case |" in text
+    assert f"| {MIRRORED} | not measured |" in text
+    assert "A value takes 62 ns (shared cache) from one core to another and back." in " ".join(
+        text.split()
+    )
+
+
+def test_timings_count_for_the_state_of_the_cores_around_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    near, far = cores.Distance(SHARED, 62.0), cores.Distance(APART, 331.0)
+    looks = iter([near, near, near, far, far])
+    monkeypatch.setattr(cores, "measure", lambda: next(looks))
+    rival = Rival(ALONE, sides.SHARED_MEMORY, "training", ())
+    one_round = cases.Round("step", 8, 1, (rival,))
+    timings = CaseTimings(Case("a", "a case", (one_round,)))
+    timings.look()
+    for seconds in (1.0, 2.0, 3.0):  # the cores change during the second one
+        timings.add(one_round, rival, [(seconds, 0.5), (seconds / 2, 0.5)])
+    assert timings.of(SHARED, one_round, rival).seconds == [1.0]
+    assert timings.of(APART, one_round, rival).seconds == [3.0]
+    assert timings.lacking(one_round, [rival], 1) == []
+    assert timings.lacking(one_round, [rival], 2) == [SHARED, APART]
+    shared, apart = timings.results(2)
+    assert (shared.nanoseconds, apart.nanoseconds) == (62.0, 331.0)
+
+
+@pytest.mark.parametrize("compiler", ["C", "Python"])
+def test_the_distance_of_the_cores(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if compiler == "Python":
+        monkeypatch.setattr(cores, "_program", lambda: None)
+    distance = cores.measure()
+    if distance.nanoseconds is None:
+        assert distance.state == UNKNOWN and len(os.sched_getaffinity(0)) == 1
+    else:
+        assert distance.state in (SHARED, APART) and 10 < distance.nanoseconds < 1e6
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import sys
@@ -16,6 +17,7 @@ from launcher import npurun, start
 from ranks import free_port
 
 from npu_device._src.check import judge
+from npu_device._src.check.core_distance import SHARES_CACHE_BELOW, core_distance
 from npu_device._src.check.judge import CheckedJob, Facts
 from npu_device._src.testing.hosts import address, can_be_made, hosts, on_host
 
@@ -83,8 +85,31 @@ def test_two_ranks_of_another_launcher(tmp_path: Path) -> None:
     found = rows(report)
     assert tuple(found) == SIZES
     assert all(0 < row[0] < 10_000 for row in found.values())
+    [(nanoseconds, cache)] = re.findall(
+        r"^a value takes (\d+) ns between the cores of two ranks and back: they share (a|no) cache",
+        report,
+        re.MULTILINE,
+    )
+    assert (float(nanoseconds) < SHARES_CACHE_BELOW) == (cache == "a")
     assert "problem" not in report
     assert "training would work" not in second.output
+
+
+def test_the_distance_of_two_cores() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    distance = core_distance(cores[0], cores[1])
+    assert distance is not None and 50 < distance < 1e6
+    assert core_distance(cores[0], 4095) is None  # there is no such core
+
+
+def test_ranks_of_a_host_have_cores_of_their_own() -> None:
+    facts = Facts("node0", "m", "k", "127.0.0.1", "lo", None, {}, [0, 1, 2, 3], 2, 1 << 40, 0.0)
+    assert CheckedJob([facts, facts]).cores_of("node0") == [0, 2]
+    assert CheckedJob([facts] * 8).cores_of("node0") == [0, 1, 2, 3]
+    bound = [replace(facts, cores=[core, core + 1]) for core in (0, 2)]
+    assert CheckedJob(bound).cores_of("node0") == [0, 2]
 
 
 @pytest.mark.slow

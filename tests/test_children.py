@@ -248,7 +248,7 @@ def test_children_that_come_before_their_parents(tmp_path: Path, scheme: str) ->
 
 _COMES_LATE = """
 import os, subprocess, sys
-from npu_device._src.cluster.errors import RendezvousError
+from npu_device._src.cluster.rank_errors import RendezvousError
 from npu_device._src.cluster.rendezvous import meet
 from npu_device._src.membership.schemes import membership_from_environment
 

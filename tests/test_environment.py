@@ -83,7 +83,7 @@ def test_malformed_values_name_variable_found_and_expected(
 
 def test_the_pages_of_variables_and_options_are_up_to_date() -> None:
     for page, text in tables.filled().items():
-        assert page.read_text(encoding="utf-8") == text, "run: python tests/tables.py"
+        assert page.read_text(encoding="utf-8") == text, "run: python tests/tools/tables.py"
     page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
     assert all(f"| `{variable.name}` |" in page for variable in environment.ALL)
 

@@ -23,10 +23,10 @@ from fuzzing import SECRET, SOON, changed, ends, frame, given, send, st, streams
 from npu_device._src import wording
 from npu_device._src.cluster import frames, handshake
 from npu_device._src.cluster.control_channel import ControlChannel
-from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.hub_process import HubProcess
 from npu_device._src.cluster.peers import Peers
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.rendezvous import meet
 from npu_device._src.cluster.roster import Hello
 from npu_device._src.collectives.engines.host import sockets
@@ -381,10 +381,10 @@ def test_any_bytes_in_the_tcp_engine(expected: list[bytes], added: list[bytes], 
     theirs, mine = socket.socketpair()
     with theirs, mine:
         mine.setblocking(False)
-        wire = sockets.Wire(sockets.Busy(), None, 1, False)  # type: ignore[arg-type]
-        wire.connection = mine
+        direction = sockets.Direction(sockets.Busy(), None, 1, False)  # type: ignore[arg-type]
+        direction.connection = mine
         space = [np.zeros(len(message), np.uint8) for message in expected]
-        waiting = [wire.add(each) for each in space]
+        waiting = [direction.add(each) for each in space]
         stream = b"".join(
             struct.pack("<Q", len(message)) + message for message in expected
         ) + b"".join(added)
@@ -393,9 +393,9 @@ def test_any_bytes_in_the_tcp_engine(expected: list[bytes], added: list[bytes], 
         theirs.close()
         until = time.monotonic() + SOON
         try:
-            while wire.lost is None and wire.messages:
+            while direction.lost is None and direction.messages:
                 assert time.monotonic() < until
-                wire.advance()
+                direction.advance()
         except AssertionError as error:
             assert "rank 1 has sent" in str(error) and cut
         if not cut:

@@ -136,13 +136,13 @@ def body_roads_of_nccl() -> Any:
     import tensorflow as tf
 
     from npu_device._src.collectives.engines.tensorflow.kernels import Kernels
-    from npu_device._src.collectives.hosts_of_job import NCCL_DTYPES, Hosts
+    from npu_device._src.collectives.hosts_of_job import NCCL_DTYPES, JobHosts
     from npu_device._src.collectives.job import current
 
     running = current()
     world, rank, size = running.world_group, running.cluster.rank, running.cluster.world_size
-    before = Hosts.uses_nccl, Kernels._device
-    Hosts.uses_nccl = lambda _, dtype: dtype in NCCL_DTYPES  # type: ignore[method-assign]
+    before = JobHosts.uses_nccl, Kernels._device
+    JobHosts.uses_nccl = lambda _, dtype: dtype in NCCL_DTYPES  # type: ignore[method-assign]
     Kernels._device = lambda *_: running.device("CPU")  # type: ignore[method-assign]
     try:
         rows = tf.reshape(tf.range(3.0 * size), [size, 3]) + 100.0 * rank
@@ -150,7 +150,7 @@ def body_roads_of_nccl() -> Any:
             rows, world
         ).numpy().tolist()
     finally:
-        Hosts.uses_nccl, Kernels._device = before  # type: ignore[method-assign]
+        JobHosts.uses_nccl, Kernels._device = before  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("tensorflow_ranks", [3], indirect=True)

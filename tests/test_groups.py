@@ -23,7 +23,7 @@ from ranks import table_environment
 import npu_device as npu
 from hccl.manage import api
 from hccl.manage.api import create_group, destroy_group, get_rank_id, get_rank_size
-from npu_device._src.training.distribute.groups import _made
+from npu_device._src.training.distribute.groups import _own_groups
 from npu_device.distribute import hccl_ops
 
 
@@ -35,7 +35,7 @@ def forgets(body: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return body(*arguments)
         finally:
-            for name in list(_made()):
+            for name in list(_own_groups()):
                 destroy_group(name)
 
     return call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import job
 import numpy as np
 import pytest
-from heard import hears
+from heard import hears, warnings_of_package
 from launcher import environment, npurun, script
 from mpi_ranks import mpiexec
 from pool import Pool
@@ -117,6 +118,58 @@ def test_gradients_of_several_batches(keras_ranks: Pool, graph: bool, dense: boo
     for weight, rate, _ in keras_ranks.run(body_accumulate, graph, dense):
         np.testing.assert_allclose(weight, expected, rtol=1e-5)
         assert rate == pytest.approx(0.1)
+
+
+def body_between_updates(directory: str, begin: int, end: int, op: str) -> Any:
+    """Train a range of batches after restoring, and save after it; on one rank with the mean of two ranks."""
+    import tensorflow as tf
+
+    import npu_device as npu
+    import npu_device.horovod.tensorflow.keras as hvd
+
+    hvd.init()
+    weight = tf.Variable([1.0, 2.0])
+    optimizer = hvd.DistributedOptimizer(
+        tf.keras.optimizers.SGD(0.1, momentum=0.9),
+        backward_passes_per_step=PASSES,
+        op=getattr(hvd, op),
+    )
+    optimizer.build([weight])
+
+    @tf.function
+    def step(factor: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight**2) * factor
+        optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
+
+    own = hvd.rank() if hvd.size() > 1 else 0.5
+    times = 2.0 if hvd.size() == 1 and op == "Sum" else 1.0
+    with npu.train.JobCheckpoint(
+        directory, weight=weight, optimizer=optimizer, preemption=False
+    ) as checkpoint:
+        assert checkpoint.restore() == begin
+        for number in range(begin, end + 2):
+            if number == end:
+                checkpoint.save(end)
+            step(tf.constant(times * (number + own) / 50))
+    with warnings_of_package() as said:
+        tf.train.Checkpoint(optimizer=optimizer).write(f"{directory}/{hvd.rank()}")
+    return weight.numpy(), said
+
+
+@pytest.mark.parametrize("op", ["Average", "Sum"])
+def test_a_checkpoint_between_two_updates(
+    keras_two_ranks: Pool, keras_single: Pool, tmp_path: Path, op: str
+) -> None:
+    keras_two_ranks.run(body_between_updates, str(tmp_path / "two"), 0, 5, op)
+    shutil.copytree(tmp_path / "two", tmp_path / "one")
+    whole = keras_two_ranks.run(body_between_updates, str(tmp_path / "whole"), 0, 8, op)
+    parts = keras_two_ranks.run(body_between_updates, str(tmp_path / "two"), 5, 8, op)
+    for weight, said in parts:
+        assert weight.tolist() == whole[0][0].tolist()
+        assert "1 of 3 steps after an update" in said[0]
+    [(alone, _)] = keras_single.run(body_between_updates, str(tmp_path / "one"), 5, 8, op)
+    np.testing.assert_allclose(alone, whole[0][0], rtol=1e-6)
 
 
 def body_loop(kind: str) -> Any:

@@ -18,8 +18,9 @@ RECORD = """
     rank = int(os.environ["RANK_ID"])
     def record(error, secondary=False, seconds_ago=0.0):
         path = os.environ["NPU_DEVICE_ERROR_FILE"]
-        text = "Traceback (most recent call last):\\n  whole traceback of rank %d\\n%s\\n" % (rank, error)
-        found = dict(time=time.time() - seconds_ago, rank=rank, error=error, traceback=text, secondary=secondary)
+        blocks = [("  whole traceback of rank %d" % rank, "train.py", 1), (error, "", 0)]
+        errors = [("", "Traceback (most recent call last):", blocks)]
+        found = dict(time=time.time() - seconds_ago, rank=rank, error=error, errors=errors, secondary=secondary)
         json.dump(found, open(path + ".part", "w"))
         os.replace(path + ".part", path)
 """

@@ -13,7 +13,7 @@ from heard import settings
 from test_membership import CM, membership, refused, table, tf_config, variables_of
 
 from npu_device._src import environment
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.membership.schemes import (
     membership_from_environment,
     world_size_from_environment,

@@ -15,7 +15,7 @@ from test_rank_table import PODS, VERSION_1_0, write
 
 from npu_device._src import environment
 from npu_device._src.cluster.description import Membership
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.membership import interfaces
 from npu_device._src.membership.schemes import (
     membership_from_environment,

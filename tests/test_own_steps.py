@@ -19,7 +19,7 @@ from pool import Pool
 
 import npu_device as npu
 from npu_device._src.training.fit import start
-from npu_device._src.training.opening.current_world import world
+from npu_device._src.training.opening.current_world import current_world
 
 
 def _model(step: Any = None, *more: Any) -> Any:
@@ -381,7 +381,7 @@ def body_statement(kind: str) -> list[str]:
     optimizers = keras.optimizers.legacy if kind == "legacy" else keras.optimizers
     model.compile(optimizers.SGD(schedule), "mse")
     npu.distribute.replicate(model)
-    return start.statement(world(), model, 8, 1, "checked")
+    return start.statement(current_world(), model, 8, 1, "checked")
 
 
 KERAS_2, KERAS_3 = pytest.mark.only_keras("2"), pytest.mark.only_keras("3")

@@ -15,7 +15,7 @@ def test_every_name_and_parameter_is_still_there() -> None:
 
 
 def test_new_names_are_in_the_file() -> None:
-    assert not added(kept(), names()), "run: python tests/public_names.py"
+    assert not added(kept(), names()), "run: python tests/tools/public_names.py"
 
 
 OLD: Names = {"a.f": ["x", "y=1", "*", "name=None"], "a.values": None}

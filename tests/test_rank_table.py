@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.membership import rank_table
 
 VERSION_1_0 = json.loads("""

@@ -230,7 +230,7 @@ ValueError: in user code:"""
         (
             1,
             LIBRARY.replace(
-                "json.decoder.JSONDecodeError", "npu_device._src.cluster.errors.PeerError"
+                "json.decoder.JSONDecodeError", "npu_device._src.cluster.rank_errors.PeerError"
             ),
             None,
         ),
@@ -238,4 +238,4 @@ ValueError: in user code:"""
 )
 def test_the_place_of_a_failure(status: int, stderr: str, place: str | None) -> None:
     failure, _ = examine(2, "here", Exit(status, 0.0), "no such file", False, stderr.splitlines())
-    assert failure.place == place
+    assert failure.origin == place

@@ -16,8 +16,8 @@ import tensorflow as tf
 from fuzzing import VALUES, given, st
 from ranks import free_port
 
-from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.ports import addresses_of_this_host
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.world.sent_objects import packed, unpacked
 
 _PLAIN: list[Any] = [

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+import traceback
+from typing import Callable
 
 import pytest
 
-from npu_device._src.cluster.tracebacks import root_error, without_libraries
+from npu_device._src.cluster.root_error import root_error
+from npu_device._src.cluster.tracebacks import errors_of, from_record, parse, without_libraries
 
 LIBRARY = f'  File "{json.__file__}", line 3, in load\n    raise Something\n    ^^^^^^^^^^^^^^^\n'
 USER = '  File "/home/me/train.py", line 5, in <module>\n    load()\n'
@@ -45,13 +49,59 @@ TEXTS = {
 
 @pytest.mark.parametrize(("text", "shown", "left_out"), TEXTS.values(), ids=TEXTS)
 def test_frames_of_libraries_are_left_out(text: str, shown: str, left_out: int) -> None:
-    assert without_libraries(text) == (shown, left_out)
+    assert without_libraries(parse(text.splitlines())) == (shown, left_out)
+
+
+def _decode(text: str) -> None:
+    try:
+        json.loads(text)
+    except ValueError as error:
+        raise RuntimeError(f"can't decode {text}") from error
+
+
+def _recur(depth: int) -> None:
+    if depth:
+        _recur(depth - 1)
+    _decode("{")
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda: _decode("{"),
+        lambda: _recur(50),
+        lambda: compile("(", "train.py", "exec"),
+        lambda: json.loads(1),  # type: ignore[arg-type]
+    ],
+    ids=["a cause", "recursion", "a syntax error", "in a library"],
+)
+def test_a_recorded_traceback_reads_as_the_printed_one(act: Callable[[], None]) -> None:
+    try:
+        act()
+    except Exception as error:
+        printed = traceback.format_exc()
+        recorded = from_record(json.loads(json.dumps(errors_of(error))))
+    assert "".join(f"{line}\n" for error in recorded for line in error.lines()) == printed
+    assert without_libraries(recorded) == without_libraries(parse(printed.splitlines()))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has no groups of exceptions")
+def test_the_errors_of_a_group_are_recorded() -> None:
+    try:
+        raise ExceptionGroup("several", [ValueError("a"), TypeError("b")])  # noqa: F821
+    except Exception as error:
+        shown, _ = without_libraries(errors_of(error))
+    lines = [line.strip(" |") for line in shown.splitlines()]
+    assert [line for line in lines if "Error: " in line] == ["ValueError: a", "TypeError: b"]
 
 
 ERRORS = {
     "plain": ("ValueError: a\nb", "ValueError: a\nb"),
     "no text": ("KeyError", "KeyError"),
-    "of the package": ("npu_device._src.cluster.errors.PeerError: rank 1", "PeerError: rank 1"),
+    "of the package": (
+        "npu_device._src.cluster.rank_errors.PeerError: rank 1",
+        "PeerError: rank 1",
+    ),
     "in a graph": (
         "a.b.UnknownError: Graph execution error:\n\nDetected at node N defined at (most recent call last):\n"
         '<stack traces unavailable>\nDetected at node N defined at (most recent call last):\n  File "x", line 1\n'

@@ -7,7 +7,7 @@ from npu_device._src.operators.refused import (
     remote_scatter_write as remote_scatter_write,
     remote_write as remote_write,
 )
-from npu_device._src.training.distribute.hccl_ops import (
+from npu_device._src.training.distribute.ascend_collectives import (
     all_to_all_v as all_to_all_v,
     all_to_all_v_c as all_to_all_v_c,
     allgather as allgather,

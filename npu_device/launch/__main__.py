@@ -4,36 +4,42 @@ from __future__ import annotations
 
 import sys
 
-from npu_device.launch import arguments, checking, hosts, job
+from npu_device.launch import arguments, checking, launcher, ssh_hosts
 
 
 def main() -> None:
-    command, rest = sys.argv[1:2], sys.argv[2:]
-    if command == ["trace"]:
+    words = sys.argv[1:]
+    command = next(iter(words), "")
+    options_of_command = words[1:]
+    if command == "trace":
         from npu_device._src.report.__main__ import main as report
 
-        report(rest, "npurun trace")
+        report(options_of_command, "npurun trace")
         return
-    if command == ["tune"]:
+    if command == "tune":
         tune_is_gone()
-    if command == ["verify"]:
+    if command == "verify":
         from npu_device.launch import verify
 
-        sys.exit(verify.main(rest))
-    if command == ["port"]:
+        sys.exit(verify.main(options_of_command))
+    if command == "port":
         from npu_device._src.port.__main__ import main as port
 
-        sys.exit(port(rest, "npurun port"))
-    if command == ["docs"]:
+        sys.exit(port(options_of_command, "npurun port"))
+    if command == "docs":
         from npu_device.launch import docs
 
-        sys.exit(docs.main(rest))
-    options = arguments.parse(["--check", *rest] if command == ["check"] else sys.argv[1:])
-    if options.check and command != ["check"]:
+        sys.exit(docs.main(options_of_command))
+    if command == "check":
+        words[0] = "--check"
+    options = arguments.parse(words)
+    if options.check and command != "check":
         print("npurun: --check is now npurun check, and will go in 0.3.0", file=sys.stderr)
     if options.hosts:
-        sys.exit(hosts.run(options))
-    sys.exit(checking.run(options) if options.check else job.run(options))
+        sys.exit(ssh_hosts.run(options))
+    if options.check:
+        sys.exit(checking.run(options))
+    sys.exit(launcher.run(options))
 
 
 def tune_is_gone() -> None:  # until 0.3.0; also what npu-tune runs

@@ -32,9 +32,10 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _seconds(text: str) -> float:
-    if not 0 <= (value := float(text)) < float("inf"):
+    number = float(text)
+    if not 0 <= number < float("inf"):
         raise ValueError(text)
-    return value
+    return number
 
 
 def _job_id(text: str) -> str:
@@ -43,13 +44,16 @@ def _job_id(text: str) -> str:
     return text
 
 
-count, positive, port = _of(forms.INDEX), _of(forms.COUNT), _of(forms.PORT)
-ranks = _of(
-    Form(
-        lambda text: text if text == AUTO else forms.COUNT.parse(text),
-        f"{forms.COUNT.expected}, or {AUTO}",
-    )
-)
+def _ranks(text: str) -> int | str:
+    if text == AUTO:
+        return AUTO
+    return forms.COUNT.parse(text)
+
+
+count = _of(forms.INDEX)
+positive = _of(forms.COUNT)
+port = _of(forms.PORT)
+ranks = _of(Form(_ranks, f"{forms.COUNT.expected}, or {AUTO}"))
 nodes = _of(Form(_nodes, "a number of nodes, or MIN:MAX"))
 seconds = _of(Form(_seconds, "a number of seconds"))
 job_id = _of(Form(_job_id, "letters, digits, '-' and '_'"))
@@ -88,16 +92,18 @@ def parse_hosts(text: str) -> list[tuple[str, int | None]]:
     >>> parse_hosts("a:4,me@b:4,[fd00::1]")
     [('a', 4), ('me@b', 4), ('fd00::1', None)]
     """
-    found: list[tuple[str, int | None]] = []
+    hosts: dict[str, int | None] = {}
     for word in text.split(","):
         match = _HOST.fullmatch(word.strip())
         if match is None:
             raise ValueError(f"{word!r} is not HOST, HOST:N or [ADDRESS]:N")
         host = re.sub(r"[\[\]]", "", match["host"])
-        if host in dict(found):
+        if host in hosts:
             raise ValueError(f"{host} is listed twice; HOST:N starts N ranks there")
-        found.append((host, int(match["number"]) if match["number"] else None))
-    return found
+        hosts[host] = None
+        if match["number"]:
+            hosts[host] = int(match["number"])
+    return list(hosts.items())
 
 
 def read_hosts(path: str) -> list[tuple[str, int | None]]:
@@ -119,15 +125,19 @@ def filled_hosts(hosts: list[tuple[str, int | None]], total: int) -> list[tuple[
     >>> filled_hosts([("a", 2), ("b", 2), ("c", 2)], 4)
     [('a', 2), ('b', 2)]
     """
-    room = [number or max(1, total // len(hosts)) for _, number in hosts]
-    used = [max(0, min(number, total - sum(room[:place]))) for place, number in enumerate(room)]
-    if sum(used) < total or len(set(used) - {0}) > 1:
-        count = min(len(hosts), total)
-        each = total // count
-        counts = ", ".join(f"{number} on {host}" for (host, _), number in zip(hosts, used))
-        alike = ",".join(f"{host}:{each}" for host, _ in hosts[:count])
+    slots = [number or max(1, total // len(hosts)) for _, number in hosts]
+    numbers = []
+    for position, slots_of_host in enumerate(slots):
+        remaining = total - sum(slots[:position])
+        numbers.append(max(0, min(slots_of_host, remaining)))
+    names = [host for host, _ in hosts]
+    if sum(numbers) < total or len(set(numbers) - {0}) > 1:
+        host_count = min(len(hosts), total)
+        per_host = total // host_count
+        counts = ", ".join(f"{number} on {host}" for host, number in zip(names, numbers))
+        alike = ",".join(f"{host}:{per_host}" for host in names[:host_count])
         raise ValueError(
             f"-np {total} gives {counts}; npurun starts all {total} ranks, the same number on each host. For example: "
-            f"npurun -np {each * count} -H {alike}"
+            f"npurun -np {per_host * host_count} -H {alike}"
         )
-    return [(host, number) for (host, _), number in zip(hosts, used) if number]
+    return [(host, number) for host, number in zip(names, numbers) if number]

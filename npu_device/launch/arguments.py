@@ -59,22 +59,14 @@ class Options:
     grace: float
     trace: str | None
     check: bool
-    fewest_nodes: (
-        int  # the smallest number of nodes to go on with; ``nnodes`` unless the user says otherwise
-    )
+    fewest_nodes: int  # with which the job goes on; ``nnodes`` unless the user says otherwise
     max_restarts: int
-    max_preemptions: (
-        int | None
-    )  # how often a job goes on after a node was taken away; None for any number
+    max_preemptions: int | None  # how often a job outlives them; None for any number
     restart_backoff: float  # seconds before the first restart; each further one without a new checkpoint doubles them
     rejoin_timeout: float  # seconds that nodes wait for each other before an attempt
-    preempt_signal: (
-        int  # number of the signal that asks the ranks for a checkpoint and a resumable end
-    )
+    preempt_signal: int  # asks the ranks for a checkpoint and a resumable end
     preempt_timeout: float  # seconds that the ranks have for that
-    hosts: tuple[
-        str, ...
-    ]  # the nodes' hosts, reached by ssh; empty if npurun is started on each node
+    hosts: tuple[str, ...]  # reached by ssh; empty if npurun is started on each node
     horovod: bool
     replicate: bool
     seed: int  # of all ranks, with ``replicate``
@@ -99,68 +91,89 @@ class Options:
 
 
 def parse(argv: Sequence[str]) -> Options:
+    """Return the options of a command line, or exit with a message."""
     parser = _parser()
-    given = parser.parse_args(argv)
-    slots = _hosts(parser, given)
+    namespace = parser.parse_args(argv)
+    slots = _hosts(parser, namespace)
     if not slots:
-        _take_from_platform(parser, given)
-    fewest, nnodes = given.nnodes
-    if given.tee and given.log_dir is None:
+        _take_from_platform(parser, namespace)
+    fewest_nodes, nnodes = namespace.nnodes
+    if namespace.tee and namespace.log_dir is None:
         parser.error(
             "--tee writes to the console as well as to the files of --log-dir: give --log-dir too"
         )
     if nnodes > 1 and not slots:
-        missing = [name for name in ("node_rank", "master_addr") if getattr(given, name) is None]
-        if missing:
-            names = " and ".join("--" + name.replace("_", "-") for name in missing)
-            parser.error(
-                f"--nnodes {nnodes} needs {names} too: run npurun once on every node, with --node-rank 0 to "
-                f"{nnodes - 1} and everywhere the same address of node 0 as --master-addr"
-            )
-    if given.tune:
+        _require_node(parser, namespace)
+    if namespace.tune:
         parser.error(
             f"--tune is gone: four equal segments were as fast as what it found. {INSTEAD_OF_TUNING}"
         )
-    again = given.max_restarts or given.max_preemptions or fewest < nnodes
-    if given.check and (given.script or given.trace or again):
+    restarts = namespace.max_restarts or namespace.max_preemptions or fewest_nodes < nnodes
+    if namespace.check and (namespace.script or namespace.trace or restarts):
         parser.error(
             "check runs its own script once: omit the script, --trace, --max-restarts and MIN:MAX nodes"
         )
-    if given.nproc_per_node == AUTO:  # each of --hosts counts its own GPUs
-        given.nproc_per_node = 0 if slots else types.ranks_per_node()
-    if given.nproc_per_node == 1 == nnodes:
-        _hint_at_options_after_script(given.module, given.script)
-    given.node_rank = given.node_rank or 0
-    if not 0 <= given.node_rank < nnodes:
+    if namespace.nproc_per_node == AUTO:
+        namespace.nproc_per_node = 0  # each of --hosts counts its own GPUs
+        if not slots:
+            namespace.nproc_per_node = types.ranks_per_node()
+    if namespace.nproc_per_node == 1 == nnodes:
+        _hint_at_options_after_script(namespace.module, namespace.script)
+    namespace.node_rank = namespace.node_rank or 0
+    if not 0 <= namespace.node_rank < nnodes:
         parser.error(
-            f"--node-rank {given.node_rank}: with --nnodes {nnodes} it is 0 to {nnodes - 1}"
+            f"--node-rank {namespace.node_rank}: with --nnodes {nnodes} it is 0 to {nnodes - 1}"
         )
-    given.command = () if given.check else _command(parser, given.module, given.script)
-    if given.replicate and given.horovod:
+    namespace.command = ()
+    if not namespace.check:
+        namespace.command = _command(parser, namespace.module, namespace.script)
+    if namespace.replicate:
+        namespace.command = _replicating(parser, namespace)
+    namespace.hosts = tuple(host for host, _ in slots)
+    namespace.fewest_nodes = fewest_nodes
+    namespace.nnodes = nnodes
+    namespace.master_addr = namespace.master_addr or "127.0.0.1"
+    return Options(**{field.name: getattr(namespace, field.name) for field in fields(Options)})
+
+
+def _require_node(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> None:
+    """Require what npurun has to know on each of several nodes."""
+    absent_names = [
+        name for name in ("node_rank", "master_addr") if getattr(namespace, name) is None
+    ]
+    if absent_names:
+        nnodes = namespace.nnodes[1]
+        names = " and ".join("--" + name.replace("_", "-") for name in absent_names)
+        parser.error(
+            f"--nnodes {nnodes} needs {names} too: run npurun once on every node, with --node-rank 0 to "
+            f"{nnodes - 1} and everywhere the same address of node 0 as --master-addr"
+        )
+
+
+def _replicating(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> tuple[str, ...]:
+    """Return the command that trains an unchanged Keras script on all ranks."""
+    if namespace.horovod:
         parser.error(
             "--replicate is for scripts without calls of Horovod: give either --replicate or --horovod"
         )
-    if given.replicate:
-        python, *words = given.command
-        if python != sys.executable:
-            parser.error("--replicate takes a .py file, or a module with -m")
-        program = "npu_device._src.replicate.main_program"
-        given.command = (python, "-u", "-m", program, str(given.seed), *words[1:])
-    given.hosts = tuple(host for host, _ in slots)
-    given.fewest_nodes, given.nnodes = fewest, nnodes
-    given.master_addr = given.master_addr or "127.0.0.1"
-    return Options(**{field.name: getattr(given, field.name) for field in fields(Options)})
+    python, *words = namespace.command
+    if python != sys.executable:
+        parser.error("--replicate takes a .py file, or a module with -m")
+    program = "npu_device._src.replicate.main_program"
+    return (python, "-u", "-m", program, str(namespace.seed), *words[1:])
 
 
-def _take_from_platform(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+def _take_from_platform(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> None:
     """Complete the arguments as Kubeflow's torch runtime (``PET_*``) or else SkyPilot says; the command line wins.
 
     Not the number of ranks per node: ``PET_NPROC_PER_NODE`` is the number of CPUs there.
     """
-    found: dict[str, Any] = {"nnodes": (1, 1)}
+    variable = "SKYPILOT_NUM_NODES"
+    settings: dict[str, Any] = {}
     try:
         if environment.PET_NNODES.get() is not None:
-            found = {
+            variable = "PET_NNODES"
+            settings = {
                 "nnodes": types.nodes(environment.PET_NNODES.raw() or ""),
                 "node_rank": environment.PET_NODE_RANK.get(),
                 "master_addr": environment.PET_MASTER_ADDR.get(),
@@ -168,92 +181,109 @@ def _take_from_platform(parser: argparse.ArgumentParser, given: argparse.Namespa
             }
         elif (nodes := environment.SKYPILOT_NUM_NODES.get()) is not None:
             addresses = (environment.SKYPILOT_NODE_IPS.get() or "").split()
-            found = {
+            settings = {
                 "nnodes": (nodes, nodes),
                 "node_rank": environment.SKYPILOT_NODE_RANK.get(),
-                "master_addr": addresses[0] if addresses else None,
+                "master_addr": next(iter(addresses), None),
             }
     except ValueError as error:
         parser.error(str(error))
-    given.nnodes = given.nnodes or found["nnodes"]
-    if len(found) == 1 or given.nnodes[1] == 1:
+    namespace.nnodes = namespace.nnodes or settings.get("nnodes", (1, 1))
+    if not settings or namespace.nnodes[1] == 1:
         return
-    for name, value in found.items():
-        if getattr(given, name) is None:
-            setattr(given, name, value)
-    if given.node_rank is not None and given.master_addr is not None:
-        variable = "PET_NNODES" if environment.PET_NNODES.is_set() else "SKYPILOT_NUM_NODES"
-        place = f"node {given.node_rank} of {given.nnodes[1]}, and node 0 is {given.master_addr}"
+    for name, setting in settings.items():
+        if getattr(namespace, name) is None:
+            setattr(namespace, name, setting)
+    if namespace.node_rank is not None and namespace.master_addr is not None:
+        position = f"node {namespace.node_rank} of {namespace.nnodes[1]}, and node 0 is {namespace.master_addr}"
         print(
-            f"npurun: {variable} and others of the platform say that this is {place}",
+            f"npurun: {variable} and others of the platform say that this is {position}",
             file=sys.stderr,
         )
 
 
 def _hosts(
-    parser: argparse.ArgumentParser, given: argparse.Namespace
+    parser: argparse.ArgumentParser, namespace: argparse.Namespace
 ) -> list[tuple[str, int | None]]:
     """Return the hosts of --hosts or --hostfile, and complete the other arguments from them."""
-    total = given.num_proc
-    if total is not None and (given.nproc_per_node != AUTO or given.nnodes is not None):
-        nnodes = given.nnodes[1] if given.nnodes else 1
-        each = (
-            f"-n {max(1, total // nnodes)} --nnodes {nnodes}"
-            if nnodes > 1
-            else f"-n {given.nproc_per_node}"
-        )
-        parser.error(
-            f"-np {total} counts the ranks of all hosts, -n those of each node. Give one of them: npurun -np {total} "
-            f"-H a:N,b:N; or npurun {each}"
-        )
-    if given.hosts is None and given.hostfile is None:
-        given.nproc_per_node = total or given.nproc_per_node
+    total = namespace.num_proc
+    if total is not None and (namespace.nproc_per_node != AUTO or namespace.nnodes is not None):
+        _refuse_both_counts(parser, namespace)
+    if namespace.hosts is None and namespace.hostfile is None:
+        namespace.nproc_per_node = total or namespace.nproc_per_node
         return []
-    if given.hosts is not None and given.hostfile is not None:
+    if namespace.hosts is not None and namespace.hostfile is not None:
         parser.error("--hosts and --hostfile name the same thing: give one of them")
-    if given.node_rank is not None:
+    if namespace.node_rank is not None:
         parser.error(
             "--node-rank belongs to an npurun that is started on each node: leave --hosts out"
         )
+    option = "--hosts"
     try:
-        found = (
-            types.parse_hosts(given.hosts)
-            if given.hostfile is None
-            else types.read_hosts(given.hostfile)
-        )
-        found = found if total is None else types.filled_hosts(found, total)
+        if namespace.hostfile is None:
+            hosts = types.parse_hosts(namespace.hosts)
+        else:
+            option = "--hostfile"
+            hosts = types.read_hosts(namespace.hostfile)
+        if total is not None:
+            hosts = types.filled_hosts(hosts, total)
     except (OSError, ValueError) as error:
-        parser.error(f"{'--hosts' if given.hostfile is None else '--hostfile'}: {error}")
-    numbers = {number for _, number in found if number is not None}
-    if given.nproc_per_node != AUTO:
-        numbers.add(given.nproc_per_node)
+        parser.error(f"{option}: {error}")
+    numbers = {number for _, number in hosts if number is not None}
+    if namespace.nproc_per_node != AUTO:
+        numbers.add(namespace.nproc_per_node)
     if len(numbers) > 1:
         parser.error(
             f"npurun starts the same number of ranks on each host; found {sorted(numbers)}"
         )
-    given.nproc_per_node = next(iter(numbers), AUTO)
-    fewest, most = given.nnodes or (1, 1)
-    if most not in (1, len(found)):
-        parser.error(f"--nnodes {most}: the list has {counted(len(found), 'host')}")
-    first, *others = (host.rpartition("@")[2] for host, _ in found)
-    remote = [host for host in others if host not in LOOPBACK]
-    if given.master_addr is None and first in LOOPBACK and remote:
+    namespace.nproc_per_node = next(iter(numbers), AUTO)
+    _complete_nodes(parser, namespace, [host.rpartition("@")[2] for host, _ in hosts])
+    return hosts
+
+
+def _refuse_both_counts(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> None:
+    total = namespace.num_proc
+    _, nnodes = namespace.nnodes or (1, 1)
+    per_node = f"-n {namespace.nproc_per_node}"
+    if nnodes > 1:
+        per_node = f"-n {max(1, total // nnodes)} --nnodes {nnodes}"
+    parser.error(
+        f"-np {total} counts the ranks of all hosts, -n those of each node. Give one of them: npurun -np {total} "
+        f"-H a:N,b:N; or npurun {per_node}"
+    )
+
+
+def _complete_nodes(
+    parser: argparse.ArgumentParser, namespace: argparse.Namespace, hosts: Sequence[str]
+) -> None:
+    """Set the number of nodes and the address of node 0."""
+    fewest_nodes, nnodes = namespace.nnodes or (1, 1)
+    if nnodes not in (1, len(hosts)):
+        parser.error(f"--nnodes {nnodes}: the list has {counted(len(hosts), 'host')}")
+    if nnodes == 1:
+        fewest_nodes = len(hosts)
+    namespace.nnodes = (fewest_nodes, len(hosts))
+    if namespace.master_addr is not None:
+        return
+    remote = [host for host in hosts[1:] if host not in LOOPBACK]
+    if hosts[0] in LOOPBACK and remote:
         parser.error(
-            f"{first} is another host for {remote[0]}, and the ranks meet on the first host of the list: give its "
+            f"{hosts[0]} is another host for {remote[0]}, and the ranks meet on the first host of the list: give its "
             "name or address there, or as --master-addr"
         )
-    given.nnodes = (fewest if most > 1 else len(found), len(found))
-    given.master_addr = given.master_addr or (first if len(found) > 1 else None)
-    return found
+    if len(hosts) > 1:
+        namespace.master_addr = hosts[0]
 
 
 def _hint_at_options_after_script(module: bool, words: Sequence[str]) -> None:
     """Print a hint on stderr if the script's first argument looks like the number of ranks."""
     if len(words) > 2 and words[1] in _NUMBERS and words[2].isdecimal():
-        dash_m = "-m " if module else ""
+        script = words[0]
+        if module:
+            script = f"-m {script}"
         print(
             f"npurun: {words[1]} {words[2]} comes after {words[0]}, so the script gets it. For {words[2]} "
-            f"ranks: npurun -n {words[2]} {dash_m}{words[0]}",
+            f"ranks: npurun -n {words[2]} {script}",
             file=sys.stderr,
         )
 
@@ -267,8 +297,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # an abbreviation that works today breaks when a second option begins with it
     )
-    each = "ranks per node, or auto: one per visible GPU, or one rank without GPUs (default auto)"
-    _add(parser, "-n", "--nproc-per-node", type=types.ranks, default=AUTO, metavar="N", help=each)
+    per_node = (
+        "ranks per node, or auto: one per visible GPU, or one rank without GPUs (default auto)"
+    )
+    _add(
+        parser, "-n", "--nproc-per-node", type=types.ranks, default=AUTO, metavar="N", help=per_node
+    )
     _add(
         parser,
         "-m",
@@ -314,48 +348,46 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_nodes(several: argparse._ActionsContainer) -> None:
-    _add(
-        several, "--hosts", metavar="A:N,B:N", help="start all nodes from here, over ssh (also -H)"
-    )
-    several.add_argument("-H", dest="hosts", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
-    _add(several, "--hostfile", metavar="FILE", help="the same, from lines such as: A slots=N")
+def _add_nodes(group: argparse._ActionsContainer) -> None:
+    _add(group, "--hosts", metavar="A:N,B:N", help="start all nodes from here, over ssh (also -H)")
+    group.add_argument("-H", dest="hosts", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
+    _add(group, "--hostfile", metavar="FILE", help="the same, from lines such as: A slots=N")
     total = "number of ranks on all hosts together"
-    several.add_argument("-np", dest="num_proc", type=types.positive, metavar="N", help=total)
+    group.add_argument("-np", dest="num_proc", type=types.positive, metavar="N", help=total)
     several_nodes = (
         "number of nodes (default 1); MIN:MAX: start with MAX nodes, continue with MIN or more"
     )
-    _add(several, "--nnodes", type=types.nodes, metavar="N", help=several_nodes)
-    _add(several, "--node-rank", type=int, metavar="R", help="number of this node, from 0")
+    _add(group, "--nnodes", type=types.nodes, metavar="N", help=several_nodes)
+    _add(group, "--node-rank", type=int, metavar="R", help="number of this node, from 0")
     _add(
-        several,
+        group,
         "--master-addr",
         metavar="ADDR",
         help="address or name of node 0 (one node: 127.0.0.1)",
     )
     where = f"port of node 0 where the ranks meet (default {DEFAULT_PORT}; one node: a free one)"
-    _add(several, "--master-port", type=types.port, metavar="PORT", help=where)
+    _add(group, "--master-port", type=types.port, metavar="PORT", help=where)
     rejoin = "seconds that nodes wait for each other, and --hosts tries a lost host (default 300)"
-    _add(several, "--rejoin-timeout", type=types.seconds, default=300.0, metavar="S", help=rejoin)
+    _add(group, "--rejoin-timeout", type=types.seconds, default=300.0, metavar="S", help=rejoin)
 
 
-def _add_failures(again: argparse._ActionsContainer) -> None:
+def _add_failures(group: argparse._ActionsContainer) -> None:
     _add(
-        again,
+        group,
         "--max-restarts",
         type=types.count,
         default=0,
         metavar="N",
         help="start a failed job again (default 0)",
     )
-    taken = "continue N times when a node is taken away (default: any number; 0: end the job)"
-    _add(again, "--max-preemptions", type=types.count, metavar="N", help=taken)
+    preemptions = "continue N times when a node is taken away (default: any number; 0: end the job)"
+    _add(group, "--max-preemptions", type=types.count, metavar="N", help=preemptions)
     backoff = "seconds before a restart, doubled each time up to 60 (default 1)"
-    _add(again, "--restart-backoff", type=types.seconds, default=1.0, metavar="S", help=backoff)
+    _add(group, "--restart-backoff", type=types.seconds, default=1.0, metavar="S", help=backoff)
     preempt = "signal that asks the ranks to write a checkpoint and stop (default TERM)"
     default = environment.NPU_DEVICE_PREEMPT_SIGNAL.raw() or "TERM"
     _add(
-        again,
+        group,
         "--preempt-signal",
         type=types.preempt_signal,
         default=default,
@@ -365,7 +397,7 @@ def _add_failures(again: argparse._ActionsContainer) -> None:
     limit = environment.NPU_DEVICE_PREEMPT_TIMEOUT.raw() or "25"
     within = "seconds that the ranks have to do that (default 25)"
     _add(
-        again,
+        group,
         "--preempt-timeout",
         type=types.preempt_seconds,
         default=limit,

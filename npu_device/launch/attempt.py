@@ -1,12 +1,11 @@
 """One attempt on this node: arranges where the ranks meet, starts them, waits for their end, and reports the outcome.
-``job`` repeats it.
+``launcher`` repeats it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
 import re
 import secrets
 import signal
@@ -16,12 +15,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Callable
+from typing import BinaryIO
 
 from npu_device._src import environment
-from npu_device._src.cluster.errors import RESUMABLE
 from npu_device._src.cluster.hub_process import HubProcess
-from npu_device._src.cluster.tracebacks import without_libraries
+from npu_device._src.cluster.rank_errors import RESUMABLE
+from npu_device._src.cluster.tracebacks import PrintedError, without_libraries
 from npu_device._src.environment import NPU_DEVICE_RANK_PROCESS
 from npu_device._src.horovod import modules
 from npu_device._src.membership.rank_environment import rank_table
@@ -29,13 +28,17 @@ from npu_device._src.membership.schemes import secret
 from npu_device._src.wording import ranges
 from npu_device.launch import failures
 from npu_device.launch.arguments import DEFAULT_PORT, Options
+from npu_device.launch.events import Events
 from npu_device.launch.failures import Failure
-from npu_device.launch.guard import Guard
+from npu_device.launch.guard import RankGuard
 from npu_device.launch.output import Console, Pump
 from npu_device.launch.reports import ATTEMPT, PREEMPTED, Starter
-from npu_device.launch.supervisor import Process, Supervisor
+from npu_device.launch.supervisor import RankProcess, Supervisor
 
-FAILED, USAGE, CANNOT_START = 1, 2, 126  # exit codes of npurun
+# Exit codes of npurun
+FAILED = 1
+USAGE = 2
+CANNOT_START = 126
 _TABLE = "rank_table.json"
 # The other two ways to describe a job. They contradict a rank table, and the ranks would refuse both.
 _OTHER_SCHEMES = (
@@ -49,16 +52,14 @@ _OTHER_SCHEMES = (
 
 
 @dataclass(frozen=True)
-class Outcome:
+class NodeOutcome:
     """The end of an attempt on one node."""
 
     # 0 if every rank ended with 0; 75 if the ranks were asked to stop and can be resumed; else that of the rank that
     # failed first, of the signal that stopped the launcher, or 126 if a rank can't be started
     code: int
     interrupted: bool = False
-    preempted: bool = (
-        False  # the platform takes this node away: all signals asked for a resumable end
-    )
+    preempted: bool = False  # the platform takes this node away
     failure: Failure | None = None  # the first one
 
 
@@ -66,9 +67,9 @@ class Outcome:
 class Launch:
     options: Options
     console: Console
-    guard: Guard
+    guard: RankGuard
     directory: str
-    events: queue.SimpleQueue[Any]  # signals, ends of ranks, and messages of node 0
+    events: Events
     starter: Starter
 
     @property
@@ -90,11 +91,9 @@ class Meeting:
 
     job_id: str  # name of the job, another one in each attempt, so that leftovers of an earlier one can't join
     port: int
-    made_secret: str | None = field(repr=False)
-    hub: HubProcess | None  # the hub; None if node 0 has it
-    nodes: tuple[
-        int, ...
-    ]  # numbers of the nodes that take part, in order; the ranks are numbered in that order
+    new_secret: str | None = field(repr=False)  # of a job whose user has given none
+    hub: HubProcess | None  # None if node 0 has it
+    nodes: tuple[int, ...]  # those that take part; the ranks are numbered in this order
     count: int = 0  # how often the job has been started again
 
     def __enter__(self) -> Meeting:
@@ -111,51 +110,74 @@ class Meeting:
 
 
 def prepare_meeting(options: Options, count: int, nodes: Sequence[int] = ()) -> Meeting:
+    """Return the meeting of an attempt, with its hub on node 0."""
     nodes = tuple(nodes or range(options.nnodes))
-    given = secret()
-    made = secrets.token_hex(32) if not given and options.nnodes == 1 else None
+    is_single = options.nnodes == 1
+    hub_secret = secret()
+    new_secret = None
+    if is_single and not hub_secret:
+        new_secret = secrets.token_hex(32)
+        hub_secret = new_secret.encode()
     port = master_port(options)
     job_id = options.job_id or environment.JOB_ID.raw()
-    if not job_id and options.nnodes == 1:
+    if not job_id and is_single:
         job_id = f"npurun-{secrets.token_hex(6)}"
     elif not job_id:  # every node must arrive at the same name by itself
         job_id = "npurun-" + re.sub(r"[^A-Za-z0-9_-]", "-", f"{options.master_addr}-{port}")
     if count:
         job_id += f"-restart{count}"
-    if options.node_rank > 0:
-        return Meeting(job_id, port, None, None, nodes, count)
+    address = options.master_addr
+    if is_single:
+        address = "127.0.0.1"
+    hub = None
+    if options.node_rank == 0:
+        hub = HubProcess(
+            secret=hub_secret,
+            listen=(address,),
+            ports=_hub_ports(options, port),
+            job_id=job_id,
+            world_size=len(nodes) * options.nproc_per_node,
+            expected_hosts=[f"node{node}" for node in nodes for _ in range(options.nproc_per_node)],
+            host_key="node0",
+            stays=True,
+        )
+        port = hub.port
+    return Meeting(job_id, port, new_secret, hub, nodes, count)
+
+
+def _hub_ports(options: Options, port: int) -> tuple[int, int]:
+    """Return the first and last port that the hub may choose; 0 lets the system choose."""
     # The nodes of a job that is started again meet at the port themselves, and tell each other that of the hub.
-    chooses = options.nodes_meet or (options.nnodes == 1 and options.master_port is None)
-    hub = HubProcess(
-        secret=made.encode() if made else given,
-        listen=("127.0.0.1",) if options.nnodes == 1 else (options.master_addr,),
-        ports=(environment.NPU_DEVICE_PORT_RANGE.get() or (0, 0)) if chooses else (port, port),
-        job_id=job_id,
-        world_size=len(nodes) * options.nproc_per_node,
-        expected_hosts=[f"node{node}" for node in nodes for _ in range(options.nproc_per_node)],
-        host_key="node0",
-        stays=True,
-    )
-    return Meeting(job_id, hub.port, made, hub, nodes, count)
+    if options.nodes_meet or (options.nnodes == 1 and options.master_port is None):
+        return environment.NPU_DEVICE_PORT_RANGE.get() or (0, 0)
+    return port, port
 
 
 def master_port(options: Options) -> int:
-    allowed = environment.NPU_DEVICE_PORT_RANGE.get()
-    return options.master_port or (allowed or (DEFAULT_PORT,))[0]
+    allowed_ports = environment.NPU_DEVICE_PORT_RANGE.get() or (DEFAULT_PORT, DEFAULT_PORT)
+    return options.master_port or allowed_ports[0]
+
+
+class Listener:
+    """Learns what happens in an attempt while it runs. This one does nothing."""
+
+    def on_failure(self, text: str) -> None: ...
+
+    def on_preemption(self) -> None: ...
 
 
 class Attempt:
-    def __init__(
-        self, launch: Launch, meeting: Meeting, report: Callable[[str, str], None]
-    ) -> None:
+    """An attempt on this node."""
+
+    def __init__(self, launch: Launch, meeting: Meeting, listener: Listener) -> None:
         self._launch = launch
         self._options = launch.options
         self._console = launch.console
         self._meeting = meeting
-        self._report = report
+        self._listener = listener
         self._directory = os.path.join(launch.directory, f"attempt{meeting.count}")
         self._world_size = len(meeting.nodes) * self._options.nproc_per_node
-        self._processes: list[Process] = []
+        self._processes: list[RankProcess] = []
         self._stdout: list[Pump] = []
         self._stderr: list[Pump] = []
         self._logs: list[BinaryIO] = []
@@ -164,40 +186,19 @@ class Attempt:
         if self._trace is not None and meeting.count:
             self._trace = os.path.join(self._trace, f"restart{meeting.count}")
 
-    def run(self) -> Outcome:
-        options = self._options
+    def run(self) -> NodeOutcome:
         self._launch.starter.tell(ATTEMPT, count=self._meeting.count, nodes=self._meeting.nodes)
         try:
             self._start()
-            with ThreadPoolExecutor(
-                1
-            ) as speaker:  # a console whose reader is stopped mustn't hold up the supervisor
-
-                def say(text: str) -> None:
-                    speaker.submit(self._console.say, text)
-
-                def report(kind: str, what: str) -> None:
-                    if kind == PREEMPTED:
-                        speaker.submit(self._launch.starter.tell, PREEMPTED)
-                    self._report(kind, what)
-
-                events, count = self._launch.events, self._meeting.count
-                supervisor = Supervisor(self._processes, events, options, say, count, report)
-                supervisor.run()
+            supervisor = self._supervise()
         except BaseException as error:
             for process in self._processes:
                 process.send(signal.SIGKILL)
                 process.reap()
             if not isinstance(error, OSError):
                 raise
-            program, remedy = options.command[0], ""
-            if error.filename == program:
-                remedy = (
-                    f".\nWhat to do: name the interpreter, as in npurun sh {program}, or begin the script with a line "
-                    "such as #!/usr/bin/env python3; a compiled program must be built for this host."
-                )
-            self._console.say(f"could not start all ranks: {error}{remedy}")
-            return Outcome(CANNOT_START)
+            self._console.say(f"could not start all ranks: {error}{self._remedy(error)}")
+            return NodeOutcome(CANNOT_START)
         for pump in (*self._stdout, *self._stderr):
             pump.finish()
         for log in self._logs:
@@ -211,11 +212,45 @@ class Attempt:
             )
         return self._conclude(supervisor)
 
+    def _supervise(self) -> Supervisor:
+        """Return the supervisor when it has finished."""
+        # A console whose reader is stopped must not hold up the supervisor.
+        with ThreadPoolExecutor(1) as speaker:
+
+            def say(text: str) -> None:
+                speaker.submit(self._console.say, text)
+
+            def on_preemption() -> None:
+                speaker.submit(self._launch.starter.tell, PREEMPTED)
+                self._listener.on_preemption()
+
+            supervisor = Supervisor(
+                self._processes,
+                self._launch.events,
+                self._options,
+                say,
+                self._meeting.count,
+                self._listener.on_failure,
+                on_preemption,
+            )
+            supervisor.run()
+        return supervisor
+
+    def _remedy(self, error: OSError) -> str:
+        program = self._options.command[0]
+        if error.filename != program:
+            return ""
+        return (
+            f".\nWhat to do: name the interpreter, as in npurun sh {program}, or begin the script with a line "
+            "such as #!/usr/bin/env python3; a compiled program must be built for this host."
+        )
+
     def _start(self) -> None:
-        options, meeting = self._options, self._meeting
+        options = self._options
+        meeting = self._meeting
         os.mkdir(self._directory, mode=0o700)
-        described = meeting.nodes, options.nproc_per_node, options.master_addr, meeting.port
-        Path(self._directory, _TABLE).write_text(rank_table(*described), encoding="utf-8")
+        table = rank_table(meeting.nodes, options.nproc_per_node, options.master_addr, meeting.port)
+        Path(self._directory, _TABLE).write_text(table, encoding="utf-8")
         if options.log_dir is not None:
             os.makedirs(options.log_dir, exist_ok=True)
         if meeting.count == 0:
@@ -234,26 +269,31 @@ class Attempt:
             if options.log_dir is not None:
                 log = open(self._log_file(options.log_dir, rank), "wb", buffering=0)  # noqa: SIM115
                 self._logs.append(log)
-            process = Process(
+            process = RankProcess(
                 rank,
                 options.command,
                 self._environment(rank, local_rank),
-                lambda: self._launch.events.put(None),
+                self._launch.events,
             )
             self._launch.guard.tell(process.pid)
             self._processes.append(process)
-            console = self._console if log is None or options.tee else None
+            console = None
+            if log is None or options.tee:
+                console = self._console
             self._stdout.append(Pump(process.stdout, console, 1, rank, log))
             self._stderr.append(Pump(process.stderr, console, 2, rank, log))
 
     def _environment(self, rank: int, local_rank: int) -> dict[str, str]:
         """Return the whole environment of a rank, in which the launcher sets what Ascend's launch scripts do."""
-        options, meeting = self._options, self._meeting
-        foreign = {
-            *_OTHER_SCHEMES,
-            NPU_DEVICE_RANK_PROCESS.name,
-        }  # a rank that starts npurun starts another job
-        variables = {name: value for name, value in os.environ.items() if name not in foreign}
+        options = self._options
+        meeting = self._meeting
+        variables = dict(os.environ)
+        # A rank that starts npurun starts another job.
+        for name in (*_OTHER_SCHEMES, NPU_DEVICE_RANK_PROCESS.name):
+            variables.pop(name, None)
+        progress_file = ""
+        if options.node_rank == 0:
+            progress_file = self._launch.progress_file
         variables.update(
             RANK_TABLE_FILE=os.path.join(self._directory, _TABLE),
             RANK_ID=str(rank),
@@ -265,15 +305,15 @@ class Attempt:
             NPU_DEVICE_ERROR_FILE=self._error_file(rank),
             NPU_DEVICE_HUB=str(meeting.port),
             NPU_DEVICE_RESTART_COUNT=str(meeting.count),
-            NPU_DEVICE_PROGRESS_FILE=self._launch.progress_file if options.node_rank == 0 else "",
+            NPU_DEVICE_PROGRESS_FILE=progress_file,
             NPU_DEVICE_PREEMPT_SIGNAL=signal.Signals(options.preempt_signal).name,
             NPU_DEVICE_PREEMPT_TIMEOUT=f"{options.preempt_timeout:g}",
             PYTHONUNBUFFERED="1",  # else a rank's output would come in blocks, and a killed rank's last block never
         )
         if options.replicate:
             variables.setdefault("PYTHONHASHSEED", str(options.seed))
-        if meeting.made_secret is not None:
-            variables.update(NPU_DEVICE_SECRET=meeting.made_secret)
+        if meeting.new_secret is not None:
+            variables.update(NPU_DEVICE_SECRET=meeting.new_secret)
         if options.horovod:
             variables.update(modules.variables(variables))
         if self._trace is not None:
@@ -282,71 +322,94 @@ class Attempt:
         return variables
 
     def _log_file(self, log_dir: str, rank: int) -> str:
-        attempt = f".restart{self._meeting.count}" if self._meeting.count else ""
-        return os.path.join(log_dir, f"rank{rank}{attempt}.log")
+        name = f"rank{rank}"
+        if self._meeting.count:
+            name += f".restart{self._meeting.count}"
+        return os.path.join(log_dir, f"{name}.log")
 
     def _error_file(self, rank: int) -> str:
         return os.path.join(self._directory, f"rank{rank}.json")
 
-    def _conclude(self, supervisor: Supervisor) -> Outcome:
-        found = self._failures(supervisor.asked_at)
-        if not found and any(
-            process.exit and process.exit.status == RESUMABLE for process in self._processes
-        ):
+    def _conclude(self, supervisor: Supervisor) -> NodeOutcome:
+        """Report how the attempt has ended, and return it."""
+        errors_of_failures = self._failures(supervisor.asked_at)
+        ranked_failures = failures.in_order(errors_of_failures)
+        first_failure = next(iter(ranked_failures), None)
+        interrupted = supervisor.interrupted
+        if first_failure is None and RESUMABLE in self._statuses():
+            text = "stopped on request"
             step = self._launch.step()
-            at = f" at step {step}" if step is not None else ""
-            self._console.say(f"stopped on request{at}, resumable")
-            return Outcome(RESUMABLE, supervisor.interrupted, supervisor.preempted)
-        if supervisor.signal is not None:
+            if step is not None:
+                text += f" at step {step}"
+            self._console.say(f"{text}, resumable")
+            code = RESUMABLE
+        elif supervisor.signal is not None:
             self._console.say(f"stopped by {signal.Signals(supervisor.signal).name}")
-            return Outcome(128 + supervisor.signal, True, supervisor.preempted)
-        if not found:
-            marks = [
-                environment.opened_mark(self._error_file(process.rank))
-                for process in self._processes
-            ]
-            if len(marks) > 1 and not any(map(os.path.exists, marks)):
-                self._console.say(
-                    f"none of the {len(marks)} ranks opened npu_device: they ran as {len(marks)} independent copies of "
-                    "the script.\nTo let them work together, add `import npu_device as npu` and "
-                    "`npu.open().as_default()` at the beginning of the script."
-                )
-            return Outcome(0, supervisor.interrupted, supervisor.preempted)
-        ordered = failures.in_order(found)
-        self._console.say(
-            failures.summary(ordered, self._world_size, len(self._meeting.nodes), self._started)
-        )
-        done = [
-            end
-            for end in self._processes
-            if end.exit and end.exit.status == 0 and end.exit.time < ordered[0].time
+            code = 128 + supervisor.signal
+            interrupted = True
+            first_failure = None
+        elif first_failure is None:
+            self._hint_at_open()
+            code = 0
+        else:
+            self._report_failures(ranked_failures, errors_of_failures[first_failure])
+            code = first_failure.code
+        return NodeOutcome(code, interrupted, supervisor.preempted, first_failure)
+
+    def _statuses(self) -> list[int]:
+        return [process.exit.status for process in self._processes if process.exit]
+
+    def _hint_at_open(self) -> None:
+        marks = [
+            environment.opened_mark(self._error_file(process.rank)) for process in self._processes
         ]
-        if done:
-            ranks = ranges({process.rank for process in done})
-            self._console.say(f"before that, rank {ranks} had ended with exit code 0")
-        where = "its output above"
+        if len(marks) > 1 and not any(map(os.path.exists, marks)):
+            self._console.say(
+                f"none of the {len(marks)} ranks opened npu_device: they ran as {len(marks)} independent copies of "
+                "the script.\nTo let them work together, add `import npu_device as npu` and "
+                "`npu.open().as_default()` at the beginning of the script."
+            )
+
+    def _report_failures(
+        self, ranked_failures: Sequence[Failure], errors: Sequence[PrintedError]
+    ) -> None:
+        """Report all failures, and show the errors of the first one."""
+        first_failure = ranked_failures[0]
+        nnodes = len(self._meeting.nodes)
+        self._console.say(
+            failures.summary(ranked_failures, self._world_size, nnodes, self._started)
+        )
+        ended_well = {
+            process.rank
+            for process in self._processes
+            if process.exit and process.exit.status == 0 and process.exit.time < first_failure.time
+        }
+        if ended_well:
+            self._console.say(f"before that, rank {ranges(ended_well)} had ended with exit code 0")
+        output = "its output above"
         if self._options.log_dir is not None:
-            where = self._log_file(self._options.log_dir, ordered[0].rank)
-            self._console.say(f"its output is in {where}")
-        evidence, left_out = without_libraries("".join(line + "\n" for line in found[ordered[0]]))
-        self._console.write(2, evidence.encode(errors="backslashreplace"))
+            output = self._log_file(self._options.log_dir, first_failure.rank)
+            self._console.say(f"its output is in {output}")
+        text, left_out = without_libraries(errors)
+        self._console.write(2, text.encode(errors="backslashreplace"))
         if left_out:
             self._console.say(
-                f"frames of libraries left out: {left_out}; the whole traceback is in {where}"
+                f"frames of libraries left out: {left_out}; the whole traceback is in {output}"
             )
-        return Outcome(ordered[0].code, supervisor.interrupted, supervisor.preempted, ordered[0])
 
-    def _failures(self, asked_at: float | None) -> dict[Failure, list[str]]:
-        found = []
+    def _failures(self, asked_at: float | None) -> dict[Failure, list[PrintedError]]:
+        errors_of_failures = {}
         for process, pump in zip(self._processes, self._stderr):
             end = process.exit
-            if end is not None and end.status not in (0, RESUMABLE):
-                stopped = asked_at is not None and end.time >= asked_at
-                stderr = [line.decode(errors="replace") for line in pump.tail]
-                record = self._error_file(process.rank)
-                found.append(
-                    failures.examine(
-                        process.rank, socket.gethostname(), end, record, stopped, stderr
-                    )
-                )
-        return dict(found)
+            if end is None or end.status in (0, RESUMABLE):
+                continue
+            failure, errors = failures.examine(
+                process.rank,
+                socket.gethostname(),
+                end,
+                self._error_file(process.rank),
+                asked_at is not None and end.time >= asked_at,
+                [line.decode(errors="replace") for line in pump.tail],
+            )
+            errors_of_failures[failure] = errors
+        return errors_of_failures

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from npu_device._src.wording import counted
-from npu_device.launch import job
+from npu_device.launch import launcher
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import FAILED
 from npu_device.launch.output import Console
@@ -28,8 +28,10 @@ def main() -> None:
         if outcome["leads"]:
             Path(sys.argv[1]).write_text(json.dumps(outcome), encoding="utf-8")
         return
-    print(outcome["report"], end="\n" if outcome["report"] else "", flush=True)
-    sys.exit(0 if outcome["works"] else 1)
+    if outcome["report"]:
+        print(outcome["report"], flush=True)
+    if not outcome["works"]:
+        sys.exit(FAILED)
 
 
 # A check shouldn't wait as long as a training does. What the user sets is left alone.
@@ -43,18 +45,16 @@ _SHORTER = {
 def run(options: Options) -> int:
     """Check this node, together with the others; return 0 if training would work."""
     console = Console()
-    for name, value in _SHORTER.items():
-        os.environ.setdefault(name, value)
+    for name, seconds in _SHORTER.items():
+        os.environ.setdefault(name, seconds)
     os.environ.pop("PROFILING_MODE", None)  # it would trace the check
     with tempfile.TemporaryDirectory(prefix="npurun-check-") as directory:
         file = Path(directory, "outcome.json")
         command = (sys.executable, "-u", "-m", "npu_device.launch.checking", str(file))
-        ranks, nodes = (
-            counted(options.nnodes * options.nproc_per_node, "rank"),
-            counted(options.nnodes, "node"),
-        )
+        ranks = counted(options.nnodes * options.nproc_per_node, "rank")
+        nodes = counted(options.nnodes, "node")
         console.say(f"checking {ranks} on {nodes}: about half a minute")
-        code = job.run(replace(options, command=command))
+        code = launcher.run(replace(options, command=command))
         if code != 0 or not file.exists():
             console.say(
                 "the check could not be completed, and a training would not start; the reason is above"
@@ -62,7 +62,9 @@ def run(options: Options) -> int:
             return code or FAILED
         outcome = json.loads(file.read_text(encoding="utf-8"))
     print(outcome["report"] or f"{outcome['verdict']}; node 0 prints the report")
-    return 0 if outcome["works"] else FAILED
+    if not outcome["works"]:
+        return FAILED
+    return 0
 
 
 if __name__ == "__main__":

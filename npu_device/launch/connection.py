@@ -48,11 +48,9 @@ def _is_own(address: str) -> bool:
 
 def client(host: str) -> list[str]:
     """Return the beginning of the command line that runs a shell command on a host, by its name in the list."""
-    return (
-        ["sh", "-c"]
-        if is_this_host(host)
-        else [*shlex.split(environment.NPU_DEVICE_SSH.get()), host]
-    )
+    if is_this_host(host):
+        return ["sh", "-c"]
+    return [*shlex.split(environment.NPU_DEVICE_SSH.get()), host]
 
 
 class Connection:
@@ -72,7 +70,6 @@ class Connection:
             stderr=subprocess.PIPE,
             start_new_session=True,  # a Ctrl-C goes to the hosts once, as a signal's number
         )
-
         assert self._process.stdin is not None
         self._input = self._process.stdin
 
@@ -90,7 +87,9 @@ class Connection:
                 pump.finish()
             with contextlib.suppress(BrokenPipeError):
                 self._input.close()  # if npurun lives on there, it learns that the connection has ended
-            closed(code if code >= 0 else 128 - code)
+            if code < 0:
+                code = 128 - code
+            closed(code)
 
         threading.Thread(target=wait, daemon=True).start()
 

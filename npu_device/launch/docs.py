@@ -22,28 +22,31 @@ def main(argv: Sequence[str]) -> int:
         "name", nargs="?", help="name of a page, such as messages; without it, all pages are listed"
     )
     name = parser.parse_args(argv).name
-    found = _pages()
-    if not found:
+    pages = _pages()
+    if not pages:
         print(
             "npurun docs: this installation has no pages. What to do: install npu_device again",
             file=sys.stderr,
         )
         return 1
     if name is None:
-        width = max(map(len, found))
-        for page, path in sorted(found.items()):
-            titles = re.findall("^# (.*)", path.read_text(encoding="utf-8"), re.MULTILINE)
-            print(f"{page:{width}}  {titles[0] if titles else ''}")
+        width = max(map(len, pages))
+        for page, path in sorted(pages.items()):
+            heading = re.search("^# (.*)", path.read_text(encoding="utf-8"), re.MULTILINE)
+            title = ""
+            if heading:
+                title = heading[1]
+            print(f"{page:{width}}  {title}")
         return 0
     name = name.rpartition("/")[2].removesuffix(".md")
-    if name not in found:
-        near = difflib.get_close_matches(name, found, n=3) or sorted(found)
+    if name not in pages:
+        similar = difflib.get_close_matches(name, pages, n=3) or sorted(pages)
         print(
-            f"npurun docs: there is no page {name!r}. What to do: name one of {', '.join(near)}",
+            f"npurun docs: there is no page {name!r}. What to do: name one of {', '.join(similar)}",
             file=sys.stderr,
         )
         return 2
-    pydoc.pager(found[name].read_text(encoding="utf-8"))
+    pydoc.pager(pages[name].read_text(encoding="utf-8"))
     return 0
 
 

@@ -12,7 +12,8 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from npu_device._src.cluster.tracebacks import CHAIN, FRAME, HEADER, is_user_file, root_error
+from npu_device._src.cluster.root_error import root_error
+from npu_device._src.cluster.tracebacks import PrintedError, from_record, is_user_file, parse
 from npu_device._src.wording import counted
 from npu_device.launch.supervisor import Exit
 
@@ -42,78 +43,121 @@ class Failure:
     is_consequence: bool  # the failure of another rank, or the launcher, made this rank fail
     time: float  # seconds since the epoch
     error: str  # the line that says most about its error: type and message; "" if no exception is known
-    place: str | None  # where in the script it failed; None if the script isn't to blame
+    origin: str | None  # where in the script it failed; None if the script isn't to blame
 
     def __str__(self) -> str:
-        return f"rank {self.rank} on host {self.host}: {self.end}" + (
-            f": {self.error}" if self.error else ""
-        )
+        text = f"rank {self.rank} on host {self.host}: {self.end}"
+        if self.error:
+            text += f": {self.error}"
+        return text
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What a rank has left of its failure, or else what its end and its stderr say of it."""
+
+    time: float
+    error: str  # type and message; empty if no exception is known
+    is_consequence: bool
+    errors: list[PrintedError]  # the whole chain
 
 
 def examine(
-    rank: int, host: str, ended: Exit, record: str, stopped: bool, stderr: Sequence[str]
-) -> tuple[Failure, list[str]]:
-    """Return the failure of a rank, and its traceback: of its record, else the last one on its stderr."""
+    rank: int, host: str, ended: Exit, record_file: str, stopped: bool, stderr: Sequence[str]
+) -> tuple[Failure, list[PrintedError]]:
+    """Return the failure of a rank, and its errors: of its record, else the last ones on its stderr."""
+    recorded = True
     try:
-        with open(record, encoding="utf-8") as file:
-            found = json.load(file)
-        time, error, traceback = float(found["time"]), str(found["error"]), str(found["traceback"])
-        is_consequence, recorded = bool(found["secondary"]), True
+        record = _read(record_file)
     except (OSError, ValueError, KeyError, TypeError):  # it left none, or an unusable one
-        time, error, traceback, is_consequence, recorded = ended.time, "", "", stopped, False
-    lines = traceback.rstrip().splitlines() if traceback else _excerpt(list(stderr))
-    headers = [number for number, line in enumerate(lines) if line.startswith("Traceback ")]
-    begin = (headers or [number for number, line in enumerate(lines) if FRAME.match(line)] or [0])[
-        -1
-    ]
-    if not error.strip() and any(map(FRAME.match, lines)):
-        # The traceback is indented.
-        end = next(
-            (number for number in range(begin + 1, len(lines)) if lines[number][:1].strip()),
-            len(lines),
-        )
-        error = root_error("\n".join(lines[end:]))
-    error = _headline(error)
-    kind = error.partition(":")[0].rpartition(".")[2].strip()  # the type without its module
-    frames = [(match["file"], match["line"]) for match in map(FRAME.match, lines[begin:]) if match]
-    if kind in _LOST_PEER or (not recorded and ended.code - 128 in _FROM_OUTSIDE):
-        place = None
+        recorded = False
+        errors = _last_errors(stderr)
+        description = ""
+        if any(error.frames() for error in errors):
+            description = root_error(errors[-1].text())
+        record = _Record(ended.time, description, stopped, errors)
+    headline = _headline(record.error)
+    error_type = headline.partition(":")[0].rpartition(".")[2].strip()
+    frames = [frame for error in record.errors for frame in error.frames()]
+    origin: str | None
+    if error_type in _LOST_PEER or (not recorded and ended.code - 128 in _FROM_OUTSIDE):
+        origin = None
     elif not frames or (not recorded and ended.status < 0):
-        place = f"rank {rank}, {ended}"
+        origin = f"rank {rank}, {ended}"
     else:
-        file_, line = ([frame for frame in frames if is_user_file(frame[0])] or frames)[-1]
-        place = f"{file_}:{line} ({kind})"
-    code = 1 if recorded and stopped else ended.code
-    return Failure(
-        rank, host, str(ended), code, stopped, recorded, is_consequence, time, error, place
-    ), lines
+        user_frames = [frame for frame in frames if is_user_file(frame.file)]
+        innermost = (user_frames or frames)[-1]
+        origin = f"{innermost.file}:{innermost.line} ({error_type})"
+    code = ended.code
+    if recorded and stopped:
+        code = 1
+    failure = Failure(
+        rank=rank,
+        host=host,
+        end=str(ended),
+        code=code,
+        stopped=stopped,
+        recorded=recorded,
+        is_consequence=record.is_consequence,
+        time=record.time,
+        error=headline,
+        origin=origin,
+    )
+    return failure, record.errors
+
+
+def _read(path: str) -> _Record:
+    with open(path, encoding="utf-8") as file:
+        fields = json.load(file)
+    return _Record(
+        time=float(fields["time"]),
+        error=str(fields["error"]),
+        is_consequence=bool(fields["secondary"]),
+        errors=from_record(fields["errors"]),
+    )
+
+
+def _last_errors(stderr: Sequence[str]) -> list[PrintedError]:
+    """Return the last error on a stderr, after those that caused it; else the last lines."""
+    errors = parse(stderr)
+    if len(errors) == 1:  # no traceback
+        return [PrintedError("", "", errors[0].blocks[-_LAST_LINES:])]
+    begin = len(errors) - 1
+    while begin > 1 and errors[begin].link:
+        begin -= 1
+    return errors[begin:]
 
 
 def in_order(failures: Iterable[Failure]) -> list[Failure]:
     """Return first causes, then the errors that follow from them, then ranks that were stopped."""
     return sorted(
         failures,
-        key=lambda one: (one.is_consequence, one.is_consequence and not one.recorded, one.time),
+        key=lambda failure: (
+            failure.is_consequence,
+            failure.is_consequence and not failure.recorded,
+            failure.time,
+        ),
     )
 
 
 def summary(failures: Sequence[Failure], world_size: int, nnodes: int, started: float) -> str:
     """Return one line per failed rank of this host, with the first failure last."""
-    first, *others = failures
+    first_failure, *later_failures = failures
     lines = []
-    if others:
+    if later_failures:
         stopped = sum(failure.stopped and not failure.recorded for failure in failures)
-        also = f"; npurun stopped {counted(stopped, 'rank')}" if stopped else ""
-        lines.append(
-            f"{len(failures) - stopped} of {world_size} ranks ended with an error on host {first.host}{also}:"
-        )
-        lines += [f"  {_line(failure, started)}" for failure in reversed(others)]
-    if first.is_consequence and nnodes > 1:
+        number = len(failures) - stopped
+        heading = f"{number} of {world_size} ranks ended with an error on host {first_failure.host}"
+        if stopped:
+            heading += f"; npurun stopped {counted(stopped, 'rank')}"
+        lines.append(f"{heading}:")
+        lines += [f"  {_line(failure, started)}" for failure in reversed(later_failures)]
+    if first_failure.is_consequence and nnodes > 1:
         lines.append(
             "a failure on another node has caused this: look at the output of npurun on the other nodes."
         )
-    lines.append(f"the first failure on host {first.host}: {_line(first, started)}")
-    if "No module named 'horovod" in first.error:
+    lines.append(f"the first failure on host {first_failure.host}: {_line(first_failure, started)}")
+    if "No module named 'horovod" in first_failure.error:
         lines.append(
             "What to do: npurun --horovod, with which this package takes the place of Horovod."
         )
@@ -124,21 +168,16 @@ def _headline(error: str) -> str:
     lines = [line.strip() for line in error.strip().splitlines()] or [""]
     if lines[0].startswith('File "'):  # a syntax error, which comes after its place
         return f"{lines[-1]} ({lines[0]})"
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    if lines[0].endswith(":"):
+        return " ".join(lines[:2])
+    return lines[0]
 
 
 def _line(failure: Failure, started: float) -> str:
-    how = f"stopped by npurun, {failure.end}" if failure.stopped else failure.end
-    line = f"rank {failure.rank}: {how}, {failure.time - started:.1f} s after the start"
-    return f"{line}: {failure.error}" if failure.error else line
-
-
-def _excerpt(lines: list[str]) -> list[str]:
-    """Return the last traceback among the lines of a stderr, with the errors that caused it; else the last lines."""
-    headers = [number for number, line in enumerate(lines) if HEADER.match(line)]
-    if not headers:
-        return lines[-_LAST_LINES:]
-    start = headers.pop()
-    while headers and any(CHAIN.match(line) for line in lines[max(start - 2, 0) : start]):
-        start = headers.pop()
-    return lines[start:]
+    end = failure.end
+    if failure.stopped:
+        end = f"stopped by npurun, {end}"
+    line = f"rank {failure.rank}: {end}, {failure.time - started:.1f} s after the start"
+    if failure.error:
+        line += f": {failure.error}"
+    return line

@@ -16,7 +16,7 @@ import sys
 _DONE = "done"
 
 
-class Guard:
+class RankGuard:
     """The guard, around the whole launch; it also removes ``directory`` if the launcher can't."""
 
     def __init__(self, directory: str) -> None:
@@ -28,7 +28,7 @@ class Guard:
             start_new_session=True,  # a kill of the launcher's group must not include the guard
         )
 
-    def __enter__(self) -> Guard:
+    def __enter__(self) -> RankGuard:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from npu_device._src.cluster import ports, time_limits as limits
-from npu_device._src.cluster.errors import RESUMABLE, ClusterError
+from npu_device._src.cluster.rank_errors import RESUMABLE, ClusterError
 from npu_device._src.version import __version__
 from npu_device._src.wording import ranges
 from npu_device.launch.attempt import (
@@ -22,7 +22,7 @@ from npu_device.launch.attempt import (
     USAGE,
     Launch,
     Meeting,
-    Outcome,
+    NodeOutcome,
     master_port,
     prepare_meeting,
 )
@@ -31,9 +31,8 @@ from npu_device.launch.ledger import Decision, Ledger
 from npu_device.launch.member import Link, serve
 
 _MOST_EVENTS = 1000  # messages that wait; who sends more waits, too
-_NOT_OVER = Decision(
-    RESUMABLE, 0.0, ""
-)  # node 0 leaves a job that goes on when its npurun is started again
+# Node 0 leaves a job that goes on when its npurun is started again.
+_NOT_OVER = Decision(RESUMABLE, 0.0, "")
 
 
 class Leader:
@@ -49,10 +48,11 @@ class Leader:
         self._events: queue.Queue[tuple[Link, dict[str, Any] | None]] = queue.Queue(_MOST_EVENTS)
         self._nodes: dict[int, Link] = {}
         self._idle: set[int] = set()
-        self._all = self._expected = set(range(launch.options.nnodes))
+        self._all = set(range(launch.options.nnodes))
+        self._expected = self._all
         self._running: set[int] = set()
-        self._outcomes: dict[int, Outcome] = {}
-        self._lost: str | None = None
+        self._outcomes: dict[int, NodeOutcome] = {}
+        self._loss: str | None = None  # the first loss of a node in the attempt
         self._preempted: set[int] = set()  # nodes that are taken away, of the running attempt
         self._is_stopping = False
         self._deadline: float | None = None
@@ -63,7 +63,9 @@ class Leader:
     @property
     def address(self) -> str:
         host = str(self._listener.getsockname()[0])
-        return "127.0.0.1" if host in ("::", "0.0.0.0") else host
+        if host in ("::", "0.0.0.0"):
+            return "127.0.0.1"
+        return host
 
     def __enter__(self) -> Leader:
         serve(self._listener, self._secret, self._serve)
@@ -77,15 +79,15 @@ class Leader:
     def _serve(self, link: Link) -> None:
         for message in link.messages():
             self._events.put((link, message))
-        self._events.put((link, None))
+        self._events.put((link, None))  # the connection has ended
 
     def _say_alive(self) -> None:
         while self._thread.is_alive():
             self._send(list(self._nodes), "alive")
             time.sleep(limits.NODE_ALIVE_SECONDS)
 
-    def _send(self, to: Iterable[int], do: str, **fields: Any) -> None:
-        for link in filter(None, map(self._nodes.get, list(to))):
+    def _send(self, receivers: Iterable[int], do: str, **fields: Any) -> None:
+        for link in filter(None, map(self._nodes.get, list(receivers))):
             link.send(do, **fields)
 
     def _run(self) -> None:
@@ -119,63 +121,81 @@ class Leader:
             if self._is_leaving:
                 return _NOT_OVER
             if nodes is None:
-                last = self._ledger.attempts[-1:]
-                fewest, rejoin, most = (
-                    self._options.fewest_nodes,
-                    self._options.rejoin_timeout,
-                    self._options.nnodes,
-                )
-                text = (
-                    f"node(s) {ranges(self._all - self._idle)} did not come within {rejoin:g} s (--rejoin-timeout); "
-                    f"there are only {ranges(self._idle)}, and the job needs {fewest}.\n"
-                    "What to do: look at the output of npurun on these nodes; let the cluster start npurun there "
-                    f"again; or allow fewer nodes (--nnodes MIN:{most})."
-                )
-                return Decision(last[0].code if last and last[0].preempted else FAILED, None, text)
+                return self._too_few_nodes()
             try:
-                place = prepare_meeting(self._options, self._ledger.count, nodes)
+                meeting = prepare_meeting(self._options, self._ledger.count, nodes)
             except (OSError, ClusterError, ValueError) as error:
                 return Decision(USAGE, None, str(error))
-            with place:
-                decision = self._attempt(place)
+            with meeting:
+                decision = self._attempt(meeting)
             if decision.wait is None or 0 in self._preempted:
                 return decision
-            place.end()
+            meeting.end()
             self._expected = set(nodes)
             self._send(self._nodes, "say", text=decision.text)
             wait = decision.wait
 
+    def _too_few_nodes(self) -> Decision:
+        options = self._options
+        code = FAILED
+        for attempt in self._ledger.attempts[-1:]:
+            if attempt.preempted:
+                code = attempt.code
+        return Decision(
+            code,
+            None,
+            f"node(s) {ranges(self._all - self._idle)} did not come within {options.rejoin_timeout:g} s "
+            f"(--rejoin-timeout); there are only {ranges(self._idle)}, and the job needs {options.fewest_nodes}.\n"
+            "What to do: look at the output of npurun on these nodes; let the cluster start npurun there "
+            f"again; or allow fewer nodes (--nnodes MIN:{options.nnodes}).",
+        )
+
     def _gather(self, wait: float) -> tuple[int, ...] | None:
         """Wait a while, and for the expected nodes; return those that are there, or None if they are too few."""
-        began = now = time.monotonic()
+        began = time.monotonic()
+        earliest_start = began + wait
         deadline = began + max(wait, self._options.rejoin_timeout)
-        is_told, fewest = False, self._options.fewest_nodes
-        while self._signal is None and not self._is_leaving and now < deadline:
-            missing = (self._expected if len(self._idle) >= fewest else self._all) - self._idle
-            if not missing and now >= began + wait:
+        notice_at = began + limits.NODE_NOTICE_SECONDS
+        time_now = began
+        is_told = False
+        while self._signal is None and not self._is_leaving and time_now < deadline:
+            absent = self._all - self._idle
+            if self._is_enough():
+                absent = self._expected - self._idle
+            if not absent and time_now >= earliest_start:
                 break
-            if missing and not is_told and now >= began + limits.NODE_NOTICE_SECONDS:
+            if absent and not is_told and time_now >= notice_at:
                 is_told = True
-                text = f"waiting for node {ranges(missing)}, for {deadline - now:.0f} s at most"
+                text = f"waiting for node {ranges(absent)}, for {deadline - time_now:.0f} s at most"
                 self._send(self._idle, "say", text=text)
-            self._handle(
-                min(deadline, now + limits.NODE_PAUSE_SECONDS if missing else began + wait)
-            )
-            now = time.monotonic()
-        return tuple(sorted(self._idle)) if len(self._idle) >= fewest else None
+            until = earliest_start
+            if absent:
+                until = time_now + limits.NODE_PAUSE_SECONDS
+            self._handle(min(deadline, until))
+            time_now = time.monotonic()
+        if not self._is_enough():
+            return None
+        return tuple(sorted(self._idle))
 
-    def _attempt(self, place: Meeting) -> Decision:
+    def _is_enough(self) -> bool:
+        return len(self._idle) >= self._options.fewest_nodes
+
+    def _attempt(self, meeting: Meeting) -> Decision:
         began = time.time()
-        self._running, self._outcomes, self._lost = set(place.nodes), {}, None
-        self._preempted, self._is_stopping, self._deadline = set(), False, None
+        self._running = set(meeting.nodes)
         self._idle -= self._running
+        self._outcomes = {}
+        self._loss = None
+        self._preempted = set()
+        self._is_stopping = False
+        self._deadline = None
         self._send(
-            place.nodes,
+            meeting.nodes,
             "plan",
-            count=place.count,
-            nodes=place.nodes,
-            job_id=place.job_id,
-            port=place.port,
+            count=meeting.count,
+            nodes=meeting.nodes,
+            job_id=meeting.job_id,
+            port=meeting.port,
         )
         while self._running:
             if self._handle(self._deadline):
@@ -190,10 +210,10 @@ class Leader:
                 self._lose(node, "does not answer")
         return self._ledger.add(
             began,
-            place.nodes,
+            meeting.nodes,
             self._outcomes.values(),
             self._launch.step(),
-            self._lost,
+            self._loss,
             sorted(self._preempted),
         )
 
@@ -207,10 +227,11 @@ class Leader:
             self._send(self._running, "stop", why=why)
 
     def _next_event(self, until: float | None) -> tuple[Link, dict[str, Any] | None] | None:
+        seconds = None
+        if until is not None:
+            seconds = max(0.0, until - time.monotonic())
         try:
-            return self._events.get(
-                timeout=None if until is None else max(0.0, until - time.monotonic())
-            )
+            return self._events.get(timeout=seconds)
         except queue.Empty:
             return None
 
@@ -220,15 +241,17 @@ class Leader:
         if event is None:
             return False
         link, message = event
-        node = next((node for node, known in self._nodes.items() if known is link), None)
         if message is not None and message["do"] == "hello":
             self._register(link, message)
-        elif node is not None and message is None:
-            self._lose(
-                node, "is gone: its npurun ended or was killed, or its host can't be reached"
-            )
-        elif node is not None and message is not None:
-            self._act(node, message)
+            return True
+        # A connection that another one has replaced is no node's.
+        for node in [node for node, its_link in self._nodes.items() if its_link is link]:
+            if message is None:
+                self._lose(
+                    node, "is gone: its npurun ended or was killed, or its host can't be reached"
+                )
+            else:
+                self._act(node, message)
         return True
 
     def _act(self, node: int, message: dict[str, Any]) -> None:
@@ -241,8 +264,10 @@ class Leader:
         elif message["do"] == "preempted" and self._options.outlives_preemption:
             self._preempted.add(node)  # its ranks end the attempt, resumable or not
         elif message["do"] == "outcome":
-            failure = Failure(**message["failure"]) if message["failure"] else None
-            outcome = Outcome(
+            failure = None
+            if message["failure"]:
+                failure = Failure(**message["failure"])
+            outcome = NodeOutcome(
                 message["code"], message["interrupted"], message["preempted"], failure
             )
             self._outcomes[node] = outcome
@@ -255,24 +280,9 @@ class Leader:
 
     def _register(self, link: Link, hello: dict[str, Any]) -> None:
         node = hello["node"]
-        ours = {
-            "nproc": self._options.nproc_per_node,
-            "most": self._options.nnodes,
-            "version": __version__,
-        }
-        wrong = [
-            f"{name} {hello[name]} (node 0: {value})"
-            for name, value in ours.items()
-            if hello[name] != value
-        ]
-        if not wrong and not 0 <= node < self._options.nnodes:
-            wrong = [f"it is not one of nodes 0 to {self._options.nnodes - 1}"]
-        if not wrong and node == 0 and 0 in self._nodes:
-            wrong = ["node 0 has one already"]
-        if wrong:
-            link.end(
-                "over", code=USAGE, text=f"node {node} doesn't match node 0: {', '.join(wrong)}"
-            )
+        problem = self._mismatch(hello)
+        if problem:
+            link.end("over", code=USAGE, text=f"node {node} doesn't match node 0: {problem}")
             return
         if node in self._nodes:
             self._nodes[node].end(
@@ -285,10 +295,28 @@ class Leader:
             at_work = f"the job is running on node(s) {ranges(self._running)}; this node joins at the next restart"
             link.send("say", text=at_work)
         elif hello["count"] > self._ledger.count:  # this launcher has been started again
-            self._ledger.count, self._expected = (
-                hello["count"],
-                self._all.intersection(hello["nodes"]),
-            )
+            self._ledger.count = hello["count"]
+            self._expected = self._all.intersection(hello["nodes"])
+
+    def _mismatch(self, hello: dict[str, Any]) -> str:
+        """Return why a launcher can't take part in the job; "" if it can."""
+        settings = {
+            "nproc": self._options.nproc_per_node,
+            "most": self._options.nnodes,
+            "version": __version__,
+        }
+        differences = [
+            f"{name} {hello[name]} (node 0: {setting})"
+            for name, setting in settings.items()
+            if hello[name] != setting
+        ]
+        if differences:
+            return ", ".join(differences)
+        if not 0 <= hello["node"] < self._options.nnodes:
+            return f"it is not one of nodes 0 to {self._options.nnodes - 1}"
+        if hello["node"] == 0 and 0 in self._nodes:
+            return "node 0 has one already"
+        return ""
 
     def _lose(self, node: int, how: str) -> None:
         del self._nodes[node]
@@ -296,5 +324,5 @@ class Leader:
         self._is_leaving = self._is_leaving or node == 0
         if node in self._running:
             self._running.discard(node)
-            self._lost = self._lost or f"node {node} {how}"
+            self._loss = self._loss or f"node {node} {how}"
             self._stop(f"node {node} {how}")

@@ -6,7 +6,6 @@ The launchers of the nodes send each other JSON messages, after the proof of the
 from __future__ import annotations
 
 import contextlib
-import queue
 import socket
 import threading
 import time
@@ -15,7 +14,7 @@ from dataclasses import asdict
 from typing import Any, Callable, NoReturn
 
 from npu_device._src.cluster import frames, handshake
-from npu_device._src.cluster.errors import RESUMABLE
+from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.cluster.time_limits import (
     NODE_CONNECT_SECONDS,
     NODE_PAUSE_SECONDS,
@@ -23,15 +22,29 @@ from npu_device._src.cluster.time_limits import (
 )
 from npu_device._src.version import __version__
 from npu_device.launch import ledger
-from npu_device.launch.attempt import FAILED, Attempt, Launch, Meeting, Outcome, master_port
+from npu_device.launch.attempt import (
+    FAILED,
+    Attempt,
+    Launch,
+    Listener,
+    Meeting,
+    NodeOutcome,
+    master_port,
+)
+from npu_device.launch.events import (
+    AttemptOrdered,
+    Handlers,
+    SignalReceived,
+    StopOrdered,
+    TextReceived,
+)
 from npu_device.launch.failures import Failure
-from npu_device.launch.supervisor import Stop
 
-_MOST = 1e10  # numbers, and times in seconds since the epoch
+_LARGEST = 1e10  # numbers, and times in seconds since the epoch
 _FORMS = {"int": int, "float": float, "str": str, "bool": bool, "str | None": (str, type(None))}
-_FAILURE = {name: _FORMS[kind] for name, kind in Failure.__annotations__.items()}
+_FAILURE = {name: _FORMS[annotation] for name, annotation in Failure.__annotations__.items()}
 _FIELDS: dict[str, dict[str, Any]] = {
-    # to node 0
+    # To node 0
     "hello": {"node": int, "nproc": int, "most": int, "version": str, "count": int, "nodes": [int]},
     "failed": {"what": str},
     "preempted": {},
@@ -42,7 +55,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "preempted": bool,
         "failure": (_FAILURE, type(None)),
     },
-    # of node 0
+    # Of node 0
     "plan": {"count": int, "nodes": [int], "job_id": str, "port": int},
     "stop": {"why": str},
     "say": {"text": str},
@@ -67,7 +80,7 @@ class Link:
 
     def __init__(self, line: handshake.TimedConnection) -> None:
         self.is_lost = False
-        self.heard = time.monotonic()
+        self.received_at = time.monotonic()  # when the newest message came
         self._connection = line.connection
         self._connection.settimeout(None)
         self._reader = line.reader
@@ -75,14 +88,15 @@ class Link:
         self._sending = threading.Lock()
 
     def send(self, do: str, **fields: Any) -> None:
+        message = frames.encode({"do": do, **fields})
         with self._sending, contextlib.suppress(OSError):
-            self._connection.sendall(frames.encode({"do": do, **fields}))
+            self._connection.sendall(message)
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """Yield messages until the other side closes, or breaks the protocol; then this side, as half may be lost."""
         with contextlib.suppress(OSError, frames.FrameError):
             for message in self._reader.messages(self._connection):
-                self.heard = time.monotonic()
+                self.received_at = time.monotonic()
                 fields = _FIELDS.get(str(message.get("do")))
                 # What a message holds is used unchecked.
                 if fields is None or not all(
@@ -105,21 +119,19 @@ class Link:
         self._connection.close()
 
 
-def _fits(value: Any, form: Any) -> bool:
-    """Return whether a value is of a type, of one of several forms, a list of one, or has exactly some fields."""
+def _fits(field: Any, form: Any) -> bool:
+    """Return True if a field is of a type, of one of several forms, a list of one, or has exactly some fields."""
     if isinstance(form, tuple):
-        return any(_fits(value, each) for each in form)
+        return any(_fits(field, alternative) for alternative in form)
     if isinstance(form, list):
-        return isinstance(value, list) and all(_fits(each, form[0]) for each in value)
+        return isinstance(field, list) and all(_fits(member, form[0]) for member in field)
     if isinstance(form, dict):
-        return (
-            isinstance(value, dict)
-            and value.keys() == form.keys()
-            and all(_fits(value[k], form[k]) for k in form)
-        )
-    if form in (int, float) and type(value) in (int, form):
-        return abs(value) < _MOST  # nor NaN
-    return type(value) is form
+        if not isinstance(field, dict) or field.keys() != form.keys():
+            return False
+        return all(_fits(field[name], form[name]) for name in form)
+    if form in (int, float) and type(field) in (int, form):
+        return abs(field) < _LARGEST  # nor NaN
+    return type(field) is form
 
 
 def serve(listener: socket.socket, secret: bytes, joined: Callable[[Link], None]) -> None:
@@ -130,6 +142,19 @@ def serve(listener: socket.socket, secret: bytes, joined: Callable[[Link], None]
     ).start()
 
 
+class _LeaderListener(Listener):
+    """Tells node 0 at once what happens in an attempt."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def on_failure(self, text: str) -> None:
+        self._link.send("failed", what=text)
+
+    def on_preemption(self) -> None:
+        self._link.send("preempted")
+
+
 class Member:
     """The launcher of a node, led by the one of node 0; it ends with SystemExit."""
 
@@ -138,82 +163,87 @@ class Member:
         self._options = launch.options
         self._say = launch.console.say
         self._secret = secret
-        self._leader = leader, master_port(launch.options)
+        self._leader = (leader, master_port(launch.options))
         self._link: Link | None = None
-        self._nodes = tuple(
-            launch.starter.nodes or range(launch.options.nnodes)
-        )  # of the newest attempt
-        self._count = launch.starter.count  # of the next attempt, as far as this node knows
-        self._running: int | None = None
+        starter = launch.starter
+        self._nodes = tuple(starter.nodes or range(launch.options.nnodes))  # of the newest attempt
+        self._count = starter.count  # of the next attempt, as far as this node knows
+        self._meeting: Meeting | None = None  # of the attempt that node 0 has ordered
+        self._attempt: int | None = None  # number of that attempt
         self._ending: dict[str, Any] | None = None  # the leader's last message
-        self._outcome = Outcome(0)  # of the newest attempt
+        self._outcome = NodeOutcome(0)  # of the newest attempt
 
     def run(self) -> NoReturn:
         try:
             while True:
-                self._attempt(self._next())
+                self._run_attempt(self._next_meeting())
         finally:
             if self._link is not None:
                 self._link.close()
 
-    def _next(self) -> Meeting:
+    def _next_meeting(self) -> Meeting:
         """Wait for the order to run an attempt."""
-        while self._ending is None or not self._launch.events.empty():
+        handlers: Handlers = {
+            SignalReceived: self._on_signal,
+            AttemptOrdered: self._on_order,
+            TextReceived: self._on_text,
+        }
+        self._meeting = None
+        while self._ending is None or not self._launch.events.is_empty:
             if self._ending is None and (self._link is None or self._link.is_lost):
                 self._connect()
-            event = self._event(NODE_SILENT_SECONDS)
-            link = self._link
-            if (
-                event is None
-                and link is not None
-                and time.monotonic() - link.heard > NODE_SILENT_SECONDS
-            ):
-                self._say(
-                    f"node 0 has said nothing for {NODE_SILENT_SECONDS:g} s: its npurun is stopped, or its host hangs"
-                )
-                link.close()
-                link.is_lost = True
-            if not isinstance(event, dict):
-                continue
-            if event["do"] == "plan":
-                nodes = tuple(event["nodes"])
-                change = ledger.change(self._nodes, nodes, self._options.nproc_per_node)
-                if change:
-                    self._say(change)
-                self._nodes, self._count = nodes, event["count"] + 1
-                return Meeting(event["job_id"], event["port"], None, None, nodes, event["count"])
-            self._say(event["text"])
+            if not self._launch.events.handle_next(NODE_SILENT_SECONDS, handlers):
+                self._look_for_silence()
+            if self._meeting is not None:
+                return self._meeting
         if self._ending["text"]:
             self._say(self._ending["text"])
-        ends = NodeLeavesError if self._ending["do"] == "leave" else SystemExit
-        raise ends(self._ending["code"])
+        if self._ending["do"] == "leave":
+            raise NodeLeavesError(self._ending["code"])
+        raise SystemExit(self._ending["code"])
 
-    def _event(self, seconds: float) -> Any:
-        """Return the next event, or None if there is none for some time; end at a signal."""
-        try:
-            event = self._launch.events.get(timeout=seconds)
-        except queue.Empty:
-            return None
-        if isinstance(event, int):
-            is_request = event == self._options.preempt_signal
-            stopped = self._outcome.interrupted or (is_request and self._outcome.code == RESUMABLE)
-            code = self._outcome.code if stopped else 128 + event
-            if is_request and self._options.outlives_preemption:
-                raise NodeLeavesError(code)
-            if self._link is not None:
-                self._link.send("interrupted", signal=event)
-            raise SystemExit(code)
-        return event
+    def _look_for_silence(self) -> None:
+        link = self._link
+        if link is None or time.monotonic() - link.received_at <= NODE_SILENT_SECONDS:
+            return
+        self._say(
+            f"node 0 has said nothing for {NODE_SILENT_SECONDS:g} s: its npurun is stopped, or its host hangs"
+        )
+        link.close()
+        link.is_lost = True
 
-    def _attempt(self, place: Meeting) -> None:
+    def _on_order(self, order: AttemptOrdered) -> None:
+        nodes = tuple(order.nodes)
+        change = ledger.change(self._nodes, nodes, self._options.nproc_per_node)
+        if change:
+            self._say(change)
+        self._nodes = nodes
+        self._count = order.attempt + 1
+        self._meeting = Meeting(order.job_id, order.port, None, None, nodes, order.attempt)
+
+    def _on_text(self, received: TextReceived) -> None:
+        self._say(received.text)
+
+    def _on_signal(self, received: SignalReceived) -> NoReturn:
+        """End, between two attempts."""
+        is_request = received.number == self._options.preempt_signal
+        code = 128 + received.number
+        if self._outcome.interrupted or (is_request and self._outcome.code == RESUMABLE):
+            code = self._outcome.code
+        if is_request and self._options.outlives_preemption:
+            raise NodeLeavesError(code)
+        if self._link is not None:
+            self._link.send("interrupted", signal=received.number)
+        raise SystemExit(code)
+
+    def _run_attempt(self, meeting: Meeting) -> None:
         link = self._link
         assert link is not None
         if link.is_lost:
             return
-        outcome = self._outcome = Attempt(
-            self._launch, place, lambda kind, what: link.send(kind, what=what)
-        ).run()
-        self._running = None
+        outcome = Attempt(self._launch, meeting, _LeaderListener(link)).run()
+        self._outcome = outcome
+        self._attempt = None
         link.send("outcome", **asdict(outcome))
         if outcome.preempted and self._options.outlives_preemption and self._options.node_rank > 0:
             raise NodeLeavesError(outcome.code)
@@ -228,12 +258,27 @@ class Member:
             self._say(
                 f"lost the connection to node 0: trying to reach it again for {seconds:g} s (--rejoin-timeout)"
             )
+        link = self._reach_leader(seconds)
+        self._link = link
+        link.send(
+            "hello",
+            node=self._options.node_rank,
+            nproc=self._options.nproc_per_node,
+            most=self._options.nnodes,
+            version=__version__,
+            count=self._count,
+            nodes=self._nodes,
+        )
+        threading.Thread(
+            target=self._receive, args=(link,), name="npurun-member", daemon=True
+        ).start()
+
+    def _reach_leader(self, seconds: float) -> Link:
         deadline = time.monotonic() + seconds
-        while self._link is None:
+        secret = self._secret + _OF_NODES
+        while True:
             try:
-                self._link = Link(
-                    handshake.reach(*self._leader, NODE_CONNECT_SECONDS, self._secret + _OF_NODES)
-                )
+                return Link(handshake.reach(*self._leader, NODE_CONNECT_SECONDS, secret))
             except OSError as error:
                 if time.monotonic() >= deadline:
                     host, port = self._leader
@@ -244,31 +289,26 @@ class Member:
                         "secret; let the cluster start npurun there again."
                     )
                     raise SystemExit(FAILED) from None
-                self._event(NODE_PAUSE_SECONDS)
-        options = self._options
-        fields = {
-            "node": options.node_rank,
-            "nproc": options.nproc_per_node,
-            "most": options.nnodes,
-        }
-        self._link.send(
-            "hello", **fields, version=__version__, count=self._count, nodes=self._nodes
-        )
-        threading.Thread(
-            target=self._receive, args=(self._link,), name="npurun-member", daemon=True
-        ).start()
+            # What the lost connection has brought is out of date.
+            self._launch.events.handle_next(NODE_PAUSE_SECONDS, {SignalReceived: self._on_signal})
 
     def _receive(self, link: Link) -> None:
+        """Make events of the messages of node 0."""
+        put = self._launch.events.put
         for message in link.messages():
-            if message["do"] == "stop":
-                self._launch.events.put(Stop(message["why"], self._running))
-            elif message["do"] in ("over", "leave"):
-                self._ending = message
-                self._launch.events.put(
-                    Stop("node 0 has ended the part of the job on this node", self._running)
+            action = message["do"]
+            if action == "plan":
+                self._attempt = message["count"]
+                put(
+                    AttemptOrdered(
+                        message["count"], message["nodes"], message["job_id"], message["port"]
+                    )
                 )
-            elif message["do"] != "alive":
-                if message["do"] == "plan":
-                    self._running = message["count"]
-                self._launch.events.put(message)
-        self._launch.events.put(Stop("lost the connection to node 0", self._running))
+            elif action == "say":
+                put(TextReceived(message["text"]))
+            elif action == "stop":
+                put(StopOrdered(message["why"], self._attempt))
+            elif action in ("over", "leave"):
+                self._ending = message
+                put(StopOrdered("node 0 has ended the part of the job on this node", self._attempt))
+        put(StopOrdered("lost the connection to node 0", self._attempt))

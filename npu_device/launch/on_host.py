@@ -1,4 +1,4 @@
-"""The npurun of one host of ``npurun --hosts``, which ``hosts`` starts there over ssh.
+"""The npurun of one host of ``npurun --hosts``, which ``ssh_hosts`` starts there over ssh.
 
 Standard input gets the order, a line of JSON with the secret, then the number of each signal that the npurun that was
 started by hand receives. Its end ends the ranks of the host.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from npu_device._src.cluster.roster import parent_and_start, start_time
 from npu_device._src.cluster.time_limits import KILL_SECONDS, NODE_STOP_SECONDS, SWEEP_SECONDS
-from npu_device.launch import argument_types, checking, job
+from npu_device.launch import argument_types, checking, launcher
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import FAILED
 from npu_device.launch.member import NodeLeavesError
@@ -52,7 +52,10 @@ def main() -> None:
 
 def _run(options: Options, starter: Starter) -> int:
     try:
-        code = checking.run(options) if options.check else job.run(options, starter)
+        if options.check:
+            code = checking.run(options)
+        else:
+            code = launcher.run(options, starter)
     except NodeLeavesError as end:
         starter.tell(LEAVING, code=end.exit_code)
         return end.exit_code
@@ -64,9 +67,9 @@ def _run(options: Options, starter: Starter) -> int:
 
 def _lines() -> Iterator[bytes]:
     """Yield the lines of standard input, without Python's buffer: a thread that waits in it would hold up the exit."""
-    rest = b""
-    while data := os.read(0, 1 << 16):
-        *lines, rest = (rest + data).split(b"\n")
+    beginning = b""  # of a line
+    while block := os.read(0, 1 << 16):
+        *lines, beginning = (beginning + block).split(b"\n")
         yield from lines
 
 

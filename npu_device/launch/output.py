@@ -37,17 +37,19 @@ class Console:
         self._broken: set[int] = set()
         self._ending_since: float | None = None
 
-    def write(self, fd: int, data: bytes) -> None:
-        view = memoryview(data)
+    def write(self, fd: int, output: bytes) -> None:
+        view = memoryview(output)
         with self._lock:
             try:
-                # A pipe that poll calls writable takes this many bytes without blocking.
-                most = select.PIPE_BUF if stat.S_ISFIFO(os.fstat(fd).st_mode) else len(view)
+                most_bytes = len(view)
+                if stat.S_ISFIFO(os.fstat(fd).st_mode):
+                    # A pipe that poll calls writable takes this many bytes without blocking.
+                    most_bytes = select.PIPE_BUF
                 while view and fd not in self._broken:
                     # Another process that shares this terminal or pipe may have made it non-blocking.
                     with contextlib.suppress(BlockingIOError):
                         self._wait_for_reader(fd)
-                        view = view[os.write(fd, view[:most]) :]
+                        view = view[os.write(fd, view[:most_bytes]) :]
             except OSError:  # closed (npurun ... | head) or full: the training continues
                 self._broken.add(fd)
 
@@ -88,11 +90,12 @@ class Pump:
         log: BinaryIO | None = None,
     ) -> None:
         self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
-        self._pipe, self._console, self._fd, self._log = pipe, console, fd, log
-        self._prefix = b"" if rank is None else b"[%d] " % rank
-        if rank is not None and os.isatty(fd):
-            self._prefix = b"\x1b[%dm[%d]\x1b[0m " % (_COLOURS[rank % len(_COLOURS)], rank)
-        self._rest = b""  # a line that hasn't ended
+        self._pipe = pipe
+        self._console = console
+        self._fd = fd
+        self._log = log
+        self._prefix = _prefix(rank, os.isatty(fd))
+        self._beginning = b""  # of a line that hasn't ended
         self._bar = b""  # the newest refresh, if it hasn't been written
         self._bar_is_written = False  # and the line that it refreshes hasn't ended
         self._bar_written_at = time.monotonic()
@@ -110,39 +113,42 @@ class Pump:
         poll.register(self._pipe, select.POLLIN)
         with self._pipe:
             while not self._ending.is_set():
-                data = b""
+                output = b""
                 if poll.poll(TICK_SECONDS * 1000):
-                    data = os.read(self._pipe.fileno(), _BLOCK_BYTES)
-                    if not data:
+                    output = os.read(self._pipe.fileno(), _BLOCK_BYTES)
+                    if not output:
                         break
-                self._write(self._lines(data))
+                self._write(self._lines(output))
             else:  # a process that escaped with the pipe may go on writing to it
                 count = array.array("i", [0])
                 fcntl.ioctl(self._pipe, termios.FIONREAD, count)
                 self._write(self._lines(os.read(self._pipe.fileno(), count[0])))
-        if self._rest or self._bar:
+        if self._beginning or self._bar:
             self._write(self._lines(b"\n"))
 
-    def _lines(self, data: bytes) -> list[bytes]:
-        """Return the lines that data complete. They are bytes, so that nothing is undecodable."""
+    def _lines(self, output: bytes) -> list[bytes]:
+        """Return the lines that output completes. They are bytes, so that nothing is undecodable."""
         lines = []
-        if b"\n" in data or b"\r" in data:
-            *parts, self._rest = _END.split(self._rest + data)
-            for text, end in zip(parts[0::2], parts[1::2]):
+        if b"\n" in output or b"\r" in output:
+            *texts_and_ends, self._beginning = _END.split(self._beginning + output)
+            for text, end in zip(texts_and_ends[0::2], texts_and_ends[1::2]):
                 if end == b"\r":
                     self._bar = text or self._bar
                     continue
                 if text or self._bar or not self._bar_is_written:
                     lines.append(text or self._bar)
-                self._bar, self._bar_is_written = b"", False
+                self._bar = b""
+                self._bar_is_written = False
         else:
-            self._rest += data
-        if len(self._rest) >= _LINE_BYTES:
-            lines.append(self._rest)
-            self._rest = b""
+            self._beginning += output
+        if len(self._beginning) >= _LINE_BYTES:
+            lines.append(self._beginning)
+            self._beginning = b""
         if self._bar and time.monotonic() - self._bar_written_at > REFRESH_SECONDS:
             lines.append(self._bar)
-            self._bar, self._bar_is_written, self._bar_written_at = b"", True, time.monotonic()
+            self._bar = b""
+            self._bar_is_written = True
+            self._bar_written_at = time.monotonic()
         return lines
 
     def _write(self, lines: list[bytes]) -> None:
@@ -156,3 +162,11 @@ class Pump:
                 self._log = None
         if self._console is not None:
             self._console.write(self._fd, b"".join(self._prefix + line + b"\n" for line in lines))
+
+
+def _prefix(rank: int | None, is_terminal: bool) -> bytes:
+    if rank is None:
+        return b""
+    if is_terminal:
+        return b"\x1b[%dm[%d]\x1b[0m " % (_COLOURS[rank % len(_COLOURS)], rank)
+    return b"[%d] " % rank

@@ -21,7 +21,7 @@ OVER = "over"  # it ends, and so does the job
 
 @dataclass(frozen=True)
 class Report:
-    kind: str
+    state: str
     code: int = 0  # exit code, of LEAVING and OVER
     count: int = 0  # number of the attempt, from 0
     nodes: Sequence[int] = ()  # that take part in the attempt
@@ -37,10 +37,10 @@ class Starter:
     nodes: Sequence[int] = ()  # of the newest attempt; empty before any
     is_preempted: bool = False
 
-    def tell(self, kind: str, code: int = 0, count: int = 0, nodes: Sequence[int] = ()) -> None:
-        self.is_preempted = self.is_preempted or kind == PREEMPTED
+    def tell(self, state: str, code: int = 0, count: int = 0, nodes: Sequence[int] = ()) -> None:
+        self.is_preempted = self.is_preempted or state == PREEMPTED
         if self.name:
-            report = Report(kind, code, count, nodes)
+            report = Report(state, code, count, nodes)
             # The console keeps the line whole among the lines of the ranks.
             self.console.write(2, f"{self.name} {json.dumps(asdict(report))}\n".encode())
 

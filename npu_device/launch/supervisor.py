@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -13,9 +12,9 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Callable
 
-from npu_device._src.cluster.errors import RESUMABLE
+from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.cluster.time_limits import (
     KILL_SECONDS,
     RANKS_NOTICE_SECONDS,
@@ -24,6 +23,7 @@ from npu_device._src.cluster.time_limits import (
 )
 from npu_device._src.wording import counted
 from npu_device.launch.arguments import Options
+from npu_device.launch.events import Events, Handlers, RankEnded, SignalReceived, StopOrdered
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,20 @@ class Exit:
 
     @property
     def code(self) -> int:
-        return self.status if self.status >= 0 else 128 - self.status
+        if self.status < 0:
+            return 128 - self.status
+        return self.status
 
     def __str__(self) -> str:
         if self.status >= 0:
             return f"exit code {self.status}"
-        names = {int(each): each.name for each in signal.Signals}
-        return f"killed by {names.get(-self.status, f'signal {-self.status}')}"
+        names = {int(number): number.name for number in signal.Signals}
+        number = -self.status
+        return f"killed by {names.get(number, f'signal {number}')}"
 
 
-class Process:
-    """A running rank.
+class RankProcess:
+    """The process of a rank.
 
     The ended process stays a zombie until ``reap``: its number, which is also its group's, can't be reused
     while signals may still be sent to it.
@@ -56,12 +59,12 @@ class Process:
         rank: int,
         command: Sequence[str],
         environment: Mapping[str, str],
-        on_exit: Callable[[], None],
+        events: Events,
     ) -> None:
         self.rank = rank
         self.exit: Exit | None = None
         self._gone = False
-        self._on_exit = on_exit
+        self._events = events
         self._popen = subprocess.Popen(
             command,
             env=environment,
@@ -71,7 +74,8 @@ class Process:
             start_new_session=True,  # Ctrl-C of the terminal goes to the launcher alone, which passes it on once
         )
         assert self._popen.stdout is not None and self._popen.stderr is not None
-        self.stdout, self.stderr = self._popen.stdout, self._popen.stderr
+        self.stdout = self._popen.stdout
+        self.stderr = self._popen.stderr
         self.pid = self._popen.pid
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
@@ -82,7 +86,10 @@ class Process:
             return
         # PermissionError: the rest of the group runs as another user (sudo in the script).
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            (os.kill if spares_children else os.killpg)(self.pid, number)
+            if spares_children:
+                os.kill(self.pid, number)
+            else:
+                os.killpg(self.pid, number)
 
     def reap(self) -> bool:
         """Release the ended process. Return True while children of it are left in its group."""
@@ -95,12 +102,13 @@ class Process:
         return not self._gone
 
     def _watch(self) -> None:
-        result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        assert result is not None
-        self.exit = Exit(
-            result.si_status if result.si_code == os.CLD_EXITED else -result.si_status, time.time()
-        )
-        self._on_exit()
+        child = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        assert child is not None
+        status = child.si_status
+        if child.si_code != os.CLD_EXITED:
+            status = -status
+        self.exit = Exit(status, time.time())
+        self._events.put(RankEnded(self.rank))
 
 
 class _Stage(enum.IntEnum):
@@ -112,29 +120,20 @@ class _Stage(enum.IntEnum):
     GIVEN_UP = 5
 
 
-@dataclass(frozen=True)
-class Stop:
-    """An event: the attempt has failed elsewhere."""
-
-    why: str  # what happened there
-    count: int | None  # number of that attempt
-
-
 @dataclass
 class Supervisor:
     """Supervises an attempt on this node until its end."""
 
-    _processes: Sequence[Process]
-    _events: queue.SimpleQueue[Any]
+    _processes: Sequence[RankProcess]
+    _events: Events
     _options: Options
     _say: Callable[[str], object]
-    _count: int
-    _report: Callable[[str, str], None]
+    _attempt: int  # its number
+    _on_failure: Callable[[str], None]
+    _on_preemption: Callable[[], None]
     signal: int | None = None  # the signal that ended the attempt
     interrupted: bool = False  # the launcher received a signal, perhaps after a failure
-    preempted: bool = (
-        False  # it received no other signal than the one that asks for a resumable end
-    )
+    preempted: bool = False  # all of its signals asked for a resumable end
     asked_at: float | None = None  # when the ranks were asked to stop, in seconds since the epoch
     _stage: _Stage = _Stage.RUNNING
     _deadline: float | None = None
@@ -145,69 +144,68 @@ class Supervisor:
         while self._running() and self._stage < _Stage.GIVEN_UP:
             self._wait(None)
             self._look_at_ended()
-        left = [process for process in self._processes if process.exit and process.reap()]
-        if left and (
-            self._stage < _Stage.ASKED or (self._spared_children and self._stage is _Stage.ASKED)
-        ):
+        families = [process for process in self._processes if process.exit and process.reap()]
+        spares_children = self._spared_children and self._stage is _Stage.ASKED
+        if families and (self._stage < _Stage.ASKED or spares_children):
             self._spared_children = False
-            self._ask(signal.SIGTERM, left, self._options.grace)
-        while left and self._stage < _Stage.GIVEN_UP:
+            self._ask(signal.SIGTERM, families, self._options.grace)
+        while families and self._stage < _Stage.GIVEN_UP:
             self._wait(SWEEP_SECONDS)
-            left = [process for process in left if process.reap()]
+            families = [process for process in families if process.reap()]
 
     def _look_at_ended(self) -> None:
-        ended = [
+        exits = [
             (process.exit.time, process.rank, process.exit)
             for process in self._processes
             if process.exit
         ]
-        failed = [one for one in ended if one[2].status not in (0, RESUMABLE)]
-        if failed and self._stage < _Stage.FAILED:
+        failures = [failure for failure in exits if failure[2].status not in (0, RESUMABLE)]
+        if failures and self._stage < _Stage.FAILED:
             self._enter(_Stage.FAILED, RANKS_NOTICE_SECONDS)
-            _, rank, how = min(failed)
-            self._report("failed", f"rank {rank} failed ({how})")
+            _, rank, end = min(failures)
+            self._on_failure(f"rank {rank} failed ({end})")
             if self._running():
-                self._say(f"rank {rank} failed ({how}); stopping the others")
-        elif self._stage is _Stage.RUNNING and any(how.status == RESUMABLE for _, _, how in ended):
+                self._say(f"rank {rank} failed ({end}); stopping the others")
+        elif self._stage is _Stage.RUNNING and any(end.status == RESUMABLE for _, _, end in exits):
             self._enter(_Stage.LEAVING, self._options.preempt_timeout)
 
-    def _running(self) -> list[Process]:
+    def _running(self) -> list[RankProcess]:
         return [process for process in self._processes if process.exit is None]
 
-    def _wait(self, limit: float | None) -> None:
-        until_deadline = (
-            None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-        )
-        try:
-            event = self._events.get(
-                timeout=min((t for t in (limit, until_deadline) if t is not None), default=None)
-            )
-        except queue.Empty:
-            if self._deadline is not None and time.monotonic() >= self._deadline:
-                self._escalate()
-            return
-        if isinstance(event, Stop):
-            if self._stage < _Stage.FAILED and event.count == self._count:  # else it comes late
-                self._enter(_Stage.FAILED, RANKS_NOTICE_SECONDS)
-                self._say(f"{event.why}; stopping the ranks of this node")
-        elif isinstance(event, int):
-            self._on_signal(event)
+    def _wait(self, seconds: float | None) -> None:
+        """Handle the next event, or the deadline."""
+        if self._deadline is not None:
+            until_deadline = max(0.0, self._deadline - time.monotonic())
+            seconds = min(until_deadline, seconds or until_deadline)
+        # Which ranks have ended is looked up after each event.
+        handlers: Handlers = {SignalReceived: self._on_signal, StopOrdered: self._on_stop}
+        has_event = self._events.handle_next(seconds, handlers)
+        if not has_event and self._deadline is not None and time.monotonic() >= self._deadline:
+            self._escalate()
 
-    def _on_signal(self, number: int) -> None:
+    def _on_stop(self, stop: StopOrdered) -> None:
+        # Otherwise it comes late.
+        if self._stage < _Stage.FAILED and stop.attempt == self._attempt:
+            self._enter(_Stage.FAILED, RANKS_NOTICE_SECONDS)
+            self._say(f"{stop.why}; stopping the ranks of this node")
+
+    def _on_signal(self, received: SignalReceived) -> None:
+        number = received.number
+        name = signal.Signals(number).name
         is_request = number == self._options.preempt_signal
         self.preempted = is_request and (self.preempted or not self.interrupted)
         self.interrupted = True
         if is_request:
-            self._report(
-                "preempted", signal.Signals(number).name
-            )  # before any rank ends because of it
+            self._on_preemption()  # before any rank ends because of it
         if self._stage < _Stage.FAILED:
             self.signal = number
         if self._stage < _Stage.ASKED:
-            seconds = self._options.preempt_timeout if is_request else self._options.grace
+            seconds = self._options.grace
+            if is_request:
+                seconds = self._options.preempt_timeout
+            ranks = counted(len(self._running()), "rank")
             self._say(
-                f"{signal.Signals(number).name}: asking {counted(len(self._running()), 'rank')} to stop within "
-                f"{seconds:g} s; a second signal kills them at once"
+                f"{name}: asking {ranks} to stop within {seconds:g} s; a second signal kills them at once"
             )
             # A rank that still has to finish its step needs its children, such as those that read data. A program that
             # isn't Python is the wrapper of one, and may not pass the signal on.
@@ -228,7 +226,7 @@ class Supervisor:
                     f"rank {process.rank} (process {process.pid}) can't be killed: it is stuck in the kernel"
                 )
 
-    def _ask(self, number: int, processes: Sequence[Process], seconds: float) -> None:
+    def _ask(self, number: int, processes: Sequence[RankProcess], seconds: float) -> None:
         self._enter(_Stage.ASKED, seconds)
         self.asked_at = self.asked_at or time.time()
         for process in processes:
@@ -241,4 +239,6 @@ class Supervisor:
 
     def _enter(self, stage: _Stage, seconds: float | None) -> None:
         self._stage = stage
-        self._deadline = None if seconds is None else time.monotonic() + seconds
+        self._deadline = None
+        if seconds is not None:
+            self._deadline = time.monotonic() + seconds

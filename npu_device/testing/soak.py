@@ -2,7 +2,7 @@
 
 import sys
 
-from npu_device._src.testing.soak.soak import main
+from npu_device._src.testing.soak.disturbed_job import main
 
 if __name__ == "__main__":
     sys.exit(main())

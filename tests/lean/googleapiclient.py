@@ -1,1 +1,1 @@
-raise ModuleNotFoundError("hidden: see tests/ranks.py", name="googleapiclient")
+raise ModuleNotFoundError("hidden: see tests/tools/ranks.py", name="googleapiclient")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from npu_device._src.check.core_distance import SHARES_CACHE_BELOW
 from npu_device._src.cluster.ports import is_loopback
 from npu_device._src.cluster.time_limits import CLOCK_SECONDS
 from npu_device._src.wording import counted, ranges
@@ -13,6 +14,7 @@ SIZES = {4: "4 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB", 16 << 20: "16 MiB"}
 
 _LEAST_MEMORY = 1 << 30  # bytes a rank; TensorFlow itself takes about half of that
 _AS_FAST = 1.1  # times the shortest time
+_SLOWER = 3  # times: 100 MiB on two ranks (docs/notes.md)
 _SLOW_LINK = 0.25  # of the speed that the interface claims; a core may be the limit of fast ones
 
 
@@ -57,6 +59,8 @@ class CheckedJob:
         default_factory=dict
     )  # the same among hosts, by engine
     in_use: str = ""  # the engine between hosts that the job uses
+    # nanoseconds of an exchange between cores of two ranks of a host, the longest; None if no two ranks share a host
+    distance: float | None = None
     is_right: bool = True  # False if a sum over all ranks was wrong
 
     @property
@@ -66,6 +70,16 @@ class CheckedJob:
     def name(self, rank: int) -> str:
         facts = self.facts[rank]
         return f"rank {rank} on host {facts.host} ({facts.machine})"
+
+    def cores_of(self, host: str) -> list[int]:
+        """Return a core of each rank of a host, as far as they have different ones."""
+        facts = [self.facts[rank] for rank in self.hosts[host]]
+        are_bound = len({tuple(rank.cores) for rank in facts}) > 1
+        if are_bound:
+            return list(dict.fromkeys(rank.cores[0] for rank in facts))
+        cores = facts[0].cores
+        apart = max(1, len(cores) // len(facts))
+        return cores[::apart][: len(facts)]
 
     @property
     def fastest(self) -> str:
@@ -303,6 +317,8 @@ def _speeds(job: CheckedJob) -> str:
     lines = []
     if columns:
         lines.append(_table(list(zip(["all_reduce of", *SIZES.values()], *columns))))
+    if job.distance is not None:
+        lines.append(_cores(job.distance))
     if job.between:
         use = "which is in use"
         if job.fastest != job.in_use:
@@ -310,6 +326,13 @@ def _speeds(job: CheckedJob) -> str:
         speed = f"{job.link_speed / 1e9:.3g} Gbit/s"
         lines.append(f"fastest between these hosts: {job.fastest}, {use}; each host sends {speed}")
     return "\n".join(lines)
+
+
+def _cores(distance: float) -> str:
+    time = f"a value takes {distance:.0f} ns between the cores of two ranks and back"
+    if distance < SHARES_CACHE_BELOW:
+        return f"{time}: they share a cache"
+    return f"{time}: they share no cache, so sums of large tensors take up to {_SLOWER} times as long as if they did"
 
 
 def _column(title: str, times: Sequence[float]) -> list[str]:

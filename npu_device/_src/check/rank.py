@@ -9,7 +9,7 @@ import platform
 import socket
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src.check import judge
+from npu_device._src.check.core_distance import core_distance
 from npu_device._src.check.judge import SIZES, CheckedJob, Facts
 from npu_device._src.cluster.rendezvous import installed_versions
 from npu_device._src.cluster.time_limits import (
@@ -32,6 +33,8 @@ from npu_device._src.collectives.ops import all_reduce
 from npu_device._src.membership.interfaces import interface_of, speed_of
 from npu_device._src.trace.trace import measure_clock
 from npu_device._src.training.opening import device
+
+_CORES = 9  # of a host, at most, whose distances are measured: half a second each
 
 
 def check() -> dict[str, Any]:
@@ -82,18 +85,24 @@ def _measured(job: Job, checked: CheckedJob) -> CheckedJob:
     within = None
     if len(cluster.neighbours) > 1:
         within = _by_size(job, "check_within", cluster.neighbours)
+    distance = (
+        _longest_distance(checked.cores_of(cluster.host)) if cluster.local_rank == 0 else None
+    )
     _gather(job, "within", None)  # all hosts measure first within, then between them
     between: dict[str, list[float]] = {}
     if cluster.rank in leaders:
         between = _between(job, leaders, engines)
-    by_rank = _gather(job, "speeds", [is_right, within, between])
+    by_rank = _gather(job, "speeds", [is_right, within, between, distance])
+    distances = [distance for *_, distance in by_rank if distance is not None]
     return replace(
         checked,
-        within=_slowest(within for _, within, _ in by_rank),
+        within=_slowest(within for _, within, *_ in by_rank),
         between={
-            engine: _slowest(between.get(engine) for *_, between in by_rank) for engine in engines
+            engine: _slowest(between.get(engine) for _, _, between, _ in by_rank)
+            for engine in engines
         },
         in_use=job.hosts.engine,
+        distance=max(distances, default=None),
         is_right=all(is_right for is_right, *_ in by_rank),
     )
 
@@ -114,6 +123,12 @@ def _sums_right(job: Job) -> bool:
     tensor = tf.fill([1 << 18], float(job.cluster.rank + 1))
     total = all_reduce(job, tensor, "sum", job.group(WORLD_GROUP))
     return bool(tf.reduce_all(total == size * (size + 1) / 2))
+
+
+def _longest_distance(cores: Sequence[int]) -> float | None:
+    """Return the longest time of an exchange between the first of some cores and each of the next ones."""
+    measured = [core_distance(cores[0], core) for core in cores[1:_CORES]]
+    return max((distance for distance in measured if distance is not None), default=None)
 
 
 def _slowest(times_of_ranks: Iterable[list[float] | None]) -> list[float]:

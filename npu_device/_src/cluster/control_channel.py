@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from typing import Any, Callable
 
 from npu_device._src.cluster import frames
-from npu_device._src.cluster.errors import ClusterError, PeerError
+from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.cluster.time_limits import MARGIN_SECONDS, SHORT_SECONDS
 from npu_device._src.wording import ranges, ranks_of
 

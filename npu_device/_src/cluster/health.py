@@ -21,14 +21,15 @@ from typing import Any, Callable
 from npu_device._src import environment
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
-from npu_device._src.cluster.errors import ClusterError, PeerError
+from npu_device._src.cluster.rank_errors import ClusterError, PeerError
+from npu_device._src.cluster.root_error import root_error
 from npu_device._src.cluster.time_limits import (
     ALIVE_SECONDS,
     CHECK_SECONDS,
     FINISHED_NOTICE_SECONDS,
     NEWS_SECONDS,
 )
-from npu_device._src.cluster.tracebacks import root_error, without_libraries
+from npu_device._src.cluster.tracebacks import errors_of, without_libraries
 from npu_device._src.wording import counted, ranges, ranks_of
 
 GroupId = tuple[
@@ -266,16 +267,15 @@ class Health:
             "error": root_error(
                 "".join(traceback.format_exception_only(type(error), error)).strip()
             ),
-            "traceback": "".join(
-                traceback.format_exception(type(error), error, error.__traceback__)
-            ),
+            "errors": errors_of(error),
             "secondary": secondary,
         }
 
     def _report_failure(self, record: dict[str, Any]) -> None:
-        text, _ = without_libraries(record["traceback"])
-        tail = "\n".join(text.rstrip().splitlines()[-12:])
-        self._channel.notify("failed", event={**record, "traceback": tail})
+        event = dict(record)
+        text, _ = without_libraries(event.pop("errors"))
+        event["traceback"] = "\n".join(text.rstrip().splitlines()[-12:])
+        self._channel.notify("failed", event=event)
 
     def _write_record(self, record: dict[str, Any]) -> None:
         """Write the failure for the launcher, which prints the earliest one."""

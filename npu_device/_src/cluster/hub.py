@@ -20,9 +20,9 @@ import traceback
 from typing import Any
 
 from npu_device._src.cluster import frames, ports, time_limits as limits
-from npu_device._src.cluster.errors import PortTakenError, RendezvousError
 from npu_device._src.cluster.hub_client import Client, State
 from npu_device._src.cluster.hub_rendezvous import HubRendezvous
+from npu_device._src.cluster.rank_errors import PortTakenError, RendezvousError
 from npu_device._src.cluster.roster import Hello
 from npu_device._src.cluster.server_handshake import UnprovedError
 from npu_device._src.cluster.services import Services

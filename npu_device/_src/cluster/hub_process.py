@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from npu_device._src.cluster.errors import PortTakenError, RendezvousError
+from npu_device._src.cluster.rank_errors import PortTakenError, RendezvousError
 
 _ROOT = Path(__file__).resolve().parents[len(__package__.split("."))]
 _CODE = f"import sys; sys.path.append(sys.argv[1]); from {__package__}.hub import main; main()"

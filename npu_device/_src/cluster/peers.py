@@ -19,10 +19,10 @@ from npu_device._src import environment
 from npu_device._src.cluster import time_limits as limits
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
-from npu_device._src.cluster.errors import ClusterError, PeerError
 from npu_device._src.cluster.handshake import AttemptFailedError, TimedConnection, reach, serve
 from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.ports import allow_many_descriptors, join_address, listen_on_free
+from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 
 _MOST_UNCLAIMED = 4096  # connections of all ranks that nobody has asked for
 

@@ -10,7 +10,7 @@ import resource
 import socket
 from collections.abc import Sequence
 
-from npu_device._src.cluster.errors import PortTakenError, RendezvousError
+from npu_device._src.cluster.rank_errors import PortTakenError, RendezvousError
 
 _BACKLOG = 1024
 

@@ -19,7 +19,6 @@ from npu_device._src import environment
 from npu_device._src.cluster import frames, time_limits as limits
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster, Membership
-from npu_device._src.cluster.errors import ChildOfRankError, PortTakenError, RendezvousError
 from npu_device._src.cluster.handshake import (
     ANOTHER_PROGRAM,
     NO_SECRET,
@@ -29,6 +28,7 @@ from npu_device._src.cluster.handshake import (
 )
 from npu_device._src.cluster.hub_process import HubProcess
 from npu_device._src.cluster.ports import is_loopback, join_address
+from npu_device._src.cluster.rank_errors import ChildOfRankError, PortTakenError, RendezvousError
 from npu_device._src.cluster.roster import Hello, ancestors, start_time
 from npu_device._src.version import __version__
 from npu_device._src.wording import MOST_RANKS

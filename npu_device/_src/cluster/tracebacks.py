@@ -1,48 +1,63 @@
-"""Shorten a printed traceback, all that the launcher has of a rank, to the frames of the user's files and the error.
+"""Tracebacks as lists, of which the frames of the user's files are shown, and each error once.
 
-TensorFlow reports a failure inside a graph as ``UnknownError: Graph execution error:`` and the places of the operation
-before the error itself, or as ``UnknownError: {{function_node NAME}}`` and the error; one inside a function that it
-traces as ``ValueError: in user code:``, the places and the error. Keras puts ``Exception encountered when calling …``
-before the text of an error inside a layer, and the arguments of the layer after it. One may contain the other.
+A rank records its own. The launcher parses what ranks without a record have printed.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import sysconfig
-import textwrap
+from collections.abc import Iterable, Sequence
+from traceback import FrameSummary, StackSummary, TracebackException
+from typing import Any, NamedTuple
 
-HEADER = re.compile(r"^[\s+|]*(Exception Group )?Traceback \(most recent call last\):")
-CHAIN = re.compile(
-    r"^(During handling of the above exception|The above exception was the direct cause)"
-)
-FRAME = re.compile(r'^(?P<indent>[ |]*)File "(?P<file>[^"]+)", line (?P<line>\d+)')
-_IN_A_GRAPH = re.compile(
-    r"(?P<kind>[\w.]+): (Graph execution error:|\{\{function_node [^}]*\}\} )(?P<text>.*)"
-)
-_IN_A_TRACED_FUNCTION = re.compile(r"[\w.]+: in user code:")
-_PLACE = re.compile(r"Detected at node |Node: |<stack traces|\d+ root error\(s\) found|\s|$")
-_NUMBERED = re.compile(r"\s+\(\d+\) [A-Z_ ]+:\s+")  # one of several root errors
-_IN_A_DATA_SET = re.compile(
-    r"Error in user-defined function passed to \S+ \w+ with iterator: \S+: (/dev/null/)?"
-)
-_END = re.compile(
-    r"Traceback \(most recent call last\):|\s*\[\[\{\{node |; Not a directory"
-)  # see ``sessions``
-_TYPE = re.compile(r"[\w.]*[A-Z]\w+: ")
-_INTERNAL = re.compile(
-    r"^npu_device\._src\.[\w.]+\.(?=\w)"
-)  # the module of an error of this package
-_IN_A_LAYER = re.compile(r"(?P<kind>[\w.]+): Exception encountered when calling (?P<layer>.+)\.$")
-_PLACE_IN_CODE = re.compile(r'File "|\s|$')  # a frame, its source line, an empty line
-_BOLD = re.compile(r"\x1b\[\d*m")  # Keras 3
+_HEADER = "Traceback (most recent call last):"
+_PRINTED_HEADER = re.compile(r"[\s+|]*(Exception Group )?" + re.escape(_HEADER))
+_PRINTED_FRAME = re.compile(r'(?P<indent>[ |]*)File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _REPEATED = "[Previous line repeated"
+_CAUSE = "The above exception was the direct cause of the following exception:"
+_CONTEXT = "During handling of the above exception, another exception occurred:"
 _MODULE = re.compile(r"^(\w+\.)+(?=\w+(: |$))")
 _INSTALLED = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
 _PACKAGES = [os.path.join(_INSTALLED, name) for name in ("npu_device", "npu_bridge", "hccl")]
 _LIBRARIES = tuple(os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), *_PACKAGES))
+
+
+class Block(NamedTuple):
+    """Lines that belong together: a frame with its source, as Python prints it, or a line of text, without a file."""
+
+    text: str
+    file: str = ""
+    line: int = 0
+
+
+class PrintedError(NamedTuple):
+    """An error of a chain, with its traceback."""
+
+    link: str  # the sentence between it and the error before; empty without one
+    header: str  # the line above its frames; empty for text without a traceback
+    blocks: list[Block]
+
+    def frames(self) -> list[Block]:
+        """Return the frames of the traceback, then those that the text of the error names."""
+        return [block for block in self.blocks if block.file]
+
+    def text(self) -> str:
+        """Return type and message; the frames above them are indented."""
+        texts = [block.text for block in self.blocks]
+        return "\n".join(itertools.dropwhile(lambda text: not text[:1].strip(), texts))
+
+    def lines(self) -> list[str]:
+        """Return all as Python prints it."""
+        lines = [block.text for block in self.blocks]
+        if self.header:
+            lines.insert(0, self.header)
+        if self.link:
+            lines[:0] = ["", self.link, ""]
+        return lines
 
 
 @functools.lru_cache(maxsize=4096)
@@ -58,98 +73,134 @@ def is_user_file(file: str) -> bool:
     )
 
 
-def without_libraries(text: str) -> tuple[str, int]:
-    """Return a traceback without the frames of libraries, and how many those are; without frames of the user, all."""
-    user_lines: list[str] = []
-    left_out = 0
-    indent = None  # of the frame that is being left out; the lines that belong to it are indented further, or empty
-    for line in text.splitlines():
-        frame = FRAME.match(line)
-        code = line.lstrip(" |")
-        if frame and not is_user_file(frame["file"]):
-            left_out += 1
-            indent = len(frame["indent"])
-        elif indent is None or (
-            code and len(line) - len(code) <= indent and not code.startswith(_REPEATED)
-        ):
-            indent = None
-            user_lines.append(line)
-    if not any(map(FRAME.match, user_lines)):
-        return text, 0
-    return "\n".join(_without_repeats(user_lines)) + "\n", left_out
+def errors_of(error: BaseException) -> list[PrintedError]:
+    """Return an error, and before it those that caused it, in the order in which Python prints them."""
+    errors: list[PrintedError] = []
+    exception = TracebackException(type(error), error, error.__traceback__)
+    while True:
+        link, cause = _cause(exception)
+        frames = _frames(exception.stack)
+        header = ""
+        if frames:
+            header = _HEADER
+        # The text of an error of TensorFlow contains frames, and whole tracebacks.
+        text, *contained = parse(_text(exception).splitlines())
+        errors[:0] = [PrintedError(link, header, frames + text.blocks), *contained]
+        if cause is None:
+            return errors
+        exception = cause
 
 
-def _without_repeats(lines: list[str]) -> list[str]:
-    """Leave out headers that no frame follows, and the errors below them that a later or an earlier error repeats."""
-    output: list[str] = []
-    number = 0
-    while number < len(lines):
-        line = lines[number]
-        number += 1
-        if not HEADER.match(line) or any(map(FRAME.match, lines[number : number + 1])):
-            output.append(line)
-            continue
-        error = next(filter(str.strip, lines[number:]), "")
-        said = error.partition(": ")[2] or error
-        chains = (index for index in range(number, len(lines)) if CHAIN.match(lines[index]))
-        chain = next(chains, None)
-        if chain is not None and any(said in later for later in lines[chain:]):
-            number = chain + 2  # a blank line follows
-        else:
-            while number < len(lines) and _is_repeated(lines[number], output):
-                number += 1
-    return output
+def _cause(exception: TracebackException) -> tuple[str, TracebackException | None]:
+    """Return what Python prints between an error and its cause, and the cause."""
+    if exception.__cause__ is not None:
+        return _CAUSE, exception.__cause__
+    if exception.__context__ is not None and not exception.__suppress_context__:
+        return _CONTEXT, exception.__context__
+    return "", None
 
 
-def _is_repeated(line: str, output: list[str]) -> bool:
-    error = _MODULE.sub("", line)
-    return any(error in earlier for earlier in output)
+def _frames(stack: Iterable[FrameSummary]) -> list[Block]:
+    blocks = []
+    for _, equal_frames in itertools.groupby(stack, lambda frame: (frame.filename, frame.lineno)):
+        frames = list(equal_frames)
+        # Of a recursion, three frames, and the number of the others below the third.
+        texts = StackSummary.from_list(frames).format()
+        texts[2:] = ["".join(texts[2:])]
+        for frame, text in zip(frames, texts):
+            blocks.append(Block(text.rstrip(), frame.filename, frame.lineno or 0))
+    return blocks
 
 
-def root_error(error: str) -> str:
-    """Return the type and text of an error; inside one of TensorFlow's, those of the error that it is about.
-
-    Errors of this package are named without their module.
-    """
-    inner = error
-    while inner:
-        error = inner
-        inner = _inside(error)
-    return _INTERNAL.sub("", error)
+def _text(exception: TracebackException) -> str:
+    """Return type and message; of an exception group, the errors in it, too."""
+    if getattr(exception, "exceptions", None):
+        exception.stack = StackSummary()
+        return "".join(exception.format(chain=False))
+    return "".join(exception.format_exception_only())
 
 
-def _inside(error: str) -> str:
-    headline, *lines = error.splitlines() or [""]
-    if failed := _IN_A_GRAPH.match(headline):
-        inner = _in_graph([failed["text"], *lines])
-        if inner and not _TYPE.match(inner):
-            inner = f"{failed['kind']}: {inner}"
-        return inner
-    if _IN_A_TRACED_FUNCTION.match(headline):
-        lines = textwrap.dedent("\n".join(lines)).splitlines()
-        begin = next(
-            (number for number, line in enumerate(lines) if not _PLACE_IN_CODE.match(line)),
-            len(lines),
-        )
-        return "\n".join(lines[begin:]).rstrip()
-    if failed := _IN_A_LAYER.match(headline):
-        end = f"rguments received by {failed['layer']}:"
-        until = next(
-            (number for number, line in enumerate(lines) if line.endswith(end)), len(lines)
-        )
-        inner = _BOLD.sub("", "\n".join(lines[:until])).strip()
-        return inner and f"{failed['kind']}: {inner}"
-    return ""
+def parse(lines: Iterable[str]) -> list[PrintedError]:
+    """Return the errors among printed lines, after what stands before the first traceback."""
+    errors = [PrintedError("", "", [])]
+    link = ""
+    for block in _blocks(lines):
+        blocks = errors[-1].blocks
+        if _PRINTED_HEADER.match(block.text):
+            errors.append(PrintedError(link, block.text, []))
+            link = ""
+        elif block.text in (_CAUSE, _CONTEXT):
+            link = block.text
+            # The empty lines around it belong to it.
+            if blocks and not blocks[-1].text:
+                blocks.pop()
+        elif block.text or not link:
+            blocks.append(block)
+    return errors
 
 
-def _in_graph(lines: list[str]) -> str:
-    said: list[str] = []
+def _blocks(lines: Iterable[str]) -> list[Block]:
+    blocks: list[Block] = []
+    indent = None  # of a frame; the lines that belong to it are indented further, or empty
     for line in lines:
-        if said and _END.match(line):
-            break
-        text = line
-        if not said:
-            text = _IN_A_DATA_SET.sub("", _NUMBERED.sub("", line))
-        if said or not _PLACE.match(text):
-            said.append(text)
-    return "\n".join(said).rstrip()
+        code = line.lstrip(" |")
+        depth = len(line) - len(code)
+        frame = _PRINTED_FRAME.match(line)
+        if frame:
+            indent = depth
+            blocks.append(Block(line, frame["file"], int(frame["line"])))
+        elif indent is not None and (depth > indent or not code or code.startswith(_REPEATED)):
+            source = blocks.pop()
+            blocks.append(source._replace(text=f"{source.text}\n{line}"))
+        else:
+            indent = None
+            blocks.append(Block(line))
+    return blocks
+
+
+def from_record(errors: Any) -> list[PrintedError]:
+    """Return the errors of a record, for which JSON has made lists of the tuples."""
+    return [
+        PrintedError(str(link), str(header), [Block(str(t), str(f), int(n)) for t, f, n in blocks])
+        for link, header, blocks in errors
+    ]
+
+
+def without_libraries(errors: Sequence[PrintedError]) -> tuple[str, int]:
+    """Return the errors without the frames of libraries, and how many those are; without frames of the user, all."""
+    user_errors = [_of_user(error) for error in errors]
+    user_frames = sum(len(error.frames()) for error in user_errors)
+    if not user_frames:
+        return _joined(errors), 0
+    output: list[PrintedError] = []
+    for number, error in enumerate(user_errors, 1):
+        shortened = _without_repeats(error, output, user_errors[number:])
+        if not output:
+            shortened = shortened._replace(link="")
+        if shortened.blocks:
+            output.append(shortened)
+    return _joined(output), sum(len(error.frames()) for error in errors) - user_frames
+
+
+def _of_user(error: PrintedError) -> PrintedError:
+    blocks = [block for block in error.blocks if not block.file or is_user_file(block.file)]
+    return error._replace(blocks=blocks)
+
+
+def _without_repeats(
+    error: PrintedError, earlier: Sequence[PrintedError], later: Sequence[PrintedError]
+) -> PrintedError:
+    """Return an error; if it has no frames, without its header and the text that other errors repeat."""
+    if not error.header or (error.blocks and error.blocks[0].file):
+        return error
+    headline = next((block.text for block in error.blocks if block.text.strip()), "")
+    message = headline.partition(": ")[2] or headline
+    if message in _joined(later):
+        return error._replace(blocks=[])
+    output = _joined(earlier)
+    blocks = itertools.dropwhile(lambda block: _MODULE.sub("", block.text) in output, error.blocks)
+    return error._replace(header="", blocks=list(blocks))
+
+
+def _joined(errors: Iterable[PrintedError]) -> str:
+    return "".join(line + "\n" for error in errors for line in error.lines())

@@ -59,9 +59,8 @@ class AgreedEngine:
             lists = [segments[position] for position in positions]
             engine = self._engine(lists[0][0].dtype)
             sent_dtype = wire if is_compressed else None
-            reduced = engine.all_reduce(
-                self._take_terms(), lists, reduction, self.group, sent_dtype
-            )
+            terms = self._take_terms()
+            reduced = engine.all_reduce(terms, lists, reduction, self.group, sent_dtype)
             for position, tensors in zip(positions, reduced):
                 # Each segment separately: its results can be used while others are still in progress.
                 if is_floating:
@@ -118,19 +117,18 @@ class AgreedEngine:
         kinds: dict[tuple[bool, bool, bool], list[int]] = {}
         for position, segment in enumerate(segments):
             dtype = segment[0].dtype
-            kind = (
+            signature = (
                 dtype.is_floating,
                 wire_dtype(dtype, wire) == wire,
                 self.job.hosts.uses_nccl(dtype),
             )
-            kinds.setdefault(kind, []).append(position)
+            kinds.setdefault(signature, []).append(position)
         return kinds
 
     def reduce(self, tensor: tf.Tensor, reduction: str, root: int) -> tf.Tensor:
         """Reduce a tensor to one rank; the other ranks get any values of the result's shape and dtype."""
-        [reduced] = self._engine(tensor.dtype).reduce(
-            self._take_terms(), [tensor], reduction, root, self.group
-        )
+        engine = self._engine(tensor.dtype)
+        [reduced] = engine.reduce(self._take_terms(), [tensor], reduction, root, self.group)
         return reduced
 
     def broadcast(self, tensors: Tensors, root: int) -> list[tf.Tensor]:
@@ -140,9 +138,8 @@ class AgreedEngine:
 
     def gather(self, row: tf.Tensor) -> tf.Tensor:
         """Return all ranks' rows on every rank: [1, n] in, [group.size, n] out; n is the same on all ranks."""
-        gathered = self._engine_of_rows(row.dtype).all_gather(
-            self._take_terms(), row[0], self.group
-        )
+        engine = self._engine_of_rows(row.dtype)
+        gathered = engine.all_gather(self._take_terms(), row[0], self.group)
         later = self._for_gradients()
 
         def backward(upstream: tf.Tensor) -> tf.Tensor:
@@ -171,7 +168,9 @@ class AgreedEngine:
         TensorFlow's engine remembers each length forever, so it gets few.
         """
         engine = self.job.engines.of_rows(self.group, dtype)
-        return rounded(longest) if engine is self.job.engines.tensorflow else longest
+        if engine is self.job.engines.tensorflow:
+            return rounded(longest)
+        return longest
 
     def compare(self) -> Sequence[tf.Tensor]:
         """Compare the terms by themselves; return tensors that are ready once all ranks agree."""
@@ -201,15 +200,15 @@ class AgreedEngine:
 class Route(Protocol):
     """How the ranks compare a call, and on which way its data travel; the same on every rank."""
 
-    def engine(self, group: Group, own: Engine) -> Engine:
+    def engine(self, group: Group, group_engine: Engine) -> Engine:
         """Return the engine that moves the data, given the group's own."""
 
 
 class WithData:
     """The engine of the group compares the call with its first data, or the ranks have agreed before."""
 
-    def engine(self, group: Group, own: Engine) -> Engine:
-        return own
+    def engine(self, group: Group, group_engine: Engine) -> Engine:
+        return group_engine
 
 
 class InMessage:
@@ -218,7 +217,7 @@ class InMessage:
     def __init__(self, messages: Engine) -> None:
         self._messages = messages
 
-    def engine(self, group: Group, own: Engine) -> Engine:
+    def engine(self, group: Group, group_engine: Engine) -> Engine:
         return self._messages
 
 
@@ -229,20 +228,20 @@ class BySize:
         self._messages = messages
         self._is_small = is_small
 
-    def engine(self, group: Group, own: Engine) -> Engine:
-        return _EngineBySize(self._messages, self._is_small, group, own)
+    def engine(self, group: Group, group_engine: Engine) -> Engine:
+        return _EngineBySize(self._messages, self._is_small, group, group_engine)
 
 
 class _EngineBySize:
     """The engine of messages or the group's own, as the running graph decides; see ``engines.Engine``."""
 
     def __init__(
-        self, messages: HostEngine, is_small: tf.Tensor, group: Group, own: Engine
+        self, messages: HostEngine, is_small: tf.Tensor, group: Group, group_engine: Engine
     ) -> None:
         self._messages = messages
         self._is_small = is_small
         self._group = group
-        self._own = own
+        self._group_engine = group_engine
 
     def all_reduce(
         self,
@@ -279,41 +278,41 @@ class _EngineBySize:
     def _decide(self, terms: Terms | None, transfer: Callable[[Engine, Terms | None], Any]) -> Any:
         def after_message() -> Any:
             with tf.control_dependencies(self._messages.exchange_terms(terms, self._group)):
-                return transfer(self._own, None)
+                return transfer(self._group_engine, None)
 
         return tf.cond(self._is_small, lambda: transfer(self._messages, terms), after_message)
 
 
 def route_of(
-    job: Job, group: Group, values: Sequence[Any], ragged: bool, has_owners: bool = False
+    job: Job, group: Group, tensors: Sequence[Any], ragged: bool, has_owners: bool = False
 ) -> Route | None:
     """Return the route of a call, the same on every rank; None if a message has to compare it before its data move.
     ``has_owners``: each rank sends data of another size, which a message can't take.
     """
-    uses_nccl = any(job.hosts.uses_nccl(value.dtype) for value in values if value is not None)
+    dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
+    uses_nccl = any(map(job.hosts.uses_nccl, dtypes))
     is_one_host = job.hosts.number_of(group.ranks) == 1
     # A send and its receive compare on their own connection.
     if group.tag is not None or (is_one_host and not uses_nccl):
         return WithData()
-    if (
-        uses_nccl
-        or ragged
-        or has_owners
-        or not all(isinstance(value, (tf.Tensor, tf.TensorSpec)) for value in values)
-    ):
+    is_dense = all(isinstance(tensor, (tf.Tensor, tf.TensorSpec)) for tensor in tensors)
+    if uses_nccl or ragged or has_owners or not is_dense:
         return None
     # Between hosts: small data needs no second message.
-    is_small = fits(job, group.size, values)
+    is_small = fits(job, group.size, tensors)
     if is_small is False:
         return None
     messages = job.engines.messages
-    return InMessage(messages) if is_small is True else BySize(messages, is_small)
+    if is_small is True:
+        return InMessage(messages)
+    return BySize(messages, is_small)
 
 
 def _comparing(job: Job, group: Group) -> HostEngine:
     """Return the engine that compares the calls of a group that travel on another one."""
-    is_one_host = job.hosts.number_of(group.ranks) == 1
-    return job.engines.shared_memory if is_one_host else job.engines.messages
+    if job.hosts.number_of(group.ranks) == 1:
+        return job.engines.shared_memory
+    return job.engines.messages
 
 
 def has_owners(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> bool:

@@ -23,7 +23,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
-from npu_device._src.cluster.errors import ClusterError, PeerError
+from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.cluster.time_limits import DETAILS_SECONDS
 from npu_device._src.cluster.tracebacks import is_user_file
 from npu_device._src.collectives.calling_threads import calling_thread
@@ -48,9 +48,8 @@ class Call:
     kinds: tuple[str, ...]  # of each value, its dtype and whether it is sparse, or ``None``
     shapes: tuple[Optional[tf.TensorShape], ...]
     names: tuple[str, ...]  # of the values, for the message only; they may differ among ranks
-    details: tuple[
-        tuple[str, str], ...
-    ]  # whatever else must be the same on all ranks: reduction, root, tag, …
+    # Whatever else must be the same on all ranks: reduction, root, tag, …
+    details: tuple[tuple[str, str], ...]
     line: str  # of the script, for the message only
     thread: str
 
@@ -61,11 +60,10 @@ class Call:
 
     def row(self) -> dict[str, Any]:
         """Return the call as the other ranks need it, to describe a mismatch."""
+        tensors = [f"{dtype} {_text(shape)}" for dtype, shape in zip(self.kinds, self.shapes)]
         return {
             "operation": self.operation,
-            "tensors": [
-                f"{kind} {_text(shape)}".rstrip() for kind, shape in zip(self.kinds, self.shapes)
-            ],
+            "tensors": list(map(str.rstrip, tensors)),
             "names": list(self.names),
             "details": dict(self.details),
             "line": self.line,
@@ -76,52 +74,62 @@ class Call:
 @functools.lru_cache(maxsize=1024)
 def _fingerprint(*parts: Any) -> tuple[int, int]:
     digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
-    first, second = np.frombuffer(digest, dtype="<i4").tolist()
-    return first, second
+    head, tail = np.frombuffer(digest, dtype="<i4").tolist()
+    return head, tail
 
 
-def describe(operation: str, values: Sequence[Any], ragged: bool, details: dict[str, Any]) -> Call:
+def describe(operation: str, tensors: Sequence[Any], ragged: bool, details: dict[str, Any]) -> Call:
     """Return the description of a call. Of ``ragged`` values, the first dimension may differ among the ranks."""
-    kinds, shapes, names, eager = [], [], [], tf.executing_eagerly()
-    for value in values:
-        sparse = isinstance(value, tf.IndexedSlices)
-        dense = value.values if sparse else value
-        kinds.append(
-            "None"
-            if value is None
-            else f"sparse {dense.dtype.name} rows of"
-            if sparse
-            else dense.dtype.name
-        )
-        shapes.append(
-            None if value is None else dense.shape[1:] if sparse or ragged else dense.shape
-        )
-        names.append("-" if value is None or eager else str(getattr(value, "name", "-")))
+    kinds = []
+    shapes = []
+    names = []
+    for tensor in tensors:
+        kind, shape = _kind_and_shape(tensor, ragged)
+        kinds.append(kind)
+        shapes.append(shape)
+        name = "-"
+        if tensor is not None and not tf.executing_eagerly():  # eager tensors have no names
+            name = str(getattr(tensor, "name", "-"))
+        names.append(name)
     texts = tuple(zip(details, map(str, details.values())))
-    return Call(
-        operation, tuple(kinds), tuple(shapes), tuple(names), texts, user_line(), calling_thread()
-    )
+    line = user_line()
+    thread = calling_thread()
+    return Call(operation, tuple(kinds), tuple(shapes), tuple(names), texts, line, thread)
 
 
-def shapes_number(call: Call, values: Sequence[Any], ragged: bool) -> int | tf.Tensor:
+def _kind_and_shape(tensor: Any, ragged: bool) -> tuple[str, tf.TensorShape | None]:
+    if tensor is None:
+        return "None", None
+    if isinstance(tensor, tf.IndexedSlices):
+        return f"sparse {tensor.values.dtype.name} rows of", tensor.values.shape[1:]
+    if ragged:
+        return tensor.dtype.name, tensor.shape[1:]
+    return tensor.dtype.name, tensor.shape
+
+
+def shapes_number(call: Call, tensors: Sequence[Any], ragged: bool) -> int | tf.Tensor:
     """Return one 32-bit number for all shapes, an int or int32; the same for static and dynamic shapes."""
-    known = 0
-    unknown: list[tf.Tensor] = []
-    for position, (value, shape) in enumerate(zip(values, call.shapes)):
+    number = 0
+    dynamic: list[tf.Tensor] = []
+    for position, (tensor, shape) in enumerate(zip(tensors, call.shapes)):
         if shape is None:
             continue
         weights = _weights(position)
         if shape.is_fully_defined():
-            known += sum(map(operator.mul, shape.as_list(), weights)) + len(shape) * weights[-1]
-        else:
-            dense = value.values if isinstance(value, tf.IndexedSlices) else value
-            sizes = tf.shape(dense)[1:] if ragged or dense is not value else tf.shape(dense)
-            table = tf.constant(weights, tf.int32)
-            unknown.append(
-                tf.reduce_sum(sizes * table[: tf.size(sizes)]) + tf.size(sizes) * table[-1]
-            )
-    total = (known + (1 << 31)) % (1 << 32) - (1 << 31)
-    return tf.add_n([*unknown, tf.constant(total)]) if unknown else total
+            number += sum(map(operator.mul, shape.as_list(), weights)) + len(shape) * weights[-1]
+            continue
+        is_sparse = isinstance(tensor, tf.IndexedSlices)
+        sizes = tf.shape(tensor.values if is_sparse else tensor)
+        if ragged or is_sparse:
+            sizes = sizes[1:]
+        table = tf.constant(weights, tf.int32)
+        count = tf.size(sizes)
+        dynamic.append(tf.reduce_sum(sizes * table[:count]) + count * table[-1])
+    # Into the range of int32, where the graph's additions wrap around as well.
+    total = (number + (1 << 31)) % (1 << 32) - (1 << 31)
+    if not dynamic:
+        return total
+    return tf.add_n([*dynamic, tf.constant(total)])
 
 
 @functools.cache
@@ -133,8 +141,10 @@ def _weights(position: int) -> tuple[int, ...]:
 
 
 def _text(shape: tf.TensorShape | None) -> str:
-    if shape is None or shape.rank is None:
-        return "" if shape is None else "[…]"
+    if shape is None:
+        return ""
+    if shape.rank is None:
+        return "[…]"
     return str(shape.as_list()).replace("None", "?")
 
 
@@ -143,12 +153,13 @@ def _text(shape: tf.TensorShape | None) -> str:
 
 def user_line() -> str:
     """Return the innermost line of the script, outside of libraries; the outermost line if all are in libraries."""
-    last = "an unknown line"
-    for filename, line, name in compat.lines_of_stack(sys._getframe(1)):
+    outermost = "an unknown line"
+    for filename, line, function in compat.lines_of_stack(sys._getframe(1)):
         if is_user_file(filename):
-            return f"{filename}:{line} ({name})"
-        last = last if filename.startswith("<") else f"{filename}:{line} ({name})"
-    return last
+            return f"{filename}:{line} ({function})"
+        if not filename.startswith("<"):
+            outermost = f"{filename}:{line} ({function})"
+    return outermost
 
 
 # What the ranks compare
@@ -158,14 +169,12 @@ class Terms(NamedTuple):
     """What the ranks compare of a call before they read each other's data."""
 
     head: tuple[int, int]  # two 32-bit numbers that are the same on all ranks
-    shapes: (
-        int | tf.Tensor
-    )  # 32 bits, the same if the tensors' shapes are; a tensor if only the graph knows it
+    # 32 bits, the same if the tensors' shapes are; a tensor if only the graph knows it.
+    shapes: int | tf.Tensor
     row: Callable[[], dict[str, Any]]  # the call as the stall watch shows it
     overlaps: bool  # another thread of this rank is in a call of the group: every rank refuses
-    refuse: Callable[
-        [int], Exception
-    ]  # the error for heads that differ, given the position of the call in the group
+    # The error for heads that differ, given the position of the call in the group.
+    refuse: Callable[[int], Exception]
     agreed: bool = False  # the ranks have compared the call, and this is a later transfer of it
 
     def of_later_transfers(self) -> Terms:
@@ -189,15 +198,17 @@ def mismatch(
         key = f"mismatch/{group.key}/{position}"
         rows_by_rank = store.gather_from(key, own_row, group.ranks, DETAILS_SECONDS)
     rows = [rows_by_rank.get(rank) for rank in group.ranks]
-    known = [row for row in rows if row is not None]
-    threads = any(row.get("overlaps") for row in known) or len({row["thread"] for row in known}) > 1
+    answers = [row for row in rows if row is not None]
+    threads = _threads_differ(answers)
     lines = [
         f"the ranks of group {group.name!r} called different collective operations (number {position} of the group). "
-        f"They differ in: {', '.join(_differences(known)) or 'shapes that only the running graph knows'}."
+        f"They differ in: {', '.join(_differences(answers)) or 'shapes that only the running graph knows'}."
     ]
-    shown = _positions_to_show(known)
+    positions = _positions_to_show(answers)
     for rank, row in zip(group.ranks, rows):
-        said = "said nothing" if row is None else _row_text(row, shown, threads)
+        said = "said nothing"
+        if row is not None:
+            said = _row_text(row, positions, threads)
         lines.append(f"  {cluster.name_of(rank)}: {said}")
     if threads:
         lines.append(
@@ -217,40 +228,45 @@ def mismatch(
 
 
 def _differences(rows: Sequence[dict[str, Any]]) -> list[str]:
-    found = []
+    differences = []
     if len({row["operation"] for row in rows}) > 1:
-        found.append("operation")
-    if len({row["thread"] for row in rows}) > 1 or any(row.get("overlaps") for row in rows):
-        found.append("calling thread")
+        differences.append("operation")
+    if _threads_differ(rows):
+        differences.append("calling thread")
     for key in sorted({key for row in rows for key in row["details"]}):
         if len({row["details"].get(key) for row in rows}) > 1:
-            found.append(key)
-    if len({len(row["tensors"]) for row in rows}) > 1:
-        found.append("number of tensors")
-    elif any(len(set(texts)) > 1 for texts in zip(*(row["tensors"] for row in rows))):
-        found.append(
-            "dtype, shape or kind of " + ", ".join(f"tensor {i}" for i in _positions_to_show(rows))
-        )
-    return found
+            differences.append(key)
+    texts = [row["tensors"] for row in rows]
+    if len(set(map(len, texts))) > 1:
+        differences.append("number of tensors")
+    elif any(len(set(same_position)) > 1 for same_position in zip(*texts)):
+        tensors = ", ".join(f"tensor {position}" for position in _positions_to_show(rows))
+        differences.append(f"dtype, shape or kind of {tensors}")
+    return differences
 
 
 def _positions_to_show(rows: Sequence[dict[str, Any]]) -> list[int]:
-    count = min((len(row["tensors"]) for row in rows), default=0)
-    differing = [i for i in range(count) if len({row["tensors"][i] for row in rows}) > 1]
+    texts = [row["tensors"] for row in rows]
+    count = min(map(len, texts), default=0)
+    differing = [i for i in range(count) if len({tensors[i] for tensors in texts}) > 1]
     return (differing or list(range(count)))[:_SHOWN_TENSORS]
 
 
-def _row_text(row: dict[str, Any], shown: Sequence[int], thread: bool) -> str:
-    operation = " ".join(
-        [row["operation"], *(f"{key}={value}" for key, value in row["details"].items())]
-    )
-    tensors = "; ".join(
-        f"tensor {i} {row['names'][i]}: {row['tensors'][i]}"
-        for i in shown
-        if i < len(row["tensors"])
-    )
-    called = f"{operation} of {counted(len(row['tensors']), 'tensor')} [{tensors}], called at {row['line']}"
+def _threads_differ(rows: Sequence[dict[str, Any]]) -> bool:
+    """Return whether calls come from different threads, or some rank is in two calls at once."""
+    return len({row["thread"] for row in rows}) > 1 or any(row.get("overlaps") for row in rows)
+
+
+def _row_text(row: dict[str, Any], positions: Sequence[int], thread: bool) -> str:
+    details = [f"{key}={detail}" for key, detail in row["details"].items()]
+    operation = " ".join([row["operation"], *details])
+    names = row["names"]
+    texts = row["tensors"]
+    tensors = "; ".join(f"tensor {i} {names[i]}: {texts[i]}" for i in positions if i < len(texts))
+    called = f"{operation} of {counted(len(texts), 'tensor')} [{tensors}], called at {row['line']}"
     if not thread:
         return called
-    another = " beside another thread of the rank" if row.get("overlaps") else ""
-    return f"{called} in thread {row['thread']!r}{another}"
+    called += f" in thread {row['thread']!r}"
+    if row.get("overlaps"):
+        called += " beside another thread of the rank"
+    return called

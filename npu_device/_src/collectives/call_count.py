@@ -20,20 +20,21 @@ class CallCount:
     """How many collectives of a group this rank has begun and ended, of the calls that Python moves."""
 
     def __init__(self) -> None:
-        self.begun = self._ended = 0
+        self.started = self._ended = 0
         self._row: Callable[[], dict[str, Any] | None] = lambda: None
 
     def begin(self, terms: Terms | None) -> int:
         """Note a collective, without terms as part of the last call; return its position in the group."""
-        self.begun += 1
-        self._row = terms.row if terms is not None else self._row
-        return self.begun - 1
+        self.started += 1
+        if terms is not None:
+            self._row = terms.row
+        return self.started - 1
 
     def end(self) -> None:
         self._ended += 1
 
     def position(self) -> dict[str, Any]:
-        return {"begun": self.begun, "waiting": self.begun > self._ended, "call": self._row()}
+        return {"begun": self.started, "waiting": self.started > self._ended, "call": self._row()}
 
 
 class TransferCount:
@@ -42,12 +43,11 @@ class TransferCount:
     def __init__(self, device: str) -> None:
         self._device = device
         with tf.init_scope(), tf.device(self._device):
-            self._begun, self._ended = (
-                compat.plain_variable(tf.constant(0, tf.int32)) for _ in range(2)
-            )
+            self._started = compat.plain_variable(tf.constant(0, tf.int32))
+            self._ended = compat.plain_variable(tf.constant(0, tf.int32))
 
     def begin(self, tensor: tf.Tensor) -> None:
-        self._count(self._begun, tensor)
+        self._count(self._started, tensor)
 
     def end(self, result: tf.Tensor) -> None:
         self._count(self._ended, result)
@@ -60,8 +60,9 @@ class TransferCount:
 
     def position(self) -> dict[str, Any]:
         with compat.eager_mode():
-            ended, begun = int(self._ended), int(self._begun)
-        return {"begun": begun, "waiting": begun > ended, "call": _TRANSFER}
+            ended = int(self._ended)
+            started = int(self._started)  # read last: it is never behind
+        return {"begun": started, "waiting": started > ended, "call": _TRANSFER}
 
 
 Count = Union[CallCount, TransferCount]
@@ -95,7 +96,7 @@ class CallCounts:
         """Return the groups with their counts."""
         return list(self._counts.items())
 
-    def known(self, group: Group) -> Count | None:
+    def find(self, group: Group) -> Count | None:
         """Return the count of a group; None if it has been destroyed, or has none yet."""
         return self._counts.get(group)
 

@@ -34,26 +34,30 @@ def mean_dtype(dtype: tf.DType) -> tf.DType:
     """Return the dtype of a mean, as with ``tf.divide``."""
     if dtype.is_floating:
         return dtype
-    return tf.float32 if dtype.size < 4 else tf.float64
+    if dtype.size < 4:
+        return tf.float32
+    return tf.float64
 
 
 def reduced_dtype(dtype: tf.DType, reduction: str) -> tf.DType:
     """Return the dtype of the result of a reduction."""
-    return mean_dtype(dtype) if reduction == "mean" else dtype
+    if reduction == "mean":
+        return mean_dtype(dtype)
+    return dtype
 
 
 def sum_dtype(dtype: tf.DType) -> tf.DType:
     """Return the dtype in which values are added and multiplied: float32 for 16-bit floats, else their own."""
-    return tf.float32 if dtype.is_floating and dtype.size < 4 else dtype
+    if dtype.is_floating and dtype.size < 4:
+        return tf.float32
+    return dtype
 
 
 def wire_dtype(dtype: tf.DType, compressed: tf.DType | None) -> tf.DType:
     """Return the dtype in which values are sent; compression to ``compressed`` applies to float32 and float64."""
-    return (
-        dtype
-        if compressed is None or not dtype.is_floating or dtype.size <= compressed.size
-        else compressed
-    )
+    if compressed is None or not dtype.is_floating or dtype.size <= compressed.size:
+        return dtype
+    return compressed
 
 
 def wire_scales(reduction: str, counts: Sequence[int]) -> tuple[list[int], int]:
@@ -64,8 +68,14 @@ def wire_scales(reduction: str, counts: Sequence[int]) -> tuple[list[int], int]:
     """
     if reduction == "mean":
         return list(counts), 1
-    most, total = (1 << (number - 1).bit_length() for number in (max(counts), sum(counts)))
-    return [most] * len(counts), total
+    # Powers of two, by which a division is exact.
+    divisor = _power_of_two_from(max(counts))
+    return [divisor] * len(counts), _power_of_two_from(sum(counts))
+
+
+def _power_of_two_from(number: int) -> int:
+    """Return the least power of two that isn't below a number."""
+    return 1 << (number - 1).bit_length()
 
 
 def require_bits(dtype: tf.DType) -> None:
@@ -89,7 +99,9 @@ def fold(rows: Sequence[tf.Tensor], reduction: str) -> tf.Tensor:
         return _CHOICES[reduction](tf.stack(rows), axis=0)
     dtype = reduced_dtype(dtype, reduction)
     total = reduce(_TOTALS[reduction], [tf.cast(row, sum_dtype(dtype)) for row in rows])
-    return tf.cast(total / len(rows) if reduction == "mean" else total, dtype)
+    if reduction == "mean":
+        total = total / len(rows)
+    return tf.cast(total, dtype)
 
 
 Rows = Union[np.ndarray, Sequence[np.ndarray]]
@@ -105,24 +117,25 @@ FOLDS: dict[str, Any] = {
 
 def fold_arrays(
     rows: Rows,
-    result: np.ndarray,
+    output: np.ndarray,
     reduction: str,
     divisor: int,
     shares: Sequence[int],
     total_dtype: np.dtype,
 ) -> None:
-    """Reduce rows, in order, each of which has been divided by its share, into ``result``. A mean is then divided.
+    """Reduce rows, in order, each of which has been divided by its share, into ``output``. A mean is then divided.
 
     This works in ``total_dtype`` (``total_dtype_of`` the dtype of the result), and rounds once at the end.
     """
     combine = FOLDS[reduction]
-    total = result if result.dtype == total_dtype else np.empty(result.shape, total_dtype)
-    with np.errstate(
-        all="ignore"
-    ):  # infinite gradients are left to the loss scale; TensorFlow doesn't warn either
+    total = output
+    if output.dtype != total_dtype:
+        total = np.empty(output.shape, total_dtype)
+    # Infinite gradients are left to the loss scale; TensorFlow doesn't warn either.
+    with np.errstate(all="ignore"):
         if max(shares) > 1:
             rows = [
-                row if share == 1 else row.astype(result.dtype) * share
+                row if share == 1 else row.astype(output.dtype) * share
                 for row, share in zip(rows, shares)
             ]
         if len(rows) == 1:
@@ -132,18 +145,19 @@ def fold_arrays(
         for row in rows[2:]:
             combine(total, row, out=total, dtype=total.dtype, casting="unsafe")
         if reduction == "mean" and divisor & (divisor - 1) == 0:
-            np.multiply(
-                total, total.dtype.type(1.0 / divisor), out=total
-            )  # the bits of a division, but faster
+            # The bits of a division, but faster.
+            np.multiply(total, total.dtype.type(1.0 / divisor), out=total)
         elif reduction == "mean":
             np.divide(total, divisor, out=total)
-        if total is not result:
-            result[:] = total
+        if total is not output:
+            output[:] = total
 
 
 def total_dtype_of(dtype: np.dtype) -> np.dtype:
     """Return the dtype in which arrays are combined: float32 for 16-bit floats, else their own."""
-    return np.dtype(np.float32) if is_narrow(dtype) else dtype
+    if is_narrow(dtype):
+        return np.dtype(np.float32)
+    return dtype
 
 
 def is_narrow(dtype: np.dtype) -> bool:

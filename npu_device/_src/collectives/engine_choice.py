@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Callable, NamedTuple
 
 from npu_device._src import environment
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.collectives.engines.host.mpi_messages import open_world
 from npu_device._src.collectives.gpu_choice import why_no_nccl
-from npu_device._src.collectives.hosts_of_job import Hosts
+from npu_device._src.collectives.hosts_of_job import JobHosts
 from npu_device._src.collectives.job import Job, on_exit
 from npu_device._src.membership import launchers
 
@@ -37,11 +37,11 @@ class Candidate(NamedTuple):
 
     name: str  # in ``NPU_DEVICE_BACKEND``
     title: str
-    problems: Callable[[Job, Hosts], Sequence[str]]
+    problems: Callable[[Job, JobHosts], Sequence[str]]
     remedy: str  # if it has been named and can't be used
 
 
-def _problems_of_nccl(job: Job, hosts: Hosts) -> Sequence[str]:
+def _problems_of_nccl(job: Job, hosts: JobHosts) -> Sequence[str]:
     problem = why_no_nccl(hosts.devices, job.cluster.hosts, environment.NPU_DEVICE_BACKEND.get())
     if not problem and hosts.late:
         lines = "\n".join(_late(job, hosts))
@@ -51,12 +51,18 @@ def _problems_of_nccl(job: Job, hosts: Hosts) -> Sequence[str]:
     return [f"  {problem}"] if problem else []
 
 
-def _problems_of_mpi(job: Job, _: Hosts) -> Sequence[str]:
+def _problems_of_mpi(job: Job, _: JobHosts) -> Sequence[str]:
     problems = open_world(job, environment.NPU_DEVICE_BACKEND.get() == "mpi", on_exit)
     return job.cluster.lines({rank: problem for rank, problem in enumerate(problems) if problem})
 
 
-def _late(job: Job, hosts: Hosts) -> Sequence[str]:
+def _problems_of_server(job: Job, hosts: JobHosts) -> Sequence[str]:
+    if hosts.share_memory:  # and none is needed
+        return []
+    return _late(job, hosts)
+
+
+def _late(job: Job, hosts: JobHosts) -> Sequence[str]:
     if not hosts.late:
         return []
     names = ", ".join(map(job.cluster.name_of, hosts.late))
@@ -84,7 +90,7 @@ CANDIDATES = (
     Candidate(
         "tensorflow",
         "TensorFlow's server",
-        lambda job, hosts: [] if hosts.share_memory else _late(job, hosts),
+        _problems_of_server,
         f"What to do: {_IN_TIME}; or set NPU_DEVICE_BACKEND=tcp, which can be opened at any time.",
     ),
     Candidate("tcp", "TCP", lambda job, hosts: [], ""),
@@ -98,7 +104,7 @@ CANDIDATES = (
 """
 
 
-def choose_engine(job: Job, hosts: Hosts) -> Hosts:
+def choose_engine(job: Job, hosts: JobHosts) -> JobHosts:
     """Choose the engine between hosts, and return what the ranks know of each other, with it. Every rank calls this."""
     wanted = environment.NPU_DEVICE_BACKEND.get()
     named = [engine for engine in CANDIDATES if engine.name == wanted]
@@ -106,7 +112,7 @@ def choose_engine(job: Job, hosts: Hosts) -> Hosts:
     listed = named or [
         engine for engine in CANDIDATES if engine.name != "mpi" or not hosts.share_memory
     ]
-    against: dict[str, str] = {}
+    against: dict[str, str] = {}  # the problems of engines, by their names
     for engine in listed:
         problems = engine.problems(job, hosts)
         if not problems:
@@ -124,7 +130,9 @@ def choose_engine(job: Job, hosts: Hosts) -> Hosts:
             against["tensorflow"],
             _IN_TIME,
         )
-    no_nccl = "" if engine.name == "nccl" else why_no_nccl(hosts.devices, job.cluster.hosts, wanted)
+    no_nccl = ""
+    if engine.name != "nccl":
+        no_nccl = why_no_nccl(hosts.devices, job.cluster.hosts, wanted)
     if "mpi" in against and launchers.read_mpi() is not None:
         job.why_no_mpi = against["mpi"].split("\n")[0].strip()
     return replace(hosts, engine=engine.name, no_nccl=no_nccl)

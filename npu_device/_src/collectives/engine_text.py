@@ -21,46 +21,51 @@ def engine_name(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> str:
         return "nccl"
     if hosts.number_of(group.ranks) == 1:
         return "shared_memory"
-    return "tensorflow" if hosts.engine == "nccl" else hosts.engine
+    if hosts.engine == "nccl":  # which serves other dtypes; the rest takes TensorFlow's ring
+        return "tensorflow"
+    return hosts.engine
 
 
 def explained(job: Job, group: Group) -> str:
     """Return in words which engine reduces the gradients of a group, and why."""
-    hosts, name = job.hosts, engine_name(job, group, [tf.float32])
+    hosts = job.hosts
+    name = engine_name(job, group, [tf.float32])
     wanted = environment.NPU_DEVICE_BACKEND.get()
-    chosen = f"NPU_DEVICE_BACKEND is {wanted}" if wanted == name else ""
+    chosen = ""
+    if wanted == name:
+        chosen = f"NPU_DEVICE_BACKEND is {wanted}"
     if name == "shared_memory":
         return "shared memory: all ranks share that of one host"
     if name == "nccl":
         return f"TensorFlow's collectives with NCCL: {chosen or 'each rank has a GPU of its own'} ({UNVERIFIED})"
-    library = f"MPI ({job.mpi_world.library})" if job.mpi_world else "MPI"
+    library = "MPI"
+    if job.mpi_world:
+        library = f"MPI ({job.mpi_world.library})"
     engine = {"mpi": library, "tcp": "TCP"}.get(name, "TensorFlow's ring over gRPC")
-    why = (
-        "ranks of one host can't share memory"
-        if any(hosts.problems)
-        else "each rank has a host to itself"
-    )
+    why = "each rank has a host to itself"
     if job.engines.has_two_levels(group, tf.float32):
-        engine, why = (
-            f"shared memory within each host, and {engine} between them",
-            "hosts have several ranks",
-        )
+        engine = f"shared memory within each host, and {engine} between them"
+        why = "hosts have several ranks"
     elif environment.NPU_DEVICE_SHARED_MEMORY.get() == "off":
         why = "NPU_DEVICE_SHARED_MEMORY is off"
-    why = f"{chosen}, and {why}" if chosen else why
-    return f"{engine}: {why}" + (f". Not MPI: {job.why_no_mpi}" if job.why_no_mpi else "")
+    elif any(hosts.problems):
+        why = "ranks of one host can't share memory"
+    if chosen:
+        why = f"{chosen}, and {why}"
+    if job.why_no_mpi:
+        why += f". Not MPI: {job.why_no_mpi}"
+    return f"{engine}: {why}"
 
 
 def open_ports(job: Job) -> str:
     """Return in one line which ports are open to whom, and what can be done; "" if all ask for the job secret."""
-    shown, more = (
-        ", ".join(job.server_addresses[:_SHOWN_PORTS]),
-        len(job.server_addresses) - _SHOWN_PORTS,
-    )
-    shown += f" and {more} more" if more > 0 else ""
-    if not shown:
+    if not job.server_addresses:
         return ""
+    addresses = ", ".join(job.server_addresses[:_SHOWN_PORTS])
+    omitted = len(job.server_addresses) - _SHOWN_PORTS
+    if omitted > 0:
+        addresses += f" and {omitted} more"
     return (
-        f"TensorFlow's servers at {shown} are open to everyone who can connect, without the job secret. "
+        f"TensorFlow's servers at {addresses} are open to everyone who can connect, without the job secret. "
         "NPU_DEVICE_BACKEND=tcp does without them; a firewall can limit them to the hosts of the job"
     )

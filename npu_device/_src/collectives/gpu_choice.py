@@ -46,6 +46,7 @@ def own_instance(cuda: str | None, nvidia: str | None, device_id: int) -> str | 
 
     CUDA shows a process only the first MIG instance in the list. A container has those in ``NVIDIA_VISIBLE_DEVICES``.
     """
+    # Containers get their GPUs by NVIDIA's variable, and CUDA's counts among those.
     names = visible_names(nvidia if cuda is None else cuda) or ()
     if len(names) < 2 or not all(name.startswith("MIG-") for name in names):
         return None
@@ -56,7 +57,9 @@ def name_of(cuda: str | None, index: int) -> str:
     """Return the name of the GPU that CUDA shows under a number."""
     names = visible_names(cuda) or ()
     name = names[index] if index < len(names) else str(index)
-    return f"GPU {name}" if name.isdigit() else name
+    if name.isdigit():
+        return f"GPU {name}"
+    return name
 
 
 def why_none(cuda: str | None, nvidia: str | None) -> str:
@@ -75,11 +78,12 @@ def sharing(
     users: dict[tuple[str, str], list[int]] = {}
     for rank, (device, host) in enumerate(zip(devices, hosts)):
         if device.is_gpu:
-            users.setdefault((host, device.chip if chips else device.unit), []).append(rank)
+            unit = device.chip if chips else device.unit
+            users.setdefault((host, unit), []).append(rank)
     return [ranks for ranks in users.values() if len(ranks) > 1]
 
 
-def why_no_nccl(devices: Sequence[Device], hosts: Sequence[str], backend: str) -> str:
+def why_no_nccl(devices: Sequence[Device], hosts: Sequence[str], engine: str) -> str:
     """Return why floating-point tensors don't go through NCCL; "" if they do. The same on all ranks.
 
     NCCL refuses two ranks on one GPU, also on two MIG instances of it.
@@ -87,8 +91,8 @@ def why_no_nccl(devices: Sequence[Device], hosts: Sequence[str], backend: str) -
     without = [rank for rank, device in enumerate(devices) if not device.is_gpu]
     if len(without) == len(devices):
         return "no rank has a GPU"
-    if backend in ("tensorflow", "mpi", "tcp"):
-        return f"NPU_DEVICE_BACKEND is {backend}"
+    if engine in ("tensorflow", "mpi", "tcp"):
+        return f"NPU_DEVICE_BACKEND is {engine}"
     if without:
         return f"rank {without[0]} has no GPU"
     shared = sharing(devices, hosts, chips=True)
@@ -96,21 +100,28 @@ def why_no_nccl(devices: Sequence[Device], hosts: Sequence[str], backend: str) -
         ranks = ", ".join(map(str, shared[0]))
         return f"ranks {ranks} share a GPU of host {hosts[shared[0][0]]}"
     lacking = [rank for rank, device in enumerate(devices) if not device.has_nccl]
-    return f"the TensorFlow of rank {lacking[0]} is built without NCCL" if lacking else ""
+    if lacking:
+        return f"the TensorFlow of rank {lacking[0]} is built without NCCL"
+    return ""
 
 
 def statement(devices: Sequence[Device], hosts: Sequence[str], no_nccl: str) -> list[str]:
     """Return the lines that say which rank has which device, one per host; none in a job without GPUs."""
     if not any(device.is_gpu for device in devices):
         return []
-    way = f"host memory ({no_nccl})" if no_nccl else f"NCCL ({UNVERIFIED})"
+    way = f"NCCL ({UNVERIFIED})"
+    if no_nccl:
+        way = f"host memory ({no_nccl})"
     lines = [f"npu_device: {len(devices)} ranks; floating-point tensors go through {way}"]
     shared = {rank for ranks in sharing(devices, hosts) for rank in ranks}
     by_host: dict[str, list[str]] = {}
     for rank, (device, host) in enumerate(zip(devices, hosts)):
-        detail = f" ({device.detail})" if device.detail else ""
-        remark = ", shared, memory grows as needed" if rank in shared else ""
-        by_host.setdefault(host, []).append(f"rank {rank}: {device.name}{detail}{remark}")
+        line = f"rank {rank}: {device.name}"
+        if device.detail:
+            line += f" ({device.detail})"
+        if rank in shared:
+            line += ", shared, memory grows as needed"
+        by_host.setdefault(host, []).append(line)
     for host, ranks in list(by_host.items())[:_SHOWN_HOSTS]:
         lines.append(f"  host {host}: {'; '.join(ranks)}")
     if len(by_host) > _SHOWN_HOSTS:

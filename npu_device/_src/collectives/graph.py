@@ -11,7 +11,7 @@ import functools
 import itertools
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Callable, TypeVar
 
 import numpy as np
@@ -32,12 +32,12 @@ def runs_if_fetched() -> bool:
     return not tf.compat.v1.executing_eagerly_outside_functions()
 
 
-def require_order(what: str) -> None:
-    """Raise RuntimeError if the graph being built runs several times at once; ``what`` names the call."""
-    place = compat.place_without_order()
-    if place is not None:
+def require_order(call: str) -> None:
+    """Raise RuntimeError if the graph being built runs several times at once; ``call`` names the call."""
+    loop = compat.place_without_order()
+    if loop is not None:
         raise RuntimeError(
-            f"{what} in {place}, where calls run in another order on each rank and would get each other's data.\n"
+            f"{call} in {loop}, where calls run in another order on each rank and would get each other's data.\n"
             "What to do: call it outside, before or after, on the whole batch instead of each element; give "
             "tape.jacobian the argument experimental_use_pfor=False."
         )
@@ -45,34 +45,42 @@ def require_order(what: str) -> None:
 
 def after(operation: Any) -> contextlib.AbstractContextManager[Any]:
     """Return a context whose operations run after another one. Only a session's graph needs this."""
-    return tf.control_dependencies([operation]) if runs_if_fetched() else contextlib.nullcontext()
+    if runs_if_fetched():
+        return tf.control_dependencies([operation])
+    return contextlib.nullcontext()
 
 
 def fetchable(operations: Sequence[Any]) -> tf.Operation | None:
     """Return one operation for a session to fetch; None if operations run without being fetched."""
-    return tf.group(*operations) if runs_if_fetched() else None
+    if not runs_if_fetched():
+        return None
+    return tf.group(*operations)
 
 
-def in_one_or_apart(whole: _Call, parts: list[_Call]) -> list[_Call]:
+def in_one_or_apart(call: _Call, parts: list[_Call]) -> list[_Call]:
     """Return one call for all, whose parts start as soon as their own inputs are there; or in a session's graph, where
     a call waits for all of its inputs, one for each part.
     """
-    return parts if runs_if_fetched() else [whole]
+    if runs_if_fetched():
+        return parts
+    return [call]
 
 
 def fetchable_call(
     function: Callable[[np.ndarray], None], values: tf.Tensor
 ) -> tf.Operation | None:
     """Return an operation for a session to fetch that calls a function with values; None as in ``fetchable``."""
-    return tf.numpy_function(function, [values], []) if runs_if_fetched() else None
+    if not runs_if_fetched():
+        return None
+    return tf.numpy_function(function, [values], [])
 
 
-def overwriting(value: Any, result: tf.Tensor) -> tf.Tensor:
-    """Return a result. In a session's graph, fetching it overwrites ``value`` if that is a variable, as on Ascend."""
-    if not runs_if_fetched() or not hasattr(value, "assign"):
-        return result
-    with tf.control_dependencies([tf.compat.v1.assign(value, result)]):
-        return tf.identity(result)
+def overwriting(target: Any, output: tf.Tensor) -> tf.Tensor:
+    """Return a result. In a session's graph, fetching it overwrites ``target`` if that is a variable, as on Ascend."""
+    if not runs_if_fetched() or not hasattr(target, "assign"):
+        return output
+    with tf.control_dependencies([tf.compat.v1.assign(target, output)]):
+        return tf.identity(output)
 
 
 def origin(tensor: tf.Tensor) -> tf.Tensor:
@@ -81,9 +89,8 @@ def origin(tensor: tf.Tensor) -> tf.Tensor:
         if tensor.op.type in ("Identity", "IdentityN"):
             tensor = tensor.op.inputs[tensor.value_index]
             continue
-        outer = next(
-            (out for out, inside in getattr(tensor.graph, "captures", ()) if inside is tensor), None
-        )
+        captures = getattr(tensor.graph, "captures", ())
+        outer = next((out for out, inside in captures if inside is tensor), None)
         if not tf.is_symbolic_tensor(outer):
             return tensor
         tensor = outer
@@ -153,7 +160,7 @@ def call_now(
     """Call a Python function with arrays, at once or in the graph that is built now, in no order but that of its data.
     It returns an array for each spec, lives as long as the graph, and must not refer to it.
     """
-    tensors = [tf.convert_to_tensor(value) for value in inputs]
+    tensors = list(map(tf.convert_to_tensor, inputs))
     if tf.executing_eagerly():
         return [tf.constant(result) for result in function(*map(compat.to_array, tensors))]
     results = python_call(function, tensors, [spec.dtype for spec in specs])
@@ -185,7 +192,9 @@ _MAY_END = re.compile(
 )
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
-_seen: weakref.WeakKeyDictionary[tf.Graph, tuple[int, list[str]]] = weakref.WeakKeyDictionary()
+_data_reads: weakref.WeakKeyDictionary[tf.Graph, tuple[int, list[str]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def step_data() -> Sequence[tf.Operation]:
@@ -195,29 +204,25 @@ def step_data() -> Sequence[tf.Operation]:
     if tf.executing_eagerly():
         return []
     graph = tf.compat.v1.get_default_graph()
-    looked_at, names = _seen.get(graph, (0, []))
+    count, names = _data_reads.get(graph, (0, []))
     operations = graph.get_operations()
-    names = names + [
-        operation.name for operation in operations[looked_at:] if _may_end(graph, operation)
-    ]
-    _seen[graph] = len(operations), names
-    found = [graph.get_operation_by_name(name) for name in names]
+    new_operations = operations[count:]
+    names = names + [operation.name for operation in new_operations if _may_end(graph, operation)]
+    _data_reads[graph] = (len(operations), names)
+    sources = [graph.get_operation_by_name(name) for name in names]
     if isinstance(getattr(graph, "outer_graph", None), compat.FuncGraph):
         # TensorFlow may inline the call, and then runs operations without inputs before those of the call are there.
-        inputs = [
-            tensor for tensor in graph.inputs if tensor.dtype not in (tf.resource, tf.variant)
-        ]
-        found += [tf.identity(tensor).op for tensor in inputs]
-    return found
+        for tensor in graph.inputs:
+            if tensor.dtype not in (tf.resource, tf.variant):
+                sources.append(tf.identity(tensor).op)
+    return sources
 
 
 def _may_end(graph: tf.Graph, operation: tf.Operation) -> bool:
-    kinds = (
-        compat.operations_of_call(graph, operation)
-        if operation.type in _CALLS
-        else [operation.type]
-    )
-    return any(map(_MAY_END.fullmatch, kinds))
+    types: Iterable[str] = [operation.type]
+    if operation.type in _CALLS:
+        types = compat.operations_of_call(graph, operation)
+    return any(map(_MAY_END.fullmatch, types))
 
 
 # Gradients. ``tf.custom_gradient`` does the same; in a graph it keeps the graph forever (TensorFlow 2.20: each call
@@ -225,15 +230,15 @@ def _may_end(graph: tf.Graph, operation: tf.Operation) -> bool:
 # when TensorFlow removes such a gradient with its graph.
 
 _GRADIENT = "npu_device_gradient"
-_KEPT_IN = "_npu_device_gradients"
+_GRADIENTS_ATTRIBUTE = "_npu_device_gradients"
 
 
 def _dense(upstream: Sequence[Any]) -> list[Any]:
     """Return gradients as tensors; those of a result whose rows were picked are ``tf.IndexedSlices``."""
     require_order("the gradient of a collective was computed")
     return [
-        tf.convert_to_tensor(each) if isinstance(each, tf.IndexedSlices) else each
-        for each in upstream
+        tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+        for gradient in upstream
     ]
 
 
@@ -260,7 +265,8 @@ def differentiable(
         )
         return after
     graph = tf.compat.v1.get_default_graph()
-    count, number = len(results), next(_numbers)
+    count = len(results)
+    number = next(_numbers)
 
     def gradients(*upstream: Any) -> list[Any]:
         """Return the gradients of the results, which have none, and of the inputs."""
@@ -268,18 +274,20 @@ def differentiable(
 
     _gradients[number] = gradients
     # In an attribute, not a table: if the function refers to tensors of the graph, both go together.
-    setattr(graph, _KEPT_IN, [*getattr(graph, _KEPT_IN, []), gradients])
-    before = [*results, *tensors]
+    setattr(graph, _GRADIENTS_ATTRIBUTE, [*getattr(graph, _GRADIENTS_ATTRIBUTE, []), gradients])
+    arguments = [*results, *tensors]
     with graph.gradient_override_map({"IdentityN": _GRADIENT}):
-        after = tf.identity_n(before, name=f"{_GRADIENT}_{number}")
-    compat.record_operation(_GRADIENT, after, before, gradients)
+        after = tf.identity_n(arguments, name=f"{_GRADIENT}_{number}")
+    compat.record_operation(_GRADIENT, after, arguments, gradients)
     return list(after[:count])
 
 
 @tf.RegisterGradient(_GRADIENT)
 def _gradient(operation: tf.Operation, *upstream: Any) -> list[Any]:
-    found = re.search(rf"{_GRADIENT}_(\d+)", operation.name.rpartition("/")[2])
-    gradients = _gradients.get(int(found.group(1))) if found else None
+    match = re.search(rf"{_GRADIENT}_(\d+)", operation.name.rpartition("/")[2])
+    gradients = None
+    if match is not None:
+        gradients = _gradients.get(int(match.group(1)))
     if gradients is None:
         raise LookupError(
             f"the collective behind {operation.name!r} has no gradient any more: the function that it was traced in is "

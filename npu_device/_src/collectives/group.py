@@ -38,9 +38,8 @@ class Group:
     name: str
     ranks: tuple[int, ...]  # world ranks of the members; a member's group rank is its position here
     rank: int  # the group rank of this process
-    parent: str = field(
-        default="", compare=False
-    )  # the script's group for one of whose operations this one was made
+    # The script's group for one of whose operations this one was made.
+    parent: str = field(default="", compare=False)
     # In a group of two for send and receive, the queue of an operation; None if all are in one order.
     tag: int | None = field(default=None, compare=False)
     # For each member, the number of ranks whose sum it contributes; None where each stands for itself.
@@ -52,7 +51,9 @@ class Group:
 
     def of_one_order(self) -> Group:
         """Return the group itself, or one that contains only the tag's operations."""
-        return self if self.tag is None else replace(self, name=f"{self.name}/{self.tag}", tag=None)
+        if self.tag is None:
+            return self
+        return replace(self, name=f"{self.name}/{self.tag}", tag=None)
 
     @property
     def number(self) -> int:
@@ -74,17 +75,17 @@ def counts_of(group: Group) -> tuple[int, ...]:
     return group.counts or (1,) * group.size
 
 
-def find_group(name: str, rank: int, world_size: int, made: Mapping[str, Group]) -> Group:
+def find_group(name: str, rank: int, world_size: int, groups: Mapping[str, Group]) -> Group:
     """Return the group of a name; raise ValueError if it isn't valid, or this rank has no group of that name."""
     check_group_name(name)
     if name == WORLD_GROUP:
         return Group(name, tuple(range(world_size)), rank)
-    if name in made:
-        return made[name]
-    known = [f"{WORLD_GROUP!r} (all {world_size} ranks)"]
-    known += [f"{group.name!r} (ranks {listed(group.ranks)})" for group in made.values()]
+    if name in groups:
+        return groups[name]
+    texts = [f"{WORLD_GROUP!r} (all {world_size} ranks)"]
+    texts += [f"{group.name!r} (ranks {listed(group.ranks)})" for group in groups.values()]
     raise ValueError(
-        f"rank {rank}: there is no group named {name!r}; expected one of the groups of this rank: {', '.join(known)}.\n"
+        f"rank {rank}: there is no group named {name!r}; expected one of the groups of this rank: {', '.join(texts)}.\n"
         "Likely cause: the group was never made here, has been destroyed, or this rank doesn't belong to it.\n"
         "What to do: call hccl.manage.api.create_group on each rank of the group, and use the group on them only."
     )

@@ -14,17 +14,14 @@ NCCL_DTYPES = (tf.float16, tf.float32, tf.float64)
 
 
 @dataclass(frozen=True)
-class Hosts:
+class JobHosts:
     """What the ranks know of each other, the same on every rank."""
 
-    leaders: tuple[
-        int, ...
-    ]  # for each rank the lowest rank with which it shares memory, or the rank itself
+    leaders: tuple[int, ...]  # of each rank: the lowest rank with which it shares memory, or itself
     devices: tuple[Device, ...]  # of each rank
     late: tuple[int, ...]  # ranks on which TensorFlow has already made its devices
-    problems: tuple[
-        str, ...
-    ]  # for each rank why it can't share memory with the lowest rank of its host; "" if it can
+    # Of each rank: why it can't share memory with the lowest rank of its host; "" if it can.
+    problems: tuple[str, ...]
     engine: str = ""  # the one between hosts (``engine_choice``)
     no_nccl: str = ""  # why floating-point tensors don't go from GPU to GPU; "" if they do
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from typing import Any, Callable, TypeVar
+from typing import Any, Callable, TypeVar, cast
 
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
-from npu_device._src.cluster.errors import ClusterError, PeerError
+from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.collectives.calling_threads import CallingThreads
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.engines import Engines
 from npu_device._src.collectives.group import WORLD_GROUP, Group, find_group
-from npu_device._src.collectives.sessions import Sessions
+from npu_device._src.collectives.sessions import SessionCollectives
 from npu_device._src.collectives.stall import StallWatch
 
 _Part = TypeVar("_Part")
@@ -59,7 +59,7 @@ class Job(EngineContext):
         self.why_no_mpi = ""
         self.engines = Engines(self)
         self.threads = CallingThreads()
-        self.sessions = Sessions(self.health)
+        self.sessions = SessionCollectives(self.health)
         self._parts: dict[type, Any] = {}
         self.pid = os.getpid()
 
@@ -81,33 +81,31 @@ class Job(EngineContext):
         self.engines.forget(name)
         self.counts.forget(name)
 
-    def add(self, part: Any) -> None:
+    def add(self, component: Any) -> None:
         """Keep an object of a higher floor as long as the job; its ``close()``, if any, is called before this process
         leaves. A job has one part of a class.
         """
-        self._parts[type(part)] = part
+        self._parts[type(component)] = component
 
-    def end(self, kind: type) -> None:
+    def end(self, part_type: type) -> None:
         """Close the part of a class now, if there is one."""
-        close = getattr(self._parts.pop(kind, None), "close", None)
+        close = getattr(self._parts.pop(part_type, None), "close", None)
         if close is not None:
             close()
 
-    def part(self, kind: type[_Part]) -> _Part | None:
-        found: _Part | None = self._parts.get(kind)
-        return found
+    def part(self, part_type: type[_Part]) -> _Part | None:
+        return cast("_Part | None", self._parts.get(part_type))
 
-    def made(self, kind: type[_Part]) -> _Part:
+    def made(self, part_type: type[_Part]) -> _Part:
         """Return the part of a class, which is made without arguments at its first use."""
-        if kind not in self._parts:
-            self.add(kind())
-        found: _Part = self._parts[kind]
-        return found
+        if part_type not in self._parts:
+            self.add(part_type())
+        return cast(_Part, self._parts[part_type])
 
     def finish(self) -> None:
         """Close the parts, and let what this rank has sent arrive."""
-        for kind in reversed(list(self._parts)):
-            self.end(kind)
+        for part_type in reversed(list(self._parts)):
+            self.end(part_type)
         for act in self.before_leaving:
             act(self)
         self.peers.deliver()
@@ -158,7 +156,8 @@ def abandon(error: BaseException) -> PeerError | None:
     rank, if that was the cause.
     """
     global _current, _closed_by
-    job, _current = _current, None
+    job = _current
+    _current = None
     assert job is not None
     _closed_by = os.getpid()
     job.peers.close()
@@ -175,14 +174,20 @@ def close() -> None:
     try:
         job.finish()
     finally:
-        _current, _closed_by = None, os.getpid()
+        _current = None
+        _closed_by = os.getpid()
         job.leave()
 
 
 def on_exit(act: Callable[[], None]) -> None:
     """Call a function when this process exits, after it has left the job; not in a forked child."""
     pid = os.getpid()
-    _at_exit.append(lambda: act() if os.getpid() == pid else None)
+
+    def act_in_this_process() -> None:
+        if os.getpid() == pid:
+            act()
+
+    _at_exit.append(act_in_this_process)
 
 
 def _exit() -> None:

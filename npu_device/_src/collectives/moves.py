@@ -26,7 +26,7 @@ def all_gather(job: Job, tensor: tf.Tensor, group: Group) -> tf.Tensor:
     """Gather tensors of one shape, [n, …], into [n * group.size, …], ordered by group rank and the same on every rank.
 
     The gradient is the sum of all ranks' incoming gradients of the part of this rank. For arguments and errors see
-    ``training.hccl_ops.allgather``.
+    ``hccl_ops.allgather``.
     """
     require_first_dimension("all_gather", tensor)
     require_bits(tensor.dtype)
@@ -56,15 +56,15 @@ def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "") -
     def results() -> tf.TensorSpec:
         return spec_with_first_dimension(tensor, lambda _: None)
 
-    same = {"purpose": purpose} if purpose else {}
+    details = {"purpose": purpose} if purpose else {}
     return Operation(
-        "all_gather_v", group, [tensor], body, results=results, same=same, ragged=True
+        "all_gather_v", group, [tensor], body, results=results, details=details, ragged=True
     ).run(job)
 
 
 def all_to_all_v(
     job: Job,
-    data: tf.Tensor,
+    vector: tf.Tensor,
     send_counts: Any,
     send_at: Any,
     recv_counts: Any,
@@ -75,42 +75,47 @@ def all_to_all_v(
 
     The ranks exchange their counts first, and each block is sent padded to the longest of all. In a ``tf.function``,
     counts that don't fit each other are an InvalidArgumentError. For arguments, result and errors see
-    ``training.hccl_ops.all_to_all_v``.
+    ``hccl_ops.all_to_all_v``.
     """
-    _require_vector("all_to_all_v", data)
-    require_bits(data.dtype)
+    _require_vector("all_to_all_v", vector)
+    require_bits(vector.dtype)
     size = group.size
 
     def body(
-        engine: AgreedEngine, data: tf.Tensor, sends: Any, sends_at: Any, recvs: Any, recvs_at: Any
+        engine: AgreedEngine,
+        vector: tf.Tensor,
+        sends: Any,
+        sends_at: Any,
+        recvs: Any,
+        recvs_at: Any,
     ) -> tf.Tensor:
-        outgoing = checked_blocks("send", sends, sends_at, size, data.shape[0])
+        outgoing = checked_blocks("send", sends, sends_at, size, vector.shape[0])
         incoming = checked_blocks("recv", recvs, recvs_at, size)
         counts = engine.gather(tf.concat([outgoing.counts, incoming.counts], axis=0)[tf.newaxis])
         sent = counts[:, :size]
         expected = tf.transpose(counts[:, size:])
         with tf.control_dependencies(_require_equal(sent, expected)):
-            longest = engine.row_length(data.dtype, tf.reduce_max(sent))
-        rows = engine.exchange(pad_blocks(data, outgoing, longest))
+            longest = engine.row_length(vector.dtype, tf.reduce_max(sent))
+        rows = engine.exchange(pad_blocks(vector, outgoing, longest))
         return join_blocks(rows, incoming)
 
-    inputs = [data, send_counts, send_at, recv_counts, recv_at]
-    results = partial(tf.TensorSpec, [None], data.dtype)
-    return Operation("all_to_all_v", group, [data], body, inputs, results, ragged=True).run(job)
+    inputs = [vector, send_counts, send_at, recv_counts, recv_at]
+    results = partial(tf.TensorSpec, [None], vector.dtype)
+    return Operation("all_to_all_v", group, [vector], body, inputs, results, ragged=True).run(job)
 
 
 def _require_equal(sent: tf.Tensor, expected: tf.Tensor) -> list[Any]:
     # Row i, column j: the elements from rank i to rank j.
     text = "all_to_all_v: what a rank sends to another (send_counts) is not what the other expects (recv_counts)"
     if not tf.executing_eagerly():
-        same = tf.reduce_all(sent == expected)
+        is_equal = tf.reduce_all(sent == expected)
         details = [
             f"{text}. Rows are the senders, columns the receivers. Sent:",
             sent,
             "expected:",
             expected,
         ]
-        return [tf.debugging.Assert(same, details, summarize=-1)]
+        return [tf.debugging.Assert(is_equal, details, summarize=-1)]
     differing = np.argwhere(sent.numpy() != expected.numpy())
     if len(differing):
         lines = [
@@ -121,32 +126,36 @@ def _require_equal(sent: tf.Tensor, expected: tf.Tensor) -> list[Any]:
     return []
 
 
-def all_to_all_vc(job: Job, data: tf.Tensor, send_count_matrix: Any, group: Group) -> tf.Tensor:
+def all_to_all_vc(job: Job, vector: tf.Tensor, send_count_matrix: Any, group: Group) -> tf.Tensor:
     """Do what ``all_to_all_v`` does, with all ranks' counts in one matrix that every rank knows.
 
     The ranks compare their matrices, and each block is sent padded to the longest of all. For arguments, result and
-    errors see ``training.hccl_ops.all_to_all_v_c``.
+    errors see ``hccl_ops.all_to_all_v_c``.
     """
-    _require_vector("all_to_all_vc", data)
-    require_bits(data.dtype)
+    _require_vector("all_to_all_vc", vector)
+    require_bits(vector.dtype)
     matrix = whole_numbers("send_count_matrix", send_count_matrix, [group.size, group.size])
-    known = tf.get_static_value(matrix)
+    static_counts = tf.get_static_value(matrix)
 
-    def body(engine: AgreedEngine, data: tf.Tensor, matrix: tf.Tensor) -> tf.Tensor:
+    def body(engine: AgreedEngine, vector: tf.Tensor, matrix: tf.Tensor) -> tf.Tensor:
         outgoing = checked_blocks(
-            "send", *packed_blocks(matrix[group.rank]), group.size, data.shape[0]
+            "send", *packed_blocks(matrix[group.rank]), group.size, vector.shape[0]
         )
-        longest = engine.row_length(data.dtype, tf.reduce_max(matrix))
-        rows = engine.exchange(pad_blocks(data, outgoing, longest))
+        longest = engine.row_length(vector.dtype, tf.reduce_max(matrix))
+        rows = engine.exchange(pad_blocks(vector, outgoing, longest))
         return join_blocks(rows, packed_blocks(matrix[:, group.rank]))
 
-    results = partial(tf.TensorSpec, [None], data.dtype)
-    same = {
-        "send_count_matrix": "known to the running graph only" if known is None else known.tolist()
-    }
-    return Operation(
-        "all_to_all_vc", group, [data], body, [data, matrix], results, same, ragged=True
-    ).run(job)
+    results = partial(tf.TensorSpec, [None], vector.dtype)
+    # Every rank has the same matrix; of one that only the running graph knows, this isn't checked.
+    counts: Any = "known to the running graph only"
+    if static_counts is not None:
+        counts = static_counts.tolist()
+    details = {"send_count_matrix": counts}
+    inputs = [vector, matrix]
+    operation = Operation(
+        "all_to_all_vc", group, [vector], body, inputs, results, details, ragged=True
+    )
+    return operation.run(job)
 
 
 def send(job: Job, tensor: tf.Tensor, tag: int, destination: int, group: Group) -> Any:
@@ -154,22 +163,24 @@ def send(job: Job, tensor: tf.Tensor, tag: int, destination: int, group: Group) 
 
     A graph uses the operation for control dependencies. Each tag is a separate queue, first in, first out. There is no
     gradient: nothing of a send comes back to this rank. For arguments, errors and deadlocks see
-    ``training.hccl_ops.send``.
+    ``hccl_ops.send``.
     """
     require_bits(tensor.dtype)
     pair = _pair_of(group, group.rank, destination, tag)
 
     def body(engine: AgreedEngine, tensor: tf.Tensor) -> Any:
         sent = engine.send(tensor)
-        return None if tf.executing_eagerly() else sent.op
+        if tf.executing_eagerly():
+            return None
+        return sent.op
 
-    return Operation("send and receive", pair, [tensor], body, same={"tag": tag}).run(job)
+    return Operation("send and receive", pair, [tensor], body, details={"tag": tag}).run(job)
 
 
 def receive(
     job: Job, shape: Any, dtype: tf.DType, tag: int, source: int, group: Group
 ) -> tf.Tensor:
-    """Receive the tensor that one other rank sends with the same tag; see ``training.hccl_ops.receive``."""
+    """Receive the tensor that one other rank sends with the same tag; see ``hccl_ops.receive``."""
     like = tf.TensorSpec(shape, dtype)
     require_bits(like.dtype)
     if not like.shape.is_fully_defined():
@@ -181,9 +192,10 @@ def receive(
     def body(engine: AgreedEngine) -> tf.Tensor:
         return engine.receive(like)
 
-    return Operation(
-        "send and receive", pair, [like], body, (), lambda: like, same={"tag": tag}
-    ).run(job)
+    operation = Operation(
+        "send and receive", pair, [like], body, (), lambda: like, details={"tag": tag}
+    )
+    return operation.run(job)
 
 
 def _pair_of(group: Group, source: int, destination: int, tag: int) -> Group:
@@ -212,24 +224,24 @@ def gather_ragged(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:
     counts = all_rows * tf.reduce_prod(row_shape)
     flat = tf.reshape(tensor, [1, -1])
     longest = engine.row_length(tensor.dtype, tf.reduce_max(counts))
-    padded = tf.pad(flat, [[0, 0], [0, longest - tf.shape(flat)[1]]])
-    gathered = engine.gather(padded)
-    elements = tf.concat(
-        [gathered[rank, : counts[rank]] for rank in range(engine.group.size)], axis=0
-    )
-    joined = tf.reshape(elements, tf.concat([[tf.reduce_sum(all_rows)], row_shape], axis=0))
-    joined.set_shape([None, *tensor.shape[1:]] if tensor.shape.rank else None)
+    padding = longest - tf.shape(flat)[1]
+    gathered = engine.gather(tf.pad(flat, [[0, 0], [0, padding]]))
+    runs = [gathered[rank, : counts[rank]] for rank in range(engine.group.size)]
+    shape = tf.concat([[tf.reduce_sum(all_rows)], row_shape], axis=0)
+    joined = tf.reshape(tf.concat(runs, axis=0), shape)
+    if tensor.shape.rank:
+        joined.set_shape([None, *tensor.shape[1:]])
     return joined
 
 
 # Shapes: checks before anything is sent, and the first dimension of results
 
 
-def require_member(what: str, rank: int, group: Group) -> None:
-    """Raise ValueError if a group has no such rank; ``what`` names the argument."""
+def require_member(argument: str, rank: int, group: Group) -> None:
+    """Raise ValueError if a group has no such rank; ``argument`` names the argument."""
     if not 0 <= rank < group.size:
         raise ValueError(
-            f"{what} {rank} is not in group {group.name!r}; expected 0 to {group.size - 1}"
+            f"{argument} {rank} is not in group {group.name!r}; expected 0 to {group.size - 1}"
         )
 
 
@@ -244,29 +256,32 @@ def spec_with_first_dimension(tensor: tf.Tensor, rows: Callable[[int], Any]) -> 
     """Return the spec of a tensor with another first dimension, ``rows(the tensor's)``; None means any."""
     if tensor.shape.rank is None:
         return tf.TensorSpec(None, tensor.dtype)
-    first, *others = tensor.shape.as_list()
-    return tf.TensorSpec([None if first is None else rows(first), *others], tensor.dtype)
+    length, *row_shape = tensor.shape.as_list()
+    if length is not None:
+        length = rows(length)
+    return tf.TensorSpec([length, *row_shape], tensor.dtype)
 
 
 def with_first_dimension(
-    elements: tf.Tensor, like: tf.Tensor, rows: Callable[[Count], Count]
+    flat: tf.Tensor, like: tf.Tensor, rows: Callable[[Count], Count]
 ) -> tf.Tensor:
     """Return the elements in the shape of ``like`` with another first dimension, ``rows(like's)``."""
     if like.shape.is_fully_defined():
-        return tf.reshape(elements, [rows(like.shape[0]), *like.shape[1:]])
+        return tf.reshape(flat, [rows(like.shape[0]), *like.shape[1:]])
     dynamic = tf.shape(like)
-    result = tf.reshape(elements, tf.concat([[rows(dynamic[0])], dynamic[1:]], axis=0))
-    result.set_shape(spec_with_first_dimension(like, rows).shape)
-    return result
+    shape = tf.concat([[rows(dynamic[0])], dynamic[1:]], axis=0)
+    reshaped = tf.reshape(flat, shape)
+    reshaped.set_shape(spec_with_first_dimension(like, rows).shape)
+    return reshaped
 
 
 # Blocks of different lengths in a one-dimensional buffer, which are located, cut out and put together
 
 
-def _require_vector(operation: str, data: tf.Tensor) -> None:
-    if data.shape.rank not in (None, 1):
+def _require_vector(operation: str, vector: tf.Tensor) -> None:
+    if vector.shape.rank not in (None, 1):
         raise ValueError(
-            f"{operation} exchanges blocks of a one-dimensional buffer; found shape {data.shape}. What to do: "
+            f"{operation} exchanges blocks of a one-dimensional buffer; found shape {vector.shape}. What to do: "
             "tf.reshape(data, [-1]), and counts and displacements in elements."
         )
 
@@ -289,48 +304,54 @@ def checked_blocks(
     """Check and return the blocks that a caller describes, one per rank. TensorFlow refuses what is known only at run
     time. ``length`` is that of the buffer, if known; None for one that is made to fit: there, no blocks may overlap.
     """
-    where, text = f"{name}_displacements", f"{name}_counts and {name}_displacements"
+    where = f"{name}_displacements"
+    text = f"{name}_counts and {where}"
     blocks = Blocks(
         whole_numbers(f"{name}_counts", counts, [number]),
         whole_numbers(where, displacements, [number]),
     )
-    known = [tf.get_static_value(value) for value in blocks]
-    if known[0] is None or known[1] is None:
+    counts, displacements = map(tf.get_static_value, blocks)
+    if counts is None or displacements is None:
         return blocks
-    end, last = 0, -1
-    for start, count, rank in sorted(
-        (int(d), int(c), rank) for rank, (c, d) in enumerate(zip(*known)) if c
-    ):
+    # In the order of the buffer, in which two that overlap follow each other.
+    located = sorted(zip(map(int, displacements), map(int, counts), range(number)))
+    end = 0
+    last_rank = -1
+    for start, count, rank in located:
+        if count == 0:
+            continue
         if length is not None and start + count > length:
             raise ValueError(
                 f"{text}: the block of rank {rank} ends at element {start + count}, and there are {length}"
             )
         if length is None and start < end:
             raise ValueError(
-                f"{text}: the blocks of rank {last} and rank {rank} overlap at element {start}"
+                f"{text}: the blocks of rank {last_rank} and rank {rank} overlap at element {start}"
             )
-        end, last = start + count, rank
+        end = start + count
+        last_rank = rank
     return blocks
 
 
-def whole_numbers(name: str, values: Any, shape: list[int]) -> tf.Tensor:
+def whole_numbers(name: str, counts: Any, shape: list[int]) -> tf.Tensor:
     """Return counts or displacements as int64, none of them negative."""
-    tensor = tf.cast(tf.convert_to_tensor(values), tf.int64)
+    tensor = tf.cast(tf.convert_to_tensor(counts), tf.int64)
     if not tensor.shape.is_compatible_with(shape):
         raise ValueError(
             f"{name} has shape {tensor.shape}; expected {tuple(shape)}, one number per rank of the group"
         )
-    known = tf.get_static_value(tensor)
-    if known is not None and (known < 0).any():
-        raise ValueError(f"{name} must not be negative; found {known.tolist()}")
+    static = tf.get_static_value(tensor)
+    if static is not None and (static < 0).any():
+        raise ValueError(f"{name} must not be negative; found {static.tolist()}")
     return tf.ensure_shape(tensor, shape)
 
 
-def pad_blocks(data: tf.Tensor, blocks: Blocks, longest: tf.Tensor) -> tf.Tensor:
+def pad_blocks(vector: tf.Tensor, blocks: Blocks, longest: tf.Tensor) -> tf.Tensor:
     """Return the blocks of a buffer as rows of equal length, padded with zeros: shape [number of blocks, longest]."""
     rows = []
     for count, start in zip(*map(tf.unstack, blocks)):
-        rows.append(tf.pad(tf.slice(data, [start], [count]), [[0, longest - count]]))
+        block = tf.slice(vector, [start], [count])
+        rows.append(tf.pad(block, [[0, longest - count]]))
     return tf.stack(rows)
 
 
@@ -338,12 +359,14 @@ def join_blocks(rows: tf.Tensor, blocks: Blocks) -> tf.Tensor:
     """Return the buffer made of rows: block i is the beginning of row i. Zeros where there is no block."""
     # Blocks without elements may have any displacement.
     starts = tf.where(blocks.counts == 0, tf.zeros_like(blocks.displacements), blocks.displacements)
-    parts, end = [], tf.constant(0, tf.int64)
+    parts = []
+    end = tf.constant(0, tf.int64)
     for rank in tf.unstack(tf.cast(tf.argsort(starts, stable=True), tf.int64)):
         count = blocks.counts[rank]
-        gap = starts[rank] - end
+        is_empty = count == 0
         # If blocks overlap, the gap is negative, and tf.pad refuses it.
+        gap = tf.where(is_empty, tf.constant(0, tf.int64), starts[rank] - end)
         block = tf.slice(rows, [rank, 0], [1, count])[0]
-        parts.append(tf.pad(block, [[tf.where(count == 0, tf.zeros_like(gap), gap), 0]]))
-        end = tf.where(count == 0, end, starts[rank] + count)
+        parts.append(tf.pad(block, [[gap, 0]]))
+        end = tf.where(is_empty, end, starts[rank] + count)
     return tf.concat(parts, axis=0)

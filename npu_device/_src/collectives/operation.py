@@ -32,7 +32,7 @@ class Operation:
         body: moves the data, given the engine of the call and the inputs.
         inputs: the values and what else the body is given; None for the values only.
         results: returns the specs of the results, in their structure; None for an operation that returns nothing.
-        same: whatever else must be the same on every rank.
+        details: whatever else must be the same on every rank.
         ragged: the first dimension of the values may differ among the ranks.
         has_owners: some of the values are those of one rank each.
         gradient: in the graph of a session, returns the gradients of the values for those of the results.
@@ -44,7 +44,7 @@ class Operation:
     body: Callable[..., Any]
     inputs: Optional[Sequence[Any]] = None
     results: Optional[Callable[[], Any]] = None
-    same: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
     ragged: bool = False
     has_owners: bool = False
     gradient: Optional[Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]] = None
@@ -57,27 +57,27 @@ class Operation:
         """
         job.has_communicated = job.has_communicated or self.name != "barrier"
         # In a session's run, the line of the script was noted when the graph was built.
-        call = call or describe(self.name, self.values, self.ragged, self.same)
+        call = call or describe(self.name, self.values, self.ragged, self.details)
         if runs_if_fetched():
             return self._add_to_session(job, call)
         group = self.group
-        inputs = self.values if self.inputs is None else self.inputs
+        inputs = self._body_inputs()
         _require_no_xla(job, call)
+        # Nothing to compare or to send.
         if group.size == 1:
             return self.body(AgreedEngine(job, group), *inputs)
         if tf.executing_eagerly():
+            # In a graph, the operations check when they run.
             job.health.check(group.name, group.ranks)
         else:
             require_order(f"rank {job.cluster.rank}: {call.operation} was called at {call.line}")
         if group.tag is not None:
-            call = replace(
-                call, thread=""
-            )  # each tag keeps its own order, whichever threads send and receive
-        with (
-            job.threads.in_call(group)
-            if tf.executing_eagerly()
-            else contextlib.nullcontext(False) as overlaps
-        ):
+            # Each tag keeps its own order, whichever threads send and receive.
+            call = replace(call, thread="")
+        in_call: Any = contextlib.nullcontext(False)
+        if tf.executing_eagerly():
+            in_call = job.threads.in_call(group)
+        with in_call as overlaps:
             terms = self._terms(job, call, overlaps)
             if not tf.executing_eagerly() and group.tag is None:
                 number = job.threads.number_at_each_call(group)
@@ -89,15 +89,18 @@ class Operation:
                     return self.body(engine, *inputs)
             try:
                 results = self.body(engine, *inputs)
-                if (
-                    engine.terms is not None
-                ):  # there was nothing to send, such as in a list without gradients
+                if engine.terms is not None:
+                    # There was nothing to send, such as in a list without gradients.
                     engine.compare()
                 return results
             finally:
-                engine.terms = (
-                    None  # they refer to the graph, which what the body has made may outlive
-                )
+                # They refer to the graph, which what the body has made may outlive.
+                engine.terms = None
+
+    def _body_inputs(self) -> Sequence[Any]:
+        if self.inputs is None:
+            return self.values
+        return self.inputs
 
     def _terms(self, job: Job, call: Call, overlaps: bool) -> Terms:
         """Return what the ranks compare; ``overlaps``: another thread of this rank is in a call of the group."""
@@ -105,14 +108,12 @@ class Operation:
         is_eager = tf.executing_eagerly()
 
         def refuse(position: int) -> Exception:
-            several = overlaps or (not is_eager and job.threads.are_several(group))
-            error = mismatch(
-                job.cluster, job.store, group, {**call.row(), "overlaps": several}, position
-            )
+            are_several = overlaps or (not is_eager and job.threads.are_several(group))
+            row = {**call.row(), "overlaps": are_several}
+            error = mismatch(job.cluster, job.store, group, row, position)
             if not is_eager:
-                job.health.stop(
-                    str(error)
-                )  # the rest of the graph may already have started other collectives
+                # The rest of the graph may already have started other collectives.
+                job.health.stop(str(error))
             return error
 
         shapes = shapes_number(call, self.values, self.ragged)
@@ -120,15 +121,19 @@ class Operation:
 
     def _add_to_session(self, job: Job, call: Call) -> Any:
         """Add the call to the graph of a session; return its results, or the operation itself if there are none."""
-        given = list(self.values if self.inputs is None else self.inputs)
-        inputs = tf.nest.map_structure(tf.convert_to_tensor, given, expand_composites=True)
-        structure = self.results() if self.results else tf.TensorSpec([], tf.int32)
+        arguments = list(self._body_inputs())
+        inputs = tf.nest.map_structure(tf.convert_to_tensor, arguments, expand_composites=True)
+        structure = tf.TensorSpec([], tf.int32)
+        if self.results is not None:
+            structure = self.results()
 
         def run(*arrays: tf.Tensor) -> list[tf.Tensor]:
             values = tf.nest.pack_sequence_as(inputs, arrays, expand_composites=True)
             compared = values[: len(self.values)] or self.values
             results = replace(self, values=compared, inputs=values).run(job, call)
-            return tf.nest.flatten(results, True) if self.results else [tf.constant(0)]
+            if self.results is None:
+                return [tf.constant(0)]
+            return tf.nest.flatten(results, True)
 
         def gradient(*upstream: tf.Tensor) -> Sequence[tf.Tensor]:
             if self.gradient is None:
@@ -138,9 +143,8 @@ class Operation:
             return self.gradient(upstream)
 
         specs = tf.nest.flatten(structure, True)
-        collective = InSession(
-            self.group, call, tf.nest.flatten(inputs, True), specs, run, gradient, _FromFirst(job)
-        )
+        flat_inputs = tf.nest.flatten(inputs, True)
+        collective = InSession(self.group, call, flat_inputs, specs, run, gradient, _FromFirst(job))
         results = job.sessions.add(collective)
         if self.results is None:
             return results[0].op

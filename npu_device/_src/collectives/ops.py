@@ -46,9 +46,9 @@ def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.
         return engine.all_reduce([[tensor]], reduction)[0][0]
 
     results = _reduced_spec(tensor, reduction)
-    same = {"reduction": reduction}
+    details = {"reduction": reduction}
     return Operation(
-        "all_reduce", group, [tensor], body, None, results, same, gradient=gradient
+        "all_reduce", group, [tensor], body, None, results, details, gradient=gradient
     ).run(job)
 
 
@@ -67,33 +67,38 @@ def reduce(job: Job, tensor: tf.Tensor, reduction: str, root_rank: int, group: G
     def body(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:
         reduced = engine.reduce(tensor, reduction, root_rank)
         if group.rank != root_rank:
+            # This rank takes part, although its result is zeros.
             with tf.control_dependencies([reduced]):
                 reduced = tf.zeros_like(reduced)
 
         def backward(upstream: tf.Tensor) -> tf.Tensor:
             require_differentiable("reduce", reduction)
             [incoming] = broadcast(job, [upstream], root_rank, group)
-            return incoming / group.size if reduction == "mean" else incoming
+            if reduction == "mean":
+                return incoming / group.size
+            return incoming
 
         return differentiable_move(reduced, backward, tensor)
 
     results = _reduced_spec(tensor, reduction)
-    same = {"reduction": reduction, "root_rank": root_rank}
-    return Operation("reduce", group, [tensor], body, results=results, same=same).run(job)
+    details = {"reduction": reduction, "root_rank": root_rank}
+    return Operation("reduce", group, [tensor], body, results=results, details=details).run(job)
 
 
 def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
     """Reduce over a group, and give each rank its block of the first dimension: [n, …] in, [n / group.size, …] out.
 
     The mean of integers is floating-point, as in ``all_reduce``; on ranks that share memory it is bit by bit the block
-    of ``all_reduce``. Differentiable. For arguments and errors see ``training.hccl_ops.reduce_scatter``.
+    of ``all_reduce``. Differentiable. For arguments and errors see ``hccl_ops.reduce_scatter``.
 
     TensorFlow has no kernel for it on the CPU. The blocks are exchanged and each rank reduces its own, which moves half
     the bytes of an all_reduce.
     """
     require_reduction("reduce_scatter", tensor.dtype, reduction)
     moves.require_first_dimension("reduce_scatter", tensor)
-    rows = tensor.shape[0] if tensor.shape.rank is not None else None
+    rows = None
+    if tensor.shape.rank is not None:
+        rows = tensor.shape[0]
     text = (
         f"reduce_scatter: the first dimension (dim0) must be a multiple of rank_size, the {group.size} ranks of "
         f"{group.name!r}"
@@ -110,13 +115,16 @@ def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) ->
             checks.append(tf.debugging.Assert(length % group.size == 0, [f"{text}; found", length]))
         with tf.control_dependencies(checks):
             blocks = engine.exchange(tf.reshape(tensor, [group.size, -1]))
+        # Every rank has all ranks' values of its block, and adds them up in the order of the ranks.
         reduced = fold(tf.unstack(blocks, num=group.size), reduction)
         return moves.with_first_dimension(reduced, tensor, lambda rows: rows // group.size)
 
     block = moves.spec_with_first_dimension(tensor, lambda rows: rows // group.size)
     results = _reduced_spec(block, reduction)
-    same = {"reduction": reduction}
-    return Operation("reduce_scatter", group, [tensor], body, results=results, same=same).run(job)
+    details = {"reduction": reduction}
+    return Operation("reduce_scatter", group, [tensor], body, results=results, details=details).run(
+        job
+    )
 
 
 def _reduced_spec(tensor: tf.Tensor | tf.TensorSpec, reduction: str) -> Callable[[], tf.TensorSpec]:
@@ -163,7 +171,7 @@ def broadcast(
     """Send the tensors of the root to every rank of the group; return them in the order of ``tensors``.
 
     Differentiable: the gradient on the root is the sum of the incoming gradients of all ranks, and zero on the others.
-    For arguments and errors see ``training.hccl_ops.broadcast``.
+    For arguments and errors see ``hccl_ops.broadcast``.
     """
     if not tensors:
         return []
@@ -175,20 +183,22 @@ def broadcast(
         floats = [tensor.dtype.is_floating for tensor in tensors]
 
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
-            floating = zip(upstream, floats)
-            return [
-                reduce(job, value, "sum", root_rank, group) if is_float else None
-                for value, is_float in floating
-            ]
+            gradients: list[tf.Tensor | None] = []
+            for gradient, is_float in zip(upstream, floats):
+                if is_float:
+                    gradients.append(reduce(job, gradient, "sum", root_rank, group))
+                else:
+                    gradients.append(None)
+            return gradients
 
         return differentiable(engine.broadcast(tensors, root_rank), backward, tensors)
 
     def results() -> list[tf.TensorSpec]:
         return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
 
-    return Operation(
-        "broadcast", group, tensors, body, results=results, same={"root_rank": root_rank}
-    ).run(job)
+    details = {"root_rank": root_rank}
+    operation = Operation("broadcast", group, tensors, body, results=results, details=details)
+    return operation.run(job)
 
 
 def barrier(job: Job, group: Group) -> tf.Tensor:
@@ -201,9 +211,8 @@ def barrier(job: Job, group: Group) -> tf.Tensor:
     def body(engine: AgreedEngine) -> tf.Tensor:
         return engine.all_reduce([[tf.constant(1)]], "sum")[0][0]
 
-    return Operation("barrier", group, [], body, results=lambda: tf.TensorSpec([], tf.int32)).run(
-        job
-    )
+    spec = tf.TensorSpec([], tf.int32)
+    return Operation("barrier", group, [], body, results=lambda: spec).run(job)
 
 
 def require_reduction(operation: str, dtype: tf.DType, reduction: str) -> None:

@@ -16,11 +16,11 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.cluster.description import Cluster
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import LATEST_ANSWER_SECONDS
 from npu_device._src.collectives import gpu_choice
 from npu_device._src.collectives.gpu_choice import Device
-from npu_device._src.collectives.hosts_of_job import Hosts
+from npu_device._src.collectives.hosts_of_job import JobHosts
 from npu_device._src.collectives.job import Job
 
 _log = logging.getLogger("npu_device")
@@ -35,12 +35,14 @@ def count_cores(running: Job) -> None:
     """Set ``running.cores`` and ``running.has_own_core``. The launcher may have bound each rank to cores of its own, as
     Open MPI and Slurm do, so the ranks of the host compare theirs.
     """
-    cluster, mine = running.cluster, sorted(os.sched_getaffinity(0))
+    cluster = running.cluster
+    own_cores = sorted(os.sched_getaffinity(0))
     key = f"cores/{cluster.neighbours[0]}"
-    found = running.store.gather_from(key, mine, cluster.neighbours, LATEST_ANSWER_SECONDS)
-    users = Counter(core for cores in found.values() for core in cores)
-    share = sum((Fraction(1, users[core]) for core in mine), Fraction())
-    running.cores, running.has_own_core = max(1, int(share)), share >= 1
+    answers = running.store.gather_from(key, own_cores, cluster.neighbours, LATEST_ANSWER_SECONDS)
+    users = Counter(core for cores in answers.values() for core in cores)
+    share = sum((Fraction(1, users[core]) for core in own_cores), Fraction())
+    running.cores = max(1, int(share))
+    running.has_own_core = share >= 1
 
 
 def divide_cores(running: Job) -> None:
@@ -56,7 +58,8 @@ def divide_cores(running: Job) -> None:
             running.cluster.rank,
         )
         return
-    threading, share = tf.config.threading, running.cores
+    threading = tf.config.threading
+    share = running.cores
     if running.cluster.local_size > 1 and threading.get_intra_op_parallelism_threads() == 0:
         threading.set_intra_op_parallelism_threads(share)
     if threading.get_inter_op_parallelism_threads() == 0:
@@ -71,22 +74,22 @@ def divide_cores(running: Job) -> None:
 
 def choose_device(cluster: Cluster) -> Device:
     """Let this rank see only its own GPU, and return its device. No memory is taken on any GPU."""
-    cuda, nvidia = (
-        environment.CUDA_VISIBLE_DEVICES.text(),
-        environment.NVIDIA_VISIBLE_DEVICES.text(),
-    )
+    cuda = environment.CUDA_VISIBLE_DEVICES.text()
+    nvidia = environment.NVIDIA_VISIBLE_DEVICES.text()
     instance = gpu_choice.own_instance(cuda, nvidia, cluster.device_id)
     late = compat.context_is_initialized()
     if instance is not None and not late:
-        environment.CUDA_VISIBLE_DEVICES.set(cuda := instance)
+        cuda = instance
+        environment.CUDA_VISIBLE_DEVICES.set(instance)
     gpus = tf.config.get_visible_devices("GPU")
     if not gpus:
         return Device("CPU", gpu_choice.why_none(cuda, nvidia))
     gpu = gpus[cluster.device_id % len(gpus)]  # in turn if there are fewer GPUs than devices
     if late and (len(gpus) > 1 or instance is not None):
+        names = ", ".join(gpu.name for gpu in gpus)
         raise ClusterError(
             f"{cluster.name} can't take its own GPU: TensorFlow has been used before "
-            f"npu.open(), and has taken memory on {', '.join(each.name for each in gpus)}.\n"
+            f"npu.open(), and has taken memory on {names}.\n"
             "What to do: call `npu.open().as_default()` right after the imports, before the first tensor, variable, "
             "model, dataset or tf.config.list_logical_devices() of the script; or let CUDA_VISIBLE_DEVICES of each "
             "rank name its own GPU."
@@ -99,7 +102,7 @@ def choose_device(cluster: Cluster) -> Device:
     return Device(name, model, unit, chip, compat.has_nccl())
 
 
-def prepare_gpu(job: Job, hosts: Hosts) -> None:
+def prepare_gpu(job: Job, hosts: JobHosts) -> None:
     """Let ranks that share a GPU share its memory, and let rank 0 say which rank has which device."""
     cluster = job.cluster
     shared = gpu_choice.sharing(hosts.devices, cluster.hosts)
@@ -121,9 +124,8 @@ def prepare_gpu(job: Job, hosts: Hosts) -> None:
 
 def _let_memory_grow(rank: int) -> None:
     [gpu] = tf.config.get_visible_devices("GPU")
-    if environment.TF_FORCE_GPU_ALLOW_GROWTH.is_set() or tf.config.get_logical_device_configuration(
-        gpu
-    ):
+    is_limited = tf.config.get_logical_device_configuration(gpu)
+    if environment.TF_FORCE_GPU_ALLOW_GROWTH.is_set() or is_limited:
         return  # the user's own setting
     try:
         tf.config.experimental.set_memory_growth(gpu, True)
@@ -138,7 +140,9 @@ def _let_memory_grow(rank: int) -> None:
 
 # NVIDIA's driver: which GPU is behind one of CUDA's numbers. This makes no CUDA context and takes no GPU memory.
 
-_NAME_BYTES, _BUS_BYTES, _UUID_BYTES = 256, 32, 16
+_NAME_BYTES = 256
+_BUS_BYTES = 32
+_UUID_BYTES = 16
 
 
 def identity(index: int) -> tuple[str, str, str] | None:
@@ -155,6 +159,7 @@ def identity(index: int) -> tuple[str, str, str] | None:
     model = ctypes.create_string_buffer(_NAME_BYTES)
     bus = ctypes.create_string_buffer(_BUS_BYTES)
     uuid = (ctypes.c_ubyte * _UUID_BYTES)()
+    # Each returns an error code, 0 for success.
     failed = (
         driver.cuInit(0)
         or driver.cuDeviceGet(ctypes.byref(device), index)
@@ -162,4 +167,6 @@ def identity(index: int) -> tuple[str, str, str] | None:
         or get_uuid(uuid, device)
         or driver.cuDeviceGetPCIBusId(bus, _BUS_BYTES, device)
     )
-    return None if failed else (model.value.decode(), bytes(uuid).hex(), bus.value.decode())
+    if failed:
+        return None
+    return model.value.decode(), bytes(uuid).hex(), bus.value.decode()

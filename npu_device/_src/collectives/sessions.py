@@ -40,9 +40,8 @@ class InSession(NamedTuple):
     call: Call
     inputs: Sequence[tf.Tensor]  # flat
     specs: Sequence[tf.TensorSpec]  # of the results, at least one
-    run: Callable[
-        ..., Sequence[tf.Tensor]
-    ]  # runs the collective eagerly, given the values of the inputs
+    # Runs the collective eagerly, given the values of the inputs.
+    run: Callable[..., Sequence[tf.Tensor]]
     gradient: Callable[..., Sequence[tf.Tensor]]  # of the inputs, given those of the results
     from_first: FromFirst
 
@@ -51,7 +50,7 @@ FromFirst = Callable[[Group, Call, tf.Tensor], tf.Tensor]
 """Returns the tensor of the first rank of a group on every rank, as a collective that is described by the call."""
 
 
-class Sessions:
+class SessionCollectives:
     """The collectives in this rank's session graphs.
 
     Attributes:
@@ -63,7 +62,7 @@ class Sessions:
         self.held: dict[Group, dict[str, Any] | None] = {}
         self._orders: dict[Group, SessionOrder] = {}
         self._lock = threading.Lock()
-        self._made: weakref.WeakKeyDictionary[tf.Graph, Counter[Group]] = (
+        self._counts: weakref.WeakKeyDictionary[tf.Graph, Counter[Group]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -78,7 +77,7 @@ class Sessions:
             order = self._orders[group]
         with tf.init_scope():  # outside functions, branches and loops
             graph = tf.compat.v1.get_default_graph()
-        counter = self._made.setdefault(graph, Counter())
+        counter = self._counts.setdefault(graph, Counter())
         counter[group] += 1
         number = counter[group]  # the same on each rank, where scripts build the same graph
 
@@ -94,11 +93,8 @@ class Sessions:
     def forget(self, name: str) -> None:
         """End the order of a group that is destroyed, and those of groups made for its operations."""
         with self._lock:
-            closed = [
-                self._orders.pop(group)
-                for group in list(self._orders)
-                if name in (group.name, group.parent)
-            ]
+            groups = [group for group in self._orders if name in (group.name, group.parent)]
+            closed = [self._orders.pop(group) for group in groups]
         for order in closed:
             order.close()
 
@@ -174,6 +170,7 @@ class SessionOrder:
                     self._refuse(self._destroyed())
                     return
                 try:
+                    # Outside of the lock: while a collective runs, others are queued.
                     for number in self._order():
                         self._next(number).run()
                 except Exception as error:
@@ -186,6 +183,7 @@ class SessionOrder:
             line = self._queues[numbers[0]][0].call.line
         if self._group.size == 1:
             return numbers
+        # Of one length, since each member has others in its queue.
         padded = tf.constant(numbers + [_NOTHING] * (_SENT_AT_ONCE - len(numbers)))
         call = Call("session.run", (), (), (), (), line, calling_thread())
         sent = self._from_first(self._group, call, padded)
@@ -200,16 +198,15 @@ class SessionOrder:
                     if not self._changed.wait(QUEUE_CHECK_SECONDS):
                         self._health.check(self._group.name, self._group.ranks)
                     # If anything else waits, a session.run waits here; if not, the rank is busy elsewhere.
-                    held[self._group] = next(
-                        (queue[0].call.row() for queue in self._queues.values()), None
-                    )
+                    waiting = (queue[0].call.row() for queue in self._queues.values())
+                    held[self._group] = next(waiting, None)
             finally:
                 held.pop(self._group, None)
             queue = self._queues[number]
-            first = queue.popleft()
+            execution = queue.popleft()
             if not queue:
                 del self._queues[number]
-            return first
+            return execution
 
     def _destroyed(self) -> Exception:
         return RuntimeError(f"group {self._group.name!r} was destroyed on this rank")
@@ -237,10 +234,10 @@ _MOST_BYTES = 3500  # of a text in a path; a path above 4096 bytes is another er
 
 def _shortened(text: str) -> str:
     """Return a text of at most ``_MOST_BYTES``: from the middle of a longer one, ranks are left out."""
-    data = text.encode()
-    if len(data) <= _MOST_BYTES:
+    encoded = text.encode()
+    if len(encoded) <= _MOST_BYTES:
         return text
-    ends = (data[: _MOST_BYTES // 2], data[-_MOST_BYTES // 2 :])
+    ends = (encoded[: _MOST_BYTES // 2], encoded[-_MOST_BYTES // 2 :])
     return "\n…\n".join(end.decode(errors="ignore") for end in ends)
 
 
@@ -251,7 +248,8 @@ def call_python(
     """Add an operation to the graph that calls a Python function outside of the session's threads, with the values as
     numpy arrays. It returns an array for each spec, at least one. What it raises is an error of ``session.run``.
     """
-    graph, dtypes = tf.compat.v1.get_default_graph(), [spec.dtype for spec in specs]
+    graph = tf.compat.v1.get_default_graph()
+    dtypes = [spec.dtype for spec in specs]
     inputs = [tf.constant(0), *tensors]  # a dataset's element has at least one component
 
     def call(*values: np.ndarray) -> list[Any]:
@@ -282,11 +280,11 @@ def call_python(
     concrete.add_to_graph(graph)
     # Reading the only element of a dataset is an asynchronous operation with its own thread, which also runs the
     # function of the dataset.
-    one = tf.raw_ops.TensorDataset(
+    dataset = tf.raw_ops.TensorDataset(
         components=inputs, output_shapes=[tensor.shape for tensor in inputs]
     )
     mapped = tf.raw_ops.MapDataset(
-        input_dataset=one,
+        input_dataset=dataset,
         other_arguments=[],
         f=tf.compat.as_str(concrete.name),
         output_types=dtypes,
@@ -304,7 +302,7 @@ def in_first_run(
     name: str, function: Callable[..., None], inputs: Callable[[], Sequence[tf.Tensor]]
 ) -> tf.Tensor:
     """Return a tensor that is there when a function has been called with inputs as arrays, once in each session."""
-    done = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=f"npu_device {name}")
+    has_run = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=f"npu_device {name}")
 
     def run(*arrays: np.ndarray) -> list[Any]:
         function(*arrays)
@@ -312,7 +310,7 @@ def in_first_run(
 
     def call() -> tf.Tensor:
         [result] = call_python(run, inputs(), [tf.TensorSpec([], tf.int32)])
-        with tf.control_dependencies([tf.raw_ops.AssignVariableOp(resource=done, value=result)]):
+        with tf.control_dependencies([tf.raw_ops.AssignVariableOp(resource=has_run, value=result)]):
             return tf.identity(result)
 
-    return tf.cond(tf.raw_ops.VarIsInitializedOp(resource=done), lambda: tf.constant(0), call)
+    return tf.cond(tf.raw_ops.VarIsInitializedOp(resource=has_run), lambda: tf.constant(0), call)

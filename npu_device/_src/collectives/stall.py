@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from npu_device._src import environment
-from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.health import GroupId
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import STALL_POLL_SECONDS, WHERE_SECONDS
 from npu_device._src.collectives.call_count import CallCount, Count
 from npu_device._src.collectives.engines.context import EngineContext
@@ -47,19 +47,19 @@ class StallWatch:
         self._warn_after = environment.NPU_DEVICE_STALL_WARNING.get()
         self._give_up_after = environment.NPU_DEVICE_STALL_TIMEOUT.get()
         context.health.on_question("where", self._answer)
-        context.health.count_calls = self._begun
+        context.health.count_calls = self._started
         threading.Thread(target=self._run, name="npu_device-stall", daemon=True).start()
 
-    def _begun(self) -> dict[GroupId, int]:
+    def _started(self) -> dict[GroupId, int]:
         counts = self._counts.of_all()
         return {
-            (group.name, group.ranks): count.begun
+            (group.name, group.ranks): count.started
             for group, count in counts
             if isinstance(count, CallCount)
         }
 
     def _position(self, group: Group) -> dict[str, Any]:
-        count = self._counts.known(group)
+        count = self._counts.find(group)
         if count is None:  # the group has just been destroyed
             return {"begun": 0, "waiting": False, "call": None}
         position = count.position()
@@ -77,17 +77,17 @@ class StallWatch:
             self._health.look_for_missing()
             for group, count in self._counts.of_all():
                 position = self._position(group)
-                begun, began, warned = since.get(count, (-1, 0.0, False))
+                started, began, warned = since.get(count, (-1, 0.0, False))
                 if not position["waiting"]:
                     since.pop(count, None)
-                elif position["begun"] != begun:
+                elif position["begun"] != started:
                     since[count] = (position["begun"], time.monotonic(), False)
                 else:
                     waited = time.monotonic() - began
                     if waited > self._give_up_after:
                         self._health.stop(self._text(group, position, waited, final=True))
                     elif waited > self._warn_after and not warned:
-                        since[count] = (begun, began, True)
+                        since[count] = (started, began, True)
                         _log.warning("%s", self._text(group, position, waited, final=False))
             time.sleep(STALL_POLL_SECONDS)
 
@@ -124,14 +124,14 @@ class StallWatch:
             if group.name == question["group"] and ranges(group.ranks) == question["ranks"]:
                 position = self._position(group)
                 call = position["call"]
-                short = (
-                    None if call is None else {"operation": call["operation"], "line": call["line"]}
-                )
+                short = None
+                if call is not None:
+                    short = {"operation": call["operation"], "line": call["line"]}
                 return {**position, "call": short}
         answer: dict[str, Any] = {"begun": 0, "call": None}
-        other = self._groups.get(question["group"])
-        if other is not None and ranges(other.ranks) != question["ranks"]:
-            answer["members"] = other.ranks
+        namesake = self._groups.get(question["group"])
+        if namesake is not None and ranges(namesake.ranks) != question["ranks"]:
+            answer["members"] = namesake.ranks
         return answer
 
 
@@ -139,15 +139,16 @@ def _table(
     group: Group, hosts: Sequence[str], answers: Mapping[int, dict[str, Any]], wanted: int
 ) -> list[str]:
     """Return one line per rank; for a large group, list only some of the ranks that have come."""
-    ready = [rank for rank in group.ranks if rank in answers and answers[rank]["begun"] >= wanted]
-    shown = max(0, _MOST_LINES - (group.size - len(ready)))
-    omitted = ready[shown:]
+    arrived = [rank for rank in group.ranks if rank in answers and answers[rank]["begun"] >= wanted]
+    # All of those that haven't come are shown, for they are what the reader looks for.
+    omitted = arrived[max(0, _MOST_LINES - (group.size - len(arrived))) :]
     lines = []
     for rank in sorted(set(group.ranks).difference(omitted)):
-        lines.append(
-            f"  rank {rank} on host {hosts[rank]}: {_position_text(answers.get(rank), wanted)}"
-        )
-    return lines + ([f"  {len(omitted)} more ranks are waiting"] if omitted else [])
+        position = _position_text(answers.get(rank), wanted)
+        lines.append(f"  rank {rank} on host {hosts[rank]}: {position}")
+    if omitted:
+        lines.append(f"  {len(omitted)} more ranks are waiting")
+    return lines
 
 
 def _position_text(position: dict[str, Any] | None, wanted: int) -> str:
@@ -157,9 +158,11 @@ def _position_text(position: dict[str, Any] | None, wanted: int) -> str:
         members = ", ".join(map(str, position["members"]))
         return f"has made a different group of this name, with ranks {members}"
     call = position["call"]
-    last = "no call so far" if call is None else f"{call['operation']} called at {call['line']}"
+    last_call = "no call so far"
+    if call is not None:
+        last_call = f"{call['operation']} called at {call['line']}"
     if "held" in position:
-        return f"waits in session.run for another collective ({last})"
+        return f"waits in session.run for another collective ({last_call})"
     if position["begun"] >= wanted:
-        return f"is waiting ({last})"
-    return f"hasn't arrived: {position['begun']} of {wanted} calls made, the last one: {last}"
+        return f"is waiting ({last_call})"
+    return f"hasn't arrived: {position['begun']} of {wanted} calls made, the last one: {last_call}"

@@ -12,13 +12,14 @@ import ctypes
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.ports import ReservedPort, join_address
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.collectives.job import Job
 
 _JOB = "worker"
 _LEADER = f"/job:{_JOB}/replica:0/task:0"
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
+_M_TRIM_THRESHOLD = -1  # from malloc.h
+_M_MMAP_THRESHOLD = -3
 _MOST = 2**31 - 1  # mallopt takes an int
 
 
@@ -51,7 +52,8 @@ def start(job: Job) -> None:
 
 
 def _initialize(job: Job, addresses: list[str], port: int) -> None:
-    cluster, context = job.cluster, compat.eager_context()
+    cluster = job.cluster
+    context = compat.eager_context()
     context.configure_collective_ops(
         collective_leader=_LEADER,
         use_nccl_communication=job.hosts.engine == "nccl",

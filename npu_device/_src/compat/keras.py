@@ -25,8 +25,8 @@ def is_keras_3(keras: Any) -> bool:
 
 
 def optimizer_methods() -> list[tuple[type, str]]:
-    """Return the methods of the imported Kerases through which all their optimizers apply gradients, each with its
-    class; also that of Keras 3's loss-scale optimizer, which decides whether the one inside is called.
+    """Return the methods of the imported Keras packages through which all their optimizers apply gradients, each with
+    its class; also that of Keras 3's loss-scale optimizer, which decides whether the one inside is called.
     """
     methods: list[tuple[type, str]] = []
     for name in ("keras", "tf_keras"):
@@ -137,6 +137,50 @@ def variables_to_update(optimizer: Any, trainable_variables: Any = None) -> list
     if trainable_variables is None:
         trainable_variables = optimizer._trainable_variables
     return list(trainable_variables)
+
+
+def accumulation_steps(optimizer: Any) -> int:
+    """Return over how many steps methods of Keras 3 add up the gradients of an optimizer; 1 if they don't.
+
+    A class of a script may change the gradients of each step before they are added up: that is 1, too.
+    """
+    steps = getattr(optimizer, "gradient_accumulation_steps", None)
+    if not steps or not is_keras_3(keras_of(optimizer)):
+        return 1
+    names = ("apply", "apply_gradients", "_backend_apply_gradients")
+    is_own = all(belongs_to_keras(getattr(type(optimizer), name, None)) for name in names)
+    return int(steps) if is_own else 1
+
+
+def accumulators_of(optimizer: Any, variables: Any) -> list[Any]:
+    """Return TensorFlow's variables in which a built optimizer adds up the gradients of some variables."""
+    accumulators = optimizer._accumulated_gradients
+    return [
+        inner_variable(accumulators[optimizer._get_variable_index(variable)])
+        for variable in variables
+    ]
+
+
+def all_accumulators_of(optimizer: Any) -> list[Any]:
+    """Return the variables in which a Keras 3 optimizer adds up gradients; none if it isn't built."""
+    return list(map(inner_variable, getattr(optimizer, "_accumulated_gradients", None) or ()))
+
+
+def keep_in_checkpoints(optimizer: Any, name: str, variables: list[Any]) -> None:
+    """Let ``tf.train.Checkpoint`` keep further variables of an optimizer, under a name."""
+    holder = tf.Module()
+    holder.variables_of_rank = variables
+    optimizer._track_trackable(holder, name)
+
+
+def is_set_by_gradient(variable: Any) -> bool:
+    """Return True for a variable that its gradient replaces, such as a scale of float8."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+def steps_made(optimizer: Any) -> Any:
+    """Return the variable in which a Keras 3 optimizer counts steps, also those that only add up gradients."""
+    return inner_variable(optimizer._iterations)
 
 
 def inner_variable(variable: Any) -> Any:

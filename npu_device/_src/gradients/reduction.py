@@ -40,29 +40,28 @@ _TAPE = "gradient_tape/"  # before the name of an operation that computes a grad
 class ReductionOptions:
     """The settings of the reduction of a list."""
 
-    kind: str
-    fusion: int = (
-        1  # 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment per dtype
-    )
+    reduction: str
+    # 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment per dtype.
+    fusion: int = 1
     fusion_id: int = -1  # or with ``fusion=2`` any number from 0
-    compression: str | None = (
-        None  # the 16 bits that are sent of float32 and float64, added up in their own dtype
-    )
-    adds_rows: bool = False  # of ``tf.IndexedSlices``: add up those of the same index, where their user does so anyway
+    # The 16 bits that are sent of float32 and float64, which are added up in their own dtype.
+    compression: str | None = None
+    # Of ``tf.IndexedSlices``: add up the rows of the same index, where their user does so anyway.
+    adds_rows: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in REDUCTIONS:
+        if self.reduction not in REDUCTIONS:
             raise ValueError(
-                f"reduction {self.kind!r} is unknown; expected one of {', '.join(map(repr, REDUCTIONS))}"
+                f"reduction {self.reduction!r} is unknown; expected one of {', '.join(map(repr, REDUCTIONS))}"
             )
         check_fusion(self.fusion, self.fusion_id)
         if self.compression is not None and self.compression not in WIRE_DTYPES:
             raise ValueError(
                 f"compression {self.compression!r} is unknown; expected 'fp16', 'bf16' or None"
             )
-        if self.compression is not None and self.kind not in ("sum", "mean"):
+        if self.compression is not None and self.reduction not in ("sum", "mean"):
             raise ValueError(
-                f"compression works with sum and mean only; found reduction {self.kind!r}"
+                f"compression works with sum and mean only; found reduction {self.reduction!r}"
             )
 
 
@@ -98,7 +97,7 @@ def check_fusion_0_or_2(operation: str, fusion: int, fusion_id: int) -> None:
 
 def reduce_list(
     job: Job,
-    values: Sequence[Gradient],
+    tensors: Sequence[Gradient],
     options: ReductionOptions,
     group: Group,
     owners: Optional[Sequence[int]] = None,
@@ -111,54 +110,61 @@ def reduce_list(
     With ``owners``, the rank of the group to which each value belongs, a rank gets only its own results, and None for
     other tensors; see ``agreed_engine.has_owners``.
     """
-    tracer = job.part(Tracer) if options.kind in ("mean", "sum") else None
+    tracer = None
+    if options.reduction in ("mean", "sum"):  # of gradients; a trace has no other reductions
+        tracer = job.part(Tracer)
     segments: Sequence[Sequence[int]] = [[0]]
     sparse: list[int] = []
     # Each operation's positions in the list, and its segments among the values there.
     operations: list[tuple[Sequence[int], Sequence[Sequence[int]]]] = [([0], segments)]
-    if len(values) != 1 or not isinstance(values[0], tf.Tensor):
-        segments = cut(job.made(FirstOrders), values, options.kind, options.fusion, group.name)
+    if len(tensors) != 1 or not isinstance(tensors[0], tf.Tensor):
+        segments = cut(
+            job.made(FirstOrders), tensors, options.reduction, options.fusion, group.name
+        )
         sparse = [
-            position for position, value in enumerate(values) if isinstance(value, tf.IndexedSlices)
+            position
+            for position, tensor in enumerate(tensors)
+            if isinstance(tensor, tf.IndexedSlices)
         ]
         apart: list[Any] = [(segment, [range(len(segment))]) for segment in segments]
         apart += [([position], []) for position in sparse]
-        operations = in_one_or_apart((range(len(values)), segments), apart)
-    results: list[Gradient] = [None] * len(values)
+        operations = in_one_or_apart((range(len(tensors)), segments), apart)
+    reduced: list[Gradient] = [None] * len(tensors)
     # Without hcom_parallel nothing is sent before everything is there.
     waits_for_all = not tf.executing_eagerly() and not global_options().hcom_parallel.typed
-    with contextlib.ExitStack() as around:
+    with contextlib.ExitStack() as context:
         trace = None
         if tracer is not None:
             wire = _DTYPES_IN_USE.get(options.compression or "")
-            trace = around.enter_context(
-                traced_reduction(tracer, values, segments, job, group, waits_for_all, wire)
+            trace = context.enter_context(
+                traced_reduction(tracer, tensors, segments, job, group, waits_for_all, wire)
             )
         if waits_for_all:
-            tensors = [value for value in values if isinstance(value, tf.Tensor)]
-            around.enter_context(tf.control_dependencies(tensors))
-        for positions, segments_there in operations:
-            values_there = [values[position] for position in positions]
-            owners_there = None if owners is None else [owners[position] for position in positions]
-            operation = ListReduction(
-                job, values_there, segments_there, options, group, owners_there
-            ).operation()
-            for position, reduced in zip(positions, operation.run(job)):
-                results[position] = reduced
+            dense = [tensor for tensor in tensors if isinstance(tensor, tf.Tensor)]
+            context.enter_context(tf.control_dependencies(dense))
+        for positions, segments_here in operations:
+            tensors_here = [tensors[position] for position in positions]
+            owners_here = None
+            if owners is not None:
+                owners_here = [owners[position] for position in positions]
+            reduction = ListReduction(job, tensors_here, segments_here, options, group, owners_here)
+            operation = reduction.operation()
+            for position, reduced_here in zip(positions, operation.run(job)):
+                reduced[position] = reduced_here
         for position in sparse:
             # With what the graph knows of the shape, unlike a session's operation.
-            rows: Any = results[position]
-            results[position] = tf.IndexedSlices(
-                rows.values, rows.indices, cast(Any, values[position]).dense_shape
+            rows: Any = reduced[position]
+            reduced[position] = tf.IndexedSlices(
+                rows.values, rows.indices, cast(Any, tensors[position]).dense_shape
             )
         if trace is not None:
             for segment in (*segments, *([position] for position in sparse)):
-                own = [results[position] for position in segment if results[position] is not None]
-                trace.segment(own or [values[segment[-1]]])
+                own = [reduced[position] for position in segment if reduced[position] is not None]
+                trace.segment(own or [tensors[segment[-1]]])
     if trace is not None:
-        results = trace.recorded_with(results)
-    job.made(ReducedTensors).add(results)
-    return results
+        reduced = trace.recorded_with(reduced)
+    job.made(ReducedTensors).add(reduced)
+    return reduced
 
 
 class ListReduction:
@@ -167,7 +173,7 @@ class ListReduction:
     def __init__(
         self,
         job: Job,
-        values: Sequence[Gradient],
+        tensors: Sequence[Gradient],
         segments: Sequence[Sequence[int]],
         options: ReductionOptions,
         group: Group,
@@ -179,89 +185,97 @@ class ListReduction:
         self._options = options
         self._group = group
         self._wire = _DTYPES_IN_USE.get(options.compression or "")
-        for value in values:
-            if isinstance(value, tf.IndexedSlices) and options.kind not in ("sum", "mean"):
+        for tensor in tensors:
+            if isinstance(tensor, tf.IndexedSlices) and options.reduction not in ("sum", "mean"):
                 raise ValueError(
-                    f"reduction {options.kind!r} of IndexedSlices is not defined; expected 'sum' or 'mean', or dense "
-                    "tensors (tf.convert_to_tensor)"
+                    f"reduction {options.reduction!r} of IndexedSlices is not defined; expected 'sum' or 'mean', "
+                    "or dense tensors (tf.convert_to_tensor)"
                 )
-            if value is not None:
-                require_reduction("all_reduce", value.dtype, options.kind)
-        self._values = values
-        self._sparse = [
-            TableRows(position, value.indices)
-            for position, value in enumerate(values)
-            if isinstance(value, tf.IndexedSlices)
-        ]
+            if tensor is not None:
+                require_reduction("all_reduce", tensor.dtype, options.reduction)
+        self._tensors = tensors
+        self._sparse = []
+        for position, tensor in enumerate(tensors):
+            if isinstance(tensor, tf.IndexedSlices):
+                self._sparse.append(TableRows(position, tensor.indices))
 
     def operation(self) -> Operation:
         """Return the operation, which reduces the list when it is run."""
-        same = {
-            "reduction": self._options.kind,
+        # What has to be the same on all ranks.
+        agreed = {
+            "reduction": self._options.reduction,
             "segments": _summary(self._segments),
             "compression": self._options.compression or "none",
         }
-        inputs = [*self._values, *(rows.counts for rows in self._sparse if rows.counts is not None)]
+        inputs = [
+            *self._tensors,
+            *(rows.counts for rows in self._sparse if rows.counts is not None),
+        ]
         gradient = self._gradient if self._segments else None
         if self._owners is not None:
-            same["owners"] = f"{zlib.crc32(repr(list(self._owners)).encode()):08x}"
+            agreed["owners"] = f"{zlib.crc32(repr(list(self._owners)).encode()):08x}"
         return Operation(
             "all_reduce" if self._owners is None else "reduce_to_owners",
             self._group,
-            self._values,
+            self._tensors,
             self._move,
             inputs,
-            self._results,
-            same,
+            self._specs,
+            agreed,
             gradient=gradient,
             has_owners=self._owners is not None,
         )
 
     def _move(self, engine: AgreedEngine, *inputs: Any) -> list[Gradient]:
         """Reduce the list; after its values, the inputs are the counts of rows of each lookup, where they matter."""
-        results: list[Gradient] = [None] * len(self._values)
-        kind = self._options.kind
+        reduced: list[Gradient] = [None] * len(self._tensors)
+        reduction = self._options.reduction
         lists = [[inputs[position] for position in segment] for segment in self._segments]
         moved: Sequence[Sequence[Optional[tf.Tensor]]]
         if self._owners is None:
-            moved = engine.all_reduce(lists, kind, self._wire)
+            moved = engine.all_reduce(lists, reduction, self._wire)
         else:
             owners = [
                 [self._owners[position] for position in segment] for segment in self._segments
             ]
-            moved = engine.reduce_to_owners(lists, owners, kind, self._wire)
-        for segment, reduced in zip(self._segments, moved):
-            for position, tensor in zip(segment, reduced):
-                results[position] = tensor
-        counts = iter(inputs[len(self._values) :])
+            moved = engine.reduce_to_owners(lists, owners, reduction, self._wire)
+        for segment, reduced_segment in zip(self._segments, moved):
+            for position, tensor in zip(segment, reduced_segment):
+                reduced[position] = tensor
+        counts = iter(inputs[len(self._tensors) :])
         for rows in self._sparse:
             slices = inputs[rows.position]
             if self._options.adds_rows:
-                results[rows.position] = add_up_slices(engine, slices, kind, self._wire)
+                reduced[rows.position] = add_up_slices(engine, slices, reduction, self._wire)
             else:
-                results[rows.position] = rows.gathered(engine, slices, kind, self._wire, counts)
-        return results
+                reduced[rows.position] = rows.gathered(
+                    engine, slices, reduction, self._wire, counts
+                )
+        return reduced
 
     def _gradient(self, upstream: Sequence[tf.Tensor]) -> list[Gradient]:
-        require_differentiable("all_reduce", self._options.kind)
+        require_differentiable("all_reduce", self._options.reduction)
+        # Gradients travel in the same segments.
         operation = ListReduction(
             self._job, upstream, self._segments, self._options, self._group
         ).operation()
         reduced: list[Gradient] = operation.run(self._job)
         return reduced
 
-    def _results(self) -> list[tf.TypeSpec | None]:
-        return [_spec_of_result(value, self._options.kind) for value in self._values]
+    def _specs(self) -> list[tf.TypeSpec | None]:
+        return [_spec_of_result(tensor, self._options.reduction) for tensor in self._tensors]
 
 
-def _spec_of_result(value: Gradient, kind: str) -> tf.TypeSpec | None:
-    if value is None:
+def _spec_of_result(tensor: Gradient, reduction: str) -> tf.TypeSpec | None:
+    if tensor is None:
         return None
-    dtype = reduced_dtype(value.dtype, kind)
-    if isinstance(value, tf.Tensor):
-        return tf.TensorSpec(value.shape, dtype)
-    lengths = None if value.dense_shape is None else value.dense_shape.dtype
-    return tf.IndexedSlicesSpec(value.values.shape, dtype, value.indices.dtype, lengths)
+    dtype = reduced_dtype(tensor.dtype, reduction)
+    if isinstance(tensor, tf.Tensor):
+        return tf.TensorSpec(tensor.shape, dtype)
+    lengths = None
+    if tensor.dense_shape is not None:
+        lengths = tensor.dense_shape.dtype
+    return tf.IndexedSlicesSpec(tensor.values.shape, dtype, tensor.indices.dtype, lengths)
 
 
 def _summary(segments: Sequence[Sequence[int]]) -> str:
@@ -269,8 +283,9 @@ def _summary(segments: Sequence[Sequence[int]]) -> str:
     if len(segments) <= 1 and sum(map(len, segments)) <= 1:
         return str(len(segments))
     lengths = "+".join(map(str, map(len, segments[:MAX_SEGMENTS])))
-    more = "+…" if len(segments) > MAX_SEGMENTS else ""
-    return f"{len(segments)} ({lengths}{more}, order {zlib.crc32(repr(segments).encode()):08x})"
+    if len(segments) > MAX_SEGMENTS:
+        lengths += "+…"
+    return f"{len(segments)} ({lengths}, order {zlib.crc32(repr(segments).encode()):08x})"
 
 
 def with_values(gradient: Any, change: Callable[[tf.Tensor], tf.Tensor]) -> Any:
@@ -282,7 +297,7 @@ def with_values(gradient: Any, change: Callable[[tf.Tensor], tf.Tensor]) -> Any:
 
 
 def weighted(gradient: Any, weight: Any) -> Any:
-    return with_values(gradient, lambda values: values * tf.cast(weight, values.dtype))
+    return with_values(gradient, lambda rows: rows * tf.cast(weight, rows.dtype))
 
 
 # The results of reductions
@@ -296,10 +311,12 @@ class ReducedTensors:
         self._eager: deque[weakref.ref[Any]] = deque(maxlen=_LATEST)
         self._graphs: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()
 
-    def add(self, results: Iterable[Any]) -> None:
-        eager, self.calls = tf.executing_eagerly(), self.calls + 1
-        for tensor in map(dense_of, results):
+    def add(self, reduced: Iterable[Any]) -> None:
+        self.calls += 1
+        eager = tf.executing_eagerly()
+        for tensor in map(dense_of, reduced):
             if tensor is not None and eager:
+                # Weak: only whoever applies a gradient keeps it.
                 self._eager.append(weakref.ref(tensor))
             elif tensor is not None:
                 self._graphs.setdefault(tensor.graph, set()).add(tensor.name)
@@ -311,17 +328,17 @@ class ReducedTensors:
         return self._missing_by_graph(gradients)
 
     def _missing_by_identity(self, gradients: Sequence[Any]) -> list[Any]:
-        results = {id(result) for reference in self._eager if (result := reference()) is not None}
-        return [gradient for gradient in gradients if id(dense_of(gradient)) not in results]
+        reduced = {id(tensor) for reference in self._eager if (tensor := reference()) is not None}
+        return [gradient for gradient in gradients if id(dense_of(gradient)) not in reduced]
 
     def _missing_by_graph(self, gradients: Sequence[Any]) -> list[Any]:
         origins: dict[tf.Graph, dict[str, set[str]]] = {}
-        missing = []
+        unreduced = []
         for gradient in gradients:
             tensor = dense_of(gradient)
             if self._origins(tensor.graph, origins)[tensor.name] != {"sum"}:
-                missing.append(gradient)
-        return missing
+                unreduced.append(gradient)
+        return unreduced
 
     def _origins(
         self, graph: Any, origins: dict[tf.Graph, dict[str, set[str]]]
@@ -330,32 +347,40 @@ class ReducedTensors:
         if graph in origins:
             return origins[graph]
         names: dict[str, set[str]] = {}
-        results = self._graphs.get(graph, ())
+        reduced = self._graphs.get(graph, ())
         captured = {id(inside): outside for outside, inside in getattr(graph, "captures", ())}
         for operation in graph.get_operations():
-            sources: set[str] = {"tape"} if _TAPE in operation.name else set()
-            if not sources:
+            sources: set[str] = set()
+            # What a tape computes is a gradient of this rank, whatever it is computed from.
+            if _TAPE in operation.name:
+                sources = {"tape"}
+            else:
                 inputs = list(operation.inputs)
                 if operation.type == "Placeholder":
                     inputs += [captured.get(id(output)) for output in operation.outputs]
                 for tensor in filter(tf.is_symbolic_tensor, inputs):
-                    around = (
-                        names if tensor.graph is graph else self._origins(tensor.graph, origins)
-                    )
-                    sources |= around.get(tensor.name, set())
+                    names_there = names
+                    if tensor.graph is not graph:
+                        names_there = self._origins(tensor.graph, origins)
+                    sources |= names_there.get(tensor.name, set())
             for output in operation.outputs:
-                names[output.name] = {"sum"} if output.name in results else sources
+                if output.name in reduced:
+                    names[output.name] = {"sum"}
+                else:
+                    names[output.name] = sources
         origins[graph] = names
         return names
 
 
 def dense_of(gradient: Any) -> Any:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.values
+    return gradient
 
 
 def origin_of(tensor: Any) -> tuple[int, str]:
     """Return graph and name of the tensor that a tensor of a graph is a copy of; for an eager one its id."""
     if not tf.is_symbolic_tensor(tensor):
         return id(tensor), ""
-    first = origin(tensor)
-    return id(first.graph), first.name
+    source = origin(tensor)
+    return id(source.graph), source.name

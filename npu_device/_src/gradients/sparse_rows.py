@@ -20,7 +20,7 @@ from npu_device._src.collectives.moves import gather_ragged
 # Operations one of whose outputs has no number twice. Lookups with a combiner use them: one row for each index, in one
 # process for each of the whole batch.
 _DISTINCT = {"Unique": 0, "UniqueV2": 0}
-_DISTINCT.update({f"SparseSegment{kind}GradV2": 1 for kind in ("Sum", "Mean", "SqrtN")})
+_DISTINCT.update({f"SparseSegment{name}GradV2": 1 for name in ("Sum", "Mean", "SqrtN")})
 
 
 class TableRows:
@@ -51,32 +51,32 @@ class TableRows:
     ) -> tf.IndexedSlices:
         """Return the sum or mean as the rows that one process has. Of ``counts`` it takes its own, if it has any."""
         dtype = reduced_dtype(slices.dtype, reduction)
-        values = tf.cast(_gather_rows(engine, slices.values, wire), sum_dtype(dtype))
+        rows = tf.cast(_gather_rows(engine, slices.values, wire), sum_dtype(dtype))
         indices = gather_ragged(engine, slices.indices)
         if self.counts is not None:
-            values, indices = self._in_order_of_lookups(engine, values, indices, next(counts))
+            rows, indices = self._in_order_of_lookups(engine, rows, indices, next(counts))
         if reduction == "mean":
-            values = values / engine.group.size
-        return tf.IndexedSlices(tf.cast(values, dtype), indices, slices.dense_shape)
+            rows = rows / engine.group.size
+        return tf.IndexedSlices(tf.cast(rows, dtype), indices, slices.dense_shape)
 
     def _in_order_of_lookups(
-        self, engine: AgreedEngine, values: tf.Tensor, indices: tf.Tensor, own_counts: tf.Tensor
+        self, engine: AgreedEngine, rows: tf.Tensor, indices: tf.Tensor, own_counts: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the rows of all ranks by lookup, added up where a lookup has one for each index."""
         lookups = len(self._is_distinct)
         counts = tf.reshape(engine.gather(own_counts[tf.newaxis]), [-1])  # by rank, then by lookup
-        value_runs = tf.split(values, counts, num=engine.group.size * lookups)
+        row_runs = tf.split(rows, counts, num=engine.group.size * lookups)
         index_runs = tf.split(indices, counts, num=engine.group.size * lookups)
-        merged_values = []
+        merged_rows = []
         merged_indices = []
         for lookup, is_distinct in enumerate(self._is_distinct):
-            rows = tf.concat(value_runs[lookup::lookups], 0)
-            row_indices = tf.concat(index_runs[lookup::lookups], 0)
+            lookup_rows = tf.concat(row_runs[lookup::lookups], 0)
+            lookup_indices = tf.concat(index_runs[lookup::lookups], 0)
             if is_distinct:
-                rows, row_indices = _add_up_duplicates(rows, row_indices)
-            merged_values.append(rows)
-            merged_indices.append(row_indices)
-        return tf.concat(merged_values, 0), tf.concat(merged_indices, 0)
+                lookup_rows, lookup_indices = _add_up_duplicates(lookup_rows, lookup_indices)
+            merged_rows.append(lookup_rows)
+            merged_indices.append(lookup_indices)
+        return tf.concat(merged_rows, 0), tf.concat(merged_indices, 0)
 
 
 def _lookups(indices: Any) -> Iterator[tuple[Any, bool]]:
@@ -91,10 +91,11 @@ def _lookups(indices: Any) -> Iterator[tuple[Any, bool]]:
         if tensor.op.type not in ("Reshape", "Cast"):
             break
         tensor = tensor.op.inputs[0]
-    yield (
-        indices,
-        tf.is_symbolic_tensor(tensor) and _DISTINCT.get(tensor.op.type) == tensor.value_index,
+    # An operation such as Unique has several outputs; only one of them has each number once.
+    is_distinct = tf.is_symbolic_tensor(tensor) and (
+        _DISTINCT.get(tensor.op.type) == tensor.value_index
     )
+    yield indices, is_distinct
 
 
 def add_up_slices(
@@ -107,28 +108,30 @@ def add_up_slices(
     """
     dtype = reduced_dtype(slices.values.dtype, reduction)
     size = engine.group.size
-    values, indices = _add_up_duplicates(slices.values, slices.indices)
+    own_rows, own_indices = _add_up_duplicates(slices.values, slices.indices)
 
     def gathered() -> tuple[tf.Tensor, tf.Tensor]:
         # One row per index, as in the dense table: a norm over the rows must not depend on how they were reduced.
-        all_rows = tf.cast(_gather_rows(engine, values, wire), sum_dtype(dtype))
-        rows, row_indices = _add_up_duplicates(all_rows, gather_ragged(engine, indices))
-        return tf.cast(rows / size if reduction == "mean" else rows, dtype), row_indices
+        all_rows = tf.cast(_gather_rows(engine, own_rows, wire), sum_dtype(dtype))
+        rows, row_indices = _add_up_duplicates(all_rows, gather_ragged(engine, own_indices))
+        if reduction == "mean":
+            rows = rows / size
+        return tf.cast(rows, dtype), row_indices
 
     if slices.dense_shape is None:
         return tf.IndexedSlices(*gathered())
     length = tf.cast(slices.dense_shape[0], tf.int32)
 
     def dense() -> tuple[tf.Tensor, tf.Tensor]:
-        table = tf.math.unsorted_segment_sum(values, indices, length)
+        table = tf.math.unsorted_segment_sum(own_rows, own_indices, length)
         [[total]] = engine.all_reduce([[table]], reduction, wire)
         # Not all rows: an optimizer may move those that it is given, even by a gradient of 0.
-        present, _ = tf.unique(gather_ragged(engine, indices))
-        return tf.gather(total, present), present
+        gathered_indices, _ = tf.unique(gather_ragged(engine, own_indices))
+        return tf.gather(total, gathered_indices), gathered_indices
 
     # Every rank knows all ranks' numbers of rows, so all decide alike. A gather sends the longest rank's rows to all
     # others; a ring all-reduce sends the dense tensor twice, less one n-th. Both gather the indices.
-    counts = engine.gather(tf.shape(values)[tf.newaxis, :1])
+    counts = engine.gather(tf.shape(own_rows)[tf.newaxis, :1])
     rows, row_indices = tf.cond(tf.reduce_max(counts) * size > 2 * length, dense, gathered)
     rows.set_shape([None, *slices.values.shape[1:]])
     return tf.IndexedSlices(rows, row_indices, slices.dense_shape)
@@ -138,6 +141,6 @@ def _gather_rows(engine: AgreedEngine, rows: tf.Tensor, wire: Wire) -> tf.Tensor
     return tf.cast(gather_ragged(engine, tf.cast(rows, wire_dtype(rows.dtype, wire))), rows.dtype)
 
 
-def _add_up_duplicates(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def _add_up_duplicates(rows: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     unique, position = tf.unique(indices)
-    return tf.math.unsorted_segment_sum(values, position, tf.size(unique)), unique
+    return tf.math.unsorted_segment_sum(rows, position, tf.size(unique)), unique

@@ -14,14 +14,14 @@ from npu_device._src import compat, environment
 from npu_device._src.gradients.reduction import ReductionOptions
 from npu_device._src.horovod.local_gradients import LocalGradients, LocalSources
 from npu_device._src.horovod.shared_arguments import described, with_effect
-from npu_device._src.horovod.tensor_ops import Average, Compression, kind_of
+from npu_device._src.horovod.tensor_ops import Average, Compression, reduction_of_op
 from npu_device._src.tf1.distributed_optimizer import DelegatingOptimizer
 from npu_device._src.training.distribute.reduce_values import reduce_by_hand
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.optimizers.optimizer_wrapper import (
     npu_distributed_keras_optimizer_wrapper,
 )
-from npu_device._src.training.watching.wrapped_optimizers import reduction_of
+from npu_device._src.training.watching.wrapped_optimizers import carrier, reduction_of
 
 _START_LEVEL = logging.INFO  # scripts broadcast after the first step: before, variables may differ
 
@@ -30,25 +30,28 @@ def _settings(
     compression: Any = Compression.none, op: int = Average, **local: Any
 ) -> tuple[ReductionOptions, LocalGradients]:
     """Return how gradients are reduced, and what happens to those of this rank before."""
-    kind = kind_of(op)
-    if kind not in ("mean", "sum"):
-        raise ValueError(f"op is {kind}; gradients are reduced with hvd.Average or hvd.Sum")
+    reduction = reduction_of_op(op)
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"op is {reduction}; gradients are reduced with hvd.Average or hvd.Sum")
     if compression not in (None, Compression.none, Compression.fp16):
         raise TypeError(
             f"compression is {compression!r}; gradients travel with Compression.none or Compression.fp16.\n"
             "What to do: call hvd.allreduce(gradient, compression=...), which takes any compressor."
         )
-    wire = "fp16" if compression is Compression.fp16 else None
-    return ReductionOptions(kind, compression=wire), LocalGradients(**local)
+    wire = None
+    if compression is Compression.fp16:
+        wire = "fp16"
+    return ReductionOptions(reduction, compression=wire), LocalGradients(**local)
 
 
 def _reduced(
     gradients: Sequence[Any], options: ReductionOptions, local: LocalGradients
 ) -> list[Any]:
-    ranks, gradients = world_unless_child(), local.made_dense(gradients)
-    if ranks is None:
+    world = world_unless_child()
+    gradients = local.made_dense(gradients)
+    if world is None:
         return gradients
-    return reduce_by_hand(ranks, gradients, gradients, options, _START_LEVEL)
+    return reduce_by_hand(world, gradients, gradients, options, _START_LEVEL)
 
 
 def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: Any) -> Any:
@@ -68,6 +71,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: A
 
     Raises:
         NotImplementedError: ``backward_passes_per_step`` with an optimizer of TensorFlow 1, or Adasum.
+        ValueError: ``backward_passes_per_step`` with an optimizer that has ``gradient_accumulation_steps``.
         TypeError: a compressor that the script defines, or an unknown argument.
     """
     options, local = _settings(**with_effect(arguments))
@@ -77,21 +81,26 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: A
                 "backward_passes_per_step above 1 isn't supported with an optimizer of TensorFlow 1.\n"
                 "What to do: multiply the batch size by it, or use a Keras optimizer."
             )
-        made = _LegacyOptimizer(optimizer, name or f"Distributed{type(optimizer).__name__}")
-        made.settings = options, local
-        return made
+        wrapper = _LegacyOptimizer(optimizer, name or f"Distributed{type(optimizer).__name__}")
+        wrapper.settings = options, local
+        return wrapper
+    if local.passes > 1 and getattr(optimizer, "gradient_accumulation_steps", None):
+        raise ValueError(
+            "the optimizer has gradient_accumulation_steps, and backward_passes_per_step is above 1: gradients would "
+            "be added up twice.\nWhat to do: pass one of the two."
+        )
     npu_distributed_keras_optimizer_wrapper(
-        optimizer, options.kind, compression=options.compression
+        optimizer, options.reduction, compression=options.compression
     )
-    if reduction := reduction_of(optimizer):  # with several ranks
+    if reduction := reduction_of(carrier(optimizer)):  # with several ranks
         reduction.own_batches = True
     keras = compat.keras_of(optimizer)
     if compat.is_keras_3(keras):
+        # Keras 3 has dropped names that scripts for older releases use.
         optimizer.__class__ = _with_old_names(optimizer.__class__)
         if environment.NPU_DEVICE_HOROVOD.is_set():
-            _take_old_argument(
-                next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind))
-            )
+            owners = (owner for owner in keras.Model.__mro__ if "compile" in vars(owner))
+            _take_old_argument(next(owners))
     local.install(optimizer)
     return optimizer
 
@@ -114,16 +123,15 @@ class _CallableList(list):
 
 
 @functools.cache
-def _with_old_names(kind: Any) -> Any:
+def _with_old_names(original: Any) -> Any:
     """Return a class of Keras 3 optimizers with names that older scripts use. It saves and loads as the original."""
 
     rate = property(
-        lambda self: self.learning_rate, lambda self, value: setattr(self, "learning_rate", value)
+        lambda self: self.learning_rate, lambda self, rate: setattr(self, "learning_rate", rate)
     )
-    variables = property(lambda self: _CallableList(kind.variables.fget(self)))
-    return type(
-        kind.__name__, (kind,), {"lr": rate, "variables": variables, "__module__": kind.__module__}
-    )
+    variables = property(lambda self: _CallableList(original.variables.fget(self)))
+    names = {"lr": rate, "variables": variables, "__module__": original.__module__}
+    return type(original.__name__, (original,), names)
 
 
 @functools.cache
@@ -152,6 +160,7 @@ def DistributedGradientTape(
             divided by the number of ranks.
     """
     tape = copy.copy(gradtape)
+    # A copy, of a class made for this one: it may be a subclass of the script's own.
     tape.__class__ = _distributed(gradtape.__class__)
     tape.npu_settings = _settings(**with_effect(arguments))
     tape.npu_local = LocalSources(scale_local_gradients)
@@ -168,18 +177,21 @@ def PartialDistributedGradientTape(
         gradtape: the tape, which stays as it is.
         local_layers: a Keras layer, or several, which each rank trains by itself.
     """
-    layers = [local_layers] if compat.is_layer(local_layers) else list(local_layers or ())
+    if compat.is_layer(local_layers):
+        local_layers = [local_layers]
+    layers = list(local_layers or ())
     wrong = [layer for layer in layers if not compat.is_layer(layer)]
     if wrong:
         raise ValueError(f"local_layers has a {type(wrong[0]).__name__}; expected layers of Keras")
     tape = DistributedGradientTape(gradtape, **arguments)
-    for variable in (variable for layer in layers for variable in layer.trainable_weights):
-        tape.register_local_source(variable)
+    for layer in layers:
+        for variable in layer.trainable_weights:
+            tape.register_local_source(variable)
     return tape
 
 
 @functools.cache
-def _distributed(kind: Any) -> Any:
+def _distributed(original: Any) -> Any:
     @tf.autograph.experimental.do_not_convert
     def gradient(
         self: Any,
@@ -187,19 +199,21 @@ def _distributed(kind: Any) -> Any:
         sources: Any,
         output_gradients: Any = None,
         use_generic_names: bool = False,
-        **more: Any,
+        **options: Any,
     ) -> Any:
         """Return the gradients, reduced over all ranks but for those of local sources."""
-        nested = kind.gradient(self, target, sources, output_gradients, **more)
+        nested = original.gradient(self, target, sources, output_gradients, **options)
         gradients = tf.nest.flatten(nested)
-        is_local = [self.npu_local.has(source) for source in tf.nest.flatten(sources)]
+        nested_sources = tf.nest.flatten(sources)
+        is_local = [self.npu_local.has(source) for source in nested_sources]
         common = [gradient for gradient, local in zip(gradients, is_local) if not local]
         reduced = iter(_reduced(common, *self.npu_settings) if common else ())
-        found = [
-            self.npu_local.scaled(gradient) if local else next(reduced)
-            for gradient, local in zip(gradients, is_local)
-        ]
-        return tf.nest.pack_sequence_as(nested, found)
+        for position, local in enumerate(is_local):
+            if local:
+                gradients[position] = self.npu_local.scaled(gradients[position])
+            else:
+                gradients[position] = next(reduced)
+        return tf.nest.pack_sequence_as(nested, gradients)
 
     def register_local_source(self: Any, source: Any) -> None:
         """Leave the gradient of a variable to each rank."""
@@ -211,9 +225,15 @@ def _distributed(kind: Any) -> Any:
     ) -> Any:
         """Return pairs of variable and gradient: those of local sources, and the others."""
         pairs = list(zip(sources, self.gradient(target, sources, *args, **kwargs)))
-        local = [pair for pair in pairs if self.npu_local.has(pair[0])]
-        return local, [pair for pair in pairs if not self.npu_local.has(pair[0])]
+        local: list[Any] = []
+        common: list[Any] = []
+        for pair in pairs:
+            if self.npu_local.has(pair[0]):
+                local.append(pair)
+            else:
+                common.append(pair)
+        return local, common
 
     methods = (gradient, register_local_source, get_local_and_global_gradients)
     names = {method.__name__: method for method in methods}
-    return type(kind.__name__, (kind,), {**names, "__module__": kind.__module__})
+    return type(original.__name__, (original,), {**names, "__module__": original.__module__})

@@ -19,7 +19,7 @@ from npu_device._src.training.fit.broadcast_callback import NPUBroadcastGlobalVa
 _Logs = Union[dict[str, Any], None]
 
 
-def _now(operation: Any) -> Any:
+def _run_at_once(operation: Any) -> Any:
     """Return an operation that runs at once, also while graphs are built, when its result is an array."""
 
     @functools.wraps(operation)
@@ -33,7 +33,7 @@ def _now(operation: Any) -> Any:
 
 
 allgather, broadcast, reducescatter = map(
-    _now, (tensor_ops.allgather, tensor_ops.broadcast, tensor_ops.reducescatter)
+    _run_at_once, (tensor_ops.allgather, tensor_ops.broadcast, tensor_ops.reducescatter)
 )
 
 
@@ -42,7 +42,7 @@ def allreduce(
     value: Any, name: str | None = None, average: bool | None = None, **arguments: Any
 ) -> Any:
     """Return a value reduced over all ranks."""
-    return _now(tensor_ops.allreduce)(value, average, **arguments)
+    return _run_at_once(tensor_ops.allreduce)(value, average, **arguments)
 
 
 @described
@@ -66,8 +66,9 @@ def load_model(
         custom_optimizers: optimizer classes that the file names.
         custom_objects: other classes and functions, by name.
     """
-    known = {**{kind.__name__: kind for kind in custom_optimizers or ()}, **(custom_objects or {})}
-    model = tf.keras.models.load_model(filepath, custom_objects=known)
+    classes = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
+    classes.update(custom_objects or {})
+    model = tf.keras.models.load_model(filepath, custom_objects=classes)
     if getattr(model, "optimizer", None) is not None:
         DistributedOptimizer(model.optimizer, compression=compression)
     return model
@@ -99,6 +100,7 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: _Logs = None) -> None:
         if logs:
             names = sorted(logs)
+            # In float64, as numpy adds up: logs are Python's numbers.
             with compat.eager_mode():
                 means = all_reduce([np.asarray([logs[name] for name in names], np.float64)])[0]
             logs.update(zip(names, np.asarray(means).tolist()))
@@ -132,27 +134,26 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         super().__init__()
         if multiplier is None:
             raise TypeError("multiplier is missing: a number, or a function of the epoch")
-        self.multiplier = (
-            multiplier
-            if callable(multiplier)
-            else lambda epoch: multiplier ** (epoch - start_epoch)
-        )
-        self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
-        self.staircase, self.momentum_correction, self.steps_per_epoch = (
-            staircase,
-            momentum_correction,
-            steps_per_epoch,
-        )
+        if not callable(multiplier):
+            base = multiplier
+            multiplier = lambda epoch: base ** (epoch - start_epoch)  # noqa: E731
+        self.multiplier = multiplier
+        self.initial_lr = initial_lr
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.staircase = staircase
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
         self.current_epoch = start_epoch
         self._momentum: float | None = None  # to be restored after the batch
 
     def on_train_begin(self, logs: _Logs = None) -> None:
         if self.initial_lr is None:
             self.initial_lr = self._number("learning_rate")
-        steps, samples, batch = map(
-            self.params.get, ("steps", "samples", "batch_size")
-        )  # TensorFlow 1: no steps
-        self.steps_per_epoch = self.steps_per_epoch or steps or (samples or 0) // (batch or 1)
+        if not self.steps_per_epoch:
+            # Keras in TensorFlow 1 tells the samples and the size of a batch instead of the steps.
+            steps, samples, batch = map(self.params.get, ("steps", "samples", "batch_size"))
+            self.steps_per_epoch = steps or (samples or 0) // (batch or 1)
         if not self.staircase and not self.steps_per_epoch:
             raise ValueError(
                 f"{type(self).__name__}: the steps of an epoch aren't known; pass steps_per_epoch"
@@ -167,11 +168,12 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         if epoch < self.start_epoch or is_over or (self.staircase and batch):
             return
         old = self._number("learning_rate")
-        new = self.initial_lr * self.multiplier(
-            epoch if self.staircase else epoch + batch / self.steps_per_epoch
-        )
+        if not self.staircase:
+            epoch += batch / self.steps_per_epoch
+        new = self.initial_lr * self.multiplier(epoch)
         self._number("learning_rate", new)
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        # Momentum holds past gradients times the old rate: it is scaled for one batch, as in Horovod.
         if (
             self.momentum_correction
             and old
@@ -193,16 +195,19 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         """Return a number of the optimizer, after it was set to a new one."""
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         if not isinstance(optimizer.get_config()[name], (int, float, np.number)):
-            what = f"the {name} of this {type(optimizer).__name__}: it is a schedule"
             raise ValueError(
-                f"{type(self).__name__} can't set {what}.\nWhat to do: give the optimizer a number."
+                f"{type(self).__name__} can't set the {name} of this {type(optimizer).__name__}: it is a schedule.\n"
+                "What to do: give the optimizer a number."
             )
-        variable, backend = getattr(optimizer, name), compat.session_backend()
+        variable = getattr(optimizer, name)
+        backend = compat.session_backend()
         if new is not None and tf.executing_eagerly():
             variable.assign(new)
         elif new is not None:
             backend.set_value(variable, new)
-        return float(variable.numpy() if tf.executing_eagerly() else backend.get_value(variable))
+        if tf.executing_eagerly():
+            return float(variable.numpy())
+        return float(backend.get_value(variable))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
@@ -219,9 +224,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self, initial_lr: Any = None, warmup_epochs: int = 5, *, verbose: int = 0, **arguments: Any
     ) -> None:
         def multiplier(epoch: float) -> float:
-            epoch += (
-                1 / self.steps_per_epoch
-            )  # so that an epoch ends with a round number, as in Horovod
+            # So that an epoch ends with a round number, as in Horovod.
+            epoch += 1 / self.steps_per_epoch
             return (epoch * (ranks.size() - 1) / warmup_epochs + 1) / ranks.size()
 
         super().__init__(initial_lr, multiplier, 0, warmup_epochs, staircase=False, **arguments)
@@ -229,12 +233,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def on_epoch_end(self, epoch: int, logs: _Logs = None) -> None:
         super().on_epoch_end(epoch, logs)
-        if (
-            self.end_epoch is not None
-            and epoch == self.end_epoch - 1
-            and self.verbose > 0
-            and ranks.rank() == 0
-        ):
+        is_last = epoch + 1 == self.end_epoch
+        if is_last and self.verbose > 0 and ranks.rank() == 0:
             print(
                 f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._number('learning_rate'):g}."
             )

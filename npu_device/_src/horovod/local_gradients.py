@@ -10,6 +10,8 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import weighted
 from npu_device._src.training.distribute import ranks
+from npu_device._src.training.watching.own_parts import warn_of_file
+from npu_device._src.training.watching.wrapped_optimizers import carrier, reduction_of
 
 _as_it_is = tf.autograph.experimental.do_not_convert
 
@@ -23,18 +25,23 @@ class LocalSources:
     """
 
     def __init__(self, scales: bool) -> None:
-        self._factor = 1 / ranks.size() if scales else 1.0
+        self._factor = 1.0
+        if scales:
+            self._factor /= ranks.size()
         self._variables: list[Any] = []
 
     def add(self, variable: Any) -> None:
         self._variables.append(compat.inner_variable(variable))
 
     def has(self, variable: Any) -> bool:
-        return any(compat.inner_variable(variable) is each for each in self._variables)
+        inner = compat.inner_variable(variable)
+        return any(inner is local for local in self._variables)
 
     def scaled(self, gradient: Any) -> Any:
         """Return the gradient of such a variable, as Horovod returns it."""
-        return None if gradient is None else weighted(gradient, self._factor)
+        if gradient is None:
+            return None
+        return weighted(gradient, self._factor)
 
 
 class LocalGradients:
@@ -52,30 +59,37 @@ class LocalGradients:
         backward_passes_per_step: int = 1,
         average_aggregated_gradients: bool = False,
     ) -> None:
-        self._dense, self.passes = sparse_as_dense, backward_passes_per_step
-        self._scale = backward_passes_per_step if average_aggregated_gradients else 1
-        self._sums: list[Any] | None = None
+        self._dense = sparse_as_dense
+        self.passes = backward_passes_per_step
+        self._divisor = 1
+        if average_aggregated_gradients:
+            self._divisor = backward_passes_per_step
+        self._sums: dict[int, Any] = {}  # by the id of the trained variable
         self._count: Any = None
         self._is_inside = False
 
     def made_dense(self, gradients: Sequence[Any]) -> list[Any]:
         """Return gradients, with sparse ones made dense if that is asked for."""
-        is_to_be = [self._dense and isinstance(one, tf.IndexedSlices) for one in gradients]
+        if not self._dense:
+            return list(gradients)
         return [
-            tf.convert_to_tensor(one) if change else one for one, change in zip(gradients, is_to_be)
+            tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+            for gradient in gradients
         ]
 
     def install(self, optimizer: Any) -> None:
         """Put this before the methods of the optimizer, if anything is asked for."""
         if not self._dense and self.passes == 1:
             return
+        if self.passes > 1:
+            self._keep_sums(optimizer)
         apply_pairs: Any = optimizer.apply_gradients
         apply_lists: Any = getattr(optimizer, "apply", None)
 
         @_as_it_is
         def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             gradients, variables = map(list, zip(*grads_and_vars))
-            go_on = lambda mine: apply_pairs(list(zip(mine, variables)), *args, **kwargs)  # noqa: E731
+            go_on = lambda summed: apply_pairs(list(zip(summed, variables)), *args, **kwargs)  # noqa: E731
             return self.enter(optimizer, gradients, variables, go_on)
 
         @_as_it_is
@@ -85,12 +99,37 @@ class LocalGradients:
                 optimizer,
                 list(grads),
                 variables,
-                lambda mine: apply_lists(mine, trainable_variables),
+                lambda summed: apply_lists(summed, trainable_variables),
             )
 
         optimizer.apply_gradients = apply_gradients
         if apply_lists is not None:
             optimizer.apply = apply
+
+    def _keep_sums(self, optimizer: Any) -> None:
+        """Let checkpoints keep what this rank has added up, and other files cause a warning."""
+        build: Any = getattr(optimizer, "build", None)
+        save: Any = getattr(optimizer, "save_own_variables", None)
+        children: Any = optimizer._trackable_children
+
+        def build_with_sums(variables: Any) -> None:
+            build(variables)
+            self._make_sums(optimizer, variables)
+
+        def save_own_variables(store: Any) -> None:
+            warn_of_file(optimizer, self._sums.values())
+            save(store)
+
+        def trackable_children(save_type: str = "checkpoint", **kwargs: Any) -> Any:
+            if save_type == "checkpoint":
+                warn_of_file(optimizer, self._sums.values())
+            return children(save_type, **kwargs)
+
+        if build is not None:  # legacy optimizers of tf-keras have none
+            optimizer.build = build_with_sums
+        if save is not None:
+            optimizer.save_own_variables = save_own_variables
+        optimizer._trackable_children = trackable_children
 
     def enter(
         self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Any
@@ -110,34 +149,51 @@ class LocalGradients:
     def _add_up(
         self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Any
     ) -> Any:
-        if any(isinstance(one, tf.IndexedSlices) for one in gradients):
+        if any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
             raise ValueError(
                 "backward_passes_per_step above 1 needs sparse_as_dense=True for sparse gradients"
             )
         with tf.init_scope():
             compat.build_optimizer(optimizer, variables)
-            if self._sums is None:
-                self._count = tf.Variable(0, trainable=False)
-                self._sums = [
-                    None
-                    if one is None
-                    else tf.Variable(tf.zeros(variable.shape, one.dtype), trainable=False)
-                    for one, variable in zip(gradients, variables)
-                ]
-        sums = self._sums
-        for total, one in zip(sums, gradients):
-            if total is not None:
-                total.assign_add(one)
+            self._make_sums(optimizer, variables)
+        reduction = reduction_of(carrier(optimizer))
+        factor = 1 if reduction is None else reduction.factor
+        # A variable that isn't reached by the loss has no gradient, and nothing is added to its sum.
+        sums: list[Any] = [None] * len(gradients)
+        for position, (gradient, variable) in enumerate(zip(gradients, variables)):
+            if gradient is not None:
+                sums[position] = self._sums[id(compat.inner_variable(variable))]
+                sums[position].assign_add(gradient * factor)
 
-        def last() -> tf.Tensor:
-            apply([None if total is None else total.read_value() / self._scale for total in sums])
-            for total in sums:
-                if total is not None:
-                    total.assign(tf.zeros_like(total))
+        def last_pass() -> tf.Tensor:
+            divisor = self._divisor * factor
+            apply([total if total is None else total.read_value() / divisor for total in sums])
+            for total in self._sums.values():
+                total.assign(tf.zeros_like(total))
             return tf.constant(True)
 
-        def other() -> tf.Tensor:
+        def other_pass() -> tf.Tensor:
             optimizer.iterations.assign_add(1)
             return tf.constant(False)
 
-        return tf.cond(self._count.assign_add(1) % self.passes == 0, last, other)
+        return tf.cond(self._count.assign_add(1) % self.passes == 0, last_pass, other_pass)
+
+    def _make_sums(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Make the variables in which this rank adds up gradients, which checkpoints keep."""
+        new = []
+        for variable in map(compat.inner_variable, variables):
+            if id(variable) not in self._sums:
+                new.append(variable)
+        if not new:
+            return
+        if self._count is None:
+            self._count = tf.Variable(0, trainable=False)
+            compat.keep_in_checkpoints(optimizer, "npu_passes", [self._count])
+        sums = []
+        for variable in new:
+            sums.append(tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False))
+        compat.keep_in_checkpoints(optimizer, f"npu_sums_{len(self._sums)}", sums)
+        self._sums.update(zip(map(id, new), sums))
+        reduction = reduction_of(carrier(optimizer))
+        if reduction is not None:
+            reduction.note_parts(sums, self._count, self.passes)

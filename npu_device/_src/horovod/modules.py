@@ -22,7 +22,8 @@ from npu_device._src import environment
 __version__ = "0.28.1"
 """The release of Horovod whose names and arguments these are."""
 
-_THEIRS, _OURS = "horovod", "npu_device.horovod"
+_THEIRS = "horovod"
+_OURS = "npu_device.horovod"
 _INSTEAD = {
     "torch": "for PyTorch, use torch.distributed with DistributedDataParallel, started by torchrun",
     "mxnet": "MXNet isn't supported",
@@ -36,12 +37,11 @@ PAGE = "npurun docs from_horovod"
 def variables(inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables with which a process of this environment, and its children, import these modules."""
     folder = str(Path(__file__).parent / "path")
-    others = [
-        each for each in (inherited.get("PYTHONPATH") or folder).split(os.pathsep) if each != folder
-    ]
+    paths = (inherited.get("PYTHONPATH") or folder).split(os.pathsep)
+    other_paths = [path for path in paths if path != folder]
     return {
         environment.NPU_DEVICE_HOROVOD.name: "1",
-        "PYTHONPATH": os.pathsep.join([folder, *others]),
+        "PYTHONPATH": os.pathsep.join([folder, *other_paths]),
     }
 
 
@@ -49,13 +49,12 @@ def main() -> None:
     """Become Python with the rest of the command line: mpirun or srun still has the process that it has started."""
     if not sys.argv[1:]:
         sys.exit("usage: python -m npu_device.horovod [-m] script [argument ...]")
-    before = getattr(sys, "orig_argv", [])  # from Python 3.10 on
-    flags = before[1 : before.index("-m")] if "-m" in before else []
-    os.execve(
-        sys.executable,
-        [sys.executable, *flags, *sys.argv[1:]],
-        {**os.environ, **variables(os.environ)},
-    )
+    words = getattr(sys, "orig_argv", [])  # from Python 3.10 on
+    flags: list[str] = []
+    if "-m" in words:
+        flags = words[1 : words.index("-m")]
+    command = [sys.executable, *flags, *sys.argv[1:]]
+    os.execve(sys.executable, command, {**os.environ, **variables(os.environ)})
 
 
 def take_over() -> None:
@@ -67,9 +66,12 @@ def take_over() -> None:
 def other_horovod() -> str | None:
     """Return the version of an installed Horovod that these modules stand in for; None without one."""
     try:
-        return metadata.version(_THEIRS) if _Finder.replaces else None
+        version = metadata.version(_THEIRS)
     except metadata.PackageNotFoundError:
         return None
+    if not _Finder.replaces:
+        return None
+    return version
 
 
 class _Finder:
@@ -82,28 +84,32 @@ class _Finder:
         cls, name: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
         """Return the spec of a module of Horovod's that is offered; None for all other modules."""
-        is_ours, is_theirs = (
-            name.startswith(f"{_OURS}."),
-            cls.replaces and name.startswith(f"{_THEIRS}."),
-        )
-        if not (is_ours or is_theirs):
+        is_theirs = cls.replaces and name.startswith(f"{_THEIRS}.")
+        if not is_theirs and not name.startswith(f"{_OURS}."):
             return None
-        rest = name[len(_OURS if is_ours else _THEIRS) + 1 :]
-        instead = _INSTEAD.get(rest.split(".", 1)[0])
-        if instead is None and is_theirs and importlib.util.find_spec(f"{_OURS}.{rest}") is None:
+        submodule = name[len(_THEIRS if is_theirs else _OURS) + 1 :]
+        instead = _INSTEAD.get(submodule.split(".", 1)[0])
+        if (
+            instead is None
+            and is_theirs
+            and importlib.util.find_spec(f"{_OURS}.{submodule}") is None
+        ):
             instead = (
                 "the modules are horovod.tensorflow, horovod.tensorflow.keras and horovod.keras; see "
                 + PAGE
             )
         if instead is not None:
             raise ImportError(
-                f"npu_device has no {_THEIRS}.{rest}.\nWhat to do: {instead}.", name=name
+                f"npu_device has no {_THEIRS}.{submodule}.\nWhat to do: {instead}.", name=name
             )
-        return ModuleSpec(name, cls) if is_theirs else None  # type: ignore[arg-type]
+        if not is_theirs:
+            return None
+        return ModuleSpec(name, cls)  # type: ignore[arg-type]
 
     @staticmethod
     def create_module(spec: ModuleSpec) -> ModuleType:
         """Return the module that is meant."""
+        # Under its own name, so that both names stand for one module with one state.
         module = importlib.import_module(spec.name.replace(_THEIRS, _OURS, 1))
         spec.loader_state = module.__spec__
         return module

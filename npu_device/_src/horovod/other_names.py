@@ -32,5 +32,7 @@ def __getattr__(name: str) -> Any:
         )
 
         return SyncBatchNormalization
-    instead = f"\nWhat to do: {_INSTEAD[name]}." if name in _INSTEAD else ""
+    instead = ""
+    if name in _INSTEAD:
+        instead = f"\nWhat to do: {_INSTEAD[name]}."
     raise AttributeError(f"npu_device's horovod has no {name!r} ({PAGE}).{instead}")

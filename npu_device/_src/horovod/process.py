@@ -46,7 +46,10 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if is_first:
         _ask_for_timeline()
     device.open()
-    wanted = comm.Get_size() if hasattr(comm, "Get_size") else len(comm or ()) or ranks.size()
+    if hasattr(comm, "Get_size"):  # of mpi4py; others give a list of ranks
+        wanted = comm.Get_size()
+    else:
+        wanted = len(comm or ()) or ranks.size()
     if wanted != ranks.size():
         raise NotImplementedError(
             f"rank {ranks.rank()}: hvd.init was given {wanted} of the {ranks.size()} ranks of this job.\n"
@@ -54,19 +57,17 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         )
     _is_initialized = True
     if is_first and ranks.rank() == 0:
-        _tell()
+        _log_differences()
 
 
 def _ask_for_timeline() -> None:
     file = environment.HOROVOD_TIMELINE.get()
     if file is not None and environment.PROFILING_MODE.get() != "true":
         environment.PROFILING_MODE.set("true")
-        environment.PROFILING_OPTIONS.set(
-            json.dumps({"output": str(folder := Path(f"{file}.trace").resolve())})
-        )
-        atexit.register(
-            _copy, folder / PERFETTO, Path(file).resolve()
-        )  # runs after the trace's own end
+        folder = Path(f"{file}.trace").resolve()
+        environment.PROFILING_OPTIONS.set(json.dumps({"output": str(folder)}))
+        # Runs after the trace's own end: the trace registers later.
+        atexit.register(_copy, folder / PERFETTO, Path(file).resolve())
 
 
 def _copy(written: Path, file: Path) -> None:
@@ -74,8 +75,9 @@ def _copy(written: Path, file: Path) -> None:
         shutil.copyfile(written, file)
 
 
-def _tell() -> None:
-    installed, ignored = modules.other_horovod(), environment.horovod_variables_without_effect()
+def _log_differences() -> None:
+    installed = modules.other_horovod()
+    ignored = environment.horovod_variables_without_effect()
     if installed is not None:
         _log.warning(
             "import horovod gives npu_device's modules in this job, not the installed Horovod %s",
@@ -152,6 +154,8 @@ def mpi_built() -> bool:
     return False
 
 
-gloo_enabled, nccl_built = gloo_built, compat.has_nccl
+gloo_enabled = gloo_built
+nccl_built = compat.has_nccl
 mpi_enabled = mpi_threads_supported = ccl_built = ddl_built = mpi_built
-cuda_built, rocm_built = tf.test.is_built_with_cuda, tf.test.is_built_with_rocm
+cuda_built = tf.test.is_built_with_cuda
+rocm_built = tf.test.is_built_with_rocm

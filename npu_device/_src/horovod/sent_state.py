@@ -21,7 +21,9 @@ from npu_device._src.world.world import value_of
 def broadcast_variables(variables: Iterable[Any], root_rank: int) -> Any:
     """Return the operation that overwrites variables with those of the root; eagerly, do it and return None."""
     variables = list(variables)
-    return broadcast(variables, root_rank) if variables else None
+    if not variables:
+        return None
+    return broadcast(variables, root_rank)
 
 
 @operation

@@ -46,15 +46,16 @@ Raises:
     RuntimeError: another rank has failed or left, or the job can't be joined any more."""
 
 
-def described(thing: Any) -> Any:
+def described(call: Any) -> Any:
     """Add what calls share, arguments and errors, to the docstring of a function or class."""
-    text = inspect.cleandoc(thing.__doc__)
-    names = inspect.signature(thing).parameters
+    text = inspect.cleandoc(call.__doc__)
+    names = inspect.signature(call).parameters
     shared = [f"    {name}: {_DESCRIPTIONS[name]}" for name in names if name in _DESCRIPTIONS]
-    thing.__doc__ = "\n".join(
-        [text, *([] if "\nArgs:" in text else ["", "Args:"]), *shared, _RAISES]
-    )
-    return thing
+    lines = [text]
+    if "\nArgs:" not in text:
+        lines += ["", "Args:"]
+    call.__doc__ = "\n".join([*lines, *shared, _RAISES])
+    return call
 
 
 def with_effect(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -64,4 +65,4 @@ def with_effect(arguments: dict[str, Any]) -> dict[str, Any]:
             "process sets aren't supported.\nWhat to do: leave process_set out, or make a group with "
             "hccl.manage.api.create_group and call npu.distribute.all_reduce(..., group=...)."
         )
-    return {name: value for name, value in arguments.items() if name not in _NO_EFFECT}
+    return {name: argument for name, argument in arguments.items() if name not in _NO_EFFECT}

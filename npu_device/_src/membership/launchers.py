@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Callable
 
 from npu_device._src import environment
-from npu_device._src.cluster.errors import ClusterError
 from npu_device._src.cluster.ports import ReservedPort, addresses_of_this_host
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.roster import ancestors
 from npu_device._src.environment import Variable
 from npu_device._src.membership.interfaces import announced_address

@@ -7,7 +7,7 @@ import logging
 import sys
 
 from npu_device._src import environment
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.membership import parent_rank, schemes
 
 _log = logging.getLogger("npu_device")

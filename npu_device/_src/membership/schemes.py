@@ -15,7 +15,7 @@ from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster.description import Membership
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.environment import Variable
 from npu_device._src.membership import launchers, parent_rank, rank_table, tf_config
 from npu_device._src.membership.interfaces import announced_address

@@ -10,7 +10,7 @@ from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster.description import Membership
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.environment.forms import address_and_port
 
 _EXAMPLE = (

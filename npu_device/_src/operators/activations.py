@@ -17,7 +17,7 @@ import tensorflow as tf
 from npu_device._src import compat
 
 _LOGGER = logging.getLogger("npu_device")
-_LENGTH = 8
+_LENGTH = 8  # of the flag, as on the NPU; the first number counts
 
 # The sigmoid in place of the normal distribution's integral: Hendrycks and Gimpel 2016, section 2.
 _SLOPE = 1.702
@@ -156,6 +156,7 @@ def layer_norm(
     """
     with tf.name_scope(name or "LayerNorm"):
         x = tf.convert_to_tensor(x)
+        # 16 bits would lose the mean of many numbers.
         wide = tf.cast(x, tf.float32) if x.dtype.size < 4 else x
         axes = list(range(begin_norm_axis % x.shape.rank, x.shape.rank))
         trailing = tf.shape(x)[begin_params_axis:]
@@ -238,15 +239,15 @@ def dropout_v3(
                 "Likely cause: the rate was passed; keep_prob is 1 - rate."
             )
         if isinstance(noise_shape, (list, tuple)):
-            actual = tf.shape(x)
+            # tf.nn.dropout takes no None in a graph.
+            lengths = tf.shape(x)
             noise_shape = [
-                actual[axis] if length is None else length
+                lengths[axis] if length is None else length
                 for axis, length in enumerate(noise_shape)
             ]
-        rate = 1 - (
-            keep_prob if isinstance(keep_prob, numbers.Real) else tf.cast(keep_prob, x.dtype)
-        )
-        return tf.nn.dropout(x, rate, noise_shape, seed)
+        if not isinstance(keep_prob, numbers.Real):
+            keep_prob = tf.cast(keep_prob, x.dtype)
+        return tf.nn.dropout(x, 1 - keep_prob, noise_shape, seed)
 
 
 def npu_alloc_float_status(name: str | None = None) -> tf.Tensor:
@@ -274,10 +275,11 @@ def npu_get_float_status(input: Any = None, name: str | None = None) -> tf.Tenso
     Source: Ascend operator NPUGetFloatStatus.
     """
     with tf.name_scope(name or "NpuGetFloatStatus"):
-        operations = [] if tf.executing_eagerly() else tf.no_op().control_inputs
-        watched = [
-            tensor for each in operations for tensor in each.outputs if tensor.dtype.is_floating
-        ]
+        watched = []
+        if not tf.executing_eagerly():
+            # The operations that this one waits for are known only by those that a new one would wait for.
+            for operation in tf.no_op().control_inputs:
+                watched += [tensor for tensor in operation.outputs if tensor.dtype.is_floating]
         if not watched:
             _LOGGER.warning(
                 "npu_get_float_status waits for no tensor, so it can't detect an overflow and reports none. "

@@ -40,10 +40,10 @@ def adam_apply_one_assign(
     Source: Ascend operator AdamApplyOneAssign.
     """
     with tf.name_scope(name or "AdamApplyOneAssign"):
-        first, second = _moments(input0, input1, input2, mul0_x, mul1_x, mul2_x, mul3_x)
-        update = first / (tf.sqrt(second) + add2_y)
+        mean, square = _moments(input0, input1, input2, mul0_x, mul1_x, mul2_x, mul3_x)
+        update = mean / (tf.sqrt(square) + add2_y)
         weights = tf.convert_to_tensor(input3) - input4 * update
-        return _assigned((input1, second), (input2, first), (input3, weights))
+        return _assigned((input1, square), (input2, mean), (input3, weights))
 
 
 def adam_apply_one_with_decay_assign(
@@ -70,10 +70,10 @@ def adam_apply_one_with_decay_assign(
     Source: Ascend operator AdamApplyOneWithDecayAssign.
     """
     with tf.name_scope(name or "AdamApplyOneWithDecayAssign"):
-        first, second = _moments(input0, input1, input2, mul0_x, mul1_x, mul2_x, mul3_x)
-        before = tf.convert_to_tensor(input3)
-        update = first / (tf.sqrt(second) + add2_y) + mul4_x * before
-        return _assigned((input1, second), (input2, first), (input3, before - input4 * update))
+        mean, square = _moments(input0, input1, input2, mul0_x, mul1_x, mul2_x, mul3_x)
+        weights = tf.convert_to_tensor(input3)
+        update = mean / (tf.sqrt(square) + add2_y) + mul4_x * weights
+        return _assigned((input1, square), (input2, mean), (input3, weights - input4 * update))
 
 
 def lamb_apply_optimizer_assign(
@@ -109,15 +109,14 @@ def lamb_apply_optimizer_assign(
     Source: Ascend operator LambApplyOptimizerAssign; You et al. 2019.
     """
     with tf.name_scope(name or "LambApplyOptimizerAssign"):
-        first, second = _moments(input0, input1, input2, mul0_x, mul1_x, mul2_x, mul3_x)
-        steps = scalar(steps, first.dtype)
-        corrected_first = first / (1 - tf.pow(scalar(mul0_x, first.dtype), steps))
-        corrected_second = second / (1 - tf.pow(scalar(mul2_x, first.dtype), steps))
-        decay = scalar(do_use_weight, first.dtype) * weight_decay_rate
-        update = corrected_first / (
-            tf.sqrt(corrected_second) + add2_y
-        ) + decay * tf.convert_to_tensor(input3)
-        return _assigned((None, update), (input1, second), (input2, first))
+        mean, square = _moments(input0, input1, input2, mul0_x, mul1_x, mul2_x, mul3_x)
+        steps = scalar(steps, mean.dtype)
+        corrected_mean = mean / (1 - tf.pow(scalar(mul0_x, mean.dtype), steps))
+        corrected_square = square / (1 - tf.pow(scalar(mul2_x, mean.dtype), steps))
+        decay = scalar(do_use_weight, mean.dtype) * weight_decay_rate
+        step = corrected_mean / (tf.sqrt(corrected_square) + add2_y)
+        update = step + decay * tf.convert_to_tensor(input3)
+        return _assigned((None, update), (input1, square), (input2, mean))
 
 
 def lamb_apply_weight_assign(
@@ -136,30 +135,38 @@ def lamb_apply_weight_assign(
     """
     with tf.name_scope(name or "LambApplyWeightAssign"):
         update = tf.convert_to_tensor(input3)
-        weights_norm, update_norm = scalar(input0, update.dtype), scalar(input1, update.dtype)
-        both = tf.logical_and(weights_norm > 0, update_norm > 0)
-        ratio = tf.where(
-            both, tf.math.divide_no_nan(weights_norm, update_norm), tf.ones_like(weights_norm)
-        )
-        (weights,) = _assigned((input4, tf.convert_to_tensor(input4) - ratio * input2 * update))
+        weights_norm = scalar(input0, update.dtype)
+        update_norm = scalar(input1, update.dtype)
+        # A layer of zeros has no ratio: it moves by the update as it is.
+        has_ratio = tf.logical_and(weights_norm > 0, update_norm > 0)
+        ratio = tf.math.divide_no_nan(weights_norm, update_norm)
+        ratio = tf.where(has_ratio, ratio, tf.ones_like(weights_norm))
+        weights = tf.convert_to_tensor(input4) - ratio * input2 * update
+        (weights,) = _assigned((input4, weights))
         return weights
 
 
 def _moments(
-    gradient: Any, second: Any, first: Any, beta_1: Any, rest_1: Any, beta_2: Any, rest_2: Any
+    gradient: Any,
+    square: Any,
+    mean: Any,
+    beta_1: Any,
+    complement_1: Any,
+    beta_2: Any,
+    complement_2: Any,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     gradient = tf.convert_to_tensor(gradient)
-    new_first = tf.convert_to_tensor(first) * beta_1 + gradient * rest_1
-    new_second = tf.convert_to_tensor(second) * beta_2 + tf.square(gradient) * rest_2
-    return new_first, new_second
+    new_mean = tf.convert_to_tensor(mean) * beta_1 + gradient * complement_1
+    new_square = tf.convert_to_tensor(square) * beta_2 + tf.square(gradient) * complement_2
+    return new_mean, new_square
 
 
 def _assigned(*pairs: tuple[Any, tf.Tensor]) -> tuple[tf.Tensor, ...]:
     """Return the new values; in a graph they are available only once the variables have them."""
     # The first releases of Keras 3 give None.
-    writes = [target.assign(value) for target, value in pairs if hasattr(target, "assign")]
+    writes = [target.assign(tensor) for target, tensor in pairs if hasattr(target, "assign")]
     with tf.control_dependencies([write for write in writes if write is not None]):
-        return tuple(tf.identity(value) for _, value in pairs)
+        return tuple(tf.identity(tensor) for _, tensor in pairs)
 
 
 def lars_v2(
@@ -189,7 +196,8 @@ def lars_v2(
     Source: Ascend operator LarsV2; You et al. 2017.
     """
     with tf.name_scope(name or "LarsV2"):
-        weight, gradient = tf.convert_to_tensor(input_weight), tf.convert_to_tensor(input_grad)
+        weight = tf.convert_to_tensor(input_weight)
+        gradient = tf.convert_to_tensor(input_grad)
         decay = scalar(weight_decay, weight.dtype)
         norm = tf.norm(weight)
         rate = hyperpara * norm / (tf.norm(gradient) + decay * norm + epsilon)
@@ -228,6 +236,8 @@ def lars(
     ]
 
 
-def scalar(value: Any, dtype: Any) -> tf.Tensor:
+def scalar(number: Any, dtype: Any) -> tf.Tensor:
     """Return a tensor of the dtype. tf.cast alone would convert Python numbers to float32 first and lose digits."""
-    return tf.constant(value, dtype) if isinstance(value, numbers.Number) else tf.cast(value, dtype)
+    if isinstance(number, numbers.Number):
+        return tf.constant(number, dtype)
+    return tf.cast(number, dtype)

@@ -30,8 +30,8 @@ def drop_out_gen_mask(
     with tf.name_scope(name or "DropOutGenMask"):
         count = tf.reduce_prod(tf.cast(shape, tf.int32))
         aligned = (count + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
-        kept = tf.reshape(_kept(aligned, prob, seed, seed2), [-1, len(_BIT_VALUES)])
-        packed = tf.reduce_sum(tf.cast(kept, tf.int32) * _BIT_VALUES, axis=1)
+        bits = tf.reshape(_random_bits(aligned, prob, seed, seed2), [-1, len(_BIT_VALUES)])
+        packed = tf.reduce_sum(tf.cast(bits, tf.int32) * _BIT_VALUES, axis=1)
         return tf.cast(packed, tf.uint8)
 
 
@@ -47,7 +47,7 @@ def drop_out_gen_mask_v3(
     """
     with tf.name_scope(name or "DropOutGenMaskV3"):
         count = tf.reduce_prod(tf.cast(shape, tf.int32))
-        return tf.cast(_kept(count, prob, seed, seed2), tf.uint8)
+        return tf.cast(_random_bits(count, prob, seed, seed2), tf.uint8)
 
 
 def drop_out_do_mask(x: Any, mask: Any, keep_prob: Any, name: str | None = None) -> tf.Tensor:
@@ -77,15 +77,16 @@ def drop_out_do_mask_v3(x: Any, mask: Any, keep_prob: Any, name: str | None = No
     """
     with tf.name_scope(name or "DropOutDoMaskV3"):
         x = tf.convert_to_tensor(x)
-        kept = tf.reshape(tf.convert_to_tensor(mask) > 0, tf.shape(x))
-        divisor = (
-            float(keep_prob) if isinstance(keep_prob, numbers.Real) else tf.cast(keep_prob, x.dtype)
-        )
-        y = tf.where(kept, x / divisor, tf.zeros([], x.dtype))
+        is_kept = tf.reshape(tf.convert_to_tensor(mask) > 0, tf.shape(x))
+        if isinstance(keep_prob, numbers.Real):
+            divisor = float(keep_prob)
+        else:
+            divisor = tf.cast(keep_prob, x.dtype)
+        y = tf.where(is_kept, x / divisor, tf.zeros([], x.dtype))
         return tf.ensure_shape(y, x.shape)
 
 
-def _kept(count: tf.Tensor, prob: Any, seed: int | None, seed2: int | None) -> tf.Tensor:
+def _random_bits(count: tf.Tensor, prob: Any, seed: int | None, seed2: int | None) -> tf.Tensor:
     # The raw operation takes both seeds as they are; tf.random.uniform derives one of them from the graph.
     # Scripts without a seed pass None.
     seeds = {"seed": seed or 0, "seed2": seed2 or 0}

@@ -29,8 +29,8 @@ def _differentiated(
         return list(tf.gradients(operator(*copies), copies, list(incoming)))
     with tf.GradientTape() as tape:
         tape.watch(copies)
-        results = operator(*copies)
-    return list(tape.gradient(results, copies, list(incoming)))
+        outputs = operator(*copies)
+    return list(tape.gradient(outputs, copies, list(incoming)))
 
 
 def fast_gelu_grad(dy: Any, x: Any, name: str | None = None) -> tf.Tensor:
@@ -171,9 +171,10 @@ def basic_lstm_cell_input_grad(
     """
     check_attributes("basic_lstm_cell_input_grad", dropout_mask=dropout_mask, keep_prob=keep_prob)
     with tf.name_scope(name or "BasicLSTMCellInputGrad"):
-        both = tf.matmul(dgate, w, transpose_b=True)
+        gradients = tf.matmul(dgate, w, transpose_b=True)
+        # The rows of the weights are those of x, then those of h.
         hidden = tf.shape(dgate)[1] // 4
-        return both[:, :-hidden], both[:, -hidden:]
+        return gradients[:, :-hidden], gradients[:, -hidden:]
 
 
 def dynamic_rnn_grad(
@@ -225,6 +226,7 @@ def dynamic_rnn_grad(
         return lstm_over_time(*sources, seq_length, forget_bias, *outcomes)[:3]
 
     with tf.name_scope(name or "DynamicRNNGrad"):
+        # The states of all steps are outputs, too, so their gradients have all steps.
         incoming = [tf.convert_to_tensor(dy), _of_each_step(dh, h), _of_each_step(dc, c)]
         dx, dw, db, dh_prev, dc_prev = _differentiated(states, [x, w, b, init_h, init_c], *incoming)
         return dw, db, dx, dh_prev, dc_prev
@@ -268,8 +270,8 @@ def dynamic_gru_v2_grad(
     check_attributes("dynamic_gru_v2_grad", **attributes)
     # No attention is 0; the gradient for it comes last.
     arguments = (x, weight_input, weight_hidden, tf.zeros_like(x)[..., 0])
-    results = (y, init_h, h, dy, dh, update, update, reset, new, hidden_new)
-    return dynamic_augru_grad(*arguments, *results, seq_length, name or "DynamicGRUV2Grad")[:-1]
+    outcomes = (y, init_h, h, dy, dh, update, update, reset, new, hidden_new)
+    return dynamic_augru_grad(*arguments, *outcomes, seq_length, name or "DynamicGRUV2Grad")[:-1]
 
 
 def dynamic_augru_grad(
@@ -325,6 +327,7 @@ def dynamic_augru_grad(
 def _of_each_step(gradient: Any, states: Any) -> tf.Tensor:
     """Return a gradient of the states, of all steps or of the last, as one of all steps."""
     gradient = tf.convert_to_tensor(gradient)
-    gradient = gradient[tf.newaxis] if gradient.shape.rank == 2 else gradient
-    missing = tf.shape(states)[0] - tf.shape(gradient)[0]
-    return tf.pad(gradient, [[missing, 0], [0, 0], [0, 0]])
+    if gradient.shape.rank == 2:
+        gradient = gradient[tf.newaxis]
+    earlier_steps = tf.shape(states)[0] - tf.shape(gradient)[0]
+    return tf.pad(gradient, [[earlier_steps, 0], [0, 0], [0, 0]])

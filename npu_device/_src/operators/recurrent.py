@@ -44,13 +44,13 @@ _FIXED: dict[str, tuple[Any, str]] = {
 
 def check_attributes(operation: str, **attributes: Any) -> None:
     """Refuse values that aren't implemented."""
-    for attribute, value in attributes.items():
+    for attribute, setting in attributes.items():
         if attribute not in _FIXED:
             raise TypeError(f"{operation} got an unexpected keyword argument {attribute!r}")
         works, instead = _FIXED[attribute]
-        if value is not works and (works is None or value != works):
+        if setting is not works and (works is None or setting != works):
             raise NotImplementedError(
-                f"{operation} was given {attribute}={value!r}; only {attribute}={works!r} is implemented.\n"
+                f"{operation} was given {attribute}={setting!r}; only {attribute}={works!r} is implemented.\n"
                 f"What to do: {instead}."
             )
 
@@ -186,8 +186,8 @@ def lstm_over_time(
 ) -> Tensors:
     """Return the results of ``dynamic_rnn``."""
 
-    def cell(x_now: tf.Tensor, *others: tf.Tensor) -> Tensors:
-        *outcomes_now, h, c = others
+    def cell(x_now: tf.Tensor, *known_and_states: tf.Tensor) -> Tensors:
+        *outcomes_now, h, c = known_and_states
         inputs = tf.matmul(tf.concat([x_now, h], axis=1), w) + b
         new_c, new_h, *gates = lstm_step(inputs, c, forget_bias, outcomes_now or _UNKNOWN)
         return new_h, new_c, *gates
@@ -235,10 +235,11 @@ def dynamic_gru_v2(
     """
     check_attributes("dynamic_gru_v2", **attributes)
     weights = (weight_input, weight_hidden, None, bias_input, bias_hidden)
-    y, output_h, update, _, *others = dynamic_augru(
+    # Without attention, the weakened update gate is the update gate itself.
+    y, output_h, update, _, *gates = dynamic_augru(
         x, *weights, seq_length, init_h, name=name or "DynamicGRUV2"
     )
-    return (y, output_h, update, *others)
+    return (y, output_h, update, *gates)
 
 
 def dynamic_augru(
@@ -283,14 +284,15 @@ def gru_over_time(
     """Return the results of ``dynamic_augru``; the weights are those of the input, those of the state, and biases."""
     weight_input, weight_hidden, bias_input, bias_hidden = weights
 
-    def cell(x_now: tf.Tensor, attention: tf.Tensor, *others: tf.Tensor) -> Tensors:
-        *outcomes_now, h = others
+    def cell(x_now: tf.Tensor, attention: tf.Tensor, *known_and_state: tf.Tensor) -> Tensors:
+        *outcomes_now, h = known_and_state
         known_update, _, known_reset, known_new, known_hidden = outcomes_now or _UNKNOWN
         from_input = tf.split(tf.matmul(x_now, weight_input) + bias_input, 3, axis=1)
         from_hidden = tf.split(tf.matmul(h, weight_hidden) + bias_hidden, 3, axis=1)
-        hidden_new = (
-            from_hidden[2] if known_hidden is None else known_hidden + _slope_only(from_hidden[2])
-        )
+        # The gradient for the reset gate needs this product, which isn't an activation.
+        hidden_new = from_hidden[2]
+        if known_hidden is not None:
+            hidden_new = known_hidden + _slope_only(hidden_new)
         update = _sigmoid(from_input[0] + from_hidden[0], known_update)
         reset = _sigmoid(from_input[1] + from_hidden[1], known_reset)
         new = _tanh(from_input[2] + reset * hidden_new, known_new)
@@ -299,7 +301,10 @@ def gru_over_time(
 
     x = tf.convert_to_tensor(x)
     shape = [*tf.unstack(tf.shape(x)[:2]), 1]
-    attention = tf.zeros(shape, x.dtype) if weight_att is None else tf.reshape(weight_att, shape)
+    if weight_att is None:
+        attention = tf.zeros(shape, x.dtype)
+    else:
+        attention = tf.reshape(weight_att, shape)
     states = [_initial_state(x, init_h, tf.shape(weight_hidden)[0])]
     return _over_time(cell, states, seq_length, x, attention, *outcomes)
 
@@ -309,16 +314,19 @@ def _over_time(
 ) -> Tensors:
     """Run a cell, which returns new states and five gates, over sequences; return outputs, states and gates by step."""
 
-    def step(previous: Tensors, now: Tensors) -> Tensors:
-        within, *inputs_now = now
-        before = previous[1 : len(states) + 1]
-        made = cell(*inputs_now, *before)
-        after = [tf.where(within, new, old) for new, old in zip(made, before)]
-        output = tf.where(within, made[0], tf.zeros_like(made[0]))
-        return (output, *after, *made[len(states) :])
+    def step(previous: Tensors, step_inputs: Tensors) -> Tensors:
+        is_running, *cell_inputs = step_inputs
+        old_states = previous[1 : len(states) + 1]
+        outcomes = cell(*cell_inputs, *old_states)
+        # A sequence that has ended keeps its states; its outputs are 0.
+        after = [tf.where(is_running, new, old) for new, old in zip(outcomes, old_states)]
+        output = tf.where(is_running, outcomes[0], tf.zeros_like(outcomes[0]))
+        return (output, *after, *outcomes[len(states) :])
 
     steps, batch = tf.unstack(tf.shape(inputs[0])[:2])
-    lengths = tf.fill([batch], steps) if seq_length is None else seq_length
+    lengths = seq_length
+    if lengths is None:
+        lengths = tf.fill([batch], steps)
     mask = tf.transpose(tf.sequence_mask(lengths, steps))[:, :, tf.newaxis]
     zeros = tf.zeros_like(states[0])
     initial = (zeros, *states, *[zeros] * 5)
@@ -327,7 +335,9 @@ def _over_time(
 
 def _initial_state(x: tf.Tensor, state: Any, hidden: Any) -> tf.Tensor:
     shape = [tf.shape(x)[1], hidden]
-    return tf.zeros(shape, x.dtype) if state is None else tf.reshape(state, shape)
+    if state is None:
+        return tf.zeros(shape, x.dtype)
+    return tf.reshape(state, shape)
 
 
 class _Recurrent(tf.Module):
@@ -499,7 +509,10 @@ def npu_dynamic_rnn(
             f"npu_dynamic_rnn was given inputs of shape {inputs.shape}, whose axis 1 (time) has no known length; the "
             "steps are unrolled.\nWhat to do: set_shape the inputs, or use tf.compat.v1.nn.dynamic_rnn."
         )
-    steps = list(inputs) if as_list else tf.unstack(inputs, axis=1)
+    if as_list:
+        steps = list(inputs)
+    else:
+        steps = tf.unstack(inputs, axis=1)
     outputs, state = tf.compat.v1.nn.static_rnn(
         cell,
         steps,
@@ -508,4 +521,6 @@ def npu_dynamic_rnn(
         sequence_length=sequence_length,
         scope=scope,
     )
-    return (outputs if as_list else tf.stack(outputs, axis=1)), state
+    if not as_list:
+        outputs = tf.stack(outputs, axis=1)
+    return outputs, state

@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Callable
 
-KERASES = ("keras", "tf_keras")
+KERAS_PACKAGES = ("keras", "tf_keras")
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls ``imported`` with the watched modules when the outermost import of one has ended: TensorFlow, both Kerases,
-    and those of ``names``.
+    """Calls ``imported`` with the watched modules when the outermost import of one has ended: TensorFlow, both
+    packages of Keras, and those of ``names``.
     """
 
     def __init__(self, imported: Callable[[Sequence[ModuleType]], None], *names: str) -> None:
         self._imported = imported
-        self._names = ("tensorflow", *KERASES, *names)
+        self._names = ("tensorflow", *KERAS_PACKAGES, *names)
         self._busy: set[str] = set()
         self._waiting = [sys.modules[name] for name in self._names if name in sys.modules]
         self._depth = 0
@@ -28,7 +28,8 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
     def _call(self) -> None:
         if self._waiting and not self._depth:
-            modules, self._waiting = self._waiting, []
+            modules = self._waiting
+            self._waiting = []
             self._imported(modules)
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:

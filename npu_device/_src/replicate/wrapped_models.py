@@ -18,7 +18,7 @@ from typing import Any, Callable
 import numpy as np
 
 from npu_device._src import environment
-from npu_device._src.replicate.after_import import KERASES
+from npu_device._src.replicate.after_import import KERAS_PACKAGES
 
 _TRAIN = ("fit", "evaluate", "predict")
 _OF_MODELS = (*_TRAIN, "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -39,20 +39,18 @@ class Models:
 
     def __init__(self, seed: int | None) -> None:
         self._seed = seed
-        self._own: dict[
-            type, dict[str, Callable[..., Any]]
-        ] = {}  # Keras's methods, by the Model class
+        # Keras's methods, by the Model class.
+        self._keras_methods: dict[type, dict[str, Callable[..., Any]]] = {}
         self._methods: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
-        self._models: weakref.WeakValueDictionary[int, Any] = (
-            weakref.WeakValueDictionary()
-        )  # all, by id
-        self._is_open, self._steps = False, 0  # steps that train them outside of fit
+        self._models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
+        self._is_open = False
+        self._steps = 0  # that train the models outside of fit
         if seed is not None:
             random.seed(seed)
             np.random.seed(seed % (1 << 32))
 
     def imported(self, modules: Sequence[ModuleType]) -> None:
-        """Open the job, and wrap the classes of the Kerases among the modules."""
+        """Open the job, and wrap the classes of the Keras packages among the modules."""
         names = {module.__name__ for module in modules}
         if "keras" in names and sys.modules["keras"].backend.backend() != "tensorflow":
             raise RuntimeError(
@@ -63,12 +61,12 @@ class Models:
             self._open()
         from npu_device._src import compat
 
-        for name in names.intersection(KERASES):
+        for name in names.intersection(KERAS_PACKAGES):
             keras: Any = sys.modules[name]
-            own = self._own[keras.Model] = {
+            originals = self._keras_methods[keras.Model] = {
                 method: getattr(keras.Model, method) for method in _OF_MODELS
             }
-            for method, original in own.items():
+            for method, original in originals.items():
                 setattr(keras.Model, method, self._method(original))
             for owner, method in compat.gradient_entries(keras):
                 setattr(owner, method, self._by_hand(getattr(owner, method)))
@@ -81,6 +79,7 @@ class Models:
         from npu_device._src.training.opening import device
 
         device.open()
+        # From now on: npu_device itself has been imported before.
         sys.meta_path.insert(0, _NoOtherCalls())
         if self._seed is not None:
             tf.random.set_seed(self._seed)
@@ -92,21 +91,21 @@ class Models:
                 )
         atexit.register(self._end)
 
-    def _method(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
+    def _method(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
         def method(model: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._replicated(model).get(own.__name__, functools.partial(own, model))(
-                *args, **kwargs
-            )
+            return self._replicated(model).get(
+                original.__name__, functools.partial(original, model)
+            )(*args, **kwargs)
 
         return method
 
-    def _new(self, own: Callable[..., Any], kind: type, *args: Any, **kwargs: Any) -> Any:
-        model = own(kind, *args, **kwargs)
+    def _new(self, original: Callable[..., Any], owner: type, *args: Any, **kwargs: Any) -> Any:
+        model = original(owner, *args, **kwargs)
         self._models[id(model)] = model
         return model
 
-    def _by_hand(self, own: Callable[..., Any]) -> Callable[..., Any]:
+    def _by_hand(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return an optimizer method that refuses many steps outside of fit: of models, or before one is replicated."""
         import tensorflow as tf
 
@@ -115,30 +114,30 @@ class Models:
         from npu_device._src.training.opening.current_world import world_unless_child
         from npu_device._src.world.current_step import current_step
 
-        @functools.wraps(own)
+        @functools.wraps(original)
         @tf.autograph.experimental.do_not_convert
-        def apply(optimizer: Any, given: Any, *args: Any, **rest: Any) -> Any:
+        def apply(optimizer: Any, grads: Any, *args: Any, **keywords: Any) -> Any:
+            # Steps inside fit are those of replicated models.
             if current_step() is None and world_unless_child() is not None:
-                given = list(given)
-                pairs = compat.gradients_and_variables(
-                    optimizer, given, *args[:1] or [rest.get("trainable_variables")]
-                )
-                known = {
+                grads = list(grads)
+                trainable = args[:1] or [keywords.get("trainable_variables")]
+                pairs = compat.gradients_and_variables(optimizer, grads, *trainable)
+                weights = {
                     id(weight)
                     for model in list(self._models.values())
                     for weight in compat.variables_of(model)
                 }
-                if not self._methods or any(id(variable) in known for _, variable in pairs):
+                if not self._methods or any(id(variable) in weights for _, variable in pairs):
                     if compat.is_keras_3(compat.keras_of(optimizer)):
                         with tf.init_scope():  # or its variables would depend on the count
                             compat.build_optimizer(optimizer, [variable for _, variable in pairs])
                     count = functools.partial(self._count, type(optimizer).__name__)
-                    more = _STEPS if compat.compiled_by_xla() else 1
+                    steps = _STEPS if compat.compiled_by_xla() else 1
                     with tf.control_dependencies(
-                        call_now(count, [more], [tf.TensorSpec([], tf.int64)])
+                        call_now(count, [steps], [tf.TensorSpec([], tf.int64)])
                     ):
-                        return own(optimizer, given, *args, **rest)
-            return own(optimizer, given, *args, **rest)
+                        return original(optimizer, grads, *args, **keywords)
+            return original(optimizer, grads, *args, **keywords)
 
         return apply
 
@@ -156,9 +155,13 @@ class Models:
         if model not in self._methods:
             from npu_device._src.training.fit.replica import replicate
 
-            own = next(methods for kind, methods in self._own.items() if isinstance(model, kind))
+            methods = next(
+                candidates
+                for owner, candidates in self._keras_methods.items()
+                if isinstance(model, owner)
+            )
             for name in _TRAIN:
-                object.__setattr__(model, name, MethodType(own[name], model))
+                object.__setattr__(model, name, MethodType(methods[name], model))
             replicate(model)
             # Left there, they would hide methods of a subclass, which call Keras's by ``super``.
             self._methods[model] = {name: vars(model).pop(name) for name in _TRAIN}
@@ -178,7 +181,9 @@ class _NoOtherCalls(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> None:
         if name not in _OTHER_CALLS:
             return
-        way = "npurun --horovod" if "horovod" in name else "npurun, without --replicate"
+        way = "npurun, without --replicate"
+        if "horovod" in name:
+            way = "npurun --horovod"
         raise ImportError(
             f"--replicate: the script uses {name.replace('._api', '')}, and so reduces by itself what --replicate "
             f"would reduce.\nWhat to do: start it with {way}; or take these calls out."

@@ -165,22 +165,24 @@ def take_parameters(config: Any) -> None:
     parameters = optimizer.parameter_map
     for key, (field, _) in _OPTIONS.items():
         if key in parameters:
-            value = getattr(parameters[key], field)
-            set_option(key, value.decode() if isinstance(value, bytes) else value)
+            setting = getattr(parameters[key], field)
+            if isinstance(setting, bytes):
+                setting = setting.decode()
+            set_option(key, setting)
 
 
-def set_option(key: str, value: Any) -> None:
+def set_option(key: str, setting: Any) -> None:
     """Assign a parameter to its counterpart in ``npu.global_options()``, if it has one.
 
     None and the empty text, Ascend's way to ask for the default, change nothing.
     """
-    if key not in _OPTIONS or value is None or value == "":
+    if key not in _OPTIONS or setting is None or setting == "":
         return
     *groups, name = _OPTIONS[key][1].split(".")
     options = functools.reduce(getattr, groups, global_options())
     # Assigning after npu.open() logs a warning, which would be wrong when nothing changes.
-    if getattr(options, name).typed != value:
-        setattr(options, name, value)
+    if getattr(options, name).typed != setting:
+        setattr(options, name, setting)
 
 
 def _optimizer_of(config: Any) -> Any:
@@ -202,9 +204,8 @@ def set_keras_session_npu_config(config: Any = None) -> Any:
 
     Source: Ascend TF Adapter 1.x, ``set_keras_session_npu_config``.
     """
-    with (
-        tf.compat.v1.get_default_graph().as_default()
-    ):  # a session needs a graph, in eager mode too
+    # A session needs a graph, in eager mode too.
+    with tf.compat.v1.get_default_graph().as_default():
         session = tf.compat.v1.Session(config=npu_config_proto(config))
     backend.set_session(session)
     return session

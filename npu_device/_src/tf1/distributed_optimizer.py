@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from npu_device._src.training.distribute import hccl_ops
+from npu_device._src.training.distribute import ascend_collectives
 from npu_device._src.training.distribute.groups import get_rank_size
 from npu_device._src.training.distribute.reduce_values import all_reduce
 from npu_device._src.training.distribute.variables import grouping_gradients_apply
@@ -33,6 +33,7 @@ class DelegatingOptimizer(tf.compat.v1.train.Optimizer):
     def __init__(self, optimizer: Any, name: str) -> None:
         super().__init__(use_locking=False, name=name)
         self._optimizer = optimizer
+        # The optimizer inside has the slots.
         for method in ("get_slot", "get_slot_names", "variables"):
             setattr(self, method, getattr(optimizer, method))
 
@@ -99,6 +100,7 @@ def npu_distributed_optimizer_wrapper(optimizer: Any) -> Any:
         return optimizer
     _require_unwrapped(optimizer)
     setattr(optimizer, _WRAPPED, True)
+    # On the object: other optimizers of its class stay as they are.
     optimizer.compute_gradients = MethodType(_compute_gradients, optimizer)
     return optimizer
 
@@ -113,6 +115,7 @@ def _require_unwrapped(optimizer: Any) -> None:
 
 
 def _compute_gradients(self: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+    # The class still has the method that doesn't average.
     return _averaged(type(self).compute_gradients(self, *args, **kwargs))
 
 
@@ -155,7 +158,9 @@ def allreduce(tensor: Any, average: bool = True) -> Any:
 
     Source: Ascend TF Adapter 1.15, ``npu_optimizer.allreduce``.
     """
-    return all_reduce(tensor, "mean" if average else "sum")
+    if average:
+        return all_reduce(tensor)
+    return all_reduce(tensor, "sum")
 
 
 def reduce(
@@ -174,9 +179,11 @@ def reduce(
 
     Source: Ascend TF Adapter 1.15, ``npu_optimizer.reduce``.
     """
-    total = hccl_ops.reduce(tensor, "sum", root_rank, fusion, fusion_id)
+    total = ascend_collectives.reduce(tensor, "sum", root_rank, fusion, fusion_id)
     size = get_rank_size()
-    return total / tf.cast(size, total.dtype) if average and size > 1 else total
+    if not average or size == 1:
+        return total
+    return total / tf.cast(size, total.dtype)
 
 
 class FixedLossScaleManager:
@@ -241,8 +248,10 @@ class ExponentialUpdateLossScaleManager:
     ) -> None:
         if init_loss_scale < 1:
             raise ValueError(f"the loss scale must be at least 1; found {init_loss_scale!r}")
-        self._incr_every, self._decr_every = incr_every_n_steps, decr_every_n_nan_or_inf
-        self._incr_ratio, self._decr_ratio = incr_ratio, decr_ratio
+        self._incr_every = incr_every_n_steps
+        self._decr_every = decr_every_n_nan_or_inf
+        self._incr_ratio = incr_ratio
+        self._decr_ratio = decr_ratio
         self._scale = _variable(float(init_loss_scale), tf.float32, "loss_scale")
         self._good = _variable(0, tf.int32, "good_steps")
         self._bad = _variable(0, tf.int32, "bad_steps")
@@ -262,20 +271,22 @@ class ExponentialUpdateLossScaleManager:
         bad = self._bad.read_value() + tf.cast(tf.logical_not(finite_grads), tf.int32)
         grow = tf.logical_and(finite_grads, good >= self._incr_every)
         shrink = tf.logical_and(tf.logical_not(finite_grads), bad >= self._decr_every)
+        # Beyond float32 the scale would be infinite.
         larger = tf.where(scale < _LARGEST / self._incr_ratio, scale * self._incr_ratio, scale)
         smaller = tf.maximum(scale * self._decr_ratio, 1.0)
-        kept = tf.cast(tf.logical_not(tf.logical_or(grow, shrink)), tf.int32)
+        is_unchanged = tf.cast(tf.logical_not(tf.logical_or(grow, shrink)), tf.int32)
         # A read of a TensorFlow 1 variable may see what another operation of the same run writes.
         with tf.control_dependencies([grow, shrink, larger, smaller, good, bad]):
+            new_scale = tf.where(grow, larger, tf.where(shrink, smaller, scale))
             return tf.group(
-                self._scale.assign(tf.where(grow, larger, tf.where(shrink, smaller, scale))),
-                self._good.assign(good * kept),
-                self._bad.assign(bad * kept),
+                self._scale.assign(new_scale),
+                self._good.assign(good * is_unchanged),
+                self._bad.assign(bad * is_unchanged),
             )
 
 
-def _variable(value: Any, dtype: tf.DType, name: str) -> Any:
-    return tf.compat.v1.Variable(value, trainable=False, dtype=dtype, name=name)
+def _variable(initial: Any, dtype: tf.DType, name: str) -> Any:
+    return tf.compat.v1.Variable(initial, trainable=False, dtype=dtype, name=name)
 
 
 class NPULossScaleOptimizer(DelegatingOptimizer):
@@ -299,11 +310,14 @@ class NPULossScaleOptimizer(DelegatingOptimizer):
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         scale = self._manager.get_loss_scale()
 
-        def scaled() -> tf.Tensor:
-            value = loss() if callable(loss) else loss
-            return value * tf.cast(scale, value.dtype)
+        def scaled(loss: tf.Tensor) -> tf.Tensor:
+            return loss * tf.cast(scale, loss.dtype)
 
-        pairs = super().compute_gradients(scaled if callable(loss) else scaled(), *args, **kwargs)
+        if callable(loss):
+            scaled_loss: Any = lambda: scaled(loss())  # noqa: E731
+        else:
+            scaled_loss = scaled(loss)
+        pairs = super().compute_gradients(scaled_loss, *args, **kwargs)
         return [(unscaled(gradient, scale), variable) for gradient, variable in pairs]
 
     def apply_gradients(
@@ -311,15 +325,18 @@ class NPULossScaleOptimizer(DelegatingOptimizer):
     ) -> Any:
         pairs = list(grads_and_vars)
         finite = all_finite([gradient for gradient, _ in pairs])
-        finite = on_all_ranks(finite) if self._is_distributed else finite
+        if self._is_distributed:
+            finite = on_all_ranks(finite)
 
         def apply() -> tf.Tensor:
             applied = super(NPULossScaleOptimizer, self).apply_gradients(pairs, global_step, name)
             with tf.control_dependencies([applied]):
                 return tf.constant(True)
 
-        is_checked = self._manager.enable_overflow_check
-        applied = tf.cond(finite, apply, lambda: tf.constant(False)) if is_checked else apply()
+        if self._manager.enable_overflow_check:
+            applied = tf.cond(finite, apply, lambda: tf.constant(False))
+        else:
+            applied = apply()
         return tf.group(applied, self._manager.update_loss_scale(finite))
 
 
@@ -352,4 +369,6 @@ def NPUOptimizer(
         )
     if is_distributed:
         opt = NPUDistributedOptimizer(opt, name=name)
-    return NPULossScaleOptimizer(opt, loss_scale_manager, is_distributed) if is_loss_scale else opt
+    if is_loss_scale:
+        return NPULossScaleOptimizer(opt, loss_scale_manager, is_distributed)
+    return opt

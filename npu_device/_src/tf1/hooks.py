@@ -48,8 +48,9 @@ def broadcast_global_variables(root_rank: int = 0, index: Any = None) -> Any:
     sharded optimizer keeps on one rank only stays as it is.
     """
     of_one_rank = {id(variable) for variable in tf.compat.v1.get_collection(VARIABLES_OF_ONE_RANK)}
+    variables = tf.compat.v1.global_variables()
     return broadcast(
-        [one for one in tf.compat.v1.global_variables() if id(one) not in of_one_rank], root_rank
+        [variable for variable in variables if id(variable) not in of_one_rank], root_rank
     )
 
 
@@ -73,6 +74,7 @@ class NPUBroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         job = device.unless_child()
         if job is not None and job.cluster.world_size > 1:
             _warn_if_unreduced(job)
+            # Here, since the graph takes no operations once the session has been made.
             self._broadcast = broadcast_global_variables(self._root_rank, self._index)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
@@ -85,16 +87,16 @@ def _warn_if_unreduced(job: Job) -> None:
     trained: dict[str, Any] = {}
     assigned = []
     for operation in tf.compat.v1.get_default_graph().get_operations():
-        inputs = dict(zip((each.name for each in operation.op_def.input_arg), operation.inputs))
+        arguments = [argument.name for argument in operation.op_def.input_arg]
+        inputs = dict(zip(arguments, operation.inputs))
         gradient = inputs.get("grad", inputs.get("delta"))
         if "var" in inputs and gradient is not None:
             trained[inputs["var"].op.name] = gradient
         elif operation.type.startswith("Assign") and "value" in inputs:
-            assigned.append(
-                inputs["value"]
-            )  # perhaps a mean of the variable, as in local SGD, or a sum of gradients
-    missing = job.made(ReducedTensors).missing_in([*trained.values(), *assigned])
-    if trained and len(missing) == len(trained) + len(assigned) and job.cluster.rank == 0:
+            # Perhaps a mean of the variable, as in local SGD, or a sum of gradients.
+            assigned.append(inputs["value"])
+    unreduced = job.made(ReducedTensors).missing_in([*trained.values(), *assigned])
+    if trained and len(unreduced) == len(trained) + len(assigned) and job.cluster.rank == 0:
         _log.warning(_UNREDUCED, named(list(trained)), job.cluster.world_size)
 
 
@@ -138,34 +140,34 @@ class NPUOutputTensorHook(tf.compat.v1.train.SessionRunHook):
         output_fn: Callable[..., Any] | None = None,
         output_every_n_steps: int = 0,
     ) -> None:
-        self._tensors = (
-            dict(tensors)
-            if isinstance(tensors, dict)
-            else {tensor.name: tensor for tensor in tensors}
-        )
+        if not isinstance(tensors, dict):
+            tensors = {tensor.name: tensor for tensor in tensors}
+        self._tensors = dict(tensors)
         self._output_fn = output_fn
         self._output_every_n_steps = output_every_n_steps
-        self._values: list[dict[str, Any]] = []
+        self._collected: list[dict[str, Any]] = []
 
     def before_run(self, run_context: Any) -> Any:
-        return tf.compat.v1.train.SessionRunArgs(self._tensors) if self._output_fn else None
+        if not self._output_fn:
+            return None
+        return tf.compat.v1.train.SessionRunArgs(self._tensors)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         if self._output_fn:
-            self._values.append(run_values.results)
-            if len(self._values) == self._output_every_n_steps:
+            self._collected.append(run_values.results)
+            if len(self._collected) == self._output_every_n_steps:
                 self._hand_over()
 
     def end(self, session: Any) -> None:
-        if self._values:
+        if self._collected:
             self._hand_over()
 
     def _hand_over(self) -> None:
         # The function may keep the list.
-        values = self._values
-        self._values = []
+        collected = self._collected
+        self._collected = []
         if self._output_fn:
-            self._output_fn(values)
+            self._output_fn(collected)
 
 
 class TellMeStepOrLossHook(tf.compat.v1.train.SessionRunHook):
@@ -188,24 +190,26 @@ class TellMeStepOrLossHook(tf.compat.v1.train.SessionRunHook):
     ) -> None:
         if step is None and loss is None:
             raise ValueError("TellMeStepOrLossHook needs step or loss, and was given neither")
-        given = {
+        variables = {
             "STEP_NOW": step,
             "TOTAL_STEP": total_step,
             "LOSS_NOW": loss,
             "TARGET_LOSS": final_loss,
         }
-        present = {name: value for name, value in given.items() if value is not None}
-        self._tensors = {name: value for name, value in present.items() if tf.is_tensor(value)}
-        self._constants = {
-            name: value for name, value in present.items() if not tf.is_tensor(value)
-        }
+        self._tensors = {}
+        self._constants = {}
+        for name, reading in variables.items():
+            if tf.is_tensor(reading):
+                self._tensors[name] = reading
+            elif reading is not None:
+                self._constants[name] = reading
 
     def before_run(self, run_context: Any) -> Any:
         return tf.compat.v1.train.SessionRunArgs(self._tensors)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        for name, value in {**self._constants, **run_values.results}.items():
-            os.environ[name] = str(value)
+        for name, reading in {**self._constants, **run_values.results}.items():
+            os.environ[name] = str(reading)
 
 
 class SetIterationsVarHook(tf.compat.v1.train.SessionRunHook):
@@ -221,7 +225,7 @@ class SetIterationsVarHook(tf.compat.v1.train.SessionRunHook):
         self._iterations_per_loop = iterations_per_loop or 1
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        for loop in _made.get(session.graph, ()):
+        for loop in _loops.get(session.graph, ()):
             loop.load_iteration_per_loop_var(session, self._iterations_per_loop)
 
 
@@ -252,13 +256,14 @@ class IterationPerLoop:
 
         def steps(*fed: np.ndarray) -> list[np.ndarray]:
             for _step in range(self._steps):
+                # A run within a run doesn't see what is fed to the outer one.
                 self._session.run(train_op, dict(zip(placeholders, fed)))
             return [np.array(self._steps, np.int64)]
 
-        _made.setdefault(train_op.graph, weakref.WeakSet()).add(self)
+        _loops.setdefault(train_op.graph, weakref.WeakSet()).add(self)
         with train_op.graph.as_default():
-            [made] = call_python(steps, placeholders, [tf.TensorSpec([], tf.int64)])
-            with tf.control_dependencies([made]):
+            [steps_made] = call_python(steps, placeholders, [tf.TensorSpec([], tf.int64)])
+            with tf.control_dependencies([steps_made]):
                 return tf.no_op(name="IterationOp")
 
     def load_iteration_per_loop_var(self, sess: Any, iterations_per_loop: int = 1) -> None:
@@ -271,11 +276,12 @@ class IterationPerLoop:
         Raises:
             ValueError: another number.
         """
-        self._session, self._steps = sess, _checked(iterations_per_loop)
+        self._session = sess
+        self._steps = _checked(iterations_per_loop)
 
 
 # Weak on both sides: a loop knows its session, which knows the graph. The operation keeps the loop alive.
-_made: weakref.WeakKeyDictionary[tf.Graph, weakref.WeakSet[IterationPerLoop]] = (
+_loops: weakref.WeakKeyDictionary[tf.Graph, weakref.WeakSet[IterationPerLoop]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -297,9 +303,9 @@ def set_iteration_per_loop(sess: Any, train_op: Any, iterations_per_loop: int = 
     if _checked(iterations_per_loop) == 1:
         return train_op
     loop = IterationPerLoop()
-    made = loop.create_iteration_per_loop_var(train_op)
+    iterations = loop.create_iteration_per_loop_var(train_op)
     loop.load_iteration_per_loop_var(sess, iterations_per_loop)
-    return made
+    return iterations
 
 
 def _placeholders_before(operation: tf.Operation) -> list[tf.Tensor]:

@@ -21,9 +21,9 @@ from npu_device._src.tf1.hooks import NPUBroadcastGlobalVariablesHook
 from npu_device._src.training.opening.device import unless_child
 
 _estimator = compat.estimator_module()
-_RunConfig: Any = _estimator.RunConfig if _estimator else object
-_Estimator: Any = _estimator.Estimator if _estimator else object
-_EstimatorSpec: Any = _estimator.EstimatorSpec if _estimator else object
+_RunConfig: Any = getattr(_estimator, "RunConfig", object)
+_Estimator: Any = getattr(_estimator, "Estimator", object)
+_EstimatorSpec: Any = getattr(_estimator, "EstimatorSpec", object)
 
 # In Ascend's order, since scripts may give them by position.
 _DEFAULTS = """
@@ -178,31 +178,33 @@ class NPURunConfig(_RunConfig):
     )
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        given = dict(zip(_ARGUMENTS, arguments))
-        twice = sorted(given.keys() & keywords.keys())
-        if twice or len(arguments) > len(_ARGUMENTS):
+        by_position = dict(zip(_ARGUMENTS, arguments))
+        twice = sorted(by_position.keys() & keywords.keys())
+        if twice:
+            raise TypeError(f"NPURunConfig() got multiple values for {', '.join(twice)}")
+        if len(arguments) > len(_ARGUMENTS):
             raise TypeError(
-                f"NPURunConfig() got multiple values for {', '.join(twice)}"
-                if twice
-                else f"NPURunConfig() takes {len(_ARGUMENTS)} positional arguments; found {len(arguments)}"
+                f"NPURunConfig() takes {len(_ARGUMENTS)} positional arguments; found {len(arguments)}"
             )
-        values = {**_ARGUMENTS, **given, **keywords}
-        _check(values)
-        if values["save_checkpoints_steps"] is None and values["save_checkpoints_secs"] is None:
-            values["save_checkpoints_steps"] = 100
-        if values["session_config"] is not None:
-            values["session_config"] = npu_session_config_init(values["session_config"])
-        for name in given.keys() | keywords.keys():
-            set_option(name, values[name])
-        if values["profiling_config"] is not None:
-            set_option("profiling_mode", values["profiling_config"].enable_profiling)
-            set_option("profiling_options", values["profiling_config"].as_json())
+        settings = {**_ARGUMENTS, **by_position, **keywords}
+        _check(settings)
+        if settings["save_checkpoints_steps"] is None and settings["save_checkpoints_secs"] is None:
+            settings["save_checkpoints_steps"] = 100
+        if settings["session_config"] is not None:
+            settings["session_config"] = npu_session_config_init(settings["session_config"])
+        # Only what the script has passed: a default must not overwrite an option that is set.
+        for name in by_position.keys() | keywords.keys():
+            set_option(name, settings[name])
+        if settings["profiling_config"] is not None:
+            set_option("profiling_mode", settings["profiling_config"].enable_profiling)
+            set_option("profiling_options", settings["profiling_config"].as_json())
         if _estimator:
             # TensorFlow's RunConfig would take the variable to mean servers; here each rank has sessions of its own.
             with environment.TF_CONFIG.hidden():
-                known = inspect.signature(_RunConfig).parameters.keys() & values.keys()
-                super().__init__(**{name: values.pop(name) for name in known})
-        self.__dict__.update(values)
+                theirs = inspect.signature(_RunConfig).parameters.keys() & settings.keys()
+                super().__init__(**{name: settings.pop(name) for name in theirs})
+        # What remains are Ascend's own settings, which scripts read as attributes.
+        self.__dict__.update(settings)
 
 
 def npu_run_config_init(run_config: Any = None) -> Any:
@@ -234,23 +236,23 @@ def require_estimator(name: str) -> None:
         )
 
 
-def _check(values: dict[str, Any]) -> None:
-    loops = values["iterations_per_loop"]
+def _check(settings: dict[str, Any]) -> None:
+    loops = settings["iterations_per_loop"]
     if not isinstance(loops, int) or isinstance(loops, bool) or loops < 1:
         raise ValueError(f"iterations_per_loop must be an integer of at least 1; found {loops!r}")
-    if not isinstance(values["mix_compile_mode"], bool):
+    if not isinstance(settings["mix_compile_mode"], bool):
         raise TypeError(
-            f"mix_compile_mode must be True or False; found {values['mix_compile_mode']!r}"
+            f"mix_compile_mode must be True or False; found {settings['mix_compile_mode']!r}"
         )
-    if values["mix_compile_mode"] and loops != 1:
+    if settings["mix_compile_mode"] and loops != 1:
         raise ValueError(f"iterations_per_loop must be 1 with mix_compile_mode; found {loops}")
-    if values["graph_run_mode"] not in (0, 1):
+    if settings["graph_run_mode"] not in (0, 1):
         raise ValueError(
-            f"graph_run_mode must be 0 (inference) or 1 (training); found {values['graph_run_mode']!r}"
+            f"graph_run_mode must be 0 (inference) or 1 (training); found {settings['graph_run_mode']!r}"
         )
-    if not isinstance(values["jit_compile"], str):
+    if not isinstance(settings["jit_compile"], str):
         raise TypeError(
-            f"jit_compile must be a string, 'true', 'false' or 'auto'; found {values['jit_compile']!r}"
+            f"jit_compile must be a string, 'true', 'false' or 'auto'; found {settings['jit_compile']!r}"
         )
 
 
@@ -300,6 +302,7 @@ class NPUEstimator(_Estimator):
     ) -> Any:
         hooks = list(hooks or ())
         if unless_child() is not None and not self.config.horovod_mode:
+            # First, so that the other hooks find the variables of the root.
             hooks.insert(0, NPUBroadcastGlobalVariablesHook(0))
         return super().train(input_fn, hooks=hooks, **keywords)
 
@@ -348,7 +351,7 @@ def model_to_npu_estimator(
     Source: Ascend TF Adapter 1.x, ``keras_to_npu.model_to_npu_estimator``.
     """
     require_estimator("model_to_npu_estimator")
-    made = tf.compat.v1.keras.estimator.model_to_estimator(
+    estimator = tf.compat.v1.keras.estimator.model_to_estimator(
         keras_model=keras_model,
         keras_model_path=keras_model_path,
         custom_objects=custom_objects,
@@ -358,5 +361,8 @@ def model_to_npu_estimator(
     )
     # The model's weights, which TensorFlow has written to a checkpoint, have no public name.
     return NPUEstimator(
-        made.model_fn, made.model_dir, config, warm_start_from=compat.warm_start_of(made)
+        estimator.model_fn,
+        estimator.model_dir,
+        config,
+        warm_start_from=compat.warm_start_of(estimator),
     )

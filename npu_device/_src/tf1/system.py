@@ -218,6 +218,7 @@ class Profiler:
     def __enter__(self) -> Profiler:
         try:
             tf.profiler.experimental.start(self._output_path)
+        # TensorFlow takes one profile at a time.
         except tf.errors.AlreadyExistsError:
             raise RuntimeError(
                 "Profiler: another profile is being taken in this process, by another Profiler or by tf.profiler.\n"

@@ -21,7 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.collectives.dtypes import wire_dtype
 from npu_device._src.collectives.engine_text import engine_name
 from npu_device._src.collectives.engines.host.host_engine import end_of

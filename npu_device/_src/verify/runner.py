@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from npu_device._src.cluster.time_limits import OTHERS_FAIL_SECONDS, RECORDS_SECONDS, SWEEP_SECONDS
-from npu_device._src.cluster.tracebacks import without_libraries
+from npu_device._src.cluster.tracebacks import parse, without_libraries
 from npu_device._src.comparison import compare
 from npu_device._src.replicate.after_import import AfterImport
 from npu_device._src.replicate.main_program import run_main
@@ -144,7 +144,8 @@ def _wait(waiting: dict[int, Process], asked_for: Sequence[Process], seconds: fl
 
 
 def _output(process: Process) -> str:
-    return without_libraries((process.folder / LOG).read_text(errors="replace"))[0]
+    log = (process.folder / LOG).read_text(errors="replace")
+    return without_libraries(parse(log.splitlines()))[0]
 
 
 def _report_problem(process: Process, what: str) -> None:

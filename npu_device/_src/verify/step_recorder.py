@@ -33,6 +33,7 @@ from npu_device._src.gradients.reduction import send_uncompressed
 from npu_device._src.trace.trace import leading_to
 from npu_device._src.training.distribute.normalization import is_alone
 from npu_device._src.training.fit.graph_lines import where
+from npu_device._src.training.optimizers.accumulation import reduce_in_each_step
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import checksum, variable_name
 from npu_device._src.verify.phases import Phases
@@ -67,6 +68,7 @@ class Recorder:
         self._is_recorded = False  # the latest step is
         atexit.register(self._record.save, process.folder)
         send_uncompressed()  # compression rounds
+        reduce_in_each_step()
         tf.random.set_seed(seed)
         tf.compat.v1.get_default_graph().seed = self._seed = seed
         session = next(kind for kind in tf.compat.v1.Session.__mro__ if "run" in vars(kind))

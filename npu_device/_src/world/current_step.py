@@ -27,9 +27,8 @@ _running = threading.local()
 class Sums:
     """What of a step is a sum over its samples, not a mean, as the first-step check has found."""
 
-    numbers: dict[str, bool] = field(
-        default_factory=dict
-    )  # by name; without those of which nothing is known
+    # By name; without those of which nothing is known.
+    numbers: dict[str, bool] = field(default_factory=dict)
     reductions: set[Any] = field(
         default_factory=set
     )  # of optimizers all of whose gradients are sums
@@ -43,20 +42,16 @@ class CurrentStep:
     share: Share
     is_from_script: bool  # the script has written the step, not Keras
     reduce: Callable[[Sequence[Any], ReductionOptions], list[Any]]
-    gather: Callable[
-        [tf.Tensor], tf.Tensor
-    ]  # its gradient is the sum of all ranks' incoming gradients
+    # Its gradient is the sum of all ranks' incoming gradients.
+    gather: Callable[[tf.Tensor], tf.Tensor]
     sums: Sums
     is_rehearsal: bool = False  # of the first-step check, in which no Python may run
     # Reductions of optimizers that have multiplied a loss by this rank's weight, so that its gradients needn't be.
     weighing: set[Any] = field(default_factory=set)
-    reduced: list[Any] = field(
-        default_factory=list
-    )  # results of reductions that the step has asked for itself
-    numbers: dict[str, Any] = field(
-        default_factory=dict
-    )  # losses, and what metrics and logs are given, by name
-    _given: Counter[str] = field(default_factory=Counter)
+    reduced: list[Any] = field(default_factory=list)  # results that the step has asked for itself
+    # Losses, and what metrics and logs are given, by name.
+    numbers: dict[str, Any] = field(default_factory=dict)
+    _counts_by_taker: Counter[str] = field(default_factory=Counter)
 
     @functools.cached_property
     def weight(self) -> Any:
@@ -74,14 +69,16 @@ class CurrentStep:
         The name of a number is its ``taker`` (a loss, a metric, the logs) and its place among the numbers that the step
         has given to that one so far, since the values differ from step to step and the calls don't.
         """
-        name = f"{taker} {self._given[taker]}"
-        self._given[taker] += 1
+        name = f"{taker} {self._counts_by_taker[taker]}"
+        self._counts_by_taker[taker] += 1
         self.numbers[name] = number
         return self.sums.numbers.get(name)
 
     def weight_for(self, reduction: Any) -> Any:
         """Return by what the part of this rank counts when an optimizer adds up gradients."""
-        return self.counts if reduction in self.sums.reductions else self.weight
+        if reduction in self.sums.reductions:
+            return self.counts
+        return self.weight
 
     # The step adds up the ranks' gradients, each times the rank's weight, if it hasn't weighted the losses. Where ranks
     # exchange values that the loss depends on, each rank's loss counts by its weight, too; and what comes of that for
@@ -98,20 +95,14 @@ class CurrentStep:
     def _with_gradient(
         self, tensor: Any, of_weight: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
     ) -> Any:
-        if (
-            not tf.is_tensor(tensor)
-            or isinstance(tensor, tf.IndexedSlices)
-            or not tensor.dtype.is_floating
-        ):
+        is_dense = tf.is_tensor(tensor) and not isinstance(tensor, tf.IndexedSlices)
+        if not is_dense or not tensor.dtype.is_floating:
             return tensor
 
         def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
-            is_weighted = self.weighing or self.sums.are_all
-            return [
-                upstream
-                if is_weighted
-                else of_weight(upstream, tf.cast(self.weight, upstream.dtype))
-            ]
+            if self.weighing or self.sums.are_all:
+                return [upstream]
+            return [of_weight(upstream, tf.cast(self.weight, upstream.dtype))]
 
         return differentiable([tf.identity(tensor)], backward, [tensor])[0]
 
@@ -123,12 +114,12 @@ def current_step() -> CurrentStep | None:
 
 @contextlib.contextmanager
 def running(step: CurrentStep | None) -> Iterator[None]:
-    before = current_step()
+    outer_step = current_step()
     _running.step = step
     try:
         yield
     finally:
-        _running.step = before
+        _running.step = outer_step
 
 
 def reduced_by_step(gradients: Iterable[Any]) -> bool:
@@ -136,18 +127,19 @@ def reduced_by_step(gradients: Iterable[Any]) -> bool:
     step = current_step()
     if step is None or not step.reduced:
         return False
-    done = {id(part) for result in step.reduced for part in _parts(result)}
-    parts = [part for gradient in gradients for part in _parts(gradient)]
+    reduced = {id(tensor) for tensor in _tensors(step.reduced)}
+    tensors = _tensors(gradients)
     if tf.executing_eagerly():
         # No graph tells what a gradient was made of: then they are the very results of a reduction. A gradient that is
         # reduced once more for lack of that stays as it is, but for rounding: the mean of equal values.
-        return all(id(part) in done for part in parts)
-    samples = {id(part) for part in _parts(step.share.data)}
-    return all(_comes_from(part, done, samples) for part in parts)
+        return all(id(tensor) in reduced for tensor in tensors)
+    samples = {id(tensor) for tensor in _tensors(step.share.data)}
+    return all(_comes_from(tensor, reduced, samples) for tensor in tensors)
 
 
-def _parts(value: Any) -> list[Any]:
-    return [part for part in tf.nest.flatten(value, expand_composites=True) if part is not None]
+def _tensors(structure: Any) -> list[Any]:
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    return [leaf for leaf in leaves if leaf is not None]
 
 
 _SOURCES = (
@@ -194,10 +186,8 @@ def _comes_from(tensor: Any, reduced: set[int], samples: set[int]) -> bool:
 
 def _is_only_assigned(handle: tf.Tensor) -> bool:
     """Return whether the graph shows all that a variable is set to, by its handle there."""
-    if (
-        getattr(handle.graph, "outer_graph", None) is not None
-        and handle.graph.outer_graph.building_function
-    ):
+    outer = getattr(handle.graph, "outer_graph", None)
+    if outer is not None and outer.building_function:
         return False  # a branch or a loop; what is outside may set it
     setters = [user for user in handle.consumers() if not user.type.startswith(_READERS)]
     return all(setter.type.startswith("Assign") for setter in setters)

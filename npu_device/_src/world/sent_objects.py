@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 
 _HEADER = struct.Struct("<cQ")  # kind, length
-_PICKLED, _PLAIN, _REFUSED = b"p", b"j", b"r"
+_PICKLED = b"p"
+_PLAIN = b"j"
+_REFUSED = b"r"
 _REMEDY = (
     "This job has no secret, and other hosts can reach its ports, so objects that could run code are neither sent nor "
     "read.\nWhat to do: set NPU_DEVICE_SECRET_FILE, or NPU_DEVICE_SECRET, to the same random text on every rank; or "
@@ -26,8 +28,10 @@ _REMEDY = (
 )
 
 
-_COLLECTIONS: dict[str, Any] = {each.__name__: each for each in (list, tuple, set, frozenset)}
-_BYTES: dict[str, Any] = {each.__name__: each for each in (bytes, bytearray)}
+_COLLECTIONS: dict[str, Any] = {
+    collection.__name__: collection for collection in (list, tuple, set, frozenset)
+}
+_BYTES: dict[str, Any] = {"bytes": bytes, "bytearray": bytearray}
 
 
 class _CannotBeSentError(TypeError):
@@ -37,27 +41,36 @@ class _CannotBeSentError(TypeError):
 def packed(value: Any, trusted: bool) -> bytes:
     """Return an object as bytes, pickled if only the job's ranks are ``trusted`` to send; else they may raise there."""
     try:
-        kind, data = (
-            (_PICKLED, pickle.dumps(value)) if trusted else (_PLAIN, to_json(value).encode())
-        )
+        if trusted:
+            form = _PICKLED
+            content = pickle.dumps(value)
+        else:
+            form = _PLAIN
+            content = to_json(value).encode()
     except _CannotBeSentError as error:
-        kind, data = _REFUSED, str(error).encode(errors="replace")
+        form = _REFUSED
+        content = str(error).encode(errors="replace")
     except RecursionError:
-        kind, data = _REFUSED, b"can't be sent: it is nested too deeply, or contains itself."
-    return _HEADER.pack(kind, len(data)) + data
+        form = _REFUSED
+        content = b"can't be sent: it is nested too deeply, or contains itself."
+    return _HEADER.pack(form, len(content)) + content
 
 
 def unpacked(data: bytes, ranks: Sequence[str], trusted: bool) -> list[Any]:
     """Return the objects in bytes that ``packed`` has made, one after the other, given the names of the ranks."""
-    values, place = [], 0
+    values = []
+    position = 0
     for rank in ranks:
         try:
-            kind, length = _HEADER.unpack_from(data, place)
-            begin = place + _HEADER.size
-            part, place = data[begin : begin + length], begin + length
-            if len(part) < length or kind not in (_PICKLED, _PLAIN, _REFUSED):
+            form, length = _HEADER.unpack_from(data, position)
+            start = position + _HEADER.size
+            position = start + length
+            content = data[start:position]
+            if len(content) < length or form not in (_PICKLED, _PLAIN, _REFUSED):
                 raise ValueError("cut off, or of no known kind")
-            plain = from_json(part) if kind == _PLAIN else None
+            plain = None
+            if form == _PLAIN:
+                plain = from_json(content)
         except Exception as error:  # whatever is wrong with it
             raise ClusterError(
                 f"{rank} has sent an object that can't be read.\n"
@@ -65,13 +78,13 @@ def unpacked(data: bytes, ranks: Sequence[str], trusted: bool) -> list[Any]:
                 "versions.\nWhat to do: let only the hosts of the job reach them (npurun docs security); install the "
                 "same version everywhere."
             ) from error
-        if kind == _REFUSED:
+        if form == _REFUSED:
             raise ClusterError(
-                f"an object of {rank} {part[:1000].decode(errors='replace')}\n{_REMEDY}"
+                f"an object of {rank} {content[:1000].decode(errors='replace')}\n{_REMEDY}"
             )
-        if kind == _PICKLED and not trusted:
+        if form == _PICKLED and not trusted:
             raise ClusterError(f"{rank} has sent a pickled object, which isn't read.\n{_REMEDY}")
-        values.append(pickle.loads(part) if kind == _PICKLED else plain)
+        values.append(pickle.loads(content) if form == _PICKLED else plain)
     return values
 
 
@@ -89,11 +102,13 @@ def _plain(value: Any) -> Any:
     if value is None or type(value) in (bool, float, str):
         return value
     if type(value) is int:
-        return value if abs(value) < 1 << 63 else ["int", hex(value)]
+        if abs(value) < 1 << 63:
+            return value
+        return ["int", hex(value)]
     if type(value) in _COLLECTIONS.values():
-        return [type(value).__name__, [_plain(part) for part in value]]
+        return [type(value).__name__, [_plain(content) for content in value]]
     if type(value) is dict:
-        return ["dict", [[_plain(key), _plain(part)] for key, part in value.items()]]
+        return ["dict", [[_plain(key), _plain(content)] for key, content in value.items()]]
     if type(value) in _BYTES.values():
         return [type(value).__name__, base64.b64encode(value).decode()]
     if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
@@ -101,12 +116,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return ["number", _plain(np.asarray(value))]
     if type(value) is np.ndarray:
-        return [
-            "array",
-            _dtype_name(value.dtype),
-            list(value.shape),
-            base64.b64encode(value.tobytes()).decode(),
-        ]
+        text = base64.b64encode(value.tobytes()).decode()
+        return ["array", _dtype_name(value.dtype), list(value.shape), text]
     raise _CannotBeSentError(
         f"can't be sent: it is, or contains, a {type(value).__module__}.{type(value).__name__}."
     )
@@ -129,30 +140,31 @@ def _value(plain: Any) -> Any:
         raise ValueError("no kind")
     if not isinstance(plain, list):
         return plain
-    kind, contents = plain[0], plain[1:]
-    if kind == "array":
+    type_name, *contents = plain
+    if type_name == "array":
         return _array(*contents)
     (content,) = contents
-    if kind == "int":
+    if type_name == "int":
         return int(content, 16)
-    if kind in _COLLECTIONS:
-        return _COLLECTIONS[kind](map(_value, content))
-    if kind == "dict":
-        return {_value(key): _value(part) for key, part in content}
-    if kind in _BYTES:
-        return _BYTES[kind](base64.b64decode(content, validate=True))
+    if type_name in _COLLECTIONS:
+        return _COLLECTIONS[type_name](map(_value, content))
+    if type_name == "dict":
+        return {_value(key): _value(member) for key, member in content}
+    if type_name in _BYTES:
+        return _BYTES[type_name](base64.b64decode(content, validate=True))
     array = _value(content)
-    if (
-        not isinstance(array, np.ndarray)
-        or kind not in ("tensor", "number")
-        or (kind == "number" and array.shape)
-    ):
+    if not isinstance(array, np.ndarray):
         raise ValueError("no such kind")
-    return tf.constant(array) if kind == "tensor" else array[()]
+    if type_name == "tensor":
+        return tf.constant(array)
+    if type_name != "number" or array.shape:
+        raise ValueError("no such kind")
+    return array[()]
 
 
 def _array(name: str, shape: list[int], text: str) -> np.ndarray:
-    dtype = np.dtype(name) if name[:1] in "<>|=" else np.dtype(tf.as_dtype(name).as_numpy_dtype)
+    is_numpy = name[:1] in "<>|="  # others are TensorFlow's names, of bfloat16 and the like
+    dtype = np.dtype(name if is_numpy else tf.as_dtype(name).as_numpy_dtype)
     if dtype.hasobject or not dtype.itemsize:
         raise ValueError("no numbers")
     data = base64.b64decode(text, validate=True)

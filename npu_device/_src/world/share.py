@@ -25,7 +25,8 @@ Number = Union[int, tf.Tensor]
 
 @dataclass(frozen=True)
 class Share:
-    data: Any  # of the model's step; without units samples that don't count, so that the step has something to work on
+    # Of the model's step; without units samples that don't count, so that the step has something to work on.
+    data: Any
     units: Number  # that count, on this rank
     total: Number  # on all ranks together
 
@@ -38,10 +39,9 @@ class Share:
     def weight(self) -> np.float64 | tf.Tensor:
         """Return the part of this rank in all samples, in float64: a tensor of shape [] if not known yet."""
         if isinstance(self.units, int) and isinstance(self.total, int):
-            return np.float64(self.units / self.total if self.total else 0.0)
-        return tf.math.divide_no_nan(
-            tf.cast(self.units, tf.float64), tf.cast(self.total, tf.float64)
-        )
+            return np.float64(self.units / max(self.total, 1))
+        units = tf.cast(self.units, tf.float64)
+        return tf.math.divide_no_nan(units, tf.cast(self.total, tf.float64))
 
     @property
     def counts(self) -> np.float64 | tf.Tensor:
@@ -52,51 +52,56 @@ class Share:
 
     def counted(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return a tensor computed from the share; without its rows if they don't count."""
-        if isinstance(self.units, int):
-            return tensor if self.units else tensor[:0]
-        return tensor[: tf.where(self.units > 0, tf.shape(tensor)[0], 0)]
+        if not isinstance(self.units, int):
+            return tensor[: tf.where(self.units > 0, tf.shape(tensor)[0], 0)]
+        if self.units:
+            return tensor
+        return tensor[:0]
 
 
-def share_of_batch(data: Any, rank: int, size: int, division: str = "alike") -> Share:
+def share_of_batch(batch: Any, rank: int, size: int, division: str = "alike") -> Share:
     """Cut this rank's run of units out of a batch; ``"first"`` cuts by the length of the first tensor, as 0.1 did."""
-    rows = rows_of(data)
-    total = rows if division == "first" else units_of(data)
-    begin, end = rank * total // size, (rank + 1) * total // size
+    rows = rows_of(batch)
+    total = rows if division == "first" else units_of(batch)
+    start = rank * total // size
+    end = (rank + 1) * total // size
+    # A rank without units works on one that doesn't count.
     if isinstance(total, int):
-        first = min(begin, max(total - 1, 0))
-        last = max(end, first + 1)
+        low = min(start, max(total - 1, 0))
+        high = max(end, low + 1)
     else:
-        first = tf.minimum(begin, tf.maximum(total - 1, 0))
-        last = tf.maximum(end, first + 1)
-    return Share(run_of(data, total, first, last, division), end - begin, total)
+        low = tf.minimum(start, tf.maximum(total - 1, 0))
+        high = tf.maximum(end, low + 1)
+    return Share(run_of(batch, total, low, high, division), end - start, total)
 
 
-def lengths_of(data: Any) -> list[Number]:
-    return [length_of(leaf) for leaf in tf.nest.flatten(data) if _is_divisible(leaf)]
+def lengths_of(batch: Any) -> list[Number]:
+    return [length_of(leaf) for leaf in tf.nest.flatten(batch) if _is_divisible(leaf)]
 
 
-def units_of(data: Any) -> Number:
-    return _common_divisor(lengths_of(data))
+def units_of(batch: Any) -> Number:
+    return _common_divisor(lengths_of(batch))
 
 
-def run_of(data: Any, total: Number, first: Number, last: Number, division: str = "alike") -> Any:
+def run_of(batch: Any, total: Number, start: Number, end: Number, division: str = "alike") -> Any:
     """Return a run of a batch's units: from the first to before the last of a total number."""
-    several = len(lengths_of(data)) > 1
+    has_units = len(lengths_of(batch)) > 1 and division == "alike"
 
     def cut(leaf: Any) -> Any:
         if not _is_divisible(leaf):
             return leaf
-        length = length_of(leaf)
-        parts = max(total, 1) if isinstance(total, int) else tf.maximum(total, 1)
-        unit = length // parts if several and division == "alike" else 1
-        return _cut(leaf, first * unit, last * unit)
+        unit: Number = 1
+        if has_units:
+            units = max(total, 1) if isinstance(total, int) else tf.maximum(total, 1)
+            unit = length_of(leaf) // units
+        return _cut(leaf, start * unit, end * unit)
 
-    return tf.nest.map_structure(cut, data)
+    return tf.nest.map_structure(cut, batch)
 
 
-def units_at(data: Any, total: Number, places: Sequence[int]) -> Any:
-    """Return some of a batch's units, of a total number, in the order of their places."""
-    runs = [run_of(data, total, place, place + 1) for place in places]
+def units_at(batch: Any, total: Number, positions: Sequence[int]) -> Any:
+    """Return some of a batch's units, of a total number, in the order of their positions."""
+    runs = [run_of(batch, total, position, position + 1) for position in positions]
     return tf.nest.map_structure(_joined, *runs)
 
 
@@ -108,52 +113,56 @@ def _joined(*leaves: Any) -> Any:
     return tf.concat(leaves, axis=0)
 
 
-def tag_of(data: Any) -> Any:
+def tag_of(batch: Any) -> Any:
     """Return the tag of a batch that is divided already, int64 of shape [2]; see ``divided.with_rows``."""
-    return (data[0] if isinstance(data, (tuple, list)) else data)[ROWS]
+    return (batch[0] if isinstance(batch, (tuple, list)) else batch)[ROWS]
 
 
-def is_divided(data: Any) -> bool:
-    x = data[0] if isinstance(data, (tuple, list)) and data else data
-    return isinstance(x, dict) and ROWS in x
+def is_divided(batch: Any) -> bool:
+    if isinstance(batch, (tuple, list)) and batch:
+        batch = batch[0]
+    return isinstance(batch, dict) and ROWS in batch
 
 
-def content(data: Any) -> Any:
+def content(batch: Any) -> Any:
     """Return a batch in the form that the step of the model gets."""
-    if not is_divided(data):
-        return data
-    if isinstance(data, dict):
-        return data["x"]
-    return (data[0]["x"], *data[1:]) if len(data) > 1 else data[0]["x"]
+    if not is_divided(batch):
+        return batch
+    if isinstance(batch, dict):
+        return batch["x"]
+    samples = batch[0]["x"]
+    if len(batch) == 1:
+        return samples
+    return (samples, *batch[1:])
 
 
-def rows_of(data: Any) -> Number:
+def rows_of(batch: Any) -> Number:
     """Return the number of samples in a batch: of its first tensor, as Keras counts them."""
-    for leaf in filter(_is_divisible, tf.nest.flatten(data)):
+    for leaf in filter(_is_divisible, tf.nest.flatten(batch)):
         return length_of(leaf)
     raise ValueError(
         "there is no tensor with a batch dimension in the data that fit, evaluate or predict was given"
     )
 
 
-def require_units(data: Any, size: int) -> None:
+def require_units(batch: Any, size: int) -> None:
     """Raise ValueError for a batch whose tensors' lengths have no common divisor: not all first axes are samples."""
-    lengths = set(map(int, lengths_of(data)))
+    lengths = set(map(int, lengths_of(batch)))
     if size == 1 or len(lengths) < 2 or math.gcd(*lengths) > 1:
         return
     raise ValueError(
         "a replicated model divides a batch among the ranks along the first axis of each tensor, but the lengths of "
-        f"these have no common divisor:\n{shapes_of(data)}\nLikely cause: the first axis of some isn't samples, as in "
+        f"these have no common divisor:\n{shapes_of(batch)}\nLikely cause: the first axis of some isn't samples, as in "
         "pairs, or in graphs with lists of nodes and edges.\nWhat to do: put the samples first in each tensor; or let "
         "each rank read its own batches, and pass them as npu.distribute.divided(dataset)."
     )
 
 
-def shapes_of(data: Any) -> str:
+def shapes_of(batch: Any) -> str:
     """Return the tensors of a batch that are divided, by name, with their shapes, one a line."""
     return "\n".join(
         f"  data{name}: shape {tuple(tf.TensorShape(leaf.shape))}"
-        for name, leaf in _named("", data)
+        for name, leaf in _named("", batch)
         if _is_divisible(leaf)
     )
 
@@ -161,40 +170,36 @@ def shapes_of(data: Any) -> str:
 def length_of(leaf: Any) -> Number:
     if isinstance(leaf, tf.RaggedTensor):
         return tf.cast(leaf.nrows(), tf.int32)
-    shape = tf.TensorShape(
-        leaf.shape
-    )  # Keras 3's train_on_batch passes numpy's arrays on, whose shapes are tuples
-    known = shape[0] if shape.rank is not None else None
-    if known is not None:
-        return int(known)
+    # Keras 3's train_on_batch passes numpy's arrays on, whose shapes are tuples.
+    shape = tf.TensorShape(leaf.shape)
+    if shape.rank is not None and shape[0] is not None:
+        return int(shape[0])
     sizes = leaf.dense_shape if isinstance(leaf, tf.SparseTensor) else tf.shape(leaf)
     return tf.cast(sizes[0], tf.int32)
 
 
-def without_optional(data: Any) -> Any:
+def without_optional(batch: Any) -> Any:
     """Return a batch with None where Keras 3 has an empty Optional for it."""
     return tf.nest.map_structure(
-        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
+        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch
     )
 
 
 def _is_divisible(leaf: Any) -> bool:
-    return (
-        leaf is not None
-        and not isinstance(leaf, tf.experimental.Optional)
-        and tf.TensorShape(leaf.shape).rank != 0
-    )
+    if leaf is None or isinstance(leaf, tf.experimental.Optional):
+        return False
+    return tf.TensorShape(leaf.shape).rank != 0
 
 
-def _named(name: str, data: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(data, dict):
-        for key in data:
-            yield from _named(f"{name}[{key!r}]", data[key])
-    elif isinstance(data, (tuple, list)):
-        for place, part in enumerate(data):
-            yield from _named(f"{name}[{place}]", part)
+def _named(name: str, batch: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(batch, dict):
+        for key in batch:
+            yield from _named(f"{name}[{key!r}]", batch[key])
+    elif isinstance(batch, (tuple, list)):
+        for position, branch in enumerate(batch):
+            yield from _named(f"{name}[{position}]", branch)
     else:
-        yield name, data
+        yield name, batch
 
 
 def _common_divisor(lengths: Sequence[Number]) -> Number:
@@ -202,28 +207,29 @@ def _common_divisor(lengths: Sequence[Number]) -> Number:
         return math.gcd(*lengths)
     if len(lengths) == 1:
         return lengths[0]
-    each = tf.stack([tf.cast(length, tf.int32) for length in lengths])
-    each = tf.where(
-        each == 0, tf.reduce_max(each), each
-    )  # an empty tensor fits any number of units
+    sizes = tf.stack([tf.cast(length, tf.int32) for length in lengths])
+    # An empty tensor fits any number of units.
+    sizes = tf.where(sizes == 0, tf.reduce_max(sizes), sizes)
 
-    def differ(each: tf.Tensor) -> tf.Tensor:  # false at once for tensors of one length
-        return tf.reduce_min(each) < tf.reduce_max(each)
+    def differ(sizes: tf.Tensor) -> tf.Tensor:  # false at once for tensors of one length
+        return tf.reduce_min(sizes) < tf.reduce_max(sizes)
 
-    def remainders(each: tf.Tensor) -> tuple[tf.Tensor]:
-        least = tf.reduce_min(each)
-        rest = each % least
-        return (tf.where(rest == 0, least, rest),)
+    def remainders(sizes: tf.Tensor) -> tuple[tf.Tensor]:
+        least = tf.reduce_min(sizes)
+        remainder = sizes % least
+        return (tf.where(remainder == 0, least, remainder),)
 
-    [each] = tf.while_loop(differ, remainders, [each])
-    return each[0]
+    [sizes] = tf.while_loop(differ, remainders, [sizes])
+    return sizes[0]
 
 
-def _cut(leaf: Any, first: Any, last: Any) -> Any:
+def _cut(leaf: Any, start: Any, end: Any) -> Any:
     if not isinstance(leaf, tf.SparseTensor):
-        return leaf[first:last]
-    start = tf.concat([tf.cast([first], tf.int64), tf.zeros_like(leaf.dense_shape[1:])], axis=0)
-    size = tf.concat([tf.cast([last - first], tf.int64), leaf.dense_shape[1:]], axis=0)
-    cut = tf.sparse.slice(leaf, start, size)
-    cut.set_shape([last - first if isinstance(first, int) else None, *leaf.shape[1:]])
+        return leaf[start:end]
+    row_shape = leaf.dense_shape[1:]
+    corner = tf.concat([tf.cast([start], tf.int64), tf.zeros_like(row_shape)], axis=0)
+    size = tf.concat([tf.cast([end - start], tf.int64), row_shape], axis=0)
+    cut = tf.sparse.slice(leaf, corner, size)
+    length = end - start if isinstance(start, int) else None
+    cut.set_shape([length, *leaf.shape[1:]])
     return cut

@@ -20,7 +20,10 @@ class World:
     """The ranks of a running job, or a group of them; ``rank`` is this process's in the group."""
 
     def __init__(self, job: Job, group: Group) -> None:
-        self.job, self.group, self.rank, self.size = job, group, group.rank, group.size
+        self.job = job
+        self.group = group
+        self.rank = group.rank
+        self.size = group.size
         self.is_main = group.rank == 0  # rank 0, if it is the whole job
 
     def add_up(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -44,22 +47,30 @@ class World:
 
     def object_from_root(self, value: Any, root_rank: int = 0) -> Any:
         """Return the Python object of the root; those of the other ranks are ignored."""
-        mine, trusted = self.rank == root_rank, self.job.cluster.trusted
-        data = np.frombuffer(packed(value, trusted) if mine else b"", np.uint8)
-        [length] = self.from_root([tf.constant(np.int64(len(data)))], root_rank)
-        [sent] = self.from_root(
-            [tf.constant(data) if mine else tf.zeros([int(length)], tf.uint8)], root_rank
-        )
-        if not mine or not trusted:  # what can't be sent is an error on all ranks
-            [found] = unpacked(sent.numpy().tobytes(), [f"rank {root_rank}"], trusted)
-        return value if mine else found
+        trusted = self.job.cluster.trusted
+        sends = self.rank == root_rank
+        content = b""
+        if sends:
+            content = packed(value, trusted)
+        array = np.frombuffer(content, np.uint8)
+        # The other ranks have to know the shape before they receive.
+        [length] = self.from_root([tf.constant(np.int64(len(array)))], root_rank)
+        if not sends:
+            array = np.zeros(int(length), np.uint8)
+        [sent] = self.from_root([tf.constant(array)], root_rank)
+        received = None
+        if not sends or not trusted:  # what can't be sent is an error on all ranks
+            [received] = unpacked(sent.numpy().tobytes(), [f"rank {root_rank}"], trusted)
+        if sends:
+            return value
+        return received
 
     def objects(self, value: Any, purpose: str) -> list[Any]:
         """Return the Python objects of all ranks; ``purpose`` is for the error if they exchange unrelated ones."""
         trusted = self.job.cluster.trusted
-        data = np.frombuffer(packed(value, trusted), np.uint8)
-        everything = self.gather(tf.constant(data), purpose).numpy().tobytes()
-        return unpacked(everything, [f"rank {rank}" for rank in self.group.ranks], trusted)
+        array = np.frombuffer(packed(value, trusted), np.uint8)
+        content = self.gather(tf.constant(array), purpose).numpy().tobytes()
+        return unpacked(content, [f"rank {rank}" for rank in self.group.ranks], trusted)
 
     def lines(self, texts: Iterable[str]) -> str:
         """Return a line of a message for each rank, given its text."""
@@ -72,6 +83,6 @@ class World:
 def value_of(variable: Any) -> tf.Tensor:
     """Return the value of a variable now."""
     # A TensorFlow 1 variable as a tensor is a single read created with the variable, whatever precedes it here.
-    return (
-        variable.read_value() if hasattr(variable, "read_value") else tf.convert_to_tensor(variable)
-    )
+    if hasattr(variable, "read_value"):
+        return variable.read_value()
+    return tf.convert_to_tensor(variable)

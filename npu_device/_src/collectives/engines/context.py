@@ -11,7 +11,7 @@ from npu_device._src.cluster.peers import Peers
 from npu_device._src.collectives.call_count import CallCounts
 from npu_device._src.collectives.engines.host.buffers import BufferPool
 from npu_device._src.collectives.engines.host.mpi_world import MpiWorld
-from npu_device._src.collectives.hosts_of_job import Hosts
+from npu_device._src.collectives.hosts_of_job import JobHosts
 
 _LOCAL = "/job:localhost/replica:0/task:0"
 _MOST_MESSAGE_BYTES = 1024
@@ -34,7 +34,7 @@ class EngineContext:
         making: held by whoever makes one of the objects that exist once per rank, each at its first use.
     """
 
-    hosts: Hosts
+    hosts: JobHosts
 
     def __init__(self, cluster: Cluster, channel: ControlChannel, secret: bytes) -> None:
         self.cluster = cluster
@@ -51,6 +51,6 @@ class EngineContext:
         self.most_message_bytes = _MOST_MESSAGE_BYTES
         self.making = threading.RLock()
 
-    def device(self, kind: str) -> str:
+    def device(self, device_type: str) -> str:
         """Return the full name of this rank's first device of a kind (``"CPU"`` or ``"GPU"``)."""
-        return f"{self.task}/device:{kind}:0"
+        return f"{self.task}/device:{device_type}:0"

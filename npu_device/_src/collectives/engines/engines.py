@@ -24,7 +24,7 @@ from npu_device._src.collectives.engines.host.sockets import SmallMessages, Sock
 from npu_device._src.collectives.engines.host.transfers import Pairs
 from npu_device._src.collectives.engines.tensorflow.engine import TensorFlowEngine
 from npu_device._src.collectives.group import Group
-from npu_device._src.collectives.hosts_of_job import Hosts
+from npu_device._src.collectives.hosts_of_job import JobHosts
 
 
 class Engine(Protocol):
@@ -75,7 +75,7 @@ class TwoLevelEngine:
     Rows that all ranks need of all others have one level.
     """
 
-    def __init__(self, hosts: Hosts, within: Engine, between: Engine) -> None:
+    def __init__(self, hosts: JobHosts, within: Engine, between: Engine) -> None:
         self._hosts = hosts
         self._within = within
         self._between = between
@@ -98,7 +98,7 @@ class TwoLevelEngine:
             reduced.append(self._reduce(segment, reduction, group, wire))
             if len(reduced) > 1:
                 results.append(self._within.broadcast(None, reduced.pop(0), 0, host))
-        return results + [self._within.broadcast(None, values, 0, host) for values in reduced]
+        return results + [self._within.broadcast(None, tensors, 0, host) for tensors in reduced]
 
     def _reduce(
         self, segment: Tensors, reduction: str, group: Group, wire: Wire
@@ -111,10 +111,12 @@ class TwoLevelEngine:
         # A host's sum keeps the precision and range of the dtype it is added in; it is sent as narrow as one rank's
         # values.
         sums = [tf.cast(tensor, sum_dtype(dtype)) for tensor in segment]
-        sums = self._within.reduce(None, sums, "sum" if reduction == "mean" else reduction, 0, host)
+        within_reduction = "sum" if reduction == "mean" else reduction
+        sums = self._within.reduce(None, sums, within_reduction, 0, host)
         if between is not None:
-            sent_dtype = wire_dtype(dtype, wire) if reduction in ("sum", "mean") else None
-            sent_dtype = None if sent_dtype == sums[0].dtype else sent_dtype
+            sent_dtype = None
+            if reduction in ("sum", "mean") and wire_dtype(dtype, wire) != sums[0].dtype:
+                sent_dtype = wire_dtype(dtype, wire)
             [sums] = self._between.all_reduce(None, [sums], reduction, between, sent_dtype)
         return [tf.cast(tensor, dtype) for tensor in sums]
 
@@ -132,13 +134,13 @@ class TwoLevelEngine:
         leaders = self._hosts.leaders
         host, between = self._levels(group)
         source = group.ranks[root]
-        values = list(tensors)
+        received = list(tensors)
         if leaders[source] == leaders[group.ranks[group.rank]] and source != host.ranks[0]:
-            values = self._within.broadcast(None, values, host.ranks.index(source), host)
+            received = self._within.broadcast(None, received, host.ranks.index(source), host)
         if between is not None:
             leader = next(rank for rank in between.ranks if leaders[rank] == leaders[source])
-            values = self._between.broadcast(None, values, between.ranks.index(leader), between)
-        return self._within.broadcast(None, values, 0, host)
+            received = self._between.broadcast(None, received, between.ranks.index(leader), between)
+        return self._within.broadcast(None, received, 0, host)
 
     def all_gather(self, terms: Terms | None, row: tf.Tensor, group: Group) -> tf.Tensor:
         return self._between.all_gather(terms, row, group)
@@ -157,6 +159,7 @@ class TwoLevelEngine:
             hosts.setdefault(leaders[member], []).append(member)
         neighbours = tuple(hosts[leaders[rank]])
         host = Group(f"{group.name}/host", neighbours, neighbours.index(rank), group.name)
+        # Only the lowest rank of a host communicates with other hosts.
         if rank != neighbours[0]:
             return host, None  # it waits for the host's lowest rank
         lowest = tuple(sorted(ranks[0] for ranks in hosts.values()))
@@ -183,7 +186,9 @@ def _ring_of(context: EngineContext, group: Group) -> MemoryRing:
 
 def _background_from(context: EngineContext) -> int:
     # Long operations proceed while TensorFlow computes, unless they would take its only core from it.
-    return _BACKGROUND_FROM_BYTES if context.cores > 1 else sys.maxsize
+    if context.cores > 1:
+        return _BACKGROUND_FROM_BYTES
+    return sys.maxsize
 
 
 class Engines:

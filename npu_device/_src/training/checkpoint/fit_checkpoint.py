@@ -14,12 +14,12 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.job_checkpoint import JobCheckpoint
-from npu_device._src.training.checkpoint.selection import everybody
+from npu_device._src.training.checkpoint.selection import gather
 from npu_device._src.training.distribute.ranks import is_main
 from npu_device._src.training.fit import start
 from npu_device._src.training.fit.replica import replica_of
 from npu_device._src.training.fit.sources import again, pull
-from npu_device._src.training.opening.current_world import world
+from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.training.watching import training_state
 from npu_device._src.world.world import World
 
@@ -74,24 +74,26 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Look for a checkpoint, and let ``fit`` begin in its epoch."""
-        things = {
-            f"optimizer{place}": found
-            for place, found in enumerate(training_state.optimizers(self.model))
-        }
+        optimizers = training_state.optimizers(self.model)
+        named = {f"optimizer{number}": optimizer for number, optimizer in enumerate(optimizers)}
         self._metrics: list[Any] = []
         self._metric_names: list[str] = []
         self._job = JobCheckpoint(
-            self._directory, model=self.model, metrics=self._metrics, **things, **self._options
+            self._directory, model=self.model, metrics=self._metrics, **named, **self._options
         )
-        self._epoch = self._step = self._total = 0  # steps: of the epoch, and of all epochs
+        self._epoch = 0
+        self._step = 0  # of the epoch
+        self._total = 0  # steps of all epochs
         self._begins = False
-        self._data = _DataPlace(world(), self.model, (self.params or {}).get("steps") is not None)
-        self._resume = self._place_to_resume()
+        knows_length = (self.params or {}).get("steps") is not None
+        self._position = _DataPosition(current_world(), self.model, knows_length)
+        self._resume = self._position_to_resume()
         if self._resume is None:
             self._job.restore()  # nothing; from now on it may save
         else:
             compat.begin_fit_at(self.model, self._resume["epoch"])
         self._inner = getattr(self.model.train_function, _INNER, self.model.train_function)
+        # A partial, since a bound method takes no attributes.
         outer = functools.partial(self._call)
         setattr(outer, _INNER, self._inner)
         self.model.train_function = outer
@@ -100,7 +102,8 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         """Remember that the next step is the first of an epoch."""
         if self._resume is not None and epoch > self._resume["epoch"]:
             self._must_have_resumed()
-        self._epoch, self._begins = epoch, True
+        self._epoch = epoch
+        self._begins = True
 
     def on_train_end(self, logs: Any = None) -> None:
         """Save the last checkpoint."""
@@ -113,34 +116,48 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
     # In place of the model's train function, since saving and resuming happen at the same point between its steps: no
     # other callback comes in between, and a model is built by its first batch.
 
-    def _call(self, given: Any) -> Any:
+    def _call(self, keras_iterator: Any) -> Any:
         count = compat.steps_per_call(self.model)
-        pulled = self._begin_epoch(given, count) if self._begins else None
-        iterator = self._data.used if given is self._data.given else given
+        pulled = None
+        if self._begins:
+            pulled = self._begin_epoch(keras_iterator, count)
+        iterator = keras_iterator
+        if iterator is self._position.keras_iterator:
+            iterator = self._position.used
         if self._resume is not None:
-            return self._pass_over(pull(iterator, count) if pulled is None else pulled, count)
-        logs = self._inner(iterator if pulled is None else again(iterator, pulled))
+            if pulled is None:
+                pulled = pull(iterator, count)
+            return self._pass_over(pulled, count)
+        if pulled is not None:
+            iterator = again(iterator, pulled)
+        logs = self._inner(iterator)
         steps = (self.params or {}).get("steps")
-        done = (
-            count if steps is None else min(count, steps - self._step)
-        )  # the last call of an epoch may do fewer
-        self._step += done
-        self._total += done
+        steps_done = count
+        if steps is not None:  # the last call of an epoch may do fewer
+            steps_done = min(count, steps - self._step)
+        self._step += steps_done
+        self._total += steps_done
         self._job.step_done(self._total, self._notes())
         return logs
 
-    def _begin_epoch(self, given: Any, count: int) -> list[Any]:
-        taken, self._step, self._begins = self._step, 0, False
+    def _begin_epoch(self, keras_iterator: Any, count: int) -> list[Any]:
+        steps_before = self._step
+        self._step = 0
+        self._begins = False
         if self._resume is None:
-            pulled = self._data.begin_epoch(given, count, taken)
+            pulled = self._position.begin_epoch(keras_iterator, count, steps_before)
         else:
-            pulled, problem = self._data.resume_epoch(given, count, self._resume["data"])
-            self.not_kept = () if problem is None else (problem,)
+            pulled, problem = self._position.resume_epoch(
+                keras_iterator, count, self._resume["data"]
+            )
+            self.not_kept = ()
+            if problem is not None:
+                self.not_kept = (problem,)
             if problem is not None and is_main():
                 text = "the training is resumed in epoch %d, but may not end with the bits of an uninterrupted one: %s"
                 _log.warning(text, self._epoch + 1, problem)
         if pulled:
-            self._build(given, pulled[0])
+            self._build(keras_iterator, pulled[0])
         if self._resume is None and self._each_epoch and self._total:
             self._job.try_to_save(self._total, self._notes())
         elif self._resume is not None and self._resume["step"] == 0:
@@ -172,12 +189,11 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         elif compat.is_built(self.model) or not self.model.run_eagerly:
             spec = start.spec_of(self.model, batches, batch)
             start.build(self.model, "train", self.model.train_step, spec)
-        found = [
-            (_NUMBER.sub("", f"{metric.name}/{variable.name}"), variable)
-            for metric in compat.metrics_of(self.model)
-            for variable in metric.variables
-        ]
-        names = [name for name, _ in found]
+        states = []
+        for metric in compat.metrics_of(self.model):
+            for variable in metric.variables:
+                states.append((_NUMBER.sub("", f"{metric.name}/{variable.name}"), variable))
+        names = [name for name, _ in states]
         saved = (self._resume or {}).get("metrics", names)
         if sorted(saved) != sorted(names):
             raise CheckpointError(
@@ -185,31 +201,35 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
                 "What to do: compile the model with the same metrics, or use another directory."
             )
         self._metric_names = saved
-        self._metrics[:] = [found.pop([name for name, _ in found].index(name))[1] for name in saved]
+        # Metrics may have been made in another order; of those of one name, the order counts.
+        self._metrics.clear()
+        for name in saved:
+            index = [state_name for state_name, _ in states].index(name)
+            _, variable = states.pop(index)
+            self._metrics.append(variable)
 
     def _notes(self, ended_of: int = 0) -> dict[str, Any]:
         # ``ended_of``: the epochs of which this is the end.
-        data = {"number": self._data.number, "passed": self._data.passed, "first": self._data.first}
-        place = {"epoch": self._epoch, "step": self._step, "data": data, "ended_of": ended_of}
-        return {_NOTES: {**place, "metrics": self._metric_names}}
+        position = self._position
+        data = {"number": position.number, "passed": position.passed, "first": position.checksums}
+        notes = {"epoch": self._epoch, "step": self._step, "data": data, "ended_of": ended_of}
+        return {_NOTES: {**notes, "metrics": self._metric_names}}
 
-    def _place_to_resume(self) -> dict[str, Any] | None:
+    def _position_to_resume(self) -> dict[str, Any] | None:
         notes = self._job.peek()
         if notes is None:
             return None
-        place: dict[str, Any] = notes.get(_NOTES, {})
+        position: dict[str, Any] = notes.get(_NOTES, {})
         epochs = self.params["epochs"]
-        if place.get("epoch", epochs) >= epochs:
-            which = (
-                f"is from epoch {place['epoch'] + 1}, but this fit has {epochs}"
-                if place
-                else "is not that of a fit"
-            )
-            raise CheckpointError(
-                f"the checkpoint in {self._directory} {which}.\nLikely cause: the directory of another fit or loop.\n"
-                "What to do: use a directory for each."
-            )
-        return place
+        if position.get("epoch", epochs) < epochs:
+            return position
+        problem = "is not that of a fit"
+        if position:
+            problem = f"is from epoch {position['epoch'] + 1}, but this fit has {epochs}"
+        raise CheckpointError(
+            f"the checkpoint in {self._directory} {problem}.\nLikely cause: the directory of another fit or loop.\n"
+            "What to do: use a directory for each."
+        )
 
     def _restore(self) -> None:
         self._resume = None
@@ -226,60 +246,64 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             )
 
 
-class _DataPlace:
+class _DataPosition:
     """The place of one ``fit`` in its data, of which Keras makes an iterator for each epoch or one for all of them."""
 
     def __init__(self, world: World | None, model: Any, knows_length: bool) -> None:
-        self._world, self._model, self._knows_length = world, model, knows_length
-        self.given: Any = None  # by Keras
-        self.used: Any = None  # the same one, or after resuming the one at the right place
-        self.number = self.passed = (
-            0  # iterators before this one; batches that earlier epochs took from it
-        )
-        self.first: list[
-            int
-        ] = []  # by rank, the checksum of the first batch, which a resumed fit must find again
+        self._world = world
+        self._model = model
+        self._knows_length = knows_length
+        self.keras_iterator: Any = None
+        self.used: Any = None  # the same one, or after resuming the one at the right position
+        self.number = 0  # iterators before this one
+        self.passed = 0  # batches that earlier epochs took from it
+        # By rank, the checksum of the first batch, which a resumed fit must find again.
+        self.checksums: list[int] = []
 
-    def begin_epoch(self, given: Any, count: int, taken: int) -> list[Any]:
-        """Return the first ``count`` batches of an epoch; the epoch before has taken ``taken`` ones."""
-        if given is self.given:
-            self.passed += taken
+    def begin_epoch(self, keras_iterator: Any, count: int, steps_before: int) -> list[Any]:
+        """Return the first ``count`` batches of an epoch; the epoch before has taken ``steps_before``."""
+        if keras_iterator is self.keras_iterator:
+            self.passed += steps_before
         else:
-            self.number += self.given is not None
-            self.passed, self.given, self.used = 0, given, given
+            self.number += self.keras_iterator is not None
+            self.passed = 0
+            self.keras_iterator = keras_iterator
+            self.used = keras_iterator
         pulled = pull(self.used, count)
-        self.first = everybody(self._world, start.digest(pulled))
+        self.checksums = gather(self._world, start.digest(pulled))
         return pulled
 
     def resume_epoch(
-        self, given: Any, count: int, place: dict[str, Any]
+        self, keras_iterator: Any, count: int, position: dict[str, Any]
     ) -> tuple[list[Any], str | None]:
         """Return the first batches of an epoch at the place of a checkpoint, and why they are others; None if not."""
-        self.number, self.passed, self.first = (
-            int(place["number"]),
-            int(place["passed"]),
-            list(place["first"]),
-        )
-        self.given = self.used = given
-        dataset, made = compat.dataset_of(given), 0
+        self.number = int(position["number"])
+        self.passed = int(position["passed"])
+        self.checksums = list(position["first"])
+        self.keras_iterator = self.used = keras_iterator
+        dataset = compat.dataset_of(keras_iterator)
+        iterators = 0
         if self.number and compat.is_generated(dataset):
-            return pull(given, count), _GENERATED
+            return pull(keras_iterator, count), _GENERATED
+        # Some releases of Keras make iterators that they don't use: checksums tell which number is right.
         for wanted in compat.iterators_made(self._model, self.number, self._knows_length):
-            while made < wanted:
-                self.used, made = iter(dataset), made + 1
+            while iterators < wanted:
+                self.used = iter(dataset)
+                iterators += 1
             pull(self.used, self.passed)
             pulled = pull(self.used, count)
-            found = everybody(self._world, start.digest(pulled))
-            if found == self.first or (
-                len(found) != len(self.first) and set(found) == set(self.first)
+            checksums = gather(self._world, start.digest(pulled))
+            # Another number of ranks divides batches in another way, unless all ranks read the same.
+            is_resized = len(checksums) != len(self.checksums)
+            if checksums == self.checksums or (
+                is_resized and set(checksums) == set(self.checksums)
             ):
                 return pulled, None if self._knows_length else _UNKNOWN_LENGTH
-        others = [
-            rank
-            for rank, first in enumerate(found)
-            if rank >= len(self.first) or first != self.first[rank]
-        ]
-        return pulled, _OTHER_DATA.format(ranks=", ".join(map(str, others)))
+        ranks = []
+        for rank, number in enumerate(checksums):
+            if rank >= len(self.checksums) or number != self.checksums[rank]:
+                ranks.append(str(rank))
+        return pulled, _OTHER_DATA.format(ranks=", ".join(ranks))
 
 
 _GENERATED = (

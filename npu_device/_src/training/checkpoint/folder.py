@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from npu_device._src.cluster.errors import NpuDeviceError
+from npu_device._src.cluster.rank_errors import NpuDeviceError
 
 FORMAT = 1
 SHARED = "shared"
@@ -55,11 +55,11 @@ def own_prefix(rank: int) -> str:
 
 def sync_files(folder: Path, prefix: str) -> dict[str, list[int]]:
     """Write files ``{prefix}.*`` through to the disk; return their size in bytes and checksum by name."""
-    found = {}
+    files = {}
     for path in sorted(folder.glob(f"{prefix}.*")):
         _sync(path)
-        found[path.name] = _size_and_checksum(path)
-    return found
+        files[path.name] = _size_and_checksum(path)
+    return files
 
 
 def finish(directory: Path, partial: str, step: int, manifest: dict[str, Any]) -> None:
@@ -67,10 +67,12 @@ def finish(directory: Path, partial: str, step: int, manifest: dict[str, Any]) -
     folder = directory / partial
     _write_json(folder / _MANIFEST, {"format": FORMAT, "step": step, **manifest})
     _sync(folder)
-    place, old = directory / name_of(step), directory / f"{partial}0"
-    if place.exists():
-        os.replace(place, old)
-    os.replace(folder, place)
+    target = directory / name_of(step)
+    old = directory / f"{partial}0"
+    # A folder can't replace one that has files, so the old one is moved aside first.
+    if target.exists():
+        os.replace(target, old)
+    os.replace(folder, target)
     _sync(directory)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -86,6 +88,7 @@ def latest(directory: Path) -> int | None:
 
 
 def name_latest(directory: Path, step: int) -> None:
+    # Renamed when it is complete: a reader never sees half a file.
     beside = directory / f".{_LATEST}.part"
     _write_json(beside, {"step": step})
     os.replace(beside, directory / _LATEST)
@@ -95,15 +98,20 @@ def name_latest(directory: Path, step: int) -> None:
 def steps(directory: Path) -> tuple[list[int], str | None]:
     """Return the finished steps up to the latest, newest first, and what is wrong with the name of the latest."""
     # One that is newer than the latest was never named, or a user has named an older one to go back to it.
-    found = _finished(directory)
+    finished = _finished(directory)
     try:
         named = latest(directory)
     except CheckpointError as error:
-        return found, str(error)
+        return finished, str(error)
     if named is None:
-        return found, f"{directory / _LATEST} is missing" if found else None
-    problem = f"{directory / _LATEST} names step {named}; the directory has {', '.join(map(str, found)) or 'no step'}"
-    return [step for step in found if step <= named], None if named in found else problem
+        if not finished:
+            return [], None
+        return finished, f"{directory / _LATEST} is missing"
+    up_to_named = [step for step in finished if step <= named]
+    if named in finished:
+        return up_to_named, None
+    existing = ", ".join(map(str, finished)) or "no step"
+    return up_to_named, f"{directory / _LATEST} names step {named}; the directory has {existing}"
 
 
 def manifest_of(directory: Path, step: int, name: str = "") -> dict[str, Any]:
@@ -111,64 +119,62 @@ def manifest_of(directory: Path, step: int, name: str = "") -> dict[str, Any]:
     path = directory / (name or name_of(step)) / _MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        known = manifest["format"] == FORMAT
+        is_known = manifest["format"] == FORMAT
         complete = isinstance(manifest["files"], dict) and manifest["step"] == step
         world_size = int(manifest["world_size"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: {error}") from error
-    if not known or not complete or world_size < 1:
+    if not is_known or not complete or world_size < 1:
         raise CheckpointError(f"{path}: not a manifest of format {FORMAT} for step {step}")
     return dict(manifest)
 
 
 def damage(directory: Path, step: int, files: dict[str, Sequence[int]], prefix: str) -> str | None:
     """Return what is wrong with the files ``{prefix}.*``, given size and checksum of all by name; None if nothing."""
-    expected = {
-        name: list(map(int, value))
-        for name, value in files.items()
-        if name.startswith(f"{prefix}.")
-    }
+    expected: dict[str, list[int]] = {}
+    for name, size_and_checksum in files.items():
+        if name.startswith(f"{prefix}."):
+            expected[name] = list(map(int, size_and_checksum))
     if not expected:
         return f"{directory / name_of(step)} has no files {prefix}.*"
     for name, (size, checksum) in expected.items():
         path = directory / name_of(step) / name
         try:
-            found = _size_and_checksum(path)
+            actual_size, actual_checksum = _size_and_checksum(path)
         except OSError as error:
             return f"{path}: {error.strerror or error}"
-        if found[0] != size:
-            return f"{path} is torn: {found[0]} bytes; expected {size}"
-        if found[1] != checksum:
+        if actual_size != size:
+            return f"{path} is torn: {actual_size} bytes; expected {size}"
+        if actual_checksum != checksum:
             return f"{path} is corrupted: its checksum differs"
     return None
 
 
 def keep_only(directory: Path, latest: int, keep: int) -> list[str]:
     """Remove checkpoints beyond the newest ``keep``, and those newer than the latest; return what remains in spite."""
-    found = _finished(directory)
-    kept = [step for step in found if step <= latest][:keep]
-    return _remove(directory / name_of(step) for step in found if step not in kept)
+    finished = _finished(directory)
+    newest = [step for step in finished if step <= latest][:keep]
+    return _remove(directory / name_of(step) for step in finished if step not in newest)
 
 
 def tidy(directory: Path, but: str = "") -> list[str]:
     """Remove what killed jobs have left half-written, but not a given job's; return what could not be removed."""
-    left = []
-    for match in sorted(
-        _matches(directory, _PARTIAL), key=lambda match: match[0]
-    ):  # the new one before the old one
-        place, folder = directory / name_of(int(match["step"])), directory / match[0]
+    leftovers = []
+    # The new one of a step before the old one.
+    for match in sorted(_matches(directory, _PARTIAL), key=lambda match: match[0]):
+        step = int(match["step"])
+        target = directory / name_of(step)
+        folder = directory / match[0]
         if match["token"] == but:
             continue
-        if not place.exists():
+        if not target.exists():
             # A complete folder gets its name: the job was killed while it replaced a checkpoint of the same step.
             with contextlib.suppress(CheckpointError):
-                manifest_of(
-                    directory, int(match["step"]), match[0]
-                )  # written after all other files
-                os.replace(folder, place)
+                manifest_of(directory, step, match[0])  # written after all other files
+                os.replace(folder, target)
                 continue
-        left.append(folder)
-    return _remove(left)
+        leftovers.append(folder)
+    return _remove(leftovers)
 
 
 def _finished(directory: Path) -> list[int]:
@@ -176,12 +182,13 @@ def _finished(directory: Path) -> list[int]:
 
 
 def _matches(directory: Path, pattern: re.Pattern[str]) -> list[re.Match[str]]:
+    matches = []
     with os.scandir(directory) as entries:
-        return [
-            match
-            for entry in entries
-            if (match := pattern.fullmatch(entry.name)) and entry.is_dir()
-        ]
+        for entry in entries:
+            match = pattern.fullmatch(entry.name)
+            if match is not None and entry.is_dir():
+                matches.append(match)
+    return matches
 
 
 def _remove(folders: Iterable[Path]) -> list[str]:
@@ -197,9 +204,9 @@ def _remove(folders: Iterable[Path]) -> list[str]:
 def _size_and_checksum(path: Path) -> list[int]:
     size = checksum = 0
     with path.open("rb") as file:
-        while data := file.read(_CHUNK):
-            size += len(data)
-            checksum = zlib.crc32(data, checksum)
+        while chunk := file.read(_CHUNK):
+            size += len(chunk)
+            checksum = zlib.crc32(chunk, checksum)
     return [size, checksum]
 
 
@@ -207,6 +214,7 @@ def _write_json(path: Path, value: Any) -> None:
     with path.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=1)
         file.flush()
+        # A rename could otherwise reach the disk before the content.
         os.fsync(file.fileno())
 
 

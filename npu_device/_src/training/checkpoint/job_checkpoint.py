@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from npu_device._src import environment
-from npu_device._src.cluster.errors import RESUMABLE
+from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.training.checkpoint import folder, selection
 from npu_device._src.training.checkpoint.folder import CheckpointError
-from npu_device._src.training.checkpoint.parts import Digests, Own, Shared, with_hidden_random_state
+from npu_device._src.training.checkpoint.parts import (
+    Digests,
+    RankState,
+    SharedState,
+    with_hidden_random_state,
+)
 from npu_device._src.training.checkpoint.preemption import Preemption
-from npu_device._src.training.checkpoint.selection import Place, everybody, on_all_ranks
+from npu_device._src.training.checkpoint.selection import Storage, gather, on_all_ranks
 from npu_device._src.training.opening import device
-from npu_device._src.training.opening.current_world import world
+from npu_device._src.training.opening.current_world import current_world
+from npu_device._src.training.watching.own_parts import for_all_ranks, means_of, with_values
 from npu_device._src.version import __version__
 from npu_device._src.world.world import World
 
@@ -54,8 +61,9 @@ class JobCheckpoint:
         TypeError: something that can't be in a checkpoint.
 
     The random states of Python, numpy and TensorFlow's eager operations are kept for each rank, and so are variables
-    among the shared ones that differ from those of rank 0 (seed generators, moving averages). Random operations of a
-    graph that have no generator keep their state inside the operation, where it can't be read.
+    among the shared ones that differ from those of rank 0 (seed generators, moving averages). Between two updates of an
+    optimizer that adds up gradients, each rank's sums are kept, and for another number of ranks what one process has.
+    Random operations of a graph that have no generator keep their state inside the operation, where it can't be read.
 
     Every rank has to make the calls, in the same order. They work on a single device too.
     """
@@ -75,30 +83,29 @@ class JobCheckpoint:
         self.notes: dict[str, Any] = {}
         self.not_kept: tuple[str, ...] = ()
         self._directory = Path(directory).absolute()
-        self._every = every
+        self._interval = every
         self._keep = keep
-        self._shared = Shared(shared)
-        self._own = Own(per_rank or {})
+        self._shared = SharedState(shared)
+        self._own_state = RankState(per_rank or {})
         self._warned = with_hidden_random_state({**shared, **(per_rank or {})})
-        self._ranks: World | None = None
-        self._place: Place | None = None
-        self._last: int | None = (
-            None  # the step of the newest checkpoint; None before restore and save
-        )
+        self._world: World | None = None
+        self._storage: Storage | None = None
+        # The step of the newest checkpoint; None before restore and save.
+        self._last_step: int | None = None
         self._named: int | None = None  # by latest.json, when this job last read or wrote it
-        self._found: selection.Chosen | None = None  # by peek, for restore
+        self._chosen: selection.Chosen | None = None  # by peek, for restore
         self._preemption: Preemption | None = None
         if preemption and device.parent_of_this_process() is None:
-            ranks = world()
-            health, size = (None, 1) if ranks is None else (ranks.job.health, ranks.size)
+            world = current_world()
+            health = None if world is None else world.job.health
+            size = 1 if world is None else world.size
             number = signal.Signals[environment.NPU_DEVICE_PREEMPT_SIGNAL.get()]
+            limit = environment.NPU_DEVICE_PREEMPT_TIMEOUT.get()
             try:
-                self._preemption = Preemption(
-                    health, size, number, environment.NPU_DEVICE_PREEMPT_TIMEOUT.get()
-                )
+                self._preemption = Preemption(health, size, number, limit)
             except ValueError:
-                what = "this thread can't handle %s. What to do: make the JobCheckpoint in the main thread."
-                _log.warning(what, number.name)
+                text = "this thread can't handle %s. What to do: make the JobCheckpoint in the main thread."
+                _log.warning(text, number.name)
 
     def __enter__(self) -> JobCheckpoint:
         return self
@@ -133,7 +140,8 @@ class JobCheckpoint:
             self._preemption.has_saved()
             _log.info("stopped after step %d, as asked", step)
             raise SystemExit(RESUMABLE)
-        if self._every is not None and step // self._every > (self._last or 0) // self._every:
+        last_step = self._last_step or 0
+        if self._interval is not None and step // self._interval > last_step // self._interval:
             self.try_to_save(step, notes)
 
     def try_to_save(self, step: int, notes: Mapping[str, Any] | None = None) -> None:
@@ -149,10 +157,11 @@ class JobCheckpoint:
         try:
             self.save(step, notes)
         except CheckpointError as error:
-            self._last = step
-            if self._ranks is None or self._ranks.is_main:
+            self._last_step = step
+            if self._world is None or self._world.is_main:
                 _log.warning("%s\nTraining goes on; the newest checkpoint is an older one.", error)
 
+    @for_all_ranks()
     def save(self, step: int, notes: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint now.
 
@@ -167,33 +176,35 @@ class JobCheckpoint:
             RuntimeError: the directory holds checkpoints of another run; the ranks save different steps, or
                 variables of different shapes.
         """
-        step, notes = int(step), dict(notes or {})
+        step = int(step)
+        notes = dict(notes or {})
         try:
             json.dumps(notes)
         except TypeError as error:
             raise TypeError(
                 f"the notes of a checkpoint must be values for JSON: {error}"
             ) from error
-        ranks, place = self._prepare()
-        differing = self._compare(ranks, place, step)
-        partial = self._directory / folder.partial_name(step, place.token)
-        what = f"the checkpoint of step {step} could not be written to {self._directory}:"
+        world, storage = self._prepare()
+        differing = self._compare(world, storage, step)
+        parts = {} if world is None else self._shared.parts()
+        means = means_of([*parts.values()])
+        partial = self._directory / folder.partial_name(step, storage.token)
+        problem = f"the checkpoint of step {step} could not be written to {self._directory}:"
+        write = functools.partial(self._write, partial, storage, differing, parts, means)
         try:
-            written = on_all_ranks(ranks, lambda: self._write(partial, place, differing), what)
-            files = {
-                name: entry
-                for rank, entries in enumerate(written)
-                if place.keepers[rank] == place.rank
-                for name, entry in entries.items()
-            }
-            self._name(ranks, place, step, partial, files, notes)
+            written = on_all_ranks(world, write, problem)
+            files = {}
+            for rank, entries in enumerate(written):
+                if storage.keepers[rank] == storage.rank:
+                    files.update(entries)
+            self._name(world, storage, step, partial, files, notes)
         except CheckpointError:
-            if place.is_keeper:
+            if storage.is_keeper:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        self._last = step
+        self._last_step = step
         progress = environment.NPU_DEVICE_PROGRESS_FILE.get()
-        if progress is not None and (ranks is None or ranks.is_main):
+        if progress is not None and (world is None or world.is_main):
             try:
                 Path(f"{progress}.part").write_text(f"{step}\n", encoding="utf-8")
                 os.replace(f"{progress}.part", progress)
@@ -206,13 +217,16 @@ class JobCheckpoint:
         Raises:
             CheckpointError: there are checkpoints, but none can be used.
         """
-        ranks, place = self._prepare()
-        if place.is_keeper:
-            _warn_each(folder.tidy(self._directory, but=place.token))
+        world, storage = self._prepare()
+        if storage.is_keeper:
+            _warn_each(folder.tidy(self._directory, but=storage.token))
             self._named = _latest(self._directory)
-        self._found = selection.newest_whole(ranks, place, self._directory)
-        return None if self._found is None else self._found.notes
+        self._chosen = selection.newest_whole(world, storage, self._directory)
+        if self._chosen is None:
+            return None
+        return self._chosen.notes
 
+    @for_all_ranks()
     def restore(self) -> int:
         """Restore the newest checkpoint that is whole on all ranks.
 
@@ -225,43 +239,51 @@ class JobCheckpoint:
         A damaged checkpoint is left out with a warning that names the file. With another number of ranks, what all
         ranks share is restored, and a warning says what could not be kept.
         """
-        if self._found is None:
+        if self._chosen is None:
             self.peek()
-        chosen, self._found = self._found, None
-        ranks, place = self._prepare()
+        chosen = self._chosen
+        self._chosen = None
+        world, storage = self._prepare()
         if chosen is None:
-            self._last = 0
+            self._last_step = 0
             return 0
-        here = self._directory / folder.name_of(chosen.step)
-        borrowed = self._directory / folder.partial_name(chosen.step, place.token)
-        takes = not chosen.own and place.keepers[chosen.holder] != place.keepers[place.rank]
+        own_folder = self._directory / folder.name_of(chosen.step)
+        borrowed = self._directory / folder.partial_name(chosen.step, storage.token)
+        # Without an own part to read, a directory needs the holder's copy of the shared part.
+        takes = not chosen.is_complete and (
+            storage.keepers[chosen.holder] != storage.keepers[storage.rank]
+        )
         lost = list(chosen.not_kept)
-        what = f"the checkpoint of step {chosen.step} in {self._directory} can't be read:"
-        source = borrowed if takes else here
+        problem = f"the checkpoint of step {chosen.step} in {self._directory} can't be read:"
+        source = borrowed if takes else own_folder
 
         def read() -> None:
             lost.extend(self._shared.read(source / folder.SHARED, chosen.variables))
-            if chosen.own:
-                lost.extend(
-                    self._own.read(here / folder.own_prefix(place.rank), self._shared.variables())
-                )
+            if chosen.is_complete:
+                prefix = own_folder / folder.own_prefix(storage.rank)
+                not_kept, parts = self._own_state.read(prefix, self._shared.variables())
+                lost.extend(not_kept)
+                if world is not None:
+                    self._shared.note_parts(world, parts)
             else:
-                lost.extend(self._own.names_of_states())
+                lost.extend(self._own_state.names_of_states())
 
         try:
-            if not chosen.own and ranks is not None and len(set(place.keepers)) > 1:
-                selection.send_files(
-                    ranks, source, chosen.shared, chosen.holder, takes and place.is_keeper
-                )
-                ranks.wait()
-            on_all_ranks(ranks, read, what)
+            has_directories = len(set(storage.keepers)) > 1
+            if not chosen.is_complete and world is not None and has_directories:
+                receives = takes and storage.is_keeper
+                selection.send_files(world, source, chosen.shared, chosen.holder, receives)
+                world.wait()
+            on_all_ranks(world, read, problem)
         finally:
-            if place.is_keeper:
+            if storage.is_keeper:
+                # What has been sent here was for this rank's restore only.
                 shutil.rmtree(borrowed, ignore_errors=True)
-        self._last = chosen.step
-        self.notes, self.not_kept = chosen.notes, tuple(lost)
-        _log.info("restored the checkpoint of step %d from %s", chosen.step, here)
-        if lost and place.rank == 0:
+        self._last_step = chosen.step
+        self.notes = chosen.notes
+        self.not_kept = tuple(lost)
+        _log.info("restored the checkpoint of step %d from %s", chosen.step, own_folder)
+        if lost and storage.rank == 0:
             _log.warning(
                 "the checkpoint of step %d is restored, except for\n  %s",
                 chosen.step,
@@ -271,91 +293,113 @@ class JobCheckpoint:
 
     # Parts of saving
 
-    def _prepare(self) -> tuple[World | None, Place]:
+    def _prepare(self) -> tuple[World | None, Storage]:
         if not tf.executing_eagerly():
             raise RuntimeError(
                 "JobCheckpoint works in eager mode, between the steps; found a graph.\nWhat to do: call it outside of "
                 "tf.function; in a session of TensorFlow 1 use tf.compat.v1.train.Saver."
             )
-        if self._place is None:
-            self._ranks = world()
-            self._place = selection.find_place(self._ranks, self._directory)
+        if self._storage is None:
+            self._world = current_world()
+            self._storage = selection.find_storage(self._world, self._directory)
             self._named = _latest(self._directory)
-            names, self._warned = self._warned, []
-            if names and self._place.rank == 0:
+            names = self._warned
+            self._warned = []
+            if names and self._storage.rank == 0:
                 _log.warning(
                     "the random state of %s can't be kept in a checkpoint, so a resumed run draws different numbers.\n"
                     "What to do: call tf.keras.backend.experimental.enable_tf_random_generator() before the model is "
                     "made.",
                     ", ".join(names),
                 )
-        return self._ranks, self._place
+        return self._world, self._storage
 
-    def _compare(self, ranks: World | None, place: Place, step: int) -> dict[str, Any]:
+    def _compare(self, world: World | None, storage: Storage, step: int) -> dict[str, Any]:
         """Check that all ranks save the same; return the variables whose values the keeper of this directory lacks."""
-        mine: Digests = {} if ranks is None else self._shared.digests()
-        there = (
-            folder.steps(self._directory)[0][:1] if place.is_keeper and self._last is None else []
-        )
-        found = everybody(ranks, (step, there, mine if place.is_keeper else None))
-        if len({its for its, _, _ in found}) > 1:
+        own_digests: Digests = {} if world is None else self._shared.digests()
+        existing = []
+        if storage.is_keeper and self._last_step is None:
+            existing = folder.steps(self._directory)[0][:1]
+        sent_digests = own_digests if storage.is_keeper else None
+        answers = gather(world, (step, existing, sent_digests))
+        steps = [rank_step for rank_step, _, _ in answers]
+        if len(set(steps)) > 1:
             raise RuntimeError(
                 "the ranks save different steps: "
-                + ", ".join(f"rank {rank}: {its}" for rank, (its, _, _) in enumerate(found))
+                + ", ".join(f"rank {rank}: {rank_step}" for rank, rank_step in enumerate(steps))
                 + ".\nWhat to do: give every rank the same number of steps."
             )
-        newest = [its for _, some, _ in found for its in some]
+        newest = [
+            existing_step for _, existing_steps, _ in answers for existing_step in existing_steps
+        ]
         if newest:
             raise RuntimeError(
                 f"{self._directory} holds checkpoints of a run, the newest of step {max(newest)}, which this one would "
                 "replace.\nWhat to do: call restore() before the first step, or use another directory."
             )
-        written: Digests = found[place.keepers[place.rank]][2]
-        problem = next(
-            (path for path in mine if path not in written or written[path][0] != mine[path][0]),
-            None,
-        )
-        lines = [
-            f"  rank {rank}: {path}"
-            for rank, path in enumerate(everybody(ranks, problem))
-            if path is not None
-        ]
+        written: Digests = answers[storage.keepers[storage.rank]][2]
+        problem = None
+        for path, (shape, _) in own_digests.items():
+            if path not in written or written[path][0] != shape:
+                problem = path
+                break
+        lines = []
+        for rank, path in enumerate(gather(world, problem)):
+            if path is not None:
+                lines.append(f"  rank {rank}: {path}")
         if lines:
             raise RuntimeError(
                 "what all ranks share has variables that lower ranks don't have, or in another shape:\n"
                 + "\n".join(lines)
                 + "\nWhat to do: name what is different on each rank (sharded optimizers) in per_rank."
             )
-        variables = self._shared.variables() if mine else {}
-        return {path: variables[path] for path, digest in mine.items() if digest != written[path]}
+        if not own_digests:
+            return {}
+        variables = self._shared.variables()
+        return {path: variables[path] for path in own_digests if own_digests[path] != written[path]}
 
-    def _write(self, partial: Path, place: Place, differing: Mapping[str, Any]) -> dict[str, Any]:
+    def _write(
+        self,
+        partial: Path,
+        storage: Storage,
+        differing: Mapping[str, Any],
+        parts: Mapping[str, Any],
+        means: Sequence[tf.Tensor],
+    ) -> dict[str, Any]:
+        """Write the files of this rank; ``means`` are what one process has in the variables ``parts``."""
         partial.mkdir(exist_ok=True)
-        prefix = folder.own_prefix(place.rank)
-        self._own.write(partial / prefix, differing)
+        prefix = folder.own_prefix(storage.rank)
+        self._own_state.write(partial / prefix, {**differing, **parts}, [*parts])
         written = folder.sync_files(partial, prefix)
-        if place.is_keeper:
-            self._shared.write(partial / folder.SHARED)
+        if storage.is_keeper:
+            with with_values([*parts.values()], means):
+                self._shared.write(partial / folder.SHARED)
             written |= folder.sync_files(partial, folder.SHARED)
         return written
 
     def _name(
-        self, ranks: World | None, place: Place, step: int, partial: Path, files: Any, notes: Any
+        self,
+        world: World | None,
+        storage: Storage,
+        step: int,
+        partial: Path,
+        files: Any,
+        notes: Any,
     ) -> None:
         manifest = {
-            "world_size": len(place.keepers),
+            "world_size": len(storage.keepers),
             "versions": {"npu_device": __version__, "tensorflow": tf.__version__},
             "notes": notes,
             "variables": sorted(self._shared.variables()),
             "files": files,
         }
-        what = f"the checkpoint of step {step} could not be completed in {self._directory}:"
+        problem = f"the checkpoint of step {step} could not be completed in {self._directory}:"
 
         def finish() -> None:
-            found = _latest(self._directory)
-            if found != self._named:
+            named = _latest(self._directory)
+            if named != self._named:
                 raise CheckpointError(
-                    f"another job writes checkpoints there: it has named step {found} the latest. What to do: stop one "
+                    f"another job writes checkpoints there: it has named step {named} the latest. What to do: stop one "
                     "of the two, and give each a directory of its own"
                 )
             folder.finish(self._directory, partial.name, step, manifest)
@@ -366,7 +410,7 @@ class JobCheckpoint:
             _warn_each(folder.keep_only(self._directory, step, self._keep))
 
         for stage in (finish, name_latest):
-            on_all_ranks(ranks, stage if place.is_keeper else lambda: None, what)
+            on_all_ranks(world, stage if storage.is_keeper else lambda: None, problem)
 
 
 def _latest(directory: Path) -> int | None:

@@ -31,40 +31,42 @@ class KubeflowProgress(tf.keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Remember the time."""
-        self._began, self._reported = time.monotonic(), -PROGRESS_PAUSE_SECONDS
+        self._began = time.monotonic()
+        self._reported = -PROGRESS_PAUSE_SECONDS
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Report, unless the last report is less than 5 s old and more epochs follow."""
-        url, done, now = environment.KUBEFLOW_TRAINER_SERVER_URL.get(), epoch + 1, time.monotonic()
-        epochs = int(self.params["epochs"])
-        if (
-            url is None
-            or not is_main()
-            or (done < epochs and now - self._reported < PROGRESS_PAUSE_SECONDS)
-        ):
+        url = environment.KUBEFLOW_TRAINER_SERVER_URL.get()
+        if url is None or not is_main():
             return
-        self._reported = now
+        time_now = time.monotonic()
+        epochs_done = epoch + 1
+        epochs = int(self.params["epochs"])
+        if epochs_done < epochs and time_now - self._reported < PROGRESS_PAUSE_SECONDS:
+            return
+        self._reported = time_now
+        seconds = (time_now - self._began) / epochs_done * (epochs - epochs_done)
+        metrics = []
+        for name, number in (logs or {}).items():
+            metrics.append({"name": name, "value": f"{float(number):g}"})
         status = {
-            "progressPercentage": 100 * done // epochs,
-            "estimatedRemainingSeconds": round((now - self._began) / done * (epochs - done)),
-            "metrics": [
-                {"name": name, "value": f"{float(value):g}"} for name, value in (logs or {}).items()
-            ],
+            "progressPercentage": 100 * epochs_done // epochs,
+            "estimatedRemainingSeconds": round(seconds),
+            "metrics": metrics,
             "lastUpdatedTime": datetime.now(timezone.utc).isoformat(),
         }
         try:
-            token = (
-                Path(environment.KUBEFLOW_TRAINER_SERVER_TOKEN.get() or "").read_text().strip()
-            )  # it is renewed
+            # The token is renewed while the job runs, so it is read each time.
+            token_file = environment.KUBEFLOW_TRAINER_SERVER_TOKEN.get() or ""
+            token = Path(token_file).read_text().strip()
             headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-            request = urllib.request.Request(
-                url, json.dumps({"trainerStatus": status}).encode(), headers
-            )
-            context = ssl.create_default_context(
-                cafile=environment.KUBEFLOW_TRAINER_SERVER_CA_CERT.get()
-            )
-            urllib.request.urlopen(
-                request, timeout=PROGRESS_REPORT_SECONDS, context=context
-            ).close()
+            body = json.dumps({"trainerStatus": status}).encode()
+            request = urllib.request.Request(url, body, headers)
+            certificate = environment.KUBEFLOW_TRAINER_SERVER_CA_CERT.get()
+            context = ssl.create_default_context(cafile=certificate)
+            timeout = PROGRESS_REPORT_SECONDS
+            urllib.request.urlopen(request, timeout=timeout, context=context).close()
         except (OSError, ValueError) as error:
-            _log.warning("the progress of epoch %d was not reported to Kubeflow: %s", done, error)
+            _log.warning(
+                "the progress of epoch %d was not reported to Kubeflow: %s", epochs_done, error
+            )

@@ -13,20 +13,25 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.training.checkpoint.folder import CheckpointError
+from npu_device._src.training.optimizers.accumulation import note_accumulators
+from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import checksum
+from npu_device._src.training.watching.own_parts import between_updates
 from npu_device._src.training.watching.training_state import (
     random_states,
     set_random_states,
     unique,
 )
+from npu_device._src.training.watching.wrapped_optimizers import carrier
 from npu_device._src.wording import counted
 from npu_device._src.world.sent_objects import from_json, to_json
+from npu_device._src.world.world import World
 
 _UNTRACKED = "npu_untracked"
 Digests = dict[str, tuple[tuple[int, ...], int]]
 
 
-class Shared:
+class SharedState:
     """The trackables of a ``JobCheckpoint`` by name: what ``tf.train.Checkpoint`` takes, and seed generators."""
 
     def __init__(self, trackables: Mapping[str, Any]) -> None:
@@ -35,41 +40,63 @@ class Shared:
     def checkpoint(self) -> Any:
         """Return a ``tf.train.Checkpoint`` of all variables that exist now."""
         # It misses the random states of layers (Keras 3.15, tf-keras 2.20); they are added until both track them.
-        named = {name: trackable(thing, name) for name, thing in self._trackables.items()}
+        named = {name: trackable(component, name) for name, component in self._trackables.items()}
         tracked = set(map(id, _variables(tf.train.Checkpoint(**named)).values()))
-        listed = [variable for thing in self._trackables.values() for variable in _listed(thing)]
+        listed = [
+            variable for component in self._trackables.values() for variable in _listed(component)
+        ]
         missed = [variable for variable in unique(listed) if id(variable) not in tracked]
-        return tf.train.Checkpoint(**named, **{_UNTRACKED: missed} if missed else {})
+        if missed:
+            named[_UNTRACKED] = missed
+        return tf.train.Checkpoint(**named)
 
     def variables(self) -> dict[str, Any]:
         """Return the variables by the path on which ``checkpoint`` reaches them."""
         return _variables(self.checkpoint())
 
     def digests(self) -> Digests:
-        return {
-            path: (tuple(variable.shape), checksum(tf.convert_to_tensor(variable)))
-            for path, variable in self.variables().items()
-        }
+        numbers = {}
+        for path, variable in self.variables().items():
+            numbers[path] = (tuple(variable.shape), checksum(tf.convert_to_tensor(variable)))
+        return numbers
 
     def write(self, prefix: Path) -> None:
         self.checkpoint().write(str(prefix))
 
+    def parts(self) -> dict[str, Any]:
+        """Return the variables in which each rank has added up gradients since the last update, by path."""
+        variables = self.variables()
+        held = set(map(id, between_updates(variables.values())))
+        return {path: variable for path, variable in variables.items() if id(variable) in held}
+
+    def note_parts(self, world: World, paths: Sequence[str]) -> None:
+        """Note that this rank has read its own part of some variables, in which optimizers add up gradients."""
+        if not paths:
+            return
+        adding = [
+            carrier(optimizer)
+            for thing in self._trackables.values()
+            for optimizer in training_state.optimizers(thing)
+        ]
+        for optimizer in unique(adding):
+            if compat.accumulation_steps(optimizer) > 1:
+                note_accumulators(world, optimizer)
+
     def read(self, prefix: Path, paths: Sequence[str]) -> list[str]:
         """Read all variables, those of ``paths``; return what is in the files only, or raise CheckpointError."""
+        components = list(self._trackables.values())
         models = [
-            thing for thing in self._trackables.values() if hasattr(thing, "trainable_variables")
+            component for component in components if hasattr(component, "trainable_variables")
         ]
-        if len(models) == 1 and getattr(
-            models[0], "built", False
-        ):  # which optimizers without state train
-            for thing in self._trackables.values():
-                if hasattr(thing, "apply_gradients"):
-                    compat.build_optimizer(thing, models[0].trainable_variables)
+        # Optimizers without state train a built model: their state has to exist to be read.
+        if len(models) == 1 and getattr(models[0], "built", False):
+            for component in components:
+                if hasattr(component, "apply_gradients"):
+                    compat.build_optimizer(component, models[0].trainable_variables)
         checkpoint = self.checkpoint()
         absent = sorted(set(paths) - set(_variables(checkpoint)))
-        if absent and any(
-            _of_keras_3(thing) for thing in self._trackables.values()
-        ):  # tf-keras reads them when made
+        # tf-keras reads variables that don't exist yet when they are made.
+        if absent and any(map(_of_keras_3, components)):
             raise CheckpointError(
                 f"{len(absent)} variable(s) of the checkpoint don't exist in this script, for instance {absent[0]}.\n"
                 "Likely cause: the model or its optimizer isn't built yet, or is another one than when it was saved.\n"
@@ -85,150 +112,158 @@ class Shared:
         numbers = Counter(path.partition("/")[0] for path in absent)
         numbers.pop(_UNTRACKED, None)
         # Variables of what is built later will be read then.
-        return [
-            f"{name}: this script doesn't have {counted(number, 'variable')} of it"
-            for name, number in numbers.items()
-            if name not in self._trackables or getattr(self._trackables[name], "built", False)
-        ]
+        lost = []
+        for name, number in numbers.items():
+            if name not in self._trackables or getattr(self._trackables[name], "built", False):
+                lost.append(f"{name}: this script doesn't have {counted(number, 'variable')} of it")
+        return lost
 
 
-def trackable(thing: Any, name: str) -> Any:
+def trackable(component: Any, name: str) -> Any:
     """Return what ``tf.train.Checkpoint`` takes for a thing, or raise TypeError."""
-    state = getattr(thing, "state", None)
-    if hasattr(state, "assign") and not isinstance(thing, tf.random.Generator):
+    state = getattr(component, "state", None)
+    if hasattr(state, "assign") and not isinstance(component, tf.random.Generator):
         return state  # a seed generator of Keras 3
-    if isinstance(thing, (list, tuple, dict)) or compat.is_trackable(thing):
-        return thing
+    if isinstance(component, (list, tuple, dict)) or compat.is_trackable(component):
+        return component
     raise TypeError(
-        f"{name!r} can't be in a checkpoint: found a {type(thing).__module__}.{type(thing).__name__}; expected a "
-        "model, an optimizer, a variable, a tf.data iterator, a random generator, or anything else that "
+        f"{name!r} can't be in a checkpoint: found a {type(component).__module__}.{type(component).__name__}; "
+        "expected a model, an optimizer, a variable, a tf.data iterator, a random generator, or anything else that "
         "tf.train.Checkpoint takes.\nWhat to do: leave it out, or keep its value in a tf.Variable."
     )
 
 
-def with_hidden_random_state(things: Mapping[str, Any]) -> list[str]:
+def with_hidden_random_state(components: Mapping[str, Any]) -> list[str]:
     """Return the names of tf-keras layers whose random state is inside an operation, where nothing can read it."""
-    return [
-        layer.name
-        for thing in things.values()
-        if not _of_keras_3(thing)
-        for layer, generator in compat.layers_that_draw(thing)
-        if compat.hides_its_state(generator)
-    ]
+    names = []
+    for component in components.values():
+        if _of_keras_3(component):
+            continue
+        for layer, generator in compat.layers_that_draw(component):
+            if compat.hides_its_state(generator):
+                names.append(layer.name)
+    return names
 
 
-def _listed(thing: Any) -> list[Any]:
+def _listed(component: Any) -> list[Any]:
     """Return variables that tf.train.Checkpoint may miss."""
-    if _of_keras_3(thing):
-        variables: Any = getattr(thing, "variables", ())
-        return list(variables) if isinstance(variables, (list, tuple)) else []
-    generators = [compat.generator_of_layer(layer) for layer, _ in compat.layers_that_draw(thing)]
+    if _of_keras_3(component):
+        variables: Any = getattr(component, "variables", ())
+        if not isinstance(variables, (list, tuple)):
+            return []
+        return list(variables)
+    generators = [
+        compat.generator_of_layer(layer) for layer, _ in compat.layers_that_draw(component)
+    ]
     return [generator.state for generator in generators if generator is not None]
 
 
-def _of_keras_3(thing: Any) -> bool:
-    roots = {cls.__module__.split(".", 1)[0] for cls in type(thing).__mro__}
-    return "keras" in roots and compat.is_keras_3(compat.keras_of(thing))
+def _of_keras_3(component: Any) -> bool:
+    roots = {cls.__module__.split(".", 1)[0] for cls in type(component).__mro__}
+    return "keras" in roots and compat.is_keras_3(compat.keras_of(component))
 
 
 def _variables(root: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    seen, pending = {id(root)}, [("", root)]
+    variables: dict[str, Any] = {}
+    visited = {id(root)}
+    pending = [("", root)]
     while pending:
         path, parent = pending.pop()
         for name, child in sorted(tf.train.TrackableView.children(parent).items()):
-            if id(child) in seen:
+            if id(child) in visited:
                 continue
-            seen.add(id(child))
-            place = f"{path}/{name}" if path else name
-            if all(hasattr(child, part) for part in ("assign", "dtype", "shape")):
-                found[place] = child
+            visited.add(id(child))
+            child_path = f"{path}/{name}" if path else name
+            if all(hasattr(child, attribute) for attribute in ("assign", "dtype", "shape")):
+                variables[child_path] = child
             else:
-                pending.append((place, child))
-    return found
+                pending.append((child_path, child))
+    return variables
 
 
-class Own:
+class RankState:
     """The part of a ``JobCheckpoint`` that is of one rank: trackables and random generators by name."""
 
-    def __init__(self, things: Mapping[str, Any]) -> None:
+    def __init__(self, components: Mapping[str, Any]) -> None:
         plain = (random.Random, np.random.Generator)
-        self._generators = {
-            name: thing for name, thing in things.items() if isinstance(thing, plain)
-        }
-        self._trackables = {
-            name: trackable(thing, name)
-            for name, thing in things.items()
-            if name not in self._generators
-        }
+        self._generators = {}
+        self._trackables = {}
+        for name, component in components.items():
+            if isinstance(component, plain):
+                self._generators[name] = component
+            else:
+                self._trackables[name] = trackable(component, name)
 
     def names_of_states(self) -> list[str]:
         """Return a sentence on what isn't restored in another number of ranks; none if there is nothing."""
         names = ", ".join([*self._trackables, *self._generators])
-        return (
-            [f"{names} (per_rank): as this script has made them; an optimizer begins at step 0"]
-            if names
-            else []
-        )
+        if not names:
+            return []
+        return [f"{names} (per_rank): as this script has made them; an optimizer begins at step 0"]
 
-    def write(self, prefix: Path, differing: Mapping[str, Any]) -> None:
-        """Write everything, and the shared variables whose values differ from those written there, by path."""
+    def write(self, prefix: Path, differing: Mapping[str, Any], parts: Sequence[str]) -> None:
+        """Write everything, and the shared variables whose values differ from those written there, by path.
+
+        ``parts`` are the paths of those of which each rank has a part.
+        """
         if self._trackables:
             tf.train.Checkpoint(**self._trackables).write(str(prefix))
         if differing:
-            values = [tf.convert_to_tensor(variable) for variable in differing.values()]
-            names, slices = list(differing), [""] * len(differing)
             tf.raw_ops.SaveV2(
                 prefix=f"{prefix}.differing",
-                tensor_names=names,
-                shape_and_slices=slices,
-                tensors=values,
+                tensor_names=list(differing),
+                shape_and_slices=[""] * len(differing),
+                tensors=list(map(tf.convert_to_tensor, differing.values())),
             )
+        states: dict[str, Any] = {}
+        for name, generator in self._generators.items():
+            if isinstance(generator, random.Random):
+                states[name] = generator.getstate()
+            else:
+                states[name] = generator.bit_generator.state
         record = {
             "random": random_states(),
-            "generators": {
-                name: thing.getstate()
-                if isinstance(thing, random.Random)
-                else thing.bit_generator.state
-                for name, thing in self._generators.items()
-            },
+            "generators": states,
             "differing": list(differing),
+            "parts": list(parts),
         }
         Path(f"{prefix}.json").write_text(to_json(record), encoding="utf-8")
 
-    def read(self, prefix: Path, variables: Mapping[str, Any]) -> list[str]:
-        """Read what ``write`` has written, given the shared variables by path; return what could not be kept."""
+    def read(self, prefix: Path, variables: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """Read what ``write`` has written, given the shared variables by path.
+
+        Return what could not be kept, and the paths of variables of which this rank has read its part.
+        """
         record = from_json(Path(f"{prefix}.json").read_text(encoding="utf-8"))
         lost = []
         if self._trackables:
             if Path(f"{prefix}.index").exists():
-                tf.train.Checkpoint(**self._trackables).read(
-                    str(prefix)
-                ).assert_existing_objects_matched()
+                status = tf.train.Checkpoint(**self._trackables).read(str(prefix))
+                status.assert_existing_objects_matched()
             else:
                 lost.append(f"{', '.join(self._trackables)}: not in the checkpoint")
-        for name, thing in self._generators.items():
+        for name, generator in self._generators.items():
             state = record["generators"].get(name)
             if state is None:
                 lost.append(f"{name}: not in the checkpoint")
-            elif isinstance(thing, random.Random):
-                thing.setstate(state)
+            elif isinstance(generator, random.Random):
+                generator.setstate(state)
             else:
-                thing.bit_generator.state = state
-        known = {path: variables[path] for path in record["differing"] if path in variables}
-        lost += [
-            f"{path}: it doesn't exist yet" for path in record["differing"] if path not in known
-        ]
-        if known:
-            dtypes = [tf.as_dtype(variable.dtype) for variable in known.values()]
-            names, slices = list(known), [""] * len(known)
-            values = tf.raw_ops.RestoreV2(
+                generator.bit_generator.state = state
+        existing = {}
+        for path in record["differing"]:
+            if path in variables:
+                existing[path] = variables[path]
+            else:
+                lost.append(f"{path}: it doesn't exist yet")
+        if existing:
+            tensors = tf.raw_ops.RestoreV2(
                 prefix=f"{prefix}.differing",
-                tensor_names=names,
-                shape_and_slices=slices,
-                dtypes=dtypes,
+                tensor_names=list(existing),
+                shape_and_slices=[""] * len(existing),
+                dtypes=[tf.as_dtype(variable.dtype) for variable in existing.values()],
             )
-            for variable, value in zip(known.values(), values):
-                variable.assign(value)
+            for variable, tensor in zip(existing.values(), tensors):
+                variable.assign(tensor)
         set_random_states(record["random"])
-        return lost
+        return lost, record.get("parts", [])

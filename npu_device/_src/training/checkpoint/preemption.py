@@ -20,8 +20,8 @@ import threading
 import time
 from typing import Any
 
-from npu_device._src.cluster.errors import RESUMABLE, ClusterError
 from npu_device._src.cluster.health import Health
+from npu_device._src.cluster.rank_errors import RESUMABLE, ClusterError
 from npu_device._src.cluster.time_limits import PREEMPTION_JOIN_SECONDS, SAME_PREEMPTION_SECONDS
 
 _STEP = "preemption step"
@@ -39,14 +39,16 @@ class Preemption:
     def __init__(
         self, health: Health | None, world_size: int, number: signal.Signals, limit: float
     ) -> None:
-        self._health, self._size, self._signal = health, world_size, number
+        self._health = health
+        self._size = world_size
+        self._signal = number
         self._limit = limit  # seconds from the signal until this process ends, finished or not
         self._name = next(_numbers)  # the same on all ranks, since they make the same calls
         self._changed = threading.Condition()
         self._steps = 0
         self._holds_at: int | None = None
         self._asking: set[str] = set()  # who has asked for a step and not told yet which it is
-        self._last: int | None = None
+        self._last_step: int | None = None
         self._deadline: float | None = None
         self._code = 128 + number
         self._is_closed = False
@@ -60,9 +62,10 @@ class Preemption:
                 number.name,
             )
             _current.close()
-        self._previous = signal.signal(number, _nothing)  # raises in other threads
+        self._previous = signal.signal(number, _ignore_signal)  # raises in other threads
         _current = self
         self._reader, self._writer = os.pipe()
+        # ``set_wakeup_fd`` takes no other.
         os.set_blocking(self._writer, False)
         self._previous_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         if health is not None:
@@ -77,12 +80,14 @@ class Preemption:
         """Return True if all ranks stop after the step that is over now; every rank has to call it after each step."""
         with self._changed:
             self._steps += 1
-            while (
-                self._last is None and self._holds_at is not None and self._steps >= self._holds_at
-            ):
+            while self._last_step is None and self._is_held():
                 if not self._changed.wait(self._limit):
                     self._holds_at = None  # the rank that asked is gone
-            return self._steps == self._last
+            return self._steps == self._last_step
+
+    def _is_held(self) -> bool:
+        """Return whether a rank has asked at which step all can stop, and hasn't told yet."""
+        return self._holds_at is not None and self._steps >= self._holds_at
 
     def has_saved(self) -> None:
         """Record that the last checkpoint is complete: from now on, the process can only end as resumable."""
@@ -94,7 +99,8 @@ class Preemption:
             return
         global _current
         self._is_closed = True
-        _current = None if _current is self else _current
+        if _current is self:
+            _current = None
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(self._previous_descriptor)
             signal.signal(self._signal, self._previous or signal.SIG_DFL)
@@ -111,19 +117,20 @@ class Preemption:
         with self._changed:
             if name != self._name or self._is_closed:
                 return _NEVER
-            if self._last is not None:
-                return self._last  # so that all who ask find the same step
+            if self._last_step is not None:
+                return self._last_step  # so that all who ask find the same step
             self._asking.add(asker)
             self._holds_at = self._holds_at or self._steps + 1
             return self._holds_at
 
     def _answer_stop(self, body: Any) -> bool:
-        name, asker, last = body
+        name, asker, last_step = body
         with self._changed:
             self._asking.discard(asker)
-            if name == self._name and self._last is None:
-                self._last = None if last == _NEVER else last
-                if self._last is not None or not self._asking:
+            if name == self._name and self._last_step is None:
+                if last_step != _NEVER:
+                    self._last_step = last_step
+                if self._last_step is not None or not self._asking:
                     self._holds_at = None
                 self._changed.notify_all()
         return True
@@ -135,9 +142,12 @@ class Preemption:
         poll = select.poll()  # select.select takes no descriptor above 1023
         poll.register(self._reader, select.POLLIN)
         while True:
-            left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-            if not poll.poll(None if left is None else 1000 * left):
+            timeout = None
+            if self._deadline is not None:
+                timeout = 1000 * max(0.0, self._deadline - time.monotonic())
+            if not poll.poll(timeout):
                 self._end(f"the step and its checkpoint were not finished within {self._limit:g} s")
+            # One byte for each signal that has come; none when the writer is closed.
             numbers = os.read(self._reader, 4096)
             if not numbers:
                 os.close(self._reader)
@@ -171,15 +181,18 @@ class Preemption:
     def _agree(self) -> int:
         asker = secrets.token_hex(4)
         if self._health is None:
-            last = self._answer_step([self._name, asker])
-            self._answer_stop([self._name, asker, last])
-            return last
-        ranks, seconds = range(self._size), self._limit / 3
+            last_step = self._answer_step([self._name, asker])
+            self._answer_stop([self._name, asker, last_step])
+            return last_step
+        ranks = range(self._size)
+        seconds = self._limit / 3
         answers = self._health.ask(_STEP, [self._name, asker], ranks, seconds).values()
         # A rank that has left, or that doesn't answer, will not come to any step.
-        last = max(answers) if len(answers) == self._size and _NEVER not in answers else _NEVER
-        self._health.ask(_STOP, [self._name, asker, last], ranks, seconds)
-        return last
+        last_step = _NEVER
+        if len(answers) == self._size and _NEVER not in answers:
+            last_step = max(answers)
+        self._health.ask(_STOP, [self._name, asker, last_step], ranks, seconds)
+        return last_step
 
     def _say(self, text: str) -> None:
         print(f"npu_device: {self._signal.name}: {text}", file=sys.stderr, flush=True)
@@ -191,7 +204,7 @@ class Preemption:
         os._exit(self._code)  # the main thread may be waiting in an operation forever
 
 
-def _nothing(number: int, frame: Any) -> None:
+def _ignore_signal(number: int, frame: Any) -> None:
     """Handle the signal in Python: the thread does everything."""
 
 
@@ -201,7 +214,9 @@ _mask_before_fork = threading.local()
 
 
 def _hold_signal() -> None:
-    mask = set() if _current is None else {_current._signal}
+    mask = set()
+    if _current is not None:
+        mask = {_current._signal}
     _mask_before_fork.value = signal.pthread_sigmask(signal.SIG_BLOCK, mask)
 
 

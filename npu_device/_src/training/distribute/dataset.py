@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.collectives.job import Job
 from npu_device._src.training.opening import device
 from npu_device._src.training.watching.digests import SHOWN_RANKS
@@ -48,10 +48,11 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
     Source: Ascend TF Adapter 2.x, ``npu.distribute.shard_and_rebatch_dataset``.
     """
     job = device.unless_child()
-    place = device.parent_of_this_process() if job is None else job.cluster
-    if place is None:
+    process = device.parent_of_this_process() if job is None else job.cluster
+    if process is None:
         return dataset, global_bs
-    rank, world_size = place.rank, place.world_size
+    rank = process.rank
+    world_size = process.world_size
     try:
         batch_size = operator.index(global_bs)
     except TypeError:
@@ -72,25 +73,25 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
         )
     batch = batch_size // world_size
     if job is not None:
-        count = (
-            int(dataset.cardinality()) if tf.executing_eagerly() else tf.data.UNKNOWN_CARDINALITY
-        )
+        count = tf.data.UNKNOWN_CARDINALITY
+        if tf.executing_eagerly():
+            count = int(dataset.cardinality())
         if rank == 0:
-            _tell_if_uneven(count, world_size, batch)
+            _warn_if_uneven(count, world_size, batch)
         _compare_shuffles(job, dataset)
     return dataset.shard(world_size, rank), batch
 
 
-def _tell_if_uneven(count: int, world_size: int, batch: int) -> None:
+def _warn_if_uneven(count: int, world_size: int, batch: int) -> None:
     """Warn if ranks get nothing, or may get one batch more than others."""
-    least, more = divmod(max(count, 0), world_size)
-    if more and not least:
+    least, remainder = divmod(max(count, 0), world_size)
+    if remainder and not least:
         _log.warning(
             "shard_and_rebatch_dataset: %d elements on %d ranks: rank(s) from %d on get none.\nWhat to do: give every "
             "rank at least one element. If the elements are files, write more of them, or read them before the call.",
             *(count, world_size, count),
         )
-    elif more and (least % batch == 0 or (least + 1) % batch == 0):
+    elif remainder and (least % batch == 0 or (least + 1) % batch == 0):
         _log.warning(
             "shard_and_rebatch_dataset: %d elements on %d ranks leave some ranks one element more, and with batches of "
             "%d per rank one batch more. A rank that makes a step more than the others waits for them, or runs ahead "
@@ -99,7 +100,7 @@ def _tell_if_uneven(count: int, world_size: int, batch: int) -> None:
         )
 
 
-class _Divided:
+class _DivisionCount:
     """How many datasets were divided; a part of the job."""
 
     count = 0
@@ -107,27 +108,25 @@ class _Divided:
 
 def _compare_shuffles(job: Job, dataset: Any) -> None:
     """Warn if a dataset is shuffled in another order on each rank. No rank waits: the last one compares."""
-    seeds, divided = compat.shuffle_seeds(dataset), job.made(_Divided)
+    seeds = compat.shuffle_seeds(dataset)
+    divided = job.made(_DivisionCount)
     divided.count += 1
-    if any(set(pair) == {0} for pair in seeds):
+    if any(set(pair) == {0} for pair in seeds):  # without a seed, TensorFlow draws one
         if job.cluster.rank == 0:
             _log.warning(_TEXT, "without a seed", "")
         return
     if divided.count > _SEEDS_COMPARED or any(None in pair for pair in seeds):
         return
     try:
-        everybody = job.store.post(
-            f"shuffled before division {divided.count}", [list(pair) for pair in seeds]
-        )
+        name = f"shuffled before division {divided.count}"
+        answers = job.store.post(name, [list(pair) for pair in seeds])
     except ClusterError:
         return  # the next collective tells
-    if len(everybody) == job.cluster.world_size and any(
-        other != everybody[0] for other in everybody.values()
-    ):
-        rows = {
-            rank: f"seed {', '.join(str(pair[1]) for pair in everybody[rank])}"
-            for rank in sorted(everybody)
-        }
+    is_last = len(answers) == job.cluster.world_size
+    if is_last and any(answer != answers[0] for answer in answers.values()):
+        rows = {}
+        for rank in sorted(answers):
+            rows[rank] = f"seed {', '.join(str(pair[1]) for pair in answers[rank])}"
         _log.warning(
             _TEXT,
             "with another seed on each rank:\n",

@@ -50,9 +50,9 @@ def create_group(group: str, rank_num: int, rank_ids: list[int]) -> None:
     if not isinstance(rank_num, int) or rank_num < 1:
         raise ValueError(f"{where}rank_num is {rank_num!r}; expected a whole number from 1")
     if not isinstance(rank_ids, list):
-        kind = type(rank_ids).__name__
+        type_name = type(rank_ids).__name__
         raise ValueError(
-            f"{where}rank_ids is {rank_ids!r}, a {kind}; expected a list of world ranks"
+            f"{where}rank_ids is {rank_ids!r}, a {type_name}; expected a list of world ranks"
         )
     if len(rank_ids) != rank_num:
         raise ValueError(
@@ -64,6 +64,7 @@ def create_group(group: str, rank_num: int, rank_ids: list[int]) -> None:
                 f"{where}rank_ids[{position}] is {member!r}; expected a world rank, a whole number from 0 to "
                 f"{world_size - 1}"
             )
+    # Group ranks count in ascending order, whatever the order of the list.
     members = tuple(sorted(int(member) for member in rank_ids))
     if len(set(members)) < rank_num:
         doubled = sorted({member for member in members if members.count(member) > 1})
@@ -75,13 +76,13 @@ def create_group(group: str, rank_num: int, rank_ids: list[int]) -> None:
             f"{where}rank {rank} is not among rank_ids {rank_ids}; expected a group to which the calling rank "
             "belongs.\nWhat to do: let each rank make only the groups that it is a member of."
         )
-    made = _made()
-    if group in made:
+    groups = _own_groups()
+    if group in groups:
         raise ValueError(
-            f"{where}this name belongs to the group of rank(s) {listed(made[group].ranks)}; expected another "
+            f"{where}this name belongs to the group of rank(s) {listed(groups[group].ranks)}; expected another "
             "one.\nWhat to do: make each group once, or call destroy_group first."
         )
-    made[group] = Group(group, members, members.index(rank))
+    groups[group] = Group(group, members, members.index(rank))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -104,7 +105,7 @@ def destroy_group(group: str) -> None:
         )
     job = device.unless_child()
     if job is None:
-        del _made()[group]
+        del _own_groups()[group]
     else:
         job.forget_group(group)
 
@@ -210,28 +211,33 @@ def get_group_rank_from_world_rank(world_rank_id: int, group: str) -> int:
 
 
 def _rank_and_size() -> tuple[int, int]:
-    place = device.place()
-    return (0, 1) if place is None else (place.rank, place.world_size)
+    process = device.cluster_or_parent()
+    if process is None:
+        return 0, 1
+    return process.rank, process.world_size
 
 
-def _made() -> dict[str, Group]:
+def _own_groups() -> dict[str, Group]:
     job = device.unless_child()
-    return _alone if job is None else job.groups
+    if job is None:
+        return _alone
+    return job.groups
 
 
 def _find(name: str) -> Group:
-    return find_group(name, *_rank_and_size(), _made())
+    return find_group(name, *_rank_and_size(), _own_groups())
 
 
 def _neighbours(name: str) -> list[int]:
     """Return the group ranks of the members on this host."""
-    members, parent = _find(name), device.parent_of_this_process()
-    job = None if parent else device.running_job()
+    members = _find(name)
+    parent = device.parent_of_this_process()
     if parent is not None:
-        near: Any = ranks_of(parent.neighbours)
+        neighbours: Any = ranks_of(parent.neighbours)
     else:
-        near = job.cluster.neighbours if job else [0]
-    return [rank for rank, world_rank in enumerate(members.ranks) if world_rank in near]
+        job = device.running_job()
+        neighbours = [0] if job is None else job.cluster.neighbours
+    return [rank for rank, world_rank in enumerate(members.ranks) if world_rank in neighbours]
 
 
 def _check_rank(argument: str, rank: Any) -> None:

@@ -12,7 +12,7 @@ from npu_device._src.gradients.reduction import ReductionOptions, reduce_list, w
 from npu_device._src.training.distribute.normalization import note_reduced
 from npu_device._src.training.distribute.reduce_values import floating
 from npu_device._src.training.opening import device
-from npu_device._src.training.opening.current_world import world, world_unless_child
+from npu_device._src.training.opening.current_world import current_world, world_unless_child
 
 
 @tf.autograph.experimental.do_not_convert
@@ -26,8 +26,8 @@ def rank() -> int:
     >>> npu.distribute.rank(), npu.distribute.size(), npu.distribute.is_main()  # a single device
     (0, 1, True)
     """
-    place = device.place()
-    return 0 if place is None else place.rank
+    process = device.cluster_or_parent()
+    return 0 if process is None else process.rank
 
 
 @tf.autograph.experimental.do_not_convert
@@ -37,8 +37,8 @@ def size() -> int:
     Raises:
         RuntimeError: the environment names several ranks, but the job can't be joined any more.
     """
-    place = device.place()
-    return 1 if place is None else place.world_size
+    process = device.cluster_or_parent()
+    return 1 if process is None else process.world_size
 
 
 @tf.autograph.experimental.do_not_convert
@@ -49,8 +49,8 @@ def local_rank() -> int:
     Raises:
         RuntimeError: the environment names several ranks, but the job can't be joined any more.
     """
-    place = device.place()
-    return 0 if place is None else place.local_rank
+    process = device.cluster_or_parent()
+    return 0 if process is None else process.local_rank
 
 
 @tf.autograph.experimental.do_not_convert
@@ -60,8 +60,8 @@ def local_size() -> int:
     Raises:
         RuntimeError: the environment names several ranks, but the job can't be joined any more.
     """
-    place = device.place()
-    return 1 if place is None else place.local_size
+    process = device.cluster_or_parent()
+    return 1 if process is None else process.local_size
 
 
 @tf.autograph.experimental.do_not_convert
@@ -80,9 +80,9 @@ def barrier() -> None:
     Raises:
         RuntimeError: another rank has failed, left or makes a different call, or the job can't be joined any more.
     """
-    ranks = world_unless_child()
-    if ranks is not None:
-        ranks.wait()
+    world = world_unless_child()
+    if world is not None:
+        world.wait()
 
 
 def broadcast_object(value: Any, root_rank: int = 0) -> Any:
@@ -107,14 +107,14 @@ def broadcast_object(value: Any, root_rank: int = 0) -> Any:
     >>> npu.distribute.broadcast_object({"epoch": 3})  # a single device
     {'epoch': 3}
     """
-    ranks = world()
-    if ranks is None:
+    world = current_world()
+    if world is None:
         return value
-    if not 0 <= root_rank < ranks.size:
+    if not 0 <= root_rank < world.size:
         raise ValueError(
-            f"rank {ranks.rank}: broadcast_object has no root_rank {root_rank!r}; expected 0 to {ranks.size - 1}"
+            f"rank {world.rank}: broadcast_object has no root_rank {root_rank!r}; expected 0 to {world.size - 1}"
         )
-    return ranks.object_from_root(value, root_rank)
+    return world.object_from_root(value, root_rank)
 
 
 def gather_object(value: Any) -> list[Any]:
@@ -135,8 +135,10 @@ def gather_object(value: Any) -> list[Any]:
     >>> npu.distribute.gather_object({"samples": 12})  # a single device
     [{'samples': 12}]
     """
-    ranks = world()
-    return [value] if ranks is None else ranks.objects(value, "gather_object")
+    world = current_world()
+    if world is None:
+        return [value]
+    return world.objects(value, "gather_object")
 
 
 @contextlib.contextmanager
@@ -158,11 +160,11 @@ def rank_zero_first() -> Iterator[bool]:
     ...     main
     True
     """
-    ranks = world_unless_child()
-    if ranks is None:
+    world = world_unless_child()
+    if world is None:
         yield is_main()
         return
-    if ranks.is_main:
+    if world.is_main:
         problem = ""
         try:
             yield True
@@ -170,12 +172,13 @@ def rank_zero_first() -> Iterator[bool]:
             problem = f"{type(error).__name__}: {error}"
             raise
         finally:
-            ranks.object_from_root(problem)
+            # Also after an error, or the other ranks would wait for this one.
+            world.object_from_root(problem)
         return
-    problem = ranks.object_from_root("")
+    problem = world.object_from_root("")
     if problem:
         raise RuntimeError(
-            f"rank {ranks.rank}: rank 0 failed in `with npu.distribute.rank_zero_first()`, for which the other ranks "
+            f"rank {world.rank}: rank 0 failed in `with npu.distribute.rank_zero_first()`, for which the other ranks "
             f"waited: {problem}\nWhat to do: fix the error on rank 0."
         )
     yield False
@@ -206,24 +209,27 @@ def weighted_mean(values: Any, weight: Any) -> Any:
     >>> npu.distribute.weighted_mean(3.0, 8)  # a single device
     3.0
     """
-    ranks = world()
-    if ranks is None:
+    world = current_world()
+    if world is None:
         return values
-    mine = tf.cast(weight, tf.float64)
-    found, wrong = tf.get_static_value(mine), ""
-    if mine.shape.rank not in (0, None):
-        wrong = f"a weight of shape {mine.shape}; expected a scalar"
-    elif found is not None and found < 0:
-        wrong = f"the weight {found:g}; expected 0 or more"
+    own_weight = tf.cast(weight, tf.float64)
+    number = tf.get_static_value(own_weight)
+    wrong = ""
+    if own_weight.shape.rank not in (0, None):
+        wrong = f"a weight of shape {own_weight.shape}; expected a scalar"
+    elif number is not None and number < 0:
+        wrong = f"the weight {number:g}; expected 0 or more"
     if wrong:
-        where = f"rank {ranks.job.cluster.rank}: weighted_mean was given "
+        where = f"rank {world.job.cluster.rank}: weighted_mean was given "
         raise ValueError(f"{where}{wrong}, such as the number of samples of this rank")
-    note_reduced(ranks, values, by_samples=True)
-    part = tf.math.divide_no_nan(mine, ranks.add_up(mine))
-    parts = [weighted(with_values(value, floating), part) for value in tf.nest.flatten(values)]
-    return tf.nest.pack_sequence_as(
-        values, reduce_list(ranks.job, parts, ReductionOptions("sum"), ranks.group)
-    )
+    note_reduced(world, values, by_samples=True)
+    # Without a weight on any rank, the mean is 0.
+    fraction = tf.math.divide_no_nan(own_weight, world.add_up(own_weight))
+    terms = []
+    for value in tf.nest.flatten(values):
+        terms.append(weighted(with_values(value, floating), fraction))
+    means = reduce_list(world.job, terms, ReductionOptions("sum"), world.group)
+    return tf.nest.pack_sequence_as(values, means)
 
 
 def metric_results(metrics: Any) -> dict[str, Any]:
@@ -241,7 +247,8 @@ def metric_results(metrics: Any) -> dict[str, Any]:
 
     Every rank has to make the call, eagerly.
     """
-    ranks, metrics = world(), list(metrics)
+    world = current_world()
+    metrics = list(metrics)
     names = [metric.name for metric in metrics]
     if len(set(names)) < len(names):
         raise ValueError(
@@ -251,16 +258,16 @@ def metric_results(metrics: Any) -> dict[str, Any]:
     results = {}
     for metric in metrics:
         variables = list(metric.variables)
-        mine = [tf.convert_to_tensor(variable) for variable in variables]
+        # Kept, and assigned again: later batches add to the state of this rank.
+        own_states = [tf.convert_to_tensor(variable) for variable in variables]
         try:
-            if ranks is not None:
-                for variable, value in zip(variables, mine):
-                    variable.assign(ranks.add_up(value))
+            if world is not None:
+                for variable, state in zip(variables, own_states):
+                    variable.assign(world.add_up(state))
             result = metric.result()
         finally:
-            for variable, value in zip(variables, mine):
-                variable.assign(value)
-        results[metric.name] = tf.nest.map_structure(
-            lambda value: tf.convert_to_tensor(value).numpy(), result
-        )
+            for variable, state in zip(variables, own_states):
+                variable.assign(state)
+        to_array = lambda number: tf.convert_to_tensor(number).numpy()  # noqa: E731
+        results[metric.name] = tf.nest.map_structure(to_array, result)
     return results

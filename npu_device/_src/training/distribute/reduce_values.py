@@ -14,7 +14,7 @@ from npu_device._src.collectives.dtypes import mean_dtype
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list, weighted, with_values
 from npu_device._src.training.distribute.normalization import note_reduced
-from npu_device._src.training.opening.current_world import world
+from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.training.watching import same_variables
 from npu_device._src.training.watching.applied_gradients import AppliedGradients
 from npu_device._src.training.watching.replica_audit import audit_by_hand
@@ -73,70 +73,76 @@ def all_reduce(
 
     Source: Ascend TF Adapter 2.x, ``npu.distribute.all_reduce``.
     """
-    how = ReductionOptions(reduction, fusion, fusion_id, compression=compression)
-    ranks = world(group)
-    if ranks is None:
+    options = ReductionOptions(reduction, fusion, fusion_id, compression=compression)
+    world = current_world(group)
+    if world is None:
         return values
-    several = tf.nest.is_nested(values)
     tensors = list(map(_to_tensor, tf.nest.flatten(values)))
+    may_be_gradients = tf.nest.is_nested(values) and reduction in ("mean", "sum")
     step = current_step()
     if step is not None and group == WORLD_GROUP:
-        reduced = (
-            step.reduce(tensors, how)
-            if reduction not in ("mean", "sum")
-            else _by_samples(step, tensors, how)
-        )
-    elif several and reduction in ("mean", "sum"):
-        reduced = reduce_by_hand(ranks, tf.nest.flatten(values), tensors, how)
+        if reduction in ("mean", "sum"):
+            reduced = _by_samples(step, tensors, options)
+        else:
+            reduced = step.reduce(tensors, options)
+    elif may_be_gradients:
+        reduced = reduce_by_hand(world, tf.nest.flatten(values), tensors, options)
     else:
-        reduced = reduce_list(ranks.job, tensors, how, ranks.group)
-        watch_reduction(ranks, tf.nest.flatten(values), tensors, reduced, how)
+        reduced = reduce_list(world.job, tensors, options, world.group)
+        watch_reduction(world, tf.nest.flatten(values), tensors, reduced, options)
     return tf.nest.pack_sequence_as(values, reduced)
 
 
 def reduce_by_hand(
-    ranks: World,
+    world: World,
     values: list[Any],
     tensors: list[Any],
-    how: ReductionOptions,
+    options: ReductionOptions,
     level: int = logging.WARNING,
 ) -> list[Any]:
     """Reduce what may be gradients: ``values`` of the script, as ``tensors``; before, compare the ranks' variables."""
-    behind = same_variables.make_equal_behind(ranks, tensors, level)
-    with same_variables.compared_in_session(ranks, tensors):
-        reduced = reduce_list(ranks.job, tensors, how, ranks.group)
-    pair = watch_reduction(ranks, values, tensors, reduced, how)
-    if behind is not None:
-        audit_by_hand(ranks, behind, pair)
+    variables = same_variables.make_equal_behind(world, tensors, level)
+    with same_variables.compared_in_session(world, tensors):
+        reduced = reduce_list(world.job, tensors, options, world.group)
+    pair = watch_reduction(world, values, tensors, reduced, options)
+    if variables is not None:
+        audit_by_hand(world, variables, pair)
     return reduced
 
 
-def _by_samples(step: CurrentStep, tensors: list[Any], how: ReductionOptions) -> list[Any]:
+def _by_samples(step: CurrentStep, tensors: list[Any], options: ReductionOptions) -> list[Any]:
     # In the step of a replicated model, in which a rank counts by its samples.
-    prepared = [with_values(each, floating) for each in tensors] if how.kind == "mean" else tensors
-    weight = step.weight if how.kind == "mean" else step.counts
-    parts = [weighted(step.to_exchange(each), weight) for each in prepared]
-    reduced = [step.exchanged(each) for each in step.reduce(parts, replace(how, kind="sum"))]
+    weight = step.counts
+    if options.reduction == "mean":
+        tensors = [with_values(tensor, floating) for tensor in tensors]
+        weight = step.weight
+    terms = [weighted(step.to_exchange(tensor), weight) for tensor in tensors]
+    sums = step.reduce(terms, replace(options, reduction="sum"))
+    reduced = list(map(step.exchanged, sums))
     step.reduced += reduced
     return reduced
 
 
 def floating(values: tf.Tensor) -> tf.Tensor:
     """Return values as their mean: integers become floating-point numbers."""
-    return tf.cast(values, mean_dtype(values.dtype)) if values.dtype.is_integer else values
+    if values.dtype.is_integer:
+        return tf.cast(values, mean_dtype(values.dtype))
+    return values
 
 
 def watch_reduction(
-    ranks: World, values: list[Any], mine: list[Any], reduced: list[Any], how: ReductionOptions
+    world: World,
+    values: list[Any],
+    own_tensors: list[Any],
+    reduced: list[Any],
+    options: ReductionOptions,
 ) -> Callable[[], Pair | None] | None:
     """Note a reduction by hand; return what finds one of the gradients before and after it, if ranks can compare it."""
-    pair = (
-        functools.partial(pair_of, mine, reduced, how.kind, ranks.size)
-        if ranks.group.name == WORLD_GROUP
-        else None
-    )
-    note_reduced(ranks, values)
-    watching = ranks.job.part(AppliedGradients)
+    pair = None
+    if world.group.name == WORLD_GROUP:
+        pair = functools.partial(pair_of, own_tensors, reduced, options.reduction, world.size)
+    note_reduced(world, values)
+    watching = world.job.part(AppliedGradients)
     if watching is not None:
         watching.note_reduced(values, pair)
     return pair
@@ -146,10 +152,11 @@ def _to_tensor(value: Any) -> Any:
     if value is None:
         return None
     if isinstance(value, tf.IndexedSlices):
-        shape = None if value.dense_shape is None else tf.convert_to_tensor(value.dense_shape)
-        return tf.IndexedSlices(
-            tf.convert_to_tensor(value.values), tf.convert_to_tensor(value.indices), shape
-        )
+        shape = value.dense_shape
+        if shape is not None:
+            shape = tf.convert_to_tensor(shape)
+        rows = tf.convert_to_tensor(value.values)
+        return tf.IndexedSlices(rows, tf.convert_to_tensor(value.indices), shape)
     if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
         raise TypeError(
             f"all_reduce can't reduce a {type(value).__name__}; expected tensors, numbers or tf.IndexedSlices.\n"
@@ -186,15 +193,16 @@ def all_gather(tensor: Any) -> Any:
     >>> npu.distribute.all_gather([1.0, 2.0])  # a single device
     [1.0, 2.0]
     """
-    ranks = world()
-    if ranks is None:
+    world = current_world()
+    if world is None:
         return tensor
-    tensor, step = tf.convert_to_tensor(tensor), current_step()
+    tensor = tf.convert_to_tensor(tensor)
+    step = current_step()
     if tensor.shape.rank == 0:
         raise ValueError(
-            f"rank {ranks.rank}: all_gather was given a scalar; expected a tensor whose first axis counts samples.\n"
+            f"rank {world.rank}: all_gather was given a scalar; expected a tensor whose first axis counts samples.\n"
             "What to do: give it an axis, tensor[tf.newaxis]."
         )
     if step is None:
-        return ranks.gather(tensor)
+        return world.gather(tensor)
     return step.exchanged(step.gather(step.to_exchange(step.share.counted(tensor))))

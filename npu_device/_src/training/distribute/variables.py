@@ -62,32 +62,33 @@ def broadcast(
     del fusion_id
     if fusion not in (0, 2):
         raise ValueError(f"fusion {fusion!r} is unknown to broadcast; expected 0 or 2")
-    ranks = world_unless_child(group)
-    if ranks is None:
+    world = world_unless_child(group)
+    if world is None:
         return fetchable([])
-    given = tf.nest.flatten(values)
-    vocabularies = [value for value in given if compat.is_vocabulary(value)]
-    if not given:
+    variables = tf.nest.flatten(values)
+    vocabularies = list(filter(compat.is_vocabulary, variables))
+    if not variables:
         _log.warning(
             "rank %d: broadcast was given an empty list, so that every rank keeps the values it has.\nLikely cause: "
             "the model isn't built yet, and has no variables before its first call.\nWhat to do: call "
             "model.build(input_shape), or the model on one batch, before broadcast; or let "
             "npu.distribute.replicate(model) see to it.",
-            ranks.job.cluster.rank,
+            world.job.cluster.rank,
         )
-    find_layers(ranks)
-    for position, variable in enumerate(given):
+    find_layers(world)
+    for position, variable in enumerate(variables):
         if not (hasattr(variable, "assign") or compat.is_vocabulary(variable)):
             raise TypeError(
-                f"rank {ranks.job.cluster.rank}: broadcast overwrites variables in place, and number {position} of "
-                f"the {len(given)} values is of type {type(variable).__name__}, which can't be assigned to. Pass "
+                f"rank {world.job.cluster.rank}: broadcast overwrites variables in place, and number {position} of "
+                f"the {len(variables)} values is of type {type(variable).__name__}, which can't be assigned to. Pass "
                 "variables, for instance model.trainable_variables."
             )
     if vocabularies and tf.executing_eagerly():
         layers = map(compat.layer_of_vocabulary, vocabularies)
-        require_same_state(ranks, [layer for layer in layers if layer is not None])
-    sent = [value for value in given if not compat.is_vocabulary(value)]
-    return assign_from_root(ranks, sent, int(root_rank))
+        # A table can't be assigned to, so it is compared.
+        require_same_state(world, [layer for layer in layers if layer is not None])
+    sent = [variable for variable in variables if not compat.is_vocabulary(variable)]
+    return assign_from_root(world, sent, int(root_rank))
 
 
 def npu_broadcast_scope_wrapper(strategy: Any) -> Any:
@@ -111,20 +112,20 @@ def npu_broadcast_scope_wrapper(strategy: Any) -> Any:
     @contextlib.contextmanager
     def scope() -> Iterator[Any]:
         nonlocal sent
-        made = []
+        variables = []
 
         def collect(next_creator: Any, **keywords: Any) -> Any:
             variable = next_creator(**keywords)
             if variable.trainable:
-                made.append(variable)
+                variables.append(variable)
             return variable
 
         with plain_scope() as entered:
             with tf.variable_creator_scope(collect):
                 yield entered
-            if made and not sent:
+            if variables and not sent:
                 sent = True
-                broadcast(made)
+                broadcast(variables)
 
     strategy.scope = scope
     return strategy
@@ -133,9 +134,8 @@ def npu_broadcast_scope_wrapper(strategy: Any) -> Any:
 def require_no_strategy(model: Any) -> None:
     """Refuse a Keras model whose variables a strategy of ``tf.distribute`` has made for several devices."""
     strategy = model.distribute_strategy
-    if compat.is_default_strategy(strategy) or isinstance(
-        strategy, tf.distribute.OneDeviceStrategy
-    ):
+    is_single = isinstance(strategy, tf.distribute.OneDeviceStrategy)
+    if compat.is_default_strategy(strategy) or is_single:
         return
     raise ValueError(
         f"the model {model.name!r} was made under {type(strategy).__name__}, which copies variables to the devices of "
@@ -176,29 +176,30 @@ def grouping_gradients_apply(
 
     Source: Ascend TF Adapter 2.x, ``npu.distribute.grouping_gradients_apply``.
     """
-    ranks = world_unless_child()
-    if ranks is None:
+    world = world_unless_child()
+    if world is None:
         return apply_func(grads_and_vars, *args, **kwargs)
     optimizer = getattr(apply_func, "__self__", None)
-    found, remedy = (
-        "scales the loss",
-        "use the optimizer inside it, or apply the gradients on every rank",
-    )
-    if clips := getattr(optimizer, "global_clipnorm", None) is not None:
-        found = "clips by global_clipnorm"
+    # What an optimizer computes of all gradients would differ on each rank.
+    purpose = ""
+    if getattr(optimizer, "global_clipnorm", None) is not None:
+        purpose = "clips by global_clipnorm"
         remedy = "clip the reduced gradients by tf.clip_by_global_norm first, with an optimizer that doesn't clip"
-    if clips or hasattr(optimizer, "inner_optimizer"):
+    elif hasattr(optimizer, "inner_optimizer"):
+        purpose = "scales the loss"
+        remedy = "use the optimizer inside it, or apply the gradients on every rank"
+    if purpose:
         raise ValueError(
-            f"rank {ranks.rank}: this {type(optimizer).__name__} {found}, for which it needs all gradients; "
+            f"rank {world.rank}: this {type(optimizer).__name__} {purpose}, for which it needs all gradients; "
             "grouping_gradients_apply gives each rank's only those of its share, so that the ranks would differ.\n"
             f"What to do: {remedy}."
         )
     pairs = list(grads_and_vars)
     variables = [variable for _, variable in pairs]
-    mine = shares(variables, ranks.size)[ranks.rank]
-    before = len(tf.compat.v1.global_variables())
-    applied = apply_func([pairs[position] for position in mine], *args, **kwargs)
-    for variable in tf.compat.v1.global_variables()[before:]:  # none but in a session's graph
+    own_share = shares(variables, world.size)[world.rank]
+    count = len(tf.compat.v1.global_variables())
+    applied = apply_func([pairs[position] for position in own_share], *args, **kwargs)
+    for variable in tf.compat.v1.global_variables()[count:]:  # none but in a session's graph
         tf.compat.v1.add_to_collection(VARIABLES_OF_ONE_RANK, variable)
     with after(applied):
         return grouping_broadcast(variables)
@@ -221,15 +222,15 @@ def grouping_broadcast(variables: Any) -> Any:
 
     Source: Ascend TF Adapter 2.x, ``npu.distribute.grouping_broadcast``.
     """
-    ranks = world_unless_child()
-    if ranks is None:
+    world = world_unless_child()
+    if world is None:
         return variables
     variables = list(variables)
-    sent = [
-        assign_from_root(ranks, [variables[position] for position in share], owner)
-        for owner, share in enumerate(shares(variables, ranks.size))
-    ]
-    return fetchable(sent)
+    assignments = []
+    for owner, share in enumerate(shares(variables, world.size)):
+        shared = [variables[position] for position in share]
+        assignments.append(assign_from_root(world, shared, owner))
+    return fetchable(assignments)
 
 
 def shares(variables: Sequence[Any], count: int) -> list[range]:
@@ -241,18 +242,25 @@ def shares(variables: Sequence[Any], count: int) -> list[range]:
             "What to do: apply the gradients on every rank with the optimizer itself."
         )
     # Scalars weigh nothing, as on Ascend.
-    weights = [
-        tf.as_dtype(v.dtype).size * int(np.prod(v.shape)) if len(v.shape) else 0 for v in variables
-    ]
-    total, before, start = sum(weights), 0, 0
+    weights = []
+    for variable in variables:
+        is_scalar = len(variable.shape) == 0
+        size = tf.as_dtype(variable.dtype).size * int(np.prod(variable.shape))
+        weights.append(0 if is_scalar else size)
+    total = sum(weights)
+    bytes_taken = 0  # bytes of the runs so far
+    start = 0
     runs = []
     for run in range(count):
-        end, left = start + 1, count - run - 1
-        before += weights[start]
-        while end < len(variables) - left and (
-            not left or before + weights[end] / 2 <= total * (run + 1) / count
+        later_runs = count - run - 1
+        goal = total * (run + 1) / count
+        end = start + 1
+        bytes_taken += weights[start]
+        # Each later run needs a variable, and the last run takes all that there are.
+        while end < len(variables) - later_runs and (
+            not later_runs or bytes_taken + weights[end] / 2 <= goal
         ):
-            before += weights[end]
+            bytes_taken += weights[end]
             end += 1
         runs.append(range(start, end))
         start = end
@@ -261,27 +269,28 @@ def shares(variables: Sequence[Any], count: int) -> list[range]:
 
 # What layers hold outside variables, which is compared, not sent: tables, what they adapted to, constant tensors.
 
-_WHILE_ADAPTING = (
-    "summary",
-)  # attributes for ``adapt`` only: samples that differ may well give the same result
+# Attributes for ``adapt`` only: samples that differ may well give the same result.
+_WHILE_ADAPTING = ("summary",)
 
-State = dict[
-    str, tuple[str, int]
-]  # by the name of an attribute, what to call it in a message and a checksum
+# By the name of an attribute, what to call it in a message, and a checksum.
+State = dict[str, tuple[str, int]]
+
+
+_OF_TABLES = ("lookup", "key_dtype", "value_dtype", "resource_handle")
 
 
 def require_same_state(world: World, layers: Sequence[Any], constants: bool = True) -> None:
     """Compare what the same layers hold on all ranks; ``constants``: tensors also of those that don't adapt to data."""
-    mine = [(layer.name, state_of(layer, constants)) for layer in layers]
-    everybody = world.objects(mine, "what layers hold outside variables")
-    if any(len(each) != len(mine) for each in everybody):
+    own_states = [(layer.name, state_of(layer, constants)) for layer in layers]
+    answers = world.objects(own_states, "what layers hold outside variables")
+    if any(len(answer) != len(own_states) for answer in answers):
         return  # the ranks have different models, which their variables show
-    for place, (name, state) in enumerate(mine):
-        states: list[State] = [each[place][1] for each in everybody]
+    for position, (name, state) in enumerate(own_states):
+        states: list[State] = [answer[position][1] for answer in answers]
         for attribute in state:
-            found = [each.get(attribute, ("nothing", 0)) for each in states]
-            if any(each != found[0] for each in found):
-                lines = world.lines(f"{text}, checksum {value:08x}" for text, value in found)
+            held = [rank_state.get(attribute, ("nothing", 0)) for rank_state in states]
+            if held.count(held[0]) < len(held):
+                lines = world.lines(f"{text}, checksum {number:08x}" for text, number in held)
                 raise ValueError(
                     f"the layer {name!r} holds different values of {attribute!r} on the ranks:\n{lines}\n"
                     "Likely cause: the layer adapted to data that were already divided among the ranks, or its "
@@ -296,19 +305,16 @@ def state_of(layer: Any, constants: bool = True) -> State:
     if hasattr(layer, "get_vocabulary"):
         words = list(layer.get_vocabulary())
         state["vocabulary"] = counted(len(words), "word"), zlib.crc32(repr(words).encode())
+    adapts = hasattr(layer, "adapt")
     for name, value in sorted(vars(layer).items()):
-        if all(
-            hasattr(value, part)
-            for part in ("lookup", "key_dtype", "value_dtype", "resource_handle")
-        ):
-            if (
-                "vocabulary" not in state
-            ):  # whose tables have counts of what the layer has adapted to, too
+        if all(hasattr(value, attribute) for attribute in _OF_TABLES):
+            # The tables of a vocabulary also have counts of what the layer has adapted to.
+            if "vocabulary" not in state:
                 state[name] = _of_table(value)
-        elif (constants or hasattr(layer, "adapt")) and name not in _WHILE_ADAPTING:
-            found = _array(value, lists=hasattr(layer, "adapt"))
-            if found is not None:
-                state[name] = f"{found.dtype} {list(found.shape)}", checksum(found)
+        elif (constants or adapts) and name not in _WHILE_ADAPTING:
+            array = _array(value, lists=adapts)
+            if array is not None:
+                state[name] = f"{array.dtype} {list(array.shape)}", checksum(array)
     return state
 
 
@@ -319,7 +325,8 @@ def _of_table(table: Any) -> tuple[str, int]:
         )
     except (tf.errors.OpError, ValueError):  # not initialized yet, or of a graph
         return "a table", 0
-    pairs = sorted(zip(map(repr, keys.numpy().tolist()), map(repr, values.numpy().tolist())))
+    keys = map(repr, keys.numpy().tolist())
+    pairs = sorted(zip(keys, map(repr, values.numpy().tolist())))
     return f"a table with {counted(len(pairs), 'key')}", zlib.crc32(repr(pairs).encode())
 
 
@@ -327,16 +334,12 @@ def _array(value: Any, lists: bool) -> np.ndarray | None:
     """Return the values of a constant, which may be a list if ``lists`` is True; None for anything else."""
     if isinstance(value, np.ndarray):
         return value
-    if (
-        isinstance(value, tf.Tensor)
-        and not tf.is_symbolic_tensor(value)
-        and value.dtype != tf.resource
-    ):
-        return None if value.dtype == tf.variant else compat.to_array(value)
-    if (
-        lists
-        and isinstance(value, list)
-        and all(isinstance(each, (float, np.floating, str)) for each in value)
-    ):
-        return np.asarray(value)
-    return None
+    if isinstance(value, tf.Tensor):
+        if tf.is_symbolic_tensor(value) or value.dtype in (tf.resource, tf.variant):
+            return None
+        return compat.to_array(value)
+    if not lists or not isinstance(value, list):
+        return None
+    if not all(isinstance(entry, (float, np.floating, str)) for entry in value):
+        return None
+    return np.asarray(value)

@@ -14,7 +14,7 @@ from npu_device._src.training.distribute.variables import broadcast
 from npu_device._src.training.fit import xla
 from npu_device._src.training.fit.replica import replica_of
 from npu_device._src.training.opening import device
-from npu_device._src.training.opening.current_world import world
+from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.training.watching import training_state
 
 _logger = logging.getLogger("npu_device")
@@ -177,7 +177,7 @@ def _shapes(model: Any) -> list[Any]:
 
 def _compare(shapes: list[Any], flag: bool = False) -> tuple[bool, bool]:
     """Return whether all ranks have the same shapes, and whether the flag is set on any; every rank has to ask."""
-    ranks = world()
+    ranks = current_world()
     found = (
         [(shapes, flag)]
         if ranks is None

@@ -31,7 +31,7 @@ from typing import Any, Callable, Optional
 
 from npu_device._src import environment
 from npu_device._src.cluster import time_limits
-from npu_device._src.cluster.errors import ClusterError, PeerError
+from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.collectives.job import Job
 from npu_device._src.compat import keras_models
@@ -100,7 +100,7 @@ class Saves:
     def save(self, path: str, write: Callable[[], Any]) -> Any:
         """Let rank 0 write a path. Others wait for it and return None, or write where they can't see its file."""
         with self._lock:
-            begun, before = self._calls.begun, self._saves.pop(path, None)
+            begun, before = self._calls.started, self._saves.pop(path, None)
             count = 1 if before is None or before.moment[0] < begun else before.moment[1] + 1
             if len(self._saves) == _REMEMBERED:
                 del self._saves[next(iter(self._saves))]
@@ -132,7 +132,7 @@ class Saves:
 
     def _outcome(self, path: str, moment: _Moment) -> _Outcome | None:
         """Return how the save of a path that belongs to a moment has ended; None if that isn't known yet."""
-        save, has_passed = self._saves.get(path), self._calls.begun > moment[0]
+        save, has_passed = self._saves.get(path), self._calls.started > moment[0]
         if save is None:
             return (False, None) if has_passed else None
         return save.outcome if save.is_over and (has_passed or save.moment >= moment) else None

@@ -129,7 +129,9 @@ class Rehearsal:
 
         def take(gradients: Any, variables: Any) -> Any:
             gradients, variables = list(gradients), list(variables)
-            weighted = gradients if reduction is None else reduction.part_of(gradients, self.step)
+            weighted = gradients
+            if reduction is not None:
+                weighted = reduction.part_of(gradients, self.step, optimizer)
             for variable, gradient, part in zip(variables, gradients, weighted):
                 if gradient is not None:
                     self.variables.append(variable)
@@ -292,8 +294,8 @@ class _VirtualRanks:
         return differentiable([everything], backward, [tensor])[0]
 
     def reduce(self, tensors: Sequence[Any], options: ReductionOptions) -> list[Any]:
-        if options.kind != "sum":
-            raise NotChecked(f"the step reduces by {options.kind!r} itself")
+        if options.reduction != "sum":
+            raise NotChecked(f"the step reduces by {options.reduction!r} itself")
         return [
             None if each is None else self.add_up(tf.convert_to_tensor(each)) for each in tensors
         ]

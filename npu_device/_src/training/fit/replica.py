@@ -45,6 +45,7 @@ from npu_device._src.training.fit.step import predict_step, train_or_test_step
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.optimizers.optimizer_wrapper import is_sharded
 from npu_device._src.training.watching import training_state
+from npu_device._src.training.watching.own_parts import settle
 from npu_device._src.training.watching.same_variables import warn_if_different
 from npu_device._src.world.world import World
 
@@ -300,6 +301,13 @@ def callbacks_of_rank(
             _require_equal_rates(world, [rates for _, rates in found])
             compare_batches()
 
+    class AddedGradientsMeet(keras.callbacks.Callback):  # type: ignore[name-defined]
+        """Give all ranks the gradients that they have added up when an epoch ends, before callbacks write files."""
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            settle(training_state.optimizer_state(model))
+
+    mine.insert(0, AddedGradientsMeet())
     meet = RanksMeet()
     if not hasattr(callbacks, "callbacks"):
         return [*mine, meet]

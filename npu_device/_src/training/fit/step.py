@@ -161,6 +161,7 @@ class Step:
     def __enter__(self) -> Step:
         self._seen = running(self._current)
         self._seen.__enter__()
+        _ = self._current.weight  # in this graph, before a branch of the step needs it
         if self._numbers is not None:
             self._numbers.begin()
         return self

@@ -19,9 +19,9 @@ from npu_device._src.training.fit import findings
 from npu_device._src.training.fit.different_samples import different_samples
 from npu_device._src.training.fit.rehearsal import NotChecked, Part, Rehearsal
 from npu_device._src.training.fit.step_context import StepContext
-from npu_device._src.training.fit.weighting import ADDED_LOSS, LOSS, carrier
+from npu_device._src.training.fit.weighting import ADDED_LOSS, LOSS
 from npu_device._src.training.watching import training_state
-from npu_device._src.training.watching.wrapped_optimizers import reduction_of
+from npu_device._src.training.watching.wrapped_optimizers import carrier, reduction_of
 from npu_device._src.world.current_step import Sums
 from npu_device._src.world.share import run_of, units_at, units_of
 

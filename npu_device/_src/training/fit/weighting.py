@@ -29,7 +29,11 @@ from npu_device._src.training.fit.model_parts import ModelParts
 from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.training.optimizers.optimizer_wrapper import GradientReduction, install
 from npu_device._src.training.watching.schedule import is_only_building
-from npu_device._src.training.watching.wrapped_optimizers import REDUCTION, reduction_of
+from npu_device._src.training.watching.wrapped_optimizers import (
+    REDUCTION,
+    carrier,
+    reduction_of,
+)
 from npu_device._src.world.current_step import CurrentStep, current_step, reduced_by_step
 from npu_device._src.world.world import World
 
@@ -419,15 +423,32 @@ class WeightedReduction(GradientReduction):
             return super().reduce(optimizer, gradients, owners)
         if reduced_by_step(gradients):
             return gradients
-        options = replace(self.options_for(optimizer), kind="sum")
-        reduced = self._world.reduce(self.part_of(gradients, step), options, owners)
+        options = replace(self.options_for(optimizer), reduction="sum")
+        parts = self.part_of(gradients, step, optimizer)
+        reduced = self._world.reduce(parts, options, owners)
         self.remember(reduced)
         return reduced
 
-    def part_of(self, gradients: Sequence[Gradient], step: CurrentStep) -> list[Gradient]:
+    def parts(self, optimizer: Any, gradients: Sequence[Gradient]) -> list[Gradient]:
+        step = current_step()
+        if step is None:
+            return super().parts(optimizer, gradients)
+        if reduced_by_step(gradients):
+            return list(gradients)
+        return self.part_of(gradients, step, optimizer)
+
+    def weight_in(self, step: CurrentStep, optimizer: Any) -> Any:
+        """Return by what this rank counts in a step of an optimizer: in a sum over the ranks, or in a mean of parts."""
+        weight = step.weight_for(self)
+        is_mean = self.adds_up(optimizer) and not step.is_rehearsal
+        return weight * self._world.size if is_mean else weight
+
+    def part_of(
+        self, gradients: Sequence[Gradient], step: CurrentStep, optimizer: Any
+    ) -> list[Gradient]:
         is_weighted = self in step.weighing
         step.weighing.discard(self)
-        weight = step.weight_for(self)
+        weight = self.weight_in(step, optimizer)
         return (
             list(gradients)
             if is_weighted
@@ -463,18 +484,12 @@ def replicate_optimizer(optimizer: Any, world: World, shard_optimizer: bool = Fa
     setattr(optimizer, name, MethodType(hook, optimizer))
 
 
-def carrier(optimizer: Any) -> Any:
-    """Return the optimizer itself, or the one inside a loss-scale optimizer if that one has been wrapped."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return inner if inner is not None and reduction_of(inner) is not None else optimizer
-
-
 def _weighted_loss(optimizer: Any, loss: Any) -> Any:
     reduction, step = getattr(carrier(optimizer), REDUCTION), current_step()
     if step is None or not isinstance(reduction, WeightedReduction):
         return loss
     step.weighing.add(reduction)
-    return loss * tf.cast(step.weight_for(reduction), loss.dtype)
+    return loss * tf.cast(reduction.weight_in(step, optimizer), loss.dtype)
 
 
 @tf.autograph.experimental.do_not_convert

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from npu_device._src.collectives.group import WORLD_GROUP
+from npu_device._src.collectives.job import Job
 from npu_device._src.training.opening import device
 from npu_device._src.world.world import World
 
 
-def world(group: str = WORLD_GROUP) -> World | None:
+def current_world(group: str = WORLD_GROUP) -> World | None:
     """Return the job that this process is a rank of, or one of its groups; None on a single device."""
     job = device.running_job()
-    return None if job is None else World(job, job.group(group))
+    return _of_group(job, group)
 
 
 def world_unless_child(group: str = WORLD_GROUP) -> World | None:
-    """Return the job as ``world`` does; None also in a child process of a rank, whose model trains by itself."""
+    """Return the job as above; None also in a child process of a rank, whose model trains by itself."""
     job = device.unless_child()
-    return None if job is None else World(job, job.group(group))
+    return _of_group(job, group)
+
+
+def _of_group(job: Job | None, group: str) -> World | None:
+    if job is None:
+        return None
+    return World(job, job.group(group))

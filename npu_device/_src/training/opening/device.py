@@ -23,7 +23,7 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.cluster import rendezvous
 from npu_device._src.cluster.description import Cluster, Membership
-from npu_device._src.cluster.errors import ChildOfRankError, ClusterError
+from npu_device._src.cluster.rank_errors import ChildOfRankError, ClusterError
 from npu_device._src.collectives import job as jobs, resources, tensorflow_server
 from npu_device._src.collectives.engine_choice import choose_engine
 from npu_device._src.collectives.engines.host.host_detection import detect_hosts
@@ -56,7 +56,9 @@ class NpuDeviceHandle:
     """
 
     def __init__(self, device_id: int, workers_num: int, worker_id: int) -> None:
-        self._device_id, self.workers_num, self.worker_id = device_id, workers_num, worker_id
+        self._device_id = device_id
+        self.workers_num = workers_num
+        self.worker_id = worker_id
 
     def name(self) -> str:
         """Return the name of the device in Ascend's spelling: ``/job:localhost/replica:0/task:0/device:NPU:<id>``."""
@@ -64,9 +66,13 @@ class NpuDeviceHandle:
 
     def scope(self) -> Any:
         """Return a context manager that places operations on the device of this rank: its GPU if any, else its CPU."""
-        kind = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
+        device_type = "CPU"
+        if tf.config.get_visible_devices("GPU"):
+            device_type = "GPU"
         job = jobs.current()
-        return tf.device(job.device(kind) if job else f"/device:{kind}:0")
+        if job is None:
+            return tf.device(f"/device:{device_type}:0")
+        return tf.device(job.device(device_type))
 
     def is_cluster_worker(self) -> bool:
         """Return True when this process is one of several workers."""
@@ -120,7 +126,8 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
         device = parent.device_id if device_id is None else device_id
         _handle = _handle or NpuDeviceHandle(device, parent.world_size, parent.rank)
         return _handle
-    seed = None if seed is None else _checked(seed)
+    if seed is not None:
+        seed = _checked(seed)
     if _handle is not None:
         _require_same_device(_handle, device_id)
         _require_same_job(_handle, device_id)
@@ -130,15 +137,13 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
     membership = schemes.membership_from_environment(device_id)
     if membership is None:
         numbers = [device_id, environment.ASCEND_DEVICE_ID.get(), environment.DEVICE_ID.get(), 0]
-        _handle = NpuDeviceHandle(
-            next(int(number) for number in numbers if number is not None), 1, 0
-        )
+        number = next(int(number) for number in numbers if number is not None)
+        _handle = NpuDeviceHandle(number, 1, 0)
     else:
         try:
             cluster = _join(membership, seed)
-        except (
-            ChildOfRankError
-        ) as child:  # it was started before its parent's open, or without its parent's mark
+        except ChildOfRankError as child:
+            # It was started before its parent's open, or without its parent's mark.
             parent_rank.mark_as_child(child.parent)
             return open(device_id)
         _handle = NpuDeviceHandle(cluster.device_id, cluster.world_size, cluster.rank)
@@ -176,9 +181,8 @@ def _join(membership: Membership, seed: int | None) -> Cluster:
         jobs.require_unclosed()
         compat.renew_context_of_graphs()
         cluster, channel = rendezvous.meet(membership)
-        parent_rank.mark(
-            cluster
-        )  # before TensorFlow's threads start: C programs may read the environment
+        # Before TensorFlow's threads start: C programs may read the environment.
+        parent_rank.mark(cluster)
         job = jobs.start(cluster, channel, membership.starts_hub, membership.secret)
         _begin(job, trace_settings, seed)
     except ChildOfRankError:
@@ -203,10 +207,10 @@ def _set_seed(seed: int | None) -> None:
         )
     _seed = seed
     # TensorFlow's context isn't made. A Keras that is imported later takes its seeds from Python's random state.
-    kerases = [sys.modules[name].utils for name in ("keras", "tf_keras") if name in sys.modules]
+    keras_utils = [sys.modules[name].utils for name in ("keras", "tf_keras") if name in sys.modules]
     with contextlib.suppress(ImportError):  # TF_USE_LEGACY_KERAS without tf_keras
-        kerases.append(tf.keras.utils)
-    for utils in kerases:
+        keras_utils.append(tf.keras.utils)
+    for utils in keras_utils:
         utils.set_random_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -216,7 +220,9 @@ def _set_seed(seed: int | None) -> None:
 def _checked(seed: Any) -> int:
     """Return a seed as Python's integer."""
     try:
-        number = -1 if isinstance(seed, bool) else operator.index(seed)
+        number = operator.index(seed)
+        if isinstance(seed, bool):
+            number = -1
     except TypeError:
         number = -1
     if not 0 <= number <= _LARGEST_SEED:
@@ -230,13 +236,14 @@ def _checked(seed: Any) -> int:
 def _require_same_seed(running: Job, seed: int | None) -> None:
     """Compare the seeds that the ranks have passed; every rank of the job makes this call."""
     seeds = running.store.gather("seed", seed, environment.HCCL_CONNECT_TIMEOUT.get())
-    if any(each != seeds[0] for each in seeds):
-        lines = "\n".join(
-            f"  {running.cluster.name_of(rank)}: npu.open({'' if each is None else f'seed={each}'})"
-            for rank, each in enumerate(seeds)
-        )
+    if seeds.count(seeds[0]) < len(seeds):
+        lines = []
+        for rank, rank_seed in enumerate(seeds):
+            argument = "" if rank_seed is None else f"seed={rank_seed}"
+            lines.append(f"  {running.cluster.name_of(rank)}: npu.open({argument})")
+        text = "\n".join(lines)
         raise ValueError(
-            f"the ranks opened with different seeds:\n{lines}\nLikely cause: the seed is computed from the rank or "
+            f"the ranks opened with different seeds:\n{text}\nLikely cause: the seed is computed from the rank or "
             "drawn at random.\nWhat to do: pass the same seed on every rank. Numbers that each rank should draw by "
             "itself come from a generator made of the seed and the rank: np.random.default_rng([seed, rank])."
         )
@@ -269,8 +276,8 @@ def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
     try:
         job.stall_watch = StallWatch(job, job.groups, job.sessions.held)
         _require_same_seed(job, seed)
-        found = detect_hosts(job, resources.choose_device(job.cluster))
-        hosts = job.hosts = choose_engine(job, found)
+        hosts = detect_hosts(job, resources.choose_device(job.cluster))
+        job.hosts = hosts = choose_engine(job, hosts)
         resources.count_cores(job)
         resources.divide_cores(job)
         resources.prepare_gpu(job, hosts)
@@ -286,16 +293,15 @@ def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
             )
         if trace_settings is not None:
             trace.start(job, trace_settings)
-            job.serves_others = (
-                job.serves_others or job.cluster.rank == 0
-            )  # for the report on all ranks
-            atexit.register(
-                close
-            )  # and so runs before the cluster's own shutdown, which is registered at its start
+            # Rank 0 writes the report on all ranks.
+            job.serves_others = job.serves_others or job.cluster.rank == 0
+            # So runs before the cluster's own shutdown, which is registered at its start.
+            atexit.register(close)
         last_word = LastWord(job)
         job.add(last_word)
         job.add(OptimizerHook(job, last_word))
     except BaseException as error:
+        # Children of a process that is no rank must not take it for one.
         environment.NPU_DEVICE_RANK_PROCESS.set("")
         cause = jobs.abandon(error)
         if cause is not None:
@@ -317,6 +323,7 @@ def close() -> None:
     job = jobs.current()
     if job is not None and job.in_fork:
         return
+    # Asked before the job closes, which ends the trace.
     tracer = trace.running()
     jobs.close()
     if tracer is not None and tracer.rank == 0:
@@ -352,14 +359,20 @@ def running_job() -> Job | None:
 
 def unless_child() -> Job | None:
     """Return the job as ``running_job``; None also in a child of a rank, where what prepares training does nothing."""
-    return None if parent_of_this_process() else running_job()
+    if parent_of_this_process():
+        return None
+    return running_job()
 
 
-def place() -> Cluster | ParentRank | None:
+def cluster_or_parent() -> Cluster | ParentRank | None:
     """Return what knows rank and size: of a child its parent rank, else the running cluster; None on one device."""
     parent = parent_of_this_process()
-    job = None if parent else running_job()
-    return parent if job is None else job.cluster
+    if parent is not None:
+        return parent
+    job = running_job()
+    if job is None:
+        return None
+    return job.cluster
 
 
 def parent_of_this_process() -> ParentRank | None:
@@ -367,4 +380,6 @@ def parent_of_this_process() -> ParentRank | None:
     job = jobs.current()
     if job is None:
         return parent_rank.inherited()
-    return ParentRank.of(job.cluster, job.pid) if job.in_fork else None
+    if not job.in_fork:
+        return None
+    return ParentRank.of(job.cluster, job.pid)

@@ -51,7 +51,8 @@ class NpuLossScaleOptimizer:
     * ``last_step_finite``: a bool variable, whether the gradients of the last step were finite; at first False.
 
     A step is made when its gradients are finite on all ranks; otherwise only ``iterations`` grows, with a fixed scale
-    too. Every rank has to make the call, unless the optimizer is wrapped for a group: then the members of the group.
+    too, and nothing with ``gradient_accumulation_steps``. Every rank has to make the call, unless the optimizer is
+    wrapped for a group: then the members of the group.
 
     A saved model is loaded with ``custom_objects={"NpuLossScaleOptimizer": NpuLossScaleOptimizer}``.
 
@@ -165,21 +166,29 @@ class _KerasFamily(_Keras):
         """Return a bool variable that is True when the gradients of the last step were finite; False at first."""
         return self._last_step.finite
 
+    def _skip(self) -> Any:
+        """Count a step that isn't made, unless gradients are added up: an update has those of as many finite steps."""
+        if compat.accumulation_steps(self.inner_optimizer) == 1:
+            self.iterations.assign_add(1)
+
     def _step(self, gradients: Sequence[Any], apply: Callable[[Sequence[Any]], Any]) -> None:
         """Apply the gradients if they are finite on all ranks, else only count the step; then update the scale."""
         # Those of a wrapped inner optimizer are reduced here already, while backward still produces others; the inner
         # one recognises them. Reduced gradients are the same everywhere, so no agreement is needed.
         inner = reduction_of(self.inner_optimizer)
-        gradients = (
-            list(gradients) if inner is None else inner.reduce_once(self.inner_optimizer, gradients)
-        )
-        finite = all_finite(gradients)
-        finite = finite if is_wrapped(self) else on_all_ranks(finite)
+        if inner is not None and inner.adds_up(self.inner_optimizer):
+            finite = inner.agree(all_finite(gradients))
+        else:
+            gradients = (
+                list(gradients)
+                if inner is None
+                else inner.reduce_once(self.inner_optimizer, gradients)
+            )
+            finite = all_finite(gradients)
+            finite = finite if is_wrapped(self) else on_all_ranks(finite)
 
         def settle(finite: tf.Tensor, apply: Callable[[], Any]) -> None:
-            tf.cond(
-                finite, lambda: _nothing(apply()), lambda: _nothing(self.iterations.assign_add(1))
-            )
+            tf.cond(finite, lambda: _nothing(apply()), lambda: _nothing(self._skip()))
             self._last_step.finite.assign(finite)
             if self.dynamic:
                 self._update_scale(finite)

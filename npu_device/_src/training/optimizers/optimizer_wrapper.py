@@ -6,11 +6,13 @@ optimizer has its own.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from types import MethodType
 from typing import Any, Callable
 
@@ -21,16 +23,26 @@ from npu_device._src import compat, environment
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.collectives.moves import all_gather
+from npu_device._src.collectives.ops import all_reduce
 from npu_device._src.gradients.reduction import (
     Gradient,
     ReductionOptions,
     dense_of,
     origin_of,
     reduce_list,
+    weighted,
+    with_values,
 )
 from npu_device._src.trace.trace import iteration
 from npu_device._src.training.distribute.normalization import find_layers, note_reduced
 from npu_device._src.training.opening.current_world import world_unless_child
+from npu_device._src.training.optimizers.accumulation import (
+    add_up,
+    adds_up,
+    note_accumulators,
+    save_own_variables,
+    trackable_children,
+)
 from npu_device._src.training.optimizers.loss_scale_optimizer import all_finite
 from npu_device._src.training.sharding.divided_update import (
     DividedUpdate,
@@ -38,12 +50,17 @@ from npu_device._src.training.sharding.divided_update import (
     tell_undivided,
 )
 from npu_device._src.training.watching.digests import SHOWN_RANKS, SHOWN_VARIABLES, variable_name
+from npu_device._src.training.watching.own_parts import note_parts
 from npu_device._src.training.watching.replica_audit import Audit
 from npu_device._src.training.watching.same_samples import Pair, pair_of
 from npu_device._src.training.watching.same_variables import make_equal
-from npu_device._src.training.watching.schedule import can_compare
+from npu_device._src.training.watching.schedule import can_compare, is_only_building
 from npu_device._src.training.watching.training_state import unique
-from npu_device._src.training.watching.wrapped_optimizers import REDUCTION, is_wrapped
+from npu_device._src.training.watching.wrapped_optimizers import (
+    REDUCTION,
+    carrier,
+    is_wrapped,
+)
 from npu_device._src.world.world import World
 
 # Otherwise AutoGraph would rewrite the methods below when an optimizer is called in a tf.function.
@@ -84,8 +101,9 @@ def npu_distributed_keras_optimizer_wrapper(
         RuntimeError: the environment names several ranks but the job can't be joined any more.
 
     Works in custom loops (``apply_gradients``, Keras 3's ``apply``) and in ``fit``. With
-    ``gradient_accumulation_steps`` the gradients of each step are reduced. With a loss-scale optimizer, wrap either it
-    or its inner optimizer; the ranks agree on whether the gradients are finite either way. Use either this wrapper or
+    ``gradient_accumulation_steps`` each rank adds up its gradients, and a sum or mean is reduced in the step that
+    updates the variables; sparse gradients in each step. With a loss-scale optimizer, wrap either it or its inner
+    optimizer; the ranks agree on whether the gradients are finite either way. Use either this wrapper or
     ``all_reduce`` by hand, not both.
 
     >>> import tensorflow as tf
@@ -117,7 +135,7 @@ def npu_distributed_keras_optimizer_wrapper(
     find_layers(ranks)
     keras = compat.keras_of(optimizer)
     reduction = GradientReduction(ranks, how)
-    install(optimizer, keras, reduction)
+    install(carrier(optimizer), keras, reduction)
     if is_sharded(shard_optimizer):
         reduction.divide(optimizer)
     return optimizer
@@ -141,7 +159,7 @@ class GradientReduction:
         self.own_batches = False  # as in Horovod, whose scripts may broadcast after the first step
         self._world = world
         self._reduced: list[weakref.ref[Any]] = []
-        self._applying = False
+        self._applying: Any = None  # the optimizer whose gradients are ready
         self._begun = False
         self._compared = True
         self._audit: Audit | None = None
@@ -165,10 +183,9 @@ class GradientReduction:
         if not self._begun and can_compare():
             variables, keras = list(variables), compat.keras_of(optimizer)
             level = logging.INFO if self.own_batches else logging.WARNING
-            if compat.is_keras_3(keras) and not optimizer.built and not tf.executing_eagerly():
+            if compat.is_keras_3(keras) and not tf.executing_eagerly():
                 # Slots that are made later would be made amid the step, where TensorFlow can't give them values first.
-                with keras.name_scope(optimizer.name, caller=optimizer):
-                    optimizer.build(variables)
+                _build(optimizer, keras, variables)
             own = unique(
                 compat.optimizer_variables(optimizer, variables)
             )  # names may have other numbers on each rank
@@ -193,7 +210,7 @@ class GradientReduction:
         reduced = reduce_list(job, gradients, options, group, owners)
         if group.name == WORLD_GROUP:
             mine = [None if after is None else before for before, after in zip(gradients, reduced)]
-            self._pair = pair_of(mine, reduced, options.kind, group.size)
+            self._pair = pair_of(mine, reduced, options.reduction, group.size)
         self.remember(reduced)
         return reduced
 
@@ -217,37 +234,40 @@ class GradientReduction:
             if (gradient := reference()) is not None
         }
         present = [dense_of(gradient) for gradient in gradients if gradient is not None]
-        if self._applying or (present and all(origin_of(gradient) in done for gradient in present)):
+        if self._applying is not None or (
+            present and all(origin_of(gradient) in done for gradient in present)
+        ):
             return list(gradients)
         return self.reduce(optimizer, gradients, owners)
 
     def apply(
         self, optimizer: Any, apply: Callable[..., Any], gradients: list[Any], variables: list[Any]
     ) -> Any:
-        division = None if self._applying else self._division_of(optimizer)
+        division = self._division_of(optimizer) if self._applying is None else None
         if division is not None:
             division.prepare(variables)
         self.begin(optimizer, variables)
-        with iteration():
-            if division is not None:
-                division.part_if(self._has_equal_start())
+        if division is not None:
+            division.part_if(self._has_equal_start())
 
-                def reduce(owners: list[int]) -> list[Gradient]:
-                    return self._reduce_to_apply(optimizer, gradients, variables, owners)
+            def reduce(owners: list[int]) -> list[Gradient]:
+                return self._reduce_to_apply(optimizer, gradients, variables, owners)
 
-                return division.apply(
-                    partial(self._apply_reduced, apply), gradients, variables, reduce
-                )
-            reduced = self._reduce_to_apply(optimizer, gradients, variables)
-            return self._apply_reduced(apply, reduced, variables)
+            with iteration():
+                act = functools.partial(self._apply_ready, optimizer, apply)
+                return division.apply(act, gradients, variables, reduce)
+        # Where gradients are added up, the reduction is in a branch of the graph, and is an iteration there.
+        with contextlib.nullcontext() if self.adds_up(optimizer) else iteration():
+            ready = self._ready_to_apply(optimizer, gradients, variables)
+            return self._apply_ready(optimizer, apply, ready, variables)
 
-    def _apply_reduced(
-        self, apply: Callable[..., Any], reduced: list[Any], variables: list[Any]
+    def _apply_ready(
+        self, optimizer: Any, apply: Callable[..., Any], ready: list[Any], variables: list[Any]
     ) -> Any:
         before = self._applying
-        self._applying = True  # gradients that come from now on are reduced already
+        self._applying = optimizer  # gradients that come from now on are ready
         try:
-            return apply(reduced, variables)
+            return apply(ready, variables)
         finally:
             self._applying = before
 
@@ -263,6 +283,81 @@ class GradientReduction:
             self.divide_no_more(f"a {type(optimizer).__name__} decides on all gradients together")
         return self.division
 
+    def adds_up(self, optimizer: Any) -> bool:
+        """Return whether this rank adds up the gradients of several steps before they are reduced."""
+        return adds_up(carrier(optimizer), self.options.reduction)
+
+    def agree(self, finite: tf.Tensor) -> tf.Tensor:
+        """Return whether the gradients of all ranks are finite, given whether those of this one are: bool, shape []."""
+        number = tf.cast(finite, tf.int32)
+        return tf.cast(all_reduce(self._world.job, number, "min", self._world.group), tf.bool)
+
+    def _ready_to_apply(
+        self, optimizer: Any, gradients: list[Any], variables: list[Any]
+    ) -> list[Gradient]:
+        if not self.adds_up(optimizer):
+            return self._reduce_to_apply(optimizer, gradients, variables)
+        ready = gradients
+        if carrier(optimizer) is not optimizer:
+            ready = self._all_finite_or_none(gradients)
+        elif self._applying is not optimizer and not is_only_building():
+            _build(optimizer, compat.keras_of(optimizer), variables)
+            ready = add_up(
+                optimizer,
+                self.parts(optimizer, gradients),
+                variables,
+                functools.partial(self._means, optimizer),
+            )
+        note_accumulators(self._world, carrier(optimizer))
+        if self._applying is None:
+            self._look(optimizer, ready, variables)
+        return ready
+
+    def _all_finite_or_none(self, gradients: list[Any]) -> list[Any]:
+        """Return gradients for a loss-scale optimizer: if those of a rank aren't finite, one isn't on any rank."""
+        places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        if not places or self._applying is not None:
+            return gradients
+        agreed = self.agree(all_finite(gradients))
+        smallest = min(
+            places, key=lambda place: dense_of(gradients[place]).shape.num_elements() or sys.maxsize
+        )
+        gradients = list(gradients)
+        gradients[smallest] = with_values(
+            gradients[smallest], lambda values: tf.where(agreed, values, float("nan"))
+        )
+        return gradients
+
+    @property
+    def factor(self) -> int:
+        """Return by what this rank multiplies its gradients if their mean over the ranks is to be what is asked for."""
+        return self._world.size if self.options.reduction == "sum" else 1
+
+    def parts(self, optimizer: Any, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """Return the parts of this rank in gradients, whose mean over the ranks is that of one process."""
+        if self.factor == 1:
+            return list(gradients)
+        return [weighted(gradient, self.factor) for gradient in gradients]
+
+    def note_parts(self, variables: Sequence[Any], counter: Any, period: int) -> None:
+        """Note variables in which this rank adds up its parts, as ``own_parts.note_parts`` does."""
+        note_parts(self._world, variables, counter, period)
+
+    def _means(self, optimizer: Any, parts: Sequence[Gradient]) -> list[Gradient]:
+        note_reduced(self._world, parts)
+        return self._world.reduce(parts, replace(self.options_for(optimizer), reduction="mean"))
+
+    def _look(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Audit the variables if it is time."""
+        if not can_compare():
+            return
+        self._audit = self._audit or Audit(self._world, not self._compared)
+        updated = [
+            variable for gradient, variable in zip(gradients, variables) if gradient is not None
+        ]
+        self._audit.step(updated, optimizer, self._pair)
+        self._pair = None
+
     def _reduce_to_apply(
         self,
         optimizer: Any,
@@ -272,14 +367,9 @@ class GradientReduction:
     ) -> list[Gradient]:
         # Audit the variables if it is time, and check the gradients on request.
         reduced = self.reduce_once(optimizer, gradients, owners)
-        if self._applying or not can_compare():
+        if self._applying is not None or not can_compare():
             return reduced
-        self._audit = self._audit or Audit(self._world, not self._compared)
-        updated = [
-            variable for gradient, variable in zip(gradients, variables) if gradient is not None
-        ]
-        self._audit.step(updated, optimizer, self._pair)
-        self._pair = None
+        self._look(optimizer, gradients, variables)
         as_they_are = all(one is other for one, other in zip(gradients, reduced))
         is_off = environment.NPU_DEVICE_CHECK_GRADIENTS.get() != "on" or hasattr(
             optimizer, "inner_optimizer"
@@ -287,6 +377,12 @@ class GradientReduction:
         if as_they_are or is_off:
             return reduced
         return _checked(self._world, optimizer.iterations, gradients, reduced, variables)
+
+
+def _build(optimizer: Any, keras: Any, variables: Sequence[Any]) -> None:
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(variables)
 
 
 def install(optimizer: Any, keras: Any, reduction: Any) -> None:
@@ -308,6 +404,9 @@ def install(optimizer: Any, keras: Any, reduction: Any) -> None:
             )
         if not is_scaling:
             hooks[known[0]] = _aggregate_gradients
+    if reduction.adds_up(optimizer):
+        hooks["save_own_variables"] = save_own_variables
+        hooks["_trackable_children"] = trackable_children
     setattr(optimizer, REDUCTION, reduction)
     for name, hook in hooks.items():
         setattr(optimizer, name, MethodType(hook, optimizer))

@@ -63,8 +63,8 @@ def _why_not(world: World, optimizer: Any, options: ReductionOptions) -> str:
         return "a loss-scale optimizer decides on the gradients of all variables together"
     if optimizer.gradient_accumulation_steps:
         return "it accumulates gradients"
-    if options.kind not in ("mean", "sum"):
-        return f"the reduction is {options.kind!r}; sum and mean can be divided"
+    if options.reduction not in ("mean", "sum"):
+        return f"the reduction is {options.reduction!r}; sum and mean can be divided"
     if environment.NPU_DEVICE_CHECK_GRADIENTS.get() == "on":
         return "NPU_DEVICE_CHECK_GRADIENTS=on checks the gradients of all variables together"
     if not has_owners(world.job, world.group, _DTYPES):

@@ -48,7 +48,7 @@ _MOST_STARTS = 32  # of optimizers whose variables are compared
 
 
 @dataclass
-class _Step:
+class _OptimizerCall:
     """One call of an optimizer."""
 
     gradients: list[Any]  # that are there
@@ -88,25 +88,23 @@ class AppliedGradients:
                 self._pair = pair() or self._pair
             for watched in self._compiled.values():
                 self._observe_compiled(watched)
-        self._averaged.update(
-            id(compat.inner_variable(value)) for value in values if hasattr(value, "assign")
-        )
+        variables = (value for value in values if hasattr(value, "assign"))
+        self._averaged.update(id(compat.inner_variable(variable)) for variable in variables)
         for watched in self._watched.values():
             is_undecided = watched.applied is Applied.UNKNOWN
             if is_undecided and (watched.posted or not tf.executing_eagerly()):
                 with contextlib.suppress(Exception):  # whoever watches never ends a training
-                    averaged = [
-                        variable for variable in watched.living() if _is_value_of(variable, values)
-                    ]
-                    self._averaged |= {id(compat.inner_variable(variable)) for variable in averaged}
+                    for variable in watched.living():
+                        if _is_value_of(variable, values):
+                            self._averaged.add(id(compat.inner_variable(variable)))
 
     def leaves_unreduced(self, variable: Any) -> bool:
         """Return whether an optimizer has applied gradients to a variable that aren't known to be reduced."""
         key = id(compat.inner_variable(variable))
-        doubtful = (
-            watched for watched in self._watched.values() if watched.applied is not Applied.REDUCED
-        )
-        return any(key in watched.trained for watched in doubtful)
+        for watched in self._watched.values():
+            if key in watched.trained and watched.applied is not Applied.REDUCED:
+                return True
+        return False
 
     # What an optimizer applies
 
@@ -129,12 +127,13 @@ class AppliedGradients:
             return
         is_new = optimizer not in self._watched
         if is_new:
-            self._watched[optimizer] = WatchedOptimizer(
-                self._job, type(optimizer).__name__, step.variables
-            )
+            class_name = type(optimizer).__name__
+            self._watched[optimizer] = WatchedOptimizer(self._job, class_name, step.variables)
         watched = self._watched[optimizer]
         is_wrapped = reduction_of(optimizer) is not None
-        unreduced = [] if is_wrapped else self._job.made(ReducedTensors).missing_in(step.gradients)
+        unreduced = []
+        if not is_wrapped:
+            unreduced = self._job.made(ReducedTensors).missing_in(step.gradients)
         if not unreduced and watched.applied is not Applied.REDUCED:
             watched.applied = Applied.REDUCED
             self._last_word.add_optimizer(optimizer, step.variables)
@@ -153,7 +152,7 @@ class AppliedGradients:
         if reduces_all and not is_new:
             self._compare_start(watched, step)
 
-    def _step_of(self, optimizer: Any, pairs: Sequence[tuple[Any, Any]]) -> _Step | None:
+    def _step_of(self, optimizer: Any, pairs: Sequence[tuple[Any, Any]]) -> _OptimizerCall | None:
         """Return the step that an optimizer is about to make, unless it can't be looked at in this call."""
         gradients = []
         targets = []
@@ -162,14 +161,10 @@ class AppliedGradients:
                 gradients.append(gradient)
                 targets.append(variable)
         has_replicas = tf.distribute.get_strategy().num_replicas_in_sync != 1
-        if (
-            not gradients
-            or not can_compare()
-            or has_replicas
-            or hasattr(optimizer, "inner_optimizer")
-        ):
+        has_inner = hasattr(optimizer, "inner_optimizer")  # which is asked itself
+        if not gradients or not can_compare() or has_replicas or has_inner:
             return None
-        step = _Step(gradients, targets, [variable for _, variable in pairs])
+        step = _OptimizerCall(gradients, targets, [variable for _, variable in pairs])
         if not compat.compiled_by_xla():
             return step
         # XLA can't call what compares: the graph around it does, by the variables.
@@ -185,7 +180,7 @@ class AppliedGradients:
         return None
 
     def _look(
-        self, watched: WatchedOptimizer, step: _Step, unreduced: Sequence[Any]
+        self, watched: WatchedOptimizer, step: _OptimizerCall, unreduced: Sequence[Any]
     ) -> Callable[[Any], Any]:
         """Return what looks at a step, given its number, and returns that of the step of the next look."""
         is_eager = tf.executing_eagerly()
@@ -193,47 +188,45 @@ class AppliedGradients:
         variables: list[tuple[int, str]] = []
         if len(unreduced) < len(step.gradients):  # the others were reduced
             ids = set(map(id, unreduced))
-            targets = [
-                target
-                for gradient, target in zip(step.gradients, step.targets)
-                if id(gradient) in ids
-            ]
-            variables = [
-                (id(compat.inner_variable(target)), variable_name(target)) for target in targets
-            ]
+            for gradient, target in zip(step.gradients, step.targets):
+                if id(gradient) in ids:
+                    variables.append((id(compat.inner_variable(target)), variable_name(target)))
 
         def compare(count: Any, *arrays: np.ndarray) -> list[Any]:
             due = self._posted_sums.compare(watched, int(count), arrays, variables)
-            # An eager loop is looked at in the first steps in any case, for same samples.
-            return [np.int64(min(due, next_look(int(count), NEVER)) if is_eager else due)]
+            if is_eager:
+                # An eager loop is looked at in the first steps in any case, for same samples.
+                due = min(due, next_look(int(count), NEVER))
+            return [np.int64(due)]
 
         def look(count: Any) -> Any:
             if pair is not None:
-                watched.samples.compare(
-                    count, compat.to_array(pair.mine), compat.to_array(pair.reduced), pair.scale
-                )
-            looked_at = (
-                unreduced if step.graph is None else map(tf.convert_to_tensor, step.variables)
-            )
-            return call_now(compare, [count, *smallest(looked_at)], [tf.TensorSpec([], tf.int64)])[
-                0
-            ]
+                gradient = compat.to_array(pair.gradient)
+                reduced = compat.to_array(pair.reduced)
+                watched.samples.compare(count, gradient, reduced, pair.scale)
+            tensors = unreduced
+            if step.graph is not None:  # around it, only the variables can be read
+                tensors = list(map(tf.convert_to_tensor, step.variables))
+            inputs = [count, *smallest(tensors)]
+            [next_count] = call_now(compare, inputs, [tf.TensorSpec([], tf.int64)])
+            return next_count
 
         return look
 
-    def _take_pair(self, step: _Step) -> Optional[Pair]:
+    def _take_pair(self, step: _OptimizerCall) -> Optional[Pair]:
         """Return a gradient of an eager step before and after its reduction, if one was noted."""
-        pair = self._pair if tf.executing_eagerly() else None
+        pair = self._pair
         self._pair = None
-        if pair is None or not any(
-            dense_of(gradient).shape == pair.mine.shape for gradient in step.gradients
-        ):
+        if pair is None or not tf.executing_eagerly():
+            return None
+        shapes = [dense_of(gradient).shape for gradient in step.gradients]
+        if pair.gradient.shape not in shapes:
             return None
         return pair
 
     # The start of eager loops: in functions ``same_variables`` compares it, while they are traced.
 
-    def _note_start(self, watched: WatchedOptimizer, step: _Step) -> None:
+    def _note_start(self, watched: WatchedOptimizer, step: _OptimizerCall) -> None:
         if not tf.executing_eagerly() or environment.NPU_DEVICE_UNEQUAL_START.get() == "ignore":
             return
         self._starts[watched.signature] += 1
@@ -241,7 +234,7 @@ class AppliedGradients:
         if sum(self._starts.values()) <= _MOST_STARTS:
             watched.start = name, _checksums(step.variables)
 
-    def _compare_start(self, watched: WatchedOptimizer, step: _Step) -> None:
+    def _compare_start(self, watched: WatchedOptimizer, step: _OptimizerCall) -> None:
         """Compare the start once the loop is known to reduce: what is equal by now was broadcast after the first step,
         as Horovod's scripts do.
         """
@@ -271,12 +264,11 @@ class AppliedGradients:
 
     def _are_equal_otherwise(self, watched: WatchedOptimizer) -> bool:
         """Return whether what an optimizer trains is reduced itself, or by another optimizer, as in local SGD."""
-        reduced = [
-            other.trained for other in self._watched.values() if other.applied is Applied.REDUCED
-        ]
-        return any(
-            not watched.trained.isdisjoint(trained) for trained in [*reduced, self._averaged]
-        )
+        reduced = [self._averaged]
+        for optimizer in self._watched.values():
+            if optimizer.applied is Applied.REDUCED:
+                reduced.append(optimizer.trained)
+        return any(not watched.trained.isdisjoint(variables) for variables in reduced)
 
 
 @contextlib.contextmanager
@@ -295,19 +287,22 @@ def _checksums(variables: Sequence[Any]) -> list[int]:
 
 def _is_value_of(variable: Any, values: Sequence[Any]) -> bool:
     """Return whether the value of a variable is among some values."""
-    alike = [
-        value for value in values if isinstance(value, tf.Tensor) and value.shape == variable.shape
-    ]
-    if tf.executing_eagerly() and alike:
+    candidates = []
+    for tensor in values:
+        if isinstance(tensor, tf.Tensor) and tensor.shape == variable.shape:
+            candidates.append(tensor)
+    if tf.executing_eagerly() and candidates:
         array = compat.to_array(tf.convert_to_tensor(variable))
+        # Zeros are the value of many variables.
         return bool(array.any()) and any(
-            np.array_equal(compat.to_array(value), array) for value in alike
+            np.array_equal(compat.to_array(tensor), array) for tensor in candidates
         )
     inner = compat.inner_variable(variable)
     handles = {handle.name for read, handle in compat.variables_read() if read is inner}
-    readers = [
-        value.op.inputs[0].op if value.op.type == "Identity" else value.op for value in alike
-    ]
-    return any(
-        reader.type == "ReadVariableOp" and reader.inputs[0].name in handles for reader in readers
-    )
+    for tensor in candidates:
+        reader = tensor.op
+        if reader.type == "Identity":
+            reader = reader.inputs[0].op
+        if reader.type == "ReadVariableOp" and reader.inputs[0].name in handles:
+            return True
+    return False

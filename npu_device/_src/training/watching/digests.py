@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.description import Cluster
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.collectives.job import Job
 
 SHOWN_VARIABLES = 4
@@ -32,15 +32,16 @@ def digest_of(value: Any) -> Digest:
     return tuple(value.shape), value.dtype.name, checksum(value)
 
 
-def checksum(value: Any, before: int = 0) -> int:
-    """Return a checksum of a tensor or an array; ``before`` is the checksum of the data that come before it."""
-    array = np.ascontiguousarray(compat.to_array(value) if tf.is_tensor(value) else value)
-    data = (
-        repr(array.tolist()).encode()
-        if array.dtype == object
-        else array.reshape(-1).view(np.uint8).data
-    )
-    return zlib.crc32(data, before)
+def checksum(value: Any, previous: int = 0) -> int:
+    """Return a checksum of a tensor or an array; ``previous`` is the checksum of the data that come before it."""
+    if tf.is_tensor(value):
+        value = compat.to_array(value)
+    array = np.ascontiguousarray(value)
+    if array.dtype == object:  # strings
+        content: Any = repr(array.tolist()).encode()
+    else:
+        content = array.reshape(-1).view(np.uint8).data
+    return zlib.crc32(content, previous)
 
 
 def variable_name(variable: Any) -> str:
@@ -49,24 +50,28 @@ def variable_name(variable: Any) -> str:
 
 
 def named(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN_VARIABLES]) + (", …" if len(names) > SHOWN_VARIABLES else "")
+    text = ", ".join(names[:SHOWN_VARIABLES])
+    if len(names) > SHOWN_VARIABLES:
+        text += ", …"
+    return text
 
 
 def differences(
     cluster: Cluster, ranks: Sequence[int], names: Sequence[str], values: Sequence[Sequence[Any]]
 ) -> tuple[list[int], str] | None:
     """Return the positions of variables whose values (of each rank, in order) differ, and a text; None if none do."""
-    places = [place for place, found in enumerate(zip(*values)) if len(set(found)) > 1]
-    if not places:
+    positions = [number for number, row in enumerate(zip(*values)) if len(set(row)) > 1]
+    if not positions:
         return None
-    different, first = [names[place] for place in places], [mine[places[0]] for mine in values]
-    shown = [f"digest {value:08x}" if isinstance(value, int) else value for value in first]
-    lines = cluster.lines(
-        {rank: f"{value} of {different[0]}" for rank, value in zip(ranks, shown)}, SHOWN_RANKS
-    )
-    return places, "\n".join(
-        [f"{len(places)} of {len(names)} variables ({named(different)}):", *lines]
-    )
+    different = [names[position] for position in positions]
+    texts = {}
+    for rank, rank_values in zip(ranks, values):
+        value = rank_values[positions[0]]
+        if isinstance(value, int):
+            value = f"digest {value:08x}"
+        texts[rank] = f"{value} of {different[0]}"
+    title = f"{len(positions)} of {len(names)} variables ({named(different)}):"
+    return positions, "\n".join([title, *cluster.lines(texts, SHOWN_RANKS)])
 
 
 def different_start(
@@ -75,13 +80,20 @@ def different_start(
     """Post checksums of variables at some times; on the last rank, return a text about those that never were equal."""
     cluster = job.cluster
     try:
-        everybody = job.store.post(name, [list(each) for each in zip(*checksums)])
+        answers = job.store.post(name, list(map(list, zip(*checksums))))
     except ClusterError:
         return None  # the next collective tells
-    rows = [everybody[rank] for rank in sorted(everybody)]
+    rows = [answers[rank] for rank in sorted(answers)]
     if len(rows) < cluster.world_size or any(len(row) != len(names) for row in rows):
         return None
-    apart = [all(len(set(each)) > 1 for each in zip(*found)) for found in zip(*rows)]
-    first = [[each[0] if differs else 0 for each, differs in zip(row, apart)] for row in rows]
-    found = differences(cluster, range(cluster.world_size), names, first)
-    return None if found is None else DIFFERENT_START % (found[1], remedy)
+    # By variable, then by rank, the checksums at all times.
+    columns = list(zip(*rows))
+    apart = [all(len(set(ranks)) > 1 for ranks in zip(*column)) for column in columns]
+    starts = []
+    for row in rows:
+        starts.append([times[0] if is_apart else 0 for times, is_apart in zip(row, apart)])
+    difference = differences(cluster, range(cluster.world_size), names, starts)
+    if difference is None:
+        return None
+    _, text = difference
+    return DIFFERENT_START % (text, remedy)

@@ -21,11 +21,12 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import LAST_WORD_SECONDS
 from npu_device._src.collectives.job import Job
 from npu_device._src.gradients.reduction import ReducedTensors
 from npu_device._src.training.watching.digests import checksum, differences, variable_name
+from npu_device._src.training.watching.own_parts import is_part
 from npu_device._src.training.watching.schedule import can_compare
 
 _log = logging.getLogger("npu_device")
@@ -47,9 +48,8 @@ ENDED_APART = (
 )
 
 
-_Present = tuple[
-    str, Any, str, bool
-]  # what the ranks call a variable, itself, its name, whether it must be equal
+# What the ranks call a variable, itself, its name, whether it must be equal.
+_Candidate = tuple[str, Any, str, bool]
 
 
 @dataclass
@@ -66,44 +66,49 @@ class LastWord:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._noted: dict[int, _Noted] = {}  # by id
-        self._optimizers: dict[
-            str, list[weakref.ref[Any]]
-        ] = {}  # each with what it trains, by the key of the first
+        # Each with what it trains, by the key of the first.
+        self._optimizers: dict[str, list[weakref.ref[Any]]] = {}
         self._calls = 0
 
     def add(self, variables: Sequence[Any], label: str = "") -> None:
         """Note what is equal on all ranks from now on. Every rank does it, in the same order, or has the same label."""
         if not can_compare():
             return
-        self._calls, noted = self._calls + (not label), self._noted
-        for place, variable in enumerate(variables):
+        noted = self._noted
+        if not label:
+            self._calls += 1
+        for position, variable in enumerate(variables):
             inner = compat.inner_variable(variable)  # by which a function knows one of Keras
             if id(inner) not in noted:
                 forget = functools.partial(noted.pop, id(inner))
                 reference = weakref.ref(inner, lambda _, forget=forget: forget(None))  # type: ignore[misc]
-                noted[id(inner)] = _Noted(
-                    f"{label or self._calls}/{place}", reference, variable_name(variable)
-                )
+                key = f"{label or self._calls}/{position}"
+                noted[id(inner)] = _Noted(key, reference, variable_name(variable))
             if not label:
                 noted[id(inner)].calls = self._job.made(ReducedTensors).calls
 
     def add_if_equal(self, variables: Sequence[Any]) -> None:
         """Note variables that may be equal on all ranks now, while a function is traced."""
         with tf.init_scope():
-            starts = [_checksum(compat.to_array(tf.convert_to_tensor(each))) for each in variables]
+            arrays = map(compat.to_array, map(tf.convert_to_tensor, variables))
+            starts = list(map(_checksum, arrays))
             self.add(variables, f"start {zlib.crc32(repr(starts).encode())}")
 
     def calls_before(self, number: int) -> int | None:
         """Return how many reductions came before the variable of an id was made equal; None if it never was."""
-        return self._noted[number].calls if number in self._noted else None
+        noted = self._noted.get(number)
+        if noted is None:
+            return None
+        return noted.calls
 
     def add_optimizer(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Note that an optimizer trains variables with reduced gradients: its state is equal on all ranks, too."""
-        first = self._noted.get(id(compat.inner_variable(variables[0]))) if variables else None
-        if first is not None:
-            self._optimizers.setdefault(
-                first.key, [weakref.ref(one) for one in (optimizer, *variables)]
-            )
+        if not variables:
+            return
+        noted = self._noted.get(id(compat.inner_variable(variables[0])))
+        if noted is not None:
+            references = list(map(weakref.ref, [optimizer, *variables]))
+            self._optimizers.setdefault(noted.key, references)
 
     def close(self) -> None:
         """Compare; after a failure nothing is compared."""
@@ -111,64 +116,69 @@ class LastWord:
         if job.health.is_over:
             return
         with compat.eager_mode(), contextlib.suppress(ClusterError, tf.errors.OpError):
-            present, checksums = self._present(), {}
+            candidates = self._candidates()
+            checksums = {}
             until = time.monotonic() + LAST_WORD_SECONDS
-            for key, variable, _, _ in present:
+            for key, variable, _, _ in candidates:
                 # What is without a value, or a graph's, is left out, and what there is no time for.
                 with contextlib.suppress(tf.errors.OpError, NotImplementedError, ValueError):
                     if time.monotonic() < until:
                         checksums[key] = _checksum(compat.to_array(tf.convert_to_tensor(variable)))
-            mine = {"alone": not job.has_communicated, "checksums": checksums}
-            everybody = job.store.post("the last word", mine)
-            if len(everybody) == job.cluster.world_size:
-                self._say(present, [everybody[rank] for rank in range(job.cluster.world_size)])
+            answer = {"alone": not job.has_communicated, "checksums": checksums}
+            answers = job.store.post("the last word", answer)
+            if len(answers) == job.cluster.world_size:
+                self._compare(candidates, [answers[rank] for rank in sorted(answers)])
 
-    def _present(self) -> list[_Present]:
+    def _candidates(self) -> list[_Candidate]:
         """Return the variables that exist, those that must be equal first."""
-        noted = list(self._noted.values())
-        found = {
-            one.key: (variable, one.name)
-            for one in noted
-            if (variable := one.reference()) is not None
-        }
+        variables = {}
+        for noted in list(self._noted.values()):
+            variable = noted.reference()
+            if variable is not None:
+                variables[noted.key] = (variable, noted.name)
         of_optimizers: set[int] = set()
         for key, references in self._optimizers.items():
             optimizer, *trained = [reference() for reference in references]
             if optimizer is None or any(variable is None for variable in trained):
                 continue
-            for place, own in enumerate(
-                map(compat.inner_variable, compat.optimizer_variables(optimizer, trained))
-            ):
-                of_optimizers.add(id(own))
-                if id(own) not in self._noted:
-                    found[f"{key}/{place}"] = own, variable_name(own)
-        present = [
-            (key, variable, name, bool(variable.trainable) or id(variable) in of_optimizers)
-            for key, (variable, name) in found.items()
-            if hasattr(variable, "trainable")
-        ]
-        return sorted(present, key=lambda one: not one[3])
+            states = map(compat.inner_variable, compat.optimizer_variables(optimizer, trained))
+            for position, state in enumerate(states):
+                of_optimizers.add(id(state))
+                if id(state) not in self._noted:
+                    variables[f"{key}/{position}"] = (state, variable_name(state))
+        candidates = []
+        for key, (variable, name) in variables.items():
+            if hasattr(variable, "trainable") and not is_part(variable):
+                must_be_equal = bool(variable.trainable) or id(variable) in of_optimizers
+                candidates.append((key, variable, name, must_be_equal))
+        return sorted(candidates, key=lambda candidate: not candidate[3])
 
-    def _say(self, present: list[_Present], everybody: list[dict[str, Any]]) -> None:
-        cluster, checksums = self._job.cluster, [one["checksums"] for one in everybody]
-        if all(one["alone"] for one in everybody):
+    def _compare(self, candidates: list[_Candidate], answers: list[dict[str, Any]]) -> None:
+        cluster = self._job.cluster
+        if all(answer["alone"] for answer in answers):
             _log.warning(_ALONE, cluster.world_size)
             return
-        # What nobody refers to any more may be gone on some ranks only.
-        common = [one for one in present if all(one[0] in mine for mine in checksums)]
+        checksums = [answer["checksums"] for answer in answers]
         for level, wanted in ((logging.WARNING, True), (logging.INFO, False)):
-            names = {key: name for key, _, name, must in common if must is wanted}
-            rows = [[mine[key] for key in names] for mine in checksums]
-            found = differences(cluster, range(cluster.world_size), list(names.values()), rows)
-            if found is not None:
-                _log.log(level, ENDED_APART, found[1])
+            names = {}
+            for key, _, name, must_be_equal in candidates:
+                # What nobody refers to any more may be gone on some ranks only.
+                is_common = all(key in by_key for by_key in checksums)
+                if is_common and must_be_equal is wanted:
+                    names[key] = name
+            rows = [[by_key[key] for key in names] for by_key in checksums]
+            difference = differences(cluster, range(cluster.world_size), list(names.values()), rows)
+            if difference is not None:
+                _log.log(level, ENDED_APART, difference[1])
 
 
 def _checksum(array: np.ndarray) -> int:
     """Return the checksum of an array; of a large one, of some pieces."""
     if array.nbytes <= _PIECE * _PIECES or array.dtype == object:
         return checksum(array)
-    data, found = np.ascontiguousarray(array).reshape(-1).view(np.uint8), 0
-    for begin in np.linspace(0, len(data) - _PIECE, _PIECES).astype(int):
-        found = checksum(data[begin : begin + _PIECE], found)
-    return found
+    # Ranks that have drifted apart differ nearly everywhere, so some pieces suffice.
+    content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    number = 0
+    for start in np.linspace(0, len(content) - _PIECE, _PIECES).astype(int):
+        number = checksum(content[start : start + _PIECE], number)
+    return number

@@ -23,27 +23,28 @@ class OptimizerHook:
 
     def __init__(self, job: Job, last_word: LastWord) -> None:
         job.add(AppliedGradients(job, last_word))
-        self._replaced: list[
-            tuple[type, str, Any, Any]
-        ] = []  # class, name, the method before, and the wrapper
-        self._missing = {"keras", "tf_keras"}
+        # Class, name, the method before, and the wrapper.
+        self._replaced: list[tuple[type, str, Any, Any]] = []
+        self._unwrapped = {"keras", "tf_keras"}
         self.find_keras()
 
     def find_keras(self) -> None:
         """Wrap the methods of each Keras that has been imported since the last call."""
         # At each call: there are thousands of modules.
-        if sys.modules.keys().isdisjoint(self._missing):
+        if sys.modules.keys().isdisjoint(self._unwrapped):
             return
         wrapped = {(owner, name) for owner, name, _, _ in self._replaced}
         for owner, name in set(compat.optimizer_methods()) - wrapped:
             original = vars(owner)[name]
-            wrapper = _wrapper(original, "grads" if name == "apply" else "grads_and_vars")
+            parameter = "grads" if name == "apply" else "grads_and_vars"
+            wrapper = _wrapper(original, parameter)
             setattr(owner, name, wrapper)
             self._replaced.append((owner, name, original, wrapper))
-        self._missing -= {owner.__module__.split(".", 1)[0] for owner, _, _, _ in self._replaced}
+            self._unwrapped.discard(owner.__module__.split(".", 1)[0])
 
     def close(self) -> None:
         """Give the classes their methods back."""
+        # Another wrapper on top stays, and still calls this one, which then does nothing.
         for owner, name, original, wrapper in reversed(self._replaced):
             if vars(owner).get(name) is wrapper:
                 setattr(owner, name, original)
@@ -58,10 +59,14 @@ def _wrapper(original: Callable[..., Any], parameter: str) -> Callable[..., Any]
         gradients = list(args[0] if args else kwargs.pop(parameter))
         further = args[1:]
         job = current()
-        watching = None if job is None or job.in_fork else job.part(AppliedGradients)
+        watching = None
+        if job is not None and not job.in_fork:
+            watching = job.part(AppliedGradients)
         if watching is None:
             return original(self, gradients, *further, **kwargs)
-        reduction = reduction_inside(self) if parameter == "grads" else None
+        reduction = None
+        if parameter == "grads":
+            reduction = reduction_inside(self)
         if reduction is not None:
             variables = compat.variables_to_update(self, *further, **kwargs)
             return reduction.apply(self, functools.partial(original, self), gradients, variables)
@@ -69,9 +74,8 @@ def _wrapper(original: Callable[..., Any], parameter: str) -> Callable[..., Any]
             try:
                 pairs = gradients
                 if parameter == "grads":
-                    pairs = list(
-                        zip(gradients, compat.variables_to_update(self, *further, **kwargs))
-                    )
+                    variables = compat.variables_to_update(self, *further, **kwargs)
+                    pairs = list(zip(gradients, variables))
                 watching.observe(self, pairs)
             except Exception:  # whoever watches never ends a training
                 _log.debug(

@@ -27,7 +27,7 @@ from npu_device._src.training.watching.watched_optimizer import (
 
 _log = logging.getLogger("npu_device")
 
-_MOST_KEPT = 32  # optimizers of a signature, and signatures
+_MOST_POSTS = 32  # optimizers of a signature, and signatures
 _ROUNDING = 1e-3  # of the sum of a gradient's absolute values: hosts with other processors round differently
 _LAST_LOOK = 1000  # steps, when ranks that have posted nothing are not waited for any more
 
@@ -73,9 +73,8 @@ class PostedSums:
         with contextlib.suppress(Exception):
             changes = [array.astype(np.float64) for array in arrays]
             if watched.values_before:
-                changes = [
-                    change - before for change, before in zip(changes, watched.values_before)
-                ]
+                starts = watched.values_before
+                changes = [change - start for change, start in zip(changes, starts)]
             sums = [[float(change.sum()), float(np.abs(change).sum())] for change in changes]
             return self._compare(watched, step, sums, unreduced)
         return NEVER
@@ -90,11 +89,9 @@ class PostedSums:
         posts_by_rank = self._post(watched, signature, step, sums)
         if earlier is None:
             return next_look(step, step)
-        sums_by_rank = {}
+        sums_by_rank: dict[int, list[Sums]] = {}
         for rank, posts in posts_by_rank.items():
-            sums_by_rank[rank] = [
-                post_sums for post_step, post_sums in posts if post_step == earlier.step
-            ]
+            sums_by_rank[rank] = [post[1] for post in posts if post[0] == earlier.step]
         distinct = _distinct(sums_by_rank)
         self._judge(watched, earlier, distinct)
         if watched.applied is Applied.UNREDUCED:
@@ -109,11 +106,11 @@ class PostedSums:
         """Post the sums of the first step with those of earlier optimizers like this one: another rank may be behind by
         one. Return what all ranks have posted.
         """
-        posts = self._posts.setdefault(signature, deque(maxlen=_MOST_KEPT))
+        posts = self._posts.setdefault(signature, deque(maxlen=_MOST_POSTS))
         if watched.posted is None and np.any(sums) and np.all(np.isfinite(sums)):
             watched.posted = Post(step, sums)
             posts.append(watched.posted)
-        if len(self._posts) > _MOST_KEPT:
+        if len(self._posts) > _MOST_POSTS:
             del self._posts[next(iter(self._posts))]
         posted: dict[int, list[Post]] = self._job.store.post(f"gradients: {signature}", list(posts))
         return posted
@@ -146,7 +143,9 @@ class PostedSums:
         models = min(map(len, distinct.values()))
         # Fails on a second rank, so that one of them warns.
         self._job.store.set(f"told about {models} models of {signature}", "")
-        names = f" for {named([name for _, name in unreduced])}" if unreduced else ""
+        names = ""
+        if unreduced:
+            names = f" for {named([name for _, name in unreduced])}"
         _log.warning(_NOT_REDUCED, names, watched.class_name, step, self._job.cluster.world_size)
 
     def _may_be_averaged_later(self, watched: WatchedOptimizer) -> bool:
@@ -163,21 +162,19 @@ def _distinct(sums_by_rank: dict[int, list[Sums]]) -> dict[int, list[Sums]]:
     """Return, for each rank, the sums that no other rank has."""
     distinct: dict[int, list[Sums]] = {}
     for rank, own_sums in sums_by_rank.items():
-        foreign = [
-            np.array(sums)
-            for other, posted in sums_by_rank.items()
-            if other != rank
-            for sums in posted
-        ]
-        distinct[rank] = [
-            sums
-            for sums in own_sums
-            if not any(_are_alike(np.array(sums), each) for each in foreign)
-        ]
+        foreign: list[np.ndarray] = []
+        for other_rank, posted in sums_by_rank.items():
+            if other_rank != rank:
+                foreign += map(np.array, posted)
+        distinct[rank] = []
+        for sums in own_sums:
+            if not any(_are_alike(np.array(sums), other_sums) for other_sums in foreign):
+                distinct[rank].append(sums)
     return distinct
 
 
 def _are_alike(sums: np.ndarray, foreign: np.ndarray) -> bool:
     if sums.shape != foreign.shape:
         return False
-    return bool(np.all(np.abs(sums - foreign) <= _ROUNDING * np.maximum(sums, foreign)[:, 1:]))
+    tolerance = _ROUNDING * np.maximum(sums, foreign)[:, 1:]
+    return bool(np.all(np.abs(sums - foreign) <= tolerance))

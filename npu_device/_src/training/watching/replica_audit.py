@@ -20,12 +20,13 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import DETAILS_SECONDS
 from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.ops import all_reduce
 from npu_device._src.training.watching.applied_gradients import AppliedGradients
 from npu_device._src.training.watching.digests import Digest, differences, digest_of, variable_name
+from npu_device._src.training.watching.own_parts import without_parts
 from npu_device._src.training.watching.same_samples import Pair, SameSamples
 from npu_device._src.training.watching.same_variables import not_compared
 from npu_device._src.training.watching.schedule import (
@@ -40,9 +41,8 @@ from npu_device._src.world.world import World, value_of
 
 _log = logging.getLogger("npu_device")
 
-_SHARE = (
-    0.0005  # of the time, so that audits that take twice as long as expected cost less than 0.1 %
-)
+# Of the time, so that audits that take twice as long as expected cost less than 0.1 %.
+_SHARE = 0.0005
 
 _ADVICE = (
     "Likely cause: a rank that changed a variable alone (an assign, a callback, a restored checkpoint); variables that "
@@ -53,7 +53,7 @@ _ADVICE = (
 )
 
 
-class _Seen(NamedTuple):
+class _Reading(NamedTuple):
     """What this rank has read in an audit, after so many steps of the optimizer."""
 
     steps: int
@@ -66,16 +66,19 @@ class Audit:
     """The audits of one optimizer, or of variables that are updated together; ``at_once``: also of the first step."""
 
     def __init__(self, world: World, at_once: bool) -> None:
-        every = environment.NPU_DEVICE_AUDIT.get()
+        interval = environment.NPU_DEVICE_AUDIT.get()
         self._world = world
-        self._is_off = every == "off"
-        self._every = None if every in ("auto", "off") else int(every)
-        self._schedule = Schedule(world.job.device("CPU"), 1 if at_once else self._next(0, 0))
+        self._is_off = interval == "off"
+        self._interval = None if interval in ("auto", "off") else int(interval)
+        first_audit = 1 if at_once else self._next(0, 0)
+        self._schedule = Schedule(world.job.device("CPU"), first_audit)
         self._samples = SameSamples(world.job)
-        self._seen: _Seen | None = None
+        self._reading: _Reading | None = None
         self._equal_after: int | None = None
-        self._began = self._audit_seconds = self._step_seconds = 0.0
-        self._last: tuple[int, float] | None = None  # steps and time at the previous audit
+        self._began = 0.0
+        self._audit_seconds = 0.0
+        self._step_seconds = 0.0
+        self._previous: tuple[int, float] | None = None  # steps and time at the audit before
 
     def step(
         self, variables: Sequence[Any], optimizer: Any = None, pair: Pair | None = None
@@ -89,97 +92,116 @@ class Audit:
 
     def _look(self, count: Any, variables: Sequence[Any], optimizer: Any, pair: Pair | None) -> Any:
         """Compare; return the step of the next audit."""
-        myself, ordered = weakref.ref(self), optimizer is not None
-        own = compat.optimizer_variables(optimizer, variables) if ordered else []
-        audited = [] if self._is_off else unique([*variables, *own])
-        names, by_hand = (
-            [variable_name(one) for one in audited],
-            [] if ordered else list(map(weakref.ref, variables)),
-        )
-        made = tf.cast(value_of(optimizer.iterations), tf.int64) if ordered else count - 1
-        gradients = [] if pair is None or self._samples.is_over else [pair.mine, pair.reduced]
-        given, scale = (
-            len(gradients),
-            0.0 if pair is None else pair.scale,
-        )  # what is called must not keep tensors
+        myself = weakref.ref(self)
+        is_off = self._is_off
+        ordered = optimizer is not None
+        audited: list[Any] = []
+        if not is_off:
+            states = []
+            if ordered:
+                states = without_parts(compat.optimizer_variables(optimizer, variables))
+            audited = unique([*variables, *states])
+        names = list(map(variable_name, audited))
+        if ordered:
+            by_hand = []
+            steps = tf.cast(value_of(optimizer.iterations), tf.int64)
+        else:
+            by_hand = list(map(weakref.ref, variables))
+            steps = count - 1
+        gradients = []
+        scale = 0.0
+        if pair is not None and not self._samples.is_over:
+            gradients = [pair.gradient, pair.reduced]
+            scale = pair.scale
+        gradient_count = len(gradients)  # what is called must not keep tensors
 
-        def digest(count: Any, made: Any, *arrays: np.ndarray) -> list[Any]:
+        def digest(count: Any, steps: Any, *arrays: np.ndarray) -> list[Any]:
             audit = _audit_of(myself)
-            if given:
+            if gradient_count:
                 audit._samples.compare(int(count), arrays[0], arrays[1], scale)
-            digests = [digest_of(array) for array in arrays[given:]]
-            audit._seen = _Seen(int(made), names, arrays[given:], digests)
-            return [audit._message(int(count), digests if ordered else sorted(digests), by_hand)]
+            values = arrays[gradient_count:]
+            digests = list(map(digest_of, values))
+            audit._reading = _Reading(int(steps), names, values, digests)
+            if not ordered:
+                digests = sorted(digests)
+            return [audit._message(int(count), digests, by_hand)]
 
-        def settle(most: Any, count: Any) -> list[Any]:
-            return [
-                np.int64(_audit_of(myself)._settle([int(number) for number in most], int(count)))
-            ]
+        def settle(maxima: Any, count: Any) -> list[Any]:
+            due = _audit_of(myself)._settle(list(map(int, maxima)), int(count))
+            return [np.int64(due)]
 
-        values = [value_of(variable) for variable in audited]
-        [mine] = call_now(
-            digest, [count, made, *gradients, *values], [tf.TensorSpec([5], tf.int64)]
-        )
-        most = mine if self._is_off else all_reduce(self._world.job, mine, "max", self._world.group)
-        return call_now(settle, [most, count], [tf.TensorSpec([], tf.int64)])[0]
+        inputs = [count, steps, *gradients, *map(value_of, audited)]
+        [message] = call_now(digest, inputs, [tf.TensorSpec([5], tf.int64)])
+        if not is_off:
+            message = all_reduce(self._world.job, message, "max", self._world.group)
+        [due] = call_now(settle, [message, count], [tf.TensorSpec([], tf.int64)])
+        return due
 
     def _message(self, count: int, digests: list[Digest], by_hand: Sequence[Any]) -> Any:
         """Return, for maxima over the ranks: digest, minus digest, whether this rank is silent, minus its two times."""
-        now = time.perf_counter()
-        if self._last is not None:
-            self._step_seconds = (now - self._last[1]) / max(1, count - self._last[0])
-        self._last, self._began = (count, now), now
+        time_now = time.perf_counter()
+        if self._previous is not None:
+            previous_count, previous_time = self._previous
+            self._step_seconds = (time_now - previous_time) / max(1, count - previous_count)
+        self._previous = (count, time_now)
+        self._began = time_now
         applied = self._world.job.part(AppliedGradients)
         # While it isn't known to apply the gradients that it has reduced by hand.
-        is_silent = applied is not None and any(applied.leaves_unreduced(one()) for one in by_hand)
-        digest = zlib.crc32(repr(digests).encode())
-        # Those who wait for the last rank don't work: the shortest of the ranks' audits is what one costs.
-        return np.array(
-            [digest, -digest, is_silent, -self._audit_seconds * 1e9, -self._step_seconds * 1e9],
-            np.int64,
+        is_silent = applied is not None and any(
+            applied.leaves_unreduced(reference()) for reference in by_hand
         )
+        checksum = zlib.crc32(repr(digests).encode())
+        # Those who wait for the last rank don't work: the shortest of the ranks' audits is what one costs.
+        times = [-self._audit_seconds * 1e9, -self._step_seconds * 1e9]
+        return np.array([checksum, -checksum, is_silent, *times], np.int64)
 
-    def _settle(self, most: list[int], count: int) -> int:
+    def _settle(self, maxima: list[int], count: int) -> int:
         """Raise or warn if the digests differ; return the step of the next audit."""
         self._audit_seconds = time.perf_counter() - self._began
-        seen, self._seen = self._seen, None
-        digest, negated, is_silent, cost, step = most
-        if seen is not None and digest != -negated and not is_silent and not self._is_off:
-            return self._tell(seen, f"drift/{self._world.group.key}/{count}/{digest}")
-        self._equal_after = None if seen is None else seen.steps
-        return self._next(count, math.ceil(cost / step / _SHARE) if step else 0)
+        reading = self._reading
+        self._reading = None
+        checksum, negated, is_silent, cost, step = maxima
+        if reading is not None and checksum != -negated and not is_silent and not self._is_off:
+            return self._report(reading, f"drift/{self._world.group.key}/{count}/{checksum}")
+        self._equal_after = None
+        if reading is not None:
+            self._equal_after = reading.steps
+        interval = 0
+        if step:
+            interval = math.ceil(cost / step / _SHARE)
+        return self._next(count, interval)
 
     def _next(self, count: int, interval: int) -> int:
         """Return the step of the next audit, given the interval at which audits cost their share of the time."""
         if self._is_off and count >= FIRST_LOOKS[-1]:
             return NEVER
-        if self._every is None:
+        if self._interval is None:
             return next_look(count, max(FIRST_LOOKS[-1], interval))
-        regular = self._every - count % self._every
-        return count + regular if self._every <= FIRST_LOOKS[-1] else next_look(count, regular)
+        regular = self._interval - count % self._interval
+        if self._interval <= FIRST_LOOKS[-1]:
+            return count + regular
+        return next_look(count, regular)
 
-    def _tell(self, seen: _Seen, key: str) -> int:
+    def _report(self, reading: _Reading, key: str) -> int:
         """Raise an error or warn, on every rank alike: which variables differ, and how far."""
-        cluster, store = self._world.job.cluster, self._world.job.store
-        norms = [np.linalg.norm(np.abs(array).astype(np.float64)) for array in seen.arrays]
-        mine = [
-            f"norm {norm:.9g}, digest {number:08x}"
-            for norm, (_, _, number) in zip(norms, seen.digests)
-        ]
-        found = {cluster.rank: mine}
+        cluster = self._world.job.cluster
+        texts = []
+        for array, (_, _, number) in zip(reading.arrays, reading.digests):
+            norm = np.linalg.norm(np.abs(array).astype(np.float64))
+            texts.append(f"norm {norm:.9g}, digest {number:08x}")
+        answers = {cluster.rank: texts}
         with contextlib.suppress(ClusterError):
-            found = store.gather_from(key, mine, self._world.group.ranks, DETAILS_SECONDS)
-        ranks = sorted(found)
-        _, which = differences(cluster, ranks, seen.names, [found[rank] for rank in ranks]) or (
-            [],
-            "some variables",
-        )
-        before = (
-            ""
-            if self._equal_after is None
-            else f" (after step {self._equal_after} they were equal)"
-        )
-        text = f"the ranks have drifted apart: seen after step {seen.steps}{before}, in {which}\n{_ADVICE}"
+            members = self._world.group.ranks
+            answers = self._world.job.store.gather_from(key, texts, members, DETAILS_SECONDS)
+        ranks = sorted(answers)
+        variables = "some variables"
+        difference = differences(cluster, ranks, reading.names, [answers[rank] for rank in ranks])
+        if difference is not None:
+            _, variables = difference
+        earlier = ""
+        if self._equal_after is not None:
+            earlier = f" (after step {self._equal_after} they were equal)"
+        text = f"the ranks have drifted apart: seen after step {reading.steps}{earlier}, in {variables}\n{_ADVICE}"
         if environment.NPU_DEVICE_DRIFT.get() == "error":
             raise RuntimeError(f"rank {cluster.rank}: {text}")
         if self._world.rank == 0:
@@ -197,14 +219,18 @@ def audit_by_hand(
     """Audit, if it is time, variables whose gradients a ``tf.function`` has reduced; ``pair`` returns one of these."""
     if world.size == 1 or not can_compare():
         return
-    audits, key = world.job.made(_AuditsByHand), tuple(map(id, variables))
+    audits = world.job.made(_AuditsByHand)
+    key = tuple(map(id, variables))
     if key not in audits:
         # Functions that are made again go on with the same count. So an audit lives as long as the first variable, and
         # not as a function, which is gone when Python's garbage collector has run, on each rank at another time.
         audits[key] = Audit(world, bool(not_compared(variables)))
         if variables:
             weakref.finalize(variables[0], audits.pop, key, None)
-    audits[key].step(variables, None, None if pair is None else pair())
+    gradients = None
+    if pair is not None:
+        gradients = pair()
+    audits[key].step(variables, None, gradients)
 
 
 def _audit_of(reference: weakref.ref[Audit]) -> Audit:

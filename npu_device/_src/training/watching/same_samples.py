@@ -26,30 +26,31 @@ _ROUNDING = 1e-5  # of a gradient's largest number: the sum of more than two ran
 class Pair(NamedTuple):
     """A gradient before and after its reduction; the result is ``scale`` times it if all ranks have the same."""
 
-    mine: tf.Tensor
+    gradient: tf.Tensor
     reduced: tf.Tensor
     scale: float
 
 
 def pair_of(
-    mine: Sequence[Gradient], reduced: Sequence[Gradient], kind: str, size: int
+    gradients: Sequence[Gradient], reduced: Sequence[Gradient], reduction: str, size: int
 ) -> Pair | None:
     """Return one of some gradients to compare with its reduction: among those of a moderate size the last one, which
     backward produces first; else the smallest.
     """
-    numbers = [
-        int(one.shape.num_elements() or 0) if isinstance(one, tf.Tensor) else 0 for one in mine
-    ]
-    excess = [
-        (max(0, count - _MOST_NUMBERS), -place)
-        for place, (count, one) in enumerate(zip(numbers, mine))
-        if count >= _FEWEST_NUMBERS and one is not None and one.dtype in (tf.float32, tf.float64)
-    ]
-    if kind not in ("mean", "sum") or not excess:
+    candidates = []
+    for position, gradient in enumerate(gradients):
+        if not isinstance(gradient, tf.Tensor) or gradient.dtype not in (tf.float32, tf.float64):
+            continue
+        count = int(gradient.shape.num_elements() or 0)
+        if count >= _FEWEST_NUMBERS:
+            # The least excess comes first, and of those the last gradient.
+            candidates.append((max(0, count - _MOST_NUMBERS), -position))
+    if reduction not in ("mean", "sum") or not candidates:
         return None
-    place = -min(excess)[1]
-    scale = 1.0 if kind == "mean" else float(size)
-    return Pair(tf.convert_to_tensor(mine[place]), tf.convert_to_tensor(reduced[place]), scale)
+    position = -min(candidates)[1]
+    scale = 1.0 if reduction == "mean" else float(size)
+    gradient = tf.convert_to_tensor(gradients[position])
+    return Pair(gradient, tf.convert_to_tensor(reduced[position]), scale)
 
 
 class SameSamples:
@@ -59,22 +60,24 @@ class SameSamples:
         self._alike = 0
         self.is_over = job.cluster.rank != 0
 
-    def compare(self, step: int, mine: np.ndarray, reduced: np.ndarray, scale: float) -> None:
+    def compare(self, step: int, gradient: np.ndarray, reduced: np.ndarray, scale: float) -> None:
         """Warn if the gradients of all ranks were the same in this look and the two before."""
-        largest = np.abs(mine).max()
+        largest = np.abs(gradient).max()
         if self.is_over or not largest > 0 or not np.isfinite(largest):
             return
-        differ = bool(np.any(np.abs(scale * mine - reduced) > _ROUNDING * scale * largest))
+        differ = bool(np.any(np.abs(scale * gradient - reduced) > _ROUNDING * scale * largest))
         self._alike += 1
         self.is_over = differ or self._alike >= _LOOKS
         if differ or not self.is_over:
             return
-        much = "" if scale == 1 else f", and their sum makes steps {scale:g} times too large"
+        remark = ""
+        if scale != 1:
+            remark = f", and their sum makes steps {scale:g} times too large"
         _log.warning(
             "in step %d, and whenever looked at before, all ranks have computed the very same gradients: they read the "
             "same samples, and train no more than one process would%s.\nLikely cause: the dataset isn't divided among "
             "the ranks.\nWhat to do: dataset, batch = npu.distribute.shard_and_rebatch_dataset(dataset, global_batch), "
             "or let each rank take its part by npu.distribute.rank().",
             step,
-            much,
+            remark,
         )

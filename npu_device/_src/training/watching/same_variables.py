@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from npu_device._src.training.watching.digests import (
     variable_name,
 )
 from npu_device._src.training.watching.last_word import ENDED_APART, LastWord
+from npu_device._src.training.watching.own_parts import to_be_equal
 from npu_device._src.training.watching.schedule import can_compare
 from npu_device._src.world.world import World, value_of
 
@@ -64,17 +66,20 @@ def make_equal(
                 "What to do: build the whole model on every rank, and call npu.distribute.broadcast(model.variables) "
                 "before the first step; read the checkpoint on every rank."
             )
+        variables = to_be_equal(world, variables)
         if not ordered:  # those of one name belong together, if all ranks have the same names
-            mine = sorted(map(variable_name, variables))
-            everybody = world.objects(mine, "names of variables")
-            if len(set(mine)) == len(mine) and all(names == mine for names in everybody):
+            names = sorted(map(variable_name, variables))
+            answers = world.objects(names, "names of variables")
+            is_unique = len(set(names)) == len(names)
+            if is_unique and all(rank_names == names for rank_names in answers):
                 variables = sorted(variables, key=variable_name)
-        found = _differences(world, variables)
-        if found is not None:
-            text = digests.DIFFERENT_START % (found[1], digests.BROADCAST)
+        difference = _differences(world, variables)
+        if difference is not None:
+            positions, differing = difference
+            text = digests.DIFFERENT_START % (differing, digests.BROADCAST)
             if mode == "error":
                 raise RuntimeError(f"rank {world.job.cluster.rank}: {text}")
-            assign_from_root(world, [variables[place] for place in found[0]])
+            assign_from_root(world, [variables[position] for position in positions])
             if world.rank == 0:
                 _log.log(level, "%s\nThey are those of rank %d now.", text, world.group.ranks[0])
         note_equal(world, variables)
@@ -86,9 +91,10 @@ def assign_from_root(world: World, variables: Sequence[Any], root_rank: int = 0)
     rank holds stays as it is.
     """
     variables = [variable for variable in variables if not compat.is_apart(variable)]
+    variables = to_be_equal(world, variables)
     sent = world.from_root([value_of(variable) for variable in variables], root_rank)
     note_equal(world, variables)
-    return fetchable([variable.assign(value) for variable, value in zip(variables, sent)])
+    return fetchable([variable.assign(tensor) for variable, tensor in zip(variables, sent)])
 
 
 def note_equal(world: World, variables: Sequence[Any]) -> None:
@@ -120,57 +126,62 @@ def make_equal_behind(
         return None
     # The names of the operations from which the gradients are computed, and of those that they are gradients of. What
     # has nothing to do with them is left out: one rank may read it alone, to look at it.
-    behind = compat.tensors_behind(symbolic, lambda tensor: tensor.dtype == tf.resource)
-    seen = {tensor.op.name for tensor in behind}
-    needed = seen | {
-        name[len(_TAPE) :].rpartition("/")[0] for name in seen if name.startswith(_TAPE)
-    }
+    sources = compat.tensors_behind(symbolic, lambda tensor: tensor.dtype == tf.resource)
+    names = {tensor.op.name for tensor in sources}
+    forward = {name[len(_TAPE) :].rpartition("/")[0] for name in names if name.startswith(_TAPE)}
+    needed = names | forward
 
     def is_needed(handle: Any) -> bool:
         readers = handle.consumers()
-        users = [
-            user for reader in readers for value in reader.outputs for user in value.consumers()
-        ]
-        return any(operation.name in needed for operation in (*readers, *users))
+        operations = list(readers)
+        for reader in readers:
+            for tensor in reader.outputs:
+                operations += tensor.consumers()
+        return any(operation.name in needed for operation in operations)
 
-    read = [one for one, handle in compat.variables_read() if one.trainable and is_needed(handle)]
-    found = _of_the_kinds([gradient for gradient in gradients if gradient is not None], read)
-    new = not_compared(found)
+    trained = []
+    for variable, handle in compat.variables_read():
+        if variable.trainable and is_needed(handle):
+            trained.append(variable)
+    variables = _as_many_as_gradients(gradients, trained)
+    new = not_compared(variables)
     if new and make_equal(world, new, ordered=False, level=level):
         _compared.update({id(variable): variable for variable in new})
-    return found
+    return variables
 
 
-def _of_the_kinds(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+def _as_many_as_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Return the variables of each shape and dtype of which there are as many variables as gradients."""
-    both = gradients, variables
-    wanted, there = (
-        [(str(one.shape), tf.as_dtype(one.dtype).base_dtype) for one in each] for each in both
-    )
-    return [one for one, kind in zip(variables, there) if there.count(kind) == wanted.count(kind)]
+    wanted = Counter(_shape_and_dtype(gradient) for gradient in gradients if gradient is not None)
+    available = Counter(map(_shape_and_dtype, variables))
+    alike = {signature for signature in available if available[signature] == wanted[signature]}
+    return [variable for variable in variables if _shape_and_dtype(variable) in alike]
+
+
+def _shape_and_dtype(tensor: Any) -> tuple[str, tf.DType]:
+    return str(tensor.shape), tf.as_dtype(tensor.dtype).base_dtype
 
 
 def warn_if_different(world: World, variables: Sequence[Any]) -> None:
     """Compare variables after a training; rank 0 warns with the names of those that differ."""
-    found = _differences(world, variables)
-    if found is not None and world.rank == 0:
-        _log.warning(ENDED_APART, found[1])
+    difference = _differences(world, variables)
+    if difference is not None and world.rank == 0:
+        _log.warning(ENDED_APART, difference[1])
 
 
 def _differences(world: World, variables: Sequence[Any]) -> tuple[list[int], str] | None:
     """Return the positions of the variables that differ, and a text about them; None if none do."""
     try:
-        mine = [digest_of(variable) for variable in variables]
+        own_digests = [digest_of(variable) for variable in variables]
     except (tf.errors.OpError, NotImplementedError):
-        mine = []
-    everybody = world.objects(mine, "digests of variables")
-    shapes = [[(shape, dtype) for shape, dtype, _ in row] for row in everybody]
-    if any(one != shapes[0] for one in shapes):
+        own_digests = []
+    answers = world.objects(own_digests, "digests of variables")
+    shapes = [[(shape, dtype) for shape, dtype, _ in row] for row in answers]
+    if any(signature != shapes[0] for signature in shapes):
         return None  # the reduction names what differs
-    checksums = [[number for _, _, number in row] for row in everybody]
-    return differences(
-        world.job.cluster, world.group.ranks, list(map(variable_name, variables)), checksums
-    )
+    checksums = [[number for _, _, number in row] for row in answers]
+    names = list(map(variable_name, variables))
+    return differences(world.job.cluster, world.group.ranks, names, checksums)
 
 
 def _has_value(variable: Any) -> bool:
@@ -188,33 +199,31 @@ class _Graphs(list[str]):
 @contextlib.contextmanager
 def compared_in_session(world: World, gradients: Sequence[Any]) -> Iterator[None]:
     """In a graph for sessions, compare trainable variables in the first run of each, before operations of the block."""
-    mode, graphs = environment.NPU_DEVICE_UNEQUAL_START.get(), world.job.made(_Graphs)
-    wanted = (
-        mode != "ignore" and world.size == world.job.cluster.world_size and len(graphs) < _GRAPHS
-    )
+    mode = environment.NPU_DEVICE_UNEQUAL_START.get()
+    graphs = world.job.made(_Graphs)
+    is_whole_job = world.size == world.job.cluster.world_size
+    is_compared = mode != "ignore" and is_whole_job and len(graphs) < _GRAPHS
     variables: list[Any] = []
-    if wanted and not tf.compat.v1.executing_eagerly_outside_functions():
-        present = [gradient for gradient in gradients if gradient is not None]
-        variables = _of_the_kinds(
-            present, tf.compat.v1.trainable_variables()
-        )  # those of the shapes of gradients
+    if is_compared and not tf.compat.v1.executing_eagerly_outside_functions():
+        # Only shapes tell which variables the gradients belong to.
+        variables = _as_many_as_gradients(gradients, tf.compat.v1.trainable_variables())
     if not variables:
         yield
         return
-    name, runs = f"session {len(graphs) + 1}", itertools.count(1)
+    name = f"session {len(graphs) + 1}"
+    runs = itertools.count(1)
     graphs.append(name)
     names = list(map(variable_name, variables))
 
     def compare(*arrays: np.ndarray) -> None:
-        text = digests.different_start(
-            world.job, f"{name}, start {next(runs)}", names, _HOOK, list(map(checksum, arrays))
-        )
+        start = f"{name}, start {next(runs)}"
+        checksums = list(map(checksum, arrays))
+        text = digests.different_start(world.job, start, names, _HOOK, checksums)
         if text is not None:
             if mode == "error":
                 raise RuntimeError(f"rank {world.job.cluster.rank}: {text}")
             _log.warning("%s", text)
 
-    with tf.control_dependencies(
-        [in_first_run(name, compare, lambda: list(map(value_of, variables)))]
-    ):
+    compared = in_first_run(name, compare, lambda: list(map(value_of, variables)))
+    with tf.control_dependencies([compared]):
         yield

@@ -52,9 +52,11 @@ def next_look(count: int, after: int) -> int:
 class Schedule:
     """Counts steps, those of graphs apart from eager ones. ``device`` is the name of the CPU of this process."""
 
-    def __init__(self, device: str, first: int) -> None:
-        self._count, self._due = 0, first
-        self._device, self._first = device, first
+    def __init__(self, device: str, first_look: int) -> None:
+        self._count = 0
+        self._due = first_look
+        self._device = device
+        self._first_look = first_look
         self._in_graphs: tuple[Any, Any] | None = None
 
     def is_due(self) -> bool:
@@ -73,20 +75,21 @@ class Schedule:
             if is_due:
                 self._due = int(look(np.int64(self._count)))
             return
-        made, due = self._variables()
+        overdue, due = self._variables()
         # A step that ends for lack of data must count on no rank.
         with tf.device(self._device), tf.control_dependencies(step_data()):
-            before = tf.raw_ops.ResourceCountUpTo(resource=made.handle, limit=NEVER, T=tf.int64)
+            # Minus the number of steps until the look, before this one is counted.
+            earlier = tf.raw_ops.ResourceCountUpTo(resource=overdue.handle, limit=NEVER, T=tf.int64)
 
         def look_now() -> tf.Tensor:
-            count = due.read_value() + before + 1
+            count = due.read_value() + earlier + 1
             next_due = look(count)
             due.assign(next_due, read_value=False)
-            made.assign(count - next_due, read_value=False)
+            overdue.assign(count - next_due, read_value=False)
             return next_due
 
         with tf.device(self._device):
-            looked = tf.cond(before >= -1, look_now, lambda: tf.constant(0, tf.int64))
+            looked = tf.cond(earlier >= -1, look_now, lambda: tf.constant(0, tf.int64))
         if not tf.config.get_visible_devices("GPU"):
             compat.keep_whole(looked)
 
@@ -94,6 +97,7 @@ class Schedule:
         """Return two variables: the step of the next look, and minus the number of steps until then."""
         if self._in_graphs is None:
             with tf.init_scope(), tf.device(self._device):
-                due, left = (tf.constant(value, tf.int64) for value in (self._first, -self._first))
-                self._in_graphs = compat.plain_variable(left), compat.plain_variable(due)
+                due = compat.plain_variable(tf.constant(self._first_look, tf.int64))
+                overdue = compat.plain_variable(tf.constant(-self._first_look, tf.int64))
+                self._in_graphs = (overdue, due)
         return self._in_graphs

@@ -29,10 +29,10 @@ def training_variables(model: Any) -> list[Any]:
 def weights(model: Any) -> list[Any]:
     """Return the weights of the model, as far as they exist."""
     try:
-        found = model.weights
+        variables = model.weights
     except ValueError:  # tf-keras: a part isn't built
-        found = compat.variables_of(model)
-    return unique(weight for weight in found if not compat.is_vocabulary(weight))
+        variables = compat.variables_of(model)
+    return unique(weight for weight in variables if not compat.is_vocabulary(weight))
 
 
 def optimizer_state(model: Any) -> list[Any]:
@@ -45,40 +45,36 @@ def optimizer_state(model: Any) -> list[Any]:
 
 def optimizers(model: Any) -> list[Any]:
     """Return the optimizers that the steps of a model can reach: a GAN has two, and parts of it may have their own."""
-    return [thing for thing in reachable(model) if compat.is_optimizer(thing)]
+    return [node for node in reachable(model) if compat.is_optimizer(node)]
 
 
 def loose_variables(model: Any) -> list[Any]:
     """Return the ``tf.Variable`` objects that the steps can reach, but that Keras doesn't count among its variables."""
     metrics = (variable for metric in compat.metrics_of(model) for variable in metric.variables)
-    known = {
-        id(variable)
-        for variable in [*compat.variables_of(model), *metrics, *compat.counters_of(model)]
-    }
-    known |= set(map(id, compat.states_of_samples(model)))
-    return [
-        thing
-        for thing in reachable(model)
-        if isinstance(thing, tf.Variable) and id(thing) not in known
-    ]
+    variables = [*compat.variables_of(model), *metrics, *compat.counters_of(model)]
+    known_ids = set(map(id, [*variables, *compat.states_of_samples(model)]))
+    loose = []
+    for node in reachable(model):
+        if isinstance(node, tf.Variable) and id(node) not in known_ids:
+            loose.append(node)
+    return loose
 
 
 def common(model: Any, variables: Iterable[Any]) -> list[Any]:
     """Return variables of a model without those that hold a state for each sample, of which each rank has its own."""
-    own = set(map(id, compat.states_of_samples(model)))
-    return [variable for variable in variables if id(variable) not in own]
+    rank_states = set(map(id, compat.states_of_samples(model)))
+    return [variable for variable in variables if id(variable) not in rank_states]
 
 
 def attributes(model: Any) -> Iterable[Any]:
     """Return the attributes of the model, and what lists and dicts among them contain."""
     for value in _attributes(model):
-        yield from (
-            value.values()
-            if isinstance(value, dict)
-            else value
-            if isinstance(value, (list, tuple))
-            else [value]
-        )
+        if isinstance(value, dict):
+            yield from value.values()
+        elif isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
 
 
 def has_all_layers_built(model: Any) -> bool:
@@ -98,9 +94,8 @@ def build_optimizer(model: Any) -> None:
 
 def trace_step(model: Any, step: Callable[[Any], Any], batch_spec: Any) -> None:
     """Make all variables that a step of a model makes by tracing it with a ``tf.TypeSpec``; nothing is computed."""
-    autograph = not compat.is_keras_3(
-        compat.keras_of(model)
-    )  # as each Keras traces the step itself
+    # As each Keras traces the step itself.
+    autograph = not compat.is_keras_3(compat.keras_of(model))
     with only_building():
         tf.function(step, autograph=autograph).get_concrete_function(batch_spec)
 
@@ -108,7 +103,9 @@ def trace_step(model: Any, step: Callable[[Any], Any], batch_spec: Any) -> None:
 def call_on(model: Any, batch: Any) -> None:
     """Build a model that runs eagerly by calling it on a batch, and its optimizer for Keras's own step."""
     try:
-        model(batch[0] if isinstance(batch, tuple) else batch)
+        if isinstance(batch, tuple):
+            batch = batch[0]
+        model(batch)
     except Exception as error:
         raise RuntimeError(
             "the root can't send weights before the first step: the model is not built, and calling it on its "
@@ -128,13 +125,14 @@ def set_random_states(states: tuple[Any, Any, Any]) -> None:
     python, numpy, tensorflow = states
     random.setstate(python)
     np.random.set_state(numpy)
+    # Setting it starts the state anew, also of operations that have begun to draw.
     if compat.random_state() != tensorflow:
         compat.set_random_state(tensorflow)
 
 
-def unique(things: Iterable[Any]) -> list[Any]:
+def unique(nodes: Iterable[Any]) -> list[Any]:
     """Return things in their order, each of them once."""
-    return list({id(thing): thing for thing in things}.values())
+    return list({id(node): node for node in nodes}.values())
 
 
 _FRAMEWORKS = {
@@ -158,75 +156,77 @@ def reachable(model: Any) -> Iterator[Any]:
     the user's functions use: closures, defaults, globals. Other objects of TensorFlow and Keras aren't looked into.
     """
     waiting = deque([model])
-    seen: dict[int, Any] = {}
+    visited: dict[int, Any] = {}
     while waiting:
-        thing = waiting.popleft()
-        if id(thing) not in seen:
-            seen[id(thing)] = thing
-            yield thing
-            waiting.extend(_parts(thing))
+        node = waiting.popleft()
+        if id(node) not in visited:
+            visited[id(node)] = node
+            yield node
+            waiting.extend(_parts(node))
 
 
-def _parts(thing: Any) -> Iterable[Any]:
-    if isinstance(thing, (type, types.ModuleType, str, bytes, int, float, type(None))):
+def _parts(node: Any) -> Iterable[Any]:
+    if isinstance(node, (type, types.ModuleType, str, bytes, int, float, type(None))):
         return []
-    if isinstance(thing, Mapping):
-        return list(thing.values())[:_LONGEST]
-    if isinstance(thing, (list, tuple)):
-        return thing[:_LONGEST]
-    if isinstance(thing, types.MethodType):
-        return [thing.__func__, thing.__self__]
-    if isinstance(thing, functools.partial):
-        return [thing.func, *thing.args, *thing.keywords.values()]
-    if isinstance(thing, types.FunctionType):
-        return _used_by(thing)
-    if compat.is_layer(thing):
-        return [*_attributes(thing), *compat.all_layers(thing), *_methods(thing)]
-    if hasattr(type(thing), "python_function"):  # a tf.function
-        return [thing.python_function]
-    if _is_framework(type(thing)):
+    if isinstance(node, Mapping):
+        return list(node.values())[:_LONGEST]
+    if isinstance(node, (list, tuple)):
+        return node[:_LONGEST]
+    if isinstance(node, types.MethodType):
+        return [node.__func__, node.__self__]
+    if isinstance(node, functools.partial):
+        return [node.func, *node.args, *node.keywords.values()]
+    if isinstance(node, types.FunctionType):
+        return _used_by(node)
+    if compat.is_layer(node):
+        return [*_attributes(node), *compat.all_layers(node), *_methods(node)]
+    if hasattr(type(node), "python_function"):  # a tf.function
+        return [node.python_function]
+    if _is_framework(type(node)):
         return []
-    return [*_attributes(thing), *_methods(thing)]
+    return [*_attributes(node), *_methods(node)]
 
 
-def _attributes(thing: Any) -> list[Any]:
-    held = getattr(thing, "__dict__", {})
-    return [held[name] for name in sorted(held)]
+def _attributes(node: Any) -> list[Any]:
+    attributes = getattr(node, "__dict__", {})
+    return [attributes[name] for name in sorted(attributes)]
 
 
-def _methods(thing: Any) -> list[Any]:
+def _methods(node: Any) -> list[Any]:
     """Return the functions of the class of an object, without those of a framework."""
-    own = [kind for kind in type(thing).__mro__ if not _is_framework(kind)]
-    found = [value for kind in own for value in vars(kind).values()]
-    found += [value.fget for value in found if isinstance(value, property)]
+    members: list[Any] = []
+    for owner in type(node).__mro__:
+        if not _is_framework(owner):
+            members += vars(owner).values()
+    members += [member.fget for member in members if isinstance(member, property)]
     return [
-        value
-        for value in found
-        if isinstance(value, types.FunctionType) or hasattr(value, "python_function")
+        member
+        for member in members
+        if isinstance(member, types.FunctionType) or hasattr(member, "python_function")
     ]
 
 
 def _used_by(function: types.FunctionType) -> list[Any]:
     wrapped = getattr(function, "__wrapped__", None)
     if _is_framework(function):
-        return [] if wrapped is None else [wrapped]
-    found = [wrapped, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        if wrapped is None:
+            return []
+        return [wrapped]
+    nodes = [wrapped, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # not yet assigned
-            found.append(cell.cell_contents)
+            nodes.append(cell.cell_contents)
     names = [name for name in _names(function.__code__) if name in function.__globals__]
-    return [*found, *map(function.__globals__.get, names)]
+    return [*nodes, *map(function.__globals__.get, names)]
 
 
 def _names(code: types.CodeType) -> list[str]:
-    inner = [
-        name
-        for const in code.co_consts
-        if isinstance(const, types.CodeType)
-        for name in _names(const)
-    ]
-    return [*code.co_names, *inner]
+    names = list(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            names += _names(const)
+    return names
 
 
-def _is_framework(thing: Any) -> bool:
-    return str(getattr(thing, "__module__", "")).partition(".")[0] in _FRAMEWORKS
+def _is_framework(node: Any) -> bool:
+    return str(getattr(node, "__module__", "")).partition(".")[0] in _FRAMEWORKS

@@ -66,13 +66,15 @@ class WatchedOptimizer:
 
     def living(self) -> list[Any]:
         """Return the variables that still exist."""
-        return [variable for reference in self._variables if (variable := reference()) is not None]
+        variables = [reference() for reference in self._variables]
+        return [variable for variable in variables if variable is not None]
 
 
 def smallest(gradients: Iterable[Any]) -> list[Any]:
     """Return the tensors of the smallest gradients, or variables, with floating-point numbers."""
     tensors = [tensor for tensor in map(dense_of, gradients) if tensor.dtype.is_floating]
-    return sorted(tensors, key=lambda tensor: tensor.shape.num_elements() or sys.maxsize)[:_SUMMED]
+    size = lambda tensor: tensor.shape.num_elements() or sys.maxsize  # noqa: E731
+    return sorted(tensors, key=size)[:_SUMMED]
 
 
 def arrays_of(variables: Iterable[Any]) -> list[np.ndarray]:

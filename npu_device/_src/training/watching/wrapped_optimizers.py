@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from npu_device._src import compat
+
 REDUCTION = "_npu_gradient_reduction"
 """The attribute of a wrapped optimizer that holds its ``GradientReduction``."""
 
@@ -33,3 +35,14 @@ def reduction_inside(optimizer: Any) -> Any:
     if inner is None or reduction_of(optimizer) is not None:
         return None
     return reduction_of(inner)
+
+
+def carrier(optimizer: Any) -> Any:
+    """Return the optimizer whose methods reduce: the one inside a loss-scale optimizer if that one has been wrapped, or
+    adds up gradients over several steps; else the optimizer itself.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is None:
+        return optimizer
+    is_inner = reduction_of(inner) is not None or compat.accumulation_steps(inner) > 1
+    return inner if is_inner else optimizer

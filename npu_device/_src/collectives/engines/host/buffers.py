@@ -14,9 +14,8 @@ import numpy as np
 
 ALIGNMENT = 64  # bytes; TensorFlow copies arrays that aren't aligned to this
 _IDLE_ROUNDS = 64
-_POOLED_FROM_BYTES = (
-    32 << 10
-)  # smaller buffers come from the allocator's own free lists, which are as fast
+# Smaller buffers come from the allocator's own free lists, which are as fast.
+_POOLED_FROM_BYTES = 32 << 10
 
 
 class _Buffer:
@@ -38,7 +37,8 @@ class _Lease:
 
     def __init__(self, buffer: _Buffer, returned: deque[_Buffer]) -> None:
         self.__array_interface__ = buffer.interface
-        self._buffer, self._returned = buffer, returned
+        self._buffer = buffer
+        self._returned = returned
 
     def __del__(self) -> None:
         # In whichever thread drops the last tensor, also amid ``take``: no lock, and nothing that waits.
@@ -80,8 +80,7 @@ class BufferPool:
         return self.take(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
     def _forget_idle(self) -> None:
-        for size in [
-            size for size, used in self._last_used.items() if self._round - used > _IDLE_ROUNDS
-        ]:
+        used = self._last_used.items()
+        for size in [size for size, last in used if self._round - last > _IDLE_ROUNDS]:
             del self._last_used[size]
             self._free.pop(size, None)

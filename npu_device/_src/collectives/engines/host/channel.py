@@ -38,8 +38,9 @@ def head_of(terms: Terms | None) -> Head:
     """Return the head of a call; without terms, the ranks have agreed on it before."""
     if terms is None:
         return (_AGREED,) * HEAD_WORDS
-    compares = _OVERLAPS if terms.overlaps else _COMPARES
-    return (*terms.head, int(terms.shapes), _AGREED if terms.agreed else compares)
+    if terms.agreed:
+        return (*terms.head, int(terms.shapes), _AGREED)
+    return (*terms.head, int(terms.shapes), _OVERLAPS if terms.overlaps else _COMPARES)
 
 
 def compares(head: Head) -> bool:
@@ -75,56 +76,57 @@ class Stream:
         self.starts: list[int] = []
         self.lengths = list(map(math.prod, shapes))
         unit = ALIGNMENT // min(dtype.itemsize, ALIGNMENT)
-        length = 0
-        for elements in self.lengths:
-            self.starts.append(length)
-            length += -(-elements // unit) * unit
-        self.length = length
+        total = 0
+        for length in self.lengths:
+            self.starts.append(total)
+            total += -(-length // unit) * unit
+        self.length = total
 
-    def copy_in(self, first: int, slot: np.ndarray) -> None:
-        """Fill a slot with the stream from element ``first`` on. Arrays of another dtype are cast; gaps between arrays
+    def copy_in(self, start: int, slot: np.ndarray) -> None:
+        """Fill a slot with the stream from element ``start`` on. Arrays of another dtype are cast; gaps between arrays
         are left as they are.
         """
         arrays = self.arrays
-        end = first + len(slot)
+        end = start + len(slot)
         if len(arrays) == 1 and arrays[0].dtype == slot.dtype:
-            run = arrays[0][first:end]
+            run = arrays[0][start:end]
             slot[: len(run)] = run
             return
         # Start at the array in which the slot begins: with hundreds of arrays, checking each one for each slot is slow.
-        for position in range(max(0, bisect_right(self.starts, first) - 1), len(arrays)):
-            start = self.starts[position]
-            if start >= end:
+        for position in range(max(0, bisect_right(self.starts, start) - 1), len(arrays)):
+            array_start = self.starts[position]
+            if array_start >= end:
                 break
-            low = max(start, first)
-            high = min(start + self.lengths[position], end)
-            if low < high:
-                run = arrays[position][low - start : high - start]
+            copy_start = max(array_start, start)
+            copy_end = min(array_start + self.lengths[position], end)
+            if copy_start < copy_end:
+                run = arrays[position][copy_start - array_start : copy_end - array_start]
                 if run.dtype == slot.dtype:
-                    slot[low - first : high - first] = run
+                    slot[copy_start - start : copy_end - start] = run
                     continue
-                with np.errstate(
-                    all="ignore"
-                ):  # what overflows 16 bits is infinite; TensorFlow doesn't warn either
-                    slot[low - first : high - first] = run
+                # What overflows 16 bits is infinite; TensorFlow doesn't warn either.
+                with np.errstate(all="ignore"):
+                    slot[copy_start - start : copy_end - start] = run
 
-    def run(self, first: int, last: int, buffers: BufferPool) -> np.ndarray:
+    def run(self, start: int, end: int, buffers: BufferPool) -> np.ndarray:
         """Return a span of the stream: of one of the arrays as it is, or a copy of what is in several."""
-        position = bisect_right(self.starts, first) - 1
-        start = self.starts[position]
-        if last <= start + self.lengths[position] and self.arrays[position].dtype == self.dtype:
-            return self.arrays[position][first - start : last - start]
-        copy = buffers.array((last - first,), self.dtype)
-        self.copy_in(first, copy)
+        position = bisect_right(self.starts, start) - 1
+        array_start = self.starts[position]
+        if (
+            end <= array_start + self.lengths[position]
+            and self.arrays[position].dtype == self.dtype
+        ):
+            return self.arrays[position][start - array_start : end - array_start]
+        copy = buffers.array((end - start,), self.dtype)
+        self.copy_in(start, copy)
         return copy
 
     def divided(self, share: int) -> Stream:
         """Return this member's values divided by a number."""
         if share == 1:
             return self
-        return Stream(
-            self.shapes, self.dtype, [array / array.dtype.type(share) for array in self.arrays]
-        )
+        arrays = [array / array.dtype.type(share) for array in self.arrays]
+        return Stream(self.shapes, self.dtype, arrays)
 
     def results(self, pool: BufferPool, dtype: np.dtype) -> tuple[np.ndarray, list[np.ndarray]]:
         """Return memory for the whole stream in some dtype, flat, and the arrays in it, in their shapes."""
@@ -165,7 +167,7 @@ class Round(NamedTuple):
 
     def span(self, member: int) -> Span:
         """Return which elements of a publisher's source a member reads."""
-        return self.spans[member] if len(self.spans) > 1 else self.spans[0]
+        return self.spans[member if len(self.spans) > 1 else 0]
 
     def begin(self, member: int) -> int:
         """Return where in a slot the span of a member begins."""
@@ -176,9 +178,9 @@ class Round(NamedTuple):
         """Copy what this member publishes into a slot, of the dtype of the round."""
         assert self.source is not None
         begin = 0
-        for first, last in self.spans:
-            self.source.copy_in(first, slot[begin : begin + last - first])
-            begin += last - first
+        for start, end in self.spans:
+            self.source.copy_in(start, slot[begin : begin + end - start])
+            begin += end - start
 
     def take(self, slots: np.ndarray, rank: int) -> None:
         """Read what this member needs of the slots of all members, shape [size, elements of a slot]."""
@@ -186,8 +188,8 @@ class Round(NamedTuple):
         for member, target in self.targets.items():
             target[:] = slots[member, begin : begin + len(target)]
         if self.read is not ignore:
-            first, last = self.span(rank)
-            self.read(slots[:, begin : begin + last - first])
+            start, end = self.span(rank)
+            self.read(slots[:, begin : begin + end - start])
 
 
 # The channel

@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from npu_device._src import compat, environment
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import LATEST_ANSWER_SECONDS
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.host.memory_ring import has_counters
 from npu_device._src.collectives.engines.host.sharing import PAGE, Offer, attach
 from npu_device._src.collectives.gpu_choice import Device
-from npu_device._src.collectives.hosts_of_job import Hosts
+from npu_device._src.collectives.hosts_of_job import JobHosts
 
 _log = logging.getLogger("npu_device")
 
 
-def detect_hosts(context: EngineContext, device: Device) -> Hosts:
+def detect_hosts(context: EngineContext, device: Device) -> JobHosts:
     """Find out which ranks share memory, and which devices they have. Called once on every rank, when all have met."""
     cluster = context.cluster
     store = context.store
@@ -37,9 +37,8 @@ def detect_hosts(context: EngineContext, device: Device) -> Hosts:
         store.set(key, json.dumps(card))
         problem = card["problem"]
     else:
-        problem = card["problem"] or _search(
-            card, json.loads(store.get(key, LATEST_ANSWER_SECONDS))
-        )
+        leader = json.loads(store.get(key, LATEST_ANSWER_SECONDS))
+        problem = card["problem"] or _search(card, leader)
     fact = [problem, asdict(device), compat.context_is_initialized()]
     facts = store.gather("memory", fact, LATEST_ANSWER_SECONDS)
     problems, devices, late = zip(*facts)
@@ -51,11 +50,10 @@ def detect_hosts(context: EngineContext, device: Device) -> Hosts:
     else:
         _report(wanted, problems, cluster.hosts, cluster.rank)
         lowest = map(cluster.hosts.index, cluster.hosts)
-        leaders = tuple(rank if problems[rank] else first for rank, first in enumerate(lowest))
+        leaders = tuple(rank if problems[rank] else leader for rank, leader in enumerate(lowest))
     late_ranks = tuple(rank for rank, is_late in enumerate(late) if is_late)
-    return Hosts(
-        leaders, tuple(Device(**fields) for fields in devices), late_ranks, tuple(problems)
-    )
+    all_devices = tuple(Device(**fields) for fields in devices)
+    return JobHosts(leaders, all_devices, late_ranks, tuple(problems))
 
 
 def _wanted(rank: int) -> str:
@@ -83,12 +81,14 @@ def _card(leads: bool) -> tuple[dict[str, Any], Offer | None]:
     try:
         # What processes that can share memory have in common: the running kernel, the PID namespace, the user.
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        who = f"{kernel} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
-        offer = Offer(PAGE) if leads else None
+        identity = f"{kernel} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+        card = {"who": identity, "problem": ""}
+        if not leads:
+            return card, None
+        offer = Offer(PAGE)
     except OSError as error:
         return {"problem": f"no shared memory: {error}"}, None
-    card = {"who": who, "problem": ""}
-    return ({**card, "path": offer.path, "token": offer.token} if offer else card), offer
+    return {**card, "path": offer.path, "token": offer.token}, offer
 
 
 def _search(card: dict[str, Any], leader: dict[str, Any]) -> str:
@@ -108,13 +108,14 @@ def _search(card: dict[str, Any], leader: dict[str, Any]) -> str:
 
 def _report(wanted: str, problems: Sequence[str], hosts: Sequence[str], rank: int) -> None:
     """Report the ranks that can't share memory although their host has others."""
-    alone = [
-        other for other, problem in enumerate(problems) if problem and hosts.count(hosts[other]) > 1
-    ]
+    alone = []
+    for member, problem in enumerate(problems):
+        if problem and hosts.count(hosts[member]) > 1:
+            alone.append(member)
     if not alone:
         return
     lines = "\n".join(
-        f"  rank {other} on host {hosts[other]}: {problems[other]}" for other in alone
+        f"  rank {member} on host {hosts[member]}: {problems[member]}" for member in alone
     )
     if wanted == "required":
         raise ClusterError(

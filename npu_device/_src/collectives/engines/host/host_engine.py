@@ -73,8 +73,10 @@ class ArrayEngine:
             return self._orders.run(calls, operations, inputs, terms)
         results = []
         for operation, tensors in zip(operations, inputs):
-            finish = calls.start(operation, terms, list(map(compat.to_array, tensors)), False)
-            results.append(list(map(_tensor, finish()[1])))
+            call_arrays = list(map(compat.to_array, tensors))
+            finish = calls.start(operation, terms, call_arrays, False)
+            _, arrays = finish()
+            results.append(list(map(_tensor, arrays)))
             terms = terms and terms.of_later_transfers()
         return results
 
@@ -127,9 +129,10 @@ class HostEngine(ArrayEngine):
     ) -> list[tf.Tensor]:
         operation = _reduction(tensors, reduction, None, [root], group.rank)
         [results] = self.run(terms, group, [operation], [tensors])
-        return results or [
-            tf.cast(tensor, reduced_dtype(tensor.dtype, reduction)) for tensor in tensors
-        ]
+        if group.rank == root:
+            return results
+        # Any values of the shapes and dtype of the result: only the root's are used.
+        return [tf.cast(tensor, reduced_dtype(tensor.dtype, reduction)) for tensor in tensors]
 
     def reduce_to_owners(
         self,
@@ -177,11 +180,12 @@ class HostEngine(ArrayEngine):
     ) -> list[tf.Tensor]:
         sends = group.rank == root
         has_shapes = all(tensor.shape.is_fully_defined() for tensor in tensors)
-        inputs = (
-            tensors if sends or not has_shapes else []
-        )  # unknown shapes are those of the rank's own tensors
+        # Unknown shapes are those of the rank's own tensors.
+        inputs = [] if has_shapes and not sends else tensors
         [received] = self.run(terms, group, [_broadcast(tensors, root, sends)], [inputs])
-        return [tf.identity(tensor) for tensor in tensors] if sends else received
+        if sends:
+            return [tf.identity(tensor) for tensor in tensors]
+        return received
 
     def all_gather(self, terms: Terms | None, row: tf.Tensor, group: Group) -> tf.Tensor:
         return self._rows(terms, programs.all_gather, row, group)
@@ -204,9 +208,10 @@ class HostEngine(ArrayEngine):
 
     def exchange_terms(self, terms: Terms | None, group: Group) -> list[tf.Tensor]:
         """Compare only the terms; return a list of one tensor, which is ready once all ranks agree."""
-        action = programs.meet, [np.array(True)]
+        action = (programs.meet, [np.array(True)])
         operation = OnArrays([tf.TensorSpec([], tf.bool)], lambda arrays, buffers: action)
-        return self.run(terms, group, [operation], [[]])[0]
+        [tensors] = self.run(terms, group, [operation], [[]])
+        return tensors
 
 
 # The operations: inputs, outputs, and how arrays become a program
@@ -222,11 +227,16 @@ def _reduction(
 
     def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
         stream = Stream(list(map(np.shape, arrays)), sent_dtype, list(map(np.ravel, arrays)))
-        flat, results = stream.results(buffers, array_dtype) if reads else (None, [])
+        flat = None
+        results: list[np.ndarray] = []
+        if reads:
+            flat, results = stream.results(buffers, array_dtype)
         reduce = partial(programs.reduce, stream=stream, result=flat, dtype=array_dtype)
         return partial(reduce, reduction=reduction, readers=readers), results
 
-    outputs = [tf.TensorSpec(tensor.shape, dtype) for tensor in tensors] if reads else []
+    outputs = []
+    if reads:
+        outputs = [tf.TensorSpec(tensor.shape, dtype) for tensor in tensors]
     return OnArrays(outputs, prepare)
 
 
@@ -289,18 +299,20 @@ def _broadcast(tensors: Tensors, root: int, sends: bool) -> OnArrays:
     dtypes = [np.dtype(spec.dtype.as_numpy_dtype) for spec in specs]
 
     def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
-        shapes = (
-            [array.shape for array in arrays]
-            if arrays
-            else [tuple(spec.shape.as_list()) for spec in specs]
-        )
+        shapes = [array.shape for array in arrays]
+        if not arrays:
+            shapes = [tuple(spec.shape.as_list()) for spec in specs]
         sizes = [(math.prod(shape) * dtype.itemsize,) for shape, dtype in zip(shapes, dtypes)]
-        flats = [array.reshape(-1).view(np.uint8) for array in arrays] if sends else []
-        stream = Stream(sizes, np.dtype(np.uint8), flats)  # of all dtypes
-        flat, parts = (None, []) if sends else stream.results(buffers, stream.dtype)
-        results = [
-            part.view(dtype).reshape(shape) for part, dtype, shape in zip(parts, dtypes, shapes)
-        ]
+        # Bytes, so that tensors of all dtypes are one stream.
+        if sends:
+            flats = [array.reshape(-1).view(np.uint8) for array in arrays]
+            stream = Stream(sizes, np.dtype(np.uint8), flats)
+            return partial(programs.broadcast, stream=stream, result=None, root=root), []
+        stream = Stream(sizes, np.dtype(np.uint8))
+        flat, received = stream.results(buffers, stream.dtype)
+        results = []
+        for array, dtype, shape in zip(received, dtypes, shapes):
+            results.append(array.view(dtype).reshape(shape))
         return partial(programs.broadcast, stream=stream, result=flat, root=root), results
 
     return OnArrays([] if sends else specs, prepare)
@@ -346,6 +358,7 @@ class Orders:
             if len(operations) == 1 and calls.in_order:
                 return [self._call(calls, operations[0], inputs[0], terms)]
             tickets = []
+            # All start before the first is waited for.
             for operation, tensors in zip(operations, inputs):
                 tickets.append(self._start(calls, operation, tensors, terms))
                 terms = terms and terms.of_later_transfers()
@@ -359,9 +372,8 @@ class Orders:
         shapes, terms = _apart(terms)
 
         def run(shapes: Any, *arrays: np.ndarray) -> list[Any]:
-            ended_at, results = calls.start(
-                operation, _together(terms, shapes), list(arrays), False
-            )()
+            finish = calls.start(operation, _together(terms, shapes), list(arrays), False)
+            ended_at, results = finish()
             return [np.int64(ended_at), *results]
 
         return _waited_for(self._starts, run, [shapes, *inputs], operation)
@@ -374,9 +386,8 @@ class Orders:
 
         def start(shapes: Any, *arrays: np.ndarray) -> list[np.int64]:
             ticket = next(self._tickets)
-            self._pending[ticket] = calls.start(
-                operation, _together(terms, shapes), list(arrays), True
-            )
+            call_terms = _together(terms, shapes)
+            self._pending[ticket] = calls.start(operation, call_terms, list(arrays), True)
             return [np.int64(ticket)]
 
         return self._starts.call(start, [shapes, *inputs])[0]
@@ -391,7 +402,9 @@ class Orders:
 
 def _apart(terms: Terms | None) -> tuple[tf.Tensor, Terms | None]:
     """Return the shapes, an input of the graph's call of Python, and terms that refer to nothing of the graph."""
-    return tf.convert_to_tensor(terms.shapes if terms else 0), terms and terms._replace(shapes=0)
+    if terms is None:
+        return tf.convert_to_tensor(0), None
+    return tf.convert_to_tensor(terms.shapes), terms._replace(shapes=0)
 
 
 def _together(terms: Terms | None, shapes: Any) -> Terms | None:
@@ -405,9 +418,8 @@ def _waited_for(
     order: Order, function: Callable[..., list[Any]], inputs: Tensors, operation: OnArrays
 ) -> list[tf.Tensor]:
     """Add a call that waits for an operation, and returns when that ended, and its results."""
-    ended_at, *results = order.call(
-        function, inputs, [output.dtype for output in operation.outputs]
-    )
+    dtypes = [output.dtype for output in operation.outputs]
+    ended_at, *results = order.call(function, inputs, dtypes)
     _waiting.add(ended_at.op)
     for tensor, output in zip(results, operation.outputs):
         tensor.set_shape(output.shape)
@@ -418,4 +430,6 @@ def end_of(operation: tf.Operation) -> tf.Tensor | None:
     """Return when the collective that an operation of a graph waits for ended: seconds since the epoch, float64, shape
     []. None for operations that aren't an engine's of this kind.
     """
-    return tf.cast(operation.outputs[0], tf.float64) / 1e9 if operation in _waiting else None
+    if operation not in _waiting:
+        return None
+    return tf.cast(operation.outputs[0], tf.float64) / 1e9

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import platform
 import sys
@@ -34,7 +35,8 @@ from npu_device._src.collectives.engines.host.channel import (
     require_same,
 )
 
-_WAIT, _WAKE = 0, 1
+_WAIT = 0
+_WAKE = 1
 _ALL = 0x7FFFFFFF
 _HALF = 1 << 31
 _MASK = (1 << 32) - 1
@@ -43,8 +45,12 @@ _MASK = (1 << 32) - 1
 # barriers. The number is that of the system call.
 _SYSTEM_CALLS = {"x86_64": 202}
 _slice = (ctypes.c_long * 2)(0, int(CHECK_SECONDS * 1e9))  # a timespec: seconds and nanoseconds
-_number = _SYSTEM_CALLS.get(platform.machine(), 0) if sys.platform == "linux" else 0
-_system_call = getattr(ctypes.CDLL(None), "syscall", None) if _number else None
+_number = 0
+_system_call = None
+if sys.platform == "linux":
+    _number = _SYSTEM_CALLS.get(platform.machine(), 0)
+if _number:
+    _system_call = getattr(ctypes.CDLL(None), "syscall", None)
 if _system_call is not None:
     _system_call.argtypes = [
         ctypes.c_long,
@@ -85,9 +91,10 @@ class Counter:
         for _ in range(looks):
             if self.has_reached(number):
                 return True
-        seen = self._word.value
-        if (seen - number) & _MASK >= _HALF:
-            _system_call(_number, self._address, _WAIT, seen, _slice_address)  # type: ignore[misc]
+        current = self._word.value
+        if (current - number) & _MASK >= _HALF:
+            # Returns at once if the counter has moved on since: the kernel compares it with ``current``.
+            _system_call(_number, self._address, _WAIT, current, _slice_address)  # type: ignore[misc]
         return self.has_reached(number)
 
 
@@ -97,8 +104,10 @@ _PAGE = 4096
 _COUNTER_BYTES = 64
 _SLOT_BYTES = 512 << 10
 _BUDGET_BYTES = 32 << 20
-_MOST_SLOTS, _FEWEST_SLOTS = 8, 4
-_LOOKS, _LOOKS_IN_HURRY = 200, 1000  # some 40 and 200 µs
+_MOST_SLOTS = 8
+_FEWEST_SLOTS = 4
+_LOOKS = 200  # some 40 µs
+_LOOKS_IN_HURRY = 1000  # some 200 µs
 
 
 class Layout:
@@ -135,29 +144,34 @@ class MemoryRing:
         size: int,
         rank: int,
         while_waiting: Callable[[], None],
-        first: int = 0,
+        offset: int = 0,
         settle: Callable[[], None] = lambda: None,
         spins: bool = False,
     ) -> None:
         layout = Layout(size)
-        self.size, self.rank, self.counts = size, rank, (1,) * size
-        self.slots, self.slot_bytes, self._step = layout.slots, layout.slot_bytes, 0
-        self.buffers, self.settle = BufferPool(), settle
-        self._while_waiting, self._spins = while_waiting, spins
-        self._written = [
-            Counter(memory, first + 2 * member * _COUNTER_BYTES) for member in range(size)
-        ]
-        self._read = [
-            Counter(memory, first + (2 * member + 1) * _COUNTER_BYTES) for member in range(size)
-        ]
-        words = np.frombuffer(
-            memory, np.int32, size * self.slots * HEAD_WORDS, first + layout.heads
-        )
-        self._heads = words.reshape(size, self.slots, HEAD_WORDS)
-        rings = np.frombuffer(
-            memory, np.uint8, size * self.slots * self.slot_bytes, first + layout.rings
-        )
-        self._rings = rings.reshape(size, self.slots, self.slot_bytes)
+        self.size = size
+        self.rank = rank
+        self.counts = (1,) * size
+        self.slots = layout.slots
+        self.slot_bytes = layout.slot_bytes
+        self.buffers = BufferPool()
+        self.settle = settle
+        self._step = 0
+        self._while_waiting = while_waiting
+        self._spins = spins
+        # Of each member: how many slots it has written, and how many it has read.
+        self._written = []
+        self._read = []
+        for member in range(size):
+            start = offset + 2 * member * _COUNTER_BYTES
+            self._written.append(Counter(memory, start))
+            self._read.append(Counter(memory, start + _COUNTER_BYTES))
+        shape = (size, self.slots, HEAD_WORDS)
+        heads = np.frombuffer(memory, np.int32, math.prod(shape), offset + layout.heads)
+        self._heads = heads.reshape(shape)
+        shape = (size, self.slots, self.slot_bytes)
+        rings = np.frombuffer(memory, np.uint8, math.prod(shape), offset + layout.rings)
+        self._rings = rings.reshape(shape)
 
     def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
         """Run rounds: in each, members publish a slot, and all read what they need of it. With a head, no member
@@ -168,14 +182,13 @@ class MemoryRing:
         upcoming = next(rounds, None)
         while upcoming is not None or published:
             # Publish ahead, as far as slots are free and sources are there. At the end there is a round to be read.
-            ahead = self.ahead if head is None else 0
+            ahead = 0 if head is not None else self.ahead
             while (
                 upcoming is not None and len(published) <= ahead and upcoming.after <= rounds_read
             ):
                 step = self._step + len(published)
-                late = _late(
-                    self._read, step - self.slots + 1
-                )  # the members that haven't read what the slot held
+                # The members that haven't read what the slot held.
+                late = _late(self._read, step - self.slots + 1)
                 if published and next(late, None) is not None:
                     break
                 yield from late
@@ -186,7 +199,8 @@ class MemoryRing:
                 upcoming = next(rounds, None)
             # Read the oldest. Its slot is given back even if the heads differ.
             exchange = published.popleft()
-            publishers = exchange.publishers if head is None else range(self.size)
+            # The heads of all members are compared, also of those that publish nothing.
+            publishers = range(self.size) if head is not None else exchange.publishers
             yield from _late([self._written[member] for member in publishers], self._step + 1)
             with self._oldest_slot(head) as slot:
                 exchange.take(self._rings.view(exchange.dtype)[:, slot], self.rank)
@@ -216,7 +230,9 @@ class MemoryRing:
 
     def advance(self, program: Program, wait: Wait) -> bool:
         """Run a program, which yields the counter and the number to wait for; see ``channel.Channel``."""
-        looks = (_LOOKS_IN_HURRY if wait is Wait.SPINNING else _LOOKS) if self._spins else 0
+        looks = 0
+        if self._spins:
+            looks = _LOOKS_IN_HURRY if wait is Wait.SPINNING else _LOOKS
         for counter, number in program:
             if wait is Wait.NOT:
                 return False

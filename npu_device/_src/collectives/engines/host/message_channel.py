@@ -11,13 +11,12 @@ import numpy as np
 from npu_device._src.collectives.engines.host.buffers import BufferPool
 from npu_device._src.collectives.engines.host.channel import Head, Program, Round
 
-_MEMBER_BYTES = (
-    512 << 10
-)  # a member's share of a slot, so that it stays in the cache (docs/notes.md)
+# A member's share of a slot, so that it stays in the cache (docs/notes.md).
+_MEMBER_BYTES = 512 << 10
 _MOST_SLOT_BYTES = 8 << 20
 
 
-class _Exchange(NamedTuple):
+class _StartedRound(NamedTuple):
     """A round on its way."""
 
     messages: list[Any]
@@ -57,16 +56,13 @@ class MessageChannel:
     def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
         """Run rounds, of which several are on their way. The members have agreed on the call: there is no head."""
         del head
-        under_way: deque[_Exchange] = deque()
+        under_way: deque[_StartedRound] = deque()
         rounds_read = 0
         upcoming = next(rounds, None)
         while upcoming is not None or under_way:
             # A round whose source comes from others waits until those have been read.
-            if (
-                upcoming is not None
-                and len(under_way) <= self.ahead
-                and upcoming.after <= rounds_read
-            ):
+            is_free = len(under_way) <= self.ahead
+            if upcoming is not None and is_free and upcoming.after <= rounds_read:
                 under_way.append(self._start(upcoming))
                 upcoming = next(rounds, None)
                 continue
@@ -77,41 +73,47 @@ class MessageChannel:
             exchange.round.read(exchange.rows)
             rounds_read += 1
 
-    def _start(self, exchange: Round) -> _Exchange:
+    def _start(self, exchange: Round) -> _StartedRound:
         """Start the messages of a round, but empty ones."""
         rows = self._rows(exchange)
-        messages = [
-            self.receive(member, row.view(np.uint8)) for member, row in rows.items() if row.size
-        ]
+        messages = []
+        for member, row in rows.items():
+            if row.size:
+                messages.append(self.receive(member, row.view(np.uint8)))
         source = exchange.source
         if source is not None:
             if self._reads(exchange) and not exchange.targets:
                 rows[self.rank] = source.run(*exchange.span(self.rank), self.buffers)
             messages += self._send_all(exchange)
-        return _Exchange(messages, exchange, [rows.get(member) for member in range(self.size)])
+        return _StartedRound(messages, exchange, [rows.get(member) for member in range(self.size)])
 
     def _reads(self, exchange: Round) -> bool:
         return exchange.readers is None or self.rank in exchange.readers
 
     def _rows(self, exchange: Round) -> dict[int, np.ndarray]:
         """Return, by member, the arrays into which this member receives."""
-        if exchange.targets or not self._reads(exchange):
-            return dict(exchange.targets) if self._reads(exchange) else {}
-        first, last = exchange.span(self.rank)
+        if not self._reads(exchange):
+            return {}
+        if exchange.targets:
+            return dict(exchange.targets)
+        start, end = exchange.span(self.rank)
         senders = [member for member in self._neighbours() if member in exchange.publishers]
-        return {member: self.buffers.array((last - first,), exchange.dtype) for member in senders}
+        return {member: self.buffers.array((end - start,), exchange.dtype) for member in senders}
 
     def _send_all(self, exchange: Round) -> list[Any]:
         """Start to send each reader what it reads."""
         source = exchange.source
         assert source is not None
-        # What all readers get is copied once.
-        common = source.run(*exchange.spans[0], self.buffers) if len(exchange.spans) == 1 else None
+        common = None
+        if len(exchange.spans) == 1:  # what all readers get is copied once
+            common = source.run(*exchange.spans[0], self.buffers)
         messages = []
         for member in self._neighbours():
-            first, last = exchange.span(member)
-            if first < last and (exchange.readers is None or member in exchange.readers):
-                sent = source.run(first, last, self.buffers) if common is None else common
+            start, end = exchange.span(member)
+            if start < end and (exchange.readers is None or member in exchange.readers):
+                sent = common
+                if sent is None:
+                    sent = source.run(start, end, self.buffers)
                 messages.append(self.send(member, sent.view(np.uint8)))
         return messages
 

@@ -14,13 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from npu_device._src.cluster import time_limits as limits
-from npu_device._src.cluster.errors import ClusterError, PeerError
+from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.host import programs
 from npu_device._src.collectives.engines.host.channel import Program, Stream, Wait, head_of
@@ -51,9 +52,8 @@ class MpiMessages(MessageChannel):
         return self._comm.Isend(data, member, _TAG)
 
     def receive(self, member: int, data: np.ndarray) -> Any:
-        return _Incoming(
-            self._world.mpi.Status(), self._comm.Irecv(data, member, _TAG), member, data.nbytes
-        )
+        request = self._comm.Irecv(data, member, _TAG)
+        return _Incoming(self._world.mpi.Status(), request, member, data.nbytes)
 
     def advance(self, program: Program, wait: Wait) -> bool:
         """Run a program, which yields the MPI request to wait for; see ``channel.Channel``."""
@@ -68,22 +68,27 @@ class MpiMessages(MessageChannel):
             ) from error
 
     def _advance(self, program: Program, wait: Wait) -> bool:
-        last: Any = None
+        awaited: Any = None
         tests = 0
-        begun = checked = 0.0
+        started = 0.0
+        checked = 0.0
         for request in program:
             if wait is Wait.NOT:
                 return False
             tests += 1
-            now = time.perf_counter()
-            if request is not last:
-                last, begun, checked, tests = request, now, now, 0
+            time_now = time.perf_counter()
+            if request is not awaited:
+                awaited = request
+                started = time_now
+                checked = time_now
+                tests = 0
             if tests > _BURST:
                 tests = 0
-                if now - begun > limits.SPIN_SECONDS:
-                    time.sleep(min(limits.MPI_LONGEST_SLEEP_SECONDS, (now - begun) / 4))
-            if now - checked > limits.CHECK_SECONDS:
-                checked = now
+                waited = time_now - started
+                if waited > limits.SPIN_SECONDS:
+                    time.sleep(min(limits.MPI_LONGEST_SLEEP_SECONDS, waited / 4))
+            if time_now - checked > limits.CHECK_SECONDS:
+                checked = time_now
                 try:
                     self._health.require_running()
                 except PeerError:
@@ -92,13 +97,15 @@ class MpiMessages(MessageChannel):
         return True
 
     def close(self) -> None:
-        comm, self._comm = self._comm, None
+        comm = self._comm
+        self._comm = None
         if comm is not None:
             comm.Free()
 
     def _meet(self) -> Program:
         """Wait until all members have come, and make their communicator, which would block until then."""
-        comm, ranks = self._world.comm, self._group.ranks
+        comm = self._world.comm
+        ranks = self._group.ranks
         tag = self._group.number % self._world.tags
         own_number = np.array(self._group.number, np.uint64)
         other_number = np.empty((), np.uint64)
@@ -106,10 +113,8 @@ class MpiMessages(MessageChannel):
         while distance < self.size:  # after each round, a member knows of twice as many
             source = ranks[(self.rank - distance) % self.size]
             target = ranks[(self.rank + distance) % self.size]
-            for request in (
-                comm.Irecv(other_number, source, tag),
-                comm.Isend(own_number, target, tag),
-            ):
+            receipt = comm.Irecv(other_number, source, tag)
+            for request in (receipt, comm.Isend(own_number, target, tag)):
                 while not request.Test():
                     yield request
             if own_number != other_number:
@@ -118,11 +123,11 @@ class MpiMessages(MessageChannel):
                     "What to do: give one of them another name."
                 )
             distance *= 2
-        everybody = comm.Get_group()
-        members = everybody.Incl(list(ranks))
+        all_ranks = comm.Get_group()
+        members = all_ranks.Incl(list(ranks))
         self._comm = comm.Create_group(members, tag)
         members.Free()
-        everybody.Free()
+        all_ranks.Free()
 
 
 class _Incoming(NamedTuple):
@@ -146,7 +151,8 @@ class _Incoming(NamedTuple):
 # launchers a process that starts MPI waits for all the others.
 
 
-_TAGS_OF_ALL, _MOST_TAGS = 32767, (1 << 31) - 1  # what MPI guarantees, and what an int holds
+_TAGS_OF_ALL = 32767  # what MPI guarantees
+_MOST_TAGS = (1 << 31) - 1  # what an int holds
 _CHECKED_LENGTHS = (1, 1 << 18)
 
 
@@ -158,29 +164,26 @@ def open_world(context: EngineContext, wanted: bool, on_exit: OnExit) -> Sequenc
     """Start MPI, and return for each rank why that fails; nothing if it works. Every rank calls this. Unless it is
     ``wanted``, MPI is started only if an ``mpiexec`` started the ranks. ``on_exit`` is given what ends MPI.
     """
-    problems = context.store.gather(
-        "mpi/found", _problem(context, wanted), limits.LATEST_ANSWER_SECONDS
-    )
+    gather = partial(context.store.gather, timeout=limits.LATEST_ANSWER_SECONDS)
+    problems = gather("mpi/found", _problem(context, wanted))
     if not any(problems):
-        problems = context.store.gather(
-            "mpi/started", _start(context, on_exit), limits.LATEST_ANSWER_SECONDS
-        )
+        problems = gather("mpi/started", _start(context, on_exit))
     if not any(problems):
         mpi: Any = importlib.import_module("mpi4py.MPI")
         comm = mpi.COMM_WORLD.Split(0, context.cluster.rank)
         comm.Set_errhandler(mpi.ERRORS_RETURN)
         tags = min(comm.Get_attr(mpi.TAG_UB) or _TAGS_OF_ALL, _MOST_TAGS)
         world = context.mpi_world = MpiWorld(mpi, comm, tags, _library(mpi))
-        problems = context.store.gather(
-            "mpi/checked", _check_sum(context, world), limits.LATEST_ANSWER_SECONDS
-        )
+        problems = gather("mpi/checked", _check_sum(context, world))
         if any(problems):
             context.mpi_world = None
         else:
             threading.Thread(
                 target=_keep_going, args=(world,), name="npu_device-mpi", daemon=True
             ).start()
-    return list(problems) if any(problems) else []
+    if not any(problems):
+        return []
+    return list(problems)
 
 
 def _problem(context: EngineContext, wanted: bool) -> str:
@@ -211,9 +214,8 @@ def _start(context: EngineContext, on_exit: OnExit) -> str:
     on_exit(lambda: _end(context, mpi, starts))
     library = _library(mpi)
     card = [mpi.Get_processor_name(), ""]
-    with contextlib.suppress(
-        OSError
-    ):  # what processes of one host have in common: the running kernel, and its network
+    # What processes of one host have in common: the running kernel, and its network.
+    with contextlib.suppress(OSError):
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         card[1] = f"{kernel} {os.readlink('/proc/self/ns/net')}"
     cards = context.store.gather("mpi/hosts", card, limits.LATEST_ANSWER_SECONDS)
@@ -235,24 +237,25 @@ def _start(context: EngineContext, on_exit: OnExit) -> str:
 
 def _library(mpi: Any) -> str:
     """Return the name and the version of the library, such as "MPICH 5.0.2" or "Open MPI v5.0.11"."""
-    first = str(mpi.Get_library_version()).split("\n")[0].split(",")[0]
-    return " ".join(first.replace("Version:", " ").split())
+    name = str(mpi.Get_library_version()).split("\n")[0].split(",")[0]
+    return " ".join(name.replace("Version:", " ").split())
 
 
 def _check_sum(context: EngineContext, world: MpiWorld) -> str:
     """Add up known numbers, few and many; return the problem, or ""."""
     cluster = context.cluster
     group = Group("mpi/check", tuple(range(cluster.world_size)), cluster.rank)
-    channel, wrong = MpiMessages(context, group), ""
+    channel = MpiMessages(context, group)
+    wrong = ""
     for length in _CHECKED_LENGTHS:
         numbers = np.arange(length, dtype=np.int32)
         stream = Stream([numbers.shape], numbers.dtype, [numbers * (cluster.rank + 1)])
-        flat, found = stream.results(context.buffers, numbers.dtype)
+        flat, sums = stream.results(context.buffers, numbers.dtype)
         program = programs.reduce(
             channel, stream, flat, numbers.dtype, "sum", range(group.size), head_of(None)
         )
         channel.advance(program, Wait.SLEEPING)
-        if (found[0] != numbers * (group.size * (group.size + 1) // 2)).any():
+        if (sums[0] != numbers * (group.size * (group.size + 1) // 2)).any():
             wrong = f"a sum of {length} numbers is wrong in MPI ({world.library})"
     channel.close()
     return wrong

@@ -16,6 +16,5 @@ class MpiWorld:
     tags: int  # the number that MPI has
     library: str
     ended: threading.Event = field(default_factory=threading.Event)  # set when this rank leaves
-    abandoned: list[Any] = field(
-        default_factory=list
-    )  # programs that failed: MPI may still write to their memory
+    # Programs that failed: MPI may still write to their memory.
+    abandoned: list[Any] = field(default_factory=list)

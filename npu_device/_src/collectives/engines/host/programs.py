@@ -38,7 +38,7 @@ from npu_device._src.collectives.engines.host.channel import (
 _SHARED_FROM_BYTES = 64 << 10
 
 Fold = Callable[..., None]
-"""Reduces rows, one of each member, into ``result``."""
+"""Reduces rows, one of each member, into ``output``."""
 
 
 def reduce(
@@ -56,9 +56,8 @@ def reduce(
     if channel.size == 2 or (channel.reaches_all and is_small):
         return channel.run(_reduce_alone(channel, stream, result, readers, fold), head)
     wire = _wire_of(channel, stream, dtype, scale)
-    return channel.run(
-        _SharedReduction(channel, stream, result, readers, fold, wire).rounds(), head
-    )
+    shared = _SharedReduction(channel, stream, result, readers, fold, wire)
+    return channel.run(shared.rounds(), head)
 
 
 def reduce_to_owners(
@@ -78,8 +77,8 @@ def reduce_to_owners(
 
     def rounds() -> Iterator[Round]:
         for spans in _spans_of_pieces(channel, stream, bounds):
-            first, last = spans[rank]
-            read = partial(fold, result=result[first - bounds[rank] : last - bounds[rank]])
+            start, end = spans[rank]
+            read = partial(fold, output=result[start - bounds[rank] : end - bounds[rank]])
             yield Round(stream.dtype, spans, range(channel.size), stream, read=read)
 
     return channel.run(rounds(), head)
@@ -100,9 +99,9 @@ def _spans_of_pieces(
         spans = []
         for member, (low, high) in enumerate(zip(bounds, bounds[1:])):
             edge = low + (high - low) * number // count // unit * unit
-            last = high if number == count else edge
-            spans.append((edges[member], last))
-            edges[member] = last
+            end = high if number == count else edge
+            spans.append((edges[member], end))
+            edges[member] = end
         yield spans
 
 
@@ -127,16 +126,18 @@ def _reduce_alone(
 ) -> Iterator[Round]:
     """Let each reader reduce everything: no member does work for another."""
     members = range(channel.size)
-    for first, last in _chunks(stream.length, channel.slot_bytes // stream.dtype.itemsize):
-        read = ignore if result is None else partial(fold, result=result[first:last])
-        yield Round(stream.dtype, [(first, last)], members, stream, readers, read=read)
+    for start, end in _chunks(stream.length, channel.slot_bytes // stream.dtype.itemsize):
+        read = ignore
+        if result is not None:
+            read = partial(fold, output=result[start:end])
+        yield Round(stream.dtype, [(start, end)], members, stream, readers, read=read)
 
 
 # A reduction whose work the members share: blocks, what travels, and rounds that overlap
 
 
 @dataclass(frozen=True)
-class _Wire:
+class _WireFormat:
     """The form in which members send each other the results of a shared reduction."""
 
     dtype: np.dtype  # in which they travel
@@ -149,13 +150,15 @@ class _Wire:
 
     def encoder(self, fold: Fold) -> Fold:
         """Return what reduces rows into a result that travels."""
-        return partial(self._encode, fold=fold) if self.rounds_results else fold
+        if not self.rounds_results:
+            return fold
+        return partial(self._encode, fold=fold)
 
-    def _encode(self, rows: Rows, result: np.ndarray, fold: Fold) -> None:
-        total = np.empty(result.shape, self.sum_dtype)
-        fold(rows, result=total)
+    def _encode(self, rows: Rows, output: np.ndarray, fold: Fold) -> None:
+        total = np.empty(output.shape, self.sum_dtype)
+        fold(rows, output=total)
         with np.errstate(all="ignore"):
-            result[:] = total / total.dtype.type(self.scale)
+            output[:] = total / total.dtype.type(self.scale)
 
     def decode(self, sent: np.ndarray, result: np.ndarray) -> None:
         """Turn what has travelled into the result."""
@@ -165,11 +168,11 @@ class _Wire:
                 result *= result.dtype.type(self.scale)
 
 
-def _wire_of(channel: Channel, stream: Stream, dtype: np.dtype, scale: int) -> _Wire:
+def _wire_of(channel: Channel, stream: Stream, dtype: np.dtype, scale: int) -> _WireFormat:
     # In memory, results that are read where they lie cost no less in 16 bits.
     if stream.dtype != dtype and is_narrow(stream.dtype) and not channel.reaches_all:
-        return _Wire(stream.dtype, dtype, scale)
-    return _Wire(dtype)
+        return _WireFormat(stream.dtype, dtype, scale)
+    return _WireFormat(dtype)
 
 
 class _SharedReduction:
@@ -186,7 +189,7 @@ class _SharedReduction:
         result: np.ndarray | None,
         readers: Sequence[int],
         fold: Fold,
-        wire: _Wire,
+        wire: _WireFormat,
     ) -> None:
         self._channel = channel
         self._stream = stream
@@ -197,45 +200,46 @@ class _SharedReduction:
         size = channel.size
         aligned = ALIGNMENT // stream.dtype.itemsize
         # The elements of a member's piece that travel in one round.
-        self._chunk = max(
-            1, channel.slot_bytes // stream.dtype.itemsize // size // aligned * aligned
-        )
+        elements = channel.slot_bytes // stream.dtype.itemsize
+        self._chunk = max(1, elements // size // aligned * aligned)
         # A member's piece of a block: a whole slot if publishing costs one copy, else what it gets in one round.
-        slot = channel.slot_bytes // wire.dtype.itemsize
-        whole_chunks = max(self._chunk, slot // self._chunk * self._chunk)
-        self._piece = min(slot, whole_chunks) if channel.reaches_all else self._chunk
+        self._piece = self._chunk
+        if channel.reaches_all:
+            slot = channel.slot_bytes // wire.dtype.itemsize
+            self._piece = min(slot, max(self._chunk, slot // self._chunk * self._chunk))
 
     def rounds(self) -> Iterator[Round]:
         """Return the rounds of all blocks."""
         blocks = _chunks(self._stream.length, self._piece * self._channel.size)
         return _pipelined((self._block(*block) for block in blocks), self._channel.ahead)
 
-    def _block(self, first: int, last: int) -> tuple[Iterable[Round], Round]:
+    def _block(self, start: int, end: int) -> tuple[Iterable[Round], Round]:
         """Return the rounds that scatter a block, and the one that gathers its results."""
         size = self._channel.size
-        bounds = [first + (last - first) * member // size for member in range(size + 1)]
+        bounds = [start + (end - start) * member // size for member in range(size + 1)]
         if self._result is None or self._wire.rounds_results:
             # This member has no result, or gets it rounded first.
-            block = self._channel.buffers.array((last - first,), self._wire.dtype)
+            block = self._channel.buffers.array((end - start,), self._wire.dtype)
         else:
-            block = self._result[first:last]
-        pieces = [block[low - first : high - first] for low, high in zip(bounds, bounds[1:])]
-        return self._scatter(bounds, pieces[self._channel.rank]), self._gather(first, block, pieces)
+            block = self._result[start:end]
+        pieces = [block[low - start : high - start] for low, high in zip(bounds, bounds[1:])]
+        return self._scatter(bounds, pieces[self._channel.rank]), self._gather(start, block, pieces)
 
     def _scatter(self, bounds: Sequence[int], piece: np.ndarray) -> Iterator[Round]:
         """Yield the rounds in which each member reads all members' values of its piece, and reduces them."""
         rank = self._channel.rank
         members = range(self._channel.size)
         longest = max(high - low for low, high in zip(bounds, bounds[1:]))
-        for begin, _ in _chunks(longest, self._chunk):
+        for offset, _ in _chunks(longest, self._chunk):
             spans = []
             for low, high in zip(bounds, bounds[1:]):
-                spans.append((min(low + begin, high), min(low + begin + self._chunk, high)))
-            first, last = spans[rank]
-            read = partial(self._fold, result=piece[first - bounds[rank] : last - bounds[rank]])
+                spans.append((min(low + offset, high), min(low + offset + self._chunk, high)))
+            start, end = spans[rank]
+            output = piece[start - bounds[rank] : end - bounds[rank]]
+            read = partial(self._fold, output=output)
             yield Round(self._stream.dtype, spans, members, self._stream, read=read)
 
-    def _gather(self, first: int, block: np.ndarray, pieces: Sequence[np.ndarray]) -> Round:
+    def _gather(self, start: int, block: np.ndarray, pieces: Sequence[np.ndarray]) -> Round:
         """Return the round in which the members publish their pieces, reduced."""
         rank = self._channel.rank
         dtype = self._wire.dtype
@@ -244,9 +248,9 @@ class _SharedReduction:
         read: Callable[..., None] = ignore
         if self._result is not None:
             # Its own piece is there already.
-            targets = {member: pieces[member] for member in _others(self._channel, rank)}
+            targets = {member: pieces[member] for member in _other_members(self._channel, rank)}
             if self._wire.rounds_results:
-                read = partial(self._decode, block, self._result[first : first + len(block)])
+                read = partial(self._decode, block, self._result[start : start + len(block)])
         source = Stream([piece.shape], dtype, [piece])
         members = range(self._channel.size)
         return Round(dtype, [(0, len(piece))], members, source, self._readers, targets, read)
@@ -280,8 +284,9 @@ def broadcast(
     channel: Channel, stream: Stream, result: np.ndarray | None, root: int, head: Head | None
 ) -> Program:
     """Send the stream of the root into the ``result`` of all other members."""
-    spreads_at_once = channel.reaches_all or channel.size == 2
-    spread = _spread_at_once if spreads_at_once else _spread_by_relays
+    spread = _spread_by_relays
+    if channel.reaches_all or channel.size == 2:
+        spread = _spread_at_once
     return channel.run(spread(channel, stream, result, root), head)
 
 
@@ -289,9 +294,12 @@ def _spread_at_once(
     channel: Channel, stream: Stream, result: np.ndarray | None, root: int
 ) -> Iterator[Round]:
     source = stream if channel.rank == root else None
-    for first, last in _chunks(stream.length, channel.slot_bytes // stream.dtype.itemsize):
-        targets = {} if result is None else {root: result[first:last]}
-        yield Round(stream.dtype, [(first, last)], [root], source, _others(channel, root), targets)
+    readers = _other_members(channel, root)
+    for start, end in _chunks(stream.length, channel.slot_bytes // stream.dtype.itemsize):
+        targets = {}
+        if result is not None:
+            targets = {root: result[start:end]}
+        yield Round(stream.dtype, [(start, end)], [root], source, readers, targets)
 
 
 def _spread_by_relays(
@@ -301,24 +309,23 @@ def _spread_by_relays(
     source = stream if channel.rank == root else None
     dtype = stream.dtype
     chunk = channel.slot_bytes // dtype.itemsize
-    relays = _others(channel, root)
+    relays = _other_members(channel, root)
 
-    def block(first: int, last: int) -> tuple[list[Round], Round]:
-        spans = [(first, first)] * channel.size
+    def block(start: int, end: int) -> tuple[list[Round], Round]:
+        spans = [(start, start)] * channel.size
         for position, member in enumerate(relays):
-            begin = first + (last - first) * position // len(relays)
-            end = first + (last - first) * (position + 1) // len(relays)
-            spans[member] = (begin, end)
+            piece_start = start + (end - start) * position // len(relays)
+            piece_end = start + (end - start) * (position + 1) // len(relays)
+            spans[member] = (piece_start, piece_end)
         # Relays get what the others pass on, too; the root has everything.
-        pieces = (
-            {} if result is None else {member: result[slice(*spans[member])] for member in relays}
-        )
-        piece = pieces.pop(channel.rank, None)
-        targets = {} if piece is None else {root: piece}
-        sending = Round(dtype, spans, [root], source, relays, targets)
-        relayed = None if piece is None else Stream([piece.shape], dtype, [piece])
-        length = 0 if piece is None else len(piece)
-        return [sending], Round(dtype, [(0, length)], relays, relayed, relays, pieces)
+        if result is None:
+            sending = Round(dtype, spans, [root], source, relays)
+            return [sending], Round(dtype, [(0, 0)], relays, None, relays)
+        pieces = {member: result[slice(*spans[member])] for member in relays}
+        piece = pieces.pop(channel.rank)
+        sending = Round(dtype, spans, [root], source, relays, {root: piece})
+        relayed = Stream([piece.shape], dtype, [piece])
+        return [sending], Round(dtype, [(0, len(piece))], relays, relayed, relays, pieces)
 
     return _pipelined((block(*span) for span in _chunks(stream.length, chunk)), channel.ahead)
 
@@ -343,12 +350,12 @@ def broadcast_from_owners(
     lengths[rank] = stream.length
 
     def rounds() -> Iterator[Round]:
-        for first, last in _chunks(max(lengths), channel.slot_bytes // stream.dtype.itemsize):
-            publishers = [member for member, length in enumerate(lengths) if length > first]
+        for start, end in _chunks(max(lengths), channel.slot_bytes // stream.dtype.itemsize):
+            publishers = [member for member, length in enumerate(lengths) if length > start]
             targets = {
-                member: results[member][first:last] for member in publishers if member != rank
+                member: results[member][start:end] for member in publishers if member != rank
             }
-            span = (min(first, lengths[rank]), min(last, lengths[rank]))
+            span = (min(start, lengths[rank]), min(end, lengths[rank]))
             source = stream if rank in publishers else None
             yield Round(stream.dtype, [span], publishers, source, targets=targets)
 
@@ -365,9 +372,9 @@ def all_to_all(
     result[channel.rank] = rows[channel.rank]
 
     def rounds() -> Iterator[Round]:
-        for first, last in _chunks(length, channel.slot_bytes // rows.dtype.itemsize // size):
-            spans = [(member * length + first, member * length + last) for member in members]
-            targets = _targets(channel, result, first, last)
+        for start, end in _chunks(length, channel.slot_bytes // rows.dtype.itemsize // size):
+            spans = [(member * length + start, member * length + end) for member in members]
+            targets = _targets(channel, result, start, end)
             yield Round(rows.dtype, spans, members, source, targets=targets)
 
     return channel.run(rounds(), head)
@@ -375,22 +382,23 @@ def all_to_all(
 
 def meet(channel: Channel, head: Head | None) -> Program:
     """Exchange only the heads, if the members haven't agreed on the call."""
-    rounds = (
-        [Round(np.dtype(np.uint8), [(0, 0)], [])] if head is not None and compares(head) else []
-    )
+    rounds = []
+    if head is not None and compares(head):
+        rounds = [Round(np.dtype(np.uint8), [(0, 0)], [])]
     return channel.run(iter(rounds), head)
 
 
-def _others(channel: Channel, member: int) -> list[int]:
+def _other_members(channel: Channel, member: int) -> list[int]:
     return [(member + step) % channel.size for step in range(1, channel.size)]
 
 
-def _targets(channel: Channel, result: np.ndarray, first: int, last: int) -> dict[int, np.ndarray]:
-    return {member: result[member, first:last] for member in _others(channel, channel.rank)}
+def _targets(channel: Channel, result: np.ndarray, start: int, end: int) -> dict[int, np.ndarray]:
+    members = _other_members(channel, channel.rank)
+    return {member: result[member, start:end] for member in members}
 
 
-def _chunks(length: int, most: int) -> Iterator[Span]:
+def _chunks(length: int, limit: int) -> Iterator[Span]:
     """Divide elements into spans; at least one, if only for the members to meet."""
-    most = max(1, most)
-    for first in range(0, max(1, length), most):
-        yield first, min(length, first + most)
+    limit = max(1, limit)
+    for start in range(0, max(1, length), limit):
+        yield start, min(length, start + limit)

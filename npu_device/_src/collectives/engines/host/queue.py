@@ -18,7 +18,7 @@ from typing import Any, Callable, NamedTuple, Optional
 import numpy as np
 import tensorflow as tf
 
-from npu_device._src.cluster.errors import PeerError
+from npu_device._src.cluster.rank_errors import PeerError
 from npu_device._src.collectives.call import Terms
 from npu_device._src.collectives.call_count import CallCount
 from npu_device._src.collectives.engines.host.buffers import BufferPool
@@ -76,7 +76,9 @@ class HostQueue:
         buffers: BufferPool,
         background_from: int,
     ) -> None:
-        self._connect, self._count, self._buffers = connect, count, buffers
+        self._connect = connect
+        self._count = count
+        self._buffers = buffers
         self._background_from = background_from
         self._channel: Channel | None = None
         self._queue: deque[PendingOperation] = deque()
@@ -98,6 +100,7 @@ class HostQueue:
         refuse = partial(refusal, terms, self._count.begin(terms))
         pending = PendingOperation(partial(act, head=head_of(terms)), results, refuse)
         self._queue.append(pending)
+        # A thread that publishes at this moment sees that it has to look again.
         self._arrivals += 1
         if overlaps:  # else it is finished right after this, which publishes too
             self._publish()
@@ -143,10 +146,10 @@ class HostQueue:
 
     def _publish(self) -> None:
         """Advance as far as possible without waiting. If another thread is driving, it does so when it has finished."""
-        seen = -1
-        while seen != self._arrivals and self._queue and self._driving.acquire(blocking=False):
+        arrivals = -1
+        while arrivals != self._arrivals and self._queue and self._driving.acquire(blocking=False):
             try:
-                seen = self._arrivals
+                arrivals = self._arrivals
                 while self._queue and self._drive_first(Wait.NOT):
                     pass
             finally:

@@ -14,7 +14,7 @@ import secrets
 import time
 from typing import Callable
 
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import LATEST_ANSWER_SECONDS, MEMORY_RETRY_SECONDS
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.group import Group
@@ -40,10 +40,8 @@ class Offer:
         except (OSError, ValueError):
             os.close(self._descriptor)
             raise
-        self.path, self.token = (
-            f"/proc/{os.getpid()}/fd/{self._descriptor}",
-            secrets.token_hex(_TOKEN_BYTES // 2),
-        )
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.token = secrets.token_hex(_TOKEN_BYTES // 2)
         self.memory[:_TOKEN_BYTES] = self.token.encode()
 
     def withdraw(self) -> None:

@@ -37,28 +37,33 @@ _LENGTH = struct.Struct("<Q")
 class SocketMessage:
     """One message on its way: its length, and its bytes."""
 
-    def __init__(self, wire: Wire, data: np.ndarray) -> None:
-        self._wire = wire
+    def __init__(self, direction: Direction, data: np.ndarray) -> None:
+        self._direction = direction
         self.size = data.nbytes
-        self.length = bytearray(_LENGTH.pack(self.size) if wire.sends else _LENGTH.size)
-        self.left = [memoryview(self.length), data.data]
+        self.length = bytearray(_LENGTH.size)
+        if direction.sends:
+            self.length = bytearray(_LENGTH.pack(self.size))
+        self.unmoved = [memoryview(self.length), data.data]
 
     @property
     def ended(self) -> bool:
-        return not self.left
+        return not self.unmoved
 
     def Test(self) -> bool:
         """Advance the messages of its connection; return whether this one has ended."""
-        if self.left:
-            self._wire.advance()
+        if self.unmoved:
+            self._direction.advance()
         return self.ended
 
 
-class Wire:
+class Direction:
     """One direction between two ranks: its connection, and its messages in their order."""
 
     def __init__(self, busy: Busy, peers: Peers, rank: int, sends: bool) -> None:
-        self._busy, self._peers, self._rank, self.sends = busy, peers, rank, sends
+        self._busy = busy
+        self._peers = peers
+        self._rank = rank
+        self.sends = sends
         self.connection: socket.socket  # set once, before the first message; doesn't block
         self.messages: deque[SocketMessage] = deque()
         # Why the connection has ended. That is an error only for those who still wait for a message: the other member
@@ -92,43 +97,44 @@ class Wire:
             self._peers.raise_for(self._rank, self.lost)
 
     def _move(self, message: SocketMessage) -> None:
-        left = message.left
-        moved = (
-            self.connection.sendmsg(left) if self.sends else self.connection.recvmsg_into(left)[0]
-        )
+        unmoved = message.unmoved
+        if self.sends:
+            moved = self.connection.sendmsg(unmoved)
+        else:
+            moved = self.connection.recvmsg_into(unmoved)[0]
         if not moved:
             raise ConnectionError("it has closed its connection")
-        while left and moved >= left[0].nbytes:
-            moved -= left.pop(0).nbytes
-        if len(left) < 2 and (length := _LENGTH.unpack(message.length)[0]) != message.size:
+        while unmoved and moved >= unmoved[0].nbytes:
+            moved -= unmoved.pop(0).nbytes
+        if len(unmoved) < 2 and (length := _LENGTH.unpack(message.length)[0]) != message.size:
             raise AssertionError(
                 f"rank {self._rank} has sent {length} bytes where this rank expected {message.size}.\n"
                 "What to do: start the job again, and report this as a bug of npu_device."
             )
-        if left:
-            left[0] = left[0][moved:]
+        if unmoved:
+            unmoved[0] = unmoved[0][moved:]
         else:
             self.messages.popleft()
 
 
 class Busy:
-    """The wires on which messages are on their way, and waiting for one of them."""
+    """The directions in which messages are on their way, and waiting for one of them."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
-        self._wires: dict[int, Wire] = {}
+        self._directions: dict[int, Direction] = {}
 
-    def add(self, wire: Wire) -> None:
-        """Add a wire, if it isn't there."""
-        number = wire.connection.fileno()
-        if number not in self._wires:
-            self._wires[number] = wire
-            self._poll.register(number, select.POLLOUT if wire.sends else select.POLLIN)
+    def add(self, direction: Direction) -> None:
+        """Add a direction, if it isn't there."""
+        number = direction.connection.fileno()
+        if number not in self._directions:
+            self._directions[number] = direction
+            self._poll.register(number, select.POLLOUT if direction.sends else select.POLLIN)
 
-    def remove(self, wire: Wire) -> None:
-        """Remove a wire, if it is there."""
-        number = wire.connection.fileno()
-        if self._wires.pop(number, None) is not None:
+    def remove(self, direction: Direction) -> None:
+        """Remove a direction, if it is there."""
+        number = direction.connection.fileno()
+        if self._directions.pop(number, None) is not None:
             self._poll.unregister(number)
 
     def advance(self, seconds: float, spins: bool) -> bool:
@@ -139,7 +145,7 @@ class Busy:
             ready = self._poll.poll(0)
         ready = ready or self._poll.poll(1000 * seconds)
         for number, _ in ready:
-            self._wires[number].advance()
+            self._directions[number].advance()
         return bool(ready)
 
 
@@ -163,37 +169,41 @@ class SocketMesh(MessageChannel):
         self._number = group.number ^ purpose
         self._spins = context.has_own_core
         self._busy = Busy()
-        others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        wire = partial(Wire, self._busy, self._peers)
-        self._outgoing = {member: wire(self._ranks[member], True) for member in targets or others}
-        self._incoming = {member: wire(self._ranks[member], False) for member in sources or others}
-        self._wires = [*self._outgoing.values(), *self._incoming.values()]
+        other_members = [(self.rank + step) % self.size for step in range(1, self.size)]
+        direction = partial(Direction, self._busy, self._peers)
+        self._outgoing = {
+            member: direction(self._ranks[member], True) for member in targets or other_members
+        }
+        self._incoming = {
+            member: direction(self._ranks[member], False) for member in sources or other_members
+        }
+        self._directions = [*self._outgoing.values(), *self._incoming.values()]
         self._connected = threading.Event()
         self._problem: BaseException | None = None
         self._closing = threading.Lock()
         self._closed = False
+        # In a thread: members come when they first use the group.
         threading.Thread(target=self._connect, name="npu_device-connect", daemon=True).start()
 
     def _connect(self) -> None:
         try:
-            for member, wire in self._outgoing.items():
-                self._hold(wire, partial(self._peers.connect, self._ranks[member], self._number))
-            for member, wire in self._incoming.items():
-                self._hold(
-                    wire,
-                    partial(
-                        self._peers.accept, self._ranks[member], self._number, lambda: self._closed
-                    ),
-                )
+            for member, direction in self._outgoing.items():
+                connect = partial(self._peers.connect, self._ranks[member], self._number)
+                self._hold(direction, connect)
+            for member, direction in self._incoming.items():
+                accept = partial(self._peers.accept, self._ranks[member], self._number)
+                self._hold(direction, partial(accept, lambda: self._closed))
         except BaseException as error:
             self._problem = error
         self._connected.set()
 
-    def _hold(self, wire: Wire, connect: Callable[[], socket.socket | None]) -> None:
-        connection = None if self._closed else connect()
+    def _hold(self, direction: Direction, connect: Callable[[], socket.socket | None]) -> None:
+        if self._closed:
+            return
+        connection = connect()
         with self._closing:
             if connection is not None:
-                wire.connection = connection
+                direction.connection = connection
                 if self._closed:
                     connection.close()
 
@@ -205,7 +215,8 @@ class SocketMesh(MessageChannel):
 
     def advance(self, program: Program, wait: Wait) -> bool:
         """Run a program, which yields the message to wait for; see ``channel.Channel``."""
-        while not self._is_connected(0 if wait is Wait.NOT else CHECK_SECONDS):
+        seconds = 0 if wait is Wait.NOT else CHECK_SECONDS
+        while not self._is_connected(seconds):
             if wait is Wait.NOT:
                 return False
         for message in program:
@@ -216,8 +227,8 @@ class SocketMesh(MessageChannel):
             while not message.ended:
                 if not self._busy.advance(CHECK_SECONDS, spins):
                     self._health.require_running()
-                    for wire in self._wires:
-                        wire.check()
+                    for direction in self._directions:
+                        direction.check()
                 spins = False
         return True
 
@@ -234,9 +245,9 @@ class SocketMesh(MessageChannel):
         """Close the connections."""
         with self._closing:
             self._closed = True
-            for wire in self._wires:
-                if hasattr(wire, "connection"):
-                    wire.connection.close()
+            for direction in self._directions:
+                if hasattr(direction, "connection"):
+                    direction.connection.close()
 
 
 # The members' heads, and beside them little data: one round, in which every member gets all of it. The message always
@@ -259,18 +270,18 @@ def fits(
     """Return whether tensors fit into a message: a bool tensor if only the running graph knows. Ranks that have traced
     with different static shapes come to the same answer. A call without tensors moves a scalar.
     """
-    most = room(context, members)
-    known = 0 if tensors else ALIGNMENT
-    unknown = []
+    limit = room(context, members)
+    size = 0 if tensors else ALIGNMENT
+    dynamic = []
     for tensor in tensors:
-        elements = tensor.shape.num_elements()
-        if elements is None:
-            unknown.append(_aligned(tf.size(tensor, tf.int64) * tensor.dtype.size))
+        count = tensor.shape.num_elements()
+        if count is None:
+            dynamic.append(_aligned(tf.size(tensor, tf.int64) * tensor.dtype.size))
         else:
-            known += _aligned(elements * tensor.dtype.size)
-    if known > most or not unknown:
-        return known <= most
-    return tf.add_n(unknown) + known <= most
+            size += _aligned(count * tensor.dtype.size)
+    if size > limit or not dynamic:
+        return size <= limit
+    return tf.add_n(dynamic) + size <= limit
 
 
 def _aligned(size: Any) -> Any:
@@ -309,7 +320,7 @@ class SmallMessages(SocketMesh):
 
     def _values(self, exchange: Round) -> np.ndarray:
         """Return what this member publishes in a round, or zeros as long."""
-        length = sum(last - first for first, last in exchange.spans)
+        length = sum(end - start for start, end in exchange.spans)
         values = np.zeros(length, exchange.dtype)
         if values.nbytes > self.slot_bytes:
             raise AssertionError(
@@ -333,7 +344,8 @@ class SmallMessages(SocketMesh):
             while not coming.Test():
                 yield coming
             joined = received.tobytes()
-            rows += [joined[first : first + len(row)] for first in range(0, len(joined), len(row))]
+            starts = range(0, len(joined), len(row))
+            rows += [joined[start : start + len(row)] for start in starts]
         for message in sent:
             while not message.Test():
                 yield message

@@ -30,7 +30,7 @@ from npu_device._src.collectives.engines.host.host_engine import ArrayEngine, Or
 from npu_device._src.collectives.engines.host.queue import Action, Finish, OnArrays, refusal
 from npu_device._src.collectives.group import Group
 
-_MOST_KEPT = 4  # idle connections of a pair
+_MOST_IDLE = 4  # idle connections of a pair
 _CONTENT = struct.Struct("<iiiq")
 """What both sides must agree on: the call's fingerprint and shapes, and the bytes."""
 
@@ -50,7 +50,7 @@ class PairCalls:
     """The sends and receives of two ranks, with all tags of a group, as ``queue.HostQueue`` has those of a group.
 
     Attributes:
-        kept: idle connections, by number; the one that was used last comes last.
+        idle: open connections without a transfer, by number; the one that was used last comes last.
     """
 
     in_order = False
@@ -61,7 +61,7 @@ class PairCalls:
         self._count = context.counts.of(pair)
         self._lock = threading.Lock()
         self._queues: dict[int, deque[_Transfer]] = {}
-        self.kept: dict[int, socket.socket] = {}
+        self.idle: dict[int, socket.socket] = {}
         self._closed = False
         context.peers.open(context.store)
 
@@ -92,7 +92,7 @@ class PairCalls:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            for connection in self.kept.values():
+            for connection in self.idle.values():
                 connection.close()
 
     def _move_in_a_thread(self, queue: deque[_Transfer]) -> None:
@@ -118,7 +118,8 @@ class PairCalls:
 
     def _move(self, transfer: _Transfer) -> None:
         try:
-            agrees = (self._send if transfer.sends else self._receive)(transfer)
+            move = self._send if transfer.sends else self._receive
+            agrees = move(transfer)
         except OSError as error:
             self._context.peers.raise_for(self._rank, str(error))
         if not agrees:
@@ -127,15 +128,15 @@ class PairCalls:
     def _send(self, transfer: _Transfer) -> bool:
         """Send; return whether the other rank expected that."""
         patience = environment.NPU_DEVICE_STALL_TIMEOUT.get()
-        kept = self.kept.pop(transfer.number, None)
-        connection = kept or self._context.peers.connect(self._rank, transfer.number, patience)
+        idle = self.idle.pop(transfer.number, None)
+        connection = idle or self._context.peers.connect(self._rank, transfer.number, patience)
         with contextlib.ExitStack() as closing:
             closing.enter_context(connection).settimeout(CHECK_SECONDS)
             try:
                 self._move_all(connection.send, transfer.content)
                 [agrees] = self._move_all(connection.recv_into, bytearray(1))
             except OSError:
-                if kept is None:
+                if idle is None:
                     raise
                 return self._send(transfer)  # the other rank had closed its end
             self._check()
@@ -149,7 +150,7 @@ class PairCalls:
     def _receive(self, transfer: _Transfer) -> bool:
         """Receive; return whether the other rank sends what is expected."""
         while True:
-            connection = self.kept.pop(transfer.number, None)
+            connection = self.idle.pop(transfer.number, None)
             connection = connection or self._context.peers.accept(
                 self._rank, transfer.number, self._is_over
             )
@@ -159,10 +160,8 @@ class PairCalls:
             with contextlib.ExitStack() as closing:
                 closing.enter_context(connection).settimeout(CHECK_SECONDS)
                 try:
-                    agrees = (
-                        self._move_all(connection.recv_into, bytearray(_CONTENT.size))
-                        == transfer.content
-                    )
+                    content = self._move_all(connection.recv_into, bytearray(_CONTENT.size))
+                    agrees = content == transfer.content
                     self._move_all(connection.send, bytes([agrees]))
                     self._move_all(connection.recv_into, bytearray(1))
                 except ConnectionError:  # the sender has closed its end, or destroyed its group
@@ -177,9 +176,9 @@ class PairCalls:
         with self._lock:
             if not self._closed:
                 closing.pop_all()
-                self.kept[number] = connection
-                while len(self.kept) > _MOST_KEPT:
-                    self.kept.pop(next(iter(self.kept))).close()
+                self.idle[number] = connection
+                while len(self.idle) > _MOST_IDLE:
+                    self.idle.pop(next(iter(self.idle))).close()
 
     def _is_over(self) -> bool:
         return self._closed or self._context.health.is_over
@@ -194,16 +193,16 @@ class PairCalls:
 
     def _move_all(self, move: Callable[[memoryview], int], data: Any) -> Any:
         """Send data, or fill it with what the other rank sends, however long that one takes; return it."""
-        left = memoryview(data)
-        while left.nbytes:
+        unmoved = memoryview(data)
+        while unmoved.nbytes:
             try:
-                count = move(left)
+                count = move(unmoved)
             except socket.timeout:
                 self._check()
                 continue
             if not count:
                 raise ConnectionError("it has closed its connection")
-            left = left[count:]
+            unmoved = unmoved[count:]
         return data
 
 
@@ -221,22 +220,19 @@ class Pairs(ArrayEngine):
         """Send to the other rank of a pair; return a tensor that is ready once the other rank has received."""
 
         def prepare(arrays: list[np.ndarray], _: BufferPool) -> Action:
-            return partial(_transfer, pair, True, np.ascontiguousarray(arrays[0])), [
-                np.array(0, np.int32)
-            ]
+            vector = np.ascontiguousarray(arrays[0])
+            return partial(_transfer, pair, True, vector), [np.array(0, np.int32)]
 
-        [[sent]] = self.run(
-            terms, pair, [OnArrays([tf.TensorSpec([], tf.int32)], prepare)], [[tensor]]
-        )
+        operation = OnArrays([tf.TensorSpec([], tf.int32)], prepare)
+        [[sent]] = self.run(terms, pair, [operation], [[tensor]])
         return sent
 
     def receive(self, terms: Terms | None, like: tf.TensorSpec, pair: Group) -> tf.Tensor:
         """Return the tensor that the other rank of a pair sends; this rank knows its shape and dtype."""
 
         def prepare(_: list[np.ndarray], buffers: BufferPool) -> Action:
-            received = buffers.array(
-                tuple(like.shape.as_list()), np.dtype(like.dtype.as_numpy_dtype)
-            )
+            shape = tuple(like.shape.as_list())
+            received = buffers.array(shape, np.dtype(like.dtype.as_numpy_dtype))
             return partial(_transfer, pair, False, received), [received]
 
         [[received]] = self.run(terms, pair, [OnArrays([like], prepare)], [[]])
@@ -251,6 +247,5 @@ def _transfer(
     refuse: Callable[[], Exception],
 ) -> _Transfer:
     flat = data.reshape(-1).view(np.uint8)
-    return _Transfer(
-        pair.of_one_order().number, sends, flat, _CONTENT.pack(*head, flat.nbytes), refuse, Future()
-    )
+    content = _CONTENT.pack(*head, flat.nbytes)
+    return _Transfer(pair.of_one_order().number, sends, flat, content, refuse, Future())

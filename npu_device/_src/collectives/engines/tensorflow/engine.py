@@ -84,6 +84,7 @@ class TensorFlowEngine:
         has_elements = any(tensor.shape.num_elements() for tensor in tensors)
         if len(tensors) == 1:
             return [self._all_reduce_one(tensors[0], has_elements, reduction, group, wire)]
+        # The kernels take one tensor, so the segment travels as one.
         joined = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
         reduced = self._all_reduce_one(joined, has_elements, reduction, group, wire)
         pieces = tf.split(reduced, list(map(_count, tensors)))
@@ -92,15 +93,18 @@ class TensorFlowEngine:
     def _all_reduce_one(
         self, tensor: tf.Tensor, has_elements: bool, reduction: str, group: Group, wire: Wire
     ) -> tf.Tensor:
+        merge = reduction
         if reduction == "mean":
             tensor = tf.cast(tensor, dtypes.mean_dtype(tensor.dtype))
-        merge = "sum" if reduction == "mean" else reduction
+            merge = "sum"
 
         def kernel(native: tf.Tensor) -> tf.Tensor:
             return self.kernels.all_reduce(native, merge, group)
 
         def reduce_native(native: tf.Tensor) -> tf.Tensor:
-            return kernel(native) if has_elements else _with_an_element(kernel, native)
+            if has_elements:
+                return kernel(native)
+            return _with_an_element(kernel, native)
 
         dtype = tensor.dtype
         sent_dtype = dtypes.wire_dtype(dtype, wire)
@@ -114,7 +118,9 @@ class TensorFlowEngine:
             reduced = _reduce_uint64(reduce_native, tensor, merge)
         else:
             reduced = reduce_native(tf.cast(tensor, carrier))
-        return tf.cast(reduced / sum(counts_of(group)) if reduction == "mean" else reduced, dtype)
+        if reduction == "mean":
+            reduced = reduced / sum(counts_of(group))
+        return tf.cast(reduced, dtype)
 
     def _reduce_narrow(
         self, tensor: tf.Tensor, wire: tf.DType, reduction: str, group: Group
@@ -126,61 +132,72 @@ class TensorFlowEngine:
         shares, scale = dtypes.wire_scales(reduction, counts)
         if tensor.dtype != wide:
             scale = 1  # the result has 16 bits, too
-        divisor = sum(counts) if reduction == "mean" else scale
+        divisor = scale
+        fold_reduction = "sum"
+        if reduction == "mean":
+            divisor = sum(counts)
+        elif reduction == "prod":
+            fold_reduction = "prod"
 
         def narrow(values: tf.Tensor, divisor: int) -> tf.Tensor:
-            divided = values if divisor == 1 else values / divisor
-            return tf.bitcast(
-                tf.cast(divided, wire), tf.float16
-            )  # what the kernels move; also for bits of bfloat16
+            if divisor != 1:
+                values = values / divisor
+            # What the kernels move; also for bits of bfloat16.
+            return tf.bitcast(tf.cast(values, wire), tf.float16)
 
         def widen(values: tf.Tensor, factor: int) -> tf.Tensor:
             wider = tf.cast(tf.bitcast(values, wire), wide)
-            return wider if factor == 1 else wider * factor
+            if factor == 1:
+                return wider
+            return wider * factor
 
         flat = tf.reshape(tensor, [-1])
-        elements = _count(flat)
-        padded = tf.pad(narrow(flat, shares[group.rank]), [[0, -elements % size]])
-        received = tf.unstack(
-            self.all_to_all(None, tf.reshape(padded, [size, -1]), group), num=size
-        )
+        count = _count(flat)
+        padded = tf.pad(narrow(flat, shares[group.rank]), [[0, -count % size]])
+        received = self.all_to_all(None, tf.reshape(padded, [size, -1]), group)
+        received = tf.unstack(received, num=size)
         rows = [widen(row, share) for row, share in zip(received, shares)]
-        block = narrow(fold(rows, "prod" if reduction == "prod" else "sum"), divisor)
-        gathered = tf.reshape(self.all_gather(None, block, group), [-1])[:elements]
+        block = narrow(fold(rows, fold_reduction), divisor)
+        gathered = tf.reshape(self.all_gather(None, block, group), [-1])[:count]
         return tf.reshape(tf.cast(widen(gathered, scale), tensor.dtype), _shape(tensor))
 
 
 def _count(tensor: tf.Tensor) -> int | tf.Tensor:
-    known: int | None = tensor.shape.num_elements()
-    return tf.size(tensor) if known is None else known
+    count: int | None = tensor.shape.num_elements()
+    if count is None:
+        return tf.size(tensor)
+    return count
 
 
 def _shape(tensor: tf.Tensor) -> tf.TensorShape | tf.Tensor:
-    return tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
+    if tensor.shape.is_fully_defined():
+        return tensor.shape
+    return tf.shape(tensor)
 
 
 def _reduce_uint64(reduce_native: _Move, tensor: tf.Tensor, merge: str) -> tf.Tensor:
     """Reduce in int64: its sums and products have the same bits, and its order is the same with the top bit flipped."""
-    flip = tf.int64.min if merge in ("min", "max") else 0
-    reduced = reduce_native(
-        tf.bitwise.bitwise_xor(tf.bitcast(tensor, tf.int64), tf.constant(flip, tf.int64))
-    )
-    return tf.bitcast(tf.bitwise.bitwise_xor(reduced, tf.constant(flip, tf.int64)), tf.uint64)
+    flip = tf.constant(tf.int64.min if merge in ("min", "max") else 0, tf.int64)
+    reduced = reduce_native(tf.bitwise.bitwise_xor(tf.bitcast(tensor, tf.int64), flip))
+    return tf.bitcast(tf.bitwise.bitwise_xor(reduced, flip), tf.uint64)
 
 
 def _carried(rows: tf.Tensor, move: _Move, size: int) -> tf.Tensor:
     """Send rows through a move, in a dtype and a number of elements that the kernels support."""
     native = rows.dtype in MOVE_DTYPES
-    carrier = rows if native else to_words(rows)
-    length = carrier.shape[1]
-    if length:
+    carrier = rows
+    if not native:
+        carrier = to_words(rows)
+    if carrier.shape[1]:
         moved = move(carrier)
     else:
         length = tf.shape(carrier)[1]
-        moved = move(tf.pad(carrier, [[0, 0], [0, tf.cast(length == 0, tf.int32)]]))[:, :length]
-    result = moved if native else from_words(moved, rows.dtype, _columns(rows))
-    result.set_shape([size, rows.shape[1]])
-    return result
+        padding = tf.cast(length == 0, tf.int32)
+        moved = move(tf.pad(carrier, [[0, 0], [0, padding]]))[:, :length]
+    if not native:
+        moved = from_words(moved, rows.dtype, _columns(rows))
+    moved.set_shape([size, rows.shape[1]])
+    return moved
 
 
 def _with_an_element(move: _Move, tensor: tf.Tensor) -> tf.Tensor:
@@ -189,11 +206,12 @@ def _with_an_element(move: _Move, tensor: tf.Tensor) -> tf.Tensor:
     """
     if tensor.shape.num_elements():
         return move(tensor)
-    elements = tf.size(tensor)
-    moved = move(tf.pad(tf.reshape(tensor, [-1]), [[0, tf.cast(elements == 0, tf.int32)]]))
-    result = tf.reshape(moved[:elements], tf.shape(tensor))
-    result.set_shape(tensor.shape)
-    return result
+    count = tf.size(tensor)
+    padding = tf.cast(count == 0, tf.int32)
+    moved = move(tf.pad(tf.reshape(tensor, [-1]), [[0, padding]]))
+    moved = tf.reshape(moved[:count], tf.shape(tensor))
+    moved.set_shape(tensor.shape)
+    return moved
 
 
 def _transfers(tensors: Tensors) -> list[list[tf.Tensor]]:
@@ -202,7 +220,9 @@ def _transfers(tensors: Tensors) -> list[list[tf.Tensor]]:
     free = 0
     for tensor in tensors:
         count = words_of(tensor)
-        size = count * 4 if isinstance(count, int) else TRANSFER_BYTES
+        size = TRANSFER_BYTES
+        if isinstance(count, int):
+            size = count * 4
         if not transfers or size > free:
             transfers.append([])
             free = TRANSFER_BYTES
@@ -218,35 +238,43 @@ def _transfers(tensors: Tensors) -> list[list[tf.Tensor]]:
 def words_of(tensor: tf.Tensor) -> Count:
     """Return how many words a tensor takes; an int if its shape is statically known."""
     dtypes.require_bits(tensor.dtype)
-    elements, size = _count(tensor), tensor.dtype.size
-    return -(-elements // (4 // size)) if size < 4 else elements * (size // 4)
+    count = _count(tensor)
+    size = tensor.dtype.size
+    if size < 4:
+        return -(-count // (4 // size))
+    return count * (size // 4)
 
 
 def pack_words(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Return all tensors in one int32 vector, each starting at a whole word."""
-    return tf.concat([to_words(tf.reshape(tensor, [1, -1]))[0] for tensor in tensors], axis=0)
+    words = [to_words(tf.reshape(tensor, [1, -1]))[0] for tensor in tensors]
+    return tf.concat(words, axis=0)
 
 
 def unpack_words(vector: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Reverse ``pack_words``; ``like`` gives the shapes and dtypes."""
-    results = []
-    for part, tensor in zip(tf.split(vector, list(map(words_of, like)), num=len(like)), like):
-        flat = from_words(part[tf.newaxis], tensor.dtype, _count(tensor))
-        results.append(tf.ensure_shape(tf.reshape(flat, _shape(tensor)), tensor.shape))
-    return results
+    tensors = []
+    lengths = list(map(words_of, like))
+    for words, tensor in zip(tf.split(vector, lengths, num=len(like)), like):
+        flat = from_words(words[tf.newaxis], tensor.dtype, _count(tensor))
+        tensors.append(tf.ensure_shape(tf.reshape(flat, _shape(tensor)), tensor.shape))
+    return tensors
 
 
 def to_words(rows: tf.Tensor) -> tf.Tensor:
     """Convert shape [k, n] of any dtype to int32 of shape [k, words for n], each row starting at a whole word."""
     if rows.dtype.is_bool:
         rows = tf.cast(rows, tf.uint8)
-    count, size = tf.shape(rows)[0], rows.dtype.size
+    count = tf.shape(rows)[0]
+    size = rows.dtype.size
     if size < 4:
         per_word = 4 // size
         padded = tf.pad(rows, [[0, 0], [0, -_columns(rows) % per_word]])
         rows = tf.reshape(padded, [count, -1, per_word])
     words = tf.bitcast(rows, tf.int32)
-    return tf.reshape(words, [count, -1]) if size > 4 else words
+    if size > 4:
+        return tf.reshape(words, [count, -1])
+    return words
 
 
 def from_words(words: tf.Tensor, dtype: tf.DType, columns: Count) -> tf.Tensor:
@@ -256,26 +284,27 @@ def from_words(words: tf.Tensor, dtype: tf.DType, columns: Count) -> tf.Tensor:
     count = tf.shape(words)[0]
     if dtype.size > 4:
         words = tf.reshape(words, [count, columns, dtype.size // 4])
-    elements = tf.bitcast(words, dtype)
-    return tf.reshape(elements, [count, -1])[:, :columns] if dtype.size < 4 else elements
+    numbers = tf.bitcast(words, dtype)
+    if dtype.size < 4:
+        return tf.reshape(numbers, [count, -1])[:, :columns]
+    return numbers
 
 
 def _columns(rows: tf.Tensor) -> Count:
-    return tf.shape(rows)[1] if rows.shape[1] is None else rows.shape[1]
+    if rows.shape[1] is None:
+        return tf.shape(rows)[1]
+    return rows.shape[1]
 
 
 @functools.cache
 def _lengths(dtype: tf.DType) -> np.ndarray:
     # Rows of different lengths are padded to few, since TensorFlow keeps something for each one forever: powers of two
     # up to 4,096, below which a transfer takes about the same time, then eight for each power.
-    short = [0, *(1 << power for power in range(13))]
-    lengths = [
-        *short,
-        *((8 + eighths) << power for power in range(9, 59) for eighths in range(1, 9)),
-    ]
-    return np.array(
-        [*(length for length in lengths if length < dtype.max), dtype.max], dtype.as_numpy_dtype
-    )
+    lengths = [0, *(1 << power for power in range(13))]
+    for power in range(9, 59):
+        lengths += [(8 + eighths) << power for eighths in range(1, 9)]
+    lengths = [length for length in lengths if length < dtype.max]
+    return np.array([*lengths, dtype.max], dtype.as_numpy_dtype)
 
 
 def rounded(length: tf.Tensor) -> tf.Tensor:

@@ -47,45 +47,51 @@ class KeySequence:
         self._order = Order(device)
         self._used = 0
         self._lock = threading.Lock()
-        self._drawn: dict[
-            Hashable, list[int]
-        ] = {}  # for each signature, the first key of its ring and a count
+        # For each signature, the first key of its ring and a count.
+        self._drawn: dict[Hashable, list[int]] = {}
         # For each graph, kind and dtype, the names of the collectives.
-        self._made: weakref.WeakKeyDictionary[tf.Graph, defaultdict[Hashable, list[str]]] = (
+        self._names: weakref.WeakKeyDictionary[tf.Graph, defaultdict[Hashable, list[str]]] = (
             weakref.WeakKeyDictionary()
         )
 
-    def draw(self, kind: Hashable, dtype: tf.DType, shape: tf.TensorShape | tf.Tensor) -> tf.Tensor:
-        """Return the next key, int32, for what TensorFlow remembers with a key: the operation and its root (``kind``),
+    def draw(self, call: Hashable, dtype: tf.DType, shape: tf.TensorShape | tf.Tensor) -> tf.Tensor:
+        """Return the next key, int32, for what TensorFlow remembers with a key: the operation and its root (``call``),
         and dtype and shape of the tensor that is sent; the shape is a vector if only the running graph knows it.
         """
-        known = shape.as_list() if isinstance(shape, tf.TensorShape) else None
+        static_shape = None
+        if isinstance(shape, tf.TensorShape):
+            static_shape = shape.as_list()
         if tf.executing_eagerly():
-            sizes = known if known is not None else np.asarray(shape).tolist()
-            return tf.constant(np.int32(self._next((kind, dtype.name, tuple(sizes)))))
-        names = self._made_in_graph()[kind, dtype.name]
+            sizes = np.asarray(shape).tolist() if static_shape is None else static_shape
+            return tf.constant(np.int32(self._next((call, dtype.name, tuple(sizes)))))
+        names = self._made_in_graph()[call, dtype.name]
         graph = tf.compat.v1.get_default_graph()
-        before = [graph.get_operation_by_name(names[-RING])] if len(names) >= RING else []
+        earlier = []
+        if len(names) >= RING:
+            earlier = [graph.get_operation_by_name(names[-RING])]
+        inputs = [shape] if static_shape is None else []
 
         def drawn(*shape: Any) -> list[np.int64]:
-            sizes = shape[0].tolist() if known is None else known
-            return [np.int64(self._next((kind, dtype.name, tuple(sizes))))]
+            sizes: Any = shape[0].tolist() if shape else static_shape
+            return [np.int64(self._next((call, dtype.name, tuple(sizes))))]
 
-        with tf.device("CPU:0"), tf.control_dependencies(before):
-            return tf.cast(self._order.call(drawn, [shape] if known is None else [])[0], tf.int32)
+        with tf.device("CPU:0"), tf.control_dependencies(earlier):
+            [key] = self._order.call(drawn, inputs)
+            return tf.cast(key, tf.int32)
 
     def _next(self, signature: Hashable) -> int:
         with self._lock:
+            # A key comes again only when the collective that had it has ended.
             ring = self._drawn.setdefault(signature, [1 + len(self._drawn) * RING, 0])
             ring[1] += 1
             return ring[0] + ring[1] % RING
 
-    def note(self, kind: Hashable, result: tf.Tensor) -> None:
+    def note(self, call: Hashable, output: tf.Tensor) -> None:
         if not tf.executing_eagerly():
-            self._made_in_graph()[kind, result.dtype.name].append(result.op.name)
+            self._made_in_graph()[call, output.dtype.name].append(output.op.name)
 
     def _made_in_graph(self) -> defaultdict[Hashable, list[str]]:
-        return self._made.setdefault(tf.compat.v1.get_default_graph(), defaultdict(list))
+        return self._names.setdefault(tf.compat.v1.get_default_graph(), defaultdict(list))
 
     def lane(self) -> tf.Tensor:
         """Return a resource by which TensorFlow orders the operations of a graph: not that of the last calls."""
@@ -120,9 +126,8 @@ class Kernels:
         self._context = context
         # A sequence outlives its group: TensorFlow remembers what its keys stand for.
         self._sequences: dict[Group, KeySequence] = {}
-        self._nccl_order: Any = (
-            None  # the variable by which TensorFlow orders the collectives that use NCCL
-        )
+        # The variable by which TensorFlow orders the collectives that use NCCL.
+        self._nccl_order: Any = None
 
     def all_reduce(self, tensor: tf.Tensor, reduction: str, group: Group) -> tf.Tensor:
         merge = _MERGE_OPS[reduction]
@@ -142,9 +147,9 @@ class Kernels:
         rows. Seen on an H200; no upstream issue is known.
         """
         if self.uses_nccl(tensor.dtype):
-            rows = tf.reshape(
-                self.all_gather(tensor, group), tf.concat([[group.size], tf.shape(tensor)], 0)
-            )
+            gathered = self.all_gather(tensor, group)
+            shape = tf.concat([[group.size], tf.shape(tensor)], 0)
+            rows = tf.reshape(gathered, shape)
             return rows[:, group.rank]
         return self._run(
             tensor, group, "all_to_all", partial(tf.raw_ops.CollectiveAllToAllV2, input=tensor)
@@ -181,7 +186,7 @@ class Kernels:
         self,
         tensor: tf.Tensor,
         group: Group,
-        kind: Hashable,
+        call: Hashable,
         kernel: Callable[..., tf.Tensor],
         is_ordered: bool = True,
     ) -> tf.Tensor:
@@ -193,24 +198,29 @@ class Kernels:
         sequence = self.sequence_of(group)
         count = self._context.counts.transfers_of(group, cpu)
         count.begin(tensor)
-        shape = tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
+        shape = tensor.shape
+        if not shape.is_fully_defined():
+            shape = tf.shape(tensor)
         with tf.device(cpu):  # keys are the CPU's work, also for a collective between GPUs
-            key = sequence.draw(kind, tensor.dtype, shape)
+            key = sequence.draw(call, tensor.dtype, shape)
         tokens: list[tf.Tensor] = []
         if not tf.executing_eagerly():
             # In a tf.function TensorFlow serializes stateful operations without a resource, and those on the same
             # resource. On the CPU neighbouring collectives get different resources, so that none waits for another.
             # NCCL needs the same order on every rank, in all groups, so there all get the same one.
             tokens = [self._order_of_nccl() if is_gpu else sequence.lane()]
-        order = {"ordering_token": tokens} if is_ordered else {}
+        order = {}
+        if is_ordered:
+            order = {"ordering_token": tokens}
         # TensorFlow's groups consist of devices, so a group has one key for its CPUs and another for its GPUs.
         kernel = partial(
             kernel, group_size=group.size, group_key=group.key + is_gpu, instance_key=key
         )
         with tf.device(device):
-            result = kernel(communication_hint="nccl" if is_gpu else "auto", **order)
+            hint = "nccl" if is_gpu else "auto"
+            result = kernel(communication_hint=hint, **order)
         count.end(result)
-        sequence.note(kind, result)
+        sequence.note(call, result)
         return result
 
     def _device(self, dtype: tf.DType) -> str:

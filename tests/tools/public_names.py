@@ -1,5 +1,5 @@
 """The public names of the package with their parameters and defaults, kept in ``public_names.json``;
-``python tests/public_names.py`` adds new ones. None of them goes: scripts for Ascend stand on them.
+``python tests/tools/public_names.py`` adds new ones. None of them goes: scripts for Ascend stand on them.
 
 A name has a list of parameters (``seed=0``, ``*arguments``, and ``*`` before those that are given by name only), or
 null if it is a module, a value, or comes from elsewhere. Classes are followed by what their objects have.

@@ -16,7 +16,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 LIMITS = {
     "names that are pronouns, %": 6.6,
@@ -210,7 +210,7 @@ def _reached(module: str, imports: dict[str, set[str]]) -> set[str]:
 def main(arguments: list[str]) -> int:
     """Print the figures and what is worse than its limit, and return the exit code."""
     if sys.version_info[:2] != (3, 11):
-        print("tests/readable.py counts with Python 3.11 only")
+        print("tests/tools/readable.py counts with Python 3.11 only")
         return 0
     package = Path(
         next((word for word in arguments if not word.startswith("--")), ROOT / "npu_device")

@@ -12,7 +12,7 @@ from typing import Callable
 
 from ranks import LEAN, clean_environment
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NPURUN = (sys.executable, "-m", "npu_device.launch")
 LIMIT = 30.0
 

@@ -10,7 +10,7 @@ import threading
 import time
 
 from npu_device._src.cluster import rendezvous, time_limits
-from npu_device._src.cluster.errors import ClusterError
+from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.membership.schemes import membership_from_environment
 
 

@@ -22,7 +22,7 @@ from heard import error_of, settings, warnings_of_package
 import npu_device as npu
 from npu_device._src import compat
 from npu_device._src.training.checkpoint import preemption
-from npu_device._src.training.opening.current_world import world
+from npu_device._src.training.opening.current_world import current_world
 
 STEPS = 8
 SAMPLES = 40
@@ -197,7 +197,7 @@ def body_two_ask() -> None:
     """Have two ask for the last step, one after the other. If the first never tells the step, nobody goes on whom the
     other still holds; if it has told, the other finds the same step.
     """
-    ranks = world()
+    ranks = current_world()
     assert ranks is not None
     health, everyone = ranks.job.health, range(ranks.size)
 

@@ -1,4 +1,4 @@
-"""The messages of the package with a remedy, as they begin; ``python tests/messages.py`` writes them into
+"""The messages of the package with a remedy, as they begin; ``python tests/tools/messages.py`` writes them into
 ``docs/messages.md``, each below the family of the file that has it.
 """
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "messages.md"
 SOURCE = ROOT / "npu_device" / "_src"
 WORDS = 8  # of a message's beginning

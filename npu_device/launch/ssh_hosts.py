@@ -8,23 +8,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import queue
 import secrets
 import signal
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster import time_limits as limits
-from npu_device._src.cluster.errors import RESUMABLE, ClusterError
+from npu_device._src.cluster.rank_errors import RESUMABLE, ClusterError
 from npu_device._src.membership.schemes import secret
-from npu_device.launch import connection, job
+from npu_device.launch import connection, launcher
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import FAILED, USAGE
 from npu_device.launch.connection import SSH_FAILED, Connection
+from npu_device.launch.events import (
+    Events,
+    Handlers,
+    HostClosed,
+    HostReported,
+    SignalReceived,
+)
 from npu_device.launch.output import Console
 from npu_device.launch.reports import ATTEMPT, LEAVING, OVER, PREEMPTED, RUNNING, Report
 
@@ -34,12 +39,12 @@ _PREFIXES = ("TF_", "KERAS_", "PYTHON")
 def run(options: Options) -> int:
     """Run the job on all hosts; return its exit code."""
     console = Console()
-    events = job.signals(options, console)
+    events = launcher.signals(options, console)
     try:
         variables = _variables()
         with ThreadPoolExecutor(len(options.hosts)) as resolvers:
             clients = list(resolvers.map(connection.client, options.hosts))
-        hosts = Hosts(options, console, events, variables, clients)
+        hosts = LaunchedHosts(options, console, events, variables, clients)
         hosts.start()
     except UnicodeDecodeError:
         console.say(
@@ -47,11 +52,8 @@ def run(options: Options) -> int:
             "What to do: write random text into its file (openssl rand -hex 32)."
         )
         return USAGE
-    except (
-        OSError,
-        ClusterError,
-        ValueError,
-    ) as error:  # hosts that were reached stop with this process
+    except (OSError, ClusterError, ValueError) as error:
+        # Hosts that were reached stop with this process.
         console.say(str(error))
         return USAGE
     return hosts.wait()
@@ -59,16 +61,16 @@ def run(options: Options) -> int:
 
 def _variables() -> dict[str, str]:
     """Return the variables that every host gets."""
-    names = {variable.name for variable in environment.ALL} - {
-        "HCCL_IF_IP"
-    }  # which differs from host to host
-    kept = {
-        name: value
-        for name, value in os.environ.items()
+    names = {variable.name for variable in environment.ALL}
+    names.remove("HCCL_IF_IP")  # which differs from host to host
+    variables = {
+        name: text
+        for name, text in os.environ.items()
         if name in names or name.startswith(_PREFIXES)
     }
-    of_job = secret().decode() or secrets.token_hex(32)
-    return {**kept, "NPU_DEVICE_SECRET": of_job, "NPU_DEVICE_SECRET_FILE": ""}
+    variables["NPU_DEVICE_SECRET"] = secret().decode() or secrets.token_hex(32)
+    variables["NPU_DEVICE_SECRET_FILE"] = ""
+    return variables
 
 
 @dataclass
@@ -88,28 +90,29 @@ class Host:
     retries: int = 0  # in a row
     give_up_at: float | None = None
 
+    def wakes_at(self) -> float | None:
+        """Return when the host is started again, or its client is killed if npurun doesn't run there by then."""
+        if self.connection is None:
+            return self.retry_at
+        if self.is_running:
+            return None
+        return self.give_up_at
 
-@dataclass(frozen=True)
-class Closed:
-    """An event: the client of a host has ended."""
 
-    code: int
-
-
-class Hosts:
+class LaunchedHosts:
     """All hosts of a job, as the npurun sees them that was started by hand."""
 
     def __init__(
         self,
         options: Options,
         console: Console,
-        events: queue.SimpleQueue[Any],
+        events: Events,
         variables: dict[str, str],
         clients: Sequence[Sequence[str]],
     ) -> None:
         self._options = options
         self._console = console
-        self._events = events  # numbers of signals, and pairs of host and Report or Closed
+        self._events = events
         self._variables = variables
         self._job = f"npurun-{secrets.token_hex(8)}"
         self._hosts = [Host(name, node, clients[node]) for node, name in enumerate(options.hosts)]
@@ -129,14 +132,23 @@ class Hosts:
 
     def wait(self) -> int:
         """Return the exit code of the job when it has ended on all hosts."""
-        while any(host.connection or host.retry_at is not None for host in self._hosts):
+        while self._has_hosts():
             self._handle_event()
             self._look_at_time()
         if self._verdict is not None:
             return self._verdict
         failures = [code for code in self._codes if code not in (0, RESUMABLE)]
-        by_signal = 0 if self._signal is None else 128 + self._signal
-        return next(iter(failures), max(self._codes, default=by_signal))
+        if failures:
+            return failures[0]
+        if self._codes:
+            return max(self._codes)
+        if self._signal is not None:
+            return 128 + self._signal
+        return 0
+
+    def _has_hosts(self) -> bool:
+        """Return True while npurun runs on a host, or is started there again."""
+        return any(host.connection or host.retry_at is not None for host in self._hosts)
 
     def _start(self, host: Host) -> None:
         host.starts += 1
@@ -153,8 +165,8 @@ class Hosts:
         )
         host.connection.tell(json.dumps(order))
         host.connection.watch(
-            lambda report: self._events.put((host, report)),
-            lambda code: self._events.put((host, Closed(code))),
+            lambda report: self._events.put(HostReported(host.node, report)),
+            lambda code: self._events.put(HostClosed(host.node, code)),
         )
 
     def _start_again(self, host: Host) -> None:
@@ -164,50 +176,38 @@ class Hosts:
             self._retry(host, f"not reached ({error})")
 
     def _handle_event(self) -> None:
-        times = [self._deadline]
-        for host in self._hosts:
-            times += [
-                host.retry_at,
-                host.give_up_at if host.connection and not host.is_running else None,
-            ]
+        handlers: Handlers = {
+            SignalReceived: self._on_signal,
+            HostReported: self._on_report,
+            HostClosed: self._on_closed,
+        }
+        times = [host.wakes_at() for host in self._hosts]
+        times.append(self._deadline)
+        seconds = None
         until = min((moment for moment in times if moment is not None), default=None)
-        try:
-            event = self._events.get(
-                timeout=None if until is None else max(0.0, until - time.monotonic())
-            )
-        except queue.Empty:
-            return
-        if isinstance(event, int):
-            self._on_signal(event)
-            return
-        host, news = event
-        if isinstance(news, Report):
-            self._on_report(host, news)
-        else:
-            self._on_closed(host, news.code)
+        if until is not None:
+            seconds = max(0.0, until - time.monotonic())
+        self._events.handle_next(seconds, handlers)
 
     def _look_at_time(self) -> None:
-        now = time.monotonic()
-        if self._deadline is not None and now >= self._deadline:
+        time_now = time.monotonic()
+        if self._deadline is not None and time_now >= self._deadline:
             self._stop_late_hosts()
         for host in self._hosts:
-            if host.retry_at is not None and now >= host.retry_at:
+            wakes_at = host.wakes_at()
+            if wakes_at is None or time_now < wakes_at:
+                continue
+            if host.connection is None:
                 self._start_again(host)
-            elif (
-                host.connection
-                and not host.is_running
-                and host.give_up_at is not None
-                and now >= host.give_up_at
-            ):
+            else:
                 host.connection.kill()
 
-    def _on_signal(self, number: int) -> None:
+    def _on_signal(self, received: SignalReceived) -> None:
+        number = received.number
         if self._signal is None:  # another signal leaves the deadline
-            seconds = (
-                self._options.preempt_timeout
-                if number == self._options.preempt_signal
-                else self._options.grace
-            )
+            seconds = self._options.grace
+            if number == self._options.preempt_signal:
+                seconds = self._options.preempt_timeout
             self._deadline = time.monotonic() + seconds + limits.HOSTS_END_SECONDS
             self._signal = number
             self._is_stopping = True
@@ -224,31 +224,37 @@ class Hosts:
             else:  # its npurun, if there is one by now, ends with the connection
                 host.connection.kill()
 
-    def _on_report(self, host: Host, report: Report) -> None:
-        if report.kind == RUNNING:
+    def _on_report(self, reported: HostReported) -> None:
+        host = self._hosts[reported.node]
+        report = reported.report
+        if report.state == RUNNING:
             host.is_running = True
             host.retries = 0
             host.give_up_at = None
-        elif report.kind == ATTEMPT:
+        elif report.state == ATTEMPT:
             host.attempt = report.count
             if report.count >= self._count:
                 self._count = report.count + 1
                 self._nodes = report.nodes
-        elif report.kind == PREEMPTED:
+        elif report.state == PREEMPTED:
             host.is_preempted = True
-        elif report.kind in (LEAVING, OVER):
+        elif report.state in (LEAVING, OVER):
             host.end = report
         # A job without restarts has no node that speaks for all. And a node that doesn't match node 0 is turned away.
-        if report.kind == OVER and self._options.restarts_hosts and report.code != USAGE:
+        if report.state == OVER and self._options.restarts_hosts and report.code != USAGE:
             self._end_job(report.code)
             # Those of the newest attempt know from node 0. The others may be waiting for it.
             newest = self._count - 1
-            self._send(
-                signal.SIGINT,
-                [each for each in self._hosts if each.attempt is None or each.attempt < newest],
-            )
+            waiting = [
+                waiting_host
+                for waiting_host in self._hosts
+                if waiting_host.attempt is None or waiting_host.attempt < newest
+            ]
+            self._send(signal.SIGINT, waiting)
 
-    def _on_closed(self, host: Host, code: int) -> None:
+    def _on_closed(self, closed: HostClosed) -> None:
+        host = self._hosts[closed.node]
+        code = closed.exit_code
         end = host.end
         was_running = host.is_running
         host.connection = None
@@ -262,7 +268,7 @@ class Hosts:
             or self._verdict is not None
             or not self._options.restarts_hosts
         )
-        if end is not None and end.kind == OVER:
+        if end is not None and end.state == OVER:
             self._conclude(host, end.code)
         elif is_over or is_misplaced:
             if self._signal is None or was_running:
@@ -283,11 +289,10 @@ class Hosts:
     def _conclude(self, host: Host, code: int) -> None:
         """Take note of the end of a host. If it has failed, the others have a moment to notice."""
         self._codes.append(code)
-        others = [each for each in self._hosts if each.connection or each.retry_at is not None]
         goes_on = code in (0, RESUMABLE) or (
             host.node > 0 and self._options.fewest_nodes < self._options.nnodes
         )
-        if others and not goes_on and self._verdict is None and self._signal is None:
+        if self._has_hosts() and not goes_on and self._verdict is None and self._signal is None:
             self._console.say(f"host {host.name} ended with exit code {code}; stopping the others")
             self._stop_job(code)
 
@@ -295,14 +300,22 @@ class Hosts:
         is_leaving = end is not None or host.is_preempted
         host.is_preempted = False
         host.give_up_at = time.monotonic() + self._options.rejoin_timeout
-        problem = self._problem_of_node_0(is_leaving) if host.node == 0 else ""
-        cause = "taken away" if is_leaving else f"lost (exit code {code} of {host.client[0]})"
-        if problem:
-            self._console.say(f"host {host.name}, node 0: {cause}. {problem}")
-            self._stop_job(RESUMABLE if end is not None and end.code == RESUMABLE else FAILED)
-        else:
-            # A host that shuts down can often be reached until then.
-            self._retry(host, cause, self._options.preempt_timeout if is_leaving else None)
+        cause = f"lost (exit code {code} of {host.client[0]})"
+        wait = None
+        if is_leaving:
+            cause = "taken away"
+            wait = self._options.preempt_timeout  # until then, it can often be reached
+        problem = ""
+        if host.node == 0:
+            problem = self._problem_of_node_0(is_leaving)
+        if not problem:
+            self._retry(host, cause, wait)
+            return
+        self._console.say(f"host {host.name}, node 0: {cause}. {problem}")
+        verdict = FAILED
+        if end is not None and end.code == RESUMABLE:
+            verdict = RESUMABLE
+        self._stop_job(verdict)
 
     def _problem_of_node_0(self, is_leaving: bool) -> str:
         """Return why node 0 isn't started again; "" if it is. On the other nodes, the npurun of node 0 decides."""
@@ -312,21 +325,19 @@ class Hosts:
             if limit is not None and self._node_0_preemptions > limit:
                 return f"no restart: nodes were taken away more than {limit} time(s) (--max-preemptions)"
             return ""
-        most = self._options.max_restarts
+        restarts = self._options.max_restarts
         self._node_0_losses += 1
-        if self._node_0_losses > most:
-            return (
-                f"no restart: all {most} restart(s) have been used"
-                if most
-                else "no restart: --max-restarts is 0"
-            )
-        return ""
+        if self._node_0_losses <= restarts:
+            return ""
+        if restarts == 0:
+            return "no restart: --max-restarts is 0"
+        return f"no restart: all {restarts} restart(s) have been used"
 
     def _retry(self, host: Host, cause: str, wait: float | None = None) -> None:
-        now = time.monotonic()
+        time_now = time.monotonic()
         if host.give_up_at is None:  # the first start has failed
-            host.give_up_at = now + self._options.rejoin_timeout
-        if now >= host.give_up_at:
+            host.give_up_at = time_now + self._options.rejoin_timeout
+        if time_now >= host.give_up_at:
             self._give_up(host)
             return
         if wait is None:
@@ -335,8 +346,8 @@ class Hosts:
                 limits.LONGEST_BACKOFF_SECONDS,
             )
             host.retries += 1
-        wait = min(wait, host.give_up_at - now)
-        host.retry_at = now + wait
+        wait = min(wait, host.give_up_at - time_now)
+        host.retry_at = time_now + wait
         self._console.say(f"host {host.name}: {cause}, next try in {wait:.0f} s")
 
     def _give_up(self, host: Host) -> None:

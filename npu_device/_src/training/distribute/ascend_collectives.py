@@ -24,7 +24,7 @@ from npu_device._src.collectives import moves as _moves, ops as _ops
 from npu_device._src.collectives.graph import overwriting
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduction import ReducedTensors, check_fusion, check_fusion_0_or_2
-from npu_device._src.training.opening.current_world import world
+from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.world.world import World
 
 _REDUCTIONS = ("sum", "max", "min", "prod")
@@ -52,11 +52,11 @@ def allreduce(
     """
     check_fusion(fusion, fusion_id)
     _check_reduction("allreduce", reduction)
-    ranks = world(group)
-    if ranks is None:
+    world = current_world(group)
+    if world is None:
         return tensor
-    reduced = _ops.all_reduce(ranks.job, compat.to_tensor(tensor), reduction, ranks.group)
-    ranks.job.made(ReducedTensors).add([reduced])
+    reduced = _ops.all_reduce(world.job, compat.to_tensor(tensor), reduction, world.group)
+    world.job.made(ReducedTensors).add([reduced])
     return reduced
 
 
@@ -80,11 +80,11 @@ def allgather(
         TypeError: a dtype that has no bits to send.
     """
     check_fusion_0_or_2("allgather", fusion, fusion_id)
-    ranks = world(group)
-    _check_rank_size("allgather", rank_size, group, ranks)
-    if ranks is None:
+    world = current_world(group)
+    _check_rank_size("allgather", rank_size, group, world)
+    if world is None:
         return tensor
-    return _moves.all_gather(ranks.job, compat.to_tensor(tensor), ranks.group)
+    return _moves.all_gather(world.job, compat.to_tensor(tensor), world.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -116,13 +116,12 @@ def broadcast(
         raise TypeError(
             f"hccl_ops.broadcast takes a list; found type {type(tensor).__name__}: pass [tensor]"
         )
-    ranks = world(group)
-    if ranks is None:
+    world = current_world(group)
+    if world is None:
         return list(tensor)
-    sent = _ops.broadcast(
-        ranks.job, [compat.to_tensor(value) for value in tensor], root_rank, ranks.group
-    )
-    return [overwriting(value, result) for value, result in zip(tensor, sent)]
+    sent = _ops.broadcast(world.job, list(map(compat.to_tensor, tensor)), root_rank, world.group)
+    # As on Ascend, in the graph of a session fetching a result overwrites the variable.
+    return list(map(overwriting, tensor, sent))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -152,10 +151,10 @@ def reduce(
     """
     check_fusion_0_or_2("reduce", fusion, fusion_id)
     _check_reduction("reduce", reduction)
-    ranks = world(group)
-    if ranks is None:
+    world = current_world(group)
+    if world is None:
         return tensor
-    return _ops.reduce(ranks.job, compat.to_tensor(tensor), reduction, root_rank, ranks.group)
+    return _ops.reduce(world.job, compat.to_tensor(tensor), reduction, root_rank, world.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -186,11 +185,11 @@ def reduce_scatter(
     """
     check_fusion_0_or_2("reduce_scatter", fusion, fusion_id)
     _check_reduction("reduce_scatter", reduction)
-    ranks = world(group)
-    _check_rank_size("reduce_scatter", rank_size, group, ranks)
-    if ranks is None:
+    world = current_world(group)
+    _check_rank_size("reduce_scatter", rank_size, group, world)
+    if world is None:
         return tensor
-    return _ops.reduce_scatter(ranks.job, compat.to_tensor(tensor), reduction, ranks.group)
+    return _ops.reduce_scatter(world.job, compat.to_tensor(tensor), reduction, world.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -213,8 +212,8 @@ def send(tensor: Any, sr_tag: int, dest_rank: int, group: str = WORLD_GROUP) -> 
     In eager mode, the call returns when the other rank has received: ranks that all send before they receive deadlock.
     Inside one ``tf.function`` they don't.
     """
-    ranks = _others("send", group)
-    return _moves.send(ranks.job, compat.to_tensor(tensor), sr_tag, dest_rank, ranks.group)
+    world = _require_world("send", group)
+    return _moves.send(world.job, compat.to_tensor(tensor), sr_tag, dest_rank, world.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -238,8 +237,8 @@ def receive(
             dimension of ``shape`` is unknown.
         TypeError: a dtype that has no bits to send.
     """
-    ranks = _others("receive", group)
-    return _moves.receive(ranks.job, shape, tf.as_dtype(data_type), sr_tag, src_rank, ranks.group)
+    world = _require_world("receive", group)
+    return _moves.receive(world.job, shape, tf.as_dtype(data_type), sr_tag, src_rank, world.group)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -270,19 +269,19 @@ def all_to_all_v(
         TypeError: a dtype that has no bits to send.
     """
     data = compat.to_tensor(send_data)
-    ranks = world(group)
-    if ranks is None:
+    world = current_world(group)
+    if world is None:
         outgoing = _moves.checked_blocks("send", send_counts, send_displacements, 1, data.shape[0])
         incoming = _moves.checked_blocks("recv", recv_counts, recv_displacements, 1)
         return _moves.join_blocks(_moves.pad_blocks(data, outgoing, incoming.counts[0]), incoming)
     return _moves.all_to_all_v(
-        ranks.job,
+        world.job,
         data,
         send_counts,
         send_displacements,
         recv_counts,
         recv_displacements,
-        ranks.group,
+        world.group,
     )
 
 
@@ -314,18 +313,17 @@ def all_to_all_v_c(
     """
     check_fusion_0_or_2("all_to_all_v_c", fusion, fusion_id)
     data = compat.to_tensor(send_data)
-    ranks = world(group)
-    own = 0 if ranks is None else ranks.rank
-    if rank != own:
+    world = current_world(group)
+    own_rank = 0 if world is None else world.rank
+    if rank != own_rank:
         raise ValueError(
-            f"all_to_all_v_c: rank is the caller's own in group {group!r}; found {rank!r}, expected {own}"
+            f"all_to_all_v_c: rank is the caller's own in group {group!r}; found {rank!r}, expected {own_rank}"
         )
-    if ranks is None:
-        outgoing = _moves.packed_blocks(
-            _moves.whole_numbers("send_count_matrix", send_count_matrix, [1, 1])[0]
-        )
+    if world is None:
+        matrix = _moves.whole_numbers("send_count_matrix", send_count_matrix, [1, 1])
+        outgoing = _moves.packed_blocks(matrix[0])
         return _moves.join_blocks(_moves.pad_blocks(data, outgoing, outgoing.counts[0]), outgoing)
-    return _moves.all_to_all_vc(ranks.job, data, send_count_matrix, ranks.group)
+    return _moves.all_to_all_vc(world.job, data, send_count_matrix, world.group)
 
 
 alltoallv = all_to_all_v
@@ -334,23 +332,22 @@ alltoallvc = all_to_all_v_c
 
 def _generated(name: str, function: Callable[..., Any], **names: str) -> Callable[..., Any]:
     """Return an operator under the names of Ascend's generated one (``gen_npu_ops``), given by the names here."""
-    own = inspect.signature(function)
-    signature = own.replace(
-        parameters=[
-            each.replace(name=names.get(each.name, each.name)) for each in own.parameters.values()
-        ]
-    )
+    signature = inspect.signature(function)
+    parameters = []
+    for parameter in signature.parameters.values():
+        parameters.append(parameter.replace(name=names.get(parameter.name, parameter.name)))
+    renamed = signature.replace(parameters=parameters)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
+        bound = renamed.bind(*args, **kwargs)
         bound.apply_defaults()
         return function(*bound.args)
 
     call.__name__ = call.__qualname__ = name
-    call.__signature__ = signature  # type: ignore[attr-defined]
-    for here, there in names.items():
-        call.__doc__ = str(call.__doc__).replace(f" {here}: ", f" {there}: ")
+    call.__signature__ = renamed  # type: ignore[attr-defined]
+    for own_name, new_name in names.items():
+        call.__doc__ = str(call.__doc__).replace(f" {own_name}: ", f" {new_name}: ")
     return tf.autograph.experimental.do_not_convert(call)
 
 
@@ -361,30 +358,33 @@ hcom_reduce = _generated("hcom_reduce", reduce, tensor="input")
 hcom_reduce_scatter = _generated("hcom_reduce_scatter", reduce_scatter, tensor="input")
 hcom_send = _generated("hcom_send", send, tensor="input")
 hcom_receive = _generated("hcom_receive", receive, data_type="T")
-hcom_all_to_all_v, hcom_all_to_all_vc = all_to_all_v, all_to_all_v_c
+hcom_all_to_all_v = all_to_all_v
+hcom_all_to_all_vc = all_to_all_v_c
 
 
-def _others(operation: str, group: str) -> World:
-    ranks = world(group)
-    if ranks is None:
+def _require_world(operation: str, group: str) -> World:
+    world = current_world(group)
+    if world is None:
         raise ValueError(
             f"hccl_ops.{operation} needs another rank, and this is a single device.\nWhat to do: call it only when "
             "npu.open().workers_num is greater than 1."
         )
-    return ranks
+    return world
 
 
 def _check_reduction(operation: str, reduction: str) -> None:
     if reduction not in _REDUCTIONS:
-        hint = "; npu.distribute.all_reduce knows 'mean'" if reduction == "mean" else ""
+        hint = ""
+        if reduction == "mean":
+            hint = "; npu.distribute.all_reduce knows 'mean'"
         raise ValueError(
             f"hccl_ops.{operation}: reduction {reduction!r} is unknown; expected one of "
             f"{', '.join(map(repr, _REDUCTIONS))}{hint}"
         )
 
 
-def _check_rank_size(operation: str, rank_size: int, group: str, ranks: World | None) -> None:
-    size = 1 if ranks is None else ranks.size
+def _check_rank_size(operation: str, rank_size: int, group: str, world: World | None) -> None:
+    size = 1 if world is None else world.size
     if rank_size != size:
         raise ValueError(
             f"hccl_ops.{operation}: rank_size {rank_size!r} is not the size of group {group!r}, {size}"

@@ -1,5 +1,5 @@
 """The rows of the tables in ``docs/environment.md`` and ``docs/options.md``, from the declarations in the package;
-``python tests/tables.py`` writes them. What stands around the tables is written by hand.
+``python tests/tools/tables.py`` writes them. What stands around the tables is written by hand.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from npu_device._src.environment import ALL, ascend, launcher_variables, own, te
 from npu_device._src.environment.forms import Variable
 from npu_device._src.options.table import GLOBAL_OPTIONS, Rule
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 _BY_NPURUN = ("HUB", "ERROR_FILE", "HOROVOD", "RESTART_COUNT", "RANK_PROCESS", "PROGRESS_FILE")
 _BY_LAUNCH_SCRIPTS = re.compile("RANK_|POD_NAME|CM_|(ASCEND_)?DEVICE_ID|JOB_ID")

@@ -54,7 +54,7 @@ def _idle_connections() -> set[int]:
 
     job = current()
     pairs = list(job.engines.pairs.calls.values()) if job is not None else []
-    return {connection.fileno() for calls in pairs for connection in calls.kept.values()}
+    return {connection.fileno() for calls in pairs for connection in calls.idle.values()}
 
 
 def prepare() -> None:

@@ -17,7 +17,7 @@ __all__ = [
     "table_environment",
 ]
 
-LEAN = str(Path(__file__).parent / "lean")
+LEAN = str(Path(__file__).parents[1] / "lean")
 """Modules that hide installed packages of the same names, which TensorFlow and Keras import only because they are
 there: pandas, scikit-learn, matplotlib and others. From start to exit, a process with TensorFlow takes 2.3 s of CPU
 time instead of 5.3 s.

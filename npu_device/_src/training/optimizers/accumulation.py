@@ -1,0 +1,122 @@
+"""Gradients that an optimizer of Keras 3 adds up over several steps: each rank adds up its own ones in the accumulators
+of Keras, and the ranks reduce them in the step that updates the variables.
+
+Between two updates, the mean over the ranks of an accumulator is what one process has in it. So a rank may also hold
+that mean itself: what is reduced in each step, and what a checkpoint gives to another number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.gradients.reduction import Gradient
+from npu_device._src.trace.trace import iteration
+from npu_device._src.training.watching.own_parts import note_parts, warn_of_file
+from npu_device._src.world.world import World
+
+_Reduce = Callable[[Sequence[Gradient]], list[Gradient]]
+_as_it_is = tf.autograph.experimental.do_not_convert
+_modes = {"reduces in each step": False}
+
+
+def reduce_in_each_step() -> None:
+    """Reduce the gradients of all steps from now on, to compare each step with one process."""
+    _modes["reduces in each step"] = True
+
+
+def adds_up(optimizer: Any, kind: str) -> bool:
+    """Return whether the ranks add up the gradients of an optimizer by themselves, and reduce the sum by a mean."""
+    return (
+        kind in ("sum", "mean")
+        and compat.accumulation_steps(optimizer) > 1
+        and not _modes["reduces in each step"]
+        and tf.compat.v1.executing_eagerly_outside_functions()
+        and tf.distribute.get_strategy().num_replicas_in_sync == 1
+    )
+
+
+def note_accumulators(world: World, optimizer: Any) -> None:
+    """Note where an optimizer adds up the gradients of this rank, if it is built."""
+    accumulators = compat.all_accumulators_of(optimizer)
+    steps = compat.accumulation_steps(optimizer)
+    note_parts(world, accumulators, compat.steps_made(optimizer), steps)
+
+
+def add_up(
+    optimizer: Any, parts: Sequence[Gradient], variables: Sequence[Any], reduce: _Reduce
+) -> list[Gradient]:
+    """Return the gradients that Keras is to apply to some variables, or to add up if it isn't time for an update.
+
+    Args:
+        optimizer: is built.
+        parts: of this rank; their mean over the ranks is the gradient of one process.
+        variables: one for each part.
+        reduce: returns the mean of gradients over the ranks.
+    """
+    places = [
+        place
+        for place, (part, variable) in enumerate(zip(parts, variables))
+        if isinstance(part, tf.Tensor) and not compat.is_set_by_gradient(variable)
+    ]
+    accumulators = compat.accumulators_of(optimizer, [variables[place] for place in places])
+    dense = [parts[place] for place in places]
+    rest = [place for place, part in enumerate(parts) if part is not None and place not in places]
+    gradients = list(parts)
+    for place, reduced in zip(rest, _reduced_now([parts[place] for place in rest], reduce)):
+        gradients[place] = reduced
+    for place, gradient in zip(places, _reduced_in_update(optimizer, dense, accumulators, reduce)):
+        gradients[place] = gradient
+    return gradients
+
+
+def _reduced_now(parts: Sequence[Gradient], reduce: _Reduce) -> list[Gradient]:
+    if not parts:
+        return []
+    with iteration():
+        return reduce(parts)
+
+
+def _reduced_in_update(
+    optimizer: Any, parts: Sequence[tf.Tensor], accumulators: Sequence[Any], reduce: _Reduce
+) -> list[tf.Tensor]:
+    """Return gradients for Keras to add to the accumulators, which hold the means in the step of an update."""
+    scale = optimizer.loss_scale_factor  # by which Keras divides before it adds up
+
+    def reduce_sums() -> list[tf.Tensor]:
+        sums = []
+        for part, accumulator in zip(parts, accumulators):
+            unscaled = part if scale is None else part / scale
+            sums.append(tf.cast(unscaled, accumulator.dtype) + accumulator)
+        with iteration():
+            for accumulator, mean in zip(accumulators, reduce(sums)):
+                accumulator.assign(mean)
+        return [tf.zeros_like(part) for part in parts]
+
+    if not parts:
+        return []
+    steps = compat.steps_made(optimizer) + 1
+    is_update = tf.equal(steps % compat.accumulation_steps(optimizer), 0)
+    gradients = tf.cond(is_update, reduce_sums, lambda: list(parts))
+    return gradients if isinstance(gradients, list) else [gradients]
+
+
+# Files that a script writes by itself, on one rank
+
+
+@_as_it_is
+def save_own_variables(self: Any, store: Any) -> None:
+    """Stand in for the method of an optimizer that writes its variables to a file of Keras."""
+    warn_of_file(self, compat.all_accumulators_of(self))
+    type(self).save_own_variables(self, store)
+
+
+@_as_it_is
+def trackable_children(self: Any, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+    """Stand in for the method of an optimizer that tells ``tf.train.Checkpoint`` what to write."""
+    if save_type == "checkpoint":
+        warn_of_file(self, compat.all_accumulators_of(self))
+    return type(self)._trackable_children(self, save_type, **kwargs)

@@ -1,0 +1,177 @@
+"""Variables in which each rank has its own part of a value: where optimizers add up gradients between two updates.
+
+They differ between ranks, are no cause for a warning, and go on after a broadcast. The mean of all ranks' parts is what
+one process has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.gradients.reduction import ReductionOptions
+from npu_device._src.world.world import World
+
+_log = logging.getLogger("npu_device")
+_thread = threading.local()
+
+_ONLY_OF_RANK = (
+    "rank %d writes the state of the optimizer %s %d of %d steps after an update. The file doesn't have the gradients "
+    "that the other ranks have added up since then: a run that resumes from it makes its next update without them.\n"
+    "What to do: save after a multiple of %d steps, or after an epoch of a replicated model's fit; or use "
+    "npu.train.FitCheckpoint or JobCheckpoint, which keep the gradients of all ranks. A model that isn't trained "
+    "further needs no change."
+)
+
+
+@dataclass
+class _Adding:
+    """An optimizer that adds up gradients.
+
+    Attributes:
+        world: the ranks that add up.
+        counter: the variable that counts the steps.
+        period: steps from one update to the next.
+        settled: the count of steps when all ranks got the means.
+        is_told: it was warned of a file.
+    """
+
+    world: World
+    counter: weakref.ref[Any]
+    period: int
+    settled: int = -1
+    is_told: bool = False
+
+    def count(self) -> int:
+        """Return the number of steps."""
+        counter = self.counter()
+        return 0 if counter is None else int(counter)
+
+    def place(self) -> int:
+        """Return the number of steps since the last update."""
+        return self.count() % self.period
+
+
+class _Part(NamedTuple):
+    variable: weakref.ref[Any]
+    adding: _Adding
+
+
+_parts: dict[int, _Part] = {}  # by id
+
+
+def note_parts(world: World, variables: Sequence[Any], counter: Any, period: int) -> None:
+    """Note the variables of an optimizer that hold this rank's parts from now on; every ``period`` steps they are 0."""
+    if all(map(is_part, variables)):
+        return
+    adding = _Adding(world, weakref.ref(counter), period)
+    for variable in map(compat.inner_variable, variables):
+        forget = functools.partial(_parts.pop, id(variable))
+        reference = weakref.ref(variable, lambda _, forget=forget: forget(None))  # type: ignore[misc]
+        _parts[id(variable)] = _Part(reference, adding)
+
+
+def is_part(variable: Any) -> bool:
+    """Return whether a variable holds this rank's part of a value."""
+    return id(compat.inner_variable(variable)) in _parts
+
+
+def without_parts(variables: Iterable[Any]) -> list[Any]:
+    """Return the variables that are to have the same value on all ranks."""
+    return [variable for variable in variables if not is_part(variable)]
+
+
+def between_updates(variables: Iterable[Any]) -> list[Any]:
+    """Return the variables that hold parts now, which the next update is going to use."""
+    return [
+        variable for variable in variables if is_part(variable) and _adding(variable).place() > 0
+    ]
+
+
+def _adding(variable: Any) -> _Adding:
+    return _parts[id(compat.inner_variable(variable))].adding
+
+
+def means_of(variables: Sequence[Any]) -> list[tf.Tensor]:
+    """Return the means of variables that hold parts; the ranks that hold the others call this, too."""
+    means: dict[int, tf.Tensor] = {}
+    worlds = {_adding(variable).world.group.name: _adding(variable).world for variable in variables}
+    for name, world in worlds.items():
+        parts = [variable for variable in variables if _adding(variable).world.group.name == name]
+        reduced = world.reduce(list(map(tf.convert_to_tensor, parts)), ReductionOptions("mean"))
+        means.update(zip(map(id, parts), reduced))
+    return [means[id(variable)] for variable in variables]
+
+
+def settle(variables: Iterable[Any]) -> None:
+    """Give all ranks the means of the parts among some variables; every rank calls this."""
+    parts = between_updates(variables)
+    for variable, mean in zip(parts, means_of(parts)):
+        variable.assign(mean)
+        _adding(variable).settled = _adding(variable).count()
+
+
+def to_be_equal(world: World, variables: Sequence[Any]) -> list[Any]:
+    """Return variables that are about to be made equal, without parts that go on.
+
+    They go on if all ranks have made the same number of steps. If not, one rank has read a file, and its values count.
+    Every rank calls this.
+    """
+    adding = [_adding(variable) for variable in variables if is_part(variable)]
+    if not adding:
+        return list(variables)
+    if tf.executing_eagerly():
+        counts = [optimizer.count() for optimizer in adding]
+        counts_by_rank = world.objects(counts, "steps of optimizers that add up gradients")
+        goes_on = any(optimizer.place() for optimizer in adding)
+        if not goes_on or any(row != counts for row in counts_by_rank):
+            return list(variables)
+    return without_parts(variables)
+
+
+# Files
+
+
+@contextlib.contextmanager
+def for_all_ranks() -> Iterator[None]:
+    """Let files be written in the block without a warning: they have the parts of all ranks."""
+    before = getattr(_thread, "is_for_all", False)
+    _thread.is_for_all = True
+    try:
+        yield
+    finally:
+        _thread.is_for_all = before
+
+
+@contextlib.contextmanager
+def with_values(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> Iterator[None]:
+    """Let variables have other values in the block."""
+    before = list(map(tf.convert_to_tensor, variables))
+    try:
+        for variable, value in zip(variables, values):
+            variable.assign(value)
+        yield
+    finally:
+        for variable, value in zip(variables, before):
+            variable.assign(value)
+
+
+def warn_of_file(optimizer: Any, variables: Iterable[Any]) -> None:
+    """Warn, once for an optimizer, if this rank is about to write its own parts to a file."""
+    if getattr(_thread, "is_for_all", False) or not tf.executing_eagerly():
+        return
+    for adding in map(_adding, between_updates(variables)):
+        if adding.world.size == 1 or adding.is_told or adding.settled == adding.count():
+            continue
+        adding.is_told = True
+        rank, name = adding.world.job.cluster.rank, type(optimizer).__name__
+        _log.warning(_ONLY_OF_RANK, rank, name, adding.place(), adding.period, adding.period)

@@ -1,0 +1,80 @@
+"""One run of the launcher from start to exit code: the attempts of a job on this node, until it is over."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import time
+
+from npu_device._src.cluster.handshake import NO_SECRET
+from npu_device._src.cluster.rank_errors import ClusterError
+from npu_device._src.membership.schemes import secret
+from npu_device.launch.arguments import Options
+from npu_device.launch.attempt import USAGE, Attempt, Launch, Listener, prepare_meeting
+from npu_device.launch.events import Events, SignalReceived
+from npu_device.launch.guard import RankGuard
+from npu_device.launch.leader import Leader
+from npu_device.launch.ledger import Decision, Ledger
+from npu_device.launch.member import Member
+from npu_device.launch.output import Console
+from npu_device.launch.reports import Starter
+
+
+def run(options: Options, starter: Starter | None = None) -> int:
+    """Run the job on this node; return the exit code."""
+    starter = starter or Starter()
+    console = starter.console
+    events = signals(options, console)
+    prefix = f"{starter.name or 'npurun'}-"
+    with tempfile.TemporaryDirectory(prefix=prefix) as directory, RankGuard(directory) as guard:
+        launch = Launch(options, console, guard, directory, events, starter)
+        try:
+            job_secret = secret()
+            if options.nnodes > 1 and options.node_rank == 0 and not job_secret:
+                console.say(NO_SECRET)
+            if not options.nodes_meet:
+                return _alone(launch)
+            if options.node_rank > 0:
+                return Member(launch, job_secret, options.master_addr).run()
+            with Leader(launch, job_secret) as leader:
+                return Member(launch, job_secret, leader.address).run()
+        except (OSError, ClusterError, ValueError) as error:
+            console.say(str(error))
+            return USAGE
+
+
+def signals(options: Options, console: Console) -> Events:
+    """Return a queue of events that gets the signals from now on."""
+    events = Events()
+
+    def receive(number: int, _: object) -> None:
+        console.end()
+        events.put(SignalReceived(number))
+
+    for number in {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, options.preempt_signal}:
+        # nohup, and a shell script's background jobs, ask to ignore the signal.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, receive)
+    return events
+
+
+def _alone(launch: Launch) -> int:
+    """Run the job without the launchers of other nodes."""
+    say = launch.console.say
+    ledger = Ledger(launch.options)
+    ledger.count = launch.starter.count
+    while True:
+        meeting = prepare_meeting(launch.options, ledger.count)
+        began = time.time()
+        with meeting:
+            outcome = Attempt(launch, meeting, Listener()).run()
+        decision = ledger.add(began, meeting.nodes, [outcome], launch.step())
+        if decision.wait is None:
+            say(ledger.last_words(decision))
+            return outcome.code
+        say(decision.text)
+        meeting.end()
+        number = launch.events.wait_for_signal(decision.wait)
+        if number is not None:
+            say(ledger.last_words(Decision(0, None, "")))
+            return 128 + number
