@@ -247,3 +247,45 @@ def test_fit(
     pool_with: Callable[..., Pool], name: str, compiled: dict[str, Any], built: bool, count: int
 ) -> None:
     assert_divided(pool_with(count, "3").run(body_fit, name, compiled, built), name)
+
+
+def body_saved(name: str, directory: str, everybody: bool, graph: bool) -> list[str]:
+    """Train without and with divided updates, and save both in each way; return what is wrong with the files."""
+    rank = npu.distribute.rank()
+    saved: list[dict[str, Any]] = []
+    for shard_optimizer in (False, True):
+        folder = f"{directory}/{shard_optimizer}/{rank if everybody else 0}"
+        variables = _variables(SHAPES, ["float32"])
+        optimizer = wrap(_optimizers()[name](), shard_optimizer=shard_optimizer)
+        _trained(optimizer, variables, graph, without=1, sparse=False)
+        values: dict[str, Any] = {}
+        if everybody or rank == 0:
+            values["direct"] = [tf.convert_to_tensor(one).numpy() for one in optimizer.variables]
+            store: dict[str, Any] = {}
+            optimizer.save_own_variables(store)
+            values["store"] = [store[key] for key in sorted(store)]
+            path = tf.train.Checkpoint(optimizer=optimizer).write(f"{folder}/checkpoint")
+            reader = tf.train.load_checkpoint(path)
+            names = sorted(reader.get_variable_to_shape_map())
+            values["checkpoint"] = [reader.get_tensor(key) for key in names if "OBJECT" not in key]
+        npu.distribute.all_reduce(1.0)
+        saved.append(values)
+    wrong = []
+    for kind, whole in saved[0].items():
+        divided = saved[1][kind]
+        same = len(whole) == len(divided) and all(
+            np.asarray(one).tobytes() == np.asarray(other).tobytes()
+            for one, other in zip(whole, divided)
+        )
+        if not same or len(whole) < len(SHAPES):
+            wrong.append(kind)
+    return wrong
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("everybody", [False, True], ids=["rank 0 alone", "every rank"])
+def test_files_hold_what_they_hold_without(
+    pool_with: Callable[..., Pool], tmp_path: Any, everybody: bool, graph: bool
+) -> None:
+    ranks = pool_with(3, "3")
+    assert ranks.run(body_saved, "overwritten", str(tmp_path), everybody, graph) == [[]] * 3

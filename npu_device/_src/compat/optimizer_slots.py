@@ -91,11 +91,6 @@ def is_overwritten(variable: Any) -> bool:
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
-def overwrites_with_averages(optimizer: Any) -> bool:
-    """Return whether updates may change every variable that an optimizer trains."""
-    return bool(optimizer.use_ema and optimizer.ema_overwrite_frequency)
-
-
 def clips_by_global_norm(optimizer: Any) -> bool:
     """Return whether an optimizer clips gradients by their global norm; it doesn't if it clips each by itself."""
     if optimizer.clipnorm and optimizer.clipnorm > 0:
@@ -187,6 +182,10 @@ def _remote_class(variable_class: Any) -> Any:
             if self._value is None:
                 _give_initial_value(self)
             super()._direct_assign(value)
+
+        @property
+        def _shared_name(self) -> str:
+            return str(self.name)
 
         def _serialize_to_tensors(self) -> dict[str, Any]:
             return {"VARIABLE_VALUE": tf.convert_to_tensor(self.value)}

@@ -19,7 +19,8 @@ from npu_device._src import compat, environment
 from npu_device._src.collectives.agreed_engine import has_owners
 from npu_device._src.collectives.ops import broadcast_from_owners
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, dense_of
-from npu_device._src.training.sharding.share import Share, mark
+from npu_device._src.trace.trace import changes_a_variable
+from npu_device._src.training.sharding.share import OptimizerSlots
 from npu_device._src.training.sharding.shares import bytes_of, owners_of
 from npu_device._src.training.watching.schedule import is_only_building
 from npu_device._src.training.watching.wrapped_optimizers import reduction_of
@@ -82,7 +83,7 @@ class DividedUpdate:
         self.optimizer = optimizer
         self._world = world
         self._owners: dict[int, int] = {}  # by the id of TensorFlow's variable
-        self._slots: list[Any] = []
+        self._slots = OptimizerSlots(world.job, optimizer)
         self._is_building = False
         self._is_apart = False
         self._is_updating = False
@@ -118,8 +119,7 @@ class DividedUpdate:
             compat.make_remote(slot, initializer)
 
     def _note(self, slot: Any, owner: int) -> None:
-        mark(slot, Share(self._world.group.ranks[owner], self._world.job.cluster.rank))
-        self._slots.append(slot)
+        self._slots.add(slot, self._world.group.ranks[owner])
 
     def adopt(self) -> str:
         """Note the slots of an optimizer that is built already, which it keeps until the first step. Return why it
@@ -153,17 +153,18 @@ class DividedUpdate:
                 "among the ranks, and now another optimizer applies its gradients.\nWhat to do: put the loss-scale "
                 "optimizer around it before the first step, or leave out shard_optimizer=True."
             )
-        for slot in self._slots:
+        for slot in self._slots.variables:
             compat.make_whole(slot)
-        self._slots = []
+        self._slots.variables.clear()
         self._owners = {}
 
     @property
     def bytes_of_state(self) -> tuple[int, int]:
         """Return the size of the slots that this rank holds, and of all slots."""
         rank = self._world.job.cluster.rank
-        own = [slot for slot in self._slots if getattr(slot, compat.SHARE).owner == rank]
-        return sum(map(bytes_of, own)), sum(map(bytes_of, self._slots))
+        slots = self._slots.variables
+        own = [slot for slot in slots if getattr(slot, compat.SHARE).owner == rank]
+        return sum(map(bytes_of, own)), sum(map(bytes_of, slots))
 
     def prepare(self, variables: Sequence[Any]) -> None:
         """Build the optimizer for all variables, before a step builds it for those of this rank."""
@@ -178,7 +179,7 @@ class DividedUpdate:
         if self._is_apart or not are_equal or is_only_building():
             return
         self._is_apart = True
-        for slot in self._slots:
+        for slot in self._slots.variables:
             share = getattr(slot, compat.SHARE)
             share.is_apart = True
             if share.owner != self._world.job.cluster.rank:
@@ -211,6 +212,7 @@ class DividedUpdate:
         # With those that have no gradient, of which Keras warns.
         given = [place for place in range(len(gradients)) if place in own or place not in present]
         self._is_updating = True
+        earlier = len(_operations())
         try:
             if counted and not set(counted).intersection(own):
                 compat.update_without_gradients(self.optimizer)
@@ -225,11 +227,13 @@ class DividedUpdate:
             self._is_updating = False
         if not is_only_building():
             changed = [variables[place] for place in present]
-            self._spread(
-                compat.variables_to_update(self.optimizer)
-                if compat.overwrites_with_averages(self.optimizer)
-                else changed
-            )
+            if (
+                self.optimizer.use_ema
+            ):  # each update changes the averages of all variables, or those themselves
+                changed = compat.variables_to_update(self.optimizer)
+            # When another rank has the new values, this one has also changed the slots, which that one may read.
+            with tf.control_dependencies(list(filter(changes_a_variable, _operations()[earlier:]))):
+                self._spread(changed)
         return result
 
     def _spread(self, variables: Iterable[Any]) -> None:
@@ -272,6 +276,14 @@ class DividedUpdate:
         compat.with_averages(self.optimizer, own, act)
         if not self._is_updating:
             self._spread(trained)
+
+
+def _operations() -> Sequence[tf.Operation]:
+    """Return the operations of the graph that is built; none in eager mode."""
+    if tf.executing_eagerly():
+        return []
+    operations: Sequence[tf.Operation] = tf.compat.v1.get_default_graph().get_operations()
+    return operations
 
 
 def _key(variable: Any) -> int:
