@@ -312,6 +312,8 @@ class Attempt:
         )
         if options.replicate:
             variables.setdefault("PYTHONHASHSEED", str(options.seed))
+        if options.shard_optimizer:
+            variables.update(NPU_DEVICE_SHARD_OPTIMIZER="on")
         if meeting.new_secret is not None:
             variables.update(NPU_DEVICE_SECRET=meeting.new_secret)
         if options.horovod:

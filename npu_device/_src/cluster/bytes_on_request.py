@@ -68,6 +68,7 @@ class BytesOnRequest:
         with self._asking:
             handed = self._handed_by(rank)
             if handed is not None:
+                # The rank has ended, and updates nothing any more.
                 number, data = handed.get(key[:2], (0, bytearray()))
                 return data if number == key[2] and key[:2] in handed else None
             connection = self._connection(rank)
@@ -134,7 +135,7 @@ class BytesOnRequest:
         return self._connections[rank]
 
     def _reply(self, question: dict[str, Any]) -> bool:
-        # In the thread of the channel, which must not wait.
+        # The thread of the channel must not wait, so that another one does.
         if self._is_closed:
             return False
         rank = int(question["rank"])

@@ -136,6 +136,7 @@ def make_remote(variable: Any, initializer: Any = None) -> None:
     keras = keras_of(variable)
     if isinstance(initializer, str):
         initializer = keras.initializers.get(initializer)
+    # The object stays, since lists of the optimizer and of checkpoints refer to it.
     variable.__class__ = _remote_class(keras.Variable)
     variable._initializer = initializer
     variable._value = None

@@ -170,6 +170,7 @@ class DividedUpdate:
         """Build the optimizer for all variables, before a step builds it for those of this rank."""
         optimizer = self.optimizer
         if not optimizer.built:
+            # Outside of the function that is traced, so that slots have values before its first run.
             keras = compat.keras_of(optimizer)
             with tf.init_scope(), keras.name_scope(optimizer.name, caller=optimizer):
                 optimizer.build(list(variables))
@@ -203,7 +204,8 @@ class DividedUpdate:
         owners = [self.owner_of(variable) for variable in variables]
         present = [place for place, gradient in enumerate(gradients) if gradient is not None]
         if not present or None in owners or len(gradients) != len(variables):
-            return apply(gradients, variables)  # which refuses
+            # Keras refuses this on every rank.
+            return apply(gradients, variables)
         known = [owner for owner in owners if owner is not None]
         reduced = reduce(known)
         counted = [place for place in present if not compat.is_overwritten(variables[place])]
@@ -211,9 +213,11 @@ class DividedUpdate:
         own = [place for place in present if known[place] == self._world.rank]
         # With those that have no gradient, of which Keras warns.
         given = [place for place in range(len(gradients)) if place in own or place not in present]
+        # The overwriting of variables by averages is part of the update, and sends nothing by itself.
         self._is_updating = True
         earlier = len(_operations())
         try:
+            # What belongs to no variable changes on each rank, as Nadam's product of momenta does.
             if counted and not set(counted).intersection(own):
                 compat.update_without_gradients(self.optimizer)
             if own:
@@ -247,6 +251,7 @@ class DividedUpdate:
             else tf.TensorSpec(variable.shape, variable.dtype)
             for variable, owner in zip(inner, owners)
         ]
+        # An owner has its own values already.
         received = broadcast_from_owners(self._world.job, values, owners, self._world.group)
         for variable, owner, value in zip(inner, owners, received):
             if owner != rank:

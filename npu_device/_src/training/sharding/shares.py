@@ -14,6 +14,7 @@ def owners_of(variables: Sequence[Any], size: int) -> list[int]:
     sizes = list(map(bytes_of, variables))
     held = [0] * size
     owners = [0] * len(sizes)
+    # The sort is stable: variables of one size keep their order.
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
         owners[place] = held.index(min(held))
         held[owners[place]] += sizes[place]
