@@ -144,9 +144,7 @@ def reduce_list(
             context.enter_context(tf.control_dependencies(dense))
         for positions, segments_here in operations:
             tensors_here = [tensors[position] for position in positions]
-            owners_here = None
-            if owners is not None:
-                owners_here = [owners[position] for position in positions]
+            owners_here = owners and [owners[position] for position in positions]
             reduction = ListReduction(job, tensors_here, segments_here, options, group, owners_here)
             operation = reduction.operation()
             for position, reduced_here in zip(positions, operation.run(job)):
@@ -159,12 +157,19 @@ def reduce_list(
             )
         if trace is not None:
             for segment in (*segments, *([position] for position in sparse)):
-                own = [reduced[position] for position in segment if reduced[position] is not None]
-                trace.segment(own or [tensors[segment[-1]]])
+                trace.segment(_own_or_last(segment, reduced, tensors))
     if trace is not None:
         reduced = trace.recorded_with(reduced)
     job.made(ReducedTensors).add(reduced)
     return reduced
+
+
+def _own_or_last(
+    segment: Sequence[int], reduced: Sequence[Gradient], tensors: Sequence[Gradient]
+) -> list[Gradient]:
+    """Return the results of a segment on this rank; if it has none, the last of the tensors that went in."""
+    own = [reduced[position] for position in segment if reduced[position] is not None]
+    return own or [tensors[segment[-1]]]
 
 
 class ListReduction:
