@@ -12,7 +12,9 @@ import job
 import numpy as np
 import pytest
 import tensorflow as tf
+from heard import warnings_of_package
 from pool import Pool
+from ranks import all_through
 from versions import needs_keras_3
 
 import npu_device as npu
@@ -392,3 +394,36 @@ def test_a_rank_that_ends_first_hands_its_slots_over(tmp_path: Any) -> None:
             and "rror" not in output.replace("INTERNAL: CUDA error", "")
         ), output
     assert "read 10" in job.outputs(tmp_path, 2, ENDS_FIRST)[0]
+
+
+def body_undivided(kind: str) -> tuple[list[str], list[bytes]]:
+    """Train with what can't be divided; return the warnings, and the weights."""
+    kinds = tf.keras.optimizers
+    made: dict[str, Callable[[], Any]] = {
+        "Adafactor": lambda: kinds.Adafactor(0.1),
+        "loss-scale optimizer": lambda: kinds.LossScaleOptimizer(kinds.SGD(0.1)),
+        "accumulates": lambda: kinds.SGD(0.1, gradient_accumulation_steps=2),
+        "Own overrides apply": lambda: type("Own", (kinds.SGD,), {"apply": kinds.SGD.apply})(0.1),
+    }
+    variables = _variables(SHAPES[:3], ["float32"])
+    with warnings_of_package() as heard:
+        optimizer = wrap(made[kind](), shard_optimizer=True)
+    _trained(optimizer, variables, True, without=None, sparse=False)
+    return list(heard), _bits(variables)
+
+
+@pytest.mark.parametrize(
+    "kind", ["Adafactor", "loss-scale optimizer", "accumulates", "Own overrides apply"]
+)
+def test_what_cannot_be_divided_is_not(pool_with: Callable[..., Pool], kind: str) -> None:
+    (heard, weights), (nothing, others) = pool_with(2, "3").run(body_undivided, kind)
+    assert len(heard) == 1 and kind in heard[0] and "has no effect" in heard[0], heard
+    assert not nothing
+    assert weights == others
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_through_sockets(pool_with: Callable[..., Pool], graph: bool) -> None:
+    ranks = pool_with(3, "3", **all_through("tcp"))
+    found = ranks.run(body_same_bits, "adam", graph, SHAPES, ["float32"], 1, False)
+    assert_divided(found, "adam")

@@ -153,6 +153,7 @@ class Round(NamedTuple):
         readers: the members that read; None for all.
         targets: by member, where to put its values. If empty, ``read`` gets them.
         read: called with the values of all publishers, by member: in a row for each, what this member reads of them.
+        kept: the member whose span isn't published, because only that member reads it: this one; None for all.
         after: how many rounds have to be read before this one is published, because its source comes from them.
     """
 
@@ -163,6 +164,7 @@ class Round(NamedTuple):
     readers: Optional[Sequence[int]] = None
     targets: Mapping[int, np.ndarray] = {}
     read: Callable[[Any], None] = ignore
+    kept: Optional[int] = None
     after: int = 0
 
     def span(self, member: int) -> Span:
@@ -178,8 +180,9 @@ class Round(NamedTuple):
         """Copy what this member publishes into a slot, of the dtype of the round."""
         assert self.source is not None
         begin = 0
-        for start, end in self.spans:
-            self.source.copy_in(start, slot[begin : begin + end - start])
+        for member, (start, end) in enumerate(self.spans):
+            if member != self.kept:
+                self.source.copy_in(start, slot[begin : begin + end - start])
             begin += end - start
 
     def take(self, slots: np.ndarray, rank: int) -> None:

@@ -78,8 +78,14 @@ def reduce_to_owners(
     def rounds() -> Iterator[Round]:
         for spans in _spans_of_pieces(channel, stream, bounds):
             start, end = spans[rank]
-            read = partial(fold, output=result[start - bounds[rank] : end - bounds[rank]])
-            yield Round(stream.dtype, spans, range(channel.size), stream, read=read)
+            output = result[start - bounds[rank] : end - bounds[rank]]
+            read = partial(fold_own, (start, end), output)
+            yield Round(stream.dtype, spans, range(channel.size), stream, read=read, kept=rank)
+
+    def fold_own(span: Span, output: np.ndarray, rows: Rows) -> None:
+        values = list(rows)
+        values[rank] = stream.run(*span, channel.buffers)
+        fold(values, output=output)
 
     return channel.run(rounds(), head)
 
@@ -336,7 +342,7 @@ def all_gather(
     """Gather all members' ``rows``, one of each, shape [n], into ``result``, shape [size, n]."""
     result[channel.rank] = rows
     stream = Stream([rows.shape], rows.dtype, [rows])
-    return broadcast_from_owners(channel, stream, list(result), head)
+    return _spread(channel, stream, list(result), [len(rows)] * channel.size, head)
 
 
 def broadcast_from_owners(
@@ -345,9 +351,20 @@ def broadcast_from_owners(
     """Send the stream of each member to all others: into its row of ``results``, which is as long as that stream. This
     member has its stream already, and its row isn't used.
     """
-    rank = channel.rank
     lengths = list(map(len, results))
-    lengths[rank] = stream.length
+    lengths[channel.rank] = stream.length
+    return _spread(channel, stream, results, lengths, head)
+
+
+def _spread(
+    channel: Channel,
+    stream: Stream,
+    results: Sequence[np.ndarray],
+    lengths: Sequence[int],
+    head: Head | None,
+) -> Program:
+    """Send the stream of each member to all others, given how many elements each one sends."""
+    rank = channel.rank
 
     def rounds() -> Iterator[Round]:
         for start, end in _chunks(max(lengths), channel.slot_bytes // stream.dtype.itemsize):
