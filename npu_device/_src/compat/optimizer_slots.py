@@ -29,6 +29,11 @@ _OWN_METHODS = {"__init__", "build", "update_step", "get_config", "from_config"}
 """What a script's class may override so that each variable is still updated by itself."""
 
 
+UPDATE_AVERAGES = "_update_model_variables_moving_average"
+OVERWRITE_WITH_AVERAGES = "_overwrite_model_variables_with_average_value"
+"""The methods that keep moving averages of variables, and that give these to the variables."""
+
+
 def why_not_alone(optimizer: Any) -> str:
     """Return why an optimizer doesn't update each variable by itself, as far as its class tells; "" if it does."""
     kind = type(optimizer)

@@ -16,7 +16,7 @@ from npu_device._src import compat, environment
 from npu_device._src.collectives.engine_text import explained, open_ports
 from npu_device._src.training.distribute.variables import require_same_state
 from npu_device._src.training.fit import xla
-from npu_device._src.training.sharding.share import without_initial_slots
+from npu_device._src.training.sharding.remote_slots import without_initial_slots
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import checksum
 from npu_device._src.training.watching.same_variables import assign_from_root

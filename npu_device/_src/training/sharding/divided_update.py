@@ -20,7 +20,7 @@ from npu_device._src.collectives.agreed_engine import has_owners
 from npu_device._src.collectives.ops import broadcast_from_owners
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, dense_of
 from npu_device._src.trace.trace import changes_a_variable
-from npu_device._src.training.sharding.share import OptimizerSlots
+from npu_device._src.training.sharding.remote_slots import OptimizerSlots
 from npu_device._src.training.sharding.shares import bytes_of, owners_of
 from npu_device._src.training.watching.schedule import is_only_building
 from npu_device._src.training.watching.wrapped_optimizers import reduction_of
@@ -338,7 +338,7 @@ def _clip_gradients(self: Any, grads: Any) -> Any:
 @_as_it_is
 def _update_averages(self: Any, trainable_variables: Any) -> None:
     update = _update_of(self)
-    method = type(self)._update_model_variables_moving_average
+    method = getattr(type(self), compat.UPDATE_AVERAGES)
     if update is None:
         method(self, trainable_variables)
     elif self.use_ema:
@@ -348,7 +348,7 @@ def _update_averages(self: Any, trainable_variables: Any) -> None:
 @_as_it_is
 def _overwrite_with_averages(self: Any, trainable_variables: Any) -> None:
     update = _update_of(self)
-    method = type(self)._overwrite_model_variables_with_average_value
+    method = getattr(type(self), compat.OVERWRITE_WITH_AVERAGES)
     if update is None:
         method(self, trainable_variables)
     else:
@@ -359,6 +359,6 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "build": _build,
     "add_variable_from_reference": _add_variable_from_reference,
     "_clip_gradients": _clip_gradients,
-    "_update_model_variables_moving_average": _update_averages,
-    "_overwrite_model_variables_with_average_value": _overwrite_with_averages,
+    compat.UPDATE_AVERAGES: _update_averages,
+    compat.OVERWRITE_WITH_AVERAGES: _overwrite_with_averages,
 }

@@ -116,6 +116,7 @@ class SlotExchange:
 
     def _answer(self, key: Key) -> Optional[memoryview]:
         number, place, updates = key
+        # The optimizer may be gone on this rank, or not be made yet.
         slots = self._optimizers[number]() if number < len(self._optimizers) else None
         if slots is None or slots.updates != updates:
             return None
@@ -139,6 +140,7 @@ def without_initial_slots(world: World, variables: Sequence[Any], root_rank: int
     slots = [place for place, variable in enumerate(variables) if compat.is_share(variable)]
     if not slots:
         return list(variables)
+    # A loaded file has given them memory; else they have none where they aren't owned.
     here = [place for place in slots if compat.has_memory(variables[place])]
     root = world.group.ranks[root_rank]
     of_root = [place for place in here if getattr(variables[place], compat.SHARE).owner != root]
