@@ -45,7 +45,7 @@ _WORKER_BYTES = 6 << 30  # with its ranks, and the processes that fork them
 
 
 def _kind(size: int, keras: str, backend: str | None = None) -> Any:
-    return run.kind_of(size, keras, all_through(None if size == 1 else backend))
+    return run.pool_key(size, keras, all_through(None if size == 1 else backend))
 
 
 def _pool(size: int, keras: str, backend: str | None = None) -> Any:
@@ -272,7 +272,7 @@ def two_ranks(backend: str | None) -> Pool:
 @pytest.fixture
 def pool_with() -> Callable[..., Pool]:
     """Return a function that returns the ranks of a size, a Keras, and variables of the environment."""
-    return lambda size, keras, **environment: _pool_of(run.kind_of(size, keras, environment))
+    return lambda size, keras, **environment: _pool_of(run.pool_key(size, keras, environment))
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from rendezvous_ranks import WORKER, without_table
 
 from npu_device._src.environment import TF_GRPC_DEFAULT_OPTIONS
 from npu_device._src.testing import leaks
-from npu_device._src.testing.forked import Process
+from npu_device._src.testing.forked import ForkedProcess
 from npu_device._src.testing.hosts import address, can_be_made, cut_off, hosts, on_host
 from npu_device._src.testing.soak.proxy import Proxy
 
@@ -54,7 +54,7 @@ def _until(path: Path, condition: str = "True") -> str:
 
 def _side_by_side(
     directory: Path, sources: dict[str, str], **variables: str
-) -> list[list[Process]]:
+) -> list[list[ForkedProcess]]:
     """Start two ranks of each script, on the backend that has its name if there is one; wait until all are ready."""
     jobs = []
     for name, source in sources.items():
@@ -293,7 +293,7 @@ for _ in range({steps}):
 
 
 @contextlib.contextmanager
-def _through_a_proxy(directory: Path, steps: int) -> Iterator[tuple[Proxy, list[Process]]]:
+def _through_a_proxy(directory: Path, steps: int) -> Iterator[tuple[Proxy, list[ForkedProcess]]]:
     """Start two ranks, of which rank 1 reaches the hub through a proxy, and wait until they train."""
     port = free_port()
     proxy = Proxy("127.0.0.1", port)

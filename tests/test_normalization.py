@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,31 @@ def make_model(layer: Any, dtype: str | None = None) -> Any:
     return Net()
 
 
+@contextlib.contextmanager
+def other_scope() -> Iterator[None]:
+    """Open a scope of the script around the variables that are made in it."""
+    import tensorflow as tf
+
+    with tf.variable_creator_scope(lambda next_creator, **keywords: next_creator(**keywords)):
+        yield
+
+
+MADE_LATER = {
+    "wrapped before a cleared session": contextlib.nullcontext,
+    "wrapped before a model of a thread": contextlib.nullcontext,
+    "wrapped in another scope": other_scope,
+}
+
+
+def forget_layers() -> None:
+    """End what an earlier body has told the package: that the ranks train the layers together."""
+    from npu_device._src.collectives import job
+    from npu_device._src.training.distribute.synchronized_layers import SynchronizedLayers
+
+    if job.current() is not None:
+        job.current().end(SynchronizedLayers)
+
+
 def body_loop(
     found_by: str, graph: bool, reduced_by: str = "mean", uneven: bool = False, options: Any = None
 ) -> Any:
@@ -53,6 +81,7 @@ def body_loop(
     import npu_device as npu
 
     keras, distribute = tf.keras, npu.distribute
+    forget_layers()
     keras.utils.set_random_seed(1)
     options = dict(options or {})
     masked, dtype = options.pop("masked", False), options.pop("dtype", None)
@@ -61,14 +90,23 @@ def body_loop(
     y = random.normal(size=[SAMPLES]).astype(np.float32)
     mask = (np.arange(5) < random.integers(1, 6, [SAMPLES, 1])) if masked else None
     optimizer = keras.optimizers.SGD(0.1)
-    if found_by == "wrapped before the model":
-        optimizer = distribute.DistributedOptimizer(optimizer)
+    if found_by in ("wrapped before the model", *MADE_LATER):
+        with MADE_LATER.get(found_by, contextlib.nullcontext)():
+            optimizer = distribute.DistributedOptimizer(optimizer)
+    if found_by == "wrapped before a cleared session":
+        keras.backend.clear_session()
     kind = keras.layers.BatchNormalization
     if found_by == "its class":
         kind = distribute.SyncBatchNormalization
     else:
         options["synchronized"] = True
     model = make_model(kind(momentum=0.8, dtype=dtype, **options), dtype)
+    if found_by == "broadcast before a model of a thread":
+        distribute.broadcast(tf.Variable(0.0))
+    if found_by.endswith("a model of a thread"):
+        builder = threading.Thread(target=model, args=[x[:1]])
+        builder.start()
+        builder.join()
     if found_by == "wrapped":
         optimizer = distribute.DistributedOptimizer(optimizer)
     if found_by == "broadcast":
@@ -104,7 +142,7 @@ def body_loop(
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
 @pytest.mark.parametrize(
-    "found_by", ["wrapped", "wrapped before the model", "broadcast", "its class"]
+    "found_by", ["wrapped", "wrapped before the model", "broadcast", "its class", *MADE_LATER]
 )
 def test_loop(several_keras_ranks: Pool, keras_single: Pool, found_by: str, graph: bool) -> None:
     compare(several_keras_ranks, keras_single, body_loop, found_by, graph)
@@ -127,6 +165,14 @@ def test_variant(several_keras_ranks: Pool, keras_single: Pool, variant: str, gr
     tolerance = 5e-3 if "mixed" in variant else TOLERANCE
     arguments = "its class", graph, reduced_by, uneven, options
     compare(several_keras_ranks, keras_single, body_loop, *arguments, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
+def test_a_layer_of_a_thread_with_uneven_batches(
+    several_keras_ranks: Pool, keras_single: Pool, graph: bool
+) -> None:
+    arguments = "broadcast before a model of a thread", graph, "weights", True
+    compare(several_keras_ranks, keras_single, body_loop, *arguments)
 
 
 def body_one_call_less() -> str:
@@ -158,6 +204,7 @@ def body_not_found(said: list[str], graph: bool) -> list[str]:
     import npu_device as npu
 
     keras, distribute = tf.keras, npu.distribute
+    forget_layers()
     kind = keras.layers.BatchNormalization
     layer = kind(synchronized=True, name="unknown", momentum=0.0)
     layer.build([None, 3])
@@ -185,6 +232,47 @@ def test_a_layer_that_is_not_found(several_keras_ranks: Pool, graph: bool) -> No
     [text] = first
     assert "by itself: 'unknown'.\n" in text and "npu.distribute.SyncBatchNormalization" in text
     assert not any(others)
+
+
+@hears
+def body_traced_before(said: list[str], is_synchronized: bool) -> list[str]:
+    """Trace a function that calls a layer, wrap the optimizer, and train; return what the package warns of."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    keras, distribute = tf.keras, npu.distribute
+    forget_layers()
+    layer = keras.layers.BatchNormalization(synchronized=True, name="early", momentum=0.0)
+    layer.build([None, 3])
+
+    @tf.function
+    def forward(x: Any) -> Any:
+        return layer(x, training=True)
+
+    x = tf.fill([2, 3], float(distribute.rank()))
+    if is_synchronized:
+        distribute.broadcast(layer.trainable_variables)
+    forward(x)
+    optimizer = distribute.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(forward(x)))
+    gradients = tape.gradient(loss, layer.trainable_variables)
+    optimizer.apply_gradients(zip(gradients, layer.trainable_variables))
+    expected = (distribute.size() - 1) / 2 if is_synchronized else distribute.rank()
+    assert float(np.asarray(layer.moving_mean)[0]) == expected
+    return said
+
+
+def test_a_function_that_was_traced_before_the_optimizer_was_wrapped(
+    several_keras_ranks: Pool,
+) -> None:
+    first, *others = several_keras_ranks.run(body_traced_before, False)
+    [text] = first
+    assert "traced too early: 'early' in forward.\n" in text
+    assert "before the first call of the function" in text
+    assert not any(others)
+    assert not any(several_keras_ranks.run(body_traced_before, True))
 
 
 def body_saved(directory: str) -> None:

@@ -17,7 +17,7 @@ from launcher import ROOT, npurun, script
 
 from npu_device._src.comparison import compare
 from npu_device._src.verify import causes, report
-from npu_device._src.verify.plan import PROBLEM, Process
+from npu_device._src.verify.plan import PROBLEM, PlannedProcess
 from npu_device.launch import verify
 
 DOCS = ROOT / "docs" / "verify.md"
@@ -154,7 +154,7 @@ def verified(
     keras = "32"[number // 8 % 2 if size == 3 else number % 2]
     path = directory / "script.py"
     path.write_text(source)
-    start = Process(str(directory / "runs"), steps, **options)
+    start = PlannedProcess(str(directory / "runs"), steps, **options)
     settings = json.dumps({**asdict(start), "sizes": [size]})
     runner = (
         f"from npu_device._src.verify import runner; runner.main([{settings!r}, {str(path)!r}])"
@@ -387,6 +387,32 @@ def test_rounding_shows_in_a_few_updates_only() -> None:
     one, again = record([], 0), record([4, 5, 6, 7], 1e-5)
     assert not compare.compare(one, again, record([0], 1e-4))
     assert [each.variable for each in compare.compare(one, again, record([0], 1e-3))] == ["a"]
+
+
+def test_a_gradient_that_is_rounding_hides_no_other() -> None:
+    """The gradient of a bias before batch normalization is 0 but for rounding, which moves it altogether."""
+    numbers = np.random.default_rng(0)
+    gradients, weights = numbers.normal(size=[2, 4, compare.PROJECTIONS])
+
+    def record(kernel: float) -> compare.Record:
+        computed = gradients.copy()
+        computed[0] *= kernel
+        computed[1] = 1e-7 * numbers.normal(size=compare.PROJECTIONS)
+        names = ["kernel", "bias", "gamma", "beta"]
+        updates = [0 * weights, -0.1 * np.sign(computed)]  # an update of full size, as Adam's
+        return compare.Record(
+            [
+                compare.RecordedStep(
+                    "o", number, "O", names, computed, weights + update, Counter([1])
+                )
+                for number, update in enumerate(updates)
+            ]
+        )
+
+    single, perturbed = record(1.0), record(1.0 + 1e-7)
+    assert not compare.compare(single, perturbed, record(1.0 - 1e-7))
+    deviations = compare.compare(single, perturbed, record(1.2))
+    assert {deviation.variable for deviation in deviations} == {"kernel"}
 
 
 NO_CALL = """

@@ -338,6 +338,7 @@ class Attempt:
         ranked_failures = failures.in_order(errors_of_failures)
         first_failure = next(iter(ranked_failures), None)
         interrupted = supervisor.interrupted
+        # A rank ends with this code when it has written a checkpoint on request.
         if first_failure is None and RESUMABLE in self._statuses():
             text = "stopped on request"
             step = self._launch.step()
@@ -346,6 +347,7 @@ class Attempt:
             self._console.say(f"{text}, resumable")
             code = RESUMABLE
         elif supervisor.signal is not None:
+            # What the ranks printed when they were told to stop is no failure.
             self._console.say(f"stopped by {signal.Signals(supervisor.signal).name}")
             code = 128 + supervisor.signal
             interrupted = True

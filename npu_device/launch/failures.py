@@ -80,6 +80,7 @@ def examine(
     error_type = headline.partition(":")[0].rpartition(".")[2].strip()
     frames = [frame for error in record.errors for frame in error.frames()]
     origin: str | None
+    # The script isn't to blame for a lost rank, or for a kill from outside.
     if error_type in _LOST_PEER or (not recorded and ended.code - 128 in _FROM_OUTSIDE):
         origin = None
     elif not frames or (not recorded and ended.status < 0):
@@ -89,6 +90,7 @@ def examine(
         innermost = (user_frames or frames)[-1]
         origin = f"{innermost.file}:{innermost.line} ({error_type})"
     code = ended.code
+    # It raised, and hung at its exit: its error counts, not the signal of npurun.
     if recorded and stopped:
         code = 1
     failure = Failure(

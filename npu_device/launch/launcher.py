@@ -73,6 +73,7 @@ def _alone(launch: Launch) -> int:
             say(ledger.last_words(decision))
             return outcome.code
         say(decision.text)
+        # A rank that is left, cut off from the others, must not go on training.
         meeting.end()
         number = launch.events.wait_for_signal(decision.wait)
         if number is not None:

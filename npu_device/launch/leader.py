@@ -103,6 +103,7 @@ class Leader:
                 link.end("leave", code=decision.code, text=words)
             else:
                 link.end("say", text="node 0 is taken away: its npurun has to be started again")
+        # The listener stays until the others have read that, and have closed their links.
         deadline = time.monotonic() + limits.NODE_LAST_MESSAGE_SECONDS
         while (
             not all(link.is_lost for link in self._nodes.values()) and time.monotonic() < deadline

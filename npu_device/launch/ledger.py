@@ -175,6 +175,7 @@ def _verdict(outcomes: Sequence[NodeOutcome], loss: str | None) -> tuple[int, st
     codes_of_failures = {outcome.failure: outcome.code for outcome in outcomes if outcome.failure}
     cause = next(iter(in_order(codes_of_failures)), None)
     if loss is not None:
+        # Errors that follow from the loss don't explain it.
         if cause is None or cause.is_consequence:
             return FAILED, loss, None
         return FAILED, f"{cause}; {loss}", None

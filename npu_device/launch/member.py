@@ -188,6 +188,7 @@ class Member:
             AttemptOrdered: self._on_order,
             TextReceived: self._on_text,
         }
+        # A message that came before the last one is still handled.
         self._meeting = None
         while self._ending is None or not self._launch.events.is_empty:
             if self._ending is None and (self._link is None or self._link.is_lost):

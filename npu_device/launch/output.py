@@ -135,6 +135,7 @@ class Pump:
                 if end == b"\r":
                     self._bar = text or self._bar
                     continue
+                # The end of a bar that has just been written makes no empty line.
                 if text or self._bar or not self._bar_is_written:
                     lines.append(text or self._bar)
                 self._bar = b""

@@ -163,6 +163,7 @@ class LaunchedHosts:
         host.connection = Connection(
             host.client, f"{self._job}-node{host.node}", host.starts, self._console
         )
+        # The secret is in the order, since everybody can read command lines.
         host.connection.tell(json.dumps(order))
         host.connection.watch(
             lambda report: self._events.put(HostReported(host.node, report)),

@@ -19,7 +19,7 @@ from npu_device._src import environment
 from npu_device._src.cluster.time_limits import VERIFY_SECONDS
 from npu_device._src.horovod import modules
 from npu_device._src.verify.file_shadow import COVERED, changed_since
-from npu_device._src.verify.plan import PROBLEM, Process
+from npu_device._src.verify.plan import PROBLEM, PlannedProcess
 from npu_device.launch.argument_types import positive
 
 _RANK_BYTES = 2 << 30  # of a rank with TensorFlow and a small model
@@ -29,85 +29,91 @@ _FOR_RANKS = {
     "NPU_DEVICE_LAUNCHER": "off",
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # several processes share a GPU
 }
+_NOT_OF_JOBS = ("NPU_DEVICE_", "TF_", "CUDA_", "NVIDIA_", "GRPC_", "MALLOC_")
+"""How variables begin that don't describe a job, and so stay."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run with these arguments; return the exit code."""
     parser = _parser()
-    given = parser.parse_args(list(arguments))
+    options = parser.parse_args(list(arguments))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    sizes = [given.n] if given.n else [2, 3] if memory > 3 * _RANK_BYTES else [2]
-    if given.hosts:
+    sizes = [options.n or 2]
+    if not options.n and memory > 3 * _RANK_BYTES:
+        sizes = [2, 3]
+    if options.hosts:
         parser.error("--hosts: verify runs on this host only: its ranks are compared through files")
-    if given.n == 1:
+    if options.n == 1:
         parser.error("-n 1: must be 2 or more, to be compared with one process")
-    if not given.module and not os.path.isfile(given.script):
-        parser.error(f"no such script: {given.script} (looked for it in {os.getcwd()})")
+    if not options.module and not os.path.isfile(options.script):
+        parser.error(f"no such script: {options.script} (looked for it in {os.getcwd()})")
     if sizes[-1] * _RANK_BYTES > memory:
         parser.error(
             f"{sizes[-1]} ranks need more memory than the {memory >> 30} GiB of this machine"
         )
-    if (
-        given.keep
-        and os.path.exists(given.keep)
-        and (not os.path.isdir(given.keep) or os.listdir(given.keep))
-    ):
-        parser.error(f"--keep {given.keep}: must be a new or empty directory")
-    if given.html and not Path(given.html).resolve().parent.is_dir():
-        parser.error(f"--html {given.html}: there is no such directory")
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # and so end the script's processes
+    if options.keep and _is_used(options.keep):
+        parser.error(f"--keep {options.keep}: must be a new or empty directory")
+    if options.html and not Path(options.html).resolve().parent.is_dir():
+        parser.error(f"--html {options.html}: there is no such directory")
+    # Leaving by an exception ends the processes of the script.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="npurun-verify-") as directory:
-        return _verify(given, sizes, Path(given.keep or directory).resolve())
+        return _verify(options, sizes, Path(options.keep or directory).resolve())
 
 
-def _verify(given: argparse.Namespace, sizes: Sequence[int], directory: Path) -> int:
-    if not given.json:
-        _say(
-            f"{given.script}: one process twice, then {' and '.join(map(str, sizes))} ranks, {given.steps} steps each"
-        )
+def _is_used(path: str) -> bool:
+    """Return True if there is anything at a path but an empty directory."""
+    return os.path.exists(path) and not (os.path.isdir(path) and not os.listdir(path))
+
+
+def _verify(options: argparse.Namespace, sizes: Sequence[int], directory: Path) -> int:
+    if not options.json:
+        ranks = " and ".join(map(str, sizes))
+        _say(f"{options.script}: one process twice, then {ranks} ranks, {options.steps} steps each")
         _say(f"your files stay as they are, as far as this covers: {COVERED}")
-    begin, start = (
-        time.time(),
-        Process(str(directory), given.steps, given.module, given.replicate, given.seconds),
+    begin = time.time()
+    start = PlannedProcess(
+        str(directory), options.steps, options.module, options.replicate, options.seconds
     )
-    problem = _run(start, sizes, [given.script, *given.arguments], horovod=given.horovod)
+    problem = _run(start, sizes, [options.script, *options.arguments], horovod=options.horovod)
     if problem:
         _say(problem)
         return 3
     from npu_device._src.verify import report
 
     verdict = report.judge(start.runs(sizes))
-    changed = changed_since(begin, {Path.cwd(), Path(given.script).resolve().parent}, directory)
+    changed = changed_since(begin, {Path.cwd(), Path(options.script).resolve().parent}, directory)
     if changed:
         verdict.notes.append(
             f"these files changed, by calls that aren't covered: {', '.join(changed[:5])}"
         )
-    print(json.dumps(asdict(verdict)) if given.json else report.text(verdict))
-    if given.html:
-        Path(given.html).write_text(report.page(verdict), encoding="utf-8")
+    if options.json:
+        print(json.dumps(asdict(verdict)))
+    else:
+        print(report.text(verdict))
+    if options.html:
+        Path(options.html).write_text(report.page(verdict), encoding="utf-8")
     return verdict.code
 
 
-def _run(start: Process, sizes: Sequence[int], words: Sequence[str], *, horovod: bool) -> str:
+def _run(
+    start: PlannedProcess, sizes: Sequence[int], words: Sequence[str], *, horovod: bool
+) -> str:
     """Run a script with its arguments as all processes; return what is wrong, "" if nothing is."""
-    kept = ("NPU_DEVICE_", "TF_", "CUDA_", "NVIDIA_", "GRPC_", "MALLOC_")
-    of_jobs = {variable.name for variable in environment.ALL if not variable.name.startswith(kept)}
-    of_jobs |= {"TF_CONFIG", "NPU_DEVICE_HUB"}
+    known_names = [variable.name for variable in environment.ALL]
+    names_of_jobs = {name for name in known_names if not name.startswith(_NOT_OF_JOBS)}
+    names_of_jobs |= {"TF_CONFIG", "NPU_DEVICE_HUB"}
     variables = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **_FOR_RANKS}
-    variables = {name: value for name, value in variables.items() if name not in of_jobs}
+    # verify describes the jobs of its ranks itself.
+    for name in names_of_jobs:
+        variables.pop(name, None)
+    if horovod:
+        variables.update(modules.variables(variables))
+    settings = json.dumps({**asdict(start), "sizes": sizes})
     Path(start.directory).mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-u",
-            "-m",
-            _RUNNER,
-            json.dumps({**asdict(start), "sizes": sizes}),
-            *words,
-        ],
-        env={**variables, **(modules.variables(variables) if horovod else {})},
+        [sys.executable, "-u", "-m", _RUNNER, settings, *words],
+        env=variables,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
@@ -119,13 +125,11 @@ def _run(start: Process, sizes: Sequence[int], words: Sequence[str], *, horovod:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     problem = Path(start.directory, PROBLEM)
-    return (
-        problem.read_text()
-        if problem.exists()
-        else f"the process of the script ended with {code}"
-        if code
-        else ""
-    )
+    if problem.exists():
+        return problem.read_text()
+    if code:
+        return f"the process of the script ended with {code}"
+    return ""
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ranks import clean_environment
 
-from npu_device._src.testing.forked import Process, end_all, start_ranks
+from npu_device._src.testing.forked import ForkedProcess, end_all, start_ranks
 
 
 class Ended(NamedTuple):
@@ -25,22 +25,24 @@ class Ended(NamedTuple):
     at: float  # seconds on the clock of time.monotonic()
 
 
-def start(directory: Path, size: int, script: str, **environment: str) -> list[Process]:
+def start(directory: Path, size: int, script: str, **environment: str) -> list[ForkedProcess]:
     """Start ``size`` ranks of a script (Python text), with a rank table when there are several."""
     return start_command(directory, size, _written(directory, script), **environment)
 
 
 def start_command(
     directory: Path, size: int, command: list[str], **environment: str
-) -> list[Process]:
+) -> list[ForkedProcess]:
     """Start ``size`` ranks of a script's file, with arguments."""
     return start_ranks(directory, size, command, _variables(environment))
 
 
-def start_each(directory: Path, script: str, environments: list[dict[str, str]]) -> list[Process]:
+def start_each(
+    directory: Path, script: str, environments: list[dict[str, str]]
+) -> list[ForkedProcess]:
     """Start one process of a script for each set of variables."""
     command = _written(directory, script)
-    return [Process(command, _variables(environment)) for environment in environments]
+    return [ForkedProcess(command, _variables(environment)) for environment in environments]
 
 
 def _written(directory: Path, script: str) -> list[str]:
@@ -53,7 +55,7 @@ def _variables(environment: dict[str, str]) -> dict[str, str]:
     return {**clean_environment(), "TF_CPP_MIN_LOG_LEVEL": "2", **environment}
 
 
-def finish(processes: list[Process], timeout: float = 60) -> list[Ended]:
+def finish(processes: list[ForkedProcess], timeout: float = 60) -> list[Ended]:
     """Wait for every rank; those that are not done in time are killed and fail the test."""
     late = end_all(processes, timeout)
     results = [Ended(process.wait(), process.output, process.ended_at) for process in processes]
@@ -65,7 +67,7 @@ def finish(processes: list[Process], timeout: float = 60) -> list[Ended]:
     return results
 
 
-def kill(processes: list[Process]) -> None:
+def kill(processes: list[ForkedProcess]) -> None:
     """Kill ranks, also those that are stopped."""
     for process in processes:
         process.kill()
@@ -97,7 +99,7 @@ def outputs(
     return [result.output for result in results]
 
 
-def wait_for(processes: list[Process], word: str = "ready", timeout: float = 60) -> None:
+def wait_for(processes: list[ForkedProcess], word: str = "ready", timeout: float = 60) -> None:
     """Wait until all ranks have printed a word."""
     until = time.monotonic() + timeout
     for process in processes:

@@ -138,8 +138,8 @@ class Health:
             self._reply(message)
         elif news == "left":
             for issued, ranks in message["left"]:
-                others = set(ranks_of(ranks)) - {self._cluster.rank}
-                self._departed.update(dict.fromkeys(others, issued))
+                departed = set(ranks_of(ranks)) - {self._cluster.rank}
+                self._departed.update(dict.fromkeys(departed, issued))
             if len(self._departed) == self._cluster.world_size - 1:
                 self._others_have_ended.set()
         elif news == "failed":

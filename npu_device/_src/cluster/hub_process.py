@@ -27,7 +27,9 @@ class HubProcess:
 
     def __init__(self, *, secret: bytes, speaks: bool = False, **settings: Any) -> None:
         self._pid = os.getpid()
-        errors = None if speaks else subprocess.DEVNULL
+        errors: int | None = subprocess.DEVNULL
+        if speaks:
+            errors = None  # those of this process
         self._process = subprocess.Popen(
             # -I and -S: neither the user's settings nor installed packages delay the start.
             [sys.executable, "-I", "-S", "-c", _CODE, str(_ROOT)],

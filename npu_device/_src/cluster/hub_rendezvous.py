@@ -209,7 +209,7 @@ class HubRendezvous:
         self._next_progress = time_now + limits.NEXT_PROGRESS_SECONDS
         for client in self.arrivals():
             if client.arrival.hello.is_chief:
-                self._send(client, {"waits_for": self._roster.missing()})
+                self._send(client, {"waits_for": self._roster.absent_ranks()})
 
     def tell_children(self) -> None:
         for child in self.children():

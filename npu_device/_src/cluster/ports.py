@@ -117,18 +117,19 @@ def _interface(hosts: Sequence[str]) -> str:
 
 
 def _bound_at(host: str, port: int, listens: bool = True) -> socket.socket:
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET
+    if ":" in host:
+        family = socket.AF_INET6
+    bound = socket.socket(family)
     try:
         if host == "::":
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # IPv4 too
-        bound.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # an earlier connection may be in TIME_WAIT
+        # An earlier connection may be in TIME_WAIT.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
         if listens:
-            bound.listen(
-                _BACKLOG
-            )  # with SO_REUSEADDR two processes can bind the same port; only one can listen
+            # With SO_REUSEADDR, two processes can bind the same port. Only one can listen.
+            bound.listen(_BACKLOG)
     except OSError:
         bound.close()
         raise

@@ -236,7 +236,7 @@ class Roster:
         if len(self._departures) > _MOST_GONE:
             del self._departures[next(iter(self._departures))]
         # The last rank that leaves stays the reference, for the text of the error.
-        hellos = [present.hello for present in self._all_arrivals()] or [arrival.hello]
+        hellos = [waiting.hello for waiting in self._all_arrivals()] or [arrival.hello]
         if arrival.hello is self._earliest:
             self._earliest = hellos[0]
         if arrival.hello is self._chief:
@@ -282,7 +282,7 @@ class Roster:
         """Return the arrivals by rank. Without a rank table, they get their numbers here."""
         return sorted((rivals[0] for rivals in self._arrivals.values()), key=_order)
 
-    def missing(self) -> str:
+    def absent_ranks(self) -> str:
         """Return the names of the ranks that haven't come, or only how many if the chief numbers them."""
         if self._numbers_ranks:
             return f"{self._absent()} of {self._size} ranks"

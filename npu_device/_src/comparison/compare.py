@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from npu_device._src.comparison.trial import TIMES_ROUNDING, Trial
+
 PROJECTIONS = 12  # kept of a tensor
 # What is compared of a variable.
 GRADIENT = "gradient"
@@ -22,16 +24,15 @@ UPDATE = "update"
 STATE = "state"
 
 _FILE = "record.pickle"
-_TIMES_ROUNDING = (
-    30.0  # of what the perturbed run moves; sums over ranks are rounded more often than once
-)
-_TOLERANCE = 1e-6  # of a tensor's norm: float32's own rounding in sums of a few hundred terms
-_TOLERANCE_UNPERTURBED = (
-    1e-3  # of sessions, whose inputs aren't changed, and of averages, that may travel in 16 bits
-)
+# Of a tensor's norm: float32's own rounding in sums of a few hundred terms.
+_TOLERANCE = 1e-6
+# The same of sessions, whose inputs aren't changed, and of averages, which may travel in 16 bits.
+_TOLERANCE_UNPERTURBED = 1e-3
 _ROUNDINGS = 4 * 2.0**-23  # of the norm of the weights: float32 rounds them at each update
 _MAJORITY = 0.75  # of the variables; what moves these may move any
 _PURE = 0.1  # of a tensor's norm: less is left when the other run's is scaled, so it is a multiple
+# A change of inputs in the last bit that moves a tensor by this part of its norm shows that it is rounding altogether.
+_ALL_ROUNDING = 0.01
 
 
 def _no_tensors() -> np.ndarray:
@@ -45,19 +46,15 @@ class RecordedStep:
     optimizer: str = ""
     number: int = 0  # of the optimizer's steps, from 1; not all of them are recorded
     phase: str = ""  # the optimizer's class, and the line that trains
-    names: Sequence[
-        str
-    ] = ()  # of the variables: those that are trained, then those that no optimizer trains
-    gradients: np.ndarray = field(
-        default_factory=_no_tensors
-    )  # a row of projections for each one that is trained
+    # Of the variables: those that are trained, then those that no optimizer trains.
+    names: Sequence[str] = ()
+    # A row of projections for each variable that is trained.
+    gradients: np.ndarray = field(default_factory=_no_tensors)
     weights: np.ndarray = field(default_factory=_no_tensors)  # of all before the step
-    rows: Counter[int] = field(
-        default_factory=Counter
-    )  # the samples that were read since the step before
-    own: dict[int, np.ndarray] = field(
-        default_factory=dict
-    )  # sums of what tapes gave since then, with Horovod's names
+    # The samples that were read since the previous step.
+    rows: Counter[int] = field(default_factory=Counter)
+    # With Horovod's names: sums of what tapes gave since the previous step, by the number of gradients.
+    tape_gradients: dict[int, np.ndarray] = field(default_factory=dict)
     logs: dict[str, float] = field(default_factory=dict)  # what the script sees of the step
 
     @property
@@ -70,13 +67,13 @@ class RecordedStep:
 class RecordedCall:
     """A call of the script that may explain a difference."""
 
-    kind: str
+    topic: str
     line: str
-    what: str = ""
+    detail: str = ""
     outcome: Any = None  # which processes may have to share
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, (self.what, self.line)))
+        return ", ".join(filter(None, (self.detail, self.line)))
 
 
 @dataclass
@@ -87,9 +84,8 @@ class Record:
     calls: list[RecordedCall] = field(default_factory=list)
     # Calls between two steps, by the optimizer of the second.
     calls_before: dict[str, list[RecordedCall]] = field(default_factory=dict)
-    trained_at: set[str] = field(
-        default_factory=set
-    )  # lines that train, with those that called them
+    # Lines that train, with those that called them.
+    trained_at: set[str] = field(default_factory=set)
     ended_at: str = ""  # the line where the limit of time ended the script
     unreached: list[str] = field(default_factory=list)  # lines that would have trained after that
     metrics: set[str] = field(default_factory=set)  # names of those of the models in ``fit``
@@ -97,16 +93,18 @@ class Record:
     horovod: bool = False  # by Horovod's names
     last_bit: float = 0.0  # of the dtype in which its models compute
 
-    def of(self, kind: str) -> list[RecordedCall]:
-        """Return the calls of a kind."""
-        return [call for call in self.calls if call.kind == kind]
+    def of(self, topic: str) -> list[RecordedCall]:
+        """Return the calls on a topic."""
+        return [call for call in self.calls if call.topic == topic]
 
     def successor(self, index: int) -> int | None:
         """Return the index of the step that follows one, of the same optimizer and variables; None if unknown."""
         step = self.steps[index]
         following = (step.optimizer, step.number + 1, step.names)
         keys = [(step.optimizer, step.number, step.names) for step in self.steps]
-        return keys.index(following) if following in keys else None
+        if following not in keys:
+            return None
+        return keys.index(following)
 
     def update(self, index: int) -> np.ndarray:
         """Return what a step has added to the weights that are trained; nothing if that isn't known."""
@@ -158,12 +156,11 @@ def average_of(ranks: Sequence[Record]) -> Record:
     steps = []
     for steps_of_ranks in zip(*(record.steps for record in ranks)):
         step = steps_of_ranks[0]
-        computed = [step.own.get(step.trained) for step in steps_of_ranks]
+        computed = [step.tape_gradients.get(step.trained) for step in steps_of_ranks]
         gradients = [array for array in computed if array is not None]
         average = step.gradients
-        if len(gradients) == len(
-            steps_of_ranks
-        ):  # else a rank has taken its gradients from somewhere else
+        # Otherwise a rank has taken its gradients from somewhere else.
+        if len(gradients) == len(steps_of_ranks):
             average = np.mean(gradients, axis=0)
         steps.append(replace(step, gradients=average, rows=union(steps_of_ranks)))
     return Record(steps, ranks[0].calls, joined=True, horovod=True, last_bit=ranks[0].last_bit)
@@ -174,7 +171,7 @@ class Deviation:
     """A variable whose gradient, update or value isn't that of one process."""
 
     step: int  # from 1
-    kind: str  # GRADIENT, UPDATE, or STATE for the value of a variable that no optimizer trains
+    quantity: str  # GRADIENT, UPDATE, or STATE for the value of a variable that no optimizer trains
     variable: str
     ratio: float | None  # the multiple of that of one process; None if it points elsewhere
     off: float  # the difference, relative to the norm of one process
@@ -191,21 +188,26 @@ def compare(single: Record, perturbed: Record, rank: Record) -> list[Deviation]:
     deviations = []
     for number, steps in enumerate(zip(single.steps, perturbed.steps, rank.steps)):
         step = steps[0]
+        trained = step.trained
+        names = step.names[:trained]
         tolerance = _TOLERANCE
         if not step.rows or single is perturbed:
             tolerance = _TOLERANCE_UNPERTURBED
         tolerance = max(tolerance, single.last_bit)
-        # An update is what is left when rounded weights are subtracted.
-        rounding = _ROUNDINGS * np.linalg.norm(step.weights, axis=1)
-        unrounded = 0 * rounding
-        gradients = [step.gradients for step in steps]
-        deviations += _deviations(number, GRADIENT, step.names, gradients, tolerance, unrounded)
-        updates = [record.update(number) for record in (single, perturbed, rank)]
-        deviations += _deviations(number, UPDATE, step.names, updates, tolerance, rounding)
-        state = [inner.weights[step.trained :] for inner in steps]
+        gradients = [recorded.gradients for recorded in steps]
+        changes = _changes(*gradients[:2])
         deviations += _deviations(
-            number, STATE, step.names[step.trained :], state, tolerance, unrounded
+            number, GRADIENT, names, gradients, tolerance + _rounding_of_most(changes, tolerance)
         )
+        updates = [record.update(number) for record in (single, perturbed, rank)]
+        # Optimizers such as Adam turn a gradient that is rounding into an update of full size.
+        tolerances = TIMES_ROUNDING * changes + tolerance
+        tolerances += _rounding_of_most(_changes(*updates[:2]), tolerance)
+        # An update is what is left when rounded weights are subtracted.
+        rounding = _ROUNDINGS * np.linalg.norm(step.weights[:trained], axis=1)
+        deviations += _deviations(number, UPDATE, names, updates, tolerances, rounding)
+        state = [recorded.weights[trained:] for recorded in steps]
+        deviations += _deviations(number, STATE, step.names[trained:], state, tolerance)
     return deviations
 
 
@@ -214,32 +216,43 @@ def _deviations(
     quantity: str,
     names: Sequence[str],
     arrays: Sequence[np.ndarray],
-    tolerance: float,
-    rounding: np.ndarray,
+    tolerance: float | np.ndarray,
+    rounding: float | np.ndarray = 0.0,
 ) -> list[Deviation]:
-    """Return the deviations of a quantity in a step; ``arrays`` are of one process, of it perturbed, and of a rank."""
+    """Return the deviations of a quantity in a step; ``arrays`` are of one process, of it perturbed, and of a rank.
+
+    ``tolerance`` is relative, ``rounding`` absolute; an array has a number for each variable.
+    """
     if len({array.shape for array in arrays}) > 1:  # another script, or an update that isn't known
         return []
     floor = _TOLERANCE * float(np.nanmax(np.abs(arrays[0]), initial=0))
-    if quantity != STATE:
-        tolerance += _TIMES_ROUNDING * _typical_change(*arrays[:2])
+    tolerances = np.broadcast_to(tolerance, len(names))
+    roundings = np.broadcast_to(rounding, len(names))
     deviations = []
-    for name, rounding_of_variable, *projections in zip(names, rounding, *arrays):
-        deviations += deviation(
-            number + 1, quantity, name, projections, tolerance, floor, rounding_of_variable
-        )
+    for name, relative, absolute, *projections in zip(names, tolerances, roundings, *arrays):
+        deviations += deviation(number + 1, quantity, name, projections, relative, floor, absolute)
     return deviations
 
 
-def _typical_change(single: np.ndarray, perturbed: np.ndarray) -> float:
-    """Return by which part of their norm most variables have moved: sums of many terms, and Adam's update of a gradient
-    near 0, are rounded in other variables than the perturbed run shows.
-    """
+def _changes(single: np.ndarray, perturbed: np.ndarray) -> np.ndarray:
+    """Return how far changed inputs move each tensor, relative to its norm; 0 where that isn't known."""
+    if single.shape != perturbed.shape:
+        return np.zeros(len(single))
     norms = np.linalg.norm(single, axis=1) + 1e-30
-    changes = np.linalg.norm(perturbed - single, axis=1) / norms
+    return np.nan_to_num(np.linalg.norm(perturbed - single, axis=1) / norms, posinf=1.0)
+
+
+def _rounding_of_most(changes: np.ndarray, tolerance: float) -> float:
+    """Return the part of its norm that rounding explains in any variable, since it does so in most of them.
+
+    Sums of many terms, and Adam's update of a gradient near 0, are rounded in other variables than the perturbed run
+    shows. What is rounding altogether, such as the gradient of a bias before batch normalization, has a large
+    tolerance itself, and says nothing of the other variables.
+    """
+    changes = changes[changes < max(_ALL_ROUNDING, TIMES_ROUNDING * tolerance)]
     if not len(changes):
         return 0.0
-    return float(np.quantile(np.nan_to_num(changes), _MAJORITY))
+    return TIMES_ROUNDING * float(np.quantile(changes, _MAJORITY, method="lower"))
 
 
 def deviation(
@@ -259,15 +272,16 @@ def deviation(
     single, perturbed, rank = projections
     if np.isnan(single).all() and np.isnan(rank).all():
         return []
-    norm = max(float(np.linalg.norm(single)), floor + 1e-30)
-    perturbation = float(np.linalg.norm(perturbed - single)) / norm
-    allowed = _TIMES_ROUNDING * perturbation + tolerance + rounding / norm
-    off = float(np.linalg.norm(rank - single)) / norm
-    if off <= allowed:
+    trial = Trial(single, [perturbed], [rank])
+    size = max(trial.size, floor + 1e-30)
+    allowed = trial.allowed(0.0, tolerance * size + rounding)
+    distance = trial.distance(rank)
+    if distance <= allowed:
         return []
     ratio = float(np.dot(rank, single) / max(np.dot(single, single), 1e-60))
-    is_multiple = _is_multiple(rank, single, ratio, norm, allowed)
-    return [Deviation(step, quantity, name, ratio if is_multiple else None, off, allowed)]
+    if not _is_multiple(rank, single, ratio, size, allowed / size):
+        return [Deviation(step, quantity, name, None, distance / size, allowed / size)]
+    return [Deviation(step, quantity, name, ratio, distance / size, allowed / size)]
 
 
 def _is_multiple(

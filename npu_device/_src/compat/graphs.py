@@ -5,6 +5,7 @@ variables, datasets.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
+from tensorflow.python.distribute import distribute_lib as _distribute_lib
 from tensorflow.python.eager import context as _context
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework.func_graph import FuncGraph
@@ -24,6 +26,7 @@ from tensorflow.python.ops import (
 from tensorflow.python.saved_model import save_context as _save_context
 
 from npu_device._src.compat.graph_walk import walk
+from npu_device._src.compat.keras import inner_variable
 
 
 def variables_read() -> list[tuple[Any, tf.Tensor]]:
@@ -64,6 +67,46 @@ def plain_variable(initial_value: Any, name: str | None = None, shape: Any = Non
 def has_variable_creators() -> bool:
     """Return whether a ``tf.variable_creator_scope`` is open in this thread."""
     return bool(_ops.get_default_graph()._variable_creator_stack)
+
+
+def default_replica_context() -> Any:
+    """Return TensorFlow's replica context outside strategies: one object for all threads and graphs."""
+    return _distribute_lib._get_default_replica_context()
+
+
+def functions_that_update(variables: Iterable[Any]) -> list[list[str]]:
+    """Return for each variable the names of the functions in this process that set it to what they compute on their
+    own: no other rank has a part in it.
+    """
+    names: list[set[str]] = []
+    indices = {}
+    for index, variable in enumerate(variables):
+        indices[id(inner_variable(variable).handle)] = index
+        names.append(set())
+    graphs = [instance for instance in gc.get_objects() if type(instance) is FuncGraph]
+    for graph in graphs:
+        captured = [(outer, inner) for outer, inner in graph.captures if id(outer) in indices]
+        exchanged = _operations_after_exchanges(graph) if captured else set()
+        for outer, inner in captured:
+            # Inference reads moving statistics, and doesn't set them.
+            setters = [user for user in inner.consumers() if user.type.startswith("Assign")]
+            if any(setter.name not in exchanged for setter in setters):
+                names[indices[id(outer)]].add(graph.name)
+    return list(map(sorted, names))
+
+
+def _operations_after_exchanges(graph: Any) -> set[str]:
+    """Return the names of the operations of a graph that depend on what ranks have exchanged in it."""
+    exchanges = [
+        operation
+        for operation in graph.get_operations()
+        if re.match("PyFunc|EagerPyFunc|Collective", operation.type)
+    ]
+
+    def users(operation: Any) -> list[Any]:
+        return [user for tensor in operation.outputs for user in tensor.consumers()]
+
+    return {operation.name for operation in walk(exchanges, users)}
 
 
 def is_saving() -> bool:

@@ -262,11 +262,15 @@ def _unique(objects: Iterable[Any]) -> list[Any]:
     return list({id(instance): instance for instance in objects}.values())
 
 
+_MOMENTS_METHODS = ("_sync_calculate_mean_and_var", "_moments")  # of tf-keras, of Keras 3
+
+
 def moments_method(layer: Any) -> str:
     """Return the name of the method that gives a synchronized layer its mean and variance."""
-    if hasattr(layer, "_sync_calculate_mean_and_var"):  # of tf-keras
-        return "_sync_calculate_mean_and_var"
-    return "_moments"
+    of_tf_keras, of_keras_3 = _MOMENTS_METHODS
+    if hasattr(layer, of_tf_keras):
+        return of_tf_keras
+    return of_keras_3
 
 
 def is_batch_normalization(layer: Any) -> bool:
@@ -280,6 +284,19 @@ def batch_normalizations() -> list[Any]:
         return []
     # By their type alone: an attribute of any object could be computed, such as that of a module that loads late.
     return [instance for instance in gc.get_objects() if type(instance) in classes]
+
+
+def normalization_at_work() -> tuple[Any, Any] | None:
+    """Return the batch normalization that computes mean and variance in this thread, with its inputs; None if none."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _MOMENTS_METHODS:
+            layer, inputs = (frame.f_locals.get(name) for name in code.co_varnames[:2])
+            if is_batch_normalization(layer):
+                return layer, inputs
+        frame = frame.f_back
+    return None
 
 
 def objects_at_work() -> Iterator[Any]:

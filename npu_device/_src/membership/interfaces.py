@@ -62,7 +62,8 @@ def interface_of(address: str) -> str | None:
         wanted = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return None
-    interfaces = _ipv4() if wanted.version == 4 else _ipv6()
+    interfaces: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = [*_ipv4()]
+    interfaces += _ipv6()
     return next(
         (name for name, interface_address in interfaces if interface_address == wanted), None
     )

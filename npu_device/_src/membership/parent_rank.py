@@ -78,8 +78,8 @@ def mark_as_candidate() -> None:
 def is_candidate() -> bool:
     """Return True if this process has marked itself, and hasn't become a rank since, nor failed to."""
     try:
-        found = json.loads(environment.NPU_DEVICE_RANK_PROCESS.raw() or "")
-        return found["pid"] == os.getpid() and "rank" not in found
+        mark = json.loads(environment.NPU_DEVICE_RANK_PROCESS.raw() or "")
+        return mark["pid"] == os.getpid() and "rank" not in mark
     except (ValueError, TypeError, KeyError):
         return False
 

@@ -270,8 +270,11 @@ def _without_table(size: int, device_id: int) -> Membership:
     unset = [variable.name for variable in required if not variable.is_set()]
     if unset:
         names = ", ".join(unset)
+        verb = "is"
+        if len(unset) > 1:
+            verb = "are"
         raise ClusterError(
-            f"{names} {'is' if len(unset) == 1 else 'are'} missing or empty: CM_CHIEF_IP, CM_CHIEF_PORT, "
+            f"{names} {verb} missing or empty: CM_CHIEF_IP, CM_CHIEF_PORT, "
             "CM_CHIEF_DEVICE and CM_WORKER_SIZE together describe a job without a rank table "
             "(RANK_SIZE belongs to one with a table).\n"
             f"What to do: set {names} on every rank, with the same value everywhere."
@@ -309,7 +312,9 @@ def _without_table(size: int, device_id: int) -> Membership:
 
 def _is_local(ip: str) -> bool:
     """Return True if this host has the address: only then can a socket be bound to it."""
-    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    family = socket.AF_INET
+    if ":" in ip:
+        family = socket.AF_INET6
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((ip, 0))

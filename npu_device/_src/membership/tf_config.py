@@ -103,7 +103,9 @@ def _job(cluster: dict[str, Any], task_type: str, index: int) -> tuple[int, list
 def _add_task(tasks: dict[_Task, _Address], task: _Task, text: Any) -> None:
     name, position = task
     try:
-        address = address_and_port(text if isinstance(text, str) else "")
+        if not isinstance(text, str):
+            raise ValueError(text)
+        address = address_and_port(text)
     except ValueError:
         expected = 'expected "host:port", or "[address]:port" for IPv6'
         raise _fault(f"has {text!r} for cluster.{name}[{position}]; {expected}") from None

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from npu_device._src.comparison.compare import Deviation, deviation
 from npu_device._src.testing.run import run
 
 _SEED = 20201
@@ -39,46 +40,41 @@ def same_on_all_ranks(values: Any) -> None:
             "same_on_all_ranks compares the values of ranks, and this process isn't one.\n"
             "What to do: call it in the function that testing.run calls, or in a test with the mark ranks."
         )
-    leaves = dict(_leaves(values, "values"))
-    mine = {name: (digest_of(np.asarray(value)), _short(value)) for name, value in leaves.items()}
-    everybody = gather_object(mine)
-    names = list(dict.fromkeys(name for found in everybody for name in found))
-    wrong = [
-        name for name in names if len({found.get(name, (None,))[0] for found in everybody}) > 1
+    digests = {}
+    for name, leaf in _leaves(values, "values"):
+        digests[name] = (digest_of(np.asarray(leaf)), _short(leaf))
+    digests_by_rank = gather_object(digests)
+    names = list(dict.fromkeys(name for digests in digests_by_rank for name in digests))
+    nothing = (None, "nothing")
+    different = [
+        name
+        for name in names
+        if len({digests.get(name, nothing)[0] for digests in digests_by_rank}) > 1
     ]
-    if wrong:
-        shown = [
-            f"  rank {rank}: {found[wrong[0]][1] if wrong[0] in found else 'nothing'}"
-            for rank, found in enumerate(everybody)
-        ]
-        raise AssertionError(
-            "\n".join(
-                [
-                    f"{len(wrong)} of {len(names)} values differ between the ranks: {wrong[0]}",
-                    *shown,
-                ]
-            )
-        )
+    if different:
+        name = different[0]
+        lines = [f"{len(different)} of {len(names)} values differ between the ranks: {name}"]
+        for rank, digests in enumerate(digests_by_rank):
+            lines.append(f"  rank {rank}: {digests.get(name, nothing)[1]}")
+        raise AssertionError("\n".join(lines))
 
 
-def _leaves(values: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(values, Mapping):
-        for key, value in values.items():
-            yield from _leaves(value, f"{name}[{key!r}]")
-    elif isinstance(values, (list, tuple)):
-        for place, value in enumerate(values):
-            yield from _leaves(value, f"{name}[{place}]")
+def _leaves(nest: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(nest, Mapping):
+        for key, child in nest.items():
+            yield from _leaves(child, f"{name}[{key!r}]")
+    elif isinstance(nest, (list, tuple)):
+        for index, child in enumerate(nest):
+            yield from _leaves(child, f"{name}[{index}]")
     else:
-        yield name, values
+        yield name, nest
 
 
-def _short(value: Any) -> str:
-    array = np.asarray(value)
-    return (
-        str(array)
-        if array.size <= 4
-        else f"{array.dtype}{list(array.shape)} {str(array.ravel()[:4])[:-1]} …]"
-    )
+def _short(leaf: Any) -> str:
+    array = np.asarray(leaf)
+    if array.size <= 4:
+        return str(array)
+    return f"{array.dtype}{list(array.shape)} {str(array.ravel()[:4])[:-1]} …]"
 
 
 @dataclass
@@ -120,125 +116,129 @@ def equal_to_one_process(
     """
     settings = {"batch_size": batch_size, "epochs": epochs}
     train = functools.partial(run, _train, make_model, data, make_callbacks, settings, **options)
-    [one], [again] = train(False, ranks=1), train(True, ranks=1)
+    [reference] = train(False, ranks=1)
+    [noisy] = train(True, ranks=1)
     for size in ranks:
-        other = train(False, ranks=size)[0]
-        found = [*_deviations(one, again, other), *_other_decisions(one, other)]
-        if found:
-            raise AssertionError(
-                f"{size} ranks don't train as one process does.\n"
-                + "\n".join(found[:_SHOWN])
-                + (f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
-                + "\nLikely: the loss, a metric or a layer mixes the samples of a batch, of which a rank has only its "
+        training = train(False, ranks=size)[0]
+        differences = [
+            *_deviations(reference, noisy, training),
+            *_different_decisions(reference, training),
+        ]
+        if differences:
+            lines = [f"{size} ranks don't train as one process does.", *differences[:_SHOWN]]
+            if len(differences) > _SHOWN:
+                lines.append(f"  and {len(differences) - _SHOWN} more")
+            lines.append(
+                "Likely: the loss, a metric or a layer mixes the samples of a batch, of which a rank has only its "
                 "share, or sums where it should average. npurun verify names causes in a script."
             )
+            raise AssertionError("\n".join(lines))
 
 
-def _deviations(one: _Training, again: _Training, other: _Training) -> list[str]:
-    from npu_device._src.comparison.compare import deviation
-
-    found = []
-    for kind in ("logs", "weights"):
-        for number, epoch in enumerate(
-            zip(*(getattr(training, kind) for training in (one, again, other))), start=1
-        ):
+def _deviations(reference: _Training, noisy: _Training, training: _Training) -> list[str]:
+    """Return the first epoch's deviations beyond rounding, of logs and of weights."""
+    lines: list[str] = []
+    trainings = (reference, noisy, training)
+    for attribute in ("logs", "weights"):
+        epochs = zip(*(getattr(training, attribute) for training in trainings))
+        for number, epoch in enumerate(epochs, start=1):
+            deviations = []
             for name in epoch[0]:
-                found += deviation(
-                    number, kind, name, [np.atleast_1d(values[name]) for values in epoch]
-                )
-    return [
-        f"  {each.variable} after epoch {each.step}: off by {each.off:.1e}"
-        + (f", {each.ratio:.2f} times that of one process" if each.ratio is not None else "")
-        + f" (rounding: {each.allowed:.0e})"
-        for each in found
-        if each.step == min(first.step for first in found if first.kind == each.kind)
-    ]
+                arrays = [np.atleast_1d(variables[name]) for variables in epoch]
+                deviations += deviation(number, attribute, name, arrays)
+            lines += map(_line, deviations)
+            if deviations:
+                break
+    return lines
 
 
-def _other_decisions(one: _Training, other: _Training) -> list[str]:
-    return [
-        f"  {name}: {other.decisions.get(name)}, in one process {value}"
-        for name, value in one.decisions.items()
-        if not _alike(value, other.decisions.get(name))
-    ]
+def _line(deviation: Deviation) -> str:
+    line = f"  {deviation.variable} after epoch {deviation.step}: off by {deviation.off:.1e}"
+    if deviation.ratio is not None:
+        line += f", {deviation.ratio:.2f} times that of one process"
+    return f"{line} (rounding: {deviation.allowed:.0e})"
 
 
-def _alike(first: Any, second: Any) -> bool:
-    if isinstance(first, float) and isinstance(second, float):
-        return bool(np.isclose(first, second, rtol=1e-3))
-    return bool(first == second)
+def _different_decisions(reference: _Training, training: _Training) -> list[str]:
+    lines = []
+    for name, expected in reference.decisions.items():
+        decision = training.decisions.get(name)
+        if not _is_equal(expected, decision):
+            lines.append(f"  {name}: {decision}, in one process {expected}")
+    return lines
+
+
+def _is_equal(expected: Any, decision: Any) -> bool:
+    if isinstance(expected, float) and isinstance(decision, float):
+        return bool(np.isclose(expected, decision, rtol=1e-3))
+    return bool(expected == decision)
 
 
 def _train(
-    make_model: Any, data: Any, make_callbacks: Any, settings: dict[str, int], changed: bool
+    make_model: Any, data: Any, make_callbacks: Any, settings: dict[str, int], is_noisy: bool
 ) -> _Training:
     """Train on this rank, with weights and inputs changed in their last bit or not."""
     import tensorflow as tf
 
-    from npu_device._src.comparison.noise import changed as in_the_last_bit
+    from npu_device._src.comparison.noise import changed
     from npu_device._src.training.fit.replica import replicate
 
     keras: Any = tf.keras
     keras.utils.set_random_seed(_SEED)
+    training = _Training()
+    options: dict[str, Any] = {"epochs": settings["epochs"], "shuffle": False, "verbose": 0}
+    if callable(data):
+        arguments = [data()]
+    else:
+        arguments = list(data)
+        options["batch_size"] = settings["batch_size"]
     with _without_noise(keras):
         model = replicate(make_model())
-        callbacks = list(make_callbacks()) if make_callbacks else []
-        found = _Training()
-        arguments = [data()] if callable(data) else list(data)
-        if changed:
-            model.set_weights(
-                [in_the_last_bit(tf.constant(weight)).numpy() for weight in model.get_weights()]
-            )
-            if not callable(data):
-                arguments[0] = tf.nest.map_structure(
-                    lambda x: in_the_last_bit(tf.constant(x)).numpy(), arguments[0]
-                )
+        callbacks = []
+        if make_callbacks:
+            callbacks = list(make_callbacks())
 
-        def note(epoch: int, logs: Any) -> None:
+        def change(array: Any) -> Any:
+            return changed(tf.constant(array)).numpy()
+
+        # What this moves is rounding.
+        if is_noisy:
+            model.set_weights([change(weight) for weight in model.get_weights()])
+            if not callable(data):
+                arguments[0] = tf.nest.map_structure(change, arguments[0])
+
+        def record(epoch: int, logs: Any) -> None:
             names = [getattr(weight, "path", weight.name) for weight in model.weights]
-            found.weights.append(
-                {name: value.ravel() for name, value in zip(names, model.get_weights())}
-            )
-            found.logs.append(
-                {
-                    name: float(value)
-                    for name, value in logs.items()
-                    if name not in ("learning_rate", "lr")
-                }
+            arrays = [weight.ravel() for weight in model.get_weights()]
+            training.weights.append(dict(zip(names, arrays)))
+            rates = ("learning_rate", "lr")
+            training.logs.append(
+                {name: float(number) for name, number in logs.items() if name not in rates}
             )
             rate = keras.backend.get_value(model.optimizer.learning_rate)
-            found.decisions[f"learning rate after epoch {epoch + 1}"] = float(rate)
+            training.decisions[f"learning rate after epoch {epoch + 1}"] = float(rate)
 
-        callbacks.append(keras.callbacks.LambdaCallback(on_epoch_end=note))
-        given = {} if callable(data) else {"batch_size": settings["batch_size"]}
-        model.fit(
-            *arguments,
-            epochs=settings["epochs"],
-            shuffle=False,
-            verbose=0,
-            callbacks=callbacks,
-            **given,
-        )
-    found.decisions["number of epochs"] = len(found.logs)
-    for callback in callbacks[:-1]:
-        for name, value in vars(callback).items():
-            if not name.startswith("_") and isinstance(value, (bool, int, float, str)):
-                found.decisions[f"{type(callback).__name__}.{name}"] = value
-    same_on_all_ranks(found.weights)
-    return found
+        recorder = keras.callbacks.LambdaCallback(on_epoch_end=record)
+        model.fit(*arguments, callbacks=[*callbacks, recorder], **options)
+    training.decisions["number of epochs"] = len(training.logs)
+    for callback in callbacks:
+        for name, setting in vars(callback).items():
+            if not name.startswith("_") and isinstance(setting, (bool, int, float, str)):
+                training.decisions[f"{type(callback).__name__}.{name}"] = setting
+    same_on_all_ranks(training.weights)
+    return training
 
 
 @contextlib.contextmanager
 def _without_noise(keras: Any) -> Iterator[None]:
     from npu_device._src.comparison.noise import noisy_layers, quiet
 
-    before = [
-        (layer, layer.call) for layer in (*noisy_layers(keras), keras.layers.BatchNormalization)
-    ]
-    for layer, call in before:
-        layer.call = quiet(call)
+    layers = (*noisy_layers(keras), keras.layers.BatchNormalization)
+    calls = [layer.call for layer in layers]
+    for layer in layers:
+        layer.call = quiet(layer.call)
     try:
         yield
     finally:
-        for layer, call in before:
+        for layer, call in zip(layers, calls):
             layer.call = call

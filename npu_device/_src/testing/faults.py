@@ -40,9 +40,8 @@ class Fault:
 
 def strike(kind: str, pid: int, seconds: float | None = None) -> None:
     """Make one of ``SIGNALS`` happen to a process; one that is stopped continues after some seconds, or never."""
-    if (
-        kind == "stop" and seconds is not None
-    ):  # from outside: this process may be the one that stops
+    if kind == "stop" and seconds is not None:
+        # From outside, since this process may be the one that stops.
         subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {pid} 2> /dev/null"])
     os.kill(pid, SIGNALS[kind])
 
@@ -103,19 +102,18 @@ class Armed:
                 fault.happen()
 
     def require_all(self) -> None:
-        missing = []
+        lines = []
         for number, fault in enumerate(self._faults):
-            if not (self._directory / f"fault{number}").exists():
-                last = self._directory / f"rank{fault.rank}"
-                reached = (
-                    f"reached step {last.read_text()}"
-                    if last.exists()
-                    else "has called faults.step_done never"
-                )
-                missing.append(f"{fault} did not happen: rank {fault.rank} {reached}")
-        if missing:
+            if (self._directory / f"fault{number}").exists():
+                continue
+            progress = "has called faults.step_done never"
+            newest_step = self._directory / f"rank{fault.rank}"
+            if newest_step.exists():
+                progress = f"reached step {newest_step.read_text()}"
+            lines.append(f"{fault} did not happen: rank {fault.rank} {progress}")
+        if lines:
             hint = "What to do: call faults.step_done(step) after each step, or give fit callbacks=[faults.callback()]."
-            raise AssertionError("\n".join([*missing, hint]))
+            raise AssertionError("\n".join([*lines, hint]))
 
 
 def step_done(step: int) -> None:

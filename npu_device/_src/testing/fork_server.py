@@ -34,7 +34,7 @@ _left_whole: dict[str, types.ModuleType] = {}
 @atexit.register  # before those of the modules below, and so called after them
 def _leave_modules_whole() -> None:
     """Spare forks a third of their time: Python would clear thousands of modules at exit, and so copy their memory. The
-    package are cleared, as in every program.
+    modules of the package are cleared, as in every program.
     """
     sys.setswitchinterval(60)  # a thread that imported one of them now would run it again
     for name, module in _left_whole.items():
@@ -70,9 +70,8 @@ def serve() -> dict[str, Any] | None:
     gc.freeze()  # the children's collections, at their exit above all, leave TensorFlow's objects alone
     status_of: dict[int, str] = {}
     unread = b""
-    ended, signalled = (
-        os.pipe()
-    )  # to look for the ends of children at intervals would be 0.3 % of a core
+    # To look for the ends of children at intervals would be 0.3 % of a core.
+    ended, signalled = os.pipe()
     os.set_blocking(signalled, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(signalled)
@@ -81,10 +80,10 @@ def serve() -> dict[str, Any] | None:
         if ended in ready:
             os.read(ended, 1 << 16)
         if 0 in ready:
-            data = os.read(0, 1 << 16)
-            if not data:
+            block = os.read(0, 1 << 16)
+            if not block:
                 return None
-            *orders, unread = (unread + data).split(b"\n")
+            *orders, unread = (unread + block).split(b"\n")
             for line in orders:
                 order: dict[str, Any] = json.loads(line)
                 pid = os.fork()
@@ -113,11 +112,11 @@ def become(order: dict[str, Any]) -> types.ModuleType:
     """Make this process look as if Python had been started with the script; the module in which to run it."""
     _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     os.setpgid(0, 0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
+    empty_input = os.open(os.devnull, os.O_RDONLY)
     output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for descriptor, source in ((0, nothing), (1, output), (2, output)):
+    for descriptor, source in ((0, empty_input), (1, output), (2, output)):
         os.dup2(source, descriptor)
-    os.close(nothing)
+    os.close(empty_input)
     os.close(output)
     os.environ.clear()
     os.environ.update(order["environment"])
@@ -127,7 +126,9 @@ def become(order: dict[str, Any]) -> types.ModuleType:
     script = order["arguments"][0]
     sys.argv = order["arguments"]
     folder = os.path.dirname(script)
-    sys.path[:] = [*([] if folder == _HERE else [folder]), *order["path"]]
+    sys.path[:] = order["path"]
+    if folder != _HERE:
+        sys.path.insert(0, folder)
     tempfile.tempdir = None  # the import of TensorFlow has looked it up
     np.random.seed()  # else every process would draw the same numbers
     module = types.ModuleType("__main__")

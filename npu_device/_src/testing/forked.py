@@ -24,30 +24,26 @@ from npu_device._src.cluster.time_limits import SWEEP_SECONDS
 from npu_device._src.membership.rank_environment import table_environment
 
 _SERVER = Path(__file__).parent / "fork_server.py"
-_READ_BY_IMPORT = (
-    "TF_",
-    "XLA_",
-    "KERAS_",
-)  # a server for each combination of variables with these prefixes,
-_READ_LATER = ("TF_CONFIG", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")  # but these
+# There is a server for each combination of variables with these prefixes, without those that are read later.
+_READ_BY_IMPORT = ("TF_", "XLA_", "KERAS_")
+_READ_LATER = ("TF_CONFIG", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 _KERAS_3 = ("TF_USE_LEGACY_KERAS", "0")  # as without the variable
 
 _servers: dict[frozenset[tuple[str, str]], subprocess.Popen[str]] = {}
 _numbers = itertools.count()
-_running: dict[int, Process] = {}  # by process number, those whose end nobody has seen
+_running: dict[int, ForkedProcess] = {}  # by process number, until their end has been seen
 
 
 @functools.cache
 def _directory() -> tempfile.TemporaryDirectory[str]:
     """Return the folder of outputs and exit codes, made when first needed: ranks import this file, too."""
-    made = tempfile.TemporaryDirectory(prefix="npu_forked_")
-    atexit.register(
-        close
-    )  # called before the folder is removed, because it is registered after that
-    return made
+    directory = tempfile.TemporaryDirectory(prefix="npu_forked_")
+    # Called before the folder is removed, because it is registered after that.
+    atexit.register(close)
+    return directory
 
 
-class Process:
+class ForkedProcess:
     """One script in a process of its own, with the part of ``subprocess.Popen`` that tests need."""
 
     def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
@@ -57,10 +53,8 @@ class Process:
         self.name = " ".join(arguments)
         order = {
             "arguments": arguments,
-            "environment": {
-                **environment,
-                "TMPDIR": _directory().name,
-            },  # ranks that are killed leave files there
+            # Ranks that are killed leave files there.
+            "environment": {**environment, "TMPDIR": _directory().name},
             "directory": os.getcwd(),
             "path": [os.path.abspath(path) for path in sys.path],
             "output": str(self._output),
@@ -83,12 +77,15 @@ class Process:
     @property
     def output(self) -> str:
         """Return what the script has printed so far, with its errors."""
-        return self._output.read_text(errors="replace") if self._output.exists() else ""
+        if not self._output.exists():
+            return ""
+        return self._output.read_text(errors="replace")
 
     def poll(self) -> int | None:
         if self.returncode is None and self._status.exists():
             code, ended_at = self._status.read_text().split()
-            self.returncode, self.ended_at = int(code), float(ended_at)
+            self.returncode = int(code)
+            self.ended_at = float(ended_at)
             _running.pop(self.pid, None)
         return self.returncode
 
@@ -113,10 +110,12 @@ class Process:
 
 def start_ranks(
     directory: Path, size: int, arguments: list[str], environment: dict[str, str]
-) -> list[Process]:
+) -> list[ForkedProcess]:
     """Start a script on the ranks of a job, with a rank table when there are several."""
-    tables = [table_environment(directory, size, rank) if size > 1 else {} for rank in range(size)]
-    return [Process(arguments, {**table, **environment}) for table in tables]
+    if size == 1:
+        return [ForkedProcess(arguments, environment)]
+    tables = [table_environment(directory, size, rank) for rank in range(size)]
+    return [ForkedProcess(arguments, {**table, **environment}) for table in tables]
 
 
 def end_all(processes: Sequence[Any], seconds: float) -> list[int]:
@@ -134,9 +133,10 @@ def end_all(processes: Sequence[Any], seconds: float) -> list[int]:
 
 
 def _server(environment: dict[str, str]) -> subprocess.Popen[str]:
-    read = {name: value for name, value in environment.items() if name.startswith(_READ_BY_IMPORT)}
     key = frozenset(
-        pair for pair in read.items() if pair[0] not in _READ_LATER and pair != _KERAS_3
+        (name, text)
+        for name, text in environment.items()
+        if name.startswith(_READ_BY_IMPORT) and name not in _READ_LATER and (name, text) != _KERAS_3
     )
     if key not in _servers or _servers[key].poll() is not None:
         _servers[key] = subprocess.Popen(
@@ -151,7 +151,7 @@ def _server(environment: dict[str, str]) -> subprocess.Popen[str]:
     return _servers[key]
 
 
-def running() -> list[Process]:
+def running() -> list[ForkedProcess]:
     return [process for process in list(_running.values()) if process.poll() is None]
 
 

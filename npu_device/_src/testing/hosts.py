@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _SWITCH = "npu_switch"
-_MOST = 8
+_LARGEST_COUNT = 8
 
 
 def can_be_made() -> bool:
@@ -27,37 +27,25 @@ def hosts(count: int, gbit: float) -> Iterator[None]:
     """
     with open(Path(tempfile.gettempdir()) / "npu_hosts.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield from _made(count, gbit)
+        yield from _set_up(count, gbit)
 
 
-def _made(count: int, gbit: float) -> Iterator[None]:
+def _set_up(count: int, gbit: float) -> Iterator[None]:
     _remove()
     try:
         _do("ip", "netns", "add", _SWITCH)
         _do("ip", "-n", _SWITCH, "link", "add", "switch", "type", "bridge")
         _do("ip", "-n", _SWITCH, "link", "set", "switch", "up")
         for host in range(count):
-            this, port = name(host), f"port{host}"
-            _do("ip", "netns", "add", this)
-            _do(
-                "ip",
-                "link",
-                "add",
-                "eth0",
-                "netns",
-                this,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                port,
-                "netns",
-                _SWITCH,
-            )
+            namespace = name(host)
+            port = f"port{host}"
+            link = ("link", "add", "eth0", "netns", namespace, "type", "veth")
+            _do("ip", "netns", "add", namespace)
+            _do("ip", *link, "peer", "name", port, "netns", _SWITCH)
             _do("ip", "-n", _SWITCH, "link", "set", port, "master", "switch", "up")
-            _do("ip", "-n", this, "address", "add", f"{address(host)}/24", "dev", "eth0")
-            _do("ip", "-n", this, "link", "set", "eth0", "up")
-            _do("ip", "-n", this, "link", "set", "lo", "up")
+            _do("ip", "-n", namespace, "address", "add", f"{address(host)}/24", "dev", "eth0")
+            _do("ip", "-n", namespace, "link", "set", "eth0", "up")
+            _do("ip", "-n", namespace, "link", "set", "lo", "up")
             set_speed(host, gbit)
         yield
     finally:
@@ -89,12 +77,20 @@ def slow_down(host: int) -> None:
 
 def set_speed(host: int, gbit: float) -> None:
     """Let a host send at most ``gbit`` Gbit/s from now on, beginning with the packets that wait; 0 is no limit."""
-    how: tuple[str, ...] = ("noqueue",)
+    discipline: tuple[str, ...] = ("noqueue",)
     if gbit:
         # The burst has to hold what the kernel sends at once: at 10 Gbit/s and 250 ticks a second 5 MB.
         burst = max(262_144, int(gbit * 1e9 / 8 / 250))
-        how = ("tbf", "rate", f"{gbit * 1000:.0f}mbit", "burst", str(burst), "latency", "20ms")
-    _do("tc", "-n", name(host), "qdisc", "replace", "dev", "eth0", "root", *how)
+        discipline = (
+            "tbf",
+            "rate",
+            f"{gbit * 1000:.0f}mbit",
+            "burst",
+            str(burst),
+            "latency",
+            "20ms",
+        )
+    _do("tc", "-n", name(host), "qdisc", "replace", "dev", "eth0", "root", *discipline)
 
 
 def name(host: int) -> str:
@@ -102,8 +98,8 @@ def name(host: int) -> str:
 
 
 def _remove() -> None:
-    for each in (*map(name, range(_MOST)), _SWITCH):
-        subprocess.run(["ip", "netns", "delete", each], check=False, stderr=subprocess.DEVNULL)
+    for namespace in (*map(name, range(_LARGEST_COUNT)), _SWITCH):
+        subprocess.run(["ip", "netns", "delete", namespace], check=False, stderr=subprocess.DEVNULL)
 
 
 def _do(*command: str) -> None:

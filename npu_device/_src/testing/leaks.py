@@ -24,29 +24,34 @@ class Held:
 
     def beyond(
         self,
-        before: Held,
+        start: Held,
         kept_descriptors: Container[int] = (),
         kept_children: Container[int] = (),
     ) -> list[str]:
-        """Return descriptions of what was not there before, and is not kept on purpose."""
+        """Return descriptions of what was not held at the start, and is not kept on purpose."""
         return [
-            f"{kind} {number}: {description}"
-            for kind, now, then, kept in (
-                ("thread", self.threads, before.threads, ()),
-                ("descriptor", self.descriptors, before.descriptors, kept_descriptors),
-                ("process", self.children, before.children, kept_children),
-            )
-            for number, description in now.items()
-            if then.get(number) != description and number not in kept
+            *_added("thread", self.threads, start.threads, ()),
+            *_added("descriptor", self.descriptors, start.descriptors, kept_descriptors),
+            *_added("process", self.children, start.children, kept_children),
         ]
+
+
+def _added(
+    noun: str, numbered: dict[int, str], at_start: dict[int, str], allowed: Container[int]
+) -> list[str]:
+    return [
+        f"{noun} {number}: {description}"
+        for number, description in numbered.items()
+        if at_start.get(number) != description and number not in allowed
+    ]
 
 
 def held() -> Held:
     # A thread that isn't Python's own is TensorFlow's: it shows up here when it has once called Python.
     threads = {
-        id(one): one.name
-        for one in threading.enumerate()
-        if not isinstance(one, threading._DummyThread)
+        id(thread): thread.name
+        for thread in threading.enumerate()
+        if not isinstance(thread, threading._DummyThread)
     }
     children = {
         pid: command or "ended, and nobody has waited for it"
@@ -56,36 +61,36 @@ def held() -> Held:
 
 
 def left_since(
-    before: Held, kept: Callable[[], tuple[Container[int], Container[int]]]
+    start: Held, allowed: Callable[[], tuple[Container[int], Container[int]]]
 ) -> list[str]:
-    """Return what this process holds beyond what it held before, and keeps on purpose, when that has had time to go."""
+    """Return what this process holds beyond the start, and keeps on purpose, when that has had time to go."""
     deadline = time.monotonic() + SETTLED_SECONDS
-    while (left := held().beyond(before, *kept())) and time.monotonic() < deadline:
+    # Garbage in cycles holds sockets, and threads take a moment to end.
+    while (leaks := held().beyond(start, *allowed())) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(SWEEP_SECONDS)
-    return left
+    return leaks
 
 
 def _descriptors() -> dict[int, str]:
-    found = {}
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the listing itself
-            found[int(number)] = os.readlink(f"/proc/self/fd/{number}")
+    descriptors = {}
     # TensorFlow 2.15 keeps this one from when it makes its devices, 2.20 doesn't. Can go with TensorFlow 2.15.
     kept_by_tensorflow = f"/proc/{os.getpid()}/cmdline"
-    return {number: path for number, path in found.items() if path != kept_by_tensorflow}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            path = os.readlink(f"/proc/self/fd/{number}")
+            if path != kept_by_tensorflow:
+                descriptors[int(number)] = path
+    return descriptors
 
 
 def children_of(pid: int | str) -> dict[int, str]:
     """Return the command lines of the children of a process; it is empty for one that has ended."""
-    found = {}
+    children = {}
     with contextlib.suppress(OSError):  # the process has ended
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):  # a thread, or a child, that has just ended
                 for number in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
-                    found[int(number)] = (
-                        Path(f"/proc/{number}/cmdline")
-                        .read_text(errors="replace")
-                        .replace("\0", " ")
-                    )
-    return found
+                    command = Path(f"/proc/{number}/cmdline").read_text(errors="replace")
+                    children[int(number)] = command.replace("\0", " ")
+    return children

@@ -51,33 +51,33 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
     if PARAMETER not in metafunc.fixturenames:
         metafunc.fixturenames.append(PARAMETER)
-    ids = ["1rank" if size == 1 else f"{size}ranks" for size in sizes]
+    singular = {1: "1rank"}
+    ids = [singular.get(size, f"{size}ranks") for size in sizes]
     metafunc.parametrize(PARAMETER, sizes, indirect=True, ids=ids, scope="session")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    chosen, left_out = [], []
+    sizes = config.option.npu_ranks
+    has_xdist = config.pluginmanager.hasplugin("xdist")
+    selected = []
+    deselected = []
     for item in items:
-        if item.get_closest_marker("ranks") is not None:
-            size = size_of(item)
-            if size is None:
-                raise pytest.UsageError(
-                    f"{item.nodeid}: the mark ranks is for functions, not for methods of unittest"
-                )
-            if config.option.npu_ranks and size not in config.option.npu_ranks:
-                left_out.append(item)
-                continue
-            if item.get_closest_marker("xdist_group") is None and config.pluginmanager.hasplugin(
-                "xdist"
-            ):
-                item.add_marker(
-                    pytest.mark.xdist_group(f"{size}ranks")
-                )  # one process has these ranks
-        chosen.append(item)
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = chosen
+        size = size_of(item)
+        is_marked = item.get_closest_marker("ranks") is not None
+        if is_marked and size is None:
+            raise pytest.UsageError(
+                f"{item.nodeid}: the mark ranks is for functions, not for methods of unittest"
+            )
+        if is_marked and sizes and size not in sizes:
+            deselected.append(item)
+            continue
+        if is_marked and has_xdist and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(f"{size}ranks"))  # one process has these ranks
+        selected.append(item)
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = selected
 
 
 class _Start:
@@ -127,5 +127,8 @@ def npu_ranks(request: pytest.FixtureRequest) -> int:
 def job_tmp_path(request: pytest.FixtureRequest) -> Path:
     """A new directory that the ranks of a test share; each rank has a ``tmp_path`` of its own."""
     rank = request.config.stash.get(RANK, None)
-    path: Path = request.getfixturevalue("tmp_path") if rank is None else rank.directory
-    return path
+    if rank is None:
+        rank_path: Path = request.getfixturevalue("tmp_path")
+    else:
+        rank_path = rank.directory
+    return rank_path

@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from npu_device._src.cluster.time_limits import (
     POOL_GRACE_SECONDS,
@@ -33,7 +33,7 @@ from npu_device._src.testing.short_path import short_path
 
 _WORKER = str(Path(__file__).parent / "worker.py")
 _TAIL_LINES = 40
-_NOT_TOLD = ("/_pytest/", "/pluggy/", f'"{Path(__file__).parent}/')  # files of frames
+_LEFT_OUT = ("/_pytest/", "/pluggy/", f'"{Path(__file__).parent}/')  # files of frames
 _RANK_BYTES = 400 << 20  # that a rank needs to itself, at the least
 
 
@@ -53,7 +53,7 @@ class Pool:
             "NPU_DEVICE_STALL_WARNING": "100",  # a rank may train alone first, on a machine with much else to do
         }
         if keras is not None:
-            common["TF_USE_LEGACY_KERAS"] = "1" if keras == "2" else "0"
+            common["TF_USE_LEGACY_KERAS"] = str(int(keras == "2"))
         self._pids: list[int] = []
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
@@ -76,24 +76,22 @@ class Pool:
         return [*start_ranks(Path(self._directory.name), self.size, arguments, environment)]
 
     def _accept(self, listener: Listener) -> None:
-        found: dict[int, tuple[Connection, int]] = {}
+        ranks: dict[int, tuple[Connection, int]] = {}
         listener._listener._socket.settimeout(POOL_LOOK_SECONDS)  # type: ignore[attr-defined]
         deadline = time.monotonic() + POOL_START_SECONDS
-        while len(found) < self.size:
+        while len(ranks) < self.size:
             if time.monotonic() > deadline or not self.alive:
                 raise RankError("the ranks did not start\n" + self.tails(), {})
             try:
                 connection = listener.accept()
                 rank, pid = connection.recv()
-                found[rank] = connection, pid
-            except (
-                OSError,
-                EOFError,
-            ):  # nobody yet, or a worker that ended while it opened its device
-                continue
+                ranks[rank] = (connection, pid)
+            except (OSError, EOFError):
+                continue  # no rank yet, or one that ended while it opened its device
         for rank in range(self.size):
-            self._connections.append(found[rank][0])
-            self._pids.append(found[rank][1])
+            connection, pid = ranks[rank]
+            self._connections.append(connection)
+            self._pids.append(pid)
 
     @property
     def alive(self) -> bool:
@@ -106,10 +104,10 @@ class Pool:
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> list[Any]:
         """Call ``function(*arguments)`` on every rank; return the results by rank, or raise RankError."""
         answers = self.ask(function, arguments, timeout)
-        wrong = {rank: answer.value for rank, answer in answers.items() if not answer.succeeded}
-        if wrong:
-            parts = [f"rank {rank} of {self.size}:\n{text}" for rank, text in wrong.items()]
-            raise RankError("\n\n".join(parts) + "\n\n" + self.tails(), wrong)
+        errors = {rank: answer.value for rank, answer in answers.items() if not answer.succeeded}
+        if errors:
+            texts = [f"rank {rank} of {self.size}:\n{text}" for rank, text in errors.items()]
+            raise RankError("\n\n".join([*texts, self.tails()]), errors)
         return [answers[rank].value for rank in range(self.size)]
 
     def ask(
@@ -142,13 +140,14 @@ class Pool:
     def _receive(self, answers: dict[int, Answer], seconds: float, grace: float) -> None:
         """Add answers until all are there or the time is over: some seconds, and fewer after an error."""
         until = time.monotonic() + seconds
-        while len(answers) < self.size and (left := until - time.monotonic()) > 0:
-            ready = wait(
-                [one for rank, one in enumerate(self._connections) if rank not in answers], left
-            )
-            for rank in [
-                rank for rank, connection in enumerate(self._connections) if connection in ready
-            ]:
+        while len(answers) < self.size and time.monotonic() < until:
+            waiting = {
+                connection: rank
+                for rank, connection in enumerate(self._connections)
+                if rank not in answers
+            }
+            for connection in wait(list(waiting), max(0.0, until - time.monotonic())):
+                rank = waiting[cast(Connection, connection)]
                 answers[rank] = self._answer_of(rank)
                 if not answers[rank].succeeded:
                     until = min(until, time.monotonic() + grace)
@@ -160,65 +159,66 @@ class Pool:
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._processes[rank].wait(POOL_LOOK_SECONDS)
-                how = (
-                    f"killed by {signal.Signals(-code).name}"
-                    if code < 0
-                    else f"ended with exit code {code}"
-                )
-                return Answer(
-                    False, f"its process was {how}" if code < 0 else f"its process {how}", False
-                )
+                text = f"its process ended with exit code {code}"
+                if code < 0:
+                    text = f"its process was killed by {signal.Signals(-code).name}"
+                return Answer(False, text, False)
             return Answer(False, "its process has closed the connection", False)
         except Exception as error:
             return Answer(False, f"its result can't be read in the process of the test: {error!r}")
 
     def _release(self, answers: dict[int, Answer], limit: float) -> None:
         """Add the answers of ranks that wait for others: these leave, so that the waiting collective fails."""
-        failed = not all(answer.succeeded for answer in answers.values())
-        before = {} if failed else self.stacks()
-        done = sorted(answers)
-        for rank in done:
+        has_failed = not all(answer.succeeded for answer in answers.values())
+        returned = sorted(answers)
+        silent = set(range(self.size)).difference(returned)
+        stacks = {}
+        if not has_failed:
+            stacks = self.stacks()
+        for rank in returned:
             self._connections[rank].send_bytes(b"")  # leave
-        self._receive(answers, POOL_RELEASE_SECONDS if done else 0.0, float("inf"))
-        silent = len(answers) < self.size
-        stacks = before or (self.stacks() if silent else {})
-        if silent:
+        if returned:
+            self._receive(answers, POOL_RELEASE_SECONDS, float("inf"))
+        # A rank that doesn't wait for the others hangs by itself.
+        if len(answers) < self.size:
+            stacks = stacks or self.stacks()
             self.kill()
-        for rank in set(range(self.size)).difference(done):
-            late = f"no answer within {limit:g} s" + (
-                f"; rank(s) {done} have returned" if done else ""
-            )
-            text = "" if failed else f"{late}. It was here:\n{stacks[rank]}"
-            if rank in answers:
-                text = (
-                    f"{text}\nand then, when the others had left:\n{answers[rank].value}"
-                    if text
-                    else answers[rank].value
-                )
-            answers[rank] = Answer(False, text or f"no answer. It is here:\n{stacks[rank]}", False)
+        lateness = f"no answer within {limit:g} s"
+        if returned:
+            lateness += f"; rank(s) {returned} have returned"
+        for rank in silent:
+            if has_failed and rank in answers:
+                end = answers[rank].value  # an error text, or pytest's reports
+            elif has_failed:
+                end = f"no answer. It is here:\n{stacks[rank]}"
+            else:
+                end = f"{lateness}. It was here:\n{stacks[rank]}"
+                if rank in answers:
+                    end += f"\nand then, when the others had left:\n{answers[rank].value}"
+            answers[rank] = Answer(False, end, False)
 
     def stacks(self) -> dict[int, str]:
         """Return where the threads of each rank that run code of the test or of TensorFlow are; innermost first."""
         files = [Path(f"{self._directory.name}/stacks{rank}") for rank in range(self.size)]
-        before = [file.stat().st_size for file in files]
+        lengths = [file.stat().st_size for file in files]
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
         time.sleep(STACKS_SECONDS)
         return {
-            rank: _told(file.read_text()[length:])
-            for rank, (file, length) in enumerate(zip(files, before))
+            rank: _shortened(file.read_text()[length:])
+            for rank, (file, length) in enumerate(zip(files, lengths))
         }
 
     def descriptors(self) -> list[int]:
         return [connection.fileno() for connection in self._connections if not connection.closed]
 
     def tails(self) -> str:
-        parts = []
+        tails = []
         for rank, process in enumerate(self._processes):
             lines = process.output.splitlines()[-_TAIL_LINES:]
-            parts.append(f"--- output of rank {rank} ---\n" + "\n".join(lines))
-        return "\n".join(parts)
+            tails.append("\n".join([f"--- output of rank {rank} ---", *lines]))
+        return "\n".join(tails)
 
     def hang_up(self) -> None:
         for connection in self._connections:
@@ -235,15 +235,15 @@ class Pool:
         self._directory.cleanup()
 
 
-def _told(stacks: str) -> str:
-    """Return what stacks tell: no thread of the package, no frame of pytest."""
-    kept = []
+def _shortened(stacks: str) -> str:
+    """Return the frames of stacks without threads of the package, and without frames of pytest."""
+    output = []
     for stack in stacks.split("\n\n"):
         title, *frames = stack.splitlines() or [""]
-        frames = [frame for frame in frames if not any(place in frame for place in _NOT_TOLD)]
+        frames = [frame for frame in frames if not any(path in frame for path in _LEFT_OUT)]
         if title.startswith("Current") or any("/tensorflow/" in frame for frame in frames):
-            kept += frames
-    return "\n".join(kept) or "  not in Python code: stopped, or busy in a library"
+            output += frames
+    return "\n".join(output) or "  not in Python code: stopped, or busy in a library"
 
 
 class _NotImportable(Exception):
@@ -253,17 +253,17 @@ class _NotImportable(Exception):
 class _Packing(pickle.Pickler):
     """Packs a call, and refuses functions and classes that the ranks can't import."""
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, obj: Any) -> Any:
         """Raise _NotImportable for them; all else is packed as usual."""
-        if isinstance(value, (type, types.FunctionType)):
-            if value.__module__ == "__main__":
+        if isinstance(obj, (type, types.FunctionType)):
+            if obj.__module__ == "__main__":
                 raise _NotImportable(
-                    f"{value.__qualname__} is defined in the script or notebook that runs, which the ranks don't "
+                    f"{obj.__qualname__} is defined in the script or notebook that runs, which the ranks don't "
                     "import.\nWhat to do: put it into a module of its own, next to it, and import it from there."
                 )
-            if "<" in value.__qualname__:  # <lambda>, <locals>
+            if "<" in obj.__qualname__:  # <lambda>, <locals>
                 raise _NotImportable(
-                    f"{value.__qualname__} is a lambda or is defined within a function, so that the ranks can't import "
+                    f"{obj.__qualname__} is a lambda or is defined within a function, so that the ranks can't import "
                     "it.\nWhat to do: define it with def or class at the top of a module, and pass what it needs as "
                     "arguments: run(function, argument, ranks=2)."
                 )
@@ -287,8 +287,8 @@ def packed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
 
 
 def _require_memory(size: int) -> None:
-    found = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(found["MemAvailable"].split()[0]) << 10
+    sizes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(sizes["MemAvailable"].split()[0]) << 10
     if size * _RANK_BYTES > available:
         raise MemoryError(
             f"{size} ranks need about {size * _RANK_BYTES >> 20} MiB of memory; {available >> 20} MiB are free."

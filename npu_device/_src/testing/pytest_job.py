@@ -18,26 +18,27 @@ from npu_device._src.testing.answers import RankError
 from npu_device._src.testing.marked_tests import size_of
 from npu_device._src.testing.pool import Pool
 
-_NOT_SHARED: dict[str, Any] = {
-    **{
-        "collectonly": False,
-        "keyword": "",
-        "markexpr": "",
-        "deselect": None,
-        "maxfail": 0,
-        "npu_ranks": None,
-    },
-    **{"lf": False, "failedfirst": False, "newfirst": False, "stepwise": False},
-    **{
-        "usepdb": False,
-        "trace": False,
-        "dist": "no",
-        "tx": [],
-        "numprocesses": None,
-        "looponfail": False,
-    },
+_OPTIONS_OF_RANKS: dict[str, Any] = {
+    # All tests are collected, and the process of the test selects.
+    "collectonly": False,
+    "keyword": "",
+    "markexpr": "",
+    "deselect": None,
+    "maxfail": 0,
+    "npu_ranks": None,
+    "lf": False,
+    "failedfirst": False,
+    "newfirst": False,
+    "stepwise": False,
+    # They run in this one process, without a debugger.
+    "usepdb": False,
+    "trace": False,
+    "dist": "no",
+    "tx": [],
+    "numprocesses": None,
+    "looponfail": False,
 }
-"""Options that the ranks' sessions have otherwise: which tests to select, and who runs them."""
+"""The options in which the sessions of the ranks differ."""
 
 
 class _Sessions(Pool):
@@ -50,41 +51,53 @@ class _Sessions(Pool):
             return
         self.has_begun = True
         config = session.config
-        self.shown: dict[int, int] = {}  # how much of each rank's output has been printed
-        given: Mapping[str, Any] = getattr(config, "workerinput", {})
+        self.printed: dict[int, int] = {}  # how much of each rank's output has been printed
         files = {str(item.path): None for item in session.items if size_of(item) is not None}
         options = {
             **vars(config.option),
-            **_NOT_SHARED,
+            **_OPTIONS_OF_RANKS,
             "basetemp": str(_temporary(config, f"{self.size}ranks")),
+            "rootdir": str(config.rootpath),
+            "inifilename": None,
         }
-        options.update(
-            rootdir=str(config.rootpath),
-            inifilename=str(config.inipath) if config.inipath else None,
-        )
-        worker_input = {
-            "workerid": given.get("workerid", ""),
-            "cov_master_host": socket.gethostname(),  # pytest-cov's: the ranks save beside this process
-            "cov_master_topdir": os.getcwd(),
-            "cov_master_rsync_roots": [],
-            **{
-                name: value
-                for name, value in given.items()
-                if name.startswith("cov_") or name == "testrunuid"
-            },
-        }
-        sent = {name: value for name, value in options.items() if _can_be_sent(value)}
-        arguments = (str(config.invocation_params.dir), sent, list(files), worker_input)
+        if config.inipath:
+            options["inifilename"] = str(config.inipath)
+        picklable = {name: option for name, option in options.items() if _is_picklable(option)}
         try:
-            self.run(pytest_rank.session, *arguments, timeout=COLLECTING_SECONDS)
+            self.run(
+                pytest_rank.session,
+                str(config.invocation_params.dir),
+                picklable,
+                list(files),
+                _worker_input(config),
+                timeout=COLLECTING_SECONDS,
+            )
         except RankError:
             self.close()
             raise
 
 
-def _can_be_sent(value: Any) -> bool:
+def _worker_input(config: pytest.Config) -> dict[str, Any]:
+    """Return what other plugins want to know of the process that has started a worker."""
+    own_input: Mapping[str, Any] = getattr(
+        config, "workerinput", {}
+    )  # if pytest-xdist has started it
+    worker_input = {
+        "workerid": own_input.get("workerid", ""),
+        # For pytest-cov: the ranks save beside this process.
+        "cov_master_host": socket.gethostname(),
+        "cov_master_topdir": os.getcwd(),
+        "cov_master_rsync_roots": [],
+    }
+    for name in own_input:
+        if name.startswith("cov_") or name == "testrunuid":
+            worker_input[name] = own_input[name]
+    return worker_input
+
+
+def _is_picklable(option: Any) -> bool:
     try:
-        return bool(pickle.dumps(value))
+        return bool(pickle.dumps(option))
     except Exception:
         return False
 
@@ -93,17 +106,17 @@ def _temporary(config: pytest.Config, name: str) -> Any:
     return config._tmp_path_factory.mktemp(name)  # type: ignore[attr-defined]
 
 
-_not_started: Exception | None = None
+_start_error: Exception | None = None
 
 
 def start(item: pytest.Item) -> None:
     """Start the ranks of a test, unless they wait for it; an error is one of the test."""
-    global _not_started
+    global _start_error
     try:
-        _not_started = None
-        run.pool_of(_kind(item), _Sessions).begin(item.session)
+        _start_error = None
+        run.pool_of(_pool_key(item), _Sessions).begin(item.session)
     except Exception as error:
-        _not_started = error
+        _start_error = error
 
 
 def run_test(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
@@ -115,77 +128,78 @@ def run_test(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
     return True
 
 
-def _kind(item: pytest.Item) -> Any:
+def _pool_key(item: pytest.Item) -> Any:
+    """Return what tells the pool of a test apart; None for a test without ranks."""
     mark = item.get_closest_marker("ranks")
     size = size_of(item)
     if mark is None or size is None:
         return None
-    kind = run.kind_of(size, mark.kwargs.get("keras"), mark.kwargs.get("environment") or {})
-    return (*kind, "pytest")  # these ranks aren't those of ``run``
+    key = run.pool_key(size, mark.kwargs.get("keras"), mark.kwargs.get("environment") or {})
+    return (*key, "pytest")  # these ranks aren't those of ``run``
 
 
 def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[pytest.TestReport]:
     try:
         answers = _answers(item, nextitem)
-    except (
-        pytest.fail.Exception,
-        Exception,
-    ) as error:  # pytest-timeout's, or the ranks did not start
-        stacks = [
-            f"rank {rank} was here:\n{stack}"
-            for rank, stack in getattr(error, "stacks", {}).items()
-        ]
-        yield _report(item, "call", "failed", "\n".join([str(error), *stacks]))
+    except (pytest.fail.Exception, Exception) as error:
+        # The first is that of pytest-timeout. Or the ranks did not start.
+        texts = [str(error)]
+        for rank, stack in getattr(error, "stacks", {}).items():
+            texts.append(f"rank {rank} was here:\n{stack}")
+        yield _report(item, "call", "failed", "\n".join(texts))
         return
-    by_rank: dict[int, dict[str, pytest.TestReport]] = {}
+    by_phase: dict[str, dict[int, pytest.TestReport]] = {"setup": {}, "call": {}, "teardown": {}}
     for rank, answer in answers.items():
         if isinstance(answer.value, str):  # the rank is gone, or hangs
-            by_rank[rank] = {"call": _report(item, "call", "failed", answer.value)}
+            by_phase["call"][rank] = _report(item, "call", "failed", answer.value)
             continue
-        data, recorded = answer.value
-        reports = [
-            item.config.hook.pytest_report_from_serializable(config=item.config, data=each)
-            for each in data
-        ]
-        by_rank[rank] = {report.when: report for report in reports}
+        packed_reports, packed_warnings = answer.value
+        for packed_report in packed_reports:
+            report = item.config.hook.pytest_report_from_serializable(
+                config=item.config, data=packed_report
+            )
+            by_phase[report.when][rank] = report
         if rank == 0:
-            _warn(item.config, recorded)
-    for when in ("setup", "call", "teardown"):
-        found = {rank: reports[when] for rank, reports in by_rank.items() if when in reports}
-        if found:
-            yield _merged(item, found)
+            _warn(item.config, packed_warnings)
+    for reports in filter(None, by_phase.values()):
+        yield _merged(item, reports)
 
 
 def _answers(item: pytest.Item, nextitem: pytest.Item | None) -> dict[int, Any]:
-    kind = _kind(item)
-    following = next((one for one in _after(item, nextitem) if _kind(one) == kind), None)
+    if _start_error is not None:
+        raise _start_error
+    pool_key = _pool_key(item)
+    # The ranks keep the fixtures that their next test needs, too.
+    successor = None
+    for later_item in _after(item, nextitem):
+        if _pool_key(later_item) == pool_key:
+            successor = pytest_rank.name_of(later_item)
+            break
     limit = float(item.get_closest_marker("ranks").kwargs.get("limit", 300))  # type: ignore[union-attr]
-    if _not_started is not None:
-        raise _not_started
-    pool = run.pool_of(kind, _Sessions)
+    pool = run.pool_of(pool_key, _Sessions)
     directory = _temporary(item.config, re.sub(r"\W", "_", item.name)[:30])
-    arguments = (
-        pytest_rank.name_of(item),
-        following and pytest_rank.name_of(following),
-        str(directory),
-    )
+    arguments = (pytest_rank.name_of(item), successor, str(directory))
     try:
         return pool.ask(pytest_rank.test, arguments, limit)
     finally:
         if item.config.option.capture == "no":
-            _show(pool)
+            _print_output(pool)
 
 
 def _after(item: pytest.Item, nextitem: pytest.Item | None) -> Sequence[pytest.Item]:
-    return item.session.items[item.session.items.index(nextitem) :] if nextitem is not None else ()
+    if nextitem is None:
+        return ()
+    items = item.session.items
+    return items[items.index(nextitem) :]
 
 
-def _show(pool: _Sessions) -> None:
+def _print_output(pool: _Sessions) -> None:
     """Print what the ranks have printed since the last test, for ``-s``."""
     for rank, process in enumerate(pool.processes):
-        shown, output = pool.shown.get(rank, 0), process.output
-        pool.shown[rank] = len(output)
-        for line in output[shown:].splitlines():
+        output = process.output
+        start_of_test = pool.printed.get(rank, 0)
+        pool.printed[rank] = len(output)
+        for line in output[start_of_test:].splitlines():
             print(f"[{rank}] {line}")
 
 
@@ -197,39 +211,46 @@ def _merged(item: pytest.Item, reports: dict[int, pytest.TestReport]) -> pytest.
         for rank, report in reports.items()
         if report.skipped and not hasattr(report, "wasxfail")
     ]
-    chosen = reports[min(reports)]
-    if failed:
-        chosen = reports[failed[0]]
-        others = {rank: reports[rank].longreprtext for rank in failed[1:]}
-        own: Any = chosen.longrepr
-        if others and hasattr(own, "addsection"):
-            for rank, text in others.items():
-                own.addsection(f"rank {rank}", text, "_")
-        elif others:
-            chosen.longrepr = "\n\n".join(
-                [str(own), *(f"rank {rank}:\n{text}" for rank, text in others.items())]
-            )
-        then = f", then on rank(s) {', '.join(map(str, others))}" if others else ""
-        chosen.sections.insert(
-            0, ("Ranks", f"failed first on rank {failed[0]} of {size_of(item)}{then}")
-        )
-    elif skipped and len(skipped) < len(reports):
+    if not failed and skipped and len(skipped) < len(reports):
         ran = sorted(set(reports).difference(skipped))
         skip: Any = reports[skipped[0]].longrepr
         text = f"rank(s) {skipped} skipped the test ({skip[2]}), and rank(s) {ran} ran it"
-        return _report(
-            item, str(chosen.when), "failed", f"{text}.\nWhat to do: skip on all ranks, or on none."
-        )
-    elif any(hasattr(report, "wasxfail") and report.skipped for report in reports.values()):
-        chosen = next(
-            report for report in reports.values() if hasattr(report, "wasxfail") and report.skipped
-        )
+        when = str(reports[skipped[0]].when)
+        return _report(item, when, "failed", f"{text}.\nWhat to do: skip on all ranks, or on none.")
+    merged = reports[min(reports)]
+    if failed:
+        merged = reports[failed[0]]
+        _add_failures(merged, {rank: reports[rank].longreprtext for rank in failed[1:]})
+        merged.sections.insert(0, ("Ranks", _order_of_failures(failed, size_of(item))))
+    else:
+        for report in reports.values():
+            if report.skipped and hasattr(report, "wasxfail"):
+                merged = report
+                break
     for rank, report in reports.items():
-        if report is not chosen:
-            chosen.sections += [(f"{name}, rank {rank}", text) for name, text in report.sections]
-    chosen.nodeid = item.nodeid
-    chosen.duration = max(report.duration for report in reports.values())
-    return chosen
+        if report is not merged:
+            merged.sections += [(f"{name}, rank {rank}", text) for name, text in report.sections]
+    merged.nodeid = item.nodeid
+    merged.duration = max(report.duration for report in reports.values())
+    return merged
+
+
+def _add_failures(report: pytest.TestReport, later_texts: Mapping[int, str]) -> None:
+    """Add to the report of the first failure the texts of the later ones, by rank."""
+    description: Any = report.longrepr
+    if hasattr(description, "addsection"):
+        for rank, text in later_texts.items():
+            description.addsection(f"rank {rank}", text, "_")
+    elif later_texts:
+        texts = [f"rank {rank}:\n{text}" for rank, text in later_texts.items()]
+        report.longrepr = "\n\n".join([str(description), *texts])
+
+
+def _order_of_failures(failed: Sequence[int], size: int | None) -> str:
+    order = f"failed first on rank {failed[0]} of {size}"
+    if len(failed) > 1:
+        order += f", then on rank(s) {', '.join(map(str, failed[1:]))}"
+    return order
 
 
 def _report(item: pytest.Item, when: Any, outcome: Any, text: str) -> pytest.TestReport:
@@ -239,10 +260,10 @@ def _report(item: pytest.Item, when: Any, outcome: Any, text: str) -> pytest.Tes
     )
 
 
-def _warn(config: pytest.Config, recorded: Sequence[Any]) -> None:
-    for text, category, file, line, when, nodeid, location in recorded:
-        kind = type(category, (UserWarning,), {})
-        message = warnings.WarningMessage(kind(text), kind, file, line)
+def _warn(config: pytest.Config, packed_warnings: Sequence[Any]) -> None:
+    for text, category, file, line, when, nodeid, location in packed_warnings:
+        warning = type(category, (UserWarning,), {})
+        message = warnings.WarningMessage(warning(text), warning, file, line)
         arguments = {
             "warning_message": message,
             "when": when,

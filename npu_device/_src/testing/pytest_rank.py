@@ -22,13 +22,12 @@ class _Rank:
         self._items: dict[str, pytest.Item] = {}
         self._reports: list[Any] = []
         self._warnings: list[Any] = []
-        self._next: pytest.Item | None = None
+        self._announced: pytest.Item | None = None
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        if session.config.pluginmanager.has_plugin(
-            "terminalreporter"
-        ):  # the test's process shows the progress
+        # The process of the test shows the progress.
+        if session.config.pluginmanager.has_plugin("terminalreporter"):
             session.config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115
 
     @pytest.hookimpl(tryfirst=True)
@@ -46,17 +45,23 @@ class _Rank:
     def pytest_warning_recorded(
         self, warning_message: Any, when: str, nodeid: str, location: Any
     ) -> None:
-        text = str(warning_message.message)
-        place = warning_message.filename, warning_message.lineno
-        self._warnings.append(
-            (text, warning_message.category.__name__, *place, when, nodeid, location)
+        packed_warning = (
+            str(warning_message.message),
+            warning_message.category.__name__,
+            warning_message.filename,
+            warning_message.lineno,
+            when,
+            nodeid,
+            location,
         )
+        self._warnings.append(packed_warning)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item) -> bool:
         return True  # the test's process has the timer
 
-    def run(self, name: str, following: str | None, directory: str) -> Answer:
+    def run(self, name: str, successor: str | None, directory: str) -> Answer:
+        """Run a test, and keep the fixtures that the next test of this rank needs, too."""
         item = self._items.get(name)
         if item is None:
             return Answer(
@@ -64,28 +69,28 @@ class _Rank:
                 f"this rank doesn't collect {name}; do names or parameters depend on the rank?",
             )
         self.directory = Path(directory)
-        self._reports, self._warnings = [], []
+        self._reports = []
+        self._warnings = []
         config = item.config
-        if (
-            self._next is not item
-        ):  # other fixtures are needed than those of the test that was announced
+        if self._announced is not item:  # which may need other fixtures
             self.session._setupstate.teardown_exact(item)
-        self._next = self._items.get(following or "")
-        config.hook.pytest_runtest_protocol(item=item, nextitem=self._next)
-        data = [
-            config.hook.pytest_report_to_serializable(config=config, report=each)
-            for each in self._reports
+        self._announced = self._items.get(successor or "")
+        config.hook.pytest_runtest_protocol(item=item, nextitem=self._announced)
+        packed_reports = [
+            config.hook.pytest_report_to_serializable(config=config, report=report)
+            for report in self._reports
         ]
-        return Answer(not any(report.failed for report in self._reports), (data, self._warnings))
+        has_failed = any(report.failed for report in self._reports)
+        return Answer(not has_failed, (packed_reports, self._warnings))
 
 
 def name_of(item: pytest.Item) -> str:
     """Return the name of a test without the group that pytest-xdist writes behind it."""
     mark = item.get_closest_marker("xdist_group")
-    group = (
-        "@" + str(mark.args[0] if mark.args else mark.kwargs.get("name", "default")) if mark else ""
-    )
-    return item.nodeid[: -len(group)] if group and item.nodeid.endswith(group) else item.nodeid
+    if mark is None:
+        return item.nodeid
+    group = next(iter(mark.args), mark.kwargs.get("name", "default"))
+    return item.nodeid.removesuffix(f"@{group}")
 
 
 _session: _Rank | None = None
@@ -105,7 +110,8 @@ def session(
     as_worker: Any = config
     as_worker.workerinput = {**worker_input, "workerid": f"{worker_input['workerid']}rank{rank()}"}
     as_worker.workeroutput = {}
-    _session = config.stash[RANK] = _Rank()
+    _session = _Rank()
+    config.stash[RANK] = _session
     config.pluginmanager.register(_session, "npu_rank")
     code = config.hook.pytest_cmdline_main(config=config)
     return Answer(
@@ -114,6 +120,6 @@ def session(
     )
 
 
-def test(name: str, following: str | None, directory: str) -> Answer:
+def test(name: str, successor: str | None, directory: str) -> Answer:
     assert _session is not None
-    return _session.run(name, following, directory)
+    return _session.run(name, successor, directory)

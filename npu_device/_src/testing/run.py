@@ -13,10 +13,10 @@ from npu_device._src.testing.answers import RankError
 from npu_device._src.testing.faults import Armed, Fault
 from npu_device._src.testing.pool import Pool, packed
 
-_Kind = tuple[Any, ...]
-_MOST_RANKS = 6  # that are alive at once: each takes some 500 MB
+_PoolKey = tuple[Any, ...]
+_LIVE_RANKS = 6  # that are alive at once: each takes some 500 MB
 
-_pools: dict[_Kind, Pool] = {}  # the last used one is the last
+_pools: dict[_PoolKey, Pool] = {}  # the last used one is the last
 
 
 def run(
@@ -57,53 +57,67 @@ def run(
         TypeError: function or arguments can't be sent.
         MemoryError: there is too little memory for so many ranks.
     """
-    kind = kind_of(ranks, keras, environment or {})
+    key = pool_key(ranks, keras, environment or {})
     packed(function, arguments)  # an error comes before the ranks start
     if not (fresh or faults or restarts):
-        return pool_of(kind).run(function, *arguments, timeout=limit)
+        return pool_of(key).run(function, *arguments, timeout=limit)
     with tempfile.TemporaryDirectory(prefix="npu_faults_") as directory:
         armed = Armed(function, faults, Path(directory))
-        for attempt in range(restarts + 1):
-            pool = Pool(
-                ranks, kind[1], **{**dict(kind[2]), "NPU_DEVICE_RESTART_COUNT": str(attempt)}
-            )
-            try:
-                results = pool.run(armed, *arguments, timeout=limit)
-                break
-            except RankError:
-                if attempt == restarts:
-                    armed.require_all()
-                    raise
-            finally:
-                pool.close()
+        try:
+            returned = _run_with_restarts(key, armed, arguments, restarts, limit)
+        except RankError:
+            armed.require_all()
+            raise
         armed.require_all()
-    return results
+        return returned
 
 
-def kind_of(ranks: int, keras: object, environment: Mapping[str, str]) -> _Kind:
+def _run_with_restarts(
+    key: _PoolKey, armed: Armed, arguments: tuple[Any, ...], restarts: int, limit: float
+) -> list[Any]:
+    """Call a function on new ranks, again if it fails on one."""
+    size, keras, environment, *_ = key
+    attempt = 0
+    while True:
+        variables = {**dict(environment), "NPU_DEVICE_RESTART_COUNT": str(attempt)}
+        pool = Pool(size, keras, **variables)
+        try:
+            return pool.run(armed, *arguments, timeout=limit)
+        except RankError:
+            # As npurun does, with what the ranks have saved.
+            if attempt >= restarts:
+                raise
+        finally:
+            pool.close()
+        attempt += 1
+
+
+def pool_key(ranks: int, keras: object, environment: Mapping[str, str]) -> _PoolKey:
     """Return what tells pools apart; ValueError if the number of ranks or the Keras is impossible."""
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks={ranks!r}: expected a whole number from 1")
     if str(keras) not in ("2", "3", "None"):
         raise ValueError(f"keras={keras!r}: expected 2, 3, or None")
-    return ranks, None if keras is None else str(keras), tuple(sorted(environment.items()))
+    keras_version = None
+    if keras is not None:
+        keras_version = str(keras)
+    return ranks, keras_version, tuple(sorted(environment.items()))
 
 
-def pool_of(kind: _Kind, of: type[Pool] = Pool) -> Any:
+def pool_of(key: _PoolKey, pool_class: type[Pool] = Pool) -> Any:
     """Return ranks that wait for a call; those that have not been used for longest end when there are too many."""
-    pool = _pools.pop(kind, None)
+    pool = _pools.pop(key, None)
     if pool is None or not pool.alive:
         if pool is not None:
             pool.close()
-        while _pools and sum(other.size for other in _pools.values()) + kind[0] > _MOST_RANKS:
+        size, keras, environment, *_ = key
+        while _pools and sum(pool.size for pool in _pools.values()) + size > _LIVE_RANKS:
             _pools.pop(next(iter(_pools))).close()
-        size, keras, environment, *_ = kind
-        pool = of(size, keras, **dict(environment))
+        pool = pool_class(size, keras, **dict(environment))
+        # Called before the pool's folder is removed, because it is registered after that.
         atexit.unregister(close)
-        atexit.register(
-            close
-        )  # called before the pool's folder is removed, because it is registered after that
-    _pools[kind] = pool
+        atexit.register(close)
+    _pools[key] = pool
     return pool
 
 
@@ -111,13 +125,13 @@ def pools() -> list[Pool]:
     return list(_pools.values())
 
 
-def close_pools(of: type[Pool] = Pool) -> None:
-    ending = {kind: pool for kind, pool in _pools.items() if isinstance(pool, of)}
+def close_pools(pool_class: type[Pool] = Pool) -> None:
+    ending = {key: pool for key, pool in _pools.items() if isinstance(pool, pool_class)}
     for pool in ending.values():
         pool.hang_up()
-    for kind, pool in ending.items():
+    for key, pool in ending.items():
         pool.close()
-        del _pools[kind]
+        del _pools[key]
 
 
 def close() -> None:

@@ -30,7 +30,8 @@ class Start:
     def __init__(self) -> None:
         self._environment = dict(os.environ)
         self._directory = os.getcwd()
-        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._python_random = random.getstate()
+        self._numpy_random = np.random.get_state()
         loaded = [sys.modules[name] for name in ("keras", "tf_keras") if name in sys.modules]
         self._keras = [_settings_of(keras) for keras in loaded]
 
@@ -39,8 +40,8 @@ class Start:
             os.environ.clear()
             os.environ.update(self._environment)
         os.chdir(self._directory)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        random.setstate(self._python_random)
+        np.random.set_state(self._numpy_random)
         tf.random.set_seed(None)
         tf.config.run_functions_eagerly(False)
         for keras, floatx, image_format, policy in self._keras:

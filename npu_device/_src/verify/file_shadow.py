@@ -14,6 +14,7 @@ import functools
 import glob
 import inspect
 import io
+import itertools
 import os
 import re
 import shutil
@@ -31,7 +32,8 @@ COVERED = (
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
 _REMOVERS = ("remove", "unlink", "rmdir", "DeleteFile", "DeleteRecursively")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-_CALLS = {  # what happens to the path that they are given: functions and methods
+# Functions and methods, by what they do to the path that they are given.
+_CALLS = {
     "open": "builtins.open io.open os.open h5py.File.__init__",
     "read": "os.stat os.lstat os.access os.readlink os.link os.symlink gfile.BufferedInputStream gfile.FileExists "
     "gfile.IsDirectory gfile.Stat gfile.CopyFile tf.io.read_file tf.train.Checkpoint.restore tf.train.Checkpoint.read "
@@ -57,22 +59,19 @@ class Redirection:
     """The redirection of this process.
 
     Args:
-        own: the directory of all runs, where nothing is redirected.
+        directory: the one of all runs, where nothing is redirected.
         script: the path of the script.
 
     Temporary files are not redirected, unless the script or the working directory is among them.
     """
 
-    def __init__(self, own: str, script: str) -> None:
+    def __init__(self, directory: str, script: str) -> None:
         self._folder = ""
-        self._kept = (
-            os.path.realpath(own) + os.sep,
-            *_SYSTEM,
-            os.path.realpath(tempfile.gettempdir()) + os.sep,
-        )
-        self._users = tuple(
-            path + os.sep for path in {os.getcwd(), os.path.dirname(os.path.realpath(script))}
-        )
+        self._runs_folder = os.path.realpath(directory) + os.sep
+        temporary_folder = os.path.realpath(tempfile.gettempdir()) + os.sep
+        self._direct_folders = (*_SYSTEM, temporary_folder)
+        user_folders = {os.getcwd(), os.path.dirname(os.path.realpath(script))}
+        self._user_folders = tuple(folder + os.sep for folder in user_folders)
 
     def copy(self, folder: Path) -> None:
         """Let another folder begin with what has been written."""
@@ -83,42 +82,50 @@ class Redirection:
         """Write to another folder from now on; all ranks of a run write to the same."""
         self._folder = str(folder)
 
-    def _inside(self, path: Any) -> str | None:
+    def _redirected(self, path: Any) -> str | None:
+        """Return the path in the folder that stands for a path; None where nothing is redirected."""
         if not isinstance(path, (str, bytes, os.PathLike)) or not path:
             return None
-        given = os.fsdecode(os.fspath(path))
-        text = os.path.abspath(given)
-        place = text + os.sep
-        is_kept = place.startswith(self._kept) and not place.startswith(self._users)
-        return (
-            None
-            if "://" in given or place.startswith(self._kept[0]) or is_kept
-            else self._folder + text
-        )
+        text = os.fsdecode(os.fspath(path))
+        full_path = os.path.abspath(text)
+        folder = full_path + os.sep
+        # A script in a temporary folder is a user's, too, as in tests.
+        is_direct = folder.startswith(self._direct_folders)
+        if folder.startswith(self._user_folders):
+            is_direct = False
+        if is_direct or "://" in text or folder.startswith(self._runs_folder):
+            return None
+        return self._folder + full_path
 
     def _to_read(self, path: Any) -> Any:
         """Return the path of what was written before; else the path itself."""
         if isinstance(path, (list, tuple)):
-            return [self._to_read(each) for each in path]
-        inside = self._inside(path)
-        is_there = inside is not None and any(
-            map(os.path.lexists, (inside, f"{inside}.index"))
-        )  # of a checkpoint
-        return inside if is_there else path
+            return [self._to_read(member) for member in path]
+        redirected = self._redirected(path)
+        if redirected is None:
+            return path
+        index_of_checkpoint = f"{redirected}.index"
+        if os.path.lexists(redirected) or os.path.lexists(index_of_checkpoint):
+            return redirected
+        return path
 
     def _to_write(self, path: Any) -> Any:
         """Return the path to write to instead; the path itself where nothing is redirected."""
-        inside = self._inside(path)
-        if inside is None:
+        redirected = self._redirected(path)
+        if redirected is None:
             return path
-        os.makedirs(os.path.dirname(inside), exist_ok=True)
-        return inside
+        os.makedirs(os.path.dirname(redirected), exist_ok=True)
+        return redirected
 
     def _to_change(self, path: Any) -> Any:
         """Return the path to write to instead, where a copy of the user's file or directory is."""
         target = self._to_write(path)
-        if target is not path and not os.path.lexists(target) and os.path.exists(path):
-            (shutil.copytree if os.path.isdir(path) else shutil.copyfile)(path, target)
+        if target is path or os.path.lexists(target) or not os.path.exists(path):
+            return target
+        if os.path.isdir(path):
+            shutil.copytree(path, target)
+        else:
+            shutil.copyfile(path, target)
         return target
 
     def install(self) -> None:
@@ -127,18 +134,17 @@ class Redirection:
         scandir = os.scandir
 
         def merged(path: Any = ".") -> Any:
-            inside = None if isinstance(path, bytes) else self._inside(path)
-            if inside is None or not os.path.lexists(inside):
+            redirected = self._redirected(path)
+            if isinstance(path, bytes) or redirected is None or not os.path.lexists(redirected):
                 return scandir(path)
-            found: dict[str, Any] = {}
-            with contextlib.suppress(OSError):  # the user has none
-                found.update((each.name, each) for each in scandir(path))
-            return _Entries(
-                iter({**found, **{each.name: each for each in scandir(inside)}}.values())
-            )
+            files: dict[str, Any] = {}
+            with contextlib.suppress(OSError):  # the user has no such directory
+                files.update((file.name, file) for file in scandir(path))
+            files.update((file.name, file) for file in scandir(redirected))
+            return _DirectoryListing(iter(files.values()))
 
         os.scandir = merged
-        os.listdir = lambda path=".": [each.name for each in merged(path)]
+        os.listdir = lambda path=".": [file.name for file in merged(path)]
 
     def install_tensorflow(self, tf: Any) -> None:
         """Redirect what TensorFlow writes and reads by itself, and HDF5."""
@@ -147,99 +153,121 @@ class Redirection:
         functions = compat.file_functions()
         self._wrap_calls(tf=tf, h5py=sys.modules.get("h5py"), **functions)
         gfile = functions["gfile"]
-        children, matching = gfile.GetChildren, gfile.GetMatchingFiles
+        children = gfile.GetChildren
+        matching = gfile.GetMatchingFiles
 
         def listed(path: Any) -> Any:
-            return children(path) if self._inside(path) is None else os.listdir(os.fsdecode(path))
+            if self._redirected(path) is None:
+                return children(path)
+            return os.listdir(os.fsdecode(path))
 
         def matched(pattern: Any) -> Any:
-            if self._inside(pattern) is None:
+            if self._redirected(pattern) is None:
                 return matching(pattern)
             text = os.fsdecode(pattern)
-            start = "" if os.path.dirname(text) else "./"  # as TensorFlow gives them
+            start = "./" * (not os.path.dirname(text))  # as TensorFlow gives them
             return sorted(start + path for path in glob.glob(text))
 
-        gfile.GetChildren, gfile.GetMatchingFiles = listed, matched
+        gfile.GetChildren = listed
+        gfile.GetMatchingFiles = matched
 
     def _wrap_calls(self, **owners: Any) -> None:
-        for kind, names in _CALLS.items():
+        for access, names in _CALLS.items():
             for path in names.split():
-                first, *rest, name = path.split(".")
-                if owners.get(first):
-                    self._wrap(functools.reduce(getattr, rest, owners[first]), name, kind)
+                root, *attributes, name = path.split(".")
+                if owners.get(root):
+                    owner = functools.reduce(getattr, attributes, owners[root])
+                    self._wrap(owner, name, access)
 
-    def _wrap(self, owner: Any, name: str, kind: str) -> None:
+    def _wrap(self, owner: Any, name: str, access: str) -> None:
         """Change a path among the arguments of a function, and in its result."""
-        own = getattr(owner, name)
-        place, keyword = _path_of(own)
-        kinds = {"open": self._to_read, "read": self._to_read, "change": self._to_change}
-        change = kinds.get(kind, self._to_write)
-        if kind == "write second":
-            place, keyword = place + 1, "dst"
+        original = getattr(owner, name)
+        position, keyword = _path_parameter(original)
+        changes = {"open": self._to_read, "read": self._to_read, "change": self._to_change}
+        change_for_access = changes.get(access, self._to_write)
+        if access == "write second":
+            position += 1
+            keyword = "dst"
 
-        @functools.wraps(own)
+        @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-            key = place if place < len(args) else keyword
-            if key in given:
-                path, directory = given[key], given.pop("dir_fd", None)
-                if directory is not None:
-                    path = os.path.join(
-                        os.readlink(f"/proc/self/fd/{directory}"), os.fsdecode(path)
-                    )
-                writes = kind == "open" and _writes(
-                    given.get(place + 1, given.get("mode", given.get("flags")))
-                )
-                given[key] = (self._to_change if writes else change)(path)
-                if name in _REMOVERS and not os.path.lexists(given[key]) and os.path.lexists(path):
-                    return None  # the user's own stays
-            result = own(*[given.pop(number) for number in range(len(args))], **given)
-            written = isinstance(result, str) and result.startswith(self._folder + os.sep)
-            return result[len(self._folder) :] if written else result  # one of the user's again
+            arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+            key: Any = keyword
+            if position < len(args):
+                key = position
+            if key in arguments:
+                path = _full_path(arguments[key], arguments.pop("dir_fd", None))
+                change = change_for_access
+                mode = arguments.get("mode", arguments.get("flags"))
+                if access == "open" and _writes(arguments.get(position + 1, mode)):
+                    change = self._to_change
+                arguments[key] = change(path)
+                if name in _REMOVERS and _is_only_at(path, arguments[key]):  # it is the user's
+                    return None
+            by_position = [arguments.pop(number) for number in range(len(args))]
+            returned = original(*by_position, **arguments)
+            if isinstance(returned, str) and returned.startswith(self._folder + os.sep):
+                return returned.removeprefix(self._folder)
+            return returned
 
         setattr(owner, name, wrapped)
 
 
-def _path_of(function: Any) -> tuple[int, str]:
-    """Return place and name of the path among the parameters of a function; the first if it doesn't tell them."""
-    parameters: Collection[str] = ()
+def _is_only_at(path: Any, redirected: Any) -> bool:
+    """Return True if there is a file at a path, and none where it is redirected to."""
+    return not os.path.lexists(redirected) and os.path.lexists(path)
+
+
+def _full_path(path: Any, directory: int | None) -> Any:
+    """Return a path that is relative to an open directory, if there is one, as one that isn't."""
+    if directory is None:
+        return path
+    return os.path.join(os.readlink(f"/proc/self/fd/{directory}"), os.fsdecode(path))
+
+
+def _path_parameter(function: Any) -> tuple[int, str]:
+    """Return position and name of the path among the parameters of a function; the first if it doesn't tell them."""
     with contextlib.suppress(TypeError, ValueError):
-        parameters = inspect.signature(function).parameters
-    return next((each for each in enumerate(parameters) if _PATHS.fullmatch(each[1])), (0, ""))
+        for position, name in enumerate(inspect.signature(function).parameters):
+            if _PATHS.fullmatch(name):
+                return position, name
+    return 0, ""
 
 
 def _writes(mode: str | int | None) -> bool:
-    return bool(mode & _WRITES if isinstance(mode, int) else set(mode or "r").intersection("wax+"))
+    """Return True if a mode of ``open`` or flags of ``os.open`` allow to write."""
+    if isinstance(mode, int):
+        return bool(mode & _WRITES)
+    return bool(set(mode or "r").intersection("wax+"))
 
 
-class _Entries(contextlib.ExitStack):
-    """Entries of a directory as ``os.scandir`` gives them."""
+class _DirectoryListing(contextlib.ExitStack):
+    """The files of a directory as ``os.scandir`` gives them."""
 
-    def __init__(self, entries: Iterator[Any]) -> None:
+    def __init__(self, files: Iterator[Any]) -> None:
         super().__init__()
-        self._left = entries
+        self._files = files
 
     def __iter__(self) -> Iterator[Any]:
-        return self._left
+        return self._files
 
     def __next__(self) -> Any:
-        return next(self._left)
+        return next(self._files)
 
 
-def changed_since(begin: float, folders: Collection[Path], own: Path) -> list[str]:
+def changed_since(begin: float, folders: Collection[Path], runs_folder: Path) -> list[str]:
     """Return which of the first files below some folders have changed; none of the directory of all runs."""
-    found: set[str] = set()
-    seen = 0
-    for root, directories, names in (each for folder in folders for each in os.walk(folder)):
+    changed: set[str] = set()
+    file_count = 0
+    for root, directories, names in itertools.chain.from_iterable(map(os.walk, folders)):
         directories[:] = sorted(
             name
             for name in directories
-            if not name.startswith((".", "__pycache__")) and Path(root, name) != own
+            if not name.startswith((".", "__pycache__")) and Path(root, name) != runs_folder
         )
-        seen += len(names)
-        if seen < _MOST_FILES:
-            paths = (os.path.join(root, name) for name in names)
-            found.update(
-                path for path in paths if os.path.exists(path) and os.stat(path).st_ctime > begin
-            )
-    return sorted(found)
+        file_count += len(names)
+        if file_count < _MOST_FILES:
+            paths = [os.path.join(root, name) for name in names]
+            existing = [path for path in paths if os.path.exists(path)]
+            changed.update(path for path in existing if os.stat(path).st_ctime > begin)
+    return sorted(changed)

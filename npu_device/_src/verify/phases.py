@@ -24,7 +24,7 @@ from npu_device._src.cluster.time_limits import SWEEP_SECONDS
 from npu_device._src.cluster.tracebacks import is_user_file
 from npu_device._src.comparison.compare import Record, load
 from npu_device._src.replicate import main_program
-from npu_device._src.verify.plan import DONE, FAR_MORE, Process
+from npu_device._src.verify.plan import DONE, FAR_MORE, PlannedProcess
 
 _TRAINING_CALLS = ("fit", "fit_generator", "train_on_batch", "apply_gradients", "minimize")
 
@@ -35,21 +35,23 @@ Stack = tuple[str, ...]
 class Phases:
     """The phases of this process."""
 
-    def __init__(self, process: Process, record: Record, lock: threading.RLock) -> None:
-        self._process, self._record, self._lock = process, record, lock
+    def __init__(self, process: PlannedProcess, record: Record, lock: threading.RLock) -> None:
+        self._process = process
+        self._record = record
+        self._lock = lock
         self._classes: dict[str, str] = {}  # the class of each optimizer
         self._totals: Counter[str] = Counter()  # steps of each optimizer
         self._steps: Counter[tuple[str, Stack]] = Counter()  # steps of each phase
-        self._of_models: weakref.WeakKeyDictionary[Any, set[str]] = (
-            weakref.WeakKeyDictionary()
-        )  # optimizers in fit
+        # The optimizers that each model has in fit.
+        self._optimizers: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
         self._fits: list[tuple[Any, Stack]] = []  # the models that are in fit, and where
-        self._wanted: Optional[Counter[str]] = (
-            None  # steps of each optimizer that the single process has recorded
-        )
+        # Steps of each optimizer that the single process has recorded.
+        self._single_steps: Optional[Counter[str]] = None
         self._is_closed = False
         self._begin = time.monotonic()
-        self._first = self._latest = 0.0  # when steps were recorded
+        # When steps were recorded.
+        self._first_time = 0.0
+        self._latest_time = 0.0
         threading.Thread(target=self._watch, name="npu_verify", daemon=True).start()
 
     def fit(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,28 +64,28 @@ class Phases:
         finally:
             self._fits.pop()
 
-    def entered(self, optimizer: str, kind: str) -> None:
+    def entered(self, optimizer: str, class_name: str) -> None:
         """Take note of an optimizer whose step is made, or traced."""
-        self._classes[optimizer] = kind
+        self._classes[optimizer] = class_name
         self._record.trained_at.update(_user_stack())
         if self._fits:
-            self._of_models.setdefault(self._fits[-1][0], set()).add(optimizer)
+            self._optimizers.setdefault(self._fits[-1][0], set()).add(optimizer)
 
     def step(self, optimizer: str) -> dict[str, Any] | None:
-        """Count a step. Return what a ``Step`` tells of its phase; None if it isn't recorded."""
+        """Count a step. Return what a ``RecordedStep`` tells of its phase; None if it isn't recorded."""
         self._totals[optimizer] += 1
         stack = _user_stack()
         if self._fits:
             model, stack = self._fits[-1]
-            self._of_models.setdefault(model, set()).add(optimizer)
+            self._optimizers.setdefault(model, set()).add(optimizer)
         phase = (optimizer, stack)
         if self._is_closed and phase not in self._steps:
             return None
         self._steps[phase] += 1
         if self._steps[phase] > self._process.steps:
             return None
-        self._latest = time.monotonic()
-        self._first = self._first or self._latest
+        self._latest_time = time.monotonic()
+        self._first_time = self._first_time or self._latest_time
         lines = " from ".join(dict.fromkeys([*stack[:1], *stack[-1:]]))
         label = f"{self._classes.get(optimizer, optimizer)}, {lines}"
         return {"optimizer": optimizer, "number": self._totals[optimizer], "phase": label}
@@ -93,8 +95,9 @@ class Phases:
         if not self._fits:
             return None
         model, stack = self._fits[-1]
-        steps = [self._steps[optimizer, stack] for optimizer in self._of_models.get(model, ())]
+        steps = [self._steps[optimizer, stack] for optimizer in self._optimizers.get(model, ())]
         enough = self._process.steps
+        # An optimizer that steps rarely isn't waited for.
         if steps and (min(steps) >= enough or max(steps) >= FAR_MORE * enough):
             model.stop_training = True
         return model
@@ -109,8 +112,7 @@ class Phases:
         with self._lock:
             self._is_closed = True
             if self._process == self._process.single:
-                stack = _user_stack()
-                self._record.ended_at = stack[0] if stack else "an unknown line"
+                self._record.ended_at = next(iter(_user_stack()), "an unknown line")
                 self._record.unreached = _calls_that_train(self._record.trained_at)
             self._record.save(self._process.folder)
         sys.stdout.flush()
@@ -119,19 +121,20 @@ class Phases:
     def _is_enough(self) -> bool:
         single = self._process.single
         if self._process != single:
-            if self._wanted is None and (single.folder / DONE).exists():
-                self._wanted = Counter(step.optimizer for step in load(single.folder).steps)
+            if self._single_steps is None and (single.folder / DONE).exists():
+                self._single_steps = Counter(step.optimizer for step in load(single.folder).steps)
             recorded = Counter(step.optimizer for step in self._record.steps)
-            return self._wanted is not None and all(
-                recorded[name] >= count for name, count in self._wanted.items()
+            return self._single_steps is not None and all(
+                recorded[name] >= count for name, count in self._single_steps.items()
             )
-        now = time.monotonic()
-        if not self._first or now - self._first < self._process.seconds:
+        time_now = time.monotonic()
+        if not self._first_time or time_now - self._first_time < self._process.seconds:
             return False
         self._is_closed = True
         # The steps of a phase may become rare.
-        patience = max(self._process.seconds, self._latest - self._begin)
-        return min(self._steps.values()) >= self._process.steps or now - self._latest > patience
+        patience = max(self._process.seconds, self._latest_time - self._begin)
+        is_idle = time_now - self._latest_time > patience
+        return is_idle or min(self._steps.values()) >= self._process.steps
 
 
 def _user_stack() -> Stack:

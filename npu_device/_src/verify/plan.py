@@ -1,4 +1,7 @@
-"""The processes of ``npurun verify``: one, its twin with changed inputs, and ranks. Imports no TensorFlow."""
+"""The plan of ``npurun verify``: which processes run a script, as one, as its twin with changed inputs, and as ranks.
+
+Imports no TensorFlow.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,20 @@ from pathlib import Path
 
 from npu_device._src.membership.rank_environment import table_environment
 
-LOG, PROBLEM, DONE, FAILED = "output.log", "problem.txt", "done", "failed.txt"
+# The files that processes leave.
+LOG = "output.log"
+PROBLEM = "problem.txt"
+DONE = "done"
+FAILED = "failed.txt"
+
 FAR_MORE = 10  # times what is enough: of one optimizer's steps until a rare one isn't waited for; of seconds for ranks
 START = "start"
 """The run whose process begins the script, and becomes all others."""
 
 
 @dataclass(frozen=True)
-class Process:
-    """One process."""
+class PlannedProcess:
+    """What one process is to be."""
 
     directory: str  # of all runs
     steps: int  # of every optimizer
@@ -30,7 +38,7 @@ class Process:
 
     @property
     def folder(self) -> Path:
-        """Return the folder of what it leaves."""
+        """Return the folder of the files that it leaves."""
         return Path(self.directory, self.run, f"rank{self.rank}")
 
     @property
@@ -41,10 +49,12 @@ class Process:
     @property
     def name(self) -> str:
         """Return what messages call its run."""
-        return f"{self.ranks} ranks" if self.ranks > 1 else "one process"
+        if self.ranks == 1:
+            return "one process"
+        return f"{self.ranks} ranks"
 
     @property
-    def single(self) -> Process:
+    def single(self) -> PlannedProcess:
         """Return the single process with which ranks are compared."""
         return replace(self, run="one", ranks=1, rank=0, perturbed=False)
 
@@ -58,7 +68,7 @@ class Process:
             "HCCL_CONNECT_TIMEOUT": "600",
         }
 
-    def runs(self, sizes: Sequence[int]) -> list[list[Process]]:
+    def runs(self, sizes: Sequence[int]) -> list[list[PlannedProcess]]:
         """Return all processes: of each run those that run at the same time."""
         ranks = [
             [replace(self, run=f"ranks{size}", ranks=size, rank=rank) for rank in range(size)]

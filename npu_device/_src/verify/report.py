@@ -8,21 +8,40 @@ from dataclasses import dataclass, field
 from html import escape
 
 from npu_device._src.comparison import compare
-from npu_device._src.comparison.compare import RecordedCall
+from npu_device._src.comparison.compare import Record, RecordedCall
 from npu_device._src.verify import causes
-from npu_device._src.verify.causes import Findings
-from npu_device._src.verify.plan import FAILED, Process
+from npu_device._src.verify.compared_run import ComparedRun, ComparedStep
+from npu_device._src.verify.plan import FAILED, PlannedProcess
 
-SAME, DIFFERS, NOT_COMPARABLE = 0, 1, 3
+# Exit codes.
+SAME = 0
+DIFFERS = 1
+NOT_COMPARABLE = 3
+
 _NAMES = {SAME: "the same", DIFFERS: "differs", NOT_COMPARABLE: "not comparable"}
-_UNKNOWN = (
-    "Announce the layer before its first call: npu.distribute.broadcast(model.weights) before the first step; or use "
-    "npu.distribute.SyncBatchNormalization."
-)
 _FAILED = "failed"
 _RESULT = "N ranks give the single-process result"
+_AVERAGE = "all ranks apply the average of their gradients"
 _SHOWN = 8
 _HEAD = f"{'ranks':>5} {'step':>5} {'samples':>8} {'':>8}{'gradients':>12}{'updates':>12}"
+
+_NO_SEED = "the script sets no seed; verify has set one. Call npu.open(seed=…) so that all ranks draw alike."
+_NOT_SYNCHRONIZED = (
+    "not compared: batch normalization with the samples of each rank, in {layers}; they aren't synchronized, and used "
+    "their moving statistics. For the single-process result: BatchNormalization(synchronized=True)."
+)
+_NORMALIZES_ALONE = (
+    "{layers}: BatchNormalization(synchronized=True) used the samples of each rank by itself. Announce the layer "
+    "before its first call: npu.distribute.broadcast(model.weights) before the first step; or use "
+    "npu.distribute.SyncBatchNormalization."
+)
+_CLIPS = "each rank clips its own gradients before they are reduced, {line}. Reduce them first."
+_HOROVOD = (
+    "with Horovod's names, N ranks aren't one process: they were compared with each other only."
+)
+_HOROVOD_SAMPLES = (
+    "all ranks read the same samples: dataset.shard(hvd.size(), hvd.rank()) gives each its own."
+)
 
 
 @dataclass
@@ -35,83 +54,88 @@ class Verdict:
     table: list[str] = field(default_factory=list)  # a line for each step and number of ranks
     notes: list[str] = field(default_factory=list)
     ranks: int = 0  # on how many it was seen
-    ratios: dict[str, float | None] = field(
-        default_factory=dict
-    )  # of the first deviating gradients, as in Deviation
+    # Of the first deviating gradients, as in ``Deviation``.
+    ratios: dict[str, float | None] = field(default_factory=dict)
     missed: list[str] = field(default_factory=list)  # what the comparison hasn't reached
 
 
-def judge(runs: Sequence[Sequence[Process]]) -> Verdict:
+def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
     """Compare the records that the runs have left: of one process and its twin, and of each number of ranks."""
-    single, moved = (compare.load(process.folder) for process in runs[0])
+    single, perturbed = (compare.load(process.folder) for process in runs[0])
     verdict = Verdict(SAME, "", "")
-    notes, missed = _notes(single), _missed(single, runs[0][0])
-    for run in runs[1:]:
-        ranks = [compare.load(process.folder) for process in run if compare.exists(process.folder)]
-        if sum(bool(rank.steps) for rank in ranks) < len(run):
+    notes = _notes_of_script(single)
+    missed = _missed(single, runs[0][0])
+    for processes in runs[1:]:
+        size = len(processes)
+        folders = [process.folder for process in processes]
+        records = [compare.load(folder) for folder in folders if compare.exists(folder)]
+        if sum(bool(record.steps) for record in records) < size:
             notes.append(
-                f"{len(run)} ranks were left out: the global batch size can't be divided by {len(run)}."
+                f"{size} ranks were left out: the global batch size can't be divided by {size}."
             )
             continue
-        if ranks[0].horovod:
-            ranks = compare.aligned(ranks)
-            one = again = compare.average_of(ranks)
-            notes = [
-                "with Horovod's names, N ranks aren't one process: they were compared with each other only."
-            ]
+        if records[0].horovod:
+            notes = [_HOROVOD]
+            ranks = compare.aligned(records)
+            average = compare.average_of(ranks)
+            run = ComparedRun(average, average, ranks)
         else:
-            one, again, *ranks = compare.aligned([single, moved, *ranks])
-            missed += _missed_by_ranks(single, one, len(run))
-        if layers := _layers(ranks[0].of("normalizes alone")):
-            notes.append(
-                f"{layers}: BatchNormalization(synchronized=True) used the samples of each rank by itself. {_UNKNOWN}"
-            )
-        found = Findings(one, again, ranks)
-        if one.horovod and found.same_samples() and not found.shuffles_unseeded():
-            notes.append(
-                "all ranks read the same samples: dataset.shard(hvd.size(), hvd.rank()) gives each its own."
-            )
-        cause, text = causes.cause_of(found)
-        if not cause and (line := found.clipped()):
-            notes.append(
-                f"each rank clips its own gradients before they are reduced, {line}. Reduce them first."
-            )
-        verdict.table += _table(found)
-        verdict.text = verdict.text or _compared(one)
-        failed = _failure(run)
+            alone, changed, *ranks = compare.aligned([single, perturbed, *records])
+            missed += _missed_by_ranks(single, alone, size)
+            run = ComparedRun(alone, changed, ranks)
+        cause, explanation = causes.cause_of(run)
+        notes += _notes_of_run(run, cause)
+        verdict.table += _table(run)
+        verdict.text = verdict.text or _compared(run.single)
+        # Ranks that fail where one process doesn't may train well until then.
+        failure = _failure(processes)
+        # The smallest number of ranks that differs has the verdict; more ranks differ for the same reason.
         if cause and not verdict.cause:
-            code = NOT_COMPARABLE if cause in (causes.NO_CALL, causes.RANDOM) else DIFFERS
-            ratios = {each.variable: each.ratio for each in found.first()}
-            text = f"in {found.phase()}: {text}" if len(_phases(one)) > 1 else text
-            verdict = Verdict(code, cause, text, verdict.table, ranks=len(run), ratios=ratios)
-        elif failed and not _failure(runs[0]) and not verdict.code:
-            text = f"{failed}\nBefore that, {_compared(one)}"
-            verdict = Verdict(NOT_COMPARABLE, _FAILED, text, verdict.table, ranks=len(run))
+            verdict = _verdict_on(run, cause, explanation, verdict.table)
+        elif failure and not _failure(runs[0]) and not verdict.code:
+            explanation = f"{failure}\nBefore that, {_compared(run.single)}"
+            verdict = Verdict(NOT_COMPARABLE, _FAILED, explanation, verdict.table, ranks=size)
     verdict.notes = list(dict.fromkeys(notes))
     verdict.missed = list(dict.fromkeys(missed))
     return verdict
 
 
-def _phases(record: compare.Record) -> dict[str, int]:
+def _verdict_on(run: ComparedRun, cause: str, explanation: str, table: list[str]) -> Verdict:
+    """Return the verdict on a run that has a cause."""
+    code = DIFFERS
+    if cause in (causes.NO_CALL, causes.RANDOM):
+        code = NOT_COMPARABLE
+    if len(_phases(run.single)) > 1:
+        explanation = f"in {run.phase}: {explanation}"
+    ratios = {deviation.variable: deviation.ratio for deviation in run.first_deviations()}
+    return Verdict(code, cause, explanation, table, ranks=run.size, ratios=ratios)
+
+
+def _phases(record: Record) -> dict[str, int]:
     """Return the number of recorded steps of each phase."""
     return dict(Counter(step.phase for step in record.steps))
 
 
-def _compared(record: compare.Record) -> str:
-    who = "all ranks apply the average of their gradients" if record.horovod else _RESULT
+def _compared(record: Record) -> str:
+    """Return what is the same, and for how many steps of each phase."""
+    sameness = _RESULT
+    if record.horovod:
+        sameness = _AVERAGE
     phases = [
         f"{count} step{'s' * (count > 1)} of {phase}" for phase, count in _phases(record).items()
     ]
-    tail = [f"and {len(phases) - _SHOWN} more phases"] if len(phases) > _SHOWN else []
-    return f"{who}, for {', '.join(phases[:_SHOWN] + tail)}."
+    hidden = len(phases) - _SHOWN
+    if hidden > 0:
+        phases[_SHOWN:] = [f"and {hidden} more phases"]
+    return f"{sameness}, for {', '.join(phases)}."
 
 
-def _missed(single: compare.Record, process: Process) -> list[str]:
+def _missed(single: Record, process: PlannedProcess) -> list[str]:
     """Return what the single process hasn't reached."""
     missed = []
-    failed = _failure([process])
-    if failed:
-        missed.append(f"what follows an error: {failed}")
+    failure = _failure([process])
+    if failure:
+        missed.append(f"what follows an error: {failure}")
     if single.ended_at:
         missed.append(
             f"what follows {process.seconds:.0f} s after the first step, when the script was ended, in "
@@ -119,15 +143,16 @@ def _missed(single: compare.Record, process: Process) -> list[str]:
         )
     if single.unreached:
         missed.append(f"calls that train in {', '.join(single.unreached)}, which weren't reached.")
-    if single.ended_at or failed:
-        unfinished = {
-            phase: count for phase, count in _phases(single).items() if count % process.steps
-        }
-        missed += [f"{phase}, after {count} steps." for phase, count in unfinished.items()]
+    if single.ended_at or failure:
+        missed += [
+            f"{phase}, after {count} steps."
+            for phase, count in _phases(single).items()
+            if count % process.steps
+        ]
     return missed
 
 
-def _missed_by_ranks(single: compare.Record, common: compare.Record, ranks: int) -> list[str]:
+def _missed_by_ranks(single: Record, common: Record, ranks: int) -> list[str]:
     """Return what the ranks haven't reached, unlike the single process."""
     reached = _phases(common)
     return [
@@ -137,77 +162,105 @@ def _missed_by_ranks(single: compare.Record, common: compare.Record, ranks: int)
     ]
 
 
-def _failure(run: Sequence[Process]) -> str:
+def _failure(run: Sequence[PlannedProcess]) -> str:
     """Return what is known of the first process of a run that failed; "" if none did."""
-    files = [path for process in run if (path := process.folder / FAILED).exists()]
-    return (
-        min(files, key=lambda path: path.stat().st_mtime).read_text(encoding="utf-8")
-        if files
-        else ""
-    )
+    paths = [process.folder / FAILED for process in run]
+    failures = [path for path in paths if path.exists()]
+    if not failures:
+        return ""
+    earliest = min(failures, key=lambda path: path.stat().st_mtime)
+    return earliest.read_text(encoding="utf-8")
 
 
-def _notes(record: compare.Record) -> list[str]:
+def _notes_of_script(record: Record) -> list[str]:
+    """Return notes on what verify has changed in the script."""
     notes = []
     if not record.of("seed"):
-        notes.append(
-            "the script sets no seed; verify has set one. Call npu.open(seed=…) so that all ranks draw alike."
-        )
+        notes.append(_NO_SEED)
     layers = _layers(record.of("batch_norm"))
     if layers:
-        notes.append(
-            f"not compared: batch normalization with the samples of each rank, in {layers}; they aren't synchronized, "
-            "and used their moving statistics. For the single-process result: BatchNormalization(synchronized=True)."
-        )
+        notes.append(_NOT_SYNCHRONIZED.format(layers=layers))
+    return notes
+
+
+def _notes_of_run(run: ComparedRun, cause: str) -> list[str]:
+    """Return notes on what the ranks do by themselves without a difference that shows."""
+    notes = []
+    layers = _layers(run.ranks[0].of("normalizes alone"))
+    if layers:
+        notes.append(_NORMALIZES_ALONE.format(layers=layers))
+    if run.single.horovod and run.read_same_samples() and not run.shuffles_unseeded():
+        notes.append(_HOROVOD_SAMPLES)
+    line = run.clipped()
+    if line and not cause:
+        notes.append(_CLIPS.format(line=line))
     return notes
 
 
 def _layers(calls: Sequence[RecordedCall]) -> str:
     """Return the number and names of the layers in some calls; "" without any."""
-    names = list(dict.fromkeys(call.what for call in calls))
-    shown = ", ".join(names[:3]) + (", …" if names[3:] else "")
-    return f"{len(names)} layer(s) ({shown})" if names else ""
+    names = list(dict.fromkeys(call.detail for call in calls))
+    if not names:
+        return ""
+    first_names = ", ".join(names[:3]) + ", …" * (len(names) > 3)
+    return f"{len(names)} layer(s) ({first_names})"
 
 
-def _table(found: Findings) -> list[str]:
+def _table(run: ComparedRun) -> list[str]:
+    """Return a line for each step: its samples, and how far gradients and updates are off."""
+    different = run.different_samples()
+    has_phases = len(_phases(run.single)) > 1
     lines = []
-    others = found.other_samples()
-    has_phases = len(_phases(found.one)) > 1
-    for number, (one, *_) in enumerate(found.steps, start=1):
-        line = f"{found.size:>5} {number:>5} {sum(one.rows.values()):>8} {'other' if number in others else 'same':>8}"
-        for kind in (compare.GRADIENT, compare.UPDATE):
-            off = [
-                each.off for each in found.deviations if (each.step, each.kind) == (number, kind)
-            ]
-            line += f"{f'off {max(off):.0e}' if off else 'same':>12}"
-        lines.append(f"{line}  {one.phase}" if has_phases else line)
+    for step in run.steps:
+        samples = "same"
+        if step.number in different:
+            samples = "other"
+        line = f"{run.size:>5} {step.number:>5} {sum(step.single.rows.values()):>8} {samples:>8}"
+        line += _off(run, step, compare.GRADIENT) + _off(run, step, compare.UPDATE)
+        if has_phases:
+            line += f"  {step.single.phase}"
+        lines.append(line)
     return lines
+
+
+def _off(run: ComparedRun, step: ComparedStep, quantity: str) -> str:
+    """Return the largest deviation of a quantity in a step, as a cell of the table."""
+    distances = [
+        deviation.off
+        for deviation in run.deviations
+        if deviation.step == step.number and deviation.quantity == quantity
+    ]
+    if not distances:
+        return f"{'same':>12}"
+    return f"{f'off {max(distances):.0e}':>12}"
 
 
 def text(verdict: Verdict) -> str:
     """Return the outcome for the terminal."""
-    notes = [f"note: {note}" for note in verdict.notes]
-    where = f" on {verdict.ranks} ranks" if verdict.ranks else ""
-    missed = [f"not compared: {text}" for text in verdict.missed]
+    ranks = ""
+    if verdict.ranks:
+        ranks = f" on {verdict.ranks} ranks"
     return "\n".join(
         [
             _HEAD,
             *verdict.table,
-            *notes,
+            *(f"note: {note}" for note in verdict.notes),
             "",
-            f"{_NAMES[verdict.code]}{where}: {verdict.text}",
-            *missed,
+            f"{_NAMES[verdict.code]}{ranks}: {verdict.text}",
+            *(f"not compared: {missed}" for missed in verdict.missed),
         ]
     )
 
 
 def page(verdict: Verdict) -> str:
     """Return the outcome as one self-contained page: the gradient of each variable as a multiple of one process's."""
-    rows = [
-        f'<tr><td>{escape(name)}<td><hr style="width:{200 * min(abs(ratio or 0), 2):.0f}px"><td>'
-        + ("another direction" if ratio is None else f"{ratio:.3f}")
-        for name, ratio in verdict.ratios.items()
-    ]
+    rows = []
+    for name, ratio in verdict.ratios.items():
+        multiple = "another direction"
+        if ratio is not None:
+            multiple = f"{ratio:.3f}"
+        width = 200 * min(abs(ratio or 0), 2)
+        rows.append(f'<tr><td>{escape(name)}<td><hr style="width:{width:.0f}px"><td>{multiple}')
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>npurun verify</title><style>'
         "body { font-family: system-ui, sans-serif; margin: 2em } hr { border: 0; height: 13px; background: #4f86d9 }"

@@ -30,151 +30,175 @@ from npu_device._src.replicate.after_import import AfterImport
 from npu_device._src.replicate.main_program import run_main
 from npu_device._src.replicate.wrapped_models import Models
 from npu_device._src.verify import file_shadow
-from npu_device._src.verify.plan import DONE, FAILED, FAR_MORE, LOG, PROBLEM, START, Process
+from npu_device._src.verify.plan import DONE, FAILED, FAR_MORE, LOG, PROBLEM, START, PlannedProcess
 
 _SEED = 20201
 _TAIL_LINES = 25
 _INDIVISIBLE = "the global batch size must be divisible by the number of ranks"
 
 
-class _Processes:
-    """This process, which becomes those of all runs.
+class _ForkingProcess:
+    """This process, which becomes the processes of all runs.
 
     Attributes:
-        mine: the process that this one is.
+        plan: what this process is to be.
     """
 
-    def __init__(self, start: Process, sizes: Sequence[int], script: str) -> None:
+    def __init__(self, start: PlannedProcess, sizes: Sequence[int], script: str) -> None:
         self._runs = start.runs(sizes)
         self._recorder: Any = None
         self._models = Models(None)
-        self._redirected = file_shadow.Redirection(start.directory, script)
+        self._redirection = file_shadow.Redirection(start.directory, script)
         self._become(start)
-        self._redirected.install()
-        variables, self._read = type(os.environ), type(os.environ).__getitem__
-        of_ranks = {name for run in self._runs for process in run for name in process.environment()}
+        self._redirection.install()
+        self._fork_at_variables()
 
-        def get(environ: Any, name: str) -> str:
-            if name in of_ranks:
+    def _fork_at_variables(self) -> None:
+        """Fork as soon as the script reads a variable that ranks have."""
+        environ_class = type(os.environ)
+        self._read_variable = environ_class.__getitem__
+        names = {
+            name
+            for processes in self._runs
+            for process in processes
+            for name in process.environment()
+        }
+
+        def read(environ: Any, name: str) -> str:
+            if name in names:
                 self._fork()
-            return self._read(environ, name)
+            return self._read_variable(environ, name)
 
-        variables.__getitem__ = get  # type: ignore[method-assign]
+        environ_class.__getitem__ = read  # type: ignore[method-assign]
 
     def _fork(self) -> None:
         """Become the processes of all runs, one run after the other; return in each of them."""
-        if self.mine.run != START:
+        if self.plan.run != START:
             return
-        type(os.environ).__getitem__ = self._read  # type: ignore[method-assign]
+        type(os.environ).__getitem__ = self._read_variable  # type: ignore[method-assign]
         sys.stdout.flush()
         sys.stderr.flush()
-        drawn = random.getstate()  # which Python sets anew in every fork
-        seconds = 0.0  # of the single process
-        for run in self._runs:
-            self._redirected.copy(run[0].files)
+        random_state = random.getstate()  # which Python sets anew in every fork
+        single_seconds = 0.0
+        # The ranks of a run need each other; runs would compete for memory.
+        for processes in self._runs:
+            self._redirection.copy(processes[0].files)
             begin = time.monotonic()
-            waiting = {}
-            for process in run:
+            running = {}
+            for process in processes:
                 pid = os.fork()
                 if not pid:
-                    random.setstate(drawn)
+                    random.setstate(random_state)
                     self._become(process)
                     return
-                waiting[pid] = process
-            _wait(waiting, self._runs[1], seconds)
-            seconds = seconds or time.monotonic() - begin
+                running[pid] = process
+            _wait(running, self._runs[1], single_seconds)
+            single_seconds = single_seconds or time.monotonic() - begin
+        # The script goes on in the other processes, and has only begun in this one.
         os._exit(0)
 
-    def _become(self, process: Process) -> None:
-        self.mine = process
+    def _become(self, process: PlannedProcess) -> None:
+        self.plan = process
         process.folder.mkdir(parents=True)
         with (process.folder / LOG).open("wb") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         os.environ.update(process.environment())
-        self._redirected.move(process.files)
+        self._redirection.move(process.files)
 
     def imported(self, modules: Sequence[ModuleType]) -> None:
         """Go on as one of the processes, and wrap what the script has imported."""
         self._fork()
-        if self.mine.replicate and self.mine.ranks > 1:
+        if self.plan.replicate and self.plan.ranks > 1:
             self._models.imported(modules)
         if self._recorder is None:
-            from npu_device._src.verify.step_recorder import Recorder
+            from npu_device._src.verify.step_recorder import StepRecorder
 
-            self._recorder = Recorder(self.mine, _SEED)
-            self._redirected.install_tensorflow(sys.modules["tensorflow"])
+            self._recorder = StepRecorder(self.plan, _SEED)
+            self._redirection.install_tensorflow(sys.modules["tensorflow"])
         for module in modules:
             self._recorder.install(module)
 
 
-def _wait(waiting: dict[int, Process], asked_for: Sequence[Process], seconds: float) -> None:
+def _wait(
+    running: dict[int, PlannedProcess], requested: Sequence[PlannedProcess], single_seconds: float
+) -> None:
     """Wait until each process of a run has recorded its last step or ended, and end them all.
 
-    Ranks may take a multiple of the seconds of the single process; 0 for no limit. A number of ranks for which nobody
-    has asked may be one that can't divide the batch.
+    Ranks may take a multiple of the seconds of the single process; 0 for no limit. A number of ranks that isn't the
+    requested one may be one that can't divide the batch.
     """
-    until = time.monotonic() + max(FAR_MORE * seconds, RECORDS_SECONDS) if seconds else math.inf
-    while not all((process.folder / DONE).exists() for process in waiting.values()):
+    deadline = math.inf
+    if single_seconds:
+        deadline = time.monotonic() + max(FAR_MORE * single_seconds, RECORDS_SECONDS)
+    while not all((process.folder / DONE).exists() for process in running.values()):
         time.sleep(SWEEP_SECONDS)
-        if time.monotonic() > until and all(
-            compare.exists(process.folder) for process in waiting.values()
-        ):
+        is_late = time.monotonic() > deadline
+        if is_late and all(compare.exists(process.folder) for process in running.values()):
             break
         pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid not in waiting:
+        if pid not in running:
             continue
-        ended = waiting.pop(pid)
-        if status and ended.ranks > asked_for[0].ranks and _INDIVISIBLE in _output(ended):
+        process = running.pop(pid)
+        # Three ranks are tried by default, whether the batch can be divided by 3 or not.
+        is_extra = process.ranks > requested[0].ranks
+        if status and is_extra and _INDIVISIBLE in _output(process):
             break
-        what = (
-            f"failed with exit code {os.waitstatus_to_exitcode(status)}"
-            if status
-            else "ended before its first step"
-        )
-        if not (compare.exists(ended.folder) and compare.load(ended.folder).steps):
-            _report_problem(ended, what)
+        _take_note_of_end(process, status)
         if status:
-            (ended.folder / FAILED).write_text(_problem(ended, what), encoding="utf-8")
-            until = min(until, time.monotonic() + OTHERS_FAIL_SECONDS)
-        (ended.folder / DONE).touch()  # for those that go as far
-    for pid in waiting:
+            deadline = min(deadline, time.monotonic() + OTHERS_FAIL_SECONDS)
+    # What is compared is on disk, and a loop of the script may go on for hours.
+    for pid in running:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
 
-def _output(process: Process) -> str:
+def _take_note_of_end(process: PlannedProcess, status: int) -> None:
+    """Keep how a process has ended; end this one if it has left no step."""
+    end = "ended before its first step"
+    if status:
+        end = f"failed with exit code {os.waitstatus_to_exitcode(status)}"
+    if not (compare.exists(process.folder) and compare.load(process.folder).steps):
+        _report_problem(process, end)
+    if status:
+        (process.folder / FAILED).write_text(_problem(process, end), encoding="utf-8")
+    (process.folder / DONE).touch()  # for those that go as far
+
+
+def _output(process: PlannedProcess) -> str:
     log = (process.folder / LOG).read_text(errors="replace")
     return without_libraries(parse(log.splitlines()))[0]
 
 
-def _report_problem(process: Process, what: str) -> None:
+def _report_problem(process: PlannedProcess, end: str) -> None:
     """Leave what is wrong with a process, and end."""
-    Path(process.directory, PROBLEM).write_text(_problem(process, what), encoding="utf-8")
+    Path(process.directory, PROBLEM).write_text(_problem(process, end), encoding="utf-8")
     os._exit(1)
 
 
-def _problem(process: Process, what: str) -> str:
-    end = "\n".join(_output(process).splitlines()[-_TAIL_LINES:])
-    return f"as {process.name}, the script {what}. The end of its output:\n{end}"
+def _problem(process: PlannedProcess, end: str) -> str:
+    tail = "\n".join(_output(process).splitlines()[-_TAIL_LINES:])
+    return f"as {process.name}, the script {end}. The end of its output:\n{tail}"
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run a script as all processes, and record their steps."""
     settings = json.loads(arguments[0])
-    sizes, start = settings.pop("sizes"), Process(**settings)
-    script, sys.argv = arguments[1], list(arguments[1:])
+    sizes = settings.pop("sizes")
+    start = PlannedProcess(**settings)
+    script = arguments[1]
+    sys.argv = list(arguments[1:])
     random.seed(_SEED)
     np.random.seed(_SEED)
-    processes = _Processes(start, sizes, script)
-    AfterImport(processes.imported, "npu_device.distribute")
+    process = _ForkingProcess(start, sizes, script)
+    AfterImport(process.imported, "npu_device.distribute")
     try:
         run_main(script, start.module)
     except BaseException:
-        if processes.mine is not start:
+        if process.plan is not start:
             raise
         traceback.print_exc()
-    if processes.mine is start:
+    if process.plan is start:
         _report_problem(start, "ended before its first step")
 
 

@@ -45,7 +45,7 @@ class CurrentStep:
     # Its gradient is the sum of all ranks' incoming gradients.
     gather: Callable[[tf.Tensor], tf.Tensor]
     sums: Sums
-    is_rehearsal: bool = False  # of the first-step check, in which no Python may run
+    is_dry_run: bool = False  # of the first-step check, in which no Python may run
     # Reductions of optimizers that have multiplied a loss by this rank's weight, so that its gradients needn't be.
     weighing: set[Any] = field(default_factory=set)
     reduced: list[Any] = field(default_factory=list)  # results that the step has asked for itself

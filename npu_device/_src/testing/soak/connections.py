@@ -42,29 +42,31 @@ def _disconnect(connection: socket.socket) -> bool:
 
 def _to_other_hosts(pids: Iterable[int]) -> Iterator[socket.socket]:
     """Yield copies of the processes' connected sockets whose other end isn't on this host."""
-    seen = set()
+    inodes = set()
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
             remote = _remote_inodes(pid)
             for descriptor in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(FileNotFoundError):  # the connection has ended
                     inode = os.readlink(f"/proc/{pid}/fd/{descriptor}")
-                    if inode in remote and inode not in seen:
-                        seen.add(inode)
+                    if inode in remote and inode not in inodes:
+                        inodes.add(inode)
                         with _copy(pid, int(descriptor)) as connection:
                             yield connection
 
 
 def _remote_inodes(pid: int) -> set[str]:
     """Return the names in ``/proc/PID/fd`` of TCP connections to other hosts, in the network namespace of PID."""
-    found = set()
+    names = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
-            _, local, remote, state, *others = line.split()
-            here, there = (address.partition(":")[0] for address in (local, remote))
-            if state == _ESTABLISHED and here != there and not _LOOPBACK.fullmatch(there):
-                found.add(f"socket:[{others[5]}]")
-    return found
+            columns = line.split()
+            local_address = columns[1].partition(":")[0]
+            remote_address = columns[2].partition(":")[0]
+            is_remote = remote_address != local_address and not _LOOPBACK.fullmatch(remote_address)
+            if is_remote and columns[3] == _ESTABLISHED:
+                names.add(f"socket:[{columns[9]}]")
+    return names
 
 
 def _copy(pid: int, descriptor: int) -> socket.socket:

@@ -26,7 +26,7 @@ from npu_device._src.testing.soak.random_faults import Disturbance, RandomFaults
 
 _RESTARTS = 10_000
 _RUNS = ("undisturbed", "disturbed")
-_KINDS = (*SIGNALS, *network.KINDS)
+_FAULTS = (*SIGNALS, *network.FAULTS)
 _NPURUN = (sys.executable, "-m", "npu_device.launch", "--max-restarts", str(_RESTARTS))
 _EPILOG = """\
 examples:
@@ -45,45 +45,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not options.command:
         parser.error("expected options of npurun and a script after --")
-    missing = sorted(set(options.faults) - {*SIGNALS, *_network(options).kinds})
-    if missing:
+    impossible = sorted(set(options.faults) - {*SIGNALS, *_network(options).faults})
+    if impossible:
         parser.error(
-            f"{', '.join(missing)}: the network of this host can't be disturbed in this way; give --hosts 2"
+            f"{', '.join(impossible)}: the network of this host can't be disturbed in this way; give --hosts 2"
         )
     base = Path(options.dir or tempfile.mkdtemp(prefix="npu_soak_"))
     print(f"soak: outputs and results are in {base}", flush=True)
-    seconds, faults = {}, None
-    for name in _RUNS[1 if options.no_reference else 0 :]:
+    names = list(_RUNS)
+    if options.no_reference:
+        names.remove("undisturbed")
+    durations = {}
+    for name in names:
         directory = base / name
         if directory.exists() and any(directory.iterdir()):
             print(f"soak: {directory} is not empty: give --dir another directory", file=sys.stderr)
             return 2
         directory.mkdir(parents=True, exist_ok=True)
+        seconds = 0.0
+        if name == "disturbed":
+            seconds = options.seconds
         began = time.monotonic()
-        code, faults = _run(options, directory, options.seconds if name == "disturbed" else 0.0)
-        seconds[name] = time.monotonic() - began
+        code, faults = _run(options, directory, seconds)
+        durations[name] = time.monotonic() - began
         if code != 0:
-            print(_table(faults.done))
+            print(_table(faults.disturbances))
             print(
                 f"soak: the {name} run ended with exit code {code}; its output is {directory / 'output'}"
             )
             return 1
-    assert faults is not None
-    print(_table(faults.done))
-    print(_by_kind(faults.done))
-    for name, taken in seconds.items():
-        print(f"soak: {name:11} {taken:7.1f} s")
-    told = f"soak: {len(faults.done)} fault(s), {faults.attempt} restart(s)"
+    print(_table(faults.disturbances))
+    print(_by_fault(faults.disturbances))
+    for name, duration in durations.items():
+        print(f"soak: {name:11} {duration:7.1f} s")
+    counts = f"soak: {len(faults.disturbances)} fault(s), {faults.attempt} restart(s)"
     if options.no_reference:
-        print(told)
+        print(counts)
         return 0
-    results = [_result(options, base / name) for name in _RUNS]
-    same = results[0] == results[1] and results[0] is not None
-    print(f"{told}; the results are {'the same' if same else 'DIFFERENT'}")
-    if not same:
-        for name, result in zip(_RUNS, results):
-            print(f"soak:   {name}: {_shown(result)}")
-    return 0 if same else 1
+    return _compare(counts, [_outcome(options, base / name) for name in _RUNS])
+
+
+def _compare(counts: str, outcomes: Sequence[bytes | None]) -> int:
+    """Report whether both runs have the same result; return the exit code."""
+    undisturbed, disturbed = outcomes
+    if undisturbed is not None and undisturbed == disturbed:
+        print(f"{counts}; the results are the same")
+        return 0
+    print(f"{counts}; the results are DIFFERENT")
+    for name, outcome in zip(_RUNS, outcomes):
+        print(f"soak:   {name}: {_short(outcome)}")
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -111,8 +122,8 @@ def _parser() -> argparse.ArgumentParser:
         help="make faults for S seconds (default 900)",
     )
     add("--seed", type=int, default=1, help="for times, kinds and places of the faults (default 1)")
-    kinds = f"of {', '.join(_KINDS)} (default kill,stop)"
-    add("--faults", default=list(SIGNALS), metavar="KINDS", type=_kinds, help=kinds)
+    faults = f"of {', '.join(_FAULTS)} (default kill,stop)"
+    add("--faults", default=list(SIGNALS), metavar="KINDS", type=_faults, help=faults)
     longest = "end a stop, drop or delay after at most S seconds (default 5)"
     add("--longest", type=float, default=5.0, metavar="S", help=longest)
     add(
@@ -131,18 +142,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _kinds(text: str) -> list[str]:
-    kinds = text.split(",")
-    if not set(kinds) <= set(_KINDS):
-        raise argparse.ArgumentTypeError(f"{text!r}; expected some of {','.join(_KINDS)}")
-    return kinds
+def _faults(text: str) -> list[str]:
+    faults = text.split(",")
+    if not set(faults) <= set(_FAULTS):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected some of {','.join(_FAULTS)}")
+    return faults
 
 
 def _network(options: argparse.Namespace) -> type[network.Here]:
     if options.hosts == 1:
         return network.Here
-    kind = options.network or ("namespaces" if hosts.can_be_made() else "proxies")
-    return network.Namespaces if kind == "namespaces" else network.Proxies
+    if options.network == "namespaces" or (options.network is None and hosts.can_be_made()):
+        return network.Namespaces
+    return network.Proxies
 
 
 def _run(options: argparse.Namespace, directory: Path, seconds: float) -> tuple[int, RandomFaults]:
@@ -152,9 +164,8 @@ def _run(options: argparse.Namespace, directory: Path, seconds: float) -> tuple[
     if options.hosts > 1:
         environment.setdefault("NPU_DEVICE_SECRET", secrets.token_hex(32))
     over = threading.Event()
-    signal.signal(
-        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
-    )  # so that what was made is removed
+    # So that the network between the hosts is removed.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with contextlib.ExitStack() as stack:
         between = stack.enter_context(_network(options)(options.hosts))
         launchers = []
@@ -191,52 +202,65 @@ def _say(text: str) -> None:
     print(f"soak: {text}", flush=True)
 
 
-def _result(options: argparse.Namespace, directory: Path) -> bytes | None:
+def _outcome(options: argparse.Namespace, directory: Path) -> bytes | None:
+    """Return the result of a run; None if there is none."""
     if options.result is None:
         lines = (directory / "output").read_bytes().splitlines()
         return next((line for line in reversed(lines) if line.startswith(b"[0] ")), None)
-    path = options.result.replace("{dir}", str(directory))
-    return Path(path).read_bytes() if os.path.exists(path) else None
+    path = Path(options.result.replace("{dir}", str(directory)))
+    if not path.exists():
+        return None
+    return path.read_bytes()
 
 
-def _shown(result: bytes | None) -> str:
-    if result is None:
+def _short(outcome: bytes | None) -> str:
+    if outcome is None:
         return "nothing"
-    return result.decode(errors="replace") if len(result) < 200 else f"{len(result)} bytes"
+    if len(outcome) >= 200:
+        return f"{len(outcome)} bytes"
+    return outcome.decode(errors="replace")
 
 
-def _table(faults: Sequence[Disturbance]) -> str:
-    rows = ["soak:   after  fault       where     for  attempt  outcome"]
-    for fault in faults:
-        lasted = f"{fault.seconds:4.1f} s" if fault.seconds else "     –"
-        row = f"{fault.after:6.1f} s  {fault.kind:10}  {fault.where:6}  {lasted}  {fault.attempt:7}  {_outcome(fault)}"
-        rows.append(f"soak: {row}")
-    return "\n".join(rows)
-
-
-def _by_kind(faults: Sequence[Disturbance]) -> str:
-    rows = ["soak: fault       ended an attempt    ridden out"]
-    for kind in dict.fromkeys(fault.kind for fault in faults):
-        these = [fault for fault in faults if fault.kind == kind]
-        ended, ridden = (
-            _counted([fault for fault in these if fault.ended is wanted])
-            for wanted in (True, False)
+def _table(disturbances: Sequence[Disturbance]) -> str:
+    lines = ["soak:   after  fault       where     for  attempt  outcome"]
+    for disturbance in disturbances:
+        duration = "     –"
+        if disturbance.seconds:
+            duration = f"{disturbance.seconds:4.1f} s"
+        lines.append(
+            f"soak: {disturbance.after:6.1f} s  {disturbance.fault:10}  {disturbance.where:6}  {duration}  "
+            f"{disturbance.attempt:7}  {_effect(disturbance)}"
         )
-        rows.append(f"soak: {kind:10}  {ended:18}  {ridden}")
-    return "\n".join(rows)
+    return "\n".join(lines)
 
 
-def _outcome(fault: Disturbance) -> str:
-    if not fault.ended:
+def _by_fault(disturbances: Sequence[Disturbance]) -> str:
+    lines = ["soak: fault       ended an attempt    ridden out"]
+    for fault in dict.fromkeys(disturbance.fault for disturbance in disturbances):
+        ended = []
+        ridden_out = []
+        for disturbance in disturbances:
+            if disturbance.fault == fault and disturbance.ended:
+                ended.append(disturbance)
+            elif disturbance.fault == fault:
+                ridden_out.append(disturbance)
+        lines.append(f"soak: {fault:10}  {_counted(ended):18}  {_counted(ridden_out)}")
+    return "\n".join(lines)
+
+
+def _effect(disturbance: Disturbance) -> str:
+    if not disturbance.ended:
         return "ridden out"
-    if fault.recovered is None:
+    if disturbance.recovered is None:
         return "the attempt ended, and no other came"
-    return f"the attempt ended; all ranks run again after {fault.recovered:.1f} s"
+    return f"the attempt ended; all ranks run again after {disturbance.recovered:.1f} s"
 
 
-def _counted(faults: Sequence[Disturbance]) -> str:
-    lasted = sorted(fault.seconds for fault in faults if fault.seconds)
-    if not lasted:
-        return str(len(faults))
-    span = f"{lasted[0]:.1f}" if len(lasted) == 1 else f"{lasted[0]:.1f}–{lasted[-1]:.1f}"
-    return f"{len(faults)} ({span} s)"
+def _counted(disturbances: Sequence[Disturbance]) -> str:
+    durations = sorted(disturbance.seconds for disturbance in disturbances if disturbance.seconds)
+    if not durations:
+        return str(len(disturbances))
+    span = f"{durations[0]:.1f}"
+    if len(durations) > 1:
+        span += f"–{durations[-1]:.1f}"
+    return f"{len(disturbances)} ({span} s)"

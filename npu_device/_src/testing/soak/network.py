@@ -12,14 +12,14 @@ from npu_device._src.testing.soak import connections
 from npu_device._src.testing.soak.proxy import Proxy
 from npu_device._src.testing.soak.running import Rank
 
-KINDS = ("drop", "delay", "reset", "half-close")
+FAULTS = ("drop", "delay", "reset", "half-close")
 _GBIT = 10.0
 
 
 class Here:
     """This host as a node of a cluster: connections of its processes to other hosts can be reset and half-closed."""
 
-    kinds: Sequence[str] = ("reset", "half-close")
+    faults: Sequence[str] = ("reset", "half-close")
 
     def __init__(self, count: int) -> None:
         self.nodes: Sequence[int] = range(count)
@@ -33,12 +33,15 @@ class Here:
     def command(self, node: int, npurun: Sequence[str], arguments: Sequence[str]) -> list[str]:
         return [*npurun, *arguments]
 
-    def begin(self, kind: str, node: int, pids: Iterable[int]) -> None:
+    def begin(self, fault: str, node: int, pids: Iterable[int]) -> None:
         """Begin a fault; ProcessLookupError if the processes have no connections to other hosts."""
-        if not (connections.reset if kind == "reset" else connections.half_close)(pids):
+        disturb = connections.half_close
+        if fault == "reset":
+            disturb = connections.reset
+        if disturb(pids) == 0:
             raise ProcessLookupError
 
-    def end(self, kind: str, node: int) -> None:
+    def end(self, fault: str, node: int) -> None:
         """End a fault; one that has no duration has ended."""
 
     def follow(self, ranks: Iterable[Rank]) -> None:
@@ -48,7 +51,7 @@ class Here:
 class Namespaces(Here):
     """Network namespaces of this machine, one for each node: all traffic between them feels the faults."""
 
-    kinds = KINDS
+    faults = FAULTS
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -62,21 +65,21 @@ class Namespaces(Here):
         self._hosts.__exit__(*error)
 
     def command(self, node: int, npurun: Sequence[str], arguments: Sequence[str]) -> list[str]:
-        place = _place(len(self.nodes), node, hosts.address(0))
-        return hosts.on_host(node, [*npurun, *place, *arguments])
+        options = _options(len(self.nodes), node, hosts.address(0))
+        return hosts.on_host(node, [*npurun, *options, *arguments])
 
-    def begin(self, kind: str, node: int, pids: Iterable[int]) -> None:
-        if kind == "drop":
+    def begin(self, fault: str, node: int, pids: Iterable[int]) -> None:
+        if fault == "drop":
             hosts.cut_off(node)
-        elif kind == "delay":
+        elif fault == "delay":
             hosts.slow_down(node)
         else:
-            super().begin(kind, node, pids)
+            super().begin(fault, node, pids)
 
-    def end(self, kind: str, node: int) -> None:
-        if kind == "drop":
+    def end(self, fault: str, node: int) -> None:
+        if fault == "drop":
             hosts.connect_again(node)
-        elif kind == "delay":
+        elif fault == "delay":
             hosts.set_speed(node, _GBIT)
 
 
@@ -86,13 +89,13 @@ class Proxies(Here):
     The connections of npurun, and the ranks' control channel, feel the faults; tensors don't.
     """
 
-    kinds = KINDS
+    faults = FAULTS
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
         self.nodes = range(1, count)
         self._proxies: dict[int, list[Proxy]] = {node: [] for node in self.nodes}
-        self._known: set[int] = set()
+        self._forwarded: set[int] = set()
         self._port = free_port()
         self._forward(self._port)
 
@@ -102,30 +105,32 @@ class Proxies(Here):
                 proxy.close()
 
     def command(self, node: int, npurun: Sequence[str], arguments: Sequence[str]) -> list[str]:
-        place = _place(len(self._proxies) + 1, node, _address(node))
-        return [*npurun, *place, "--master-port", str(self._port), *arguments]
+        options = _options(len(self._proxies) + 1, node, _address(node))
+        return [*npurun, *options, "--master-port", str(self._port), *arguments]
 
-    def begin(self, kind: str, node: int, pids: Iterable[int]) -> None:
+    def begin(self, fault: str, node: int, pids: Iterable[int]) -> None:
         for proxy in self._proxies[node]:
-            if kind == "drop":
+            if fault == "drop":
                 proxy.drop()
-            elif kind == "delay":
+            elif fault == "delay":
                 proxy.delay = PROXY_DELAY_SECONDS
+            elif fault == "reset":
+                proxy.reset()
             else:
-                (proxy.reset if kind == "reset" else proxy.half_close)()
+                proxy.half_close()
 
-    def end(self, kind: str, node: int) -> None:
+    def end(self, fault: str, node: int) -> None:
         for proxy in self._proxies[node]:
             proxy.delay = 0.0
             proxy.resume()
 
     def follow(self, ranks: Iterable[Rank]) -> None:
         """Forward the connections to the hub of each attempt."""
-        for port in {rank.hub for rank in ranks} - self._known:
+        for port in {rank.hub for rank in ranks} - self._forwarded:
             self._forward(port)
 
     def _forward(self, port: int) -> None:
-        self._known.add(port)
+        self._forwarded.add(port)
         for node, proxies in self._proxies.items():
             proxies.append(Proxy(_address(0), port, (_address(node), port)))
 
@@ -134,5 +139,5 @@ def _address(node: int) -> str:
     return f"127.0.0.{node + 1}"
 
 
-def _place(count: int, node: int, address: str) -> list[str]:
+def _options(count: int, node: int, address: str) -> list[str]:
     return ["--nnodes", str(count), "--node-rank", str(node), "--master-addr", address]

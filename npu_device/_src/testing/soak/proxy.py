@@ -79,9 +79,9 @@ class Proxy:
 
     def _forward(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while data := source.recv(_CHUNK):
+            while block := source.recv(_CHUNK):
                 if self.delay:
                     time.sleep(self.delay)
                 self._open.wait()
-                sink.sendall(data)
+                sink.sendall(block)
             sink.shutdown(socket.SHUT_WR)

@@ -32,7 +32,7 @@ class Disturbance:
 
     Attributes:
         after: seconds since the first start of the ranks.
-        kind: one of ``faults.SIGNALS``, or of the faults of the network.
+        fault: one of ``faults.SIGNALS``, or of the faults of the network.
         where: ``"rank 1"`` or ``"node 1"``.
         attempt: how often the job had been started again.
         seconds: until it was taken back; 0 for a fault that can't be.
@@ -41,7 +41,7 @@ class Disturbance:
     """
 
     after: float
-    kind: str
+    fault: str
     where: str
     attempt: int
     seconds: float = 0.0
@@ -53,7 +53,7 @@ class RandomFaults:
     """Faults at random times; the intervals, kinds and places follow from the seed.
 
     Attributes:
-        done: the faults so far.
+        disturbances: the faults so far.
         attempt: how often the job has been started again, as far as seen.
     """
 
@@ -63,17 +63,17 @@ class RandomFaults:
         network: Here,
         mtbf: float,
         seed: int,
-        kinds: Sequence[str],
+        faults: Sequence[str],
         longest: float,
         say: Callable[[str], None],
     ) -> None:
-        self.done: list[Disturbance] = []
+        self.disturbances: list[Disturbance] = []
         self.attempt = 0
         self._launchers = launchers
         self._network = network
         self._mtbf = mtbf
         self._random = random.Random(seed)
-        self._kinds = list(kinds)
+        self._faults = list(faults)
         self._longest = longest
         self._say = say
         self._began = 0.0
@@ -84,58 +84,61 @@ class RandomFaults:
         """Make faults for some seconds from the start of the ranks; watch the ranks until the job is over."""
         while not self._ranks() and not over.wait(FAULT_POLL_SECONDS):
             pass
-        self._began = due = time.monotonic()
-        while self._kinds and not over.is_set():
+        self._began = time.monotonic()
+        due = self._began
+        while self._faults and not over.is_set():
             due = max(due + self._random.expovariate(1 / self._mtbf), time.monotonic())
             if due - self._began > seconds:
                 break
-            kind, place = self._random.choice(self._kinds), self._random.random()
-            lasts = self._random.uniform(0.1, self._longest)
+            # Drawn before it is known how many ranks run, so that the seed alone decides.
+            fault = self._random.choice(self._faults)
+            share = self._random.random()
+            seconds_of_fault = self._random.uniform(0.1, self._longest)
             self._watch(due, over)
             ranks = self._all_ranks(over)
             if not over.is_set() and ranks:
-                self._make(kind, place, lasts, ranks, over)
+                self._make(fault, share, seconds_of_fault, ranks, over)
         self._watch(float("inf"), over)
 
     def _make(
-        self, kind: str, place: float, lasts: float, ranks: Sequence[Rank], over: threading.Event
+        self, fault: str, share: float, seconds: float, ranks: Sequence[Rank], over: threading.Event
     ) -> None:
+        """Make a fault, of the rank or node at a share of all, and take it back after some seconds."""
         nodes = self._network.nodes
-        victim, node = ranks[int(place * len(ranks))], nodes[int(place * len(nodes))]
-        where = f"rank {victim.rank}" if kind in SIGNALS else f"node {node}"
-        fault = Disturbance(
-            time.monotonic() - self._began,
-            kind,
-            where,
-            self.attempt,
-            lasts if kind in _LASTING else 0.0,
-        )
+        victim = ranks[int(share * len(ranks))]
+        node = nodes[int(share * len(nodes))]
+        where = f"node {node}"
+        if fault in SIGNALS:
+            where = f"rank {victim.rank}"
+        after = time.monotonic() - self._began
+        disturbance = Disturbance(after, fault, where, self.attempt)
+        duration = ""
+        if fault in _LASTING:
+            disturbance.seconds = seconds
+            duration = f" for {seconds:.1f} s"
         try:
-            if kind in SIGNALS:
-                strike(kind, victim.pid, lasts)
+            if fault in SIGNALS:
+                strike(fault, victim.pid, seconds)
             else:
                 launcher = self._launchers[node]
                 children = (pid for pid, command in children_of(launcher).items() if command)
-                self._network.begin(kind, node, [launcher, *children])
+                self._network.begin(fault, node, [launcher, *children])
         except ProcessLookupError:  # it has just ended, or isn't connected yet
             return
         except (OSError, subprocess.CalledProcessError) as error:
-            self._say(f"{kind} is not possible here, and left out from now on: {error}")
-            self._kinds.remove(kind)
+            self._say(f"{fault} is not possible here, and left out from now on: {error}")
+            self._faults.remove(fault)
             return
-        fault.ended = kind == "kill"
-        self.done.append(fault)
-        self._say(
-            f"{fault.after:7.1f} s: {kind} {where}"
-            + (f" for {lasts:.1f} s" if fault.seconds else "")
-        )
-        self._watch(time.monotonic() + fault.seconds, over)
-        if kind not in SIGNALS:
-            self._network.end(kind, node)
+        disturbance.ended = fault == "kill"
+        self.disturbances.append(disturbance)
+        self._say(f"{after:7.1f} s: {fault} {where}{duration}")
+        self._watch(time.monotonic() + disturbance.seconds, over)
+        if fault not in SIGNALS:
+            self._network.end(fault, node)
             self._settled = time.monotonic() + SETTLING_SECONDS
 
     def _is_settled(self) -> bool:
-        return time.monotonic() >= self._settled or self.done[-1].recovered is not None
+        return time.monotonic() >= self._settled or self.disturbances[-1].recovered is not None
 
     def _all_ranks(self, over: threading.Event) -> list[Rank]:
         """Return the ranks when all run and what came of the last fault is known; if some don't come, the others."""
@@ -150,9 +153,9 @@ class RandomFaults:
                 return ranks
 
     def _watch(self, until: float, over: threading.Event) -> None:
-        while not over.is_set() and (left := until - time.monotonic()) > 0:
+        while not over.is_set() and time.monotonic() < until:
             self._look()
-            over.wait(min(FAULT_POLL_SECONDS, left))
+            over.wait(min(FAULT_POLL_SECONDS, max(0.0, until - time.monotonic())))
 
     def _look(self) -> list[Rank]:
         """Return the ranks that run now, and note what came of the last fault."""
@@ -160,11 +163,11 @@ class RandomFaults:
         if ranks:
             self._size = max(self._size, len(ranks))
             self.attempt = max(self.attempt, ranks[-1].attempt)
-        if self.done and self.attempt > self.done[-1].attempt:
-            fault = self.done[-1]
-            fault.ended = True
-            if fault.recovered is None and _is_whole(ranks, self._size):
-                fault.recovered = time.monotonic() - self._began - fault.after
+        if self.disturbances and self.attempt > self.disturbances[-1].attempt:
+            disturbance = self.disturbances[-1]
+            disturbance.ended = True
+            if disturbance.recovered is None and _is_whole(ranks, self._size):
+                disturbance.recovered = time.monotonic() - self._began - disturbance.after
         return ranks
 
     def _ranks(self) -> list[Rank]:

@@ -20,18 +20,20 @@ class Rank:
 
 
 def ranks_of(launcher: int) -> list[Rank]:
-    found = []
+    ranks = []
     for pid in children_of(launcher):
         with contextlib.suppress(OSError, KeyError, ValueError):
             environment = _environment(pid)
-            numbers = (
-                environment[name]
-                for name in ("RANK_ID", "NPU_DEVICE_RESTART_COUNT", "NPU_DEVICE_HUB")
+            rank = Rank(
+                pid,
+                rank=int(environment["RANK_ID"]),
+                attempt=int(environment["NPU_DEVICE_RESTART_COUNT"]),
+                hub=int(environment["NPU_DEVICE_HUB"]),
             )
-            found.append(Rank(pid, *map(int, numbers)))
-    return sorted(found, key=lambda rank: rank.rank)
+            ranks.append(rank)
+    return sorted(ranks, key=lambda rank: rank.rank)
 
 
 def _environment(pid: int) -> dict[str, str]:
-    entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    return dict(variable.split("=", 1) for variable in variables if "=" in variable)

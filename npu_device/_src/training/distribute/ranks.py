@@ -9,8 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list, weighted, with_values
-from npu_device._src.training.distribute.normalization import note_reduced
 from npu_device._src.training.distribute.reduce_values import floating
+from npu_device._src.training.distribute.synchronized_layers import note_reduced
 from npu_device._src.training.opening import device
 from npu_device._src.training.opening.current_world import current_world, world_unless_child
 

@@ -13,7 +13,7 @@ from npu_device._src import compat
 from npu_device._src.collectives.dtypes import mean_dtype
 from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.gradients.reduction import ReductionOptions, reduce_list, weighted, with_values
-from npu_device._src.training.distribute.normalization import note_reduced
+from npu_device._src.training.distribute.synchronized_layers import note_reduced
 from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.training.watching import same_variables
 from npu_device._src.training.watching.applied_gradients import AppliedGradients

@@ -14,7 +14,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.collectives.graph import after, fetchable
 from npu_device._src.collectives.group import WORLD_GROUP
-from npu_device._src.training.distribute.normalization import find_layers
+from npu_device._src.training.distribute.synchronized_layers import find_layers
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.watching.digests import checksum
 from npu_device._src.training.watching.same_variables import assign_from_root

@@ -14,34 +14,33 @@ class RunningChecksum:
     """Two ranks' checksums are equal if they were given the same batches in the same order, except by chance."""
 
     def __init__(self) -> None:
-        self._value = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self._checksum = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     def add(self, batch: Any) -> None:
         """Add a batch: nested tensors, dense, sparse or ragged, and ``None``. May be called in a graph."""
-        self._value.assign(checksum_of(batch, self._value.read_value()))
+        self._checksum.assign(checksum_of(batch, self._checksum.read_value()))
 
     def take(self) -> int:
-        value = int(self._value)
-        self._value.assign(0)
-        return value
+        """Return the checksum, and begin anew."""
+        taken = int(self._checksum)
+        self._checksum.assign(0)
+        return taken
 
 
-def checksum_of(batch: Any, value: Any = 0) -> Any:
+def checksum_of(batch: Any, begin: Any = 0) -> Any:
     """Return the checksum of nested tensors, an int64 of shape [], beginning with another one's."""
+    checksum = begin
     for leaf in tf.nest.flatten(batch, expand_composites=True):
         if leaf is not None:
-            value = value * 31 + _checksum(tf.convert_to_tensor(leaf))
-    return tf.cast(value, tf.int64)
+            checksum = checksum * 31 + _checksum(tf.convert_to_tensor(leaf))
+    return tf.cast(checksum, tf.int64)
 
 
 def _checksum(tensor: tf.Tensor) -> tf.Tensor | int:
     """Return an int64 of shape []; 0 for a dtype without values that can be read."""
-    if not (
-        tensor.dtype == tf.string
-        or tensor.dtype.is_floating
-        or tensor.dtype.is_integer
-        or tensor.dtype.is_bool
-    ):
+    dtype = tensor.dtype
+    is_number = dtype.is_floating or dtype.is_integer or dtype.is_bool
+    if not is_number and dtype != tf.string:
         return 0
     flat = tf.reshape(tensor, [-1])
     flat = flat[:: tf.maximum(tf.size(flat) // _SAMPLE, 1)]

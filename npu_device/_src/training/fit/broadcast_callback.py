@@ -51,9 +51,8 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         super().__init__()
         self._root_rank = root_rank
         self._began = False
-        self._sent: list[Any] | None = (
-            None  # shapes of the optimizer state that was sent; None before the first step
-        )
+        # Shapes of the optimizer state that was sent; None before the first step.
+        self._sent: list[Any] | None = None
 
     def set_model(self, model: Any) -> None:
         """Take the model, before Keras traces its step."""
@@ -68,9 +67,8 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         if device.unless_child() is None:
             return
         replica = replica_of(self.model)
-        if (
-            replica is not None
-        ):  # it sends everything itself, once the first batch has built the model
+        # It sends everything itself, once the first batch has built the model.
+        if replica is not None:
             replica.state.root_rank = self._root_rank
             return
         if not tf.executing_eagerly():
@@ -87,9 +85,10 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     def _send_at_the_first_batch(self) -> None:
         # The structure of a batch is known where `fit` calls the model's train function, an attribute of the model that
         # Keras reads at each step.
-        model, train_function = self.model, self.model.train_function
+        model = self.model
+        train_function = model.train_function
 
-        def first(iterator: Any) -> Any:
+        def send_and_train(iterator: Any) -> Any:
             model.train_function = train_function
             if model.run_eagerly:
                 batch = next(iterator)
@@ -100,30 +99,33 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
             self._send()
             return train_function(iterator)
 
-        model.train_function = first
+        model.train_function = send_and_train
 
     def _send(self) -> None:
-        mine = _shapes(self.model)
-        alike, _ = _compare(mine)
-        variables = training_state.training_variables if alike else training_state.weights
-        broadcast(variables(self.model), self._root_rank)
-        self._sent = mine if alike else []
+        shapes = _shapes(self.model)
+        are_alike, _ = _compare(shapes)
+        if are_alike:
+            broadcast(training_state.training_variables(self.model), self._root_rank)
+            self._sent = shapes
+        else:
+            broadcast(training_state.weights(self.model), self._root_rank)
+            self._sent = []
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Send what the first step has made."""
         if self._sent is None:
             return
-        before, self._sent = self._sent, None
-        mine = _shapes(self.model)
-        alike, changed = _compare(mine, mine != before)
-        if not changed:
+        shapes = _shapes(self.model)
+        are_alike, have_changed = _compare(shapes, shapes != self._sent)
+        self._sent = None
+        if not have_changed:
             return
-        if not alike:
+        if not are_alike:
             _logger.warning(
                 "the optimizers of the ranks have different variables (%d on this rank), and each rank continues with "
                 "its own. That is right with grouping_gradients_apply; otherwise the weights will differ.\n"
                 "What to do: make the same optimizers for the same variables on every rank.",
-                len(mine),
+                len(shapes),
             )
             return
         broadcast(training_state.training_variables(self.model), self._root_rank)
@@ -177,10 +179,9 @@ def _shapes(model: Any) -> list[Any]:
 
 def _compare(shapes: list[Any], flag: bool = False) -> tuple[bool, bool]:
     """Return whether all ranks have the same shapes, and whether the flag is set on any; every rank has to ask."""
+    states = [(shapes, flag)]
     ranks = current_world()
-    found = (
-        [(shapes, flag)]
-        if ranks is None
-        else ranks.objects((shapes, flag), "state of the optimizers")
-    )
-    return all(each == found[0][0] for each, _ in found), any(is_set for _, is_set in found)
+    if ranks is not None:
+        states = ranks.objects((shapes, flag), "state of the optimizers")
+    are_alike = all(shapes_of_rank == states[0][0] for shapes_of_rank, _ in states)
+    return are_alike, any(is_set for _, is_set in states)

@@ -8,27 +8,30 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-_LOOKED_AT = 4096  # elements of a sample, at equal distances
+_MOST_ELEMENTS = 4096  # elements of a sample, at equal distances
 
 
 def different_samples(batch: Any, total: int, count: int) -> list[int]:
-    """Return the places of some of a batch's samples: both ends, those with the most and the least padding, and some in
-    between.
+    """Return the positions of some of a batch's samples: both ends, those with the most and the least padding, and
+    some in between.
 
     Those alike are next to each other, so that parts of them differ.
     """
     leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
     features = [
-        each for leaf in leaves for each in _features(leaf, total) if each.min() < each.max()
+        feature
+        for leaf in leaves
+        for feature in _features(leaf, total)
+        if feature.min() < feature.max()
     ]
-    places = [0, total - 1]
+    positions = [0, total - 1]
     for feature in features:
-        places += [int(feature.argmin()), int(feature.argmax())]
-    places += np.linspace(0, total - 1, count).round().astype(int).tolist()
-    places += range(total)
-    chosen = list(dict.fromkeys(places))[:count]
+        positions += [int(feature.argmin()), int(feature.argmax())]
+    positions += np.linspace(0, total - 1, count).round().astype(int).tolist()
+    positions += range(total)
+    chosen = list(dict.fromkeys(positions))[:count]
     return sorted(
-        chosen, key=lambda place: ([-float(feature[place]) for feature in features], place)
+        chosen, key=lambda number: ([-float(feature[number]) for feature in features], number)
     )
 
 
@@ -40,23 +43,27 @@ def _features(leaf: Any, total: int) -> Iterator[np.ndarray]:
         rows = leaf.indices.numpy()[:, 0] * total // max(1, int(leaf.dense_shape[0]))
         yield np.bincount(rows, minlength=total)
     elif tf.TensorShape(leaf.shape).rank:
-        values = _per_sample(np.asarray(leaf), total)
-        values = values[:, :: max(1, values.shape[1] // _LOOKED_AT)]
+        samples = _per_sample(np.asarray(leaf), total)
+        samples = samples[:, :: max(1, samples.shape[1] // _MOST_ELEMENTS)]
         # As they are in padding: 0, or what is common at the end of the samples.
-        yield (values == _empty(values)).sum(axis=1)
-        last = values[:, -1:]
-        common = [value for value in np.unique(last[: 2 * _LOOKED_AT]) if (last == value).sum() > 1]
-        for value in common[:2]:
-            yield (values == value).sum(axis=1)
-        if values.dtype.kind == "f":
-            yield np.isnan(values).sum(axis=1)
-        if values.shape[1] == 1 and values.dtype.kind in "iufb":
-            yield values[:, 0]
+        yield (samples == _padding(samples)).sum(axis=1)
+        ends = samples[:, -1:]
+        different_ends = np.unique(ends[: 2 * _MOST_ELEMENTS])
+        common_ends = [end for end in different_ends if (ends == end).sum() > 1]
+        for end in common_ends[:2]:
+            yield (samples == end).sum(axis=1)
+        if samples.dtype.kind == "f":
+            yield np.isnan(samples).sum(axis=1)
+        if samples.shape[1] == 1 and samples.dtype.kind in "iufb":
+            yield samples[:, 0]
 
 
-def _per_sample(values: np.ndarray, total: int) -> np.ndarray:
-    return values.reshape(total, -1)
+def _per_sample(array: np.ndarray, total: int) -> np.ndarray:
+    return array.reshape(total, -1)
 
 
-def _empty(values: np.ndarray) -> Any:
-    return b"" if values.dtype.kind in "OS" else 0
+def _padding(array: np.ndarray) -> Any:
+    """Return what most scripts fill samples up with: empty strings or zeros."""
+    if array.dtype.kind in "OS":
+        return b""
+    return 0

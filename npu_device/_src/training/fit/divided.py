@@ -80,20 +80,24 @@ def divided(dataset: Any) -> Any:
             f"expected a tf.data.Dataset of batches for this rank; found a {type(dataset).__name__}.\n"
             "What to do: make one, for instance tf.data.Dataset.from_tensor_slices((x, y)).batch(size)."
         )
-    return dataset if world_unless_child() is None else Divided(dataset)
+    if world_unless_child() is None:
+        return dataset
+    return Divided(dataset)
 
 
-def with_equal_length(world: World, data: Divided) -> tf.data.Dataset:
+def with_equal_length(world: World, divided_data: Divided) -> tf.data.Dataset:
     """Return a dataset with the same number of batches on every rank; samples of the added batches don't count."""
-    dataset = data.dataset
+    dataset = divided_data.dataset
     length = int(dataset.cardinality())
     if length == tf.data.UNKNOWN_CARDINALITY:
         length = int(dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
     lengths = world.objects(length, "length of divided data")
 
-    def counting(*elements: Any, counts: bool = True) -> Any:
-        rows = tf.cast(rows_of(elements) if counts else 0, tf.int64)
-        return with_rows(tf.stack([rows, 0]), elements)
+    def counting(*batch: Any, counts: bool = True) -> Any:
+        rows: Any = 0
+        if counts:
+            rows = rows_of(batch)
+        return with_rows(tf.stack([tf.cast(rows, tf.int64), 0]), batch)
 
     counted = dataset.map(counting)
     if any(length == tf.data.INFINITE_CARDINALITY for length in lengths):
@@ -110,48 +114,60 @@ def with_equal_length(world: World, data: Divided) -> tf.data.Dataset:
 
 def with_rows(tag: Any, batch: Any) -> Any:
     """Return a batch with its tag, int64 of shape [2]: the samples that count, and a mark of their batch, or 0."""
-    first, *others = batch if isinstance(batch, (tuple, list)) else (batch,)
-    x = {ROWS: tag, "x": first}
-    return (x, *others) if others else x
+    if not isinstance(batch, (tuple, list)):
+        return {ROWS: tag, "x": batch}
+    x, *targets = batch
+    tagged = {ROWS: tag, "x": x}
+    if not targets:
+        return tagged
+    return (tagged, *targets)
 
 
-def rows_of_rank(world: World, model: Any, data: Any) -> Any:
+def rows_of_rank(world: World, model: Any, sequence: Any) -> Any:
     """Return a PyDataset or Sequence of the rows of this rank in each batch; none is larger than the first one."""
-    whole = data[0]
-    batch = int(rows_of(whole))
-    first, last = (place * batch // world.size for place in (world.rank, world.rank + 1))
-    _require_same_rows(world, whole, data.rows(0, first, last), first, last)
+    batch = sequence[0]
+    begin, end = _rows_of_rank(world, int(rows_of(batch)))
+    _require_same_rows(world, batch, sequence.rows(0, begin, end), begin, end)
 
     class Rows(compat.keras_of(model).utils.Sequence):  # type: ignore[misc]
         """The rows of this rank; a batch without any has one that doesn't count."""
 
         def __len__(self) -> int:
-            return len(data)
+            return len(sequence)
 
         def __getitem__(self, index: int) -> Any:
-            mine = data.rows(index, first, last) if last > first else None
-            count = 0 if mine is None else int(rows_of(mine))
-            mark = (
-                index if index else start.digest(data.rows(0, 0, 1))
-            )  # of what on_epoch_end may have shuffled
-            return with_rows(np.array([count, mark]), mine if count else data.rows(index, 0, 1))
+            mark = index
+            if not index:  # on_epoch_end may have shuffled the data
+                mark = start.digest(sequence.rows(0, 0, 1))
+            if end > begin:
+                rows = sequence.rows(index, begin, end)
+                count = int(rows_of(rows))
+                if count:
+                    return with_rows(np.array([count, mark]), rows)
+            return with_rows(np.array([0, mark]), sequence.rows(index, 0, 1))
 
         def on_epoch_begin(self) -> None:
-            getattr(data, "on_epoch_begin", int)()
+            getattr(sequence, "on_epoch_begin", int)()
 
         def on_epoch_end(self) -> None:
-            data.on_epoch_end()
+            sequence.on_epoch_end()
 
-    return Rows(**{name: getattr(data, name) for name in _SETTINGS if hasattr(data, name)})
+    settings = [name for name in _SETTINGS if hasattr(sequence, name)]
+    return Rows(**{name: getattr(sequence, name) for name in settings})
 
 
-def _require_same_rows(world: World, whole: Any, mine: Any, first: int, last: int) -> None:
-    expected = start.digest(tf.nest.map_structure(lambda leaf: leaf[first:last], whole))
-    found = world.objects(expected == start.digest(mine), "rows of the first batch")
-    if not all(found):
-        wrong = ", ".join(str(rank) for rank, right in enumerate(found) if not right)
+def _rows_of_rank(world: World, total: int) -> tuple[int, int]:
+    """Return which rows of a batch are those of this rank: the first one, and the one after the last."""
+    return world.rank * total // world.size, (world.rank + 1) * total // world.size
+
+
+def _require_same_rows(world: World, batch: Any, rows: Any, begin: int, end: int) -> None:
+    expected = start.digest(tf.nest.map_structure(lambda leaf: leaf[begin:end], batch))
+    are_right = world.objects(expected == start.digest(rows), "rows of the first batch")
+    if not all(are_right):
+        wrong = ", ".join(str(rank) for rank, is_right in enumerate(are_right) if not is_right)
         raise ValueError(
-            f"rank {world.rank}: rows(0, {first}, {last}) isn't data[0][{first}:{last}] (on ranks {wrong}).\n"
+            f"rank {world.rank}: rows(0, {begin}, {end}) isn't data[0][{begin}:{end}] (on ranks {wrong}).\n"
             "Likely cause: rows draws random numbers, or counts its samples from the beginning of the data.\nWhat to "
             "do: let rows(index, start, stop) return what data[index] returns, but only the samples from start to "
             "before stop of that batch; draw random numbers by a seed made of the index of the sample."
@@ -169,12 +185,13 @@ class Pipeline(Divided):
         for_keras: the same with the number of rows inside; a batch without rows has one that doesn't count.
     """
 
-    def __init__(self, tagged: tf.data.Dataset, whole: bool) -> None:
-        self._tagged, self._whole = (
-            tagged,
-            whole,
-        )  # the rows' tags and the rows; if all batches are full
-        super().__init__(tagged.map((lambda tags, rows: rows) if whole else _rows_that_count))
+    def __init__(self, tagged: tf.data.Dataset, are_full: bool) -> None:
+        self._tagged = tagged  # the rows' tags and the rows
+        self._are_full = are_full  # all batches
+        rows_of_batch = _rows_that_count
+        if are_full:
+            rows_of_batch = _all_rows
+        super().__init__(tagged.map(rows_of_batch))
         self.for_keras = tagged.map(
             lambda tags, rows: with_rows(tf.stack([tf.reduce_sum(tags[:, 0]), tags[0, 1]]), rows)
         )
@@ -190,7 +207,7 @@ class Pipeline(Divided):
             return getattr(self.dataset, name)
         if name in _WHOLE_BATCHES:
             return lambda *args, **kwargs: Pipeline(
-                getattr(self._tagged, name)(*args, **kwargs), self._whole
+                getattr(self._tagged, name)(*args, **kwargs), self._are_full
             )
         if name.startswith("_") or not hasattr(tf.data.Dataset, name):
             raise AttributeError(f"a pipeline has no attribute {name!r}")
@@ -255,57 +272,86 @@ def pipeline(
         )
         source = tf.data.Dataset.zip((source, seeds))
 
-    def call(element: Any) -> Any:
-        inner, *own = (element,) if seed is None else element
-        return map(*(inner if isinstance(inner, tuple) else (inner,)), *own)
-
-    def call_parts(*parts: Any) -> Any:
-        return call(parts if len(parts) > 1 or isinstance(source.element_spec, tuple) else parts[0])
-
+    call = _on_samples(map, has_seeds=seed is not None)
     world = world_unless_child()
     if world is None:
-        mapped = source.map(call_parts, num_parallel_calls)
+        is_tuple = isinstance(source.element_spec, tuple)
+
+        def call_with_fields(*fields: Any) -> Any:
+            if is_tuple:
+                return call(fields)
+            return call(fields[0])
+
+        mapped = source.map(call_with_fields, num_parallel_calls)
         return mapped.batch(size, drop_remainder).prefetch(tf.data.AUTOTUNE)
     _require_pure(call, source.element_spec)
     _require_same(world, source)
+    source = _in_order(source)
+    begin, end = _rows_of_rank(world, size)
+    rows = source.window(size, drop_remainder=drop_remainder).flat_map(_cut(begin, end))
+    mapped = rows.map(lambda tag, sample: (tag, call(sample)), num_parallel_calls)
+    are_full = drop_remainder and end > begin
+    tagged = mapped.batch(max(end - begin, 1), drop_remainder)
+    count = int(source.cardinality())
+    if count >= 0:
+        has_remainder = count % size > 0 and not drop_remainder
+        count = count // size + has_remainder
+    if count != tf.data.UNKNOWN_CARDINALITY:
+        tagged = tagged.apply(tf.data.experimental.assert_cardinality(count))
+    return Pipeline(tagged.prefetch(tf.data.AUTOTUNE), are_full)
+
+
+def _on_samples(map: Callable[..., Any], has_seeds: bool) -> Callable[[Any], Any]:
+    """Return a function that calls a map with the fields of a sample, and the seed of the sample if it has one."""
+
+    def call(sample: Any) -> Any:
+        seeds = []
+        if has_seeds:
+            sample, *seeds = sample
+        if isinstance(sample, tuple):
+            return map(*sample, *seeds)
+        return map(sample, *seeds)
+
+    return call
+
+
+def _in_order(source: tf.data.Dataset) -> tf.data.Dataset:
+    """Return a dataset whose elements have the same order on all ranks."""
     options = tf.data.Options()
-    options.deterministic = True  # or each rank would have an order of its own
+    options.deterministic = True
     if source.options().autotune.enabled is None:
         # The thread that tunes sleeps for ever longer times, and the end of an epoch often waits until it wakes up:
         # up to as long as the epoch took, for all ranks if it happens on one. Upstream issue: none.
         options.autotune.enabled = False
-    source = source.with_options(options)
-    first, last = (place * size // world.size for place in (world.rank, world.rank + 1))
-    rows = source.window(size, drop_remainder=drop_remainder).flat_map(_cut(first, last))
-    mapped = rows.map(lambda tag, element: (tag, call(element)), num_parallel_calls)
-    whole = drop_remainder and last > first
-    tagged = mapped.batch(max(last - first, 1), drop_remainder)
-    count = int(source.cardinality())
-    if count >= 0:
-        count = count // size if drop_remainder else -(-count // size)
-    if count != tf.data.UNKNOWN_CARDINALITY:
-        tagged = tagged.apply(tf.data.experimental.assert_cardinality(count))
-    return Pipeline(tagged.prefetch(tf.data.AUTOTUNE), whole)
+    return source.with_options(options)
 
 
-def _cut(first: int, last: int) -> Callable[..., tf.data.Dataset]:
+def _cut(begin: int, end: int) -> Callable[..., tf.data.Dataset]:
     """Return what makes, of the elements of a batch, a dataset of the elements of one rank with their tags."""
     # A tag has 1 for a row that counts, and the checksum of the batch's first element. A rank without rows gets one
     # that doesn't count. All batches but the last have the same number of rows on a rank: they can be batched again.
 
     def cut(*window: Any) -> tf.data.Dataset:
-        one = window[0] if len(window) == 1 else window
-        elements = one if isinstance(one, tf.data.Dataset) else tf.data.Dataset.zip(one)
-        total = elements.cardinality()
-        rows = tf.clip_by_value(total - first, 0, last - first)
-        checksum = checksum_of(elements.take(1).get_single_element())
+        # Elements of several fields come as a dataset of each field.
+        fields: Any = window
+        if len(window) == 1:
+            fields = window[0]
+        samples = fields
+        if not isinstance(fields, tf.data.Dataset):
+            samples = tf.data.Dataset.zip(fields)
+        total = samples.cardinality()
+        rows = tf.clip_by_value(total - begin, 0, end - begin)
+        checksum = checksum_of(samples.take(1).get_single_element())
         tag = tf.stack([tf.cast(rows > 0, tf.int64), checksum])
-        mine = elements.skip(tf.minimum(tf.constant(first, tf.int64), total - 1)).take(
-            tf.maximum(rows, 1)
-        )
-        return tf.data.Dataset.zip((tf.data.Dataset.from_tensors(tag).repeat(), mine))
+        skipped = tf.minimum(tf.constant(begin, tf.int64), total - 1)
+        own_samples = samples.skip(skipped).take(tf.maximum(rows, 1))
+        return tf.data.Dataset.zip((tf.data.Dataset.from_tensors(tag).repeat(), own_samples))
 
     return cut
+
+
+def _all_rows(tags: tf.Tensor, rows: Any) -> Any:
+    return rows
 
 
 def _rows_that_count(tags: tf.Tensor, rows: Any) -> Any:
@@ -319,15 +365,15 @@ def _require_pure(call: Callable[[Any], Any], spec: Any) -> None:
         *graph.node,
         *(node for function in graph.library.function for node in function.node_def),
     ]
-    kinds = dict.fromkeys(node.op for node in nodes)
-    if random := [kind for kind in kinds if _RANDOM.match(kind)]:
+    operations = dict.fromkeys(node.op for node in nodes)
+    if random := list(filter(_RANDOM.match, operations)):
         raise ValueError(
             f"the map of a pipeline draws random numbers ({', '.join(random)}), which would differ from those "
             "of one process.\nWhat to do: call npu.distribute.pipeline(…, seed=1). The map then gets a seed for each "
             "sample as its last argument; draw with tf.random.stateless_uniform(shape, seed), or "
             "tf.image.stateless_random_flip_left_right(image, seed)."
         )
-    if stateful := [kind for kind in kinds if _STATEFUL.match(kind)]:
+    if stateful := list(filter(_STATEFUL.match, operations)):
         raise ValueError(
             f"the map of a pipeline calls Python, or changes a state ({', '.join(stateful)}): several ranks "
             "may get different samples than one.\nWhat to do: use operations of TensorFlow; for Python code whose "
@@ -344,11 +390,12 @@ def _require_same(world: World, source: tf.data.Dataset) -> None:
             "the source of a pipeline is shuffled without a seed, in a different order on each rank.\nWhat to do: "
             "shuffle(…, seed=1), list_files(…, seed=1), or npu.open(seed=1) right after the imports."
         )
-    found = world.objects(
-        [[list(pair) for pair in seeds], int(source.cardinality())], "source of a pipeline"
-    )
-    if any(other != found[0] for other in found):
-        rows = world.lines(f"length {length}, seeds of shuffle {pairs}" for pairs, length in found)
+    description = [[list(pair) for pair in seeds], int(source.cardinality())]
+    descriptions = world.objects(description, "source of a pipeline")
+    if len(set(map(repr, descriptions))) > 1:
+        rows = world.lines(
+            f"length {length}, seeds of shuffle {pairs}" for pairs, length in descriptions
+        )
         raise ValueError(
             f"the ranks have different sources for a pipeline (length -1: endless, -2: unknown):\n{rows}\n"
             "What to do: give every rank the whole source, and shuffle the same seed on every rank; pipeline divides "

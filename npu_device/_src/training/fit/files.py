@@ -46,19 +46,17 @@ _SEES = "sees file"
 _REMEMBERED = 1000  # paths
 
 _log = logging.getLogger("npu_device")
-_own = threading.local()
+_thread = threading.local()  # ``saves`` is True while a method of a model saves
 _BY_FUNCTION = (
     "%s saves the model %r by a function, such as keras.saving.save_model or tf.saved_model.save: each rank writes the "
     "file then, perhaps at the same time.\nWhat to do: model.save(path) or model.export(path), which write once; or "
     "call the function under `if npu.distribute.is_main():` only. A copy of the model in memory needs no change."
 )
 
-_Moment = tuple[
-    int, int
-]  # number of collectives before a save, and of saves of the path since then
-_Outcome = tuple[
-    bool, Optional[tuple[str, str]]
-]  # whether the rank has written the path; its error's type and text
+# Number of collectives before a save, and of saves of the path since then.
+_Moment = tuple[int, int]
+# Whether the rank has written the path; its error's type and text.
+_SaveOutcome = tuple[bool, Optional[tuple[str, str]]]
 
 
 @dataclass
@@ -71,7 +69,7 @@ class _Save:
     error: tuple[str, str] | None = None  # type and text
 
     @property
-    def outcome(self) -> _Outcome:
+    def outcome(self) -> _SaveOutcome:
         return self.wrote, self.error
 
 
@@ -85,7 +83,9 @@ class Saves:
         self._numbers = itertools.count()  # so that no two questions are the same to the hub
         self._lock = threading.Lock()
         self._saves: dict[str, _Save] = {}
-        self._asked: dict[int, tuple[str, _Moment, Future[_Outcome]]] = {}  # by the rank that waits
+        self._asked: dict[
+            int, tuple[str, _Moment, Future[_SaveOutcome]]
+        ] = {}  # by the rank that waits
         job.health.on_question(_OVER, self._answer)
         job.health.on_question(_SEES, lambda body: os.path.exists(body[0]))
 
@@ -100,11 +100,15 @@ class Saves:
     def save(self, path: str, write: Callable[[], Any]) -> Any:
         """Let rank 0 write a path. Others wait for it and return None, or write where they can't see its file."""
         with self._lock:
-            begun, before = self._calls.started, self._saves.pop(path, None)
-            count = 1 if before is None or before.moment[0] < begun else before.moment[1] + 1
+            collectives = self._calls.started
+            # Ranks that have made the same collectives are at the same place of the script.
+            count = 1
+            earlier = self._saves.pop(path, None)
+            if earlier is not None and earlier.moment[0] >= collectives:
+                count = earlier.moment[1] + 1
             if len(self._saves) == _REMEMBERED:
                 del self._saves[next(iter(self._saves))]
-            save = self._saves[path] = _Save((begun, count))
+            save = self._saves[path] = _Save((collectives, count))
         try:
             if not any(self._is_written_by(rank, path, save.moment) for rank in self._writers()):
                 save.wrote = True
@@ -120,9 +124,9 @@ class Saves:
         answers = []
         with self._lock:
             save.is_over = True
-            for rank, (asked, moment, answer) in list(self._asked.items()):
-                outcome = self._outcome(path, moment) if asked == path else None
-                if outcome is not None:
+            for rank, (asked_path, moment, answer) in list(self._asked.items()):
+                outcome = self._outcome(path, moment)
+                if asked_path == path and outcome is not None:
                     del self._asked[rank]
                     answers.append((answer, outcome))
         for answer, outcome in answers:
@@ -130,25 +134,26 @@ class Saves:
 
     # On the rank that writes
 
-    def _outcome(self, path: str, moment: _Moment) -> _Outcome | None:
+    def _outcome(self, path: str, moment: _Moment) -> _SaveOutcome | None:
         """Return how the save of a path that belongs to a moment has ended; None if that isn't known yet."""
-        save, has_passed = self._saves.get(path), self._calls.started > moment[0]
-        if save is None:
-            return (False, None) if has_passed else None
-        return save.outcome if save.is_over and (has_passed or save.moment >= moment) else None
+        save = self._saves.get(path)
+        has_passed = self._calls.started > moment[0]
+        if save is None and has_passed:
+            return False, None
+        if save is not None and save.is_over and (has_passed or save.moment >= moment):
+            return save.outcome
+        return None
 
-    def _answer(self, body: Any) -> _Outcome | Future[_Outcome]:
-        rank, path, begun, count, _ = body
+    def _answer(self, body: Any) -> _SaveOutcome | Future[_SaveOutcome]:
+        rank, path, collectives, count, _ = body
+        moment = (collectives, count)
         with self._lock:
-            outcome = self._outcome(path, (begun, count))
+            outcome = self._outcome(path, moment)
             if outcome is not None:
                 return outcome
-            answer: Future[_Outcome] = Future()
-            self._asked[rank] = (
-                path,
-                (begun, count),
-                answer,
-            )  # in place of one that this rank no longer waits for
+            answer: Future[_SaveOutcome] = Future()
+            # In place of one that the rank no longer waits for.
+            self._asked[rank] = (path, moment, answer)
         return answer
 
     # On a rank that waits
@@ -162,29 +167,30 @@ class Saves:
         """Wait for the save of another rank; return True if it has written the path where this rank sees it."""
         wrote, error = self._wait_for(writer, path, moment)
         if error is not None:
-            kind, text = error
-            failed = f"rank {writer} failed to write {path}: {kind}: {text}"
+            class_name, text = error
+            failure = f"rank {writer} failed to write {path}: {class_name}: {text}"
             raise _like(
-                kind, f"rank {self._rank} waited for a file of another rank: {failed}"
-            ) from PeerError(failed)
+                class_name, f"rank {self._rank} waited for a file of another rank: {failure}"
+            ) from PeerError(failure)
         return wrote and ("://" in path or self._sees_files_of(writer, path))
 
-    def _wait_for(self, writer: int, path: str, moment: _Moment) -> _Outcome:
+    def _wait_for(self, writer: int, path: str, moment: _Moment) -> _SaveOutcome:
         limit = environment.NPU_DEVICE_STALL_TIMEOUT.get()
-        until, seconds = time.monotonic() + limit, time_limits.FIRST_SAVE_CHECK_SECONDS
+        deadline = time.monotonic() + limit
+        seconds = time_limits.FIRST_SAVE_CHECK_SECONDS
         while True:
             self._job.health.require_running()
             outcome = self._ask(writer, _OVER, [self._rank, path, *moment], seconds)
             if outcome is not None:
                 return outcome
             if self._job.health.has_left(writer):
-                left: dict[str, _Outcome] = {}
+                outcomes: dict[str, _SaveOutcome] = {}
                 with contextlib.suppress(TimeoutError):
-                    left = json.loads(
+                    outcomes = json.loads(
                         self._job.store.get(f"{_OVER} {writer}", time_limits.SAVE_LEFT_SECONDS)
                     )
-                return left.get(path, (False, None))
-            if time.monotonic() >= until:
+                return outcomes.get(path, (False, None))
+            if time.monotonic() >= deadline:
                 raise TimeoutError(
                     f"rank {self._rank}: rank {writer} writes {path} for this one, and has neither finished nor gone "
                     f"on for {limit:g} s (NPU_DEVICE_STALL_TIMEOUT).\n"
@@ -196,78 +202,85 @@ class Saves:
             time.sleep(time_limits.SAVE_PAUSE_SECONDS)
             seconds = min(2 * seconds, time_limits.LONGEST_SAVE_CHECK_SECONDS)
 
-    def _ask(self, rank: int, kind: str, body: list[Any], seconds: float) -> Any:
-        return self._job.health.ask(kind, [*body, next(self._numbers)], [rank], seconds).get(rank)
+    def _ask(self, rank: int, topic: str, body: list[Any], seconds: float) -> Any:
+        question = [*body, next(self._numbers)]
+        return self._job.health.ask(topic, question, [rank], seconds).get(rank)
 
     def _sees_files_of(self, writer: int, path: str) -> bool:
         """Return True if this rank sees the same directory as another one: a new file of the one appears to both."""
         # A new name, because a network file system may remember that an old one wasn't there.
         name = f".npu_device-{secrets.token_hex(8)}"
-        beside = os.path.join(
-            os.path.dirname(path), name
-        )  # relative to each rank's own working directory
+        # Relative to each rank's own working directory.
+        neighbour = os.path.join(os.path.dirname(path), name)
         try:
-            with open(beside, "x"):
+            with open(neighbour, "x"):
                 pass
         except OSError:  # this rank couldn't write here either
             return _exists(path)
         try:
-            sees = self._ask(writer, _SEES, [beside], time_limits.SAVE_ANSWER_SECONDS)
+            sees = self._ask(writer, _SEES, [neighbour], time_limits.SAVE_ANSWER_SECONDS)
         finally:
             with contextlib.suppress(OSError):
-                os.unlink(beside)
-        return _exists(path) if sees is None else bool(sees)  # None: the rank has left
+                os.unlink(neighbour)
+        if sees is None:  # the rank has left
+            return _exists(path)
+        return bool(sees)
 
 
 def save_parts_once(world: World, model: Any) -> None:
     """Let the models that a model consists of write as it does: a script may save its encoder only."""
     if not world.is_main:
         _notice_other_saves(world, model)
-    for part in keras_models.all_layers(model):
+    for layer in keras_models.all_layers(model):
         for name in METHODS:
-            if part is not model and hasattr(part, name):
-                object.__setattr__(part, name, saving(world, getattr(part, name)))
+            if layer is not model and hasattr(layer, name):
+                object.__setattr__(layer, name, saving(world, getattr(layer, name)))
 
 
 def _notice_other_saves(world: World, model: Any) -> None:
     """Warn, once, if this rank saves a model by functions of Keras or TensorFlow, which every rank does by itself."""
-    said: list[bool] = []
+    is_warned = False
 
-    def noticing(own: Callable[..., Any], *kinds: str) -> Callable[..., Any]:
-        @functools.wraps(own)
+    def noticing(method: Callable[..., Any], *formats: str) -> Callable[..., Any]:
+        @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            by_function = not getattr(_own, "save", False) and (
-                not kinds or {*args, *kwargs.values()} & {*kinds}
+            nonlocal is_warned
+            by_function = not getattr(_thread, "saves", False) and (
+                not formats or {*args, *kwargs.values()} & {*formats}
             )
-            if by_function and not said:
-                said.append(True)
+            if by_function and not is_warned:
+                is_warned = True
                 _log.warning(_BY_FUNCTION, world.job.cluster.name_of(world.rank), model.name)
-            return own(*args, **kwargs)
+            return method(*args, **kwargs)
 
         return call
 
-    for name, kinds in (("save_own_variables", ()), ("_trackable_children", ("savedmodel",))):
-        object.__setattr__(model, name, noticing(getattr(model, name), *kinds))
+    for name, formats in (("save_own_variables", ()), ("_trackable_children", ("savedmodel",))):
+        object.__setattr__(model, name, noticing(getattr(model, name), *formats))
 
 
-def saving(world: World, own: Callable[..., Any]) -> Callable[..., Any]:
+def saving(world: World, method: Callable[..., Any]) -> Callable[..., Any]:
     """Return one of the methods of a model that write (``METHODS``) as one that every rank may call, or only rank 0."""
-    if hasattr(own, _IS_REPLACED):
-        return own
-    own, job = _by_method()(own), world.job
+    if hasattr(method, _IS_REPLACED):
+        return method
+    write = _by_method()(method)
+    job = world.job
     saves = job.part(Saves)
     if saves is None:
         saves = Saves(job)
         job.add(saves)
 
-    @functools.wraps(own)
+    @functools.wraps(method)
     def save(*args: Any, **kwargs: Any) -> Any:
-        given = [kwargs["filepath"]] if "filepath" in kwargs else [*args, *kwargs.values()]
-        if job.in_fork or not given or not isinstance(given[0], (str, os.PathLike)):
-            return own(*args, **kwargs)  # a file object, for instance, is this rank's
-        if job.health.is_closed:
-            return own(*args, **kwargs) if world.is_main else None
-        return saves.save(os.fsdecode(given[0]), lambda: own(*args, **kwargs))
+        path = kwargs.get("filepath", next(iter([*args, *kwargs.values()]), None))
+        # A file object, for instance, is this rank's.
+        if job.in_fork or not isinstance(path, (str, os.PathLike)):
+            return write(*args, **kwargs)
+        if not job.health.is_closed:
+            return saves.save(os.fsdecode(path), lambda: write(*args, **kwargs))
+        if world.is_main:
+            return write(*args, **kwargs)
+        return None
 
     setattr(save, _IS_REPLACED, True)
     return save
@@ -275,21 +288,22 @@ def saving(world: World, own: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _by_method() -> Iterator[None]:
-    before, _own.save = getattr(_own, "save", False), True
+    was_saving = getattr(_thread, "saves", False)
+    _thread.saves = True
     try:
         yield
     finally:
-        _own.save = before
+        _thread.saves = was_saving
 
 
 def _exists(path: str) -> bool:
     return os.path.exists(path) or bool(glob.glob(f"{glob.escape(path)}.*"))
 
 
-def _like(kind: str, text: str) -> Exception:
+def _like(class_name: str, text: str) -> Exception:
     """Return an error of a type of Python's own, so that a script that handles it does so on all ranks."""
-    python = getattr(builtins, kind, None)
-    if isinstance(python, type) and issubclass(python, Exception):
+    error_class = getattr(builtins, class_name, None)
+    if isinstance(error_class, type) and issubclass(error_class, Exception):
         with contextlib.suppress(TypeError):  # it takes other arguments
-            return python(text)
+            return error_class(text)
     return RuntimeError(text)

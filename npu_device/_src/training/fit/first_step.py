@@ -1,30 +1,32 @@
 """The first-step check: before a replicated model trains, each rank compares the gradient of a few samples with the
 mean of the gradients of two uneven parts of them, weighted by their samples.
 
-They are equal if the step is one that can be divided. ``rehearsal`` runs the step, and ``findings`` compares what comes
-of it. This file says which models are checked, and with what: Keras's own layers, loss and step need no check.
+They are equal if the step is one that can be divided. ``dry_step`` runs the step, ``findings`` compares what comes of
+it, ``mixing`` looks for the lines to blame, and ``first_step_texts`` has what to say. This file says which models are
+checked, and with what: Keras's own layers, loss and step need no check.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.training.fit import findings, start, xla
-from npu_device._src.training.fit.rehearsal import NotChecked, Outcome, Part, Rehearsal
+from npu_device._src.training.fit import findings, first_step_texts as texts, mixing, start, xla
+from npu_device._src.training.fit.dry_step import DryStep, NotChecked, Part, StepResults
+from npu_device._src.training.fit.mixing import Meeting
 from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.fit.sums import (
-    Compared,
+    CheckedStep,
     Indivisible,
     Samples,
     added_up,
-    compared,
+    checked_step,
     precision_of,
     samples_of,
     set_sums,
@@ -33,10 +35,9 @@ from npu_device._src.training.watching import training_state
 from npu_device._src.world.share import lengths_of, run_of, units_of, without_optional
 
 _log = logging.getLogger("npu_device")
-_SAMPLES = 5
 
 
-class _Verdict(NamedTuple):
+class _RankVerdict(NamedTuple):
     """What one rank has found: text for the statement at the start, and of an error or a warning; "" without one."""
 
     statement: str
@@ -52,31 +53,36 @@ def check(context: StepContext, batch: Any) -> str:
         return "not checked: NPU_DEVICE_FIRST_STEP_CHECK=off"
     world = context.world
     if needs_no_check(context, batch):
-        mine = _Verdict(
+        own_verdict = _RankVerdict(
             "not compared: layers, loss, step and optimizer are Keras's own, which treat samples one by one"
         )
     else:
         with _nothing_drawn():
-            mine = _verdict(context, batch)
-    found = [_Verdict(*one) for one in world.objects(tuple(mine), "first-step check")]
-    wrong = [rank for rank, verdict in enumerate(found) if verdict.error]
+            own_verdict = _verdict(context, batch)
+    gathered = world.objects(tuple(own_verdict), "first-step check")
+    verdicts = [_RankVerdict(*fields) for fields in gathered]
+    wrong = [rank for rank, verdict in enumerate(verdicts) if verdict.error]
     if wrong:
-        names = ", ".join(world.job.cluster.name_of(world.group.ranks[rank]) for rank in wrong)
-        where = "" if len(wrong) == world.size else f"\nFound on {names}."
+        ranks = ""
+        if len(wrong) < world.size:
+            names = [world.job.cluster.name_of(world.group.ranks[rank]) for rank in wrong]
+            ranks = f"\nFound on {', '.join(names)}."
         raise ValueError(
-            f"rank {world.job.cluster.rank}: {found[wrong[0]].error}{where}\n"
+            f"rank {world.job.cluster.rank}: {verdicts[wrong[0]].error}{ranks}\n"
             "(NPU_DEVICE_FIRST_STEP_CHECK=off leaves this check out.)"
         )
-    warning = next((verdict.warning for verdict in found if verdict.warning), "")
+    warning = next((verdict.warning for verdict in verdicts if verdict.warning), "")
     if warning and world.is_main:
         _log.warning("%s", warning)
-    set_sums(context, [verdict.sums for verdict in found])
-    unchecked = [
-        verdict.statement for verdict in found if verdict.statement.startswith("not checked")
-    ]
-    statement = unchecked[0] if unchecked else found[0].statement
-    added = next((verdict.added for verdict in found if verdict.added), "")
-    return f"{statement}\n  sums           {added}: the ranks add up" if added else statement
+    # All ranks add up the same numbers, or their results would differ.
+    set_sums(context, [verdict.sums for verdict in verdicts])
+    statements = [verdict.statement for verdict in verdicts]
+    unchecked = [text for text in statements if text.startswith("not checked")]
+    statement = next(iter([*unchecked, *statements]))
+    added = next((verdict.added for verdict in verdicts if verdict.added), "")
+    if added:
+        statement += f"\n  sums           {added}: the ranks add up"
+    return statement
 
 
 def look_for_sums(context: StepContext, batch: Any) -> str:
@@ -87,7 +93,7 @@ def look_for_sums(context: StepContext, batch: Any) -> str:
         try:
             with _nothing_drawn():
                 samples = samples_of(without_optional(batch))
-                sums = compared(context, samples, repeats=False).sums
+                sums = checked_step(context, samples, is_repeated=False).sums
         except Exception:  # the user's step, which may rely on what a few samples don't have
             _log.debug("sums of a test step", exc_info=True)
     if not is_off:
@@ -97,12 +103,12 @@ def look_for_sums(context: StepContext, batch: Any) -> str:
 
 @contextlib.contextmanager
 def _nothing_drawn() -> Iterator[None]:
-    before = training_state.random_states()  # a trace may draw seeds
+    states = training_state.random_states()  # a trace may draw seeds
     try:
         with compat.without_rewriting():
             yield
     finally:
-        training_state.set_random_states(before)
+        training_state.set_random_states(states)
 
 
 def require_divisible(
@@ -110,23 +116,24 @@ def require_divisible(
 ) -> None:
     """Raise an error that says what is divided, if a step can be traced with the batch, but not with a share of it."""
     # The share first: what has been traced with the batch counts as built, and wouldn't be traced again.
-    if _can_be_traced(context, spec, share) or not _can_be_traced(context, spec, lambda data: data):
+    if _can_be_traced(context, spec, share) or not _can_be_traced(
+        context, spec, lambda whole: whole
+    ):
         return
     rank = context.world.job.cluster.rank
-    raise ValueError(
-        f"rank {rank}: {findings.not_samples(batch, findings.last_line(error), context.world)}"
-    ) from error
+    text = texts.not_samples(batch, texts.last_line(error), context.world)
+    raise ValueError(f"rank {rank}: {text}") from error
 
 
 def _can_be_traced(context: StepContext, spec: Any, divide: Any) -> bool:
     try:
-        start.build(context.model, context.kind, context.own_step, spec, divide)
+        start.build(context.model, context.mode, context.own_step, spec, divide)
     except Exception:
         return False
     return True
 
 
-def _verdict(context: StepContext, batch: Any) -> _Verdict:
+def _verdict(context: StepContext, batch: Any) -> _RankVerdict:
     try:
         if context.model.run_eagerly and context.is_from_script:
             raise NotChecked(
@@ -134,13 +141,13 @@ def _verdict(context: StepContext, batch: Any) -> _Verdict:
             )
         return _examine(context, batch)
     except NotChecked as error:
-        return _Verdict(f"not checked: {findings.last_line(error)}")
+        return _RankVerdict(f"not checked: {texts.last_line(error)}")
     except Indivisible as error:
-        return _Verdict("", str(error))
+        return _RankVerdict("", str(error))
     except Exception as error:  # the user's step, which may rely on what a few samples don't have
         _log.debug("first-step check", exc_info=True)
-        text = f"{type(error).__name__}: {findings.last_line(error)}"
-        verdict = _Verdict(f"not checked: the step can't run on a few samples ({text})")
+        reason = f"{type(error).__name__}: {texts.last_line(error)}"
+        verdict = _RankVerdict(f"not checked: the step can't run on a few samples ({reason})")
     try:
         return _examine_shares(context, batch, verdict)
     except Exception:
@@ -148,14 +155,15 @@ def _verdict(context: StepContext, batch: Any) -> _Verdict:
         return verdict
 
 
-def _examine(context: StepContext, batch: Any) -> _Verdict:
+def _examine(context: StepContext, batch: Any) -> _RankVerdict:
     batch = without_optional(batch)
     samples = samples_of(batch)
-    found = compared(context, samples, repeats=True)
-    return _judge(context, samples, found)._replace(sums=found.sums, added=added_up(context, found))
+    checked = checked_step(context, samples, is_repeated=True)
+    verdict = _judge(context, samples, checked)
+    return verdict._replace(sums=checked.sums, added=added_up(context, checked))
 
 
-def _examine_shares(context: StepContext, batch: Any, verdict: _Verdict) -> _Verdict:
+def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> _RankVerdict:
     """Run a step that needs its batch's size on two shares of one size, which shows what it keeps of its samples."""
     batch = without_optional(batch)
     total = int(units_of(batch))
@@ -164,127 +172,156 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _Verdict) -> _Ver
         Part(run_of(batch, total, first, first + count), count, 2 * count, not first)
         for first in (0, count)
     ]
-    others = list(map(_turned, parts))
-    rehearsal = Rehearsal(context, start.spec_of(context.model, None, parts[0].data))
-    before = rehearsal.values()
-    [first, second], [again, _], [other, _] = map(rehearsal.run, (parts, parts, others))
-    if not findings.repeats(first, again):
+    dry_step = DryStep(context, start.spec_of(context.model, None, parts[0].data))
+    before = dry_step.state()
+    # What a share sets, a share of other samples or in another order sets differently.
+    [share, other_share] = dry_step.run(parts)
+    [repeat, _] = dry_step.run(parts)
+    [reversed_share, _] = dry_step.run(list(map(_reversed, parts)))
+    if not findings.are_repeatable(share, repeat):
         return verdict
-
-    def kept(one: Outcome, handles: set[int]) -> list[findings.Change]:
-        runs = findings.Runs(
-            before, first, [again], [one], [1.0], 100 * precision_of(context.model)
-        )
-        some = {handle: variable for handle, variable in named.items() if handle in handles}
-        return [
-            change
-            for change in findings.changes(rehearsal, runs, some, set())
-            if not change.is_number
-        ]
-
+    tolerance = 100 * precision_of(context.model)
     named, averaged = _variables(context)
-    in_order = {change.name for change in kept(other, set(named))}
-    found = [
+
+    def changes(run: StepResults, handles: set[int]) -> list[findings.Change]:
+        """Return the variables that other results than those of the share change in another way."""
+        runs = findings.Runs(before, share, [repeat], [run], [1.0], tolerance)
+        variables = {handle: named[handle] for handle in handles & named.keys()}
+        unlike = findings.changes(dry_step, runs, variables, set())
+        return [change for change in unlike if not change.is_number]
+
+    in_order = {change.name for change in changes(reversed_share, set(named))}
+    kept = [
         replace(change, is_in_order=change.name in in_order)
-        for change in kept(second, set(named) - averaged)
+        for change in changes(other_share, set(named) - averaged)
     ]
     # What is averaged over the ranks may differ between the shares, but not with the order of the samples.
-    found += [
-        replace(one, is_averaged=True)
-        for one in kept(second, averaged)
-        if one in kept(other, averaged)
+    by_order = changes(reversed_share, averaged)
+    kept += [
+        replace(change, is_averaged=True)
+        for change in changes(other_share, averaged)
+        if change in by_order
     ]
-    title = f"the train step of {context.model.name!r}"
-    return _Verdict("", findings.kept(title, found[0], context.world)) if found else verdict
+    if not kept:
+        return verdict
+    return _RankVerdict("", texts.set_by_samples(_title(context), kept[0], context.world))
 
 
-def _turned(part: Part) -> Part:
+def _title(context: StepContext) -> str:
+    return f"the train step of {context.model.name!r}"
+
+
+def _reversed(part: Part) -> Part:
     """Return a part of a batch with its samples in the opposite order."""
 
-    def turned(leaf: Any) -> Any:
+    def reverse(leaf: Any) -> Any:
         if leaf is None or not leaf.shape.rank or isinstance(leaf, tf.SparseTensor):
             return leaf
-        return leaf[::-1] if isinstance(leaf, tf.RaggedTensor) else tf.reverse(leaf, [0])
+        if isinstance(leaf, tf.RaggedTensor):
+            return leaf[::-1]
+        return tf.reverse(leaf, [0])
 
-    return replace(part, data=tf.nest.map_structure(turned, part.data))
+    return replace(part, data=tf.nest.map_structure(reverse, part.data))
 
 
-def _judge(context: StepContext, samples: Samples, found: Compared) -> _Verdict:
-    world, title = context.world, f"the train step of {context.model.name!r}"
-    rehearsal, runs, parts = found.rehearsal, found.runs, [samples.whole, *samples.parts]
-    sums, mixing = findings.added_losses(rehearsal, runs)
-    if sums:
-        return _Verdict("", findings.summed(title, sums[0], world))
-    gradients = findings.comparisons(rehearsal, runs)
-    different = [comparison for comparison in gradients if not comparison.is_mean]
-    line = findings.clipping(rehearsal.gradients, rehearsal.step.reduced)
-    if any(comparison.is_sum for comparison in different) and line is None:
-        return _Verdict("", findings.of_two_kinds(title, gradients, world))
-    changed = findings.changes(rehearsal, runs, *_variables(context))
-    kept = [change for change in changed if not change.is_number]
+def _judge(context: StepContext, samples: Samples, checked: CheckedStep) -> _RankVerdict:
+    """Return the verdict on a step: the first error, or else all warnings."""
+    world = context.world
+    title = _title(context)
+    dry_step = checked.dry_step
+    runs = checked.runs
+    lines_of_sums, lines_of_losses = findings.added_losses(dry_step, runs)
+    if lines_of_sums:
+        return _RankVerdict("", texts.summed(title, lines_of_sums[0], world))
+    gradients = findings.compared_gradients(dry_step, runs)
+    different = [gradient for gradient in gradients if not gradient.is_mean]
+    # Clipped gradients may look like anything, so that this comes before their comparison.
+    clipping = mixing.line_that_clips(dry_step.gradients, dry_step.step.reduced)
+    if clipping is None and any(gradient.is_sum for gradient in different):
+        return _RankVerdict("", texts.of_two_kinds(title, gradients, world))
+    changes = findings.changes(dry_step, runs, *_variables(context))
+    # A number is often a counter, which few scripts depend on; that is a warning.
+    kept = [change for change in changes if not change.is_number]
     if kept:
-        [turned] = rehearsal.run([_turned(samples.whole)])
-        in_order = findings.depends_on_order(kept[0], runs, turned)
-        return _Verdict("", findings.kept(title, replace(kept[0], is_in_order=in_order), world))
-    warnings = [findings.counted(title, change, world) for change in changed]
-    if line is not None:
-        warnings.append(findings.clipped(title, line, world))
-    elif different and (move := findings.moving(rehearsal)):
-        warnings.append(findings.moved(title, move, world))
-    elif different and _are_sums_with_more(samples, found):
-        return _Verdict("", findings.beside_a_sum(title, different, world))
+        [reversed_run] = dry_step.run([_reversed(samples.whole)])
+        is_in_order = findings.depends_on_order(kept[0], runs, reversed_run)
+        change = replace(kept[0], is_in_order=is_in_order)
+        return _RankVerdict("", texts.set_by_samples(title, change, world))
+    warnings = [texts.counted(title, change, world) for change in changes]
+    if clipping is not None:
+        warnings.append(texts.clipped(title, clipping, world))
     elif different:
-        place = _place(context, samples.spec, parts)
-        if place is None and mixing:
-            place = f"a loss that a layer adds, {mixing[0]}", False
-        warnings.append(findings.meeting(title, different, place, parts, world))
-    numbers = ", ".join(str(place + 1) for place in sorted(samples.places))
+        move = mixing.line_that_moves(dry_step.variables, dry_step.graph)
+        if move:
+            warnings.append(texts.moved(title, move, world))
+        elif _are_sums_with_more(samples, checked):
+            return _RankVerdict("", texts.beside_a_sum(title, different, world))
+        else:
+            meeting = _meeting(context, samples)
+            if meeting is None and lines_of_losses:
+                meeting = Meeting(f"a loss that a layer adds, {lines_of_losses[0]}", False)
+            warnings.append(texts.mixed(title, different, meeting, samples.parts, world))
+    return _RankVerdict(_statement(samples, bool(warnings)), warning="\n".join(warnings))
+
+
+def _statement(samples: Samples, has_warnings: bool) -> str:
+    """Return what has been compared, for the statement at the start."""
+    verdict = "checked"
+    if has_warnings:
+        verdict = "checked, with a warning"
+    numbers = ", ".join(str(position + 1) for position in sorted(samples.positions))
     sizes = " and ".join(str(part.units) for part in samples.parts)
-    compared_with = (
-        f"gradients, added losses and variables of samples {numbers} of {samples.total}, "
-        f"with those of {sizes}"
+    return (
+        f"{verdict}: gradients, added losses and variables of samples {numbers} of {samples.total}, "
+        f"with those of {sizes} of them"
     )
-    result = "checked, with a warning" if warnings else "checked"
-    return _Verdict(f"{result}: {compared_with} of them", warning="\n".join(warnings))
 
 
-def _are_sums_with_more(samples: Samples, found: Compared) -> bool:
+def _are_sums_with_more(samples: Samples, checked: CheckedStep) -> bool:
+    """Return whether gradients are sums beside something else, by a different cut of the samples."""
     count = samples.whole.units
-    if count < 3 or found.rehearsal.step.sums.reductions:
+    if count < 3 or checked.dry_step.step.sums.reductions:
         return False
-    cut = [run_of(samples.whole.data, count, 0, 1), run_of(samples.whole.data, count, 1, count)]
-    others = [Part(cut[0], 1, count, True), Part(cut[1], count - 1, count, False)]
-    weights = [part.weight for part in others]
-    return findings.are_sums_with_more(found.runs, found.rehearsal.run(others), weights)
+    batch = samples.whole.data
+    head = Part(run_of(batch, count, 0, 1), 1, count, True)
+    tail = Part(run_of(batch, count, 1, count), count - 1, count, False)
+    parts = checked.dry_step.run([head, tail])
+    weights = [float(head.weight), float(tail.weight)]
+    other_cut = replace(checked.runs, parts=parts, weights=weights)
+    return findings.are_sums_with_more(checked.runs, other_cut)
 
 
-def _place(context: StepContext, spec: Any, parts: Sequence[Part]) -> tuple[str, bool] | None:
-    """Return where samples meet, and if that is a value of a sample; None if it can't be found."""
+def _meeting(context: StepContext, samples: Samples) -> Meeting | None:
+    """Return where samples meet; None if it can't be found."""
     try:
-        rehearsal = Rehearsal(context, spec, findings.values_of_samples)
-        [whole], divided = rehearsal.run(parts[:1]), rehearsal.run(parts[1:])
+        dry_step = DryStep(context, samples.spec, mixing.values_of_samples)
+        [whole] = dry_step.run([samples.whole])
+        parts = dry_step.run(samples.parts)
     except Exception:  # the check itself has been made
         return None
-    chosen, rows = [part.chosen for part in divided], [part.units for part in parts[1:]]
-    return findings.where_samples_meet(rehearsal.chosen, whole.chosen, chosen, rows)
+    return mixing.where_samples_meet(
+        dry_step.chosen,
+        whole.chosen,
+        [run.chosen for run in parts],
+        [part.units for part in samples.parts],
+    )
 
 
 def _variables(context: StepContext) -> tuple[dict[int, Any], set[int]]:
     """Return the variables that a step may change only as one process does, and those that are averaged; by handle."""
-    model, known = context.model, context.parts
-    reduced = [variable for metric in known.metrics for variable in metric.variables]
-    others = {
-        id(compat.handle_of(each)) for each in [*reduced, *training_state.optimizer_state(model)]
-    }
-    every = [
-        *training_state.common(model, compat.variables_of(model)),
-        *training_state.loose_variables(model),
-    ]
-    named = {id(compat.handle_of(variable)): variable for variable in every}
-    averaged = {id(compat.handle_of(variable)) for variable in known.statistics}
-    return {
-        handle: variable for handle, variable in named.items() if handle not in others
-    }, averaged
+    model = context.model
+    parts = context.parts
+    named = _by_handle(training_state.common(model, compat.variables_of(model)))
+    named.update(_by_handle(training_state.loose_variables(model)))
+    # The ranks reduce the states of metrics and optimizers themselves.
+    reduced = [variable for metric in parts.metrics for variable in metric.variables]
+    for handle in _by_handle([*reduced, *training_state.optimizer_state(model)]):
+        named.pop(handle, None)
+    return named, set(_by_handle(parts.statistics))
+
+
+def _by_handle(variables: Iterable[Any]) -> dict[int, Any]:
+    return {id(compat.handle_of(variable)): variable for variable in variables}
 
 
 _LOSSES = {
@@ -295,10 +332,8 @@ _LOSSES = {
 }  # fmt: skip
 """Those that have one value for each sample. Dice, Tversky and CircleLoss, for instance, compare the samples."""
 
-_ANYTHING = (
-    *xla.LAYERS_OF_SCRIPTS,
-    "AddLoss",
-)  # Keras's layers that hold anything that the user has written
+_LAYERS_OF_SCRIPTS = (*xla.LAYERS_OF_SCRIPTS, "AddLoss")
+"""Keras's layers that hold anything that the user has written."""
 
 
 def needs_no_check(context: StepContext, batch: Any) -> bool:
@@ -317,22 +352,19 @@ def needs_no_check(context: StepContext, batch: Any) -> bool:
 
 
 def _is_well_known_loss(loss: Any) -> bool:
-    function = getattr(loss, "fn", None)
-    thing = type(loss) if function is None else function
-    name = getattr(thing, "__name__", "").lower().replace("_", "")
-    return (
-        compat.belongs_to_keras(type(loss)) and compat.belongs_to_keras(thing) and name in _LOSSES
-    )
+    definition = getattr(loss, "fn", None) or type(loss)
+    name = getattr(definition, "__name__", "").lower().replace("_", "")
+    is_from_keras = compat.belongs_to_keras(type(loss)) and compat.belongs_to_keras(definition)
+    return is_from_keras and name in _LOSSES
 
 
 def _treats_samples_apart(layer: Any) -> bool:
-    axis = getattr(layer, "axis", None)
-    axes = axis if isinstance(axis, (list, tuple)) else [axis]
+    axes = tf.nest.flatten(getattr(layer, "axis", None))
     activation = getattr(layer, "activation", None)
     return (
         compat.is_layer(layer)
         and compat.belongs_to_keras(type(layer))
-        and type(layer).__name__ not in _ANYTHING
+        and type(layer).__name__ not in _LAYERS_OF_SCRIPTS
         and 0 not in axes
         and (activation is None or compat.belongs_to_keras(activation))
         and getattr(layer, "activity_regularizer", None) is None

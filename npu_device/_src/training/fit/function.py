@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 from npu_device._src import compat, environment
 from npu_device._src.training.fit import first_step, randomness, sources, start
@@ -32,20 +32,22 @@ class Function(StepContext):
         begins: its next call is the first one of a fit, evaluate or predict.
     """
 
-    def __init__(self, state: ReplicaState, kind: str) -> None:
-        super().__init__(state.world, state.model, kind, getattr(state.model, f"{kind}_step"))
+    def __init__(self, state: ReplicaState, mode: str) -> None:
+        super().__init__(state.world, state.model, mode, getattr(state.model, f"{mode}_step"))
         self.settle_draws = self._settle_draws
         self.source: Any = None
         self.has_own_data = False
         self.begins = True
         self._state = state
-        self._name = f"{kind}_function"
-        self._make_keras_function: Callable[..., Any] = getattr(self.model, f"make_{kind}_function")
+        self._name = f"{mode}_function"
+        self._make_keras_function: Callable[..., Any] = getattr(self.model, f"make_{mode}_function")
         self._keras_function: Callable[[Any], Any]
         self._is_built = False
         self._checked = ""  # what the first-step check has found, in words
         self._has_drawn = False
-        self._input_wait = sources.InputWait() if kind == "train" and self.world.is_main else None
+        self._input_wait: Optional[sources.InputWait] = None
+        if mode == "train" and self.world.is_main:
+            self._input_wait = sources.InputWait()
 
     def __call__(self, batches: Any) -> Any:
         """Run a step, or several; Keras calls this with an iterator, or (to predict, in Keras 3) with a list."""
@@ -59,7 +61,7 @@ class Function(StepContext):
 
     def make(self, force: bool = False) -> Function:
         """Make the function of the model, unless it is there; Keras calls this at the beginning of each ``fit``."""
-        self._state.prepare(self.kind)
+        self._state.prepare(self.mode)
         if getattr(self.model, self._name) is not self or force:  # also after compile
             self.begins = True
             self._is_built = False
@@ -81,15 +83,15 @@ class Function(StepContext):
         replaced = Replaced()
         numbers = NumbersOfRank(self.world, generators_of(self.model), replaced)
 
-        def share(data: Any) -> Any:
-            mine = divide(self.world, data).data
-            if self.kind == "train":
+        def share(batch: Any) -> Any:
+            own_part = divide(self.world, batch).data
+            if self.mode == "train":
                 numbers.begin()  # functions that the step calls are traced here, and not again
-            return mine
+            return own_part
 
         spec = start.spec_of(self.model, batches, batch)
         try:
-            start.build(self.model, self.kind, self.own_step, spec, share)
+            start.build(self.model, self.mode, self.own_step, spec, share)
         except Exception as error:
             first_step.require_divisible(self, spec, share, content(batch), error)
             if self.model.run_eagerly and isinstance(
@@ -110,35 +112,48 @@ class Function(StepContext):
 
     def _start(self, batches: Any) -> Any:
         """Make the ranks ready: all variables made, equal on all ranks, and the first batch compared."""
-        world, model, training = self.world, self.model, self.kind == "train"
+        is_training = self.mode == "train"
         self.checksum.take()  # what an interrupted call has left
-        several = isinstance(batches, list)  # what Keras 3 predicts
-        pulled = batches if several else sources.pull(batches, compat.steps_per_call(model))
-        self.has_own_data = own_data = bool(pulled) and is_divided(pulled[0])
+        pulled = batches
+        is_iterator = not isinstance(batches, list)  # which is what Keras 3 predicts
+        if is_iterator:
+            pulled = sources.pull(batches, compat.steps_per_call(self.model))
+        self.has_own_data = bool(pulled) and is_divided(pulled[0])
         if pulled:
-            if not own_data and environment.NPU_DEVICE_DIVISION.get() == "alike":
-                require_units(pulled[0], world.size)
+            if not self.has_own_data and environment.NPU_DEVICE_DIVISION.get() == "alike":
+                require_units(pulled[0], self.world.size)
             self.build(batches, pulled[0])
-        if training or not self._state.in_fit:
-            start.synchronise(world, model, training, self._state.root_rank)
+        if is_training or not self._state.in_fit:
+            start.synchronise(self.world, self.model, is_training, self._state.root_rank)
             self._state.root_rank = 0
-        self.known_parts = parts_of(model)
-        if own_data and type(self.source) is Divided:
-            sources.warn_if_all_the_same(world, start.digest(pulled))
-        elif own_data:
-            sources.require_same_mark(world, int(tag_of(pulled[0])[1]))
-        else:
-            rows = int(rows_of(pulled[0])) if pulled else 0
-            self.send_from_root(
-                not sources.same_everywhere(world, self.source, start.digest(pulled), rows)
-            )
-        if training and pulled:
+        # Building may have added layers and variables.
+        self.known_parts = parts_of(self.model)
+        rows = self._compare_first_batches(pulled)
+        if is_training and pulled:
             if not self._checked:
                 self._checked = first_step.check(self, content(pulled[0]))
-            self._state.report(None if own_data else int(rows_of(pulled[0])), self._checked)
-        elif self.kind == "test" and pulled and not self._checked:
+            self._state.report(rows, self._checked)
+        elif self.mode == "test" and pulled and not self._checked:
             self._checked = first_step.look_for_sums(self, content(pulled[0]))
-        return batches if several else sources.again(batches, pulled)
+        if is_iterator:
+            return sources.again(batches, pulled)
+        return batches
+
+    def _compare_first_batches(self, pulled: list[Any]) -> int | None:
+        """Compare the batches of all ranks; return the number of samples in a batch, None of divided data."""
+        if not self.has_own_data:
+            rows = 0
+            if pulled:
+                rows = int(rows_of(pulled[0]))
+            digest = start.digest(pulled)
+            is_same = sources.same_everywhere(self.world, self.source, digest, rows)
+            self.send_from_root(not is_same)
+            return rows
+        if type(self.source) is Divided:
+            sources.warn_if_all_the_same(self.world, start.digest(pulled))
+        else:
+            sources.require_same_mark(self.world, int(tag_of(pulled[0])[1]))
+        return None
 
     def send_from_root(self, sent: bool) -> None:
         """Let the batches of rank 0 be sent to all ranks from now on, or not any more."""

@@ -14,5 +14,6 @@ def where(operation: tf.Operation) -> str:
     frames = [frame for frame in operation.traceback if is_user_file(frame.filename)]
     if not frames:
         return ""
-    name, number = frames[-1].filename, frames[-1].lineno
-    return f"{name}, line {number}: {linecache.getline(name, number).strip()}"
+    file = frames[-1].filename
+    number = frames[-1].lineno
+    return f"{file}, line {number}: {linecache.getline(file, number).strip()}"

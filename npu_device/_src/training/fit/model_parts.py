@@ -18,9 +18,8 @@ class ModelParts:
     losses: list[Any]  # that reduce: the compiled ones, and those among the model's attributes
     layers: list[Any]  # and the model
     regularized: list[Any]  # layers whose activity regularizer is a sum over the samples
-    statistics: list[
-        Any
-    ]  # floating-point variables that the step moves, but no optimizer, such as moving averages
+    # Floating-point variables that the step moves, but no optimizer, such as moving averages.
+    statistics: list[Any]
     generators: list[Any]  # from which the step draws random numbers
 
 
@@ -33,21 +32,24 @@ def generators_of(model: Any) -> list[Any]:
 
 
 def parts_of(model: Any) -> ModelParts:
-    base = compat.keras_of(model).losses.Loss
-    own = [value for value in training_state.attributes(model) if isinstance(value, base)]
+    """Return the parts of a model that has been built."""
+    loss_class = compat.keras_of(model).losses.Loss
     # Without a reduction, the script reduces what an attribute gives; most take means, which need no change.
-    own = [
-        loss
-        for loss in own
-        if not compat.is_loss_container(loss) and loss.reduction not in ("none", None)
+    losses = [
+        attribute
+        for attribute in training_state.attributes(model)
+        if isinstance(attribute, loss_class)
+        and not compat.is_loss_container(attribute)
+        and attribute.reduction not in ("none", None)
     ]
-    loose = [each for each in training_state.loose_variables(model) if each.dtype.is_floating]
+    loose = training_state.loose_variables(model)
+    loose_statistics = [variable for variable in loose if variable.dtype.is_floating]
     return ModelParts(
         compat.metrics_of(model),
         compat.loss_trackers_of(model),
-        training_state.unique([*compat.compiled_losses(model), *own]),
+        training_state.unique([*compat.compiled_losses(model), *losses]),
         compat.all_layers(model),
         compat.layers_that_add_up_activity(model),
-        training_state.unique([*compat.moving_statistics(model), *loose]),
+        training_state.unique([*compat.moving_statistics(model), *loose_statistics]),
         generators_of(model),
     )

@@ -17,22 +17,23 @@ class Replaced:
     _ABSENT = object()
 
     def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
+        self._originals: list[tuple[Any, str, Any]] = []
 
-    def replace(self, thing: Any, name: str, hook: Callable[..., Any]) -> None:
+    def replace(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
         """Replace a method of an object, and of no class, by ``hook(own method, *arguments)``."""
-        own = compat.converted(thing, name)
-        self.keep(thing, name)
-        vars(thing)[name] = _as_it_is(lambda *args, **kwargs: hook(own, *args, **kwargs))
+        method = compat.converted(owner, name)
+        self.keep(owner, name)
+        vars(owner)[name] = _as_it_is(lambda *args, **kwargs: hook(method, *args, **kwargs))
 
-    def keep(self, thing: Any, name: str) -> None:
+    def keep(self, owner: Any, name: str) -> None:
         """Give an object this attribute back as it is now, whatever sets it until then."""
-        self._before.append((thing, name, vars(thing).get(name, self._ABSENT)))
+        self._originals.append((owner, name, vars(owner).get(name, self._ABSENT)))
 
     def restore(self) -> None:
-        while self._before:
-            thing, name, before = self._before.pop()
-            if before is self._ABSENT:
-                vars(thing).pop(name, None)
+        """Give all objects their attributes back."""
+        while self._originals:
+            owner, name, original = self._originals.pop()
+            if original is self._ABSENT:
+                vars(owner).pop(name, None)
             else:
-                vars(thing)[name] = before
+                vars(owner)[name] = original

@@ -21,7 +21,7 @@ While a step runs (``step.Replaced`` gives everything back):
 - ``_moments``, ``_sync_calculate_mean_and_var`` of synchronized batch normalisation: of all ranks (``weighting``)
 - ``next`` and ``skip`` of random generators: each rank draws its own numbers (``randomness``)
 - ``call`` of a model with ``jit_compile``: XLA compiles it instead of the step (``xla``)
-- in the first-step check ``call`` of Keras's layers that are noisy, and what applies gradients (``rehearsal``)
+- in the first-step check ``call`` of Keras's layers that are noisy, and what applies gradients (``dry_step``)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from npu_device._src.training.fit import files, start
 from npu_device._src.training.fit.divided import Divided, Pipeline, rows_of_rank, with_equal_length
 from npu_device._src.training.fit.function import Function
 from npu_device._src.training.fit.replica_state import ReplicaState
-from npu_device._src.training.fit.sources import kinds_that_differ
+from npu_device._src.training.fit.sources import modes_that_differ
 from npu_device._src.training.fit.step import predict_step, train_or_test_step
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.optimizers.optimizer_wrapper import is_sharded
@@ -89,14 +89,16 @@ class Replica:
         for name in files.METHODS:
             if hasattr(model, name):  # a file is written once
                 methods[name] = files.saving(self.world, getattr(model, name))
-        own = getattr(model, compat.COUNTERS_METHOD, None)
-        if own is not None:  # tf-keras: fit begins with the epoch of rank 0's backup
-            methods[compat.COUNTERS_METHOD] = lambda *args: self.world.object_from_root(own(*args))
+        counters = getattr(model, compat.COUNTERS_METHOD, None)
+        if counters is not None:  # tf-keras: fit begins with the epoch of rank 0's backup
+            methods[compat.COUNTERS_METHOD] = lambda *args: self.world.object_from_root(
+                counters(*args)
+            )
         return methods
 
-    def _fit(self, own: Callable[..., Any]) -> Callable[..., Any]:
+    def _fit(self, own_fit: Callable[..., Any]) -> Callable[..., Any]:
         def fit(*args: Any, **kwargs: Any) -> Any:
-            arguments = self._arguments(self.train, own, args, kwargs)
+            arguments = self._arguments(self.train, own_fit, args, kwargs)
             self.test.source = arguments.get("validation_data")
             self._set_data(arguments, "validation_data")
             callbacks = callbacks_of_rank(
@@ -106,13 +108,13 @@ class Replica:
             self.state.callbacks = callbacks
             start.share_random_state(self.world)
             self.train.begins = self.test.begins = True
-            before = self.state.in_fit
+            was_in_fit = self.state.in_fit
             self.state.in_fit = True
             try:
                 with silent(self.world, self.model, callbacks):
                     history = arguments.call()
             finally:
-                self.state.in_fit = before
+                self.state.in_fit = was_in_fit
             if self.train.begins:  # no epoch was left to train
                 start.synchronise(self.world, self.model, training=True)
             weights = training_state.common(self.model, training_state.weights(self.model))
@@ -124,26 +126,26 @@ class Replica:
         return fit
 
     def _evaluate_or_predict(
-        self, function: Function, own: Callable[..., Any]
+        self, function: Function, own_method: Callable[..., Any]
     ) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.state.in_fit:
-                arguments = Arguments(self.model, own, args, kwargs)
+                arguments = Arguments(self.model, own_method, args, kwargs)
                 if not self.world.is_main:
                     arguments.set("verbose", 0)
                 return arguments.call()
-            arguments = self._arguments(function, own, args, kwargs)
+            arguments = self._arguments(function, own_method, args, kwargs)
             function.begins = True
-            result = arguments.call()
+            returned = arguments.call()
             self._compare_batches()
-            return result
+            return returned
 
         return call
 
     def _arguments(
-        self, function: Function, own: Callable[..., Any], args: Any, kwargs: Any
+        self, function: Function, own_method: Callable[..., Any], args: Any, kwargs: Any
     ) -> Arguments:
-        arguments = Arguments(self.model, own, args, kwargs)
+        arguments = Arguments(self.model, own_method, args, kwargs)
         function.source = arguments.get("x")
         if function is not self.predict:
             self._set_data(arguments, "x")
@@ -158,23 +160,22 @@ class Replica:
 
     def _set_data(self, arguments: Arguments, name: str) -> None:
         """Replace data of which each rank has its own part by what Keras takes."""
-        data = arguments.get(name)
-        if isinstance(data, Pipeline):
-            arguments.set(name, data.for_keras)
-        elif isinstance(data, Divided):
-            arguments.set(name, with_equal_length(self.world, data))
-        elif isinstance(data, compat.keras_of(self.model).utils.Sequence) and callable(
-            getattr(data, "rows", None)
-        ):
-            arguments.set(name, rows_of_rank(self.world, self.model, data))
+        source = arguments.get(name)
+        sequence = compat.keras_of(self.model).utils.Sequence
+        if isinstance(source, Pipeline):
+            arguments.set(name, source.for_keras)
+        elif isinstance(source, Divided):
+            arguments.set(name, with_equal_length(self.world, source))
+        elif isinstance(source, sequence) and callable(getattr(source, "rows", None)):
+            arguments.set(name, rows_of_rank(self.world, self.model, source))
 
     def _compare_batches(self) -> None:
         """Compare what the ranks' steps were given since the last comparison."""
-        functions = {function.kind: function for function in (self.train, self.test, self.predict)}
-        found = {kind: function.checksum.take() for kind, function in functions.items()}
-        own_data = [kind for kind, function in functions.items() if function.has_own_data]
-        for kind in kinds_that_differ(self.world, found, self.state.in_fit, own_data):
-            functions[kind].send_from_root(True)
+        functions = {function.mode: function for function in (self.train, self.test, self.predict)}
+        checksums = {mode: function.checksum.take() for mode, function in functions.items()}
+        own_data = [mode for mode, function in functions.items() if function.has_own_data]
+        for mode in modes_that_differ(self.world, checksums, self.state.in_fit, own_data):
+            functions[mode].send_from_root(True)
 
 
 def replica_of(model: Any) -> Replica | None:
@@ -212,42 +213,54 @@ def replicate(model: Any, shard_optimizer: bool | None = None) -> Any:
 
 
 class Arguments:
-    """What a call passes to a method of a model; what that doesn't name itself has its place in Keras's method."""
+    """What a call passes to a method of a model; what that doesn't name itself is as in Keras's method."""
 
-    def __init__(self, model: Any, own: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        self._own, self._args, self._kwargs = own, list(args), kwargs
-        self._parameters = inspect.signature(own).parameters
-        self._kinds = {each.kind for each in self._parameters.values()}
-        by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        self._in_order = [each.name for each in self._parameters.values() if each.kind in by_place]
+    def __init__(self, model: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._method = method
+        self._args = list(args)
+        self._kwargs = kwargs
+        self._parameters = inspect.signature(method).parameters
+        parameters = self._parameters.values()
+        self._kinds = {parameter.kind for parameter in parameters}
+        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self._in_order = [
+            parameter.name for parameter in parameters if parameter.kind in by_position
+        ]
         if inspect.Parameter.VAR_POSITIONAL in self._kinds:  # passed on in the order of Keras
-            self._in_order += _keras_names(model, own.__name__)[len(self._in_order) :]
+            self._in_order += _keras_names(model, method.__name__)[len(self._in_order) :]
 
     def get(self, name: str) -> Any:
-        place = self._place(name)
-        return self._kwargs.get(name) if place is None else self._args[place]
+        """Return an argument; None without it."""
+        position = self._position(name)
+        if position is None:
+            return self._kwargs.get(name)
+        return self._args[position]
 
-    def set(self, name: str, value: Any) -> None:
+    def set(self, name: str, argument: Any) -> None:
         """Replace or add an argument; nothing happens if the method takes none of that name."""
-        place = self._place(name)
-        if place is not None:
-            self._args[place] = value
+        position = self._position(name)
+        if position is not None:
+            self._args[position] = argument
         elif name in self._parameters or inspect.Parameter.VAR_KEYWORD in self._kinds:
-            self._kwargs[name] = value
+            self._kwargs[name] = argument
 
-    def _place(self, name: str) -> int | None:
-        given = self._in_order[: len(self._args)]
-        return given.index(name) if name in given else None
+    def _position(self, name: str) -> int | None:
+        """Return the position of an argument that is passed by position; None for any other."""
+        names = self._in_order[: len(self._args)]
+        if name not in names:
+            return None
+        return names.index(name)
 
     def call(self) -> Any:
-        return self._own(*self._args, **self._kwargs)
+        """Call the method with these arguments."""
+        return self._method(*self._args, **self._kwargs)
 
 
 def _keras_names(model: Any, method: str) -> list[str]:
     """Return the names of the parameters of Keras's own method, without ``self``."""
-    kinds = (vars(kind) for kind in type(model).__mro__ if compat.belongs_to_keras(kind))
-    own = next(methods[method] for methods in kinds if method in methods)
-    return list(inspect.signature(own).parameters)[1:]
+    keras_classes = filter(compat.belongs_to_keras, type(model).__mro__)
+    defining = next(base for base in keras_classes if method in vars(base))
+    return list(inspect.signature(vars(defining)[method]).parameters)[1:]
 
 
 # Callbacks, and what the ranks exchange at the end of each epoch.
@@ -266,12 +279,11 @@ def callbacks_of_rank(
 ) -> Any:
     """Return the callbacks that ``fit`` gets on this rank: those that write only on rank 0, and ``RanksMeet`` last."""
     keras = compat.keras_of(model)
-    given = getattr(callbacks, "callbacks", callbacks)  # of Keras's own list, created by the script
-    given = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
-    mine = [
-        callback for callback in given if world.is_main or not _is_one_of(_WRITE, callback, keras)
+    passed = _listed(callbacks)
+    kept = [
+        callback for callback in passed if world.is_main or not _is_one_of(_WRITE, callback, keras)
     ]
-    for callback in given:
+    for callback in passed:
         if _is_one_of(("ModelCheckpoint",), callback, keras):
             # Keras 3 would make the directory on all ranks at once; one of them fails.
             directory = os.path.dirname(str(callback.filepath))
@@ -284,21 +296,19 @@ def callbacks_of_rank(
         """
 
         def on_train_begin(self, logs: Any = None) -> None:
-            if hasattr(
-                model, "_initial_epoch"
-            ):  # Keras 3; BackupAndRestore may have set it on rank 0
+            # Of Keras 3, whose BackupAndRestore may have set it on rank 0.
+            if hasattr(model, "_initial_epoch"):
                 model._initial_epoch = world.object_from_root(model._initial_epoch)
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            mine = []
+            own_rates = []
             for optimizer in training_state.optimizers(model):
-                with contextlib.suppress(
-                    AttributeError, TypeError, ValueError
-                ):  # a legacy optimizer's schedule
-                    mine.append(float(optimizer.learning_rate))
-            found = world.objects((bool(model.stop_training), mine), _END_OF_EPOCH)
-            model.stop_training = any(stops for stops, _ in found)
-            _require_equal_rates(world, [rates for _, rates in found])
+                # The schedule of a legacy optimizer is no number.
+                with contextlib.suppress(AttributeError, TypeError, ValueError):
+                    own_rates.append(float(optimizer.learning_rate))
+            reports = world.objects((bool(model.stop_training), own_rates), _END_OF_EPOCH)
+            model.stop_training = any(stops for stops, _ in reports)
+            _require_equal_rates(world, [rates for _, rates in reports])
             compare_batches()
 
     class AddedGradientsMeet(keras.callbacks.Callback):  # type: ignore[name-defined]
@@ -307,40 +317,54 @@ def callbacks_of_rank(
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             settle(training_state.optimizer_state(model))
 
-    mine.insert(0, AddedGradientsMeet())
-    meet = RanksMeet()
+    kept.insert(0, AddedGradientsMeet())
+    meeting = RanksMeet()
     if not hasattr(callbacks, "callbacks"):
-        return [*mine, meet]
-    meet.set_model(model)
+        return [*kept, meeting]
+    meeting.set_model(model)
     own_list = copy.copy(callbacks)  # the script's may serve another ``fit``
-    own_list.callbacks = [*mine, meet]
+    own_list.callbacks = [*kept, meeting]
     return own_list
+
+
+def _listed(callbacks: Any) -> Sequence[Any]:
+    """Return what a script passes as callbacks as a list: one of them, several, Keras's own list, or None."""
+    callbacks = getattr(callbacks, "callbacks", callbacks)
+    if callbacks is None:
+        return []
+    if isinstance(callbacks, (list, tuple)):
+        return callbacks
+    return [callbacks]
 
 
 @contextlib.contextmanager
 def silent(world: World, model: Any, callbacks: Any) -> Iterator[None]:
     """Let only rank 0 print what Keras's callbacks decide, which all ranks do alike."""
     keras = compat.keras_of(model)
-    given = [] if world.is_main else getattr(callbacks, "callbacks", callbacks)
-    before = [(each, each.verbose) for each in given if _is_one_of(_SPEAK, each, keras)]
-    for callback, _ in before:
+    # All ranks decide alike, so that one voice is enough.
+    speaking = []
+    if not world.is_main:
+        for callback in getattr(callbacks, "callbacks", callbacks):
+            if _is_one_of(_SPEAK, callback, keras):
+                speaking.append((callback, callback.verbose))
+    for callback, _ in speaking:
         callback.verbose = 0
     try:
         yield
     finally:
-        for callback, verbose in before:
+        for callback, verbose in speaking:
             callback.verbose = verbose
 
 
 def _is_one_of(names: Sequence[str], callback: Any, keras: Any) -> bool:
-    kinds = [getattr(keras.callbacks, name) for name in names if hasattr(keras.callbacks, name)]
-    return isinstance(callback, tuple(kinds))
+    classes = [getattr(keras.callbacks, name, None) for name in names]
+    return isinstance(callback, tuple(filter(None, classes)))
 
 
 def _require_equal_rates(world: World, rates: Sequence[list[float]]) -> None:
-    if all(repr(each) == repr(rates[0]) for each in rates):  # NaN equals NaN
+    if len(set(map(repr, rates))) == 1:  # NaN equals NaN
         return
-    lines = world.lines(", ".join(f"{rate:g}" for rate in each) for each in rates)
+    lines = world.lines(", ".join(f"{rate:g}" for rate in rates_of_rank) for rates_of_rank in rates)
     raise RuntimeError(
         f"rank {world.job.cluster.rank}: the ranks have different learning rates at the end of an epoch:\n"
         f"{lines}\nLikely cause: a callback that changes the learning rate is passed on some ranks only.\n"

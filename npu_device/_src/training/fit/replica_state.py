@@ -32,7 +32,7 @@ class ReplicaState:
         self.callbacks: Any = None
         self._is_reported = False
 
-    def prepare(self, kind: str) -> None:
+    def prepare(self, mode: str) -> None:
         """Set what must be set before Keras makes a function."""
         xla.leave_call(self.model)
         if getattr(self.model, "autotune_steps_per_execution", False):
@@ -42,7 +42,7 @@ class ReplicaState:
                 _log.warning(
                     "steps_per_execution='auto' is 1 in a replicated model: ranks would choose other numbers."
                 )
-        if kind == "train":
+        if mode == "train":
             for optimizer in training_state.optimizers(self.model):
                 replicate_optimizer(optimizer, self.world, self.shard_optimizer)
 
@@ -52,8 +52,8 @@ class ReplicaState:
             return
         self._is_reported = True
         if self.world.is_main:
-            last_callback = (
-                self.callbacks[-1] if isinstance(self.callbacks, list) else self.callbacks
-            )
-            steps = (getattr(last_callback, "params", None) or {}).get("steps")
+            callback = self.callbacks
+            if isinstance(callback, list):
+                callback = callback[-1]
+            steps = (getattr(callback, "params", None) or {}).get("steps")
             start.say(start.statement(self.world, self.model, rows, steps, checked))

@@ -39,9 +39,9 @@ def npu_compat_function(func: Callable[..., Any] | None = None, **kwargs: Any) -
             "npu_compat_function ignores %s; use tf.function to compile with XLA",
             " and ".join(asked),
         )
-    return tf.function(
-        func, **{name: value for name, value in kwargs.items() if name not in _XLA_FLAGS}
-    )
+    for flag in _XLA_FLAGS:
+        kwargs.pop(flag, None)
+    return tf.function(func, **kwargs)
 
 
 def npu_callbacks_append(callbacks_list: Any = ()) -> list[Any]:

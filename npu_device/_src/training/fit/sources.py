@@ -27,11 +27,12 @@ _USES = {"train": "training", "test": "validation", "predict": "prediction"}
 
 def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
     """Compare first batches; return False, with a warning, if only the random order differs, or raise ValueError."""
-    found = world.objects((digest, rows), "first batch")
-    if len({value for value, _ in found}) == 1:
+    first_batches = world.objects((digest, rows), "first batch")
+    if len({checksum for checksum, _ in first_batches}) == 1:
         return True
     lines = world.lines(
-        f"first batch of {counted(size, 'sample')}, checksum {value:08x}" for value, size in found
+        f"first batch of {counted(size, 'sample')}, checksum {checksum:08x}"
+        for checksum, size in first_batches
     )
     pipelines = world.objects(_pipeline(source), "data pipeline")
     if pipelines[0] is not None and len(set(pipelines)) == 1:
@@ -54,24 +55,24 @@ def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
     )
 
 
-def kinds_that_differ(
+def modes_that_differ(
     world: World, checksums: dict[str, int], in_fit: bool, own_data: Sequence[str]
 ) -> list[str]:
-    """Compare all batches by kind; return, with a warning, those that rank 0 is to send from now on.
+    """Compare all batches by mode; return, with a warning, the modes whose batches rank 0 is to send from now on.
 
-    Raises ValueError after ``evaluate`` and ``predict``, and for kinds of which each rank reads its own rows.
+    Raises ValueError after ``evaluate`` and ``predict``, and for modes in which each rank reads its own rows.
     """
-    found = world.objects(checksums, "checksums of all batches")
-    kinds = [kind for kind in checksums if len({each[kind] for each in found}) > 1]
-    can_go_on = in_fit and not any(kind in own_data for kind in kinds)
-    if kinds and (world.is_main or not can_go_on):
-        data = " and ".join(map(_USES.__getitem__, kinds))
+    checksums_of_ranks = world.objects(checksums, "checksums of all batches")
+    modes = [mode for mode in checksums if len({sums[mode] for sums in checksums_of_ranks}) > 1]
+    can_go_on = in_fit and not any(mode in own_data for mode in modes)
+    if modes and (world.is_main or not can_go_on):
+        uses = " and ".join(map(_USES.__getitem__, modes))
         lines = world.lines(
-            "checksum " + " and ".join(f"{each[kind] & 0xFFFFFFFF:08x}" for kind in kinds)
-            for each in found
+            "checksum " + " and ".join(f"{sums[mode] & 0xFFFFFFFF:08x}" for mode in modes)
+            for sums in checksums_of_ranks
         )
         text = (
-            f"the {data} data were not the same on all ranks; only the first batches were:\n{lines}"
+            f"the {uses} data were not the same on all ranks; only the first batches were:\n{lines}"
         )
         advice = (
             "Likely cause: each rank shuffles or changes the data at random by itself, for instance a Sequence in "
@@ -86,14 +87,14 @@ def kinds_that_differ(
             text,
             advice,
         )
-    return kinds
+    return modes
 
 
 def require_same_mark(world: World, mark: int) -> None:
     """Raise ValueError if the ranks take their rows from different first batches; see ``divided.with_rows``."""
     marks = world.objects(mark, "mark of the first batch")
     if len(set(marks)) > 1:
-        rows = world.lines(f"checksum {each}" for each in marks)
+        rows = world.lines(f"checksum {checksum}" for checksum in marks)
         raise ValueError(
             f"the ranks take their rows from different batches; the first samples of the first batch differ:\n{rows}\n"
             "Likely cause: the source of the pipeline is read or shuffled in another order on each rank, or a Sequence "
@@ -105,7 +106,7 @@ def require_same_mark(world: World, mark: int) -> None:
 def warn_if_all_the_same(world: World, digest: int) -> None:
     """Warn when ranks that should each read their own part read the same first batch."""
     digests = world.objects(digest, "first batch of divided data")
-    ranks = [rank for rank, value in enumerate(digests) if digests.count(value) > 1]
+    ranks = [rank for rank, checksum in enumerate(digests) if digests.count(checksum) > 1]
     if ranks and world.is_main:
         _log.warning(
             "ranks %s began with the very same batch, although the dataset was passed as divided.\nLikely cause: "
@@ -127,14 +128,13 @@ def _pipeline(source: Any) -> int | None:
         return None
     if b"ShardDataset" in graph or b"PyFunc" in graph:
         return None
-    found = _without_seeds(tf.compat.v1.GraphDef.FromString(graph))
+    definition = _without_seeds(tf.compat.v1.GraphDef.FromString(graph))
+    # Functions come in any order.
     functions = sorted(
-        function.SerializeToString(deterministic=True) for function in found.library.function
+        function.SerializeToString(deterministic=True) for function in definition.library.function
     )
-    found.library.Clear()
-    return zlib.crc32(
-        b"".join([found.SerializeToString(deterministic=True), *functions])
-    )  # whatever their order
+    definition.library.Clear()
+    return zlib.crc32(b"".join([definition.SerializeToString(deterministic=True), *functions]))
 
 
 def _without_seeds(graph: Any) -> Any:
@@ -157,12 +157,13 @@ def _without_seeds(graph: Any) -> Any:
             node.device = ""
             for name in ("metadata", "config", "config_proto"):
                 node.attr.pop(name, None)
-            node.name, node.input[:] = (
-                _TABLE.sub("", node.name),
-                [_TABLE.sub("", name) for name in node.input],
-            )
-            for value in node.attr.values():
-                for function in [value.func] if value.HasField("func") else value.list.func:
+            node.name = _TABLE.sub("", node.name)
+            node.input[:] = [_TABLE.sub("", name) for name in node.input]
+            for attribute in node.attr.values():
+                functions = list(attribute.list.func)
+                if attribute.HasField("func"):
+                    functions = [attribute.func]
+                for function in functions:
                     function.name = function.name.rstrip(_NUMBER)
         for node in seeded:
             for name in ("seed", "seed2"):
@@ -189,6 +190,7 @@ _OWN = (
 
 
 def pull(batches: Any, count: int) -> list[Any]:
+    """Return the next batches of an iterator, fewer at its end."""
     pulled = []
     for _ in range(count):
         try:
@@ -207,9 +209,8 @@ def again(batches: Any, pulled: list[Any]) -> Any:
     # Not a generator: its Python calls can wait for ever on a rank with one thread, and each one stays in memory.
     parts = map(tf.data.Dataset.from_tensors, pulled)
     variant = tf.data.experimental.to_variant(functools.reduce(tf.data.Dataset.concatenate, parts))
-    return iter(
-        tf.data.experimental.from_variant(variant, batches.element_spec)
-    )  # which may have unknown dimensions
+    # The type of the iterator, which may have unknown dimensions.
+    return iter(tf.data.experimental.from_variant(variant, batches.element_spec))
 
 
 class InputWait:
@@ -219,38 +220,43 @@ class InputWait:
         self.is_over = False  # the warning is given, or no look is left
         self._calls = 0
         self._looks = list(_LOOKS)
-        self._found: list[tuple[float, float]] = []
+        self._times: list[tuple[float, float]] = []  # of the wait, and of the call with it
 
     def call(self, function: Callable[[Any], Any], batches: Any, steps: int, own_data: bool) -> Any:
         """Call Keras's train function; ``own_data`` if each rank prepares its own samples only."""
         self._calls += 1
         if self._calls <= self._looks[0]:
             return function(batches)
-        began = time.perf_counter()
+        begin = time.perf_counter()
         pulled = pull(batches, steps)
-        taken = time.perf_counter()
+        wait = time.perf_counter() - begin
         if not pulled:  # the function says so in Keras's way
             return function(batches)
         logs = function(again(batches, pulled))
         for leaf in filter(tf.is_tensor, tf.nest.flatten(logs)):
             leaf.numpy()  # a GPU may still work on it
-        self._found.append((taken - began, time.perf_counter() - began))
-        if len(self._found) == _CALLS:
+        self._times.append((wait, time.perf_counter() - begin))
+        if len(self._times) == _CALLS:
             self._judge(steps, own_data)
         return logs
 
     def _judge(self, steps: int, own_data: bool) -> None:
-        waited, whole = (statistics.median(each) / steps for each in zip(*self._found))
-        share = statistics.median(wait / both for wait, both in self._found)
+        """Warn if the calls that were timed have waited for too long."""
+        wait = statistics.median(wait for wait, _ in self._times) / steps
+        total = statistics.median(total for _, total in self._times) / steps
+        fraction = statistics.median(wait / total for wait, total in self._times)
         self._looks.pop(0)
-        self._found.clear()
+        self._times.clear()
         self.is_over = not self._looks
-        if waited >= LEAST_INPUT_WAIT_SECONDS and share > _SHARE:
+        advice = _WHOLE
+        if own_data:
+            advice = _OWN
+        if wait >= LEAST_INPUT_WAIT_SECONDS and fraction > _SHARE:
             self.is_over = True
             _log.warning(
                 "input takes %.0f ms of a step of %.0f ms (%.0f %%): rank 0 waits that long for each batch. %s",
-                1e3 * waited,
-                1e3 * whole,
-                100 * share,
-                _OWN if own_data else _WHOLE,
+                1e3 * wait,
+                1e3 * total,
+                100 * fraction,
+                advice,
             )

@@ -31,42 +31,51 @@ def share_random_state(world: World) -> None:
     # If TensorFlow has no seed, one is set, so that Keras shuffles in the same order on all ranks.
     if world.is_main and compat.random_state()[0] is None:
         tf.random.set_seed(random.SystemRandom().randrange(1 << 31))
-    found = world.object_from_root(training_state.random_states())
+    states = world.object_from_root(training_state.random_states())
     if not world.is_main:
-        training_state.set_random_states(found)
+        training_state.set_random_states(states)
 
 
 def spec_of(model: Any, batches: Any, batch: Any) -> Any:
     """Return what the step of a model is going to be traced with: nested ``tf.TypeSpec``."""
     if isinstance(batches, tf.data.Iterator) and not model.run_eagerly:
         return batches.element_spec
-    return tf.nest.map_structure(
-        lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), batch
-    )
+    return tf.nest.map_structure(_spec_of_leaf, batch)
+
+
+def _spec_of_leaf(leaf: Any) -> Any:
+    if leaf is None:
+        return None
+    return tf.type_spec_from_value(leaf)
 
 
 def build(
     model: Any,
-    kind: str,
-    own: Callable[[Any], Any],
+    mode: str,
+    own_step: Callable[[Any], Any],
     spec: Any,
-    divide: Callable[[Any], Any] = lambda data: data,
+    divide: Callable[[Any], Any] = lambda batch: batch,
 ) -> None:
     """Trace a step, of Keras or the user, on what ``divide`` returns of a batch, to make all variables it needs."""
-    if kind == "train" and not compat.belongs_to_keras(own):
-        _trace(model, own, spec, divide)  # which may create anything
+    is_training = mode == "train"
+    if is_training and not compat.belongs_to_keras(own_step):
+        _trace(model, own_step, spec, divide)  # which may create anything
         return
-    if not (model.built if kind == "predict" else compat.is_built(model)):
-        # The backward pass makes no variables, and costs most.
-        forward = partial(compat.forward_of_training, model) if kind == "train" else own
+    is_built = compat.is_built(model)
+    if mode == "predict":
+        is_built = model.built
+    if not is_built:
+        forward = own_step
+        if is_training:  # the backward pass makes no variables, and costs most
+            forward = partial(compat.forward_of_training, model)
         _trace(model, forward, spec, divide)
-    if kind == "train":
+    if is_training:
         training_state.build_optimizer(model)
 
 
 def _trace(model: Any, step: Callable[[Any], Any], spec: Any, divide: Callable[[Any], Any]) -> None:
-    share = tf.autograph.experimental.do_not_convert(lambda data: divide(without_optional(data)))
-    training_state.trace_step(model, lambda data: step(share(data)), spec)
+    share = tf.autograph.experimental.do_not_convert(lambda batch: divide(without_optional(batch)))
+    training_state.trace_step(model, lambda batch: step(share(batch)), spec)
 
 
 def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) -> None:
@@ -74,25 +83,27 @@ def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) ->
     # An eager model's layers may keep tensors of their last call, which are of the rank's share.
     constants = not getattr(model, "run_eagerly", False)
     require_same_state(world, compat.all_layers(model), constants)
-    every = training_state.common(model, compat.variables_of(model))
-    variables = [variable for variable in every if not compat.is_vocabulary(variable)]
+    model_variables = training_state.common(model, compat.variables_of(model))
+    variables = [variable for variable in model_variables if not compat.is_vocabulary(variable)]
     variables += training_state.loose_variables(model)
     if training:
         variables += training_state.optimizer_state(model)
-    each = [
+    # Strings are words of a vocabulary, which no step changes.
+    numeric = [
         variable
         for variable in without_initial_slots(world, training_state.unique(variables), root_rank)
         if tf.as_dtype(variable.dtype) != tf.string
     ]
-    assign_from_root(world, each, root_rank)
+    assign_from_root(world, numeric, root_rank)
 
 
 def digest(batch: Any) -> int:
-    found = 0
+    """Return a checksum of all tensors in a batch."""
+    total = 0
     for leaf in tf.nest.flatten(batch, expand_composites=True):
         if leaf is not None and getattr(leaf, "dtype", None) not in (tf.variant, tf.resource):
-            found = checksum(leaf, found)
-    return found
+            total = checksum(leaf, total)
+    return total
 
 
 def say(lines: list[str]) -> None:
@@ -106,40 +117,52 @@ def statement(
 ) -> list[str]:
     """Return the message; ``rows`` are those of the first batch, None of divided data; ``steps`` those of an epoch."""
     hosts = Counter(world.job.cluster.hosts)
-    where = ", ".join(f"{count} on {host}" for host, count in hosts.items())
-    if rows is None:
-        batch = "each rank reads its own samples"
-    else:
-        least, most = rows // world.size, -(-rows // world.size)
-        batch = f"{rows} samples, {most if least == most else f'{least} or {most}'} per rank"
+    places = ", ".join(f"{count} on {host}" for host, count in hosts.items())
+    steps_in_words = "unknown"
+    if steps is not None:
+        steps_in_words = str(steps)
     rates = ", ".join(_rate(optimizer) for optimizer in training_state.optimizers(model)) or "none"
-    number = tf.config.threading.get_intra_op_parallelism_threads()
-    threads = counted(number, "thread") if number else "TensorFlow's default number of threads"
-    backend, ports = explained(world.job, world.group), open_ports(world.job)
-    return [
-        f"npu_device: {type(model).__name__} {model.name!r} trains on {world.size} ranks ({where})",
-        f"  global batch   {batch}; {'unknown' if steps is None else steps} steps per epoch",
+    threads = "TensorFlow's default number of threads"
+    thread_count = tf.config.threading.get_intra_op_parallelism_threads()
+    if thread_count:
+        threads = counted(thread_count, "thread")
+    lines = [
+        f"npu_device: {type(model).__name__} {model.name!r} trains on {world.size} ranks ({places})",
+        f"  global batch   {_samples_per_rank(rows, world.size)}; {steps_in_words} steps per epoch",
         f"  learning rate  {rates}, as given, not scaled by the number of ranks",
         *_division(world, model),
-        f"  backend        {backend}; {threads} per rank",
-        *(
-            ["  XLA            compiles the model's forward and backward pass"]
-            if xla.compiles_call(model)
-            else []
-        ),
-        *_normalisation(model),
-        *([f"  open ports     {ports}"] if ports else []),
+        f"  backend        {explained(world.job, world.group)}; {threads} per rank",
+    ]
+    if xla.compiles_call(model):
+        lines.append("  XLA            compiles the model's forward and backward pass")
+    lines += _normalisation(model)
+    ports = open_ports(world.job)
+    if ports:
+        lines.append(f"  open ports     {ports}")
+    return [
+        *lines,
         f"  first step     {checked}",
         "  files          callbacks write on rank 0; the others wait after each epoch",
         "  (NPU_DEVICE_STATEMENT=off leaves this out)",
     ]
 
 
+def _samples_per_rank(rows: int | None, ranks: int) -> str:
+    if rows is None:
+        return "each rank reads its own samples"
+    smallest = rows // ranks
+    if rows % ranks == 0:
+        return f"{rows} samples, {smallest} per rank"
+    return f"{rows} samples, {smallest} or {smallest + 1} per rank"
+
+
 def _rate(optimizer: Any) -> str:
+    """Return the learning rate of an optimizer, or the class of its schedule."""
     rate = compat.learning_rate_of(getattr(optimizer, "inner_optimizer", optimizer))
     is_schedule = hasattr(rate, "get_config") and not hasattr(rate, "assign")
-    text = type(rate).__name__ if is_schedule else f"{float(tf.convert_to_tensor(rate)):g}"
-    return f"{text} ({type(optimizer).__name__})"
+    if is_schedule:
+        return f"{type(rate).__name__} ({type(optimizer).__name__})"
+    return f"{float(tf.convert_to_tensor(rate)):g} ({type(optimizer).__name__})"
 
 
 def _division(world: World, model: Any) -> list[str]:
@@ -159,15 +182,18 @@ def _division(world: World, model: Any) -> list[str]:
 
 def _normalisation(model: Any) -> list[str]:
     """Return a line about layers that normalise the share of each rank by itself; none without such layers."""
-    kind = compat.keras_of(model).layers.BatchNormalization
-    layers = [
-        layer for layer in compat.all_layers(model) if isinstance(layer, kind) and layer.trainable
+    batch_normalization = compat.keras_of(model).layers.BatchNormalization
+    names = [
+        layer.name
+        for layer in compat.all_layers(model)
+        if isinstance(layer, batch_normalization)
+        and layer.trainable
+        and not getattr(layer, "synchronized", False)
     ]
-    names = [layer.name for layer in layers if not getattr(layer, "synchronized", False)]
     if not names:
         return []
-    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    layers = ", ".join(names[:3]) + ", …" * (len(names) > 3)
     return [
-        f"  batch norm     {counted(len(names), 'layer')} ({shown}): by each rank's share, unlike one process; with "
+        f"  batch norm     {counted(len(names), 'layer')} ({layers}): by each rank's share, unlike one process; with "
         "synchronized=True by all samples"
     ]

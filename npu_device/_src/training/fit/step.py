@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import numpy as np
 import tensorflow as tf
@@ -37,34 +37,38 @@ LOGS = "logs"
 _as_it_is = tf.autograph.experimental.do_not_convert
 
 
-def train_or_test_step(context: StepContext, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def train_or_test_step(
+    context: StepContext, own_step: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
     """Return a model's ``train_step`` or ``test_step``, given its own one: Keras's or the user's."""
 
     # tf-keras has AutoGraph rewrite this, for the sake of the user's step inside. So it holds no more than the road.
-    @functools.wraps(own)
+    @functools.wraps(own_step)
     def step(data: Any) -> Any:
-        if (
-            current_step() is not None
-        ):  # a step that another model's step calls, whose share it works on
-            return own(data)
+        # A step that the step of another model calls works on the share of that one.
+        if current_step() is not None:
+            return own_step(data)
         batch = _take(context, data)
         share = divide(context.world, batch)
-        with _begin(context, share) as mine:
-            logs = own(share.data)  # whose optimizers reduce the gradients
-        return mine.results_of_all(logs)
+        with _begin(context, share) as divided_step:
+            logs = own_step(share.data)  # whose optimizers reduce the gradients
+        return divided_step.results_of_all(logs)
 
     return step
 
 
-def predict_step(context: StepContext, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @functools.wraps(own)
+def predict_step(context: StepContext, own_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a model's ``predict_step``, given its own one: Keras's or the user's."""
+
+    @functools.wraps(own_step)
     def step(data: Any) -> Any:
         batch = _take(context, data)
         share = divide(context.world, batch)
         with running(_current(context, share)):
-            mine = own(share.data)
-        outputs = _gather(context.world, share, mine)
-        return own(batch) if outputs is None else outputs
+            own_outputs = own_step(share.data)
+        outputs = _gather(context.world, share, own_outputs)
+        # Outputs that aren't one for each sample can't be divided.
+        return own_step(batch) if outputs is None else outputs
 
     return step
 
@@ -73,24 +77,25 @@ def predict_step(context: StepContext, own: Callable[[Any], Any]) -> Callable[[A
 
 
 @_as_it_is
-def _take(context: StepContext, data: Any) -> Any:
+def _take(context: StepContext, batch: Any) -> Any:
     """Return the batch to work on: rank 0's, if the ranks' differ; else it is counted in their checksum."""
-    if is_divided(data):
-        context.checksum.add(tag_of(data)[1])
-        return data
+    if is_divided(batch):
+        context.checksum.add(tag_of(batch)[1])
+        return batch
     if not context.from_root:
-        context.checksum.add(data)
-        return data
-    leaves = tf.nest.flatten(data)
-    arrived = iter(context.world.from_root([leaf for leaf in leaves if _is_sent_as_it_is(leaf)]))
+        context.checksum.add(batch)
+        return batch
+    leaves = tf.nest.flatten(batch)
+    plain = [leaf for leaf in leaves if _is_sent_as_it_is(leaf)]
+    arrived = iter(context.world.from_root(plain))
     as_bytes = functools.partial(_sent_as_bytes, context.world)
-    found = [
-        next(arrived)
-        if _is_sent_as_it_is(leaf)
-        else tf.nest.map_structure(as_bytes, leaf, expand_composites=True)
-        for leaf in leaves
-    ]
-    return tf.nest.pack_sequence_as(data, found)
+    leaves_of_root = []
+    for leaf in leaves:
+        if _is_sent_as_it_is(leaf):
+            leaves_of_root.append(next(arrived))
+        else:
+            leaves_of_root.append(tf.nest.map_structure(as_bytes, leaf, expand_composites=True))
+    return tf.nest.pack_sequence_as(batch, leaves_of_root)
 
 
 def _is_sent_as_it_is(leaf: Any) -> bool:
@@ -105,14 +110,15 @@ def _sent_as_bytes(world: World, tensor: Any) -> Any:
     """Return rank 0's tensor: strings, or parts of sparse and ragged ones, whose sizes the other ranks don't know."""
     if tensor is None:
         return None
-    mine = tf.io.decode_raw(tf.io.serialize_tensor(tensor), tf.uint8)
-    [length] = world.from_root([tf.size(mine, tf.int64)])
-    [sent] = world.from_root([mine if world.is_main else tf.zeros([length], tf.uint8)])
-    every = tf.constant([bytes([value]) for value in range(256)])
-    found = tf.io.parse_tensor(
-        tf.strings.reduce_join(tf.gather(every, tf.cast(sent, tf.int32))), tensor.dtype
-    )
-    return tf.ensure_shape(found, tensor.shape)
+    encoded = tf.io.decode_raw(tf.io.serialize_tensor(tensor), tf.uint8)
+    [length] = world.from_root([tf.size(encoded, tf.int64)])
+    if not world.is_main:
+        encoded = tf.zeros([length], tf.uint8)
+    [sent] = world.from_root([encoded])
+    # No operation makes a string of numbers, so that each byte is looked up.
+    characters = tf.constant([bytes([code]) for code in range(256)])
+    text = tf.strings.reduce_join(tf.gather(characters, tf.cast(sent, tf.int32)))
+    return tf.ensure_shape(tf.io.parse_tensor(text, tensor.dtype), tensor.shape)
 
 
 # Divided.
@@ -120,6 +126,7 @@ def _sent_as_bytes(world: World, tensor: Any) -> Any:
 
 @_as_it_is
 def divide(world: World, batch: Any) -> Share:
+    """Return the share of this rank in a batch, which may be divided already."""
     if is_divided(batch):
         rows = tf.cast(tag_of(batch)[0], tf.int32)
         return Share(content(batch), rows, world.add_up(rows))
@@ -140,7 +147,8 @@ class Step:
     """One step while it is running or being traced: a context in which the model works on the share of this rank."""
 
     def __init__(self, context: StepContext, share: Share) -> None:
-        world, parts, training = context.world, context.parts, context.kind == "train"
+        world = context.world
+        parts = context.parts
         self._world = world
         self._context = context
         self._current = current = _current(context, share)
@@ -149,25 +157,26 @@ class Step:
         Losses(context.model, parts, current, world, self._replaced)
         if xla.compiles_call(context.model):
             xla.compile_call(context.model, self._replaced)
-        if training:
-            synchronise_normalisation(parts.layers, current, world, self._replaced)
-        self._numbers = NumbersOfRank(world, parts.generators, self._replaced) if training else None
+        self._numbers: Optional[NumbersOfRank] = None
         # Metrics add up, so the ranks' increments are added. Moving averages move by the average of the increments.
-        counted = [(variable, current.counts) for variable in self._metrics.added_up()]
-        moved = [(variable, current.weight) for variable in parts.statistics] if training else []
-        self._increments = Increments(counted + moved, world.add_up)
+        increments = [(variable, current.counts) for variable in self._metrics.added_up()]
+        if context.mode == "train":
+            synchronise_normalisation(parts.layers, current, world, self._replaced)
+            self._numbers = NumbersOfRank(world, parts.generators, self._replaced)
+            increments += [(variable, current.weight) for variable in parts.statistics]
+        self._increments = Increments(increments, world.add_up)
         self._metrics.settle = self._increments.reduce
 
     def __enter__(self) -> Step:
-        self._seen = running(self._current)
-        self._seen.__enter__()
+        self._running = running(self._current)
+        self._running.__enter__()
         _ = self._current.weight  # in this graph, before a branch of the step needs it
         if self._numbers is not None:
             self._numbers.begin()
         return self
 
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        self._seen.__exit__(kind, error, traceback)
+    def __exit__(self, error_class: Any, error: Any, traceback: Any) -> None:
+        self._running.__exit__(error_class, error, traceback)
         self._replaced.restore()
         if self._numbers is not None:
             self._numbers.end()
@@ -178,48 +187,51 @@ class Step:
     def results_of_all(self, logs: Any) -> Any:
         """Give metrics and statistics the values of all ranks, and return the logs with those."""
         self._increments.reduce()
-        values = tf.nest.flatten(logs)
-        are_sums = [self._current.is_sum(LOGS, value) for value in values]
-        again, lost = self._metrics.results_again(values)
-        if lost and self._world.is_main:
-            named = logs.items() if isinstance(logs, dict) else ()
-            names = [
-                repr(name) for name, value in named if any(value is values[place] for place in lost)
-            ]
-            _log.warning(_COMPUTED, type(self._context.model).__name__, ", ".join(names) or "logs")
-        others = [place for place, result in enumerate(again) if result is None]
-        rest = iter(
-            self._of_all_ranks(
-                [values[place] for place in others], [are_sums[place] for place in others]
-            )
+        leaves = tf.nest.flatten(logs)
+        are_sums = [self._current.is_sum(LOGS, leaf) for leaf in leaves]
+        of_all_ranks, not_computable = self._metrics.results_again(leaves)
+        if not_computable and self._world.is_main:
+            self._warn_of_computed_logs(logs, [leaves[position] for position in not_computable])
+        unknown = [position for position, leaf in enumerate(of_all_ranks) if leaf is None]
+        numbers = self._add_up_numbers(
+            [leaves[position] for position in unknown],
+            [are_sums[position] for position in unknown],
         )
-        return tf.nest.pack_sequence_as(
-            logs, [next(rest) if result is None else result for result in again]
-        )
+        for position, number in zip(unknown, numbers):
+            of_all_ranks[position] = number
+        return tf.nest.pack_sequence_as(logs, of_all_ranks)
 
-    def _of_all_ranks(self, values: Sequence[Any], are_sums: Sequence[bool | None]) -> list[Any]:
+    def _warn_of_computed_logs(self, logs: Any, leaves: Sequence[Any]) -> None:
+        """Warn that some leaves of the logs are those of this rank's samples."""
+        names: list[str] = []
+        if isinstance(logs, dict):
+            ids = set(map(id, leaves))
+            names = [repr(name) for name, leaf in logs.items() if id(leaf) in ids]
+        _log.warning(_COMPUTED, type(self._context.model).__name__, ", ".join(names) or "logs")
+
+    def _add_up_numbers(self, leaves: Sequence[Any], are_sums: Sequence[bool | None]) -> list[Any]:
         """Return scalars of the logs of all ranks: sums added up, other numbers averaged by samples."""
-        found = [
-            compat.to_tensor(value) if isinstance(value, (float, np.floating)) else value
-            for value in values
-        ]
-        scalars = [
-            place
-            for place, value in enumerate(found)
-            if tf.is_tensor(value) and value.shape.rank == 0
-        ]
-        counted = [place for place in scalars if found[place].dtype.is_floating]
-        counted += [place for place in scalars if found[place].dtype.is_integer and are_sums[place]]
-        if counted:
-            current = self._current
-            weights = [current.counts if are_sums[place] else current.weight for place in counted]
-            parts = [
-                tf.cast(found[place], tf.float64) * weight
-                for place, weight in zip(counted, weights)
-            ]
-            for place, value in zip(counted, tf.unstack(self._world.add_up(tf.stack(parts)))):
-                found[place] = tf.cast(value, found[place].dtype)
-        return found
+        numbers = list(map(_float_as_tensor, leaves))
+        # What this rank contributes, by position. They travel together, since each is small.
+        contributions: dict[int, tf.Tensor] = {}
+        for position, (number, is_sum) in enumerate(zip(numbers, are_sums)):
+            if not tf.is_tensor(number) or number.shape.rank != 0:
+                continue
+            if is_sum and (number.dtype.is_floating or number.dtype.is_integer):
+                contributions[position] = tf.cast(number, tf.float64) * self._current.counts
+            elif number.dtype.is_floating:
+                contributions[position] = tf.cast(number, tf.float64) * self._current.weight
+        if contributions:
+            totals = tf.unstack(self._world.add_up(tf.stack(list(contributions.values()))))
+            for position, total in zip(contributions, totals):
+                numbers[position] = tf.cast(total, numbers[position].dtype)
+        return numbers
+
+
+def _float_as_tensor(leaf: Any) -> Any:
+    if isinstance(leaf, (float, np.floating)):
+        return compat.to_tensor(leaf)
+    return leaf
 
 
 @_as_it_is
@@ -251,15 +263,15 @@ class Increments:
         """Give each variable its value before the step plus the sum of all ranks' increments."""
         for dtype in dict.fromkeys(dtype for dtype, *_ in self._groups):
             groups = [group for group in self._groups if group[0] == dtype]
-            moved = [
-                _times(_packed(members) - before, factor) for _, members, factor, before in groups
+            increments = [
+                _times(_packed(members) - start, factor) for _, members, factor, start in groups
             ]
-            before = tf.concat([before for *_, before in groups], axis=0)
-            total = before + self._add_up(tf.concat(moved, axis=0))
+            starts = tf.concat([start for *_, start in groups], axis=0)
+            total = starts + self._add_up(tf.concat(increments, axis=0))
             members = [member for _, members, *_ in groups for member in members]
             sizes = [tf.TensorShape(member.shape).num_elements() for member in members]
-            for member, value in zip(members, tf.split(total, sizes)):
-                member.assign(value if len(member.shape) == 1 else tf.reshape(value, member.shape))
+            for member, flat in zip(members, tf.split(total, sizes)):
+                member.assign(_reshaped(flat, member.shape))
         # From here on, for a step that reads results halfway.
         self._groups = [
             (dtype, members, factor, _packed(members)) for dtype, members, factor, _ in self._groups
@@ -267,20 +279,25 @@ class Increments:
 
 
 def _packed(variables: Sequence[Any]) -> tf.Tensor:
-    values = [tf.convert_to_tensor(variable) for variable in variables]
-    return tf.concat(
-        [value if value.shape.rank == 1 else tf.reshape(value, [-1]) for value in values], axis=0
-    )
+    """Return the values of variables of one dtype, one after the other."""
+    flat = [_reshaped(tf.convert_to_tensor(variable), [-1]) for variable in variables]
+    return tf.concat(flat, axis=0)
 
 
-def _times(value: tf.Tensor, factor: Any) -> tf.Tensor:
+def _reshaped(tensor: tf.Tensor, shape: Any) -> tf.Tensor:
+    """Return a tensor with another shape, without an operation if both are vectors."""
+    if tensor.shape.rank == 1 and len(shape) == 1:
+        return tensor
+    return tf.reshape(tensor, shape)
+
+
+def _times(increment: tf.Tensor, factor: Any) -> tf.Tensor:
     if not tf.is_tensor(factor) and factor == 1.0:
-        return value
-    if value.dtype.is_floating:
-        return value * tf.cast(factor, value.dtype)
-    return tf.where(
-        factor > 0, value, tf.zeros_like(value)
-    )  # an integer counts in full or not at all
+        return increment
+    if increment.dtype.is_floating:
+        return increment * tf.cast(factor, increment.dtype)
+    # An integer counts in full or not at all.
+    return tf.where(factor > 0, increment, tf.zeros_like(increment))
 
 
 # Logged.

@@ -18,11 +18,11 @@ def _ignore(numbers: NumbersOfRank, share: Share) -> None: ...
 
 @dataclass(eq=False)  # Keras tells functions apart by identity
 class StepContext:
-    """The surroundings of the steps of one kind.
+    """What surrounds the steps of one mode.
 
     Attributes:
         world: with which the step exchanges: a ``World``, or ranks that are only virtual.
-        kind: ``"train"``, ``"test"``, ``"predict"``, or ``"check"`` for a step that only runs on samples.
+        mode: ``"train"``, ``"test"``, ``"predict"``, or ``"check"`` for a step that only runs on samples.
         own_step: the step of the model, that of Keras or of the script.
         sums: which of the numbers of the step are sums over the samples.
         checksum: of the batches since the ranks last compared them.
@@ -32,7 +32,7 @@ class StepContext:
 
     world: Any
     model: Any
-    kind: str
+    mode: str
     own_step: Callable[[Any], Any]
     sums: Sums = field(default_factory=Sums)
     checksum: RunningChecksum = field(default_factory=RunningChecksum)

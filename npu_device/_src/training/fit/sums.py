@@ -17,7 +17,10 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.training.fit import findings
 from npu_device._src.training.fit.different_samples import different_samples
-from npu_device._src.training.fit.rehearsal import NotChecked, Part, Rehearsal
+from npu_device._src.training.fit.dry_step import DryStep, NotChecked, Part
+from npu_device._src.training.fit.findings import Runs
+from npu_device._src.training.fit.first_step_texts import last_line, not_samples
+from npu_device._src.training.fit.graph_lines import where
 from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.fit.weighting import ADDED_LOSS, LOSS
 from npu_device._src.training.watching import training_state
@@ -34,35 +37,41 @@ class Indivisible(Exception):
 
 
 class Samples(NamedTuple):
+    """Some samples of a batch, and two parts of them."""
+
     spec: Any  # with which the step is traced
     whole: Part
     parts: list[Part]
-    places: list[int]  # in the batch
+    positions: list[int]  # in the batch
     total: int  # of the batch
 
 
-class Compared(NamedTuple):
-    rehearsal: Rehearsal
-    runs: findings.Runs
+class CheckedStep(NamedTuple):
+    """A step that ran on samples and on their parts."""
+
+    dry_step: DryStep
+    runs: Runs
     sums: dict[str, bool]  # of all numbers, and of all optimizers
 
 
-def set_sums(context: StepContext, found: Sequence[dict[str, bool]]) -> None:
+def set_sums(context: StepContext, sums_of_ranks: Sequence[dict[str, bool]]) -> None:
     """Take numbers for sums or means of which the ranks have found this; if they differ, as the first of them has."""
-    context.sums = Sums()
-    for sums in reversed(found):
-        context.sums.numbers.update(sums)
+    numbers: dict[str, bool] = {}
+    for sums in reversed(sums_of_ranks):
+        numbers.update(sums)
     reductions = dict(_reductions(context))
-    adding = {reduction for name, reduction in reductions.items() if context.sums.numbers.get(name)}
-    context.sums.reductions = adding
-    context.sums.are_all = bool(adding) and adding == set(reductions.values())
+    adding = {reduction for name, reduction in reductions.items() if numbers.get(name)}
+    are_all = bool(adding) and adding == set(reductions.values())
+    context.sums = Sums(numbers, adding, are_all)
 
 
 def _reductions(context: StepContext) -> list[tuple[str, Any]]:
     """Return the reductions of the optimizers of a model, with names that are the same on all ranks."""
-    found = enumerate(map(reduction_of, map(carrier, training_state.optimizers(context.model))))
+    optimizers = map(carrier, training_state.optimizers(context.model))
     return [
-        (f"optimizer {place}", reduction) for place, reduction in found if reduction is not None
+        (f"optimizer {number}", reduction)
+        for number, reduction in enumerate(map(reduction_of, optimizers))
+        if reduction is not None
     ]
 
 
@@ -71,101 +80,102 @@ def samples_of(batch: Any) -> Samples:
     total = int(units_of(batch))
     if total < 2:
         raise NotChecked("the first batch has one sample")
-    places = different_samples(batch, total, min(total, _SAMPLES))
-    count = len(places)
-    split = 1 if count == 2 else count // 2 + 1
-    chosen = units_at(batch, total, places)
+    positions = different_samples(batch, total, min(total, _SAMPLES))
+    count = len(positions)
+    split = min(count // 2 + 1, count - 1)
+    chosen = units_at(batch, total, positions)
     whole = Part(chosen, count, count, True)
     parts = [
         Part(run_of(chosen, count, 0, split), split, count, True),
         Part(run_of(chosen, count, split, count), count - split, count, False),
     ]
-    return Samples(tf.nest.map_structure(spec_of_any_length, batch), whole, parts, places, total)
+    spec = tf.nest.map_structure(spec_of_any_length, batch)
+    return Samples(spec, whole, parts, positions, total)
 
 
-def compared(context: StepContext, samples: Samples, repeats: bool) -> Compared:
+def checked_step(context: StepContext, samples: Samples, is_repeated: bool) -> CheckedStep:
     """Run a step on samples and on their parts, until what are sums over the samples is known, and added up.
 
-    With ``repeats`` the gradients must be the same twice, and it is seen what rounding changes.
+    If it is repeated, the gradients must be the same twice, and it is seen what rounding changes.
     """
-    known: set[str] = set()
+    added_names: set[str] = set()
     while True:
-        set_sums(context, [dict.fromkeys(known, True)])
-        rehearsal = Rehearsal(context, samples.spec)
-        runs = _runs(context, rehearsal, samples, repeats)
-        numbers = findings.kinds(runs)
-        losses = {
-            name
-            for name, is_sum in numbers.items()
-            if is_sum and name.startswith((LOSS, ADDED_LOSS))
-        }
-        if not losses <= known:  # first these: the penalties beside them are no sums
-            known |= losses
+        added = dict.fromkeys(added_names, True)
+        set_sums(context, [added])
+        dry_step = DryStep(context, samples.spec)
+        runs = _runs(context, dry_step, samples, is_repeated)
+        numbers = findings.sums_among_numbers(runs)
+        sums = {name for name, is_sum in numbers.items() if is_sum}
+        losses = {name for name in sums if name.startswith((LOSS, ADDED_LOSS))}
+        if not losses <= added_names:  # first these: the penalties beside them are no sums
+            added_names |= losses
             continue
-        kinds = findings.adding(findings.comparisons(rehearsal, runs))
+        # Once an optimizer adds up, its gradients count as they are, and the others may look different.
+        gradients = findings.compared_gradients(dry_step, runs)
+        are_sums = findings.sums_of_optimizers(gradients)
         optimizers = {
-            name: kinds[reduction] for name, reduction in _reductions(context) if reduction in kinds
+            name: are_sums[reduction]
+            for name, reduction in _reductions(context)
+            if reduction in are_sums
         }
         adding = {name for name, is_sum in optimizers.items() if is_sum}
-        if adding <= known:
-            return Compared(
-                rehearsal, runs, {**numbers, **optimizers, **dict.fromkeys(known, True)}
-            )
-        known |= adding
+        if adding <= added_names:
+            return CheckedStep(dry_step, runs, {**numbers, **optimizers, **added})
+        added_names |= adding
 
 
-def _runs(
-    context: StepContext, rehearsal: Rehearsal, samples: Samples, repeats: bool
-) -> findings.Runs:
-    whole, parts = samples.whole, samples.parts
+def _runs(context: StepContext, dry_step: DryStep, samples: Samples, is_repeated: bool) -> Runs:
     precision = precision_of(context.model)
-    before = rehearsal.values()
-    [first] = rehearsal.run([whole])
-    again = []
-    if repeats:
-        if not rehearsal.variables and not rehearsal.handles:
+    before = dry_step.state()
+    [whole] = dry_step.run([samples.whole])
+    repeats = []
+    if is_repeated:
+        if not dry_step.variables and not dry_step.handles:
             raise NotChecked("the step trains nothing")
-        again += rehearsal.run([whole])
-        if not findings.repeats(first, again[0]):
+        repeats += dry_step.run([samples.whole])
+        if not findings.are_repeatable(whole, repeats[0]):
             raise NotChecked("the step gives other gradients for the same samples each time")
-        if not findings.is_finite(first):
+        if not findings.are_comparable(whole):
             raise NotChecked("the gradients of the first samples are 0 or not finite")
     try:
-        divided = rehearsal.run(parts)
+        parts = dry_step.run(samples.parts)
     except tf.errors.OpError as error:
-        if len(samples.places) < samples.total:
+        # The step may need more samples than were chosen.
+        if len(samples.positions) < samples.total:
             raise
-        raise Indivisible(
-            findings.not_samples(whole.data, findings.last_line(error), context.world)
-        ) from error
-    if repeats:
-        with _moved(rehearsal.variables, precision):
-            again += rehearsal.run([whole])
-    return findings.Runs(
-        before, first, again, divided, [part.weight for part in parts], 100 * precision
-    )
+        text = not_samples(samples.whole.data, last_line(error), context.world)
+        raise Indivisible(text) from error
+    if is_repeated:
+        with _moved(dry_step.variables, precision):
+            repeats += dry_step.run([samples.whole])
+    weights = [float(part.weight) for part in samples.parts]
+    return Runs(before, whole, repeats, parts, weights, tolerance=100 * precision)
 
 
-def added_up(context: StepContext, found: Compared) -> str:
+def added_up(context: StepContext, checked: CheckedStep) -> str:
     """Return what of the step's losses and gradients is a sum over the samples, in words; "" for nothing."""
     texts = []
-    for name, is_sum in found.sums.items():
-        kind, _, place = name.partition(" ")
-        if is_sum and name.startswith(LOSS):
-            loss = context.parts.losses[int(place.split()[0])]
+    for name in [name for name, is_sum in checked.sums.items() if is_sum]:
+        taker, _, number = name.partition(" ")
+        if name.startswith(LOSS):
+            loss = context.parts.losses[int(number.split()[0])]
             texts.append(f"the loss {getattr(loss, 'name', None) or type(loss).__name__}")
-        elif is_sum and name.startswith(ADDED_LOSS):
-            line = findings.where(found.rehearsal.numbers[name].op)
-            texts.append(f"a loss that a layer adds{f' ({line})' if line else ''}")
-        elif is_sum and kind == "optimizer":
-            optimizer = training_state.optimizers(context.model)[int(place)]
+        elif name.startswith(ADDED_LOSS):
+            line = where(checked.dry_step.numbers[name].op)
+            location = f" ({line})" * bool(line)
+            texts.append(f"a loss that a layer adds{location}")
+        elif taker == "optimizer":
+            optimizer = training_state.optimizers(context.model)[int(number)]
             texts.append(f"the gradients of {type(optimizer).__name__}")
     return ", ".join(dict.fromkeys(texts))
 
 
 def spec_of_any_length(leaf: Any) -> Any:
-    spec = None if leaf is None else tf.type_spec_from_value(leaf)
-    if spec is None or not spec.shape.rank:
+    """Return the type of a part of a batch, for any number of samples."""
+    if leaf is None:
+        return None
+    spec = tf.type_spec_from_value(leaf)
+    if not spec.shape.rank:
         return spec
     shape = [None, *spec.shape[1:]]
     if isinstance(spec, tf.SparseTensorSpec):
@@ -177,26 +187,27 @@ def spec_of_any_length(leaf: Any) -> Any:
 
 def precision_of(model: Any) -> float:
     """Return how much rounding may change a value, relative."""
-    kinds = {
-        str(getattr(layer, "compute_dtype", "float32")) for layer in compat.all_layers(model)[1:]
-    }
+    layers = compat.all_layers(model)[1:]
+    dtypes = {str(getattr(layer, "compute_dtype", "float32")) for layer in layers}
     has_gpu = bool(tf.config.list_logical_devices("GPU"))
     is_tf32 = has_gpu and tf.config.experimental.tensor_float_32_execution_enabled()
-    return 5e-4 if is_tf32 or kinds & {"float16", "bfloat16"} else 1e-6
+    if is_tf32 or dtypes & {"float16", "bfloat16"}:
+        return 5e-4
+    return 1e-6
 
 
 @contextlib.contextmanager
 def _moved(variables: Sequence[Any], precision: float) -> Iterator[None]:
     """Give variables values that differ by rounding from their own in the block."""
-    before = [
-        (variable, tf.convert_to_tensor(variable)) for variable in training_state.unique(variables)
-    ]
-    for variable, value in before:
-        array = value.numpy()
+    moved = training_state.unique(variables)
+    tensors = list(map(tf.convert_to_tensor, moved))
+    for variable, tensor in zip(moved, tensors):
+        array = tensor.numpy()
+        # Up and down in turns, as rounding does.
         signs = np.where(np.arange(array.size).reshape(array.shape) % 2, 1.0, -1.0)
         variable.assign((array.astype(np.float64) * (1 + precision * signs)).astype(array.dtype))
     try:
         yield
     finally:
-        for variable, value in before:
-            variable.assign(value)
+        for variable, tensor in zip(moved, tensors):
+            variable.assign(tensor)

@@ -440,7 +440,7 @@ class WeightedReduction(GradientReduction):
     def weight_in(self, step: CurrentStep, optimizer: Any) -> Any:
         """Return by what this rank counts in a step of an optimizer: in a sum over the ranks, or in a mean of parts."""
         weight = step.weight_for(self)
-        is_mean = self.adds_up(optimizer) and not step.is_rehearsal
+        is_mean = self.adds_up(optimizer) and not step.is_dry_run
         return weight * self._world.size if is_mean else weight
 
     def part_of(

@@ -39,8 +39,10 @@ def leave_call(model: Any) -> None:
     """Let XLA compile the call of a replicated model instead of its step; if that can't be done, see ``turn_off``."""
     if _is_on(model):
         reason = _why_not(model)
-        model.jit_compile = False if reason else _CallOnly(0)
-        if reason:
+        if not reason:
+            model.jit_compile = _CallOnly(0)
+        else:
+            model.jit_compile = False
             _warn(model, f", nor the call of this model alone, because {reason}")
 
 
@@ -52,8 +54,8 @@ def compiles_call(model: Any) -> bool:
 def compile_call(model: Any, replaced: Replaced) -> None:
     """Have XLA compile the call of a model while a step is traced, and so the backward pass."""
 
-    def compiled(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return tf.function(own, autograph=False, jit_compile=True)(*args, **kwargs)
+    def compiled(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return tf.function(call, autograph=False, jit_compile=True)(*args, **kwargs)
 
     replaced.replace(model, "call", compiled)
 
@@ -65,24 +67,23 @@ def _is_on(model: Any) -> bool:
 def _why_not(model: Any) -> str:
     # It might wait for other ranks, or hand out more than its result.
     for layer in compat.all_layers(model):
-        kind = type(layer)
-        if not compat.belongs_to_keras(kind) or kind.__name__ in LAYERS_OF_SCRIPTS:
-            return f"{kind.__name__} {layer.name!r} can hold any code of the script"
+        layer_class = type(layer)
+        name = layer_class.__name__
+        if not compat.belongs_to_keras(layer_class) or name in LAYERS_OF_SCRIPTS:
+            return f"{name} {layer.name!r} can hold any code of the script"
         if getattr(layer, "synchronized", False):
             return f"{layer.name!r} normalises over all ranks"
-        if (
-            getattr(layer, "activity_regularizer", None) is not None
-            or kind.__name__ == "ActivityRegularization"
-        ):
+        is_regularized = getattr(layer, "activity_regularizer", None) is not None
+        if is_regularized or name == "ActivityRegularization":
             return f"{layer.name!r} adds a loss"
-        if getattr(layer, "mask_zero", False) or kind.__name__ == "Masking":
+        if getattr(layer, "mask_zero", False) or name == "Masking":
             return f"{layer.name!r} makes a mask, which the loss reads"
         if getattr(layer, "noise_shape", None) is not None:
             return f"{layer.name!r} may draw numbers that all ranks share"
     return ""
 
 
-def _warn(model: Any, more: str) -> None:
+def _warn(model: Any, addition: str) -> None:
     job = device.unless_child()
     assert job is not None
     if job.cluster.rank == 0:
@@ -91,5 +92,5 @@ def _warn(model: Any, more: str) -> None:
             "by itself on a GPU; jit_compile=False in model.compile leaves this message out.",
             type(model).__name__,
             model.name,
-            more,
+            addition,
         )

@@ -34,7 +34,7 @@ from npu_device._src.gradients.reduction import (
     with_values,
 )
 from npu_device._src.trace.trace import iteration
-from npu_device._src.training.distribute.normalization import find_layers, note_reduced
+from npu_device._src.training.distribute.synchronized_layers import find_layers, note_reduced
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.optimizers.accumulation import (
     add_up,

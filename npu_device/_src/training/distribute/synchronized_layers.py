@@ -1,0 +1,241 @@
+"""The layers of Keras with ``synchronized=True`` in loops of the script: how they get to normalize over all ranks.
+
+A loop tells that all ranks train its model when it wraps the optimizer or broadcasts variables. The layers that exist
+then are looked for in memory, and get a method on the object. A layer that is made later asks TensorFlow's replica
+context to add up its sums: that context, one object for all threads and graphs, adds up over the ranks, and the layer
+gets its method. Layers that aren't called are among them, too, and do nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.collectives import job as jobs
+from npu_device._src.collectives.group import WORLD_GROUP
+from npu_device._src.training.distribute.normalization import (
+    Loops,
+    dense_tensors,
+    exchange_in,
+    moments_of_all_ranks,
+    normalizing_world,
+)
+from npu_device._src.training.watching.schedule import can_compare
+from npu_device._src.world.current_step import current_step
+from npu_device._src.world.world import World
+
+_log = logging.getLogger("npu_device")
+_as_it_is = tf.autograph.experimental.do_not_convert
+
+_GROUP = "_npu_normalizes_over"  # the attribute of a layer that got a method: the name of its group
+_CHECKS = 16  # kinds of reductions at which layers are looked for
+_SEARCHES = 64  # of a job at most: a loop may broadcast in each step
+
+_REMEDY = "; or use npu.distribute.SyncBatchNormalization(...) instead of BatchNormalization(synchronized=True, ...)."
+_ALONE = (
+    "batch normalization with synchronized=True uses the samples of each rank by itself: %s.\nLikely cause: the loop "
+    "reduces gradients itself, and no variables were broadcast before the layer was first called.\nWhat to do: call "
+    f"npu.distribute.broadcast(model.weights) before the first step{_REMEDY}"
+)
+_TRACED_ALONE = (
+    "batch normalization with synchronized=True uses the samples of each rank by itself in functions that were traced "
+    "too early: %s.\nLikely cause: the tf.function was called before the optimizer was wrapped or variables were "
+    "broadcast.\nWhat to do: wrap the optimizer, or call npu.distribute.broadcast(model.weights), before the first "
+    f"call of the function{_REMEDY}"
+)
+
+
+@_as_it_is
+def _moments_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand in for the method of a layer that computes mean and variance."""
+    own = getattr(type(self), compat.moments_method(self)).__get__(self)
+    if jobs.current() is None:  # closed
+        return own(*args, **kwargs)
+    return moments_of_all_ranks(self, own, getattr(self, _GROUP), *args, **kwargs)
+
+
+@_as_it_is
+def _all_reduce(self: Any, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    """Stand in for ``all_reduce`` of TensorFlow's replica context; for sums that a synchronized layer asks for."""
+    job = jobs.current()
+    layers = None if job is None else job.part(SynchronizedLayers)
+    caller = compat.normalization_at_work()
+    sums = None
+    if layers is not None and caller is not None:
+        layer, inputs = caller
+        sums = layers.sums_of_all_ranks(layer, inputs, value)
+    # Others may use the context, too.
+    if sums is None:
+        return type(self).all_reduce(self, reduce_op, value, options)
+    return sums
+
+
+def is_alone(layer: Any) -> bool:
+    """Return True for a synchronized layer of Keras that got no method for all ranks."""
+    name = compat.moments_method(layer)
+    is_from_keras = compat.belongs_to_keras(getattr(type(layer), name))
+    return bool(getattr(layer, "synchronized", False)) and is_from_keras and name not in vars(layer)
+
+
+class SynchronizedLayers:
+    """The layers with ``synchronized=True`` in loops of the script; a part of the job."""
+
+    def __init__(self) -> None:
+        self._group = WORLD_GROUP  # over which layers normalize
+        self._creation: Any = None  # the scope in which later variables are made
+        self._replica_context: Any = None  # with a method of ours
+        self._searches = 0
+        self._normalizations: weakref.WeakSet[Any] = weakref.WeakSet()  # all that were seen
+        self._traced: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+        self._checked: set[tuple[int, str]] = set()
+        self._told: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def find(self, group: str) -> None:
+        """Have layers normalize over a group: all that exist, and all that are called later, in any thread.
+
+        Each layer keeps its first group.
+        """
+        self._group = group
+        if self._searches < _SEARCHES:
+            self._searches += 1
+            self._install_existing()
+        if self._replica_context is None:
+            self._replica_context = compat.default_replica_context()
+            self._replica_context.all_reduce = MethodType(_all_reduce, self._replica_context)
+        # A masked layer of Keras 3 asks no replica context: it is seen when this thread makes its variables. Scopes
+        # must end in reverse order, and this one ends with the job. So it isn't begun inside another one. It is begun
+        # again after keras.backend.clear_session().
+        if tf.executing_eagerly() and not compat.has_variable_creators():
+            self._creation = tf.variable_creator_scope(self._create)
+            self._creation.__enter__()
+
+    def sums_of_all_ranks(self, layer: Any, inputs: Any, sums: Any) -> Any:
+        """Return the sums over the ranks for which a layer asks in its first call; None if it is to use its own."""
+        # Its next call takes the method, with fewer transfers.
+        self._install([layer])
+        world = normalizing_world(vars(layer).get(_GROUP, self._group))
+        if world is None:
+            return None
+        step = current_step()
+        exchange = exchange_in(world, step, inputs)
+
+        def of_all_ranks(own: tf.Tensor) -> tf.Tensor:
+            # Sums of 16-bit floats would be infinite, or lose the counts.
+            wide = tf.cast(own, tf.float32) if own.dtype.size < 4 else own
+            # A rank without samples works on rows that don't count.
+            if step is not None:
+                wide *= tf.cast(step.counts, wide.dtype)
+            total = tf.reshape(exchange(tf.reshape(wide, [-1])), tf.shape(wide))
+            return tf.cast(total, own.dtype)
+
+        return tf.nest.map_structure(of_all_ranks, sums)
+
+    def note_reduced(self, values: Any) -> None:
+        """Warn of layers that normalize by one rank, if these may be the gradients of their variables."""
+        tensors = dense_tensors(values)
+        if tf.executing_eagerly():  # each step comes here; of a function, only its trace
+            reduction = (len(tensors), str(tensors[0].shape) if tensors else "")
+            if reduction in self._checked or len(self._checked) >= _CHECKS:
+                return
+            self._checked.add(reduction)
+        shapes = {tuple(tensor.shape) for tensor in tensors}
+        trained = [
+            layer
+            for layer in compat.batch_normalizations()
+            if layer not in self._told and _may_train(shapes, layer)
+        ]
+        alone = [layer for layer in trained if is_alone(layer)]
+        traced = [layer for layer in trained if layer in self._traced]
+        # Each layer is named once.
+        self._told.update(alone + traced)
+        if alone:
+            _log.warning(_ALONE, ", ".join(sorted(repr(layer.name) for layer in alone)))
+        if traced:
+            names = {layer.name: ", ".join(self._traced[layer]) for layer in traced}
+            places = [f"{layer!r} in {functions}" for layer, functions in sorted(names.items())]
+            _log.warning(_TRACED_ALONE, "; ".join(places))
+
+    def close(self) -> None:
+        if self._replica_context is not None:
+            vars(self._replica_context).pop("all_reduce", None)
+        # Another scope may be open, which will end later or never.
+        with contextlib.suppress(RuntimeError):
+            if self._creation is not None:
+                self._creation.__exit__(None, None, None)
+
+    def _install_existing(self) -> None:
+        layers = compat.batch_normalizations()
+        called = [layer for layer in layers if _is_built(layer) and is_alone(layer)]
+        self._install(layers)
+        if not called:
+            return
+        # The graph of a function that has called one of them keeps what it was traced with.
+        # Only its trace could change that, so the next reduction warns.
+        functions = compat.functions_that_update(layer.moving_mean for layer in called)
+        self._traced.update((layer, names) for layer, names in zip(called, functions) if names)
+        # Reductions of the same shapes may have been checked before.
+        self._checked.clear()
+
+    def _install(self, layers: Iterable[Any]) -> None:
+        for layer in layers:
+            self._normalizations.add(layer)
+            if is_alone(layer):
+                vars(layer)[_GROUP] = self._group
+                vars(layer)[compat.moments_method(layer)] = MethodType(_moments_method, layer)
+
+    def _create(self, next_creator: Callable[..., Any], **keywords: Any) -> Any:
+        """Look for the layer that makes a variable; the arguments are those of ``tf.variable_creator_scope``."""
+        if jobs.current() is not None:
+            self._look_around(keywords.get("name"))
+        return next_creator(**keywords)
+
+    def _look_around(self, name: str | None) -> None:
+        variables = []
+        for instance in compat.objects_at_work():
+            if not compat.is_layer(instance):
+                variables.append(instance)
+                continue
+            if compat.is_batch_normalization(instance):
+                self._install([instance])
+                return
+            break
+        # Keras 3 gives the variables of a model their values after it has built all layers.
+        variables = [variable for variable in variables if compat.belongs_to_keras(type(variable))]
+        means = {id(getattr(layer, "moving_mean", None)) for layer in self._normalizations}
+        is_known = any(id(variable) in means for variable in variables)
+        if name == "moving_mean" and variables and not is_known:
+            self._install(compat.batch_normalizations())
+
+
+def find_layers(world: World) -> None:
+    """Have the synchronized layers of the script normalize over these ranks."""
+    if can_compare():
+        world.job.made(SynchronizedLayers).find(world.group.name)
+
+
+def note_reduced(world: World, values: Any, by_samples: bool = False) -> None:
+    """Note that what may be gradients is reduced in a loop; rank 0 warns of layers that normalize by one rank."""
+    if not can_compare() or current_step() is not None:
+        return
+    world.job.made(Loops).note_reduced(values, by_samples)
+    # The layers are the same on all ranks.
+    if world.job.cluster.rank == 0:
+        world.job.made(SynchronizedLayers).note_reduced(values)
+
+
+def _is_built(layer: Any) -> bool:
+    return bool(getattr(layer, "built", False))  # a layer whose constructor failed lacks attributes
+
+
+def _may_train(shapes: set[Any], layer: Any) -> bool:
+    """Return True if the gradients of a layer may be among tensors of these shapes."""
+    if not _is_built(layer) or not layer.trainable:
+        return False
+    return {tuple(variable.shape) for variable in layer.trainable_variables} <= shapes

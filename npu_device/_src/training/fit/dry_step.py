@@ -1,0 +1,372 @@
+"""Runs a model's train step on a few samples without training: it hands back gradients, and undoes what it changes."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Callable
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.collectives.graph import differentiable
+from npu_device._src.gradients.reduction import ReductionOptions
+from npu_device._src.training.fit.graph_lines import where
+from npu_device._src.training.fit.step import LOGS, Replaced, Step
+from npu_device._src.training.fit.step_context import StepContext
+from npu_device._src.training.fit.weighting import WeightedReduction, note_numbers
+from npu_device._src.training.watching import training_state
+from npu_device._src.training.watching.wrapped_optimizers import reduction_of
+from npu_device._src.world.current_step import CurrentStep, current_step
+from npu_device._src.world.share import Share
+
+_as_it_is = tf.autograph.experimental.do_not_convert
+
+
+class NotChecked(Exception):
+    """The check can't run the step; the text says why."""
+
+
+@dataclass(frozen=True)
+class Part(Share):
+    """A run of a batch's units as the share of a rank; or all of them, as one process has them."""
+
+    units: int
+    is_first: bool
+
+
+@dataclass(frozen=True)
+class StepResults:
+    """What a step gives for a part of a batch."""
+
+    # The gradients that reached the optimizers, weighted; a pair of values and indices for rows of a table.
+    gradients: list[Any]
+    losses: list[Any]  # that layers have added
+    state: list[np.ndarray]  # of the variables that the step has changed
+    # Losses, and what metrics and logs are given; see ``CurrentStep.is_sum``.
+    numbers: dict[str, float]
+    chosen: list[np.ndarray]  # tensors that were asked for
+
+
+class DryStep:
+    """A train step, traced once, that runs on parts of a batch and leaves nothing behind."""
+
+    def __init__(
+        self, context: StepContext, spec: Any, choose: Callable[[Any], list[Any]] | None = None
+    ) -> None:
+        """Trace the step of a built model; ``choose`` returns tensors of the graph whose values are wanted, too."""
+        self._context = context
+        self._choose = choose
+        self.variables: list[Any] = []  # whose gradients the optimizers got
+        self.gradients: list[Any] = []  # that the optimizers got
+        self.reductions: list[Any] = []  # by which the optimizers reduce those; None without one
+        self.losses: list[Any] = []  # that layers have added
+        self.numbers: dict[str, Any] = {}
+        self.chosen: list[Any] = []
+        self.step: CurrentStep
+        self._weighted: list[Any] = []
+        self._world: _VirtualRanks
+        self._while_tracing = contextlib.ExitStack()
+        with self._while_tracing, _functions_inline():
+            self._function = self._traced(context.own_step, spec)
+        self.graph = self._function.graph
+        effect = compat.what_remains(self.graph)
+        if effect is not None:
+            raise NotChecked(f"the step {effect[0]}{_at(effect[1])}")
+        self.handles, setter = compat.changed_by(self.graph)
+        if setter is not None:
+            raise NotChecked(
+                f"the step changes what can't be restored ({setter.type}){_at(setter)}"
+            )
+
+    def _traced(self, own_step: Callable[[Any], Any], spec: Any) -> Any:
+        def step(batch: Any, units: Any, total: Any, is_first: Any) -> Any:
+            share = self._begin(batch, units, total, is_first)
+            self._note_logs(own_step(share.data))
+            return self._returned_tensors()
+
+        number = tf.TensorSpec([], tf.int32)
+        flag = tf.TensorSpec([], tf.bool)
+        # As each Keras traces the step itself.
+        autograph = not compat.is_keras_3(compat.keras_of(self._context.model))
+        function = tf.function(step, autograph=autograph)
+        return function.get_concrete_function(spec, number, number, flag)
+
+    @_as_it_is
+    def _begin(self, batch: Any, units: Any, total: Any, is_first: Any) -> Share:
+        """Let the model work on a part of a batch, as in a step of ``fit``, while the step is traced."""
+        replaced = Replaced()
+        self._while_tracing.callback(replaced.restore)
+        self._world = _VirtualRanks(tf.compat.v1.get_default_graph(), is_first)
+        for layer in self._context.parts.layers:
+            if _differs_in_noise_only(layer):
+                replaced.replace(layer, "call", _call_as_in_inference)
+        for optimizer in training_state.optimizers(self._context.model):
+            self._record(optimizer, replaced)
+        share = Share(batch, units, total)
+        # Metrics count what they like, and random numbers are those of any rank.
+        parts = replace(self._context.parts, metrics=[], trackers=[], statistics=[])
+        context = self._context
+        virtual = StepContext(
+            self._world,
+            context.model,
+            mode="check",
+            own_step=context.own_step,
+            sums=context.sums,
+            checksum=context.checksum,
+            known_parts=parts,
+        )
+        self._while_tracing.enter_context(Step(virtual, share))
+        step = current_step()
+        assert step is not None
+        step.is_dry_run = True
+        self.step = step
+        note_numbers(step, self._context.parts.metrics, replaced)
+        return share
+
+    @_as_it_is
+    def _note_logs(self, logs: Any) -> None:
+        for number in tf.nest.flatten(logs):
+            self.step.is_sum(LOGS, number)
+
+    def _record(self, optimizer: Any, replaced: Replaced) -> None:
+        """Take the gradients that an optimizer would apply."""
+        optimizers = [optimizer]
+        inner = getattr(optimizer, "inner_optimizer", None)
+        if inner is not None:
+            optimizers.append(inner)
+        reductions = map(reduction_of, optimizers)
+        reduction = next(filter(_is_weighted, reductions), None)
+
+        def take(gradients: Any, variables: Any) -> Any:
+            gradients = list(gradients)
+            weighted = gradients
+            if reduction is not None:
+                weighted = reduction.part_of(gradients, self.step, optimizer)
+            for variable, gradient, weighted_gradient in zip(variables, gradients, weighted):
+                if gradient is not None:
+                    self.variables.append(variable)
+                    self.gradients.append(gradient)
+                    self.reductions.append(reduction)
+                    self._weighted.append(weighted_gradient)
+            return optimizer.iterations
+
+        def apply(original: Any, grads: Any, trainable_variables: Any = None) -> Any:
+            del original
+            return take(grads, compat.variables_to_update(optimizer, trainable_variables))
+
+        def apply_gradients(original: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+            del original, args, kwargs
+            pairs = list(grads_and_vars)
+            return take([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
+
+        for recorded in optimizers:
+            replaced.replace(recorded, "apply_gradients", apply_gradients)
+            if hasattr(recorded, "apply"):
+                replaced.replace(recorded, "apply", apply)
+
+    @_as_it_is
+    def _returned_tensors(self) -> Any:
+        """Return the tensors of which ``StepResults`` are made, and what the ranks send."""
+        graph = self._world.graph
+        flat = tf.nest.flatten(self._weighted, expand_composites=True)
+        if not all(compat.is_in(graph, tensor) for tensor in flat):
+            raise NotChecked("the step applies gradients in a branch or a loop")
+        # A model that its step has never called has no losses.
+        with contextlib.suppress(AttributeError, ValueError):
+            losses = self._context.model.losses
+            self.losses += [loss for loss in losses if compat.is_in(graph, loss)]
+        if self._choose is not None:
+            self.chosen = self._choose(graph)
+        for name, number in self.step.numbers.items():
+            if _is_number(number):
+                tensor = tf.convert_to_tensor(number)
+                if compat.is_in(graph, tensor):
+                    self.numbers[name] = tensor
+        gradients = list(map(_without_slices, self._weighted))
+        losses = list(map(tf.reduce_sum, self.losses))
+        compat.without_noise(graph)
+        return gradients, losses, self._world.sent, self.numbers, self.chosen
+
+    def state(self) -> list[np.ndarray]:
+        """Return the values of the variables that the step changes."""
+        return [compat.value_of_handle(handle).numpy() for handle in self.handles]
+
+    def run(self, parts: Sequence[Part]) -> list[StepResults]:
+        """Run the step on all parts of a batch, as ranks that exchange what it exchanges."""
+        self._world.forget()
+        for _ in range(len(self._world.sent) + 2):
+            runs = [self._run(part) for part in parts]
+            if len(parts) == 1 or self._world.deliver([sent for _, sent in runs]):
+                return [step_results for step_results, _ in runs]
+        raise NotChecked("what the ranks exchange in the step doesn't settle")
+
+    def _run(self, part: Part) -> tuple[StepResults, list[Any]]:
+        state_before = [compat.value_of_handle(handle) for handle in self.handles]
+        counts = map(tf.constant, (part.units, part.total, part.is_first))
+        try:
+            gradients, losses, sent, numbers, chosen = self._function(part.data, *counts)
+            state = self.state()
+        finally:
+            for handle, before in zip(self.handles, state_before):
+                tf.raw_ops.AssignVariableOp(resource=handle, value=before)
+        gradients, losses, chosen = tf.nest.map_structure(
+            lambda tensor: tensor.numpy(), (gradients, losses, chosen)
+        )
+        floats = {name: float(number) for name, number in numbers.items()}
+        return StepResults(gradients, losses, state, floats, chosen), sent
+
+
+def _is_weighted(reduction: Any) -> bool:
+    return isinstance(reduction, WeightedReduction)
+
+
+def _without_slices(gradient: Any) -> Any:
+    """Return a gradient in the form that a function can return it."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.values, gradient.indices
+    return gradient
+
+
+def _is_number(number: Any) -> bool:
+    if isinstance(number, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices, bool)):
+        return False
+    if not tf.is_tensor(number):
+        return isinstance(number, (int, float))
+    return number.shape.rank == 0 and (number.dtype.is_floating or number.dtype.is_integer)
+
+
+@contextlib.contextmanager
+def _functions_inline() -> Iterator[None]:
+    """Trace tf.functions into their caller's graph, or they would keep what they do here, without noise, for later."""
+    was_eager = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(was_eager)
+
+
+def _differs_in_noise_only(layer: Any) -> bool:
+    """Return True for a layer of Keras's own that draws random numbers or normalises a batch when it trains."""
+    if hasattr(layer, "train_step"):
+        return False
+    layers = compat.all_layers(layer)
+    is_from_keras = all(compat.belongs_to_keras(type(inner).call) for inner in layers)
+    return is_from_keras and "training" in inspect.signature(type(layer).call).parameters
+
+
+def _call_as_in_inference(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.arguments["training"] = False
+    return original(*bound.args, **bound.kwargs)
+
+
+def _at(operation: Any) -> str:
+    line = where(operation)
+    if not line:
+        return ""
+    return f" ({line})"
+
+
+# Ranks that exist only in the trace. A step is traced once, as one rank. It runs for one part after the other, so that
+# none of them knows what the others send. So it runs several times: each time the exchanges have the results of what
+# was sent the last time, until they no longer change.
+
+
+@dataclass
+class _VirtualExchange:
+    sent: tf.Tensor
+    joins: bool  # all that is sent, one after the other; else adds it up
+    received: Any  # a variable that holds what comes of it
+    is_received: Any  # a variable, False while each part has what it has sent itself
+
+
+class _VirtualRanks:
+    """Stands in for a ``World`` in a trace; ``is_first`` is a tensor, True for the part with the first samples."""
+
+    rank = 0
+    size = 2
+    is_main = True
+
+    def __init__(self, graph: Any, is_first: tf.Tensor) -> None:
+        self.graph = graph
+        self.is_first = is_first
+        self._exchanges: list[_VirtualExchange] = []
+
+    def add_up(self, tensor: tf.Tensor) -> tf.Tensor:
+        total = self._exchange(tensor, joins=False)
+        if not tensor.dtype.is_floating:
+            return total
+        return differentiable([total], lambda upstream: [self.add_up(upstream)], [tensor])[0]
+
+    def gather(self, tensor: tf.Tensor, purpose: str = "") -> tf.Tensor:
+        del purpose
+        gathered = self._exchange(tensor, joins=True)
+        if not tensor.dtype.is_floating:
+            return gathered
+
+        def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
+            rows = tf.shape(tensor)[0]
+            begin = tf.where(self.is_first, 0, tf.shape(gathered)[0] - rows)
+            return [self.add_up(upstream)[begin : begin + rows]]
+
+        return differentiable([gathered], backward, [tensor])[0]
+
+    def reduce(self, tensors: Sequence[Any], options: ReductionOptions) -> list[Any]:
+        if options.reduction != "sum":
+            raise NotChecked(f"the step reduces by {options.reduction!r} itself")
+        return [
+            tensor if tensor is None else self.add_up(tf.convert_to_tensor(tensor))
+            for tensor in tensors
+        ]
+
+    def _exchange(self, tensor: tf.Tensor, joins: bool) -> tf.Tensor:
+        tensor = tf.convert_to_tensor(tensor)
+        if not compat.is_in(self.graph, tensor):
+            raise NotChecked("the ranks exchange values in a branch or a loop of the step")
+        with tf.init_scope():
+            received = compat.plain_variable(
+                np.zeros([0], tensor.dtype.as_numpy_dtype), shape=tf.TensorShape(None)
+            )
+            is_received = compat.plain_variable(False)
+        self._exchanges.append(_VirtualExchange(tensor, joins, received, is_received))
+        exchanged = tf.cond(
+            tf.identity(is_received), lambda: tf.identity(received), lambda: tf.identity(tensor)
+        )
+        shape = tensor.shape
+        if joins:
+            shape = [None, *tensor.shape[1:]]
+        exchanged.set_shape(shape)
+        return tf.stop_gradient(exchanged)
+
+    @property
+    def sent(self) -> list[tf.Tensor]:
+        return [exchange.sent for exchange in self._exchanges]
+
+    def forget(self) -> None:
+        """Let each part get what it has sent itself, as if it were alone."""
+        for exchange in self._exchanges:
+            exchange.is_received.assign(False)
+
+    def deliver(self, sent: Sequence[Sequence[Any]]) -> bool:
+        """Give the exchanges what all parts have sent; return True if nothing has changed."""
+        is_settled = True
+        for position, exchange in enumerate(self._exchanges):
+            arrays = [np.asarray(tensors[position]) for tensors in sent]
+            if exchange.joins:
+                received = np.concatenate(arrays)
+            elif len({array.shape for array in arrays}) > 1:
+                is_settled = False  # for lack of what they exchange before
+                continue
+            else:
+                received = sum(arrays[1:], arrays[0])
+            is_old = np.array_equal(exchange.received.numpy(), received)
+            if not (exchange.is_received and is_old):
+                is_settled = False
+                exchange.received.assign(received)
+                exchange.is_received.assign(True)
+        return is_settled

@@ -1,0 +1,186 @@
+"""What the first-step check says: errors and warnings of a step that can't be divided, each with its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src.training.fit.dry_step import Part
+from npu_device._src.training.fit.findings import Change, ComparedGradient
+from npu_device._src.training.fit.mixing import Meeting
+from npu_device._src.world.share import shapes_of
+from npu_device._src.world.world import World
+
+
+def last_line(error: BaseException) -> str:
+    """Return what an error says, without the user's lines that AutoGraph and TensorFlow put around it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    # TensorFlow says what has failed in the line before the name of the node.
+    nodes = [number for number, line in enumerate(lines) if "{{node" in line]
+    if isinstance(error, tf.errors.OpError) and nodes and nodes[-1]:
+        return lines[nodes[-1] - 1][:200]
+    opening = f"{type(error).__name__}: "
+    line = next((line for line in reversed(lines) if line.startswith(opening)), lines[0])
+    return line.split(opening)[-1][:200]
+
+
+def _names(gradients: Sequence[ComparedGradient]) -> str:
+    """Return the names of the first few variables, and the number of the others."""
+    first_names = ", ".join(gradient.name for gradient in gradients[:3])
+    if len(gradients) <= 3:
+        return first_names
+    return f"{first_names} and {len(gradients) - 3} more"
+
+
+_TAKE_THE_MEAN = (
+    "What to do: take the mean over the samples, tf.reduce_mean(loss); for a sum, pass a loss object with "
+    "reduction='sum' to compile, or keep it as an attribute of the model."
+)
+
+
+def beside_a_sum(title: str, different: Sequence[ComparedGradient], world: World) -> str:
+    """Return the error for sums over the samples with a penalty that isn't one."""
+    return (
+        f"{title} adds up what its samples give beside what doesn't depend on them, such as a penalty on weights: in "
+        f"the gradient of {_names(different)}. As means over the {world.size} ranks, the sums would be {world.size} "
+        f"times too small; as sums, the rest {world.size} times too large.\n{_TAKE_THE_MEAN}"
+    )
+
+
+def of_two_kinds(title: str, gradients: Sequence[ComparedGradient], world: World) -> str:
+    """Return the error for an optimizer some of whose gradients are sums over the samples."""
+    sums = [gradient for gradient in gradients if gradient.is_sum and not gradient.is_mean]
+    same_optimizer = [gradient for gradient in gradients if gradient.reduction is sums[0].reduction]
+    not_sums = [gradient for gradient in same_optimizer if not gradient.is_sum]
+    return (
+        f"{title} adds up what its samples give in some gradients of an optimizer, but not in others: those of "
+        f"{_names(sums)} are sums over the samples, those of {_names(not_sums)} aren't. Means over the {world.size} "
+        f"ranks would be {world.size} times too small for the former, sums too large for the latter.\n"
+        "Likely cause: a loss with one value per sample, or their sum, is differentiated together with a mean or with "
+        "a penalty on weights; or a regularizer multiplies samples with each other (tf.tensordot).\n"
+        f"{_TAKE_THE_MEAN}"
+    )
+
+
+def summed(title: str, line: str, world: World) -> str:
+    """Return the error for a layer that adds a loss that is a sum over the samples."""
+    return (
+        f"{title} adds up what its samples give where a replicated model expects their mean: a loss that a layer adds, "
+        f"{line}.\nEach of the {world.size} ranks has its share of the batch, so that the result would be "
+        f"{world.size} times too small.\nWhat to do: take the mean over the samples, tf.reduce_mean(loss)."
+    )
+
+
+def set_by_samples(title: str, change: Change, world: World) -> str:
+    """Return the error for a variable that would keep values of the samples of one rank."""
+    line = ""
+    if change.line:
+        line = f"\nSet by: {change.line}"
+    if change.is_by_gradients:
+        how = "changes by the gradients of its samples, without an optimizer"
+        remedy = "reduce the gradients first: gradients = npu.distribute.all_reduce(gradients)"
+    elif change.is_sum:
+        how = "adds up values of the samples"
+        remedy = "add up over the ranks first: value = npu.distribute.all_reduce(value, 'sum')"
+    elif not change.is_in_order:
+        how = "is computed from sums or means over the samples"
+        remedy = (
+            "take these over all ranks: mean = npu.distribute.all_reduce(tf.reduce_mean(x, axis=0)), or "
+            "npu.distribute.all_reduce(total, 'sum') for a sum or a count. If only the first batch sets it, you can "
+            "also call the model on that batch before npu.distribute.replicate"
+        )
+    else:
+        how = "takes values of the samples, as a queue or a memory bank does"
+        remedy = (
+            "give it those of all ranks: value = npu.distribute.all_gather(value) before it is set"
+        )
+    content = "another value on each rank"
+    if change.is_averaged:
+        content = "the mean over the ranks"
+    return (
+        f"{title} sets {change.name!r}: it {how}. On {world.size} ranks it would hold {content}, not what one process "
+        f"has.{line}\nWhat to do: {remedy}."
+    )
+
+
+def counted(title: str, change: Change, world: World) -> str:
+    """Return the warning for a number that changes by the samples of one rank."""
+    how = "each rank's own"
+    if change.is_averaged:
+        how = "averaged over the ranks"
+    line = ""
+    if change.line:
+        line = f" ({change.line})"
+    return (
+        f"{title} changes {change.name!r} by its samples{line}. On {world.size} ranks this is {how}, not what one "
+        "process has.\nWhat to do: count steps, not samples; or reduce what is added first, with "
+        "npu.distribute.all_reduce."
+    )
+
+
+def clipped(title: str, line: str, world: World) -> str:
+    """Return the warning for gradients that a step changes before they are reduced."""
+    return (
+        f"{title} clips or changes gradients before they are reduced over the {world.size} ranks: {line}\nEach rank "
+        "does that with the gradients of its own samples, which gives another result than on one process.\nWhat to do: "
+        "reduce them first, gradients = npu.distribute.all_reduce(gradients); in a class of optimizers, change them in "
+        "apply_gradients, which gets those of all ranks; or set clipnorm, global_clipnorm or clipvalue."
+    )
+
+
+def moved(title: str, line: str, world: World) -> str:
+    """Return the warning for a step that moves weights by gradients of its samples."""
+    return (
+        f"{title} moves weights by gradients, and computes others there: {line}\nEach of the {world.size} ranks moves "
+        "them by the gradients of its own samples, so that the result is another one than on one process.\nWhat to do: "
+        "reduce those gradients before the move: gradients = npu.distribute.all_reduce(gradients). The optimizer "
+        "reduces the others."
+    )
+
+
+def mixed(
+    title: str,
+    different: Sequence[ComparedGradient],
+    meeting: Meeting | None,
+    parts: Sequence[Part],
+    world: World,
+) -> str:
+    """Return the warning for a step that doesn't treat samples one by one; ``parts`` are the two of the samples."""
+    head = parts[0].units
+    tail = parts[1].units
+    if meeting is not None and meeting.is_of_a_sample:
+        sight = f"Samples first meet in {meeting.text}"
+        remedy = (
+            "to compare or mix the samples of all ranks, gather them first: "
+            "values = npu.distribute.all_gather(values)"
+        )
+    else:
+        sight = (
+            "No operation before the loss mixes samples: the loss isn't a mean over them, such as a mean over their "
+            "valid steps, or a root or a quotient of sums"
+        )
+        if meeting is not None:
+            sight += f". This begins in {meeting.text}"
+        remedy = (
+            "to leave out steps, use a mask, ignore_class or sample_weight instead of a loss function that divides by "
+            "their number. Or take the sums, also that of the steps, over all ranks before you divide: total = "
+            "npu.distribute.all_reduce(total, 'sum')"
+        )
+    return (
+        f"{title} doesn't treat samples one by one: the gradient of {head + tail} samples isn't the mean of those of "
+        f"{head} and {tail} of them. The largest difference is that of {different[0].name}, "
+        f"{100 * different[0].error:.2g} %.\n{sight}.\nEach of the {world.size} ranks sees its share of the batch "
+        f"only, so that the result is another one than on one process.\nWhat to do: {remedy}."
+    )
+
+
+def not_samples(batch: Any, error: str, world: World) -> str:
+    """Return the error for a batch that can't be divided along the first axes of its tensors."""
+    return (
+        f"a replicated model divides a batch among the {world.size} ranks along the first axis of each tensor, but the "
+        f"train step fails with a part of these:\n{shapes_of(batch)}\n  {error}\nLikely cause: the first axis isn't "
+        "samples, as in pairs or graphs; or the model has a fixed batch size.\nWhat to do: put the samples first in "
+        "each tensor; or let each rank read its own batches, and pass them as npu.distribute.divided(dataset)."
+    )

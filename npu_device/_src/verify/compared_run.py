@@ -1,0 +1,230 @@
+"""What is compared for one number of ranks: their steps beside those of one process, and where they deviate first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from npu_device._src.comparison import compare
+from npu_device._src.comparison.compare import (
+    GRADIENT,
+    STATE,
+    Deviation,
+    Record,
+    RecordedCall,
+    RecordedStep,
+)
+from npu_device._src.comparison.trial import Trial
+
+_SHOWN = 5
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return the first few of some names, as text."""
+    return ", ".join(names[:_SHOWN])
+
+
+def _total(rows: Counter[int]) -> int:
+    return sum(rows.values())
+
+
+@dataclass(frozen=True)
+class ComparedStep:
+    """A step in one process, in the same process with changed inputs, and on all ranks."""
+
+    number: int  # from 1
+    single: RecordedStep
+    perturbed: RecordedStep
+    ranks: Sequence[RecordedStep]
+
+    def ranks_differ(self, attribute: str) -> bool:
+        """Return True if the gradients of the ranks, or their trained weights, differ from each other."""
+        arrays = [getattr(step, attribute)[: step.trained] for step in self.ranks]
+        return not all(compare.equal(array, arrays[0]) for array in arrays[1:])
+
+    def moved_variables(self) -> list[str]:
+        """Return the trained variables that rank 0 has with other values than one process before the step."""
+        trained = self.single.names[: self.single.trained]
+        weights = zip(trained, self.single.weights, self.ranks[0].weights)
+        return [name for name, alone, on_rank in weights if not compare.equal(alone, on_rank)]
+
+    def trial_of_log(self, name: str) -> Trial:
+        """Return a number in the logs of one process, as a trial whose parts are the numbers of the ranks."""
+        number = self.single.logs[name]
+        repeat = self.perturbed.logs.get(name, number)
+        return Trial(number, [repeat], [step.logs.get(name, np.nan) for step in self.ranks])
+
+
+class ComparedRun:
+    """The run of one number of ranks, compared with one process.
+
+    Args:
+        single: the single process; what stands for it if the script uses Horovod's names.
+        perturbed: the same with inputs that differ in the last bit.
+        ranks: the ranks' records. All have the same steps (``compare.aligned``).
+    """
+
+    def __init__(self, single: Record, perturbed: Record, ranks: Sequence[Record]) -> None:
+        self.single = single
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.steps = [
+            ComparedStep(number, alone, again, on_ranks)
+            for number, (alone, again, *on_ranks) in enumerate(
+                zip(single.steps, perturbed.steps, *(record.steps for record in ranks)), start=1
+            )
+        ]
+        self.deviations = compare.compare(single, perturbed, ranks[0])
+        for rank in ranks[1:]:
+            # Of variables that no optimizer trains, those of any rank.
+            deviations = compare.compare(single, perturbed, rank)
+            self.deviations += [
+                deviation for deviation in deviations if deviation.quantity == STATE
+            ]
+        # Later steps follow from the first one whose gradients or updates deviate.
+        deviating = [deviation.step for deviation in self.deviations if deviation.quantity != STATE]
+        self.first_number = min(deviating, default=0)  # of that step, from 1; 0 without one
+        self.index = max(self.first_number, 1) - 1  # of that step, or of the first step
+
+    @property
+    def step(self) -> ComparedStep:
+        """Return the first step that deviates, or the first step."""
+        return self.steps[self.index]
+
+    @property
+    def phase(self) -> str:
+        """Return the phase of the first step that deviates."""
+        return self.step.single.phase
+
+    def first_deviations(self, quantity: str = GRADIENT) -> list[Deviation]:
+        """Return what deviates in the first step whose gradients or updates do."""
+        return [
+            deviation
+            for deviation in self.deviations
+            if deviation.step == self.first_number and deviation.quantity == quantity
+        ]
+
+    def ratio(self, quantity: str = GRADIENT) -> float:
+        """Return the multiple of the single process that all of them are; 0 if they aren't."""
+        ratios = np.array([deviation.ratio or 0 for deviation in self.first_deviations(quantity)])
+        # One gradient that points elsewhere is enough: then it isn't a matter of scale.
+        if not len(ratios) or not ratios.all():
+            return 0.0
+        mean = float(ratios.mean())
+        if np.ptp(ratios) >= 0.1 * abs(mean):
+            return 0.0
+        return mean
+
+    def is_ratio(self, expected: float, quantity: str = GRADIENT) -> bool:
+        """Return True if all of them are about a multiple of the single process."""
+        return abs(self.ratio(quantity) - expected) < 0.1 * expected
+
+    def calls(self) -> list[RecordedCall]:
+        """Return the calls of rank 0 that led to the first step that deviates.
+
+        They come before a step of its optimizer. Where optimizers take turns, they may come before another's.
+        """
+        steps = self.ranks[0].steps
+        optimizer = steps[self.index].optimizer
+        begin = [step.optimizer for step in steps].index(optimizer)
+        in_turns = [optimizer, *(step.optimizer for step in steps[begin:])]
+        return next(filter(None, map(self.ranks[0].calls_before.get, in_turns)), [])
+
+    def line(self, *topics: str) -> str | None:
+        """Return the first of these calls that is on one of some topics, with its line."""
+        return next((str(call) for call in self.calls() if call.topic in topics), None)
+
+    def line_in_script(self, topic: str) -> str | None:
+        """Return the first call on a topic in the whole script of rank 0, with its line."""
+        return next(map(str, self.ranks[0].of(topic)), None)
+
+    def different_samples(self) -> dict[int, str]:
+        """Return the steps in which the ranks together don't read the samples of one process, and what they read.
+
+        A step whose gradients are the same, with as many different samples, reads those of a generator: the same but
+        for rounding.
+        """
+        texts = {}
+        for step in self.steps:
+            alone = step.single.rows
+            together = compare.union(step.ranks)
+            is_number_equal = _total(alone) == _total(together)
+            is_generated = step.number > self.first_number and is_number_equal
+            if alone != together and not is_generated:
+                texts[step.number] = (
+                    f"in step {step.number}, one process reads {_total(alone)} samples, and the ranks together "
+                    f"{_total(together)}; {_total(alone - together)} of the first are missing, and "
+                    f"{_total(together - alone)} are others or repeated"
+                )
+        return texts
+
+    def read_same_samples(self) -> bool:
+        """Return True if all ranks read the same samples."""
+        step = self.steps[min(self.different_samples(), default=1) - 1]
+        rows = step.ranks[0].rows
+        return bool(rows) and all(rank.rows == rows for rank in step.ranks)
+
+    def shuffles_unseeded(self) -> bool:
+        """Return True if the ranks may really shuffle differently: no seed is set, not in fit either."""
+        if self.line_in_script("seed") is not None:
+            return False
+        is_fit = bool(self.steps[0].single.logs)
+        return is_fit or any(call.outcome is None for call in self.ranks[0].of("shuffle"))
+
+    def different_start(self) -> ComparedStep | None:
+        """Return the first step of an optimizer before which the ranks have different variables."""
+        optimizers: set[str] = set()
+        for step in self.steps[: self.index + 1]:
+            if step.single.optimizer not in optimizers and step.ranks_differ("weights"):
+                return step
+            optimizers.add(step.single.optimizer)
+        return None
+
+    def applied_apart(self) -> bool:
+        """Return True if the ranks apply different gradients in the first step that deviates."""
+        return self.step.ranks_differ("gradients")
+
+    def reductions(self) -> list[RecordedCall]:
+        """Return the calls of ``all_reduce`` that led to the first step that deviates."""
+        return [call for call in self.calls() if call.topic == "all_reduce"]
+
+    def clipped(self) -> str | None:
+        """Return the call that clips gradients before anything is reduced, even if nothing was above the limit."""
+        line = self.line("all_reduce", "clip")
+        if line != self.line("clip"):
+            return None
+        return line
+
+    def described(self, quantity: str) -> str:
+        """Return which gradients, or updates, deviate, and how."""
+        texts = []
+        for deviation in self.first_deviations(quantity):
+            how = "points elsewhere"
+            if deviation.ratio is not None:
+                how = f"is {deviation.ratio:.3f} of it"
+            rounding = f"(off by {deviation.off:.0e}, rounding {deviation.allowed:.0e})"
+            texts.append(f"{deviation.variable} {how} {rounding}")
+        hidden = len(texts) - _SHOWN
+        if hidden > 0:
+            texts[_SHOWN:] = [f"and {hidden} more"]
+        return ", ".join(texts)
+
+    def different_log(self, of_metrics: bool) -> str | None:
+        """Return a number in the logs on which the ranks agree, and which isn't that of one process.
+
+        It is one of the metrics of the model, or any other.
+        """
+        for step in self.steps:
+            for name, number in step.single.logs.items():
+                trial = step.trial_of_log(name)
+                allowed = trial.allowed(1e-4, 1e-6)
+                # Where the ranks differ from each other, the script logs a number of each rank on purpose.
+                agree = np.ptp(trial.parts) <= allowed
+                is_metric = name in self.single.metrics
+                if is_metric == of_metrics and agree and trial.distance(trial.parts[0]) > allowed:
+                    numbers = f"{trial.parts[0]:.6g} instead of {number:.6g}"
+                    return f"{name} of step {step.number} is {numbers}"
+        return None
