@@ -20,7 +20,7 @@ from benchmarks.cases import (
     TWO_RANKS,
     WHOLE,
 )
-from benchmarks.cores import STATES
+from benchmarks.cores import STATES, UNKNOWN
 from benchmarks.results import NOT_INSTALLED, CaseResult, Results, RoundResult, Timing
 
 _FAILED = "failed"
@@ -188,9 +188,10 @@ def summary(results: Results) -> str:
                 ratios.append(f"{alone / two:.2f} ({_NAMES[each.label]})")
         if not ratios:
             continue
+        state = "" if case.cores == UNKNOWN else f" ({case.cores})"
         text = (
-            f"On one host with {results.machine.cores} cores ({case.cores}), two ranks process {', '.join(ratios)} "
-            f"times the samples per second of one process ({results.date})."
+            f"On one host with {results.machine.cores} cores{state}, two ranks process {', '.join(ratios)} times the "
+            f"samples per second of one process ({results.date})."
         )
         return textwrap.fill(text, _WIDTH, break_on_hyphens=False)
     return ""

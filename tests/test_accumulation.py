@@ -105,6 +105,40 @@ def test_a_loop_equals_one_process(keras_ranks: Pool, kind: str, by: str, graph:
     same_bits(*keras_ranks.run(body_loop, kind, graph, by))
 
 
+def body_dense_and_sparse(graph: bool, dense_steps: tuple[int, ...]) -> Any:
+    """Train a table whose gradient is dense in some of the three steps of an update, and has rows in the others."""
+    rank, size = npu.distribute.rank(), npu.distribute.size()
+
+    def trained(optimizer: Any, ranks: range) -> Any:
+        table = tf.Variable(tf.ones([6, 2]))
+
+        def step(rows: Any, factors: Any, is_dense: bool) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(factors * tf.reduce_sum(tf.square(tf.gather(table, rows)), 1))
+            gradient = tape.gradient(loss, table)
+            gradient = tf.convert_to_tensor(gradient) if is_dense else gradient
+            optimizer.apply_gradients([(gradient, table)])
+
+        call = tf.function(step) if graph else step
+        for number in range(2 * STEPS):
+            rows = [(number + 2 * each + place) % 6 for each in ranks for place in range(3)]
+            factors = [1.0 + 0.1 * number + each for each in ranks for _ in range(3)]
+            call(tf.constant(rows), tf.constant(factors), number % STEPS in dense_steps)
+        return table.numpy()
+
+    found = trained(wrap(make_optimizer("momentum")), range(rank, rank + 1))
+    same(found, trained(make_optimizer("momentum"), range(size)), TOLERANCE)
+    return found
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("dense_steps", [(0, 1), (1,), (2,), (1, 2)], ids=str)
+def test_a_gradient_that_is_dense_in_some_steps(
+    several_keras_ranks: Pool, dense_steps: tuple[int, ...], graph: bool
+) -> None:
+    same_bits(*several_keras_ranks.run(body_dense_and_sparse, graph, dense_steps))
+
+
 def make_optimizer_of(kind: str) -> Any:
     keras, name = tf.keras, kind.partition(", ")[0]
     if name == "Keras's loss scale":

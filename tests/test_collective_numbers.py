@@ -16,7 +16,7 @@ from heard import error_of
 from pool import Pool
 
 import npu_device as npu
-from npu_device._src.collectives.dtypes import mean_dtype, sum_dtype
+from npu_device._src.collectives.dtypes import convert, mean_dtype, sum_dtype
 from npu_device._src.collectives.engines.tensorflow.engine import rounded
 from npu_device._src.collectives.moves import all_gather, all_gather_v, all_to_all_v, all_to_all_vc
 from npu_device._src.collectives.ops import all_reduce, broadcast, reduce, reduce_scatter
@@ -42,6 +42,22 @@ def _expected(size: int, length: int, dtype: Any, reduction: str) -> np.ndarray:
     return (total / total.dtype.type(size) if reduction == "mean" else total).astype(
         found.as_numpy_dtype
     )
+
+
+@pytest.mark.parametrize("source, target", [("float32", "float16"), ("float16", "float32")])
+@pytest.mark.parametrize("length", [1000, 1 << 17], ids=["few", "many"])
+def test_conversions_have_the_bits_of_numpy(source: str, target: str, length: int) -> None:
+    """Also of what is tiny, infinite, halfway between two numbers, or not aligned."""
+    bits = np.random.default_rng(0).integers(0, 1 << 8 * np.dtype(source).itemsize, length + 1)
+    values = bits.astype(f"u{np.dtype(source).itemsize}").view(source)[1:]
+    values = np.where(np.isnan(values), np.inf, values)
+    halfway = np.arange(0, 40, 0.5, source)
+    values[: len(halfway)] = 2048 + halfway
+    values[len(halfway) : 2 * len(halfway)] = 2.0**-25 * halfway
+    converted = np.empty(length, target)
+    with np.errstate(all="ignore"):
+        convert(values, converted)
+        assert converted.tobytes() == values.astype(target).tobytes()
 
 
 def body_operations(

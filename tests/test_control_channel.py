@@ -16,7 +16,7 @@ import job
 import pytest
 from conftest import BACKENDS
 from launcher import ROOT, assert_no_shared_files_since, environment, npurun, shared_files, start
-from ranks import all_through, free_port
+from ranks import SHORT_LIMITS, all_through, free_port
 from rendezvous_ranks import WORKER, without_table
 
 from npu_device._src.environment import TF_GRPC_DEFAULT_OPTIONS
@@ -128,8 +128,6 @@ def test_a_killed_hub_is_an_error_of_every_rank(tmp_path: Path) -> None:
     hurry = """
 import os
 os.environ.update(NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="2")
-from npu_device._src.cluster import control_channel
-control_channel.MARGIN_SECONDS = 1.0
 """
     sources = {
         "killed": READY
@@ -137,7 +135,7 @@ control_channel.MARGIN_SECONDS = 1.0
         + "while True:\n    step()\n    time.sleep(0.3 * rank)\n",
         "frozen": hurry + READY + _until(go) + "if rank: step()\ntime.sleep(60)",
     }
-    jobs = _side_by_side(tmp_path, sources)
+    jobs = _side_by_side(tmp_path, sources, **SHORT_LIMITS)
     killed, frozen = (_hub_of(processes[0].pid) for processes in jobs)
     os.kill(killed, signal.SIGKILL)
     os.kill(frozen, signal.SIGSTOP)

@@ -11,7 +11,7 @@ from pathlib import Path
 import job
 import pytest
 from conftest import CHOSEN_BACKEND
-from ranks import DEAD_PROXY, all_through
+from ranks import DEAD_PROXY, SHORT_LIMITS, all_through
 
 from npu_device._src.cluster.tracebacks import from_record, without_libraries
 
@@ -279,16 +279,13 @@ def test_a_rank_that_is_killed_while_its_data_are_sent(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_goes_on_after_a_stop_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     """Rank 1 is stopped amid transfers for longer than any limit of the kernel for data that nobody takes."""
-    hurried = (
-        "from npu_device._src.cluster import frames\nframes.UNACKNOWLEDGED_MILLISECONDS = 1000\n"
-    )
     steps = """
 value = tf.ones([8_000_000])
 step = tf.function(lambda: npu.distribute.all_reduce(value, "sum"))
 print("ready", flush=True)
 print("sum", [float(step()[-1]) for _ in range(40)][-1], flush=True)
 """
-    ranks = job.start(tmp_path, 2, hurried + BEGIN + steps, **all_through("tcp"))
+    ranks = job.start(tmp_path, 2, BEGIN + steps, **all_through("tcp"), **SHORT_LIMITS)
     job.wait_for(ranks[1:])
     time.sleep(0.3)
     ranks[1].send_signal(signal.SIGSTOP)

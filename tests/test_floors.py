@@ -86,6 +86,7 @@ INSIDE = {
             "gpu_choice",
             "graph",
             "group",
+            "thread_work",
         ),
         ("calling_threads", "hosts_of_job"),
         ("call",),

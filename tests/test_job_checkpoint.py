@@ -211,6 +211,13 @@ def test_two_that_ask_for_the_last_step(two_ranks: Pool) -> None:
     two_ranks.run(bodies.body_two_ask, timeout=30)
 
 
+def test_a_signal_that_comes_as_the_ranks_end(tmp_path: Path) -> None:
+    """It leaves the job resumable."""
+    processes = job.start_command(tmp_path, 2, [bodies.__file__, "main_late", str(tmp_path)])
+    ended = job.finish(processes, timeout=60)
+    assert [rank.code for rank in ended] == [75, 75], ended
+
+
 def test_a_step_that_does_not_end(tmp_path: Path) -> None:
     """Rank 0 is sent the signal twice; rank 1 ends after its limit."""
     command = [bodies.__file__, "main_slow", str(tmp_path)]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
+from typing import Callable
 
 import pytest
-from launcher import is_running, npurun, script, start, wait_for_files, wait_until
+from launcher import LIMIT, is_running, npurun, script, start, wait_for_files, wait_until
 from ranks import free_port
 
 from npu_device._src.cluster.ports import addresses_of_this_host
@@ -123,6 +126,41 @@ def test_a_host_that_is_this_one_needs_no_ssh(host: str, tmp_path: Path) -> None
     assert not is_this_host(f"me@{host}"), "which may be another user"
     done = npurun("--hosts", f"[{host}]:1", "sh", "-c", "echo ran", NPU_DEVICE_SSH="false")
     assert (done.returncode, done.stdout) == (0, b"[0] ran\n"), done.stderr
+
+
+NAMED = """
+import os, socket, subprocess, sys
+socket.sethostname("alpha")
+subprocess.run(["mount", "--bind", sys.argv[1], "/etc/hosts"], check=True)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+IN_NAMESPACES = ("unshare", "--user", "--map-root-user", "--uts", "--mount")
+
+
+def in_a_host_of_another_name(names: Path) -> Callable[[list[str]], list[str]]:
+    """Return what makes a command run where the host is called alpha, and this file is ``/etc/hosts``."""
+    try:
+        trial = [*IN_NAMESPACES, sys.executable, "-c", NAMED, str(names), "/bin/true"]
+        subprocess.run(trial, check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs namespaces of the kernel: {getattr(error, 'stderr', error)}")
+    return lambda command: [*trial[:-1], *command]
+
+
+@pytest.mark.parametrize(
+    "address", [pytest.param("127.0.1.1", id="Debian"), pytest.param("203.0.113.7", id="router")]
+)
+def test_a_host_knows_its_full_name(address: str, tmp_path: Path) -> None:
+    """Debian gives the name an address of the loopback. Behind a router, it leads to one that no interface has."""
+    names = tmp_path / "names"
+    names.write_text(f"127.0.0.1 localhost\n{address} alpha.example.org alpha\n")
+    on = in_a_host_of_another_name(names)
+    for host, is_here in (("Alpha.example.org", True), ("beta.example.org", False)):
+        process = start(
+            "--hosts", f"{host}:1", "sh", "-c", "echo ran", on=on, NPU_DEVICE_SSH="false"
+        )
+        printed, said = process.communicate(timeout=LIMIT)
+        assert (printed == b"[0] ran\n") == (process.returncode == 0) == is_here, said
 
 
 @pytest.mark.parametrize(

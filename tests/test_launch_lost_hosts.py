@@ -5,7 +5,6 @@ ssh is a script that runs its command here, in a session of its own, as sshd doe
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import signal
@@ -14,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from launcher import hurried, is_running, script, start, wait_until
-from ranks import free_port
+from launcher import is_running, script, start, wait_until
+from ranks import free_port, time_limits
 
 pytestmark = pytest.mark.xdist_group("waiting")
 
@@ -32,17 +31,9 @@ SSH = """\
     if [ -e $here/bare.$host ]; then echo "python: not found" >&2; exit 127; fi
     mkfifo $here/input.$$
     {{ cat <&3; while [ -e $here/deaf ]; do sleep 0.1; done; }} > $here/input.$$ 2> $here/cat.log &
-    command=$(echo "$*" | sed "s| -m npu_device.launch.on_host | $here/on_host.py |")
-    setsid sh -c "$command" < $here/input.$$ &
+    setsid sh -c "$*" < $here/input.$$ &
     wait $!
     """
-
-# The npurun of a host, with another limit.
-ON_HOST = """
-    import npu_device.launch.on_host
-    npu_device.launch.supervisor.RANKS_NOTICE_SECONDS = 0.2
-    npu_device.launch.on_host.main()
-"""
 
 # Ranks that wait for each other through files, without npu_device. Those of the first attempt are to be stopped, and
 # the others while there is a file "hold". A rank that finds the one of the attempt before still running says so.
@@ -51,8 +42,9 @@ SCRIPT = """
     here = pathlib.Path(sys.argv[1])
     count, rank, size = (int(os.environ[n]) for n in ("NPU_DEVICE_RESTART_COUNT", "RANK_ID", "RANK_SIZE"))
     def mark(name, text=""):
-        (here / (name + ".part")).write_text(text)
-        (here / (name + ".part")).rename(here / name)
+        part = here / f"{name}.{os.getpid()}.part"  # two ranks may mark the same
+        part.write_text(text)
+        part.rename(here / name)
     before = here / f"ranks.{count - 1}.{rank}"
     if before.exists():
         pid = before.read_text().split()[0]
@@ -70,6 +62,7 @@ SCRIPT = """
         time.sleep(0.02)
     while runs_on():
         if (here / "stop").exists():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which may come as Python ends
             sys.exit(75)
         time.sleep(0.02)
 """
@@ -82,7 +75,6 @@ class Job:
         self.here = here
         ssh = Path(script(here, SSH.format(here=here), "ssh"))
         ssh.chmod(0o755)
-        script(here, ON_HOST, "on_host.py")
         where = ("--hosts", hosts, "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
         self.launch = start(
             *(
@@ -96,7 +88,9 @@ class Job:
                 *options,
             ),
             *(script(here, SCRIPT), str(here)),
-            on=functools.partial(hurried, HOST_RETRY_SECONDS=0.5, HOSTS_NOTICE_SECONDS=1.0),
+            **time_limits(
+                RANKS_NOTICE_SECONDS=0.2, HOST_RETRY_SECONDS=0.5, HOSTS_NOTICE_SECONDS=1.0
+            ),
             NPU_DEVICE_SSH=str(ssh),
         )
         self.lines: list[str] = []

@@ -6,14 +6,12 @@ import os
 import pty
 import subprocess
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 from launcher import (
     NPURUN,
     environment,
-    hurried,
     is_running,
     npurun,
     script,
@@ -22,6 +20,7 @@ from launcher import (
     wait_until,
     without_hint,
 )
+from ranks import time_limits
 
 pytestmark = pytest.mark.xdist_group("waiting")
 
@@ -99,7 +98,7 @@ def test_lines_and_progress_come_while_the_rank_runs(tmp_path: Path) -> None:
             time.sleep(0.1)
         """,
     )
-    launch = start(source, on=partial(hurried, REFRESH_SECONDS=1.0))
+    launch = start(source, **time_limits(REFRESH_SECONDS=1.0))
     began = time.monotonic()
     assert launch.stdout.readline() == b"[0] first\n"
     assert launch.stdout.readline().startswith(b"[0] step ")
@@ -146,7 +145,7 @@ def test_a_reader_that_goes_away_or_is_stopped(
     """It ends no rank, and keeps nothing from the ranks."""
     monkeypatch.chdir(tmp_path)
     source = script(tmp_path, FLOODS.format(other=other))
-    launch = start("-n", "2", "--grace", "1", source, on=partial(hurried, READER_SECONDS=1.0))
+    launch = start("-n", "2", "--grace", "1", source, **time_limits(READER_SECONDS=1.0))
     (pid,) = wait_for_files(tmp_path, "pid", 1)
     if code == 0:
         launch.stdout.readline()

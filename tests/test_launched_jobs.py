@@ -25,7 +25,7 @@ from benchmarks import mpiexecs
 pytestmark = pytest.mark.xdist_group("waiting")
 
 HERE = Path(__file__).parent
-WORKER = [sys.executable, str(HERE / "rendezvous_worker.py")]
+WORKER = [sys.executable, str(HERE / "tools" / "rendezvous_worker.py")]
 # Starts the tasks of a job step as Slurm's srun does, all on this machine: NODES TASKS_PER_NODE COMMAND…
 FAKE_SRUN = """
 import os, subprocess, sys

@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def other_scope() -> Iterator[None]:
 MADE_LATER = {
     "wrapped before a cleared session": contextlib.nullcontext,
     "wrapped before a model of a thread": contextlib.nullcontext,
+    "wrapped in another thread": contextlib.nullcontext,
     "wrapped in another scope": other_scope,
 }
 
@@ -66,10 +68,12 @@ MADE_LATER = {
 def forget_layers() -> None:
     """End what an earlier body has told the package: that the ranks train the layers together."""
     from npu_device._src.collectives import job
+    from npu_device._src.training.distribute.normalization import Loops
     from npu_device._src.training.distribute.synchronized_layers import SynchronizedLayers
 
     if job.current() is not None:
         job.current().end(SynchronizedLayers)
+        job.current().add(Loops())
 
 
 def body_loop(
@@ -92,7 +96,11 @@ def body_loop(
     optimizer = keras.optimizers.SGD(0.1)
     if found_by in ("wrapped before the model", *MADE_LATER):
         with MADE_LATER.get(found_by, contextlib.nullcontext)():
-            optimizer = distribute.DistributedOptimizer(optimizer)
+            if found_by == "wrapped in another thread":
+                with ThreadPoolExecutor() as pool:
+                    optimizer = pool.submit(distribute.DistributedOptimizer, optimizer).result()
+            else:
+                optimizer = distribute.DistributedOptimizer(optimizer)
     if found_by == "wrapped before a cleared session":
         keras.backend.clear_session()
     kind = keras.layers.BatchNormalization
@@ -101,16 +109,20 @@ def body_loop(
     else:
         options["synchronized"] = True
     model = make_model(kind(momentum=0.8, dtype=dtype, **options), dtype)
+
+    def call_once() -> None:
+        model(x[:1], mask=None if mask is None else mask[:1])
+
     if found_by == "broadcast before a model of a thread":
         distribute.broadcast(tf.Variable(0.0))
     if found_by.endswith("a model of a thread"):
-        builder = threading.Thread(target=model, args=[x[:1]])
+        builder = threading.Thread(target=call_once)
         builder.start()
         builder.join()
     if found_by == "wrapped":
         optimizer = distribute.DistributedOptimizer(optimizer)
     if found_by == "broadcast":
-        model(x[:1], mask=None if mask is None else mask[:1])
+        call_once()
         distribute.broadcast(model.trainable_variables)
 
     def step(x: Any, y: Any, mask: Any) -> None:
@@ -146,6 +158,18 @@ def body_loop(
 )
 def test_loop(several_keras_ranks: Pool, keras_single: Pool, found_by: str, graph: bool) -> None:
     compare(several_keras_ranks, keras_single, body_loop, found_by, graph)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
+@pytest.mark.parametrize("parameters", ["both", "scale", "center"])
+@pytest.mark.parametrize("found_by", ["wrapped before the model", *MADE_LATER])
+def test_a_layer_with_a_mask_that_is_made_later(
+    several_keras_ranks: Pool, keras_single: Pool, found_by: str, parameters: str, graph: bool
+) -> None:
+    options = {"masked": True, "scale": parameters != "center", "center": parameters != "scale"}
+    arguments = found_by, graph, "mean", False, options
+    # Without a scale, rounding grows from step to step.
+    compare(several_keras_ranks, keras_single, body_loop, *arguments, tolerance=1e-3)
 
 
 VARIANTS = {
@@ -231,6 +255,38 @@ def test_a_layer_that_is_not_found(several_keras_ranks: Pool, graph: bool) -> No
     first, *others = several_keras_ranks.run(body_not_found, graph)
     [text] = first
     assert "by itself: 'unknown'.\n" in text and "npu.distribute.SyncBatchNormalization" in text
+    assert not any(others)
+
+
+@hears
+def body_with_a_mask_and_no_parameters(said: list[str]) -> list[str]:
+    """Wrap the optimizer, then make a layer that nothing tells of: a mask, neither scale nor center."""
+    import tensorflow as tf
+
+    import npu_device as npu
+
+    keras, distribute = tf.keras, npu.distribute
+    forget_layers()
+    optimizer = distribute.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    layer = keras.layers.BatchNormalization(
+        synchronized=True, name="bare", scale=False, center=False
+    )
+    dense = keras.layers.Dense(1, kernel_initializer="ones")
+    x = tf.random.stateless_normal([2, 5, 3], [0, distribute.rank()])
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            hidden = layer(x, training=True, mask=tf.ones([2, 5], tf.bool))
+            loss = tf.reduce_mean(dense(hidden))
+        gradients = tape.gradient(loss, dense.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, dense.trainable_variables))
+    return said
+
+
+@pytest.mark.only_keras("3")
+def test_a_layer_with_a_mask_and_no_parameters(several_keras_ranks: Pool) -> None:
+    first, *others = several_keras_ranks.run(body_with_a_mask_and_no_parameters)
+    [text] = first
+    assert "by itself: 'bare'.\n" in text and "npu.distribute.SyncBatchNormalization" in text
     assert not any(others)
 
 

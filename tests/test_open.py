@@ -5,6 +5,7 @@ the host.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import job
@@ -53,6 +54,37 @@ def test_two_ranks_without_a_rank_table(tmp_path: Path, by_cm: bool) -> None:
                 in result.output
             )
             assert "spark.python.worker.reuse=false" in result.output
+
+
+OPEN_PORTS = """
+import numpy as np, tensorflow as tf, npu_device as npu
+npu.open()
+npu.distribute.all_reduce(np.float32(1), "sum")
+model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+npu.distribute.replicate(model).fit(np.ones([4, 2]), np.ones([4, 1]), verbose=0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "statement", "number"),
+    [("tensorflow", "on", 1), ("tensorflow", "off", 0), ("tcp", "on", 0)],
+)
+def test_rank_0_says_once_which_ports_are_open(
+    tmp_path: Path, backend: str, statement: str, number: int
+) -> None:
+    variables = {"NPU_DEVICE_SHARED_MEMORY": "off", "NPU_DEVICE_BACKEND": backend}
+    first, second = job.outputs(
+        tmp_path, 2, OPEN_PORTS, NPU_DEVICE_STATEMENT=statement, **variables
+    )
+    said = re.findall(
+        "^npu_device: TensorFlow's servers at .+:[0-9]+, .+:[0-9]+ are open to everyone who can connect, .+"
+        "NPU_DEVICE_BACKEND=tcp does without them; a firewall can limit them to the hosts of the job",
+        first,
+        flags=re.MULTILINE,
+    )
+    assert len(said) == first.count("open to everyone") == number, first
+    assert "open to everyone" not in second
 
 
 NEVER_OPENED = """

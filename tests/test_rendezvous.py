@@ -17,7 +17,7 @@ from typing import Any
 import job
 import pytest
 from launcher import is_running, wait_until
-from ranks import free_port
+from ranks import free_port, time_limits
 from rendezvous_ranks import (
     PATIENT,
     by_table,
@@ -314,8 +314,8 @@ def test_interrupted(start: Any, tmp_path: Path) -> None:
 
 
 def test_a_hub_that_stands_still(start: Any, tmp_path: Path) -> None:
-    variables = [by_table(tmp_path, 3, rank, HCCL_CONNECT_TIMEOUT="3") for rank in range(2)]
-    ranks = [start(each, VERDICT_MARGIN_SECONDS=0.5) for each in variables]
+    limits = {"HCCL_CONNECT_TIMEOUT": "3", **time_limits(VERDICT_MARGIN_SECONDS=0.5)}
+    ranks = [start(by_table(tmp_path, 3, rank, **limits)) for rank in range(2)]
     wait_for(tmp_path, 2)
     hub = ranks[0].hub()
     os.kill(hub, signal.SIGSTOP)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Callable
 
 import pytest
-from launcher import hurried, script, start, wait_until
-from ranks import free_port
+from launcher import script, start, wait_until
+from ranks import free_port, time_limits
 
 from npu_device._src.cluster import frames
 from npu_device._src.testing import hosts
@@ -69,7 +69,8 @@ class Nodes:
         launch = start(
             *self._common,
             *("--node-rank", str(node), *options, self._script, str(self.here)),
-            on=lambda command: on(hurried(command, RANKS_NOTICE_SECONDS=0.2, **limits)),
+            on=on,
+            **time_limits(RANKS_NOTICE_SECONDS=0.2, **limits),
             NPU_DEVICE_SECRET="ours",
         )
         self._launches.append(launch)
@@ -201,6 +202,7 @@ UNTIL_STOPPED = """
     mark(f"armed.{count}.{rank}")
     while not (here / f"stop.{count}").exists():
         time.sleep(0.02)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # that of another node may come as Python ends
 """
 
 

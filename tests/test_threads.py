@@ -4,9 +4,13 @@ where TensorFlow runs calls in any order, and a collective is refused on every r
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing.pool
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Callable
 
 import job
@@ -17,6 +21,7 @@ from pool import Pool
 
 import npu_device as npu
 from hccl.manage.api import create_group, destroy_group
+from npu_device._src.collectives.job import current
 from npu_device.distribute import hccl_ops
 
 CALLS = 50
@@ -99,8 +104,187 @@ def test_one_group_of_two_threads_is_refused(
         )
 
 
+def _start_in_other_order(kind: str, rank: int, run: Callable[[float], Any]) -> None:
+    """Run two calls in threads that start in another order on each rank, and wait for both."""
+    values = [1.0, 100.0] if rank % 2 == 0 else [100.0, 1.0]
+    if kind == "pooled":
+        # The second thread of the pool gets its work late.
+        late = itertools.count()
+        with ThreadPoolExecutor(2, initializer=lambda: time.sleep(next(late) / 10)) as pool:
+            list(pool.map(run, values))
+        return
+    queue: SimpleQueue[float] = SimpleQueue()
+    threads = []
+    for value in values:
+        queue.put(value)
+        if kind == "timers":
+            thread = threading.Timer(0.01, run, [value])
+        elif kind == "queue":
+            thread = threading.Thread(target=lambda: run(queue.get()))
+        else:
+            thread = threading.Thread(target=run, args=(value,))
+        thread.start()
+        threads.append(thread)
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def body_other_order(kind: str, rounds: int) -> tuple[list[str], list[float]]:
+    """The errors of threads that start in another order on each rank, and their wrong sums."""
+    rank, size = npu.distribute.rank(), npu.distribute.size()
+    errors: list[str] = []
+    wrong: list[float] = []
+
+    def run(value: float) -> None:
+        try:
+            for _ in range(5):
+                total = float(npu.distribute.all_reduce(tf.fill([4], value), "sum")[0])
+                if total != size * value:
+                    wrong.append(total)
+                time.sleep(0.02)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    for _ in range(rounds):
+        _start_in_other_order(kind, rank, run)
+    return errors, wrong
+
+
+@pytest.mark.both_backends
+@pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["threads", "timers", "queue", "pooled"])
+def test_threads_that_start_in_another_order(several_ranks: Pool, kind: str, rounds: int) -> None:
+    for errors, wrong in several_ranks.run(body_other_order, kind, rounds, timeout=400):
+        assert wrong == []
+        assert errors[0].startswith("MismatchError")
+        assert "What to do: give each thread a group of its own" in errors[0]
+        assert "need names (threading.Thread(name=…))" in errors[0]
+
+
+class _Worker(threading.Thread):
+    """A thread that runs a function with an argument that isn't one of ``Thread``."""
+
+    def __init__(self, function: Callable[[Any], Any], argument: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.argument = argument
+
+    def run(self) -> None:
+        self.function(self.argument)
+
+
+def body_single_threads(kind: str) -> list[Any]:
+    """Threads that start one after the other, and get arguments that differ among the ranks."""
+    rank, size = npu.distribute.rank(), npu.distribute.size()
+    step = tf.function(lambda x: npu.distribute.all_reduce(x, "sum"))
+    sums: list[Any] = []
+
+    def run(argument: Any) -> None:
+        try:
+            sums.append(float(npu.distribute.all_reduce(tf.constant(1.0), "sum")))
+            sums.append(float(step(tf.constant(1.0))))
+        except Exception as error:
+            sums.append(str(error))
+
+    arguments: list[Any] = [rank, f"shard-{rank}", tf.fill([1 << 12], rank), object(), [], 1.0]
+    for argument in arguments:
+        _run_in_one_thread(kind, run, argument)
+    return [sums, size * 1.0, len(arguments)]
+
+
+def _run_in_one_thread(kind: str, run: Callable[[Any], Any], argument: Any) -> None:
+    if kind == "pooled":
+        with ThreadPoolExecutor(2) as pool:
+            pool.submit(run, argument).result(60)
+    elif kind == "pool of multiprocessing":
+        with multiprocessing.pool.ThreadPool(3) as pool:
+            pool.map(run, [argument])
+    else:
+        threads = {
+            "threads": threading.Thread(target=run, args=(argument,)),
+            "methods": threading.Thread(target=_Worker(run, argument).run),
+            "lambdas": threading.Thread(target=lambda: run(argument)),
+            "subclass": _Worker(run, argument),
+            "timers": threading.Timer(0.01, run, [argument]),
+        }
+        threads[kind].start()
+        while threads[kind].is_alive():  # the main thread could start others
+            time.sleep(0.01)
+
+
+@pytest.mark.both_backends
+@pytest.mark.parametrize(
+    "kind",
+    ["threads", "methods", "lambdas", "subclass", "timers", "pooled", "pool of multiprocessing"],
+)
+def test_single_threads_with_other_arguments_on_each_rank(several_ranks: Pool, kind: str) -> None:
+    for sums, total, threads in several_ranks.run(body_single_threads, kind, timeout=60):
+        assert sums == [total] * 2 * threads
+
+
+def body_works_of_pools(rounds: int) -> list[Any]:
+    """Works that pools get one after the other, in whichever of their threads, and in pools of their own."""
+    sums: list[Any] = []
+
+    def run(number: int) -> None:
+        sums.append(float(npu.distribute.all_reduce(tf.constant(1.0), "sum")))
+
+    for _ in range(rounds):
+        with multiprocessing.pool.ThreadPool(3) as pool:
+            for number in range(3):
+                pool.map(run, [number])
+        with ThreadPoolExecutor(3) as executor:
+            for number in range(3):
+                executor.submit(run, number).result(60)
+    return sums
+
+
+@pytest.mark.both_backends
+@pytest.mark.parametrize("rounds", [20, pytest.param(200, marks=pytest.mark.full)])
+def test_works_of_pools_one_after_the_other(several_ranks: Pool, rounds: int) -> None:
+    size = several_ranks.size
+    assert (
+        several_ranks.run(body_works_of_pools, rounds, timeout=200) == [[size] * 6 * rounds] * size
+    )
+
+
+def body_a_group_each_in_other_order(kind: str) -> list[Any]:
+    """Unnamed threads with a group each, of which one starts first on some ranks and the other one on the others."""
+    rank, size = npu.distribute.rank(), npu.distribute.size()
+    for value in (1, 100):
+        create_group(f"value {value}", size, list(range(size)))
+    wrong: list[Any] = []
+
+    def run(value: float) -> None:
+        try:
+            reduce(value)
+        except Exception as error:
+            wrong.append(str(error))
+
+    def reduce(value: float) -> None:
+        for _ in range(CALLS):
+            mine = tf.fill([4], value)
+            total = float(npu.distribute.all_reduce(mine, "sum", group=f"value {value:.0f}")[0])
+            wrong.extend([total] * (total != size * value))
+
+    _start_in_other_order(kind, rank, run)
+    for value in (1, 100):
+        destroy_group(f"value {value}")
+    return wrong
+
+
+@pytest.mark.both_backends
+@pytest.mark.parametrize("kind", ["threads", "timers", "queue", "pooled"])
+def test_a_group_for_each_thread_that_starts_in_another_order(
+    several_ranks: Pool, kind: str
+) -> None:
+    assert several_ranks.run(body_a_group_each_in_other_order, kind) == [[]] * several_ranks.size
+
+
 IN_FUNCTIONS = """
-import os, sys, threading
+import os, sys, threading, time
 import npu_device as npu
 
 npu.open().as_default()
@@ -119,8 +303,11 @@ def work(value):
     except Exception as error:
         found.append("refused" if "MismatchError: the ranks of group" in str(error) else f"{error}")
 
-threads = [threading.Thread(target=work, args=(float(value),)) for value in (1, 100)]
-[thread.start() for thread in threads]
+values = (1.0, 100.0) if OTHER_ORDER and npu.distribute.rank() else (100.0, 1.0)
+threads = [threading.Thread(target=work, args=(value,)) for value in values]
+for thread in threads:
+    thread.start()
+    time.sleep(0.05 * OTHER_ORDER)
 [thread.join() for thread in threads]
 print("ended", *found, flush=True)
 os._exit(0)  # the job has failed
@@ -140,10 +327,12 @@ _SOCKETS = {"NPU_DEVICE_SHARED_MEMORY": "off"}
         ),
     ],
 )
+@pytest.mark.parametrize("other_order", [False, True])
 def test_two_threads_that_call_one_function_are_refused(
-    tmp_path: Path, environment: dict[str, str]
+    tmp_path: Path, environment: dict[str, str], other_order: bool
 ) -> None:
-    for output in job.outputs(tmp_path, 2, IN_FUNCTIONS, **environment):
+    script = IN_FUNCTIONS.replace("OTHER_ORDER", str(other_order))
+    for output in job.outputs(tmp_path, 2, script, **environment):
         [ended] = [line.split()[1:] for line in output.splitlines() if line.startswith("ended")]
         assert set(ended) <= {"refused"}, (
             output
@@ -203,6 +392,24 @@ def _in_loop(step: Any) -> tf.Tensor:
 @pytest.mark.both_backends
 def test_threads_one_after_the_other(several_ranks: Pool) -> None:
     assert several_ranks.run(body_one_after_the_other) == [[0] * 14] * several_ranks.size
+
+
+def body_names_without_end() -> int:
+    """Call in threads that each have a name of their own; return how many of them are remembered."""
+    for number in range(200):
+        called: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: called.append(npu.distribute.all_reduce(1.0, "sum")),  # noqa: B023
+            name=f"step {number}",
+        )
+        thread.start()
+        thread.join(60)
+        assert float(called[0]) == npu.distribute.size()
+    return len(current().threads._numbers_of_callers)
+
+
+def test_nothing_grows_with_the_names_of_threads(several_ranks: Pool) -> None:
+    assert max(several_ranks.run(body_names_without_end)) <= 64
 
 
 def body_a_group_each(elements: int, pooled: bool = False) -> list[Any]:

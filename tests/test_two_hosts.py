@@ -131,7 +131,9 @@ def test_hosts_send_what_one_rank_each_needs(tmp_path: Path, count: int) -> None
         environments = [{**common, "CM_WORKER_IP": address(host)} for host in range(count)]
         results = job.run_anew(commands, environments, timeout=60 * count)
     assert [result.code for result in results] == [0] * count, results
-    _assert_sent("".join(result.output for result in results), ("auto", "tcp"), count)
+    output = "".join(result.output for result in results)
+    _assert_sent(output, ("auto", "tcp"), count)
+    assert output.count("are open to everyone who can connect") == 1, output
 
 
 @pytest.mark.parametrize("count", [2, FOUR])

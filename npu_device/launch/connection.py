@@ -30,13 +30,14 @@ def is_this_host(host: str) -> bool:
         return True
     if "@" in host:
         return False
-    try:
-        addresses = [
-            str(address[0]) for _, address in handshake.resolve(host, 0, HOST_NAME_SECONDS)
-        ]
-    except OSError:  # a name that only ssh knows
-        return False
-    return any(map(_is_own, addresses))
+    with contextlib.suppress(OSError):  # a name that only ssh knows
+        found = handshake.resolve(host, 0, HOST_NAME_SECONDS)
+        if any(_is_own(str(address[0])) for _, address in found):
+            return True
+    with contextlib.suppress(OSError):  # a host that doesn't know its full name
+        # Behind a router that translates addresses, the name leads to one that no interface has.
+        return host.lower() == handshake.full_name_of_this_host(HOST_NAME_SECONDS).lower()
+    return False
 
 
 def _is_own(address: str) -> bool:

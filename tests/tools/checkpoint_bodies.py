@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import resource
 import signal
@@ -272,5 +273,27 @@ def main_slow() -> None:
     checkpoint.step_done(2)
 
 
+class SignalsAtTheEnd:
+    """Sends SIGTERM to this process when the interpreter takes it apart."""
+
+    def __del__(self, kill: Any = os.kill, pid: int = os.getpid()) -> None:
+        kill(pid, 15)
+
+
+def main_late() -> None:
+    """Stop because rank 0 is sent the signal; both ranks get it again while they end."""
+    sys.modules["late"] = SignalsAtTheEnd()  # type: ignore[assignment]
+    rank = npu.distribute.rank()
+    checkpoint = npu.train.JobCheckpoint(f"{sys.argv[1]}/checkpoints", count=tf.Variable(0))
+    checkpoint.restore()
+    closed_by_rank_0 = contextlib.nullcontext() if rank else checkpoint
+    with closed_by_rank_0:
+        for step in itertools.count(1):
+            if step == 3 and rank == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            npu.distribute.all_reduce(tf.ones(4))
+            checkpoint.step_done(step)
+
+
 if __name__ == "__main__":
-    {"main": main, "main_slow": main_slow}[sys.argv.pop(1)]()
+    {"main": main, "main_slow": main_slow, "main_late": main_late}[sys.argv.pop(1)]()

@@ -76,20 +76,6 @@ def start(
     )
 
 
-def hurried(command: list[str], **limits: float) -> list[str]:
-    """Return the command line of an npurun with other limits than those of ``time_limits``."""
-    code = "import sys, npu_device._src.cluster.time_limits; "  # and with it what has taken limits from there
-    for name, seconds in limits.items():
-        modules = f"list(sys.modules.values()) if hasattr(module, {name!r})"
-        code += f"[setattr(module, {name!r}, {seconds}) for module in {modules}]; "
-    return [
-        sys.executable,
-        "-c",
-        f"{code}from npu_device.launch.__main__ import main; main()",
-        *command[len(NPURUN) :],
-    ]
-
-
 def wait_until(condition: Callable[[], bool], limit: float = LIMIT) -> None:
     """Wait for a condition, and fail when it doesn't come true in time."""
     end = time.monotonic() + limit

@@ -11,10 +11,12 @@ from npu_device._src.membership.rank_environment import free_port, table_environ
 __all__ = [
     "DEAD_PROXY",
     "LEAN",
+    "SHORT_LIMITS",
     "all_through",
     "clean_environment",
     "free_port",
     "table_environment",
+    "time_limits",
 ]
 
 LEAN = str(Path(__file__).parents[1] / "lean")
@@ -33,6 +35,19 @@ def all_through(backend: str | None) -> dict[str, str]:
     if backend in (None, "auto", "shared_memory"):
         return {}
     return {"NPU_DEVICE_BACKEND": str(backend), "NPU_DEVICE_SHARED_MEMORY": "off"}
+
+
+def time_limits(**seconds: float) -> dict[str, str]:
+    """Return what gives processes other limits than those of ``cluster/time_limits.py``."""
+    return {
+        "NPU_DEVICE_TIME_LIMITS": ",".join(f"{name}={limit}" for name, limit in seconds.items())
+    }
+
+
+SHORT_LIMITS = time_limits(
+    MARGIN_SECONDS=1.0, MEASURED_SECONDS=0.02, UNACKNOWLEDGED_MILLISECONDS=1000
+)
+"""The same for all forked ranks with other limits: for each set, TensorFlow is imported once more."""
 
 
 def clean_environment() -> dict[str, str]:

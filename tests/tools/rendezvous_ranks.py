@@ -25,13 +25,11 @@ LIMIT = 15.0
 
 
 class Rank:
-    """A process that goes to the rendezvous, with installed versions and ``time_limits`` of its own."""
+    """A process that goes to the rendezvous, with installed versions of its own."""
 
-    def __init__(
-        self, environment: dict[str, str], versions: dict[str, str] | None = None, **limits: float
-    ) -> None:
+    def __init__(self, environment: dict[str, str], versions: dict[str, str] | None = None) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(WORKER), json.dumps(versions), json.dumps(limits)],
+            [sys.executable, str(WORKER), json.dumps(versions)],
             env={**clean_environment(), "HCCL_CONNECT_TIMEOUT": TIMEOUT, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -59,8 +57,8 @@ def start() -> Iterator[Any]:
     """Starts ranks, and kills those that are still there at the end."""
     ranks: list[Rank] = []
 
-    def begin(*of_rank: Any, **limits: float) -> Rank:
-        ranks.append(Rank(*of_rank, **limits))
+    def begin(*of_rank: Any) -> Rank:
+        ranks.append(Rank(*of_rank))
         return ranks[-1]
 
     yield begin

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from npu_device._src.cluster import rendezvous, time_limits
+from npu_device._src.cluster import rendezvous
 from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.membership.schemes import membership_from_environment
 
@@ -19,13 +19,11 @@ def open_sockets() -> int:
     return sum(os.path.islink(link) and os.readlink(link).startswith("socket:") for link in links)
 
 
-def main(versions: str = "null", limits: str = "{}") -> None:
+def main(versions: str = "null") -> None:
     membership = membership_from_environment()
     assert membership is not None
     if found := json.loads(versions):
         rendezvous.installed_versions = lambda: found
-    for name, seconds in json.loads(limits).items():
-        setattr(time_limits, name, seconds)
     report: dict[str, object] = {"has_secret": bool(membership.secret)}
     sockets, began = open_sockets(), time.monotonic()
     try:

@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Callable
 
 from npu_device._src.cluster import frames
@@ -228,29 +229,43 @@ def _admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, d
 
 def resolve(host: str, port: int, seconds: float) -> list[tuple[int, tuple[Any, ...]]]:
     """Return the families and socket addresses of a host, in limited time."""
-    # The resolver of the system can block for much longer, and ignores Ctrl-C: it has a thread, which ends on its own.
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(host)
-        return _addresses(host, port)
-    answer: Future[list[tuple[int, tuple[Any, ...]]]] = Future()
+        return _addresses(_looked_up(host, port))
+    return _addresses(_in_time(partial(_looked_up, host, port), seconds))
 
-    def look_up() -> None:
+
+def full_name_of_this_host(seconds: float) -> str:
+    """Return what ``hostname -f`` prints, in limited time."""
+    look_up = partial(_looked_up, socket.gethostname(), None, socket.AI_CANONNAME)
+    (_, _, _, name, _), *_ = _in_time(look_up, seconds)
+    return name
+
+
+def _in_time(look_up: Callable[[], list[Any]], seconds: float) -> list[Any]:
+    # The resolver of the system can block for much longer, and ignores Ctrl-C: it has a thread, which ends on its own.
+    answer: Future[list[Any]] = Future()
+
+    def set_answer() -> None:
         try:
-            answer.set_result(_addresses(host, port))
+            answer.set_result(look_up())
         except AttemptFailedError as failure:
             answer.set_exception(failure)
 
-    threading.Thread(target=look_up, name="npu_device-resolve", daemon=True).start()
+    threading.Thread(target=set_answer, name="npu_device-resolve", daemon=True).start()
     try:
         return answer.result(max(0.1, seconds))
     except concurrent.futures.TimeoutError:
         raise AttemptFailedError("the name could not be resolved in time") from None
 
 
-def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
+def _looked_up(host: str, port: int | None, flags: int = 0) -> list[Any]:
     try:
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise AttemptFailedError(f"the name can't be resolved ({reason})") from error
+
+
+def _addresses(infos: list[Any]) -> list[tuple[int, tuple[Any, ...]]]:
     return [(int(family), address) for family, _, _, _, address in infos]

@@ -5,6 +5,8 @@ All are in seconds. What users set is in ``environment``, such as ``NPU_DEVICE_S
 
 from __future__ import annotations
 
+from npu_device._src.environment import NPU_DEVICE_TIME_LIMITS
+
 # A rank that waits for others in a collective, in whatever it moves its data by
 CHECK_SECONDS = 0.1  # the longest that it sleeps, or waits for a message, before it checks whether the others are alive
 SPIN_SECONDS = 1e-4  # it looks for a result so long before it sleeps: being woken takes longer than most messages
@@ -13,11 +15,13 @@ LATEST_ANSWER_SECONDS = (
     60.0  # while a job starts or a group connects: for what another rank is about to send
 )
 DETAILS_SECONDS = 2.0  # for the descriptions of the others, when calls differ
-THREAD_POOL_SECONDS = (
-    5.0  # for the threads of a pool that do the same, to show in which group each of them calls
+THREAD_SILENT_SECONDS = (
+    5.0  # for threads that do the same, to show in which group each of them calls
 )
-THREAD_POOL_SETTLED_SECONDS = 0.02  # until a thread of a pool that has got work is seen to do it
-THREAD_POOL_LOOK_SECONDS = 0.001  # between two looks at the threads of a pool
+THREAD_ORDER_SECONDS = (
+    2.0  # for another thread of the function to appear, if what one does differs among the ranks
+)
+THREAD_LOOK_SECONDS = 0.001  # between two looks at the threads
 QUEUE_CHECK_SECONDS = (
     0.5  # in a session, for the turn of a collective, before it checks whether the others are alive
 )
@@ -163,3 +167,7 @@ OTHERS_FAIL_SECONDS = 10.0  # for the other processes to end after the first one
 VERIFY_SECONDS = 1800  # one run of a script in ``npurun verify``
 MEASURED_SECONDS = 0.5  # for each size, if that is enough for the fewest repeats
 CLOCK_SECONDS = 1.0  # clocks that differ by more are reported
+
+# The kernel takes whole numbers only, so that a limit keeps its type.
+for _name, _number in NPU_DEVICE_TIME_LIMITS.get():
+    globals()[_name] = type(globals()[_name])(_number)

@@ -1,58 +1,71 @@
 """The threads of a rank that call collectives: the calls of one group come in one order, and two threads have none.
 
-The ranks compare with each call who makes it: the main thread, or the first, second, … thread of a name, in the order
-in which those have started. In a ``tf.function`` that is looked up whenever the script calls the function. Threads that
-the ranks could mix up, and calls that overlap, are refused on all ranks.
+The ranks compare with each call who makes it: the main thread, or the thread of a name; for one of a pool also the
+function that the pool has it run. At the first call of any other thread in a group they compare what it does. Threads
+that the ranks could mix up, and calls that overlap, are refused on all ranks. In a ``tf.function`` all this is looked
+up whenever the script calls the function.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import re
-import sys
 import threading
 import time
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
-from typing import Any, Optional
+from typing import Callable, Optional
 
 import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.cluster.time_limits import (
-    THREAD_POOL_LOOK_SECONDS,
-    THREAD_POOL_SECONDS,
-    THREAD_POOL_SETTLED_SECONDS,
+    THREAD_LOOK_SECONDS,
+    THREAD_ORDER_SECONDS,
+    THREAD_SILENT_SECONDS,
 )
-from npu_device._src.cluster.tracebacks import is_user_file
 from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.thread_work import (
+    Place,
+    Work,
+    is_at,
+    is_at_work,
+    is_awaited,
+    is_clear,
+    is_foreign,
+    is_pooled,
+    number_of_variables,
+    own_name,
+    place_of,
+    work_of,
+)
 
-# Names that Python gives to threads: with numbers of a process, which differ among the ranks.
-_COUNTED_NAME = re.compile(r"^(Thread|ThreadPoolExecutor|asyncio)[-_]\d+(?:_\d+)?")
-_NUMBER_IN_POOL = re.compile(r"_\d+$")
-_POOLS = (
-    "concurrent.futures.thread",
-    "multiprocessing.pool",
-)  # the modules of what their threads run
 _MAIN = 0
+_MOST_COUNTED = 64  # numbers of callers that are kept before those of ended threads are dropped
 
-Place = tuple[CodeType, int]
-"""The instruction of the script that a thread is at."""
+Exchange = Callable[[Sequence[int]], Sequence[Sequence[int]]]
+"""Gathers a row of numbers from each rank of a group; every rank calls it at the first call of a thread."""
 
 
 @dataclass
 class _Caller:
-    """What a thread has called: by group, where in the script it has called a function of it last, if not eagerly."""
+    """What a thread has called, in its present work if a pool gives it some.
 
+    Attributes:
+        places: by group, where in the script it has called a function of it last, if not eagerly.
+        compared: the groups in which the ranks have compared what the thread does.
+        number: how many threads of its name had called in the group, with it, when it called there first.
+        mixed_up: the groups in which the ranks could take it for another living thread of its name.
+    """
+
+    work: Optional[Work]
     places: dict[int, Optional[Place]] = field(default_factory=dict)
-    mixed_up: set[int] = field(
-        default_factory=set
-    )  # groups in which another living thread of its name calls, too
-    work: int = 0  # which call of a function a thread of a pool was in, when its pool was looked at
+    compared: set[int] = field(default_factory=set)
+    number: int = 0
+    mixed_up: set[int] = field(default_factory=set)
 
 
 def calling_thread() -> str:
@@ -60,66 +73,33 @@ def calling_thread() -> str:
     thread = threading.current_thread()
     if thread is threading.main_thread():
         return thread.name
-    return "a thread of TensorFlow" if _is_foreign(thread) else _identity(thread)
+    return "a thread of TensorFlow" if is_foreign(thread) else own_name(thread)
 
 
-_identities: weakref.WeakKeyDictionary[threading.Thread, str] = weakref.WeakKeyDictionary()
+def work_of_pool() -> str:
+    """Return the function that a pool has the calling thread run, the same on all ranks; empty in no pool."""
+    thread = threading.current_thread()
+    work = work_of(thread) if is_pooled(thread) else None
+    return "" if work is None else work.function
 
 
-def _identity(thread: threading.Thread) -> str:
-    """Return the name of a thread, and its place among the living ones of that name; fixed at its first call."""
-    found = _identities.get(thread)
-    if found is None:
-        name = _own_name(thread)
-        alike = (
-            []
-            if _is_pooled(thread)
-            else [each for each in threading.enumerate() if _are_alike(each, thread)]
-        )
-        place = (
-            alike.index(thread) if thread in alike else 0
-        )  # Python lists threads as they have started
-        found = _identities[thread] = f"{name} ({place + 1})" if place else name
-    return found
+def _namesakes(thread: threading.Thread) -> list[threading.Thread]:
+    """Return the other living threads of the same name."""
+    name = own_name(thread)
+    return [
+        living
+        for living in threading.enumerate()
+        if living is not thread and own_name(living) == name
+    ]
 
 
-def _own_name(thread: threading.Thread) -> str:
-    """Return the name of a thread without the numbers that depend on what else the process has started."""
-    name = _COUNTED_NAME.sub(r"\1", thread.name)
-    return _NUMBER_IN_POOL.sub("", name) if _is_pooled(thread) else name
-
-
-def _is_foreign(thread: threading.Thread) -> bool:
-    """Return True for a thread that TensorFlow has started."""
-    return isinstance(thread, threading._DummyThread)
-
-
-def _target(thread: threading.Thread) -> Any:
-    """Return the function that a thread runs; the thread itself when it has returned, None if its class has ``run``."""
-    return getattr(thread, "_target", thread)
-
-
-def _are_alike(first: threading.Thread, second: threading.Thread) -> bool:
-    return _own_name(first) == _own_name(second) and _target(first) == _target(second)
-
-
-def _is_pooled(thread: threading.Thread) -> bool:
-    """Return True for a thread of a pool, in which chance decides which thread gets which work."""
-    return getattr(_target(thread), "__module__", None) in _POOLS
-
-
-def _frames_of_script(thread: threading.Thread) -> Iterator[FrameType]:
-    """Generate the frames of a thread that are in files of the user, innermost first."""
-    is_this = thread is threading.current_thread()
-    frame = sys._getframe() if is_this else sys._current_frames().get(thread.ident or 0)
-    while frame is not None:
-        if is_user_file(frame.f_code.co_filename):
-            yield frame
-        frame = frame.f_back
-
-
-def _place_of(thread: threading.Thread) -> Place | None:
-    return next(((frame.f_code, frame.f_lasti) for frame in _frames_of_script(thread)), None)
+def _place_of(thread: threading.Thread) -> int:
+    """Return how many of the living threads of the same name have started before; 0 in a pool, which is of chance."""
+    if is_pooled(thread):
+        return 0
+    name = own_name(thread)
+    # Python lists threads as they have started.
+    return [living for living in threading.enumerate() if own_name(living) == name].index(thread)
 
 
 def _takes_turns() -> bool:
@@ -137,12 +117,18 @@ class CallingThreads:
             weakref.WeakKeyDictionary()
         )
         self._lock = threading.Lock()
+        # What threads run whose arguments differ among the ranks, and that were alone.
+        self._differing: set[str] = set()
+        # By group, what threads run that came in different orders.
+        self._disordered: set[tuple[str, int]] = set()
+        # By name and group: how many threads have called, those that have ended or been refused included.
+        self._numbers_of_callers: Counter[tuple[str, int]] = Counter()
 
     @contextlib.contextmanager
-    def in_call(self, group: Group) -> Iterator[bool]:
+    def in_call(self, group: Group, exchange: Exchange) -> Iterator[bool]:
         """Note that this thread is in an eager call, and yield whether the ranks can mix it up with another one."""
         key, thread = (group, group.tag), threading.current_thread()
-        is_unclear = group.tag is None and self._is_unclear(thread, group, None)
+        is_unclear = group.tag is None and self._is_unclear(thread, group, None, exchange)
         if is_unclear or self._calling.setdefault(key, thread) is not thread:
             yield True
             return
@@ -151,24 +137,26 @@ class CallingThreads:
         finally:
             del self._calling[key]
 
-    def number_at_each_call(self, group: Group) -> tf.Tensor:
+    def number_at_each_call(self, group: Group, exchange: Exchange) -> tf.Tensor:
         """Return the number of the thread that calls the ``tf.function`` being traced: int32, shape [].
 
         It is the same on all ranks; where the ranks can mix the thread up with another one, it differs on all.
         """
         return compat.at_each_call(
-            f"npu_device_thread_{group.key}", functools.partial(self._number, group)
+            f"npu_device_thread_{group.key}", functools.partial(self._number, group, exchange)
         )
 
-    def _number(self, group: Group) -> tf.Tensor:
+    def _number(self, group: Group, exchange: Exchange) -> tf.Tensor:
         thread = threading.current_thread()
-        calling = self._calling.get((group, None), thread)
-        if calling is not thread or self._is_unclear(thread, group, _place_of(thread)):
+        place = place_of(thread)
+        if self._calling.get((group, None), thread) is not thread:
+            self._note(thread, group, place)
             return _constant(-1 - group.rank)
-        name = calling_thread()
-        return _constant(
-            _MAIN if thread is threading.main_thread() else zlib.crc32(name.encode()) >> 1
-        )
+        if self._is_unclear(thread, group, place, exchange):
+            return _constant(-1 - group.rank)
+        if thread is threading.main_thread():
+            return _constant(_MAIN)
+        return _constant(zlib.crc32((calling_thread() + work_of_pool()).encode()) >> 1)
 
     def are_several(self, group: Group) -> bool:
         """Return True if several living threads of this rank have called in a group."""
@@ -179,82 +167,154 @@ class CallingThreads:
 
     def _living(self) -> list[tuple[threading.Thread, _Caller]]:
         return [
-            (thread, caller) for thread, caller in list(self._callers.items()) if thread.is_alive()
+            (thread, caller)
+            for thread, caller in list(self._callers.items())
+            if thread.is_alive() and _is_still_at(thread, caller.work)
         ]
 
-    def _is_unclear(self, thread: threading.Thread, group: Group, place: Place | None) -> bool:
+    def _is_unclear(
+        self, thread: threading.Thread, group: Group, place: Place | None, exchange: Exchange
+    ) -> bool:
         """Note a call, and return whether the ranks could take it for one of another thread, or it overlaps one."""
-        if _is_foreign(thread) or _takes_turns():
+        if is_foreign(thread) or _takes_turns():
             return False
-        with self._lock:
-            own = self._callers.setdefault(thread, _Caller())
-            own.places[group.key] = place
-            are_alone = len(self._callers) == 1
-        is_pooled = _is_pooled(thread)
-        if are_alone and not is_pooled:
-            return False
-        is_undecided = is_pooled and not self._has_pool_decided(thread, own)
+        own = self._note(thread, group, place)
+        if own.work is None:
+            if len(self._callers) == 1:
+                return False
+        elif group.key not in own.compared:
+            if self._is_taken_for_other(thread, group, own.work, own, exchange):
+                own.mixed_up.add(group.key)
+            own.places[group.key] = place  # the exchange was an eager call
         with self._lock:
             others = [
-                (each, caller) for each, caller in self._living() if group.key in caller.places
+                (living, caller) for living, caller in self._living() if group.key in caller.places
             ]
-            alike = [caller for each, caller in others if _own_name(each) == _own_name(thread)]
+            name = own_name(thread)
+            alike = [caller for living, caller in others if own_name(living) == name]
             if len(alike) > 1:
                 for caller in alike:
                     caller.mixed_up.add(group.key)
             overlaps = any(
-                each is not thread and _is_at(each, caller.places[group.key])
-                for each, caller in others
+                living is not thread and is_at(living, caller.places[group.key])
+                for living, caller in others
             )
-        return is_undecided or overlaps or group.key in own.mixed_up
+        return overlaps or group.key in own.mixed_up
 
-    def _has_pool_decided(self, thread: threading.Thread, own: _Caller) -> bool:
-        """Wait until the threads of a pool that do the same as this one have called, in whichever group, or ended.
-
-        Return False if one still hasn't: on another rank it may do what this one does here.
-        """
-        work = _work_of(thread)
-        if work is None:
-            return True
-        begin = time.monotonic()
-        # A thread that has just got its work isn't seen to do it. Later calls of the same work needn't wait for that.
-        settled_at = begin if own.work == id(work) else begin + THREAD_POOL_SETTLED_SECONDS
-        while any(silent := self._silent_in_pool(thread, work)) or (
-            len(silent) and time.monotonic() < settled_at
-        ):
-            if time.monotonic() - begin > THREAD_POOL_SECONDS:
-                return False
-            time.sleep(THREAD_POOL_LOOK_SECONDS)
-        own.work = id(work)
-        return True
-
-    def _silent_in_pool(self, thread: threading.Thread, work: FrameType) -> list[bool]:
-        """Return, for each other thread of a pool that has never called, whether it runs the same function."""
-        pool = [
-            each
-            for each in threading.enumerate()
-            if each is not thread and _are_alike(each, thread)
-        ]
+    def _note(self, thread: threading.Thread, group: Group, place: Place | None) -> _Caller:
+        work = None if is_clear(thread) else work_of(thread)
         with self._lock:
-            silent = [each for each in pool if each not in self._callers]
-        return [_does(each, work) for each in silent]
+            own = self._callers.get(thread)
+            if own is None or own.work != work:
+                own = self._callers[thread] = _Caller(work)
+            if work is not None and group.key not in own.compared:
+                if len(self._numbers_of_callers) >= _MOST_COUNTED:
+                    self._forget_ended()
+                self._numbers_of_callers[own_name(thread), group.key] += 1
+                own.number = self._numbers_of_callers[own_name(thread), group.key]
+            own.places[group.key] = place
+            return own
+
+    def _forget_ended(self) -> None:
+        """Drop the numbers of names that no living thread has: a script may give each of its threads a name."""
+        names = {own_name(living) for living in threading.enumerate()}
+        for key in [key for key in self._numbers_of_callers if key[0] not in names]:
+            del self._numbers_of_callers[key]
+
+    def _is_taken_for_other(
+        self,
+        thread: threading.Thread,
+        group: Group,
+        work: Work,
+        own: _Caller,
+        exchange: Exchange,
+    ) -> bool:
+        """Compare with the other ranks what a thread does, at its first call in a group. Return True if they could take
+        it for another one.
+        """
+        name = own_name(thread)
+        number = own.number
+
+        def has_company() -> bool:
+            return self._numbers_of_callers[name, group.key] != number
+
+        row = [work.number, number_of_variables(thread), int(work.is_told), _place_of(thread)]
+        own.compared.add(group.key)  # the exchange is a call in the group, too
+        try:
+            rows = exchange(row)
+        except BaseException:
+            own.compared.discard(group.key)
+            raise
+        if self._is_twin_silent(thread, work):
+            return True
+        if work.is_told and all(list(other[:3]) == row[:3] for other in rows):
+            return has_company()
+        if (work.function, group.key) in self._disordered:
+            return True
+        if self._is_disordered(thread, work, rows, has_company):
+            self._disordered.add((work.function, group.key))
+            return True
+        self._differing.add(work.function)
+        return False
+
+    def _is_disordered(
+        self,
+        thread: threading.Thread,
+        work: Work,
+        rows: Sequence[Sequence[int]],
+        has_company: Callable[[], bool],
+    ) -> bool:
+        """Return True if a thread does what another one does on another rank, given what differs among the ranks.
+
+        The arguments of a single thread may differ, too. So another thread proves it, which may not have been started
+        yet.
+        """
+        elsewhere = {row[0] for row in rows if row[0] != work.number}
+        end = time.monotonic() + THREAD_ORDER_SECONDS
+        while True:
+            works = [*map(work_of, _namesakes(thread))]
+            if has_company() or any(other and other.number in elsewhere for other in works):
+                return True
+            is_silent = bool(self._silent(thread, work))
+            comes_alone = work.function in self._differing or is_awaited(thread)
+            if comes_alone and not is_silent:
+                return False
+            if time.monotonic() >= end:
+                # Threads that have started in another order.
+                return is_silent and len({row[3] for row in rows}) > 1
+            time.sleep(THREAD_LOOK_SECONDS)
+
+    def _is_twin_silent(self, thread: threading.Thread, work: Work) -> bool:
+        """Wait until the twins of a thread have called, in whichever group, or ended. Return True if one still hasn't:
+        on another rank it may do what this one does here.
+        """
+        end = time.monotonic() + THREAD_SILENT_SECONDS
+        while any(
+            other is None or other.number == work.number for other in self._silent(thread, work)
+        ):
+            if time.monotonic() > end:
+                return True
+            time.sleep(THREAD_LOOK_SECONDS)
+        return False
+
+    def _silent(self, thread: threading.Thread, work: Work) -> list[Work | None]:
+        """Return the works of the other threads of a name that run the same function, or are about to run what isn't
+        known yet, and haven't called in any group.
+        """
+        silent = []
+        for living in _namesakes(thread):
+            caller = self._callers.get(living)
+            other = work_of(living)
+            has_called = caller is not None and other is not None and caller.work == other
+            is_same = other is None or other.function == work.function
+            if is_same and not has_called and is_at_work(living):
+                silent.append(other)
+        return silent
 
 
-def _work_of(thread: threading.Thread) -> FrameType | None:
-    """Return the call of a function of the script that a thread of a pool is in; None if it has nothing to do."""
-    frames = list(_frames_of_script(thread))
-    return frames[-1] if frames else None
-
-
-def _does(thread: threading.Thread, work: FrameType) -> bool:
-    """Return True if a thread runs the same function."""
-    frame = _work_of(thread)
-    return frame is not None and frame.f_code is work.f_code
-
-
-def _is_at(thread: threading.Thread, place: Place | None) -> bool:
-    """Return True if a thread is still in the call of a function that it has made at a place of the script."""
-    return place is not None and _place_of(thread) == place
+def _is_still_at(thread: threading.Thread, work: Work | None) -> bool:
+    """Return True unless a thread of a pool has done its work."""
+    return not is_pooled(thread) or work_of(thread) == work
 
 
 @functools.lru_cache(maxsize=64)

@@ -133,6 +133,8 @@ def fold_arrays(
         total = np.empty(output.shape, total_dtype)
     # Infinite gradients are left to the loss scale; TensorFlow doesn't warn either.
     with np.errstate(all="ignore"):
+        if rows[0].dtype == np.float16:
+            rows = [widened(row) for row in rows]
         if max(shares) > 1:
             rows = [
                 row if share == 1 else row.astype(output.dtype) * share
@@ -150,7 +152,30 @@ def fold_arrays(
         elif reduction == "mean":
             np.divide(total, divisor, out=total)
         if total is not output:
-            output[:] = total
+            convert(total, output)
+
+
+def convert(values: np.ndarray, target: np.ndarray) -> None:
+    """Copy values, rounded to the dtype of the target. The bits are numpy's, in a third of its time for float16."""
+    if (values.dtype, target.dtype) == (np.float16, np.float32):
+        target[...] = widened(values)
+    elif (values.dtype, target.dtype) == (np.float32, np.float16) and len(values) > _FEW:
+        target[...] = tf.cast(values, tf.float16)
+    else:
+        target[...] = values
+
+
+# Up to this length, calling TensorFlow takes longer than numpy's conversion.
+_FEW = 16 << 10
+
+# All float16 numbers in float32, in the order of their bits. numpy converts with one call for each element.
+_HALVES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+
+
+def widened(halves: np.ndarray) -> np.ndarray:
+    """Return float16 values in float32."""
+    # With the default mode, numpy would check every index.
+    return np.take(_HALVES, halves.view(np.uint16), mode="wrap")
 
 
 def total_dtype_of(dtype: np.dtype) -> np.dtype:

@@ -1,7 +1,10 @@
-"""Which engine serves a group, in words: for the message at the start, ``npurun check`` and the trace."""
+"""Which engine serves a group, and which ports it opens, in words: for the messages at the start, ``npurun check`` and
+the trace.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import tensorflow as tf
@@ -69,3 +72,16 @@ def open_ports(job: Job) -> str:
         f"TensorFlow's servers at {addresses} are open to everyone who can connect, without the job secret. "
         "NPU_DEVICE_BACKEND=tcp does without them; a firewall can limit them to the hosts of the job"
     )
+
+
+def say(lines: list[str]) -> None:
+    """Write lines to stderr, unless ``NPU_DEVICE_STATEMENT`` is ``off``."""
+    if lines and environment.NPU_DEVICE_STATEMENT.get() == "on":
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def say_open_ports(job: Job) -> None:
+    """Let rank 0 say which ports of the job are open to whom, if there are any."""
+    ports = open_ports(job)
+    if ports and job.cluster.rank == 0:
+        say([f"npu_device: {ports} (NPU_DEVICE_STATEMENT=off leaves this out)"])

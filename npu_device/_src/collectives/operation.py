@@ -15,8 +15,10 @@ from typing import Any, Callable, Optional
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.cluster.rank_errors import PeerError
 from npu_device._src.collectives.agreed_engine import AgreedEngine, route_of
 from npu_device._src.collectives.call import Call, Terms, describe, mismatch, shapes_number
+from npu_device._src.collectives.calling_threads import calling_thread, work_of_pool
 from npu_device._src.collectives.graph import require_order, runs_if_fetched
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
@@ -73,14 +75,15 @@ class Operation:
             require_order(f"rank {job.cluster.rank}: {call.operation} was called at {call.line}")
         if group.tag is not None:
             # Each tag keeps its own order, whichever threads send and receive.
-            call = replace(call, thread="")
+            call = replace(call, thread="", work="")
+        exchange = _ExchangeOfThreads(job, group, call)
         in_call: Any = contextlib.nullcontext(False)
         if tf.executing_eagerly():
-            in_call = job.threads.in_call(group)
+            in_call = job.threads.in_call(group, exchange)
         with in_call as overlaps:
             terms = self._terms(job, call, overlaps)
             if not tf.executing_eagerly() and group.tag is None:
-                number = job.threads.number_at_each_call(group)
+                number = job.threads.number_at_each_call(group, exchange)
                 terms = terms._replace(shapes=tf.convert_to_tensor(terms.shapes, tf.int32) + number)
             route = route_of(job, group, self.values, self.ragged, self.has_owners)
             engine = AgreedEngine(job, group, terms, route)
@@ -113,7 +116,7 @@ class Operation:
             error = mismatch(job.cluster, job.store, group, row, position)
             if not is_eager:
                 # The rest of the graph may already have started other collectives.
-                job.health.stop(str(error))
+                job.health.stop(f"{type(error).__name__}: {error}")
             return error
 
         shapes = shapes_number(call, self.values, self.ragged)
@@ -163,6 +166,36 @@ class _FromFirst:
 
         [sent] = Operation(call.operation, group, [tensor], body).run(self._job, call)
         return sent
+
+
+class _ExchangeOfThreads:
+    """Gathers a row of numbers from each rank, about the thread that makes a call for the first time."""
+
+    def __init__(self, job: Job, group: Group, call: Call) -> None:
+        self._job = job
+        self._group = group
+        self._call = call
+        self._in_function = not tf.executing_eagerly()
+
+    def __call__(self, numbers: Sequence[int]) -> list[list[int]]:
+        def body(engine: AgreedEngine, row: tf.Tensor) -> tf.Tensor:
+            return engine.gather(row)
+
+        thread, work = calling_thread(), work_of_pool()
+        details = (*self._call.details, ("first_of_thread", "True"))
+        call = replace(self._call, details=details, thread=thread, work=work)
+        try:
+            with tf.init_scope(), tf.device("CPU:0"):
+                row = tf.constant([numbers], tf.int64)
+                exchange = Operation("first_of_thread", self._group, [], body, [row])
+                rows = exchange.run(self._job, call)
+        except PeerError as error:
+            if not self._in_function:
+                raise
+            # As TensorFlow reports an error of the function itself.
+            text = f"{type(error).__name__}: {error}"
+            raise tf.errors.UnknownError(None, None, text) from error
+        return [[int(number) for number in row] for row in rows.numpy()]
 
 
 def _require_no_xla(job: Job, call: Call) -> None:

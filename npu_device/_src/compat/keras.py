@@ -179,8 +179,10 @@ def is_set_by_gradient(variable: Any) -> bool:
 
 
 def steps_made(optimizer: Any) -> Any:
-    """Return the variable in which a Keras 3 optimizer counts steps, also those that only add up gradients."""
-    return inner_variable(optimizer._iterations)
+    """Return the variable in which an optimizer counts steps, also those that only add up gradients."""
+    if hasattr(optimizer, "gradient_accumulation_steps"):
+        return inner_variable(optimizer._iterations)  # its property counts updates
+    return optimizer.iterations
 
 
 def inner_variable(variable: Any) -> Any:
@@ -342,3 +344,15 @@ def hides_its_state(generator: Any) -> bool:
 
 COUNTERS_METHOD = "_maybe_load_initial_counters_from_ckpt"
 """The method by which a tf-keras model takes the epoch to begin with from a backup."""
+
+
+_LOSS_REDUCTIONS = {"reduce_weighted_values", "apply_valid_mask", "compute_weighted_loss"}
+
+
+def is_of_loss_reduction(operation: tf.Operation) -> bool:
+    """Return True for an operation by which a loss of Keras weights and reduces the values of its samples."""
+    # Keras 3 weights and reduces in one function; tf-keras does each in its own.
+    return any(
+        frame.name in _LOSS_REDUCTIONS and "keras" in frame.filename
+        for frame in operation.traceback
+    )

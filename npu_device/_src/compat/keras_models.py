@@ -8,7 +8,7 @@ import functools
 import gc
 import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Callable, cast
 
 import tensorflow as tf
@@ -299,13 +299,19 @@ def normalization_at_work() -> tuple[Any, Any] | None:
     return None
 
 
-def objects_at_work() -> Iterator[Any]:
-    """Yield the objects whose methods are running, the innermost first."""
+def called_normalization() -> Any:
+    """Return the batch normalization whose ``call`` is the innermost one in this thread; None if none."""
     frame: Any = sys._getframe(1)
-    while frame is not None:
-        if "self" in frame.f_locals:  # a method, by its usual first parameter
-            yield frame.f_locals["self"]
+    while frame is not None and frame.f_code.co_name != "call":
         frame = frame.f_back
+    # Variables are read often, and the names of a frame are costly.
+    if frame is None or not _is_of_normalization(frame.f_globals):
+        return None
+    return frame.f_locals.get("self")
+
+
+def _is_of_normalization(module: Mapping[str, Any]) -> bool:
+    return str(module.get("__name__")).endswith("normalization.batch_normalization")
 
 
 def _batch_normalizations() -> list[Any]:

@@ -180,10 +180,16 @@ def seconds(high: float) -> Form[float]:
     return Form(parse, f"a number above 0, at most {high:g}")
 
 
+def _numbers(text: str) -> tuple[tuple[str, float], ...]:
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    return tuple((name.strip(), float(number)) for name, _, number in pairs)
+
+
 INDEX = integer(0)
 COUNT = integer(1)
 PORT = integer(1, 65535)
 PORTS = Form(lambda text: _span(text, 65535), "first and last port, such as 61000-61031")
+NUMBERS = Form(_numbers, "names with numbers, such as SHORT_SECONDS=1,READER_SECONDS=0.5")
 WINDOWS = Form(_windows, "first and last iteration, such as 1-25 or 100-120,500-520")
 ADDRESS = Form(lambda text: str(ipaddress.ip_address(text)), "an IPv4 or IPv6 address")
 PATH = Form(str, "a path")

@@ -147,7 +147,7 @@ NPU_DEVICE_STATEMENT = _choice(
     "NPU_DEVICE_STATEMENT",
     ("on", "off"),
     "`on` makes rank 0 report the ranks, batch size and learning rate on stderr when a replicated model starts "
-    "training, and which rank has which GPU when the job begins.",
+    "training, and when the job begins, which rank has which GPU, and which ports are open to everyone.",
 )
 NPU_DEVICE_LOG_LEVEL = optional(
     "NPU_DEVICE_LOG_LEVEL",
@@ -211,6 +211,12 @@ NPU_DEVICE_PREEMPT_TIMEOUT = Variable(
     "a rank that was sent the signal of `NPU_DEVICE_PREEMPT_SIGNAL` ends after this long, even if the step and its "
     "checkpoint are not finished. `npurun` takes it as the default of `--preempt-timeout`, and sets it for its ranks.",
     "s",
+)
+NPU_DEVICE_TIME_LIMITS = Variable(
+    "NPU_DEVICE_TIME_LIMITS",
+    forms.NUMBERS,
+    (),
+    "for the tests of the package, which wait less: limits of `cluster/time_limits.py` in seconds.",
 )
 
 

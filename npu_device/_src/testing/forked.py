@@ -25,7 +25,7 @@ from npu_device._src.membership.rank_environment import table_environment
 
 _SERVER = Path(__file__).parent / "fork_server.py"
 # There is a server for each combination of variables with these prefixes, without those that are read later.
-_READ_BY_IMPORT = ("TF_", "XLA_", "KERAS_")
+_READ_BY_IMPORT = ("TF_", "XLA_", "KERAS_", "NPU_DEVICE_TIME_LIMITS")
 _READ_LATER = ("TF_CONFIG", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 _KERAS_3 = ("TF_USE_LEGACY_KERAS", "0")  # as without the variable
 

@@ -8,6 +8,7 @@ ends. Ranks may be any number of steps apart, and any number of them may be sent
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import logging
@@ -92,6 +93,9 @@ class Preemption:
     def has_saved(self) -> None:
         """Record that the last checkpoint is complete: from now on, the process can only end as resumable."""
         self._code = RESUMABLE
+        # This rank may be ahead of its own signal. Python gives signals their default behaviour back as it ends, and
+        # a rank that the signal kills then would not count as resumable.
+        atexit.register(signal.signal, self._signal, signal.SIG_IGN)
 
     def close(self) -> None:
         """Restore the handler of the signal, which is possible in the main thread only; the limit no longer applies."""
@@ -103,7 +107,10 @@ class Preemption:
             _current = None
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(self._previous_descriptor)
-            signal.signal(self._signal, self._previous or signal.SIG_DFL)
+            if self._code == RESUMABLE:
+                signal.signal(self._signal, signal.SIG_IGN)
+            else:
+                signal.signal(self._signal, self._previous or signal.SIG_DFL)
         os.close(self._writer)  # ends the thread
         if os.getpid() == self._pid:
             self._thread.join(PREEMPTION_JOIN_SECONDS)

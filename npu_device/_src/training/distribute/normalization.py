@@ -137,8 +137,10 @@ class Loops:
 
     def note_reduced(self, values: Any, by_samples: bool) -> None:
         """Note how gradients are reduced, if that is what the values are."""
-        has_gradients = any(tensor.shape.rank for tensor in dense_tensors(values))
-        if not self._is_open or not has_gradients:
+        if not self._is_open:
+            return
+        # Numbers, also those of numpy, are losses and counts.
+        if not any(tf.TensorShape(tensor.shape).rank for tensor in dense_tensors(values)):
             return
         self._is_open = False
         if by_samples == self._by_samples:

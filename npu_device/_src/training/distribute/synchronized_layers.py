@@ -1,19 +1,18 @@
 """The layers of Keras with ``synchronized=True`` in loops of the script: how they get to normalize over all ranks.
 
 A loop tells that all ranks train its model when it wraps the optimizer or broadcasts variables. The layers that exist
-then are looked for in memory, and get a method on the object. A layer that is made later asks TensorFlow's replica
-context to add up its sums: that context, one object for all threads and graphs, adds up over the ranks, and the layer
-gets its method. Layers that aren't called are among them, too, and do nothing.
+then are looked for in memory, and get a method on the object. Later layers are found in their first call. TensorFlow
+has a strategy and a replica context for all that is outside strategies, each one object for all threads and graphs. The
+strategy is asked when a layer reads its scale or offset; the context, when a layer without a mask adds up its sums.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
 from collections.abc import Iterable
 from types import MethodType
-from typing import Any, Callable
+from typing import Any
 
 import tensorflow as tf
 
@@ -84,15 +83,24 @@ def is_alone(layer: Any) -> bool:
     return bool(getattr(layer, "synchronized", False)) and is_from_keras and name not in vars(layer)
 
 
+def _value_container(self: Any, value: Any) -> Any:
+    """Stand in for the method of TensorFlow's strategy that is called for each variable that is read."""
+    layer = compat.called_normalization()
+    job = None if layer is None else jobs.current()
+    layers = None if job is None else job.part(SynchronizedLayers)
+    if layers is not None:
+        layers.install([layer])
+    return type(self).value_container(self, value)
+
+
 class SynchronizedLayers:
     """The layers with ``synchronized=True`` in loops of the script; a part of the job."""
 
     def __init__(self) -> None:
         self._group = WORLD_GROUP  # over which layers normalize
-        self._creation: Any = None  # the scope in which later variables are made
-        self._replica_context: Any = None  # with a method of ours
+        self._replica_context: Any = None  # with a method of ours, as the strategy
+        self._strategy: Any = None
         self._searches = 0
-        self._normalizations: weakref.WeakSet[Any] = weakref.WeakSet()  # all that were seen
         self._traced: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
         self._checked: set[tuple[int, str]] = set()
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -109,17 +117,20 @@ class SynchronizedLayers:
         if self._replica_context is None:
             self._replica_context = compat.default_replica_context()
             self._replica_context.all_reduce = MethodType(_all_reduce, self._replica_context)
-        # A masked layer of Keras 3 asks no replica context: it is seen when this thread makes its variables. Scopes
-        # must end in reverse order, and this one ends with the job. So it isn't begun inside another one. It is begun
-        # again after keras.backend.clear_session().
-        if tf.executing_eagerly() and not compat.has_variable_creators():
-            self._creation = tf.variable_creator_scope(self._create)
-            self._creation.__enter__()
+            self._strategy = compat.default_strategy()
+            self._strategy.value_container = MethodType(_value_container, self._strategy)
+
+    def install(self, layers: Iterable[Any]) -> None:
+        """Have those layers normalize over the group that would use their own samples only."""
+        for layer in layers:
+            if is_alone(layer):
+                vars(layer)[_GROUP] = self._group
+                vars(layer)[compat.moments_method(layer)] = MethodType(_moments_method, layer)
 
     def sums_of_all_ranks(self, layer: Any, inputs: Any, sums: Any) -> Any:
         """Return the sums over the ranks for which a layer asks in its first call; None if it is to use its own."""
         # Its next call takes the method, with fewer transfers.
-        self._install([layer])
+        self.install([layer])
         world = normalizing_world(vars(layer).get(_GROUP, self._group))
         if world is None:
             return None
@@ -165,15 +176,12 @@ class SynchronizedLayers:
     def close(self) -> None:
         if self._replica_context is not None:
             vars(self._replica_context).pop("all_reduce", None)
-        # Another scope may be open, which will end later or never.
-        with contextlib.suppress(RuntimeError):
-            if self._creation is not None:
-                self._creation.__exit__(None, None, None)
+            vars(self._strategy).pop("value_container", None)
 
     def _install_existing(self) -> None:
         layers = compat.batch_normalizations()
         called = [layer for layer in layers if _is_built(layer) and is_alone(layer)]
-        self._install(layers)
+        self.install(layers)
         if not called:
             return
         # The graph of a function that has called one of them keeps what it was traced with.
@@ -182,36 +190,6 @@ class SynchronizedLayers:
         self._traced.update((layer, names) for layer, names in zip(called, functions) if names)
         # Reductions of the same shapes may have been checked before.
         self._checked.clear()
-
-    def _install(self, layers: Iterable[Any]) -> None:
-        for layer in layers:
-            self._normalizations.add(layer)
-            if is_alone(layer):
-                vars(layer)[_GROUP] = self._group
-                vars(layer)[compat.moments_method(layer)] = MethodType(_moments_method, layer)
-
-    def _create(self, next_creator: Callable[..., Any], **keywords: Any) -> Any:
-        """Look for the layer that makes a variable; the arguments are those of ``tf.variable_creator_scope``."""
-        if jobs.current() is not None:
-            self._look_around(keywords.get("name"))
-        return next_creator(**keywords)
-
-    def _look_around(self, name: str | None) -> None:
-        variables = []
-        for instance in compat.objects_at_work():
-            if not compat.is_layer(instance):
-                variables.append(instance)
-                continue
-            if compat.is_batch_normalization(instance):
-                self._install([instance])
-                return
-            break
-        # Keras 3 gives the variables of a model their values after it has built all layers.
-        variables = [variable for variable in variables if compat.belongs_to_keras(type(variable))]
-        means = {id(getattr(layer, "moving_mean", None)) for layer in self._normalizations}
-        is_known = any(id(variable) in means for variable in variables)
-        if name == "moving_mean" and variables and not is_known:
-            self._install(compat.batch_normalizations())
 
 
 def find_layers(world: World) -> None:

@@ -180,8 +180,8 @@ def _shapes(model: Any) -> list[Any]:
 def _compare(shapes: list[Any], flag: bool = False) -> tuple[bool, bool]:
     """Return whether all ranks have the same shapes, and whether the flag is set on any; every rank has to ask."""
     states = [(shapes, flag)]
-    ranks = current_world()
-    if ranks is not None:
-        states = ranks.objects((shapes, flag), "state of the optimizers")
+    world = current_world()
+    if world is not None:
+        states = world.objects((shapes, flag), "state of the optimizers")
     are_alike = all(shapes_of_rank == states[0][0] for shapes_of_rank, _ in states)
     return are_alike, any(is_set for _, is_set in states)

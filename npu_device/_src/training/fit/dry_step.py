@@ -15,9 +15,10 @@ from npu_device._src import compat
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions
 from npu_device._src.training.fit.graph_lines import where
+from npu_device._src.training.fit.metrics import note_numbers
 from npu_device._src.training.fit.step import LOGS, Replaced, Step
 from npu_device._src.training.fit.step_context import StepContext
-from npu_device._src.training.fit.weighting import WeightedReduction, note_numbers
+from npu_device._src.training.fit.weighting import WeightedReduction
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.wrapped_optimizers import reduction_of
 from npu_device._src.world.current_step import CurrentStep, current_step

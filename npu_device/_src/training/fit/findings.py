@@ -13,8 +13,8 @@ import numpy as np
 from npu_device._src.comparison.trial import Trial, norm
 from npu_device._src.training.fit.dry_step import DryStep, StepResults
 from npu_device._src.training.fit.graph_lines import where
+from npu_device._src.training.fit.losses import ADDED_LOSS, LOSS
 from npu_device._src.training.fit.mixing import is_of_gradients, setters_of
-from npu_device._src.training.fit.weighting import ADDED_LOSS, LOSS
 from npu_device._src.training.watching.digests import variable_name
 
 _CLEARLY = 1e-3  # of a number: what is nearer is equal, where no tolerance has been measured

@@ -143,6 +143,8 @@ def _verdict(context: StepContext, batch: Any) -> _RankVerdict:
     except NotChecked as error:
         return _RankVerdict(f"not checked: {texts.last_line(error)}")
     except Indivisible as error:
+        if context.has_own_data:
+            return _RankVerdict("not checked: the step can't run on a part of a rank's batch")
         return _RankVerdict("", str(error))
     except Exception as error:  # the user's step, which may rely on what a few samples don't have
         _log.debug("first-step check", exc_info=True)

@@ -165,8 +165,8 @@ def mixed(
             sight += f". This begins in {meeting.text}"
         remedy = (
             "to leave out steps, use a mask, ignore_class or sample_weight instead of a loss function that divides by "
-            "their number. Or take the sums, also that of the steps, over all ranks before you divide: total = "
-            "npu.distribute.all_reduce(total, 'sum')"
+            "their number; keep a loss object as an attribute of the model. Or take the sums, also that of the steps, "
+            "over all ranks before you divide: total = npu.distribute.all_reduce(total, 'sum')"
         )
     return (
         f"{title} doesn't treat samples one by one: the gradient of {head + tail} samples isn't the mean of those of "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Optional
 
 from npu_device._src import compat, environment
+from npu_device._src.collectives.engine_text import say
 from npu_device._src.training.fit import first_step, randomness, sources, start
 from npu_device._src.training.fit.divided import Divided
 from npu_device._src.training.fit.model_parts import generators_of, parts_of
@@ -28,7 +29,6 @@ class Function(StepContext):
 
     Attributes:
         source: the data that the user passed.
-        has_own_data: each rank reads its own rows: ``divided``, a pipeline, a Sequence with ``rows``.
         begins: its next call is the first one of a fit, evaluate or predict.
     """
 
@@ -36,7 +36,6 @@ class Function(StepContext):
         super().__init__(state.world, state.model, mode, getattr(state.model, f"{mode}_step"))
         self.settle_draws = self._settle_draws
         self.source: Any = None
-        self.has_own_data = False
         self.begins = True
         self._state = state
         self._name = f"{mode}_function"
@@ -108,7 +107,7 @@ class Function(StepContext):
         if draws and not self._has_drawn:
             self._has_drawn = True
             if self.world.is_main:
-                start.say(randomness.lines(self.model, draws))
+                say(randomness.lines(self.model, draws))
 
     def _start(self, batches: Any) -> Any:
         """Make the ranks ready: all variables made, equal on all ranks, and the first batch compared."""

@@ -131,7 +131,9 @@ def where_samples_meet(
             wide = [part.astype(np.float64) for part in values_of_parts]
             small.append((tensor, Trial(value, [], wide, weights)))
         elif not _is_joined(value, values_of_parts, rows):
-            return Meeting(_described(tensor.op), is_of_a_sample=True)
+            # A loss of Keras multiplies the value of each sample by one over the number of valid steps.
+            is_of_a_sample = not compat.is_of_loss_reduction(tensor.op)
+            return Meeting(_described(tensor.op), is_of_a_sample)
     mixed = {tensor.op.name for tensor, trial in small if not _is_added_up(trial)}
     for tensor, _ in small:
         # A quotient by a number of samples, for instance, makes a mean of a sum.

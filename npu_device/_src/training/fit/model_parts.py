@@ -15,7 +15,7 @@ class ModelParts:
 
     metrics: list[Any]  # that have variables of their own
     trackers: list[Any]  # the metrics to which Keras itself passes losses
-    losses: list[Any]  # that reduce: the compiled ones, and those among the model's attributes
+    losses: list[Any]  # that reduce: the compiled ones, and those that a step can reach
     layers: list[Any]  # and the model
     regularized: list[Any]  # layers whose activity regularizer is a sum over the samples
     # Floating-point variables that the step moves, but no optimizer, such as moving averages.
@@ -34,13 +34,13 @@ def generators_of(model: Any) -> list[Any]:
 def parts_of(model: Any) -> ModelParts:
     """Return the parts of a model that has been built."""
     loss_class = compat.keras_of(model).losses.Loss
-    # Without a reduction, the script reduces what an attribute gives; most take means, which need no change.
+    # Without a reduction, the script reduces what a loss gives; most take means, which need no change.
     losses = [
-        attribute
-        for attribute in training_state.attributes(model)
-        if isinstance(attribute, loss_class)
-        and not compat.is_loss_container(attribute)
-        and attribute.reduction not in ("none", None)
+        loss
+        for loss in training_state.reachable(model)
+        if isinstance(loss, loss_class)
+        and not compat.is_loss_container(loss)
+        and loss.reduction not in ("none", None)
     ]
     loose = training_state.loose_variables(model)
     loose_statistics = [variable for variable in loose if variable.dtype.is_floating]

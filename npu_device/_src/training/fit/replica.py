@@ -14,11 +14,11 @@ For good, on each optimizer that a step can reach (``weighting``, ``optimizer_wr
 While a step runs (``step.Replaced`` gives everything back):
 
 - ``call`` of losses, and ``compute_loss`` of a Keras 3 model: another denominator than the number of samples is that of
-  all ranks (``weighting``)
+  all ranks (``losses``)
 - ``add_loss`` of the script's layers, ``activity_regularizer`` of layers whose Keras adds it up: sums over samples
 - ``update_state`` of metrics: a number counts by the samples of the rank; a metric of the script gets all samples
 - ``result`` and ``reset_state`` of metrics: the logs show the results of all ranks; a reset in a step is refused
-- ``_moments``, ``_sync_calculate_mean_and_var`` of synchronized batch normalisation: of all ranks (``weighting``)
+- ``_moments``, ``_sync_calculate_mean_and_var`` of synchronized batch normalization: of all ranks
 - ``next`` and ``skip`` of random generators: each rank draws its own numbers (``randomness``)
 - ``call`` of a model with ``jit_compile``: XLA compiles it instead of the step (``xla``)
 - in the first-step check ``call`` of Keras's layers that are noisy, and what applies gradients (``dry_step``)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from npu_device._src.collectives.engine_text import say
 from npu_device._src.training.fit import start, xla
 from npu_device._src.training.fit.weighting import replicate_optimizer
 from npu_device._src.training.watching import training_state
@@ -56,4 +57,4 @@ class ReplicaState:
             if isinstance(callback, list):
                 callback = callback[-1]
             steps = (getattr(callback, "params", None) or {}).get("steps")
-            start.say(start.statement(self.world, self.model, rows, steps, checked))
+            say(start.statement(self.world, self.model, rows, steps, checked))

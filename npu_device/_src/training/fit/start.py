@@ -5,15 +5,14 @@ let rank 0 say what is trained: the job, the batch, and the settings left as the
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
 from functools import partial
 from typing import Any, Callable
 
 import tensorflow as tf
 
-from npu_device._src import compat, environment
-from npu_device._src.collectives.engine_text import explained, open_ports
+from npu_device._src import compat
+from npu_device._src.collectives.engine_text import explained
 from npu_device._src.training.distribute.variables import require_same_state
 from npu_device._src.training.fit import xla
 from npu_device._src.training.sharding.remote_slots import without_initial_slots
@@ -106,12 +105,6 @@ def digest(batch: Any) -> int:
     return total
 
 
-def say(lines: list[str]) -> None:
-    """Write lines to stderr, unless ``NPU_DEVICE_STATEMENT`` is ``off``."""
-    if lines and environment.NPU_DEVICE_STATEMENT.get() == "on":
-        print("\n".join(lines), file=sys.stderr, flush=True)
-
-
 def statement(
     world: World, model: Any, rows: int | None, steps: int | None, checked: str
 ) -> list[str]:
@@ -136,9 +129,6 @@ def statement(
     if xla.compiles_call(model):
         lines.append("  XLA            compiles the model's forward and backward pass")
     lines += _normalisation(model)
-    ports = open_ports(world.job)
-    if ports:
-        lines.append(f"  open ports     {ports}")
     return [
         *lines,
         f"  first step     {checked}",

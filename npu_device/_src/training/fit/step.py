@@ -1,7 +1,8 @@
 """The road of one batch through a replicated model: taken, checked, divided, stepped, reduced, logged.
 
 ``train_or_test_step`` and ``predict_step`` below are the road. They stand in for the model's own steps; the rest of the
-file is what they call, in that order. How a loss, a metric or an optimizer takes part is in ``weighting``.
+file is what they call, in that order. How losses, metrics, layers and optimizers take part is in ``losses``,
+``metrics``, ``step_normalization`` and ``weighting``.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.training.fit import xla
+from npu_device._src.training.fit.losses import Losses
+from npu_device._src.training.fit.metrics import Metrics
 from npu_device._src.training.fit.randomness import NumbersOfRank
 from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.training.fit.step_context import StepContext
-from npu_device._src.training.fit.weighting import Losses, Metrics, synchronise_normalisation
+from npu_device._src.training.fit.step_normalization import synchronize_layers
 from npu_device._src.world.current_step import CurrentStep, current_step, running
 from npu_device._src.world.share import Share, content, is_divided, share_of_batch, tag_of
 from npu_device._src.world.world import World
@@ -161,7 +164,7 @@ class Step:
         # Metrics add up, so the ranks' increments are added. Moving averages move by the average of the increments.
         increments = [(variable, current.counts) for variable in self._metrics.added_up()]
         if context.mode == "train":
-            synchronise_normalisation(parts.layers, current, world, self._replaced)
+            synchronize_layers(parts.layers, current, world, self._replaced)
             self._numbers = NumbersOfRank(world, parts.generators, self._replaced)
             increments += [(variable, current.weight) for variable in parts.statistics]
         self._increments = Increments(increments, world.add_up)

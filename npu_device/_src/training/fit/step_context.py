@@ -27,6 +27,7 @@ class StepContext:
         sums: which of the numbers of the step are sums over the samples.
         checksum: of the batches since the ranks last compared them.
         from_root: rank 0's batches are sent to all ranks.
+        has_own_data: each rank reads its own rows: ``divided``, a pipeline, a Sequence with ``rows``.
         settle_draws: called with the random numbers that a step has drawn, and its share.
     """
 
@@ -37,6 +38,7 @@ class StepContext:
     sums: Sums = field(default_factory=Sums)
     checksum: RunningChecksum = field(default_factory=RunningChecksum)
     from_root: bool = False
+    has_own_data: bool = False
     settle_draws: Callable[[NumbersOfRank, Share], None] = _ignore
     known_parts: Optional[ModelParts] = None
 

@@ -21,8 +21,8 @@ from npu_device._src.training.fit.dry_step import DryStep, NotChecked, Part
 from npu_device._src.training.fit.findings import Runs
 from npu_device._src.training.fit.first_step_texts import last_line, not_samples
 from npu_device._src.training.fit.graph_lines import where
+from npu_device._src.training.fit.losses import ADDED_LOSS, LOSS
 from npu_device._src.training.fit.step_context import StepContext
-from npu_device._src.training.fit.weighting import ADDED_LOSS, LOSS
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.wrapped_optimizers import carrier, reduction_of
 from npu_device._src.world.current_step import Sums

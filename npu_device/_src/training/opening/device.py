@@ -24,7 +24,7 @@ from npu_device._src import compat, environment
 from npu_device._src.cluster import rendezvous
 from npu_device._src.cluster.description import Cluster, Membership
 from npu_device._src.cluster.rank_errors import ChildOfRankError, ClusterError
-from npu_device._src.collectives import job as jobs, resources, tensorflow_server
+from npu_device._src.collectives import engine_text, job as jobs, resources, tensorflow_server
 from npu_device._src.collectives.engine_choice import choose_engine
 from npu_device._src.collectives.engines.host.host_detection import detect_hosts
 from npu_device._src.collectives.job import Job
@@ -285,6 +285,7 @@ def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
             job.peers.open(job.store)
         if hosts.needs_server:
             tensorflow_server.start(job)
+            engine_text.say_open_ports(job)
         aoe_mode = global_options().aoe_config.aoe_mode.typed or environment.AOE_MODE.get()
         if job.cluster.rank == 0 and aoe_mode == "4":
             _log.warning(

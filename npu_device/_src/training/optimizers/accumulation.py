@@ -47,7 +47,11 @@ def note_accumulators(world: World, optimizer: Any) -> None:
 
 
 def add_up(
-    optimizer: Any, parts: Sequence[Gradient], variables: Sequence[Any], reduce: _Reduce
+    optimizer: Any,
+    parts: Sequence[Gradient],
+    variables: Sequence[Any],
+    reduce: _Reduce,
+    waits_for_update: dict[int, bool],
 ) -> list[Gradient]:
     """Return the gradients that Keras is to apply to some variables, or to add up if it isn't time for an update.
 
@@ -56,20 +60,30 @@ def add_up(
         parts: of this rank; their mean over the ranks is the gradient of one process.
         variables: one for each part.
         reduce: returns the mean of gradients over the ranks.
+        waits_for_update: by the id of a variable, whether its first gradient was reduced in the update only. Kept here.
     """
-    places = [
-        place
-        for place, (part, variable) in enumerate(zip(parts, variables))
-        if isinstance(part, tf.Tensor) and not compat.is_set_by_gradient(variable)
-    ]
-    accumulators = compat.accumulators_of(optimizer, [variables[place] for place in places])
-    dense = [parts[place] for place in places]
-    rest = [place for place, part in enumerate(parts) if part is not None and place not in places]
+    late = []  # positions of gradients that are reduced in the update
+    early = []  # and of those that are reduced now
+    summed = []  # and of the latter whose accumulators may hold parts of this rank: dense ones, before this sparse one
+    for position, (part, variable) in enumerate(zip(parts, variables)):
+        if part is None:
+            continue
+        is_dense = isinstance(part, tf.Tensor) and not compat.is_set_by_gradient(variable)
+        waits = waits_for_update.setdefault(id(compat.inner_variable(variable)), is_dense)
+        if is_dense and waits:
+            late.append(position)
+            continue
+        early.append(position)
+        if waits:
+            summed.append(position)
+    accumulators = compat.accumulators_of(optimizer, [variables[place] for place in late + summed])
+    dense = [parts[position] for position in late]
     gradients = list(parts)
-    for place, reduced in zip(rest, _reduced_now([parts[place] for place in rest], reduce)):
-        gradients[place] = reduced
-    for place, gradient in zip(places, _reduced_in_update(optimizer, dense, accumulators, reduce)):
-        gradients[place] = gradient
+    for position, reduced in zip(early, _reduced_now([parts[place] for place in early], reduce)):
+        gradients[position] = reduced
+    reduced_late = _reduced_in_update(optimizer, dense, accumulators, reduce)
+    for position, gradient in zip(late, reduced_late):
+        gradients[position] = gradient
     return gradients
 
 
@@ -83,20 +97,23 @@ def _reduced_now(parts: Sequence[Gradient], reduce: _Reduce) -> list[Gradient]:
 def _reduced_in_update(
     optimizer: Any, parts: Sequence[tf.Tensor], accumulators: Sequence[Any], reduce: _Reduce
 ) -> list[tf.Tensor]:
-    """Return gradients for Keras to add to the accumulators, which hold the means in the step of an update."""
+    """Return gradients for Keras to add to the accumulators, which hold the means in the step of an update.
+
+    The first accumulators are those of the parts; others have no part in this step.
+    """
     scale = optimizer.loss_scale_factor  # by which Keras divides before it adds up
 
     def reduce_sums() -> list[tf.Tensor]:
-        sums = []
-        for part, accumulator in zip(parts, accumulators):
+        sums = list(map(tf.convert_to_tensor, accumulators))
+        for position, part in enumerate(parts):
             unscaled = part if scale is None else part / scale
-            sums.append(tf.cast(unscaled, accumulator.dtype) + accumulator)
+            sums[position] += tf.cast(unscaled, sums[position].dtype)
         with iteration():
             for accumulator, mean in zip(accumulators, reduce(sums)):
                 accumulator.assign(mean)
         return [tf.zeros_like(part) for part in parts]
 
-    if not parts:
+    if not accumulators:
         return []
     steps = compat.steps_made(optimizer) + 1
     is_update = tf.equal(steps % compat.accumulation_steps(optimizer), 0)

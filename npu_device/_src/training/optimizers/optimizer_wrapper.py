@@ -120,21 +120,21 @@ def npu_distributed_keras_optimizer_wrapper(
     """
     if optimizer is None:
         raise TypeError("expected a Keras optimizer, or a name such as 'sgd'; found None")
-    how = ReductionOptions(reduce_reduction, fusion, fusion_id, compression=compression)
+    options = ReductionOptions(reduce_reduction, fusion, fusion_id, compression=compression)
     if isinstance(optimizer, (str, dict)):
         optimizer = tf.keras.optimizers.get(optimizer)
-    ranks = world_unless_child(group)
-    if ranks is None:
+    world = world_unless_child(group)
+    if world is None:
         return optimizer
     if is_wrapped(optimizer):
         raise ValueError(
-            f"rank {ranks.job.cluster.rank}: this {type(optimizer).__name__} is wrapped already; wrapping it, or "
+            f"rank {world.job.cluster.rank}: this {type(optimizer).__name__} is wrapped already; wrapping it, or "
             "the loss-scale optimizer around it, a second time would reduce its gradients twice.\nWhat to do: call "
             "npu_distributed_keras_optimizer_wrapper once per optimizer."
         )
-    find_layers(ranks)
+    find_layers(world)
     keras = compat.keras_of(optimizer)
-    reduction = GradientReduction(ranks, how)
+    reduction = GradientReduction(world, options)
     install(carrier(optimizer), keras, reduction)
     if is_sharded(shard_optimizer):
         reduction.divide(optimizer)
@@ -164,6 +164,7 @@ class GradientReduction:
         self._compared = True
         self._audit: Audit | None = None
         self._pair: Pair | None = None  # of the gradients that were reduced last
+        self._waits_for_update: dict[int, bool] = {}  # see ``accumulation.add_up``
         self.division: DividedUpdate | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
@@ -285,7 +286,9 @@ class GradientReduction:
 
     def adds_up(self, optimizer: Any) -> bool:
         """Return whether this rank adds up the gradients of several steps before they are reduced."""
-        return adds_up(carrier(optimizer), self.options.reduction)
+        # Gradients that are to be checked are reduced in each step.
+        is_checked = environment.NPU_DEVICE_CHECK_GRADIENTS.get() == "on"
+        return not is_checked and adds_up(carrier(optimizer), self.options.reduction)
 
     def agree(self, finite: tf.Tensor) -> tf.Tensor:
         """Return whether the gradients of all ranks are finite, given whether those of this one are: bool, shape []."""
@@ -307,6 +310,7 @@ class GradientReduction:
                 self.parts(optimizer, gradients),
                 variables,
                 functools.partial(self._means, optimizer),
+                self._waits_for_update,
             )
         note_accumulators(self._world, carrier(optimizer))
         if self._applying is None:
@@ -376,7 +380,8 @@ class GradientReduction:
         )
         if as_they_are or is_off:
             return reduced
-        return _checked(self._world, optimizer.iterations, gradients, reduced, variables)
+        steps = compat.steps_made(optimizer)
+        return _checked(self._world, steps, gradients, reduced, variables)
 
 
 def _build(optimizer: Any, keras: Any, variables: Sequence[Any]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Callable, NamedTuple, Optional, Protocol
 import numpy as np
 
 from npu_device._src.collectives.call import Terms
+from npu_device._src.collectives.dtypes import convert
 from npu_device._src.collectives.engines.host.buffers import ALIGNMENT, BufferPool
 
 Program = Iterator[Any]
@@ -101,12 +102,9 @@ class Stream:
             copy_end = min(array_start + self.lengths[position], end)
             if copy_start < copy_end:
                 run = arrays[position][copy_start - array_start : copy_end - array_start]
-                if run.dtype == slot.dtype:
-                    slot[copy_start - start : copy_end - start] = run
-                    continue
                 # What overflows 16 bits is infinite; TensorFlow doesn't warn either.
                 with np.errstate(all="ignore"):
-                    slot[copy_start - start : copy_end - start] = run
+                    convert(run, slot[copy_start - start : copy_end - start])
 
     def run(self, start: int, end: int, buffers: BufferPool) -> np.ndarray:
         """Return a span of the stream: of one of the arrays as it is, or a copy of what is in several."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from npu_device._src.collectives.dtypes import (
     Rows,
+    convert,
     fold_arrays,
     is_narrow,
     total_dtype_of,
@@ -164,11 +165,11 @@ class _WireFormat:
         total = np.empty(output.shape, self.sum_dtype)
         fold(rows, output=total)
         with np.errstate(all="ignore"):
-            output[:] = total / total.dtype.type(self.scale)
+            convert(total / total.dtype.type(self.scale), output)
 
     def decode(self, sent: np.ndarray, result: np.ndarray) -> None:
         """Turn what has travelled into the result."""
-        result[:] = sent
+        convert(sent, result)
         if self.scale != 1:
             with np.errstate(all="ignore"):
                 result *= result.dtype.type(self.scale)

@@ -1,0 +1,180 @@
+"""What depends on what in the graph of a step: which draws and which samples are behind a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.training.fit.random_operations import is_draw
+
+# What the other ranks know, too: the result of a transfer depends on no rank's numbers.
+_TRANSFERS = ("PyFunc", "PyFuncStateless", "EagerPyFunc", "Collective")
+
+# AssignVariableOp, AssignAddVariableOp; ResourceApplyAdam, ResourceScatterAdd.
+_ASSIGNMENTS = ("Assign", "Resource")
+
+
+@dataclass
+class Reach:
+    """What tensors depend on."""
+
+    draws: set[str]  # their names
+    inputs: set[int]  # of the graph, by position
+    samples: bool = False  # of this rank
+
+
+class DataFlow:
+    """The dependencies in the graph of a function, also through its branches, loops and functions."""
+
+    def __init__(self, graph: Any, samples: Sequence[tf.Tensor] = ()) -> None:
+        self.graph = graph
+        self._samples = {tensor.name for tensor in samples}
+        self._inputs = {tensor.op.name: position for position, tensor in enumerate(graph.inputs)}
+        self._calls: dict[str, _Call] = {}
+        for operation in graph.get_operations():
+            functions = compat.functions_of(operation)
+            if functions:
+                self._calls[operation.name] = _Call(operation, functions)
+
+    # Dependencies.
+
+    def reach(self, tensors: Sequence[tf.Tensor]) -> Reach:
+        """Return what tensors depend on; no more than that, once it is known that they depend on samples."""
+        reach = Reach(set(), set())
+        for tensor in compat.walk(tensors, self._sources):
+            operation = tensor.op
+            if tensor.name in self._samples:
+                reach.samples = True
+                return reach
+            if operation.name in self._inputs:
+                reach.inputs.add(self._inputs[operation.name])
+            elif is_draw(operation):
+                reach.draws.add(operation.name)
+        return reach
+
+    def _sources(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        """Return the tensors from which one is computed; none for a draw, and for what comes from all ranks."""
+        operation = tensor.op
+        is_start = operation.name in self._inputs or is_draw(operation)
+        if is_start or operation.type.startswith(_TRANSFERS):
+            return []
+        call = self._calls.get(operation.name)
+        if call is None:
+            return list(operation.inputs)
+        return call.sources(tensor.value_index)
+
+    def draws_behind(self, targets: Iterator[list[tf.Tensor]]) -> set[str]:
+        """Return the draws behind targets that don't depend on this rank's samples: all ranks have to have the same."""
+        draws: set[str] = set()
+        for reach in map(self.reach, targets):
+            if not reach.samples:
+                draws |= reach.draws
+        return draws
+
+    # What a step does with values.
+
+    def decisions(self) -> Iterator[list[tf.Tensor]]:
+        """Yield tensors of this graph by which its branches and loops, and those inside them, decide."""
+        for call in self._calls.values():
+            if not call.is_function:
+                yield call.deciding_tensors()
+        yield from self._from_inside(DataFlow.decisions)
+
+    def assignments(self) -> Iterator[list[tf.Tensor]]:
+        """Yield tensors of this graph that are assigned to variables, also inside branches, loops and functions."""
+        for operation in self.graph.get_operations():
+            if operation.type.startswith(_ASSIGNMENTS):
+                yield list(operation.inputs)[1:]
+        yield from self._from_inside(DataFlow.assignments)
+
+    def _from_inside(
+        self, find: Callable[[DataFlow], Iterator[list[tf.Tensor]]]
+    ) -> Iterator[list[tf.Tensor]]:
+        """Yield what is found in the functions inside, as tensors of this graph."""
+        for call, inner in self._inner_flows():
+            for tensors in find(inner):
+                yield call.arguments(inner.reach(tensors).inputs)
+
+    def draws_inside(self) -> Iterator[tf.Operation]:
+        """Yield the draws in the functions inside, at any depth."""
+        for _, inner in self._inner_flows():
+            yield from filter(is_draw, inner.graph.get_operations())
+            yield from inner.draws_inside()
+
+    def draws_deciding_inside(self) -> set[str]:
+        """Return the draws inside functions by which these decide, whatever the samples are."""
+        draws: set[str] = set()
+        for call, inner in self._inner_flows():
+            draws |= inner.draws_deciding_inside()
+            if not call.is_function:
+                continue
+            for reach in map(inner.reach, inner.decisions()):
+                # The function may be given samples, by which it decides on each rank anyway.
+                if reach.draws and not self.reach(call.arguments(reach.inputs)).samples:
+                    draws |= reach.draws
+        return draws
+
+    def _inner_flows(self) -> Iterator[tuple[_Call, DataFlow]]:
+        for call in self._calls.values():
+            for inner in call.flows():
+                yield call, inner
+
+
+class _Call:
+    """An operation with functions inside: a branch, a loop, or the call of a function."""
+
+    def __init__(self, operation: tf.Operation, functions: dict[str, list[Any]]) -> None:
+        self._operation = operation
+        self._flows = {name: list(map(DataFlow, graphs)) for name, graphs in functions.items()}
+        self.is_function = "f" in functions
+        self._is_loop = "cond" in functions
+
+    def flows(self) -> Iterator[DataFlow]:
+        for flows in self._flows.values():
+            yield from flows
+
+    def sources(self, output: int) -> list[tf.Tensor]:
+        """Return the tensors around the operation on which one of its outputs depends."""
+        if self._is_loop:
+            return self.arguments({output})
+        inputs: set[int] = set()
+        for flow in self.flows():
+            inputs |= flow.reach([flow.graph.outputs[output]]).inputs
+        return [*self.deciding_tensors(), *self.arguments(inputs)]
+
+    def deciding_tensors(self) -> list[tf.Tensor]:
+        """Return the tensors by which the operation decides; none for a function."""
+        if self.is_function:
+            return []
+        if self._is_loop:
+            return self.arguments(set())
+        return [self._operation.inputs[0]]
+
+    def arguments(self, inputs: set[int]) -> list[tf.Tensor]:
+        """Return the tensors around the operation that some inputs of its functions are given.
+
+        For a loop, these are all that the inputs and its number of rounds depend on.
+        """
+        if self._is_loop:
+            positions = self._loop_variables_behind(inputs)
+        elif self.is_function:
+            positions = inputs
+        else:
+            positions = {position + 1 for position in inputs}  # the first one decides
+        return [self._operation.inputs[position] for position in positions]
+
+    def _loop_variables_behind(self, variables: set[int]) -> set[int]:
+        """Return on which of the variables of a loop its number of rounds, and those given, depend."""
+        [condition] = self._flows["cond"]
+        [body] = self._flows["body"]
+        reached = variables | condition.reach(condition.graph.outputs).inputs
+        while True:
+            outputs = [body.graph.outputs[position] for position in reached]
+            new = body.reach(outputs).inputs - reached
+            if not new:
+                return reached
+            reached |= new

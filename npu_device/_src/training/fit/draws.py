@@ -1,0 +1,124 @@
+"""The draws of random numbers in a traced step, and which of them all ranks share.
+
+A draw has numbers for each sample (a dropout mask), or is one for the whole batch (whether to skip a layer), which
+stays the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src.training.fit.data_flow import DataFlow
+from npu_device._src.training.fit.random_operations import (
+    MARK,
+    drawing_operations,
+    is_draw,
+    is_stateful,
+)
+
+DECIDES = "decides what the step does"
+WHOLE_BATCH = "is one for the whole batch"
+KEPT = "is kept in a variable"
+EAGER = "is in an eager step, whose Python code may decide by it"
+"""Why all ranks share a draw."""
+
+_NUMBER = re.compile(r"_\d+$")  # by which TensorFlow tells operations of one name apart
+_RANDOM_SCOPES = ("random_", "stateful_", "stateless_")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A draw of a step.
+
+    Attributes:
+        name: of what draws, for messages.
+        stateful: an operation with a state of its own draws, not a generator.
+        shared: why all ranks share it; "" if each rank draws its own.
+        decides_alone: it decides what a function does that the step calls, on each rank differently.
+        operation: what draws, or mixes the rank into a generator's state; None in eager mode.
+    """
+
+    name: str
+    stateful: bool
+    shared: str
+    decides_alone: bool = False
+    operation: Any = None
+
+
+def draws_of(
+    graph: tf.Graph, start: int, samples: Sequence[tf.Tensor], weight_shapes: set[tuple[int, ...]]
+) -> list[Draw]:
+    """Return the draws of a step whose operations begin with number ``start`` of a graph."""
+    flow = DataFlow(graph, samples)
+    reasons = _Reasons(flow, samples, weight_shapes)
+    draws = []
+    for operation in graph.get_operations()[start:]:
+        if is_draw(operation):
+            shared = reasons.of(operation)
+            draws.append(
+                Draw(_name(operation), is_stateful(operation), shared, operation=operation)
+            )
+    deciding = flow.draws_deciding_inside()
+    for operation in flow.draws_inside():
+        decides_alone = operation.name in deciding
+        draws.append(Draw(_name(operation), is_stateful(operation), "", decides_alone, operation))
+    return draws
+
+
+class _Reasons:
+    """Why ranks share the draws of a step."""
+
+    def __init__(
+        self,
+        flow: DataFlow,
+        samples: Sequence[tf.Tensor],
+        weight_shapes: set[tuple[int, ...]],
+    ) -> None:
+        self._flow = flow
+        self._weight_shapes = weight_shapes
+        self._rows = {tensor.shape[0] for tensor in samples if tensor.shape.rank} - {None}
+        self._deciding = flow.draws_behind(flow.decisions())
+        self._assigned: set[str] | None = None  # draws that variables are set to; seldom asked for
+
+    def of(self, draw: tf.Operation) -> str:
+        """Return why all ranks share a draw; "" if each rank draws its own."""
+        if draw.name in self._deciding:
+            return DECIDES
+        operations = drawing_operations(draw)
+        if not operations or any(map(self._is_per_sample, operations)):
+            return ""
+        if all(map(self._is_for_whole_batch, operations)):
+            return WHOLE_BATCH
+        return KEPT if self._is_kept(draw) else ""
+
+    def _is_per_sample(self, operation: tf.Operation) -> bool:
+        shape = operation.outputs[0].shape
+        if not shape.is_fully_defined() or self._rows & set(shape.as_list()):
+            return True
+        if not operation.inputs:
+            return False
+        return self._flow.reach([operation.inputs[0]]).samples
+
+    def _is_for_whole_batch(self, operation: tf.Operation) -> bool:
+        """Return True for a number, for what is drawn for a variable, and for what is repeated for each sample."""
+        shape = tuple(operation.outputs[0].shape.as_list())
+        return not shape or shape[0] == 1 or shape in self._weight_shapes
+
+    def _is_kept(self, draw: tf.Operation) -> bool:
+        if self._assigned is None:
+            self._assigned = self._flow.draws_behind(self._flow.assignments())
+        return draw.name in self._assigned
+
+
+def _name(operation: tf.Operation) -> str:
+    """Return the place of a draw in the model, without the operations that a layer consists of."""
+    path = operation.name.replace(MARK, "a generator").split("/")
+    scopes = [_NUMBER.sub("", scope) for scope in path[:-1]]
+    while len(scopes) > 1 and scopes[-1].startswith(_RANDOM_SCOPES):
+        scopes.pop()
+    return "/".join(scopes or path)

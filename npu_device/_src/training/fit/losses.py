@@ -1,0 +1,176 @@
+"""Losses in a step of a replicated model: each rank's, weighted by its samples, add up to that of the whole batch.
+
+A mean over samples needs no change. Sums, values per sample, means over the valid steps of masked sequences, and means
+by sample weights have other denominators.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from functools import partial
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.training.fit.model_parts import ModelParts
+from npu_device._src.training.fit.replaced import Replaced
+from npu_device._src.world.current_step import CurrentStep
+from npu_device._src.world.world import World
+
+LOSS = "loss"
+ADDED_LOSS = "added loss"
+"""How the names of their numbers begin; see ``CurrentStep.is_sum``."""
+
+
+class Losses:
+    """Stands in for the losses' ``call``, the layers' ``add_loss``, and in Keras 3 the model's ``compute_loss``."""
+
+    def __init__(
+        self, model: Any, parts: ModelParts, step: CurrentStep, world: World, replaced: Replaced
+    ) -> None:
+        self._step = step
+        self._world = world
+        for index, loss in enumerate(parts.losses):
+            call = partial(self._call, f"{LOSS} {index}", loss, loss.reduction)
+            replaced.replace(loss, "call", call)
+            replaced.keep(loss, "reduction")
+        for index, layer in enumerate(parts.layers):
+            # What Keras's own layers add is no sum over samples, except in ``parts.regularized``.
+            if not compat.belongs_to_keras(type(layer)) or compat.adds_loss_of_script(layer):
+                add_loss = partial(self._add_loss, f"{ADDED_LOSS} {index}")
+                replaced.replace(layer, "add_loss", add_loss)
+        for layer in parts.regularized:
+            replaced.replace(layer, "activity_regularizer", self._regularize)
+        if compat.is_keras_3(compat.keras_of(model)):
+            replaced.replace(model, "compute_loss", _compute_with_masks)
+
+    def _call(
+        self,
+        name: str,
+        loss: Any,
+        reduction: Any,
+        call: Callable[..., Any],
+        y_true: Any,
+        y_pred: Any,
+    ) -> Any:
+        """Return what Keras is to reduce: values of the samples, times what makes their sum that of the whole batch."""
+        losses = call(y_true, y_pred)
+        loss_mask = getattr(losses, "_keras_mask", None)  # by ignore_class
+        masks = [_mask_of(y_pred), loss_mask]
+        mask = _all_of(masks)
+        loss.reduction = reduction
+        if reduction in ("sum", "none", None):
+            scaled = self._of_the_whole(losses, 1.0)
+        else:
+            denominator = self._denominator(reduction, mask, losses)
+            if denominator is None:
+                return self._mean_of_samples(name, losses)
+            # Keras would divide by what is valid on this rank: perhaps by 0.
+            loss.reduction = "sum"
+            scaled = self._of_the_whole(losses, denominator)
+        if loss_mask is not None:
+            scaled._keras_mask = loss_mask
+        return scaled
+
+    def _mean_of_samples(self, name: str, losses: tf.Tensor) -> tf.Tensor:
+        # A function of the script may have added up the samples itself, and returned one number.
+        if losses.shape.rank == 0 and self._step.is_sum(name, losses):
+            return self._of_the_whole(losses, 1.0)
+        return losses
+
+    def _add_loss(
+        self, name: str, add_loss: Callable[..., Any], losses: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        # Keras adds up what a layer gives; one value per sample is a sum over samples.
+        scaled = tf.nest.map_structure(partial(self._scaled_if_sum, name), losses)
+        return add_loss(scaled, *args, **kwargs)
+
+    def _regularize(self, regularizer: Callable[[Any], Any], outputs: Any) -> Any:
+        return self._of_the_whole(regularizer(outputs), 1.0)
+
+    def _scaled_if_sum(self, name: str, loss: Any) -> Any:
+        if not tf.is_tensor(loss):
+            return loss
+        if not loss.shape.rank:
+            is_sum = self._step.is_sum(name, loss)
+        else:
+            length = loss.shape[0]
+            # Another length is that of values of something else.
+            is_sum = length is None or length == self._step.share.rows
+        return self._of_the_whole(loss, 1.0) if is_sum else loss
+
+    def _of_the_whole(self, terms: tf.Tensor, denominator: Any) -> tf.Tensor:
+        """Return the terms of a sum that is divided by a denominator, so that the step's weight doesn't count twice."""
+        weighed = tf.cast(denominator, tf.float64) * self._step.weight
+        factor = tf.math.divide_no_nan(tf.constant(1.0, tf.float64), weighed)
+        return terms * tf.cast(factor, terms.dtype)
+
+    def _denominator(
+        self, reduction: str, mask: tf.Tensor | None, losses: tf.Tensor
+    ) -> tf.Tensor | None:
+        """Return by what Keras would divide the sum over the whole batch; None for the number of losses."""
+        weights = None
+        if reduction == "mean_with_sample_weight":
+            weights = self._sample_weights()
+        if weights is None and mask is None:
+            return None
+        if weights is None:
+            # Losses for each element of the mask.
+            per_step = tf.maximum(tf.size(losses) / tf.size(mask), 1.0)
+            return tf.cast(per_step, tf.float64) * self._sum_of_all_ranks(mask)
+        weights = tf.cast(weights, tf.float64)
+        if mask is not None:
+            while weights.shape.rank < mask.shape.rank:
+                weights = weights[..., tf.newaxis]
+            weights *= tf.cast(mask, tf.float64)
+        return self._sum_of_all_ranks(weights)
+
+    def _sample_weights(self) -> Any:
+        batch = self._step.share.data
+        weights = batch[2] if isinstance(batch, (tuple, list)) and len(batch) > 2 else None
+        if tf.nest.is_nested(weights):
+            raise ValueError(
+                "a loss with reduction 'mean_with_sample_weight' was given sample weights for each output, which a "
+                "replicated model can't divide.\nWhat to do: use the reduction 'sum_over_batch_size'."
+            )
+        return weights
+
+    def _sum_of_all_ranks(self, counts: Any) -> tf.Tensor:
+        total = tf.reduce_sum(tf.cast(counts, tf.float64))
+        return self._world.add_up(total * self._step.counts)
+
+
+def _all_of(masks: list[Any]) -> tf.Tensor | None:
+    """Return where all masks that aren't None are true; None without any."""
+    present = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
+    return functools.reduce(tf.logical_and, present) if present else None
+
+
+def _compute_with_masks(compute_loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call Keras 3's ``compute_loss``, whose losses cast outputs of half precision.
+
+    In an eager step, nothing leads from such an output to its mask, see ``_mask_of``.
+    """
+    bound = inspect.signature(compute_loss).bind(*args, **kwargs)
+    if "y_pred" in bound.arguments:
+        y_pred = bound.arguments["y_pred"]
+        bound.arguments["y_pred"] = tf.nest.map_structure(_as_losses_cast, y_pred)
+    return compute_loss(*bound.args, **bound.kwargs)
+
+
+def _as_losses_cast(output: Any) -> Any:
+    mask = getattr(output, "_keras_mask", None)
+    if mask is not None and output.dtype.size < 4:
+        output = tf.cast(output, tf.float32)
+        output._keras_mask = mask
+    return output
+
+
+def _mask_of(output: Any) -> Any:
+    """Return the mask of an output, also of one of half precision, which losses of Keras 3 cast without its mask."""
+    mask = getattr(output, "_keras_mask", None)
+    if mask is None and tf.is_symbolic_tensor(output) and output.op.type == "Cast":
+        return getattr(output.op.inputs[0], "_keras_mask", None)
+    return mask

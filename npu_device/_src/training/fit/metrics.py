@@ -1,0 +1,274 @@
+"""Metrics in a step of a replicated model: those of every rank get the values of the whole batch.
+
+The state of Keras's own metrics adds up, see ``step.Increments``. The inputs of any other metric are gathered, so that
+the metric of every rank sees the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.training.fit.model_parts import ModelParts
+from npu_device._src.training.fit.replaced import Replaced
+from npu_device._src.world.current_step import CurrentStep
+from npu_device._src.world.world import World
+
+METRIC = "metric"
+"""How the names of numbers given to metrics begin; see ``CurrentStep.is_sum``."""
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What a metric's ``update_state`` is given, and what of it is a sum over the samples."""
+
+    number: Any
+    sample_weight: Any
+    number_is_sum: bool | None
+    weight_is_sum: bool | None
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A result that a step has asked a metric for; ``compute`` returns it again, with the updates of all ranks."""
+
+    tensor: Any
+    compute: Callable[[], Any]
+
+
+class Metrics:
+    """Stands in for ``update_state``, ``result`` and ``reset_state`` of metrics.
+
+    Attributes:
+        settle: gives the metrics the increments of all ranks so far.
+    """
+
+    settle: Callable[[], None]
+
+    def __init__(
+        self, parts: ModelParts, step: CurrentStep, world: World, replaced: Replaced
+    ) -> None:
+        self._step = step
+        self._world = world
+        self._metrics = parts.metrics
+        self._results: list[_Result] = []
+        keras = compat.keras_of(parts.layers[0])
+        # tf-keras counts each loss of a sample as often as there are samples; Keras 3 their mean.
+        self._counts_losses = not compat.is_keras_3(keras)
+        trackers = set(map(id, parts.trackers))
+        for index, metric in enumerate(self._metrics):
+            is_tracker = id(metric) in trackers
+            update = self._update_of(metric, keras.metrics, f"{METRIC} {index}", is_tracker)
+            if update is not None:
+                replaced.replace(metric, "update_state", update)
+            replaced.replace(metric, "result", self._record)
+            replaced.replace(metric, "reset_state", partial(_refuse_reset, metric.name))
+
+    def _update_of(
+        self, metric: Any, classes: Any, name: str, is_tracker: bool
+    ) -> Callable[..., Any] | None:
+        """Return what stands in for ``update_state``; None where increments simply add up."""
+        if _needs_whole_batch(metric):
+            return partial(self._update_with_all_ranks, name)
+        # Of numbers, which the step itself works out.
+        if type(metric).update_state not in (classes.Mean.update_state, classes.Sum.update_state):
+            return None
+        if isinstance(metric, classes.Sum):
+            return partial(self._update_by_share, name, _weight_in_sum, is_tracker)
+        return partial(self._update_by_share, name, _weight_in_mean, is_tracker)
+
+    def added_up(self) -> list[Any]:
+        """Return the variables of metrics whose increments add up."""
+        additive = [metric for metric in self._metrics if not _needs_whole_batch(metric)]
+        variables = [variable for metric in additive for variable in metric.variables]
+        return list({id(variable): variable for variable in variables}.values())
+
+    def results_again(self, logs: Sequence[Any]) -> tuple[list[Any], list[int]]:
+        """Return what of the logs is a metric's result, or a graph computes from some, with the results of all ranks.
+
+        Other logs are None. The second list has the indices of those that can't be computed again.
+        """
+        results: list[Any] = []
+        lost = []
+        for index, log in enumerate(logs):
+            recorded = self._recorded(log)
+            if recorded is not None:
+                results.append(recorded.compute())
+                continue
+            sources = self._results_behind(log)
+            result = None
+            if tf.is_symbolic_tensor(log):
+                computations = {source.tensor.name: source.compute for source in sources}
+                replacements = {name: compute() for name, compute in computations.items()}
+                result = compat.computed_again(log, replacements)
+            if sources and result is None:
+                lost.append(index)
+            results.append(result)
+        return results, lost
+
+    def _recorded(self, log: Any) -> _Result | None:
+        """Return the result that a log is, if a metric has given it."""
+        name = _tensor_name(log)
+        for result in self._results:
+            has_its_name = name is not None and name == _tensor_name(result.tensor)
+            if result.tensor is log or has_its_name:
+                return result
+        return None
+
+    def _results_behind(self, log: Any) -> list[_Result]:
+        """Return the results from which a graph computes a log."""
+        if not tf.is_symbolic_tensor(log):
+            return []
+        names = {tensor.name for tensor in compat.tensors_behind([log])}
+        return [result for result in self._results if getattr(result.tensor, "name", "") in names]
+
+    def _record(self, compute: Callable[[], Any]) -> Any:
+        if tf.executing_eagerly() and self._step.is_from_script:
+            self.settle()  # no graph tells later what the step has computed from it
+        result = compute()
+        if isinstance(result, dict):
+            for key, tensor in result.items():
+                self._results.append(_Result(tensor, partial(_computed_part, compute, key)))
+        else:
+            self._results.append(_Result(result, compute))
+        return result
+
+    def _update_by_share(
+        self,
+        name: str,
+        weigh: Callable[[_Update, tf.Tensor], tuple[Any, Any]],
+        is_tracker: bool,
+        update_state: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Update a ``Mean`` or ``Sum``: the ranks' increments are added up, as far as they have samples."""
+        are_sums = numbers_given(self._step, name, args, kwargs)
+        number, sample_weight = _number_and_weight(*args, **kwargs)
+        tensor = _as_tensor(number)
+        dtype = tensor.dtype if tensor.dtype.is_floating else tf.float32
+        share_weight = tf.cast(self._step.weight, dtype)
+        if tensor.shape.rank == 0:
+            sum_args, sum_kwargs = are_sums
+            number_is_sum, weight_is_sum = _number_and_weight(*sum_args, **sum_kwargs)
+            update = _Update(number, sample_weight, number_is_sum, weight_is_sum)
+            number, sample_weight = weigh(update, share_weight)
+        elif is_tracker:
+            # A loss per sample, times what ``Losses`` has divided by.
+            if sample_weight is not None and self._counts_losses:
+                sample_weight = tf.cast(sample_weight, share_weight.dtype)
+                sample_weight = tf.math.divide_no_nan(sample_weight, share_weight)
+            number = tensor * share_weight
+        return update_state(number, sample_weight=sample_weight)
+
+    def _update_with_all_ranks(
+        self, name: str, update_state: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        are_sums = numbers_given(self._step, name, args, kwargs)
+        args, kwargs = tf.nest.map_structure(self._of_all_ranks, (args, kwargs), are_sums)
+        return update_state(*args, **kwargs)
+
+    def _of_all_ranks(self, argument: Any, is_sum: bool | None) -> Any:
+        """Return an argument of ``update_state`` with the rows of all ranks, or as the number of the whole batch."""
+        is_setting = isinstance(argument, (bool, int, float, str)) and not is_sum
+        if argument is None or is_setting:
+            return argument
+        tensor = tf.convert_to_tensor(argument)
+        if tensor.shape.rank == 0:
+            weight = self._step.counts if is_sum else self._step.weight
+            total = self._world.add_up(tf.cast(tensor, tf.float64) * weight)
+            return tf.cast(total, tensor.dtype)
+        gathered = self._world.gather(self._step.share.counted(tensor))
+        mask = getattr(argument, "_keras_mask", None)
+        if mask is not None:
+            gathered._keras_mask = self._world.gather(self._step.share.counted(mask))
+        return gathered
+
+
+def numbers_given(step: CurrentStep, name: str, args: Any, kwargs: Any) -> Any:
+    """Return for each argument of a metric's ``update_state`` if it is a sum over the samples; None if unknown."""
+    return tf.nest.map_structure(partial(step.is_sum, name), (args, kwargs))
+
+
+def note_numbers(step: CurrentStep, metrics: Sequence[Any], replaced: Replaced) -> None:
+    """Have a step note the numbers that it gives to metrics, and nothing else."""
+
+    def note(name: str, update_state: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        numbers_given(step, name, args, kwargs)
+        return update_state(*args, **kwargs)
+
+    for index, metric in enumerate(metrics):
+        replaced.replace(metric, "update_state", partial(note, f"{METRIC} {index}"))
+
+
+def _weight_in_mean(update: _Update, share_weight: tf.Tensor) -> tuple[Any, Any]:
+    """Return number and weight of this rank: it contributes by its samples to one number for the whole batch."""
+    number = update.number
+    sample_weight = update.sample_weight
+    if update.number_is_sum:
+        number = tf.math.divide_no_nan(tf.cast(number, share_weight.dtype), share_weight)
+    # A weight that is a sum, or isn't known, adds up over the ranks as it is.
+    if sample_weight is None or update.weight_is_sum is False:
+        sample_weight = _weighted(sample_weight, share_weight)
+    return number, sample_weight
+
+
+def _weight_in_sum(update: _Update, share_weight: tf.Tensor) -> tuple[Any, Any]:
+    sample_weight = update.sample_weight
+    weight_is_mean = sample_weight is None or update.weight_is_sum is False
+    if update.number_is_sum is False and weight_is_mean:
+        sample_weight = _weighted(sample_weight, share_weight)
+    return update.number, sample_weight
+
+
+def _weighted(sample_weight: Any, share_weight: tf.Tensor) -> tf.Tensor:
+    if sample_weight is None:
+        return share_weight
+    return tf.cast(sample_weight, share_weight.dtype) * share_weight
+
+
+def _number_and_weight(values: Any, sample_weight: Any = None) -> tuple[Any, Any]:
+    """Return the arguments of ``update_state``, whose names these are."""
+    return values, sample_weight
+
+
+def _as_tensor(number: Any) -> tf.Tensor:
+    if isinstance(number, (int, float)):
+        return compat.to_tensor(number)
+    return tf.convert_to_tensor(number)
+
+
+def _computed_part(compute: Callable[[], Any], key: Any) -> Any:
+    return compute()[key]
+
+
+def _refuse_reset(name: str, reset_state: Callable[[], None]) -> None:
+    del reset_state
+    raise RuntimeError(
+        f"a step of a replicated model called reset_state of its metric {name!r}; the increments that all ranks have "
+        "made in the step could not be added up then.\nWhat to do: reset it between steps, in a callback."
+    )
+
+
+def _tensor_name(tensor: Any) -> str | None:
+    """Return the name of the tensor of a graph, behind the identities through which AutoGraph returns values."""
+    if not isinstance(tensor, tf.Tensor) or tf.executing_eagerly():
+        return None
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return str(tensor.name)
+
+
+def _needs_whole_batch(metric: Any) -> bool:
+    """Return True for a metric whose state may not add up: its own class or function computes it, not Keras's."""
+    function = compat.function_of_metric(metric)
+    if function is not None:
+        return not compat.belongs_to_keras(function)
+    updating = next(cls for cls in type(metric).__mro__ if "update_state" in vars(cls))
+    is_base_class = updating is compat.keras_of(metric).metrics.Metric
+    return is_base_class or not compat.belongs_to_keras(updating)
