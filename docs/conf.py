@@ -46,6 +46,7 @@ COMMANDS = {
     "npurun": "-m npu_device.launch",
     "npurun check": "-m npu_device.launch check",
     "npurun verify": "-m npu_device.launch verify",
+    "npurun speed": "-m npu_device.launch speed",
     "npurun port": "-m npu_device.launch port",
     "npurun trace": "-m npu_device.launch trace",
     "npurun docs": "-m npu_device.launch docs",

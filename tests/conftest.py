@@ -13,6 +13,7 @@ from typing import Any, Callable
 import allowed_warnings
 import pytest
 import versions
+from mpi_ranks import MPIS, OPEN_MPI, MpiPool
 from pool import Pool
 from ranks import LEAN, all_through
 from rendezvous_ranks import start  # noqa: F401 - a fixture
@@ -39,24 +40,28 @@ CHOSEN_BACKEND = os.environ.get("NPU_DEVICE_BACKEND")  # for all tests
 if CHOSEN_BACKEND:
     os.environ.setdefault("NPU_DEVICE_SHARED_MEMORY", "off")
 BACKENDS = (CHOSEN_BACKEND,) if CHOSEN_BACKEND else ("shared_memory", "tensorflow")
+MORE_ENGINES = {"tcp": 3, "mpi": 3, "Open MPI": 2}
+"""Engines that move data between two ranks at a time, and on how many ranks they are tested. "mpi" is MPICH's."""
 
 _MANY_FILES = 50  # of the whole suite, whose quick run is to take three minutes
 _WORKER_BYTES = 6 << 30  # with its ranks, and the processes that fork them
 
 
 def _kind(size: int, keras: str, backend: str | None = None) -> Any:
+    if backend == "Open MPI":
+        return run.pool_key(size, keras, {**all_through("mpi"), **OPEN_MPI})
     return run.pool_key(size, keras, all_through(None if size == 1 else backend))
 
 
 def _pool(size: int, keras: str, backend: str | None = None) -> Any:
-    return _pool_of(_kind(size, keras, backend))
+    return _pool_of(_kind(size, keras, backend), MpiPool if backend in MPIS else Pool)
 
 
-def _pool_of(kind: Any) -> Any:
-    pool: Pool = run.pool_of(kind, Pool)
+def _pool_of(kind: Any, pool_class: type[Pool] = Pool) -> Any:
+    pool: Pool = run.pool_of(kind, pool_class)
     if pool.is_worn:
         pool.close()
-        pool = run.pool_of(kind, Pool)
+        pool = run.pool_of(kind, pool_class)
     return pool
 
 
@@ -92,9 +97,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         is_quick = config.getoption("--quick")
         if is_quick:
             chosen = [item for item in chosen if item.get_closest_marker("slow") is None]
-        kept = {
-            item for item in chosen if item.get_closest_marker("every_combination") and not is_quick
-        }
+        kept = set()
+        if not is_quick:
+            kept = {
+                item
+                for item in chosen
+                if _is_on_another_engine(item) or item.get_closest_marker("every_combination")
+            }
         for variants in _variants([item for item in chosen if item not in kept]):
             kept.update(_in_turns(variants, is_quick))
         chosen = [item for item in chosen if item in kept]
@@ -116,6 +125,11 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
     return getattr(getattr(item, "callspec", None), "params", {})
 
 
+def _is_on_another_engine(item: pytest.Item) -> bool:
+    is_marked = item.get_closest_marker("more_engines") is not None
+    return is_marked and _parameters(item).get("backend") in MORE_ENGINES
+
+
 _SIZE_NAMES = ("size", "several_ranks", "several_keras_ranks", "tensorflow_ranks")
 
 
@@ -127,10 +141,15 @@ def _combination(item: pytest.Item) -> tuple[int | None, Any, Any]:
 
 
 def _exists(item: pytest.Item) -> bool:
-    """Return False for a single process on a second backend, which it doesn't use, and for what is marked to exist in
-    the other Keras only, or in one that this TensorFlow lacks.
+    """Return False for a single process on a second backend, which it doesn't use; for what isn't to run on one of
+    ``MORE_ENGINES``; and for what is marked to exist in the other Keras only, or in one that this TensorFlow lacks.
     """
     size, keras, backend = _combination(item)
+    if _is_on_another_engine(item):
+        own = _parameters(item)
+        variants = item.get_closest_marker("more_engines").kwargs
+        is_chosen = all(own[name] in chosen for name, chosen in variants.items())
+        return is_chosen and size in (None, MORE_ENGINES[backend])
     if size == 1 and backend not in (None, BACKENDS[0]):
         return False
     marker = item.get_closest_marker("only_keras")
@@ -180,7 +199,8 @@ def _nearest(items: list[pytest.Item], size: int, keras: str, backend: str) -> p
     return min(items, key=distance)
 
 
-_SIZES = {"single": 1, "keras_single": 1, "two_ranks": 2, "keras_two_ranks": 2}
+_SIZES = {"single": 1, "keras_single": 1, "two_ranks": 2, "keras_two_ranks": 2, "open_mpi_ranks": 2}
+_BACKENDS = {"tensorflow_ranks": "tensorflow", "open_mpi_ranks": "Open MPI"}
 _POOLS = (
     *_SIZES,
     "ranks",
@@ -198,7 +218,7 @@ def _group(item: pytest.Item) -> str | None:
     for fixture in set(_POOLS).intersection(getattr(item, "fixturenames", ())):
         size = _SIZES.get(fixture) or parameters.get(fixture) or parameters["size"]
         keras = parameters["keras"] if "keras" in fixture else "3"
-        backend = "tensorflow" if fixture == "tensorflow_ranks" else parameters.get("backend")
+        backend = _BACKENDS.get(fixture, parameters.get("backend"))
         size, keras, environment = _kind(size, keras, backend)
         kinds.append("-".join([str(size), keras, *dict(environment).values()]))
     return max(kinds, default=None)
@@ -220,16 +240,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if (
-        metafunc.definition.get_closest_marker("both_backends")
-        and "backend" in metafunc.fixturenames
-    ):
-        metafunc.parametrize("backend", BACKENDS, indirect=True, scope="session")
+    if "backend" not in metafunc.fixturenames:
+        return
+    backends: list[str | None] = [None]
+    if metafunc.definition.get_closest_marker("both_backends"):
+        backends = list(BACKENDS)
+    more = metafunc.definition.get_closest_marker("more_engines")
+    if more is not None and not CHOSEN_BACKEND:
+        backends += more.args
+    if backends != [None]:
+        names = [backend or "usual" for backend in backends]
+        metafunc.parametrize("backend", backends, indirect=True, ids=names, scope="session")
 
 
 @pytest.fixture(scope="session")
 def backend(request: pytest.FixtureRequest) -> str | None:
-    """The backend in tests that are marked ``both_backends``; else the ranks' own choice."""
+    """The backend in tests that are marked ``both_backends`` or ``more_engines``; else the ranks' own choice."""
     return getattr(request, "param", None)
 
 
@@ -261,6 +287,12 @@ def several_ranks(request: pytest.FixtureRequest, backend: str | None) -> Pool:
 def tensorflow_ranks(request: pytest.FixtureRequest) -> Pool:
     """2 and 3 ranks on TensorFlow's backend, under Keras 3."""
     return _pool(request.param, "3", "tensorflow")
+
+
+@pytest.fixture
+def open_mpi_ranks() -> Pool:
+    """2 ranks on Open MPI, under Keras 3."""
+    return _pool(2, "3", "Open MPI")
 
 
 @pytest.fixture
@@ -329,9 +361,11 @@ def _kept_for_other_tests() -> tuple[set[int], set[int]]:
         for pipe in (server.stdin, server.stdout)
         if pipe is not None
     }
-    return pipes.union(*(pool.descriptors() for pool in run.pools())), {
-        server.pid for server in servers
-    }
+    of_pools = {process.pid for pool in run.pools() for process in pool.processes}
+    return (
+        pipes.union(*(pool.descriptors() for pool in run.pools())),
+        of_pools.union(server.pid for server in servers),
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -65,6 +65,7 @@ def body_mismatch(case: str) -> tuple[float, float, str, list[float]]:
     return began, time.time(), text, npu.distribute.all_reduce(tf.ones([2]), "sum").numpy().tolist()
 
 
+@pytest.mark.more_engines("tcp", "mpi", "Open MPI", case=["dtype", "dense against sparse"])
 @pytest.mark.parametrize("case", EXPECTED)
 def test_calls_that_do_not_match(several_ranks: Pool, case: str) -> None:
     size = several_ranks.size

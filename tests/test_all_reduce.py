@@ -167,6 +167,7 @@ def body_compressed_slices(length: int) -> list[list[float]]:
     return [[float(row) for row in tf.convert_to_tensor(each)[:2, 0]] for each in (*found, -table)]
 
 
+@pytest.mark.more_engines("tcp", "mpi", length=[1000])
 @pytest.mark.parametrize("length", [2, 1000])
 def test_compression_of_indexed_slices(several_ranks: Pool, length: int) -> None:
     n = several_ranks.size

@@ -11,6 +11,7 @@ import collective_bodies as bodies
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import BACKENDS
 from pool import Pool
 
 from npu_device._src.collectives.moves import (
@@ -104,12 +105,16 @@ def moved(ranks: tuple[int, ...], me: int, dtype: str) -> dict[str, np.ndarray]:
     return expected
 
 
+@pytest.mark.more_engines("tcp", "mpi", "Open MPI", kind=["world"], mode=["eager"])
 @pytest.mark.parametrize(
     ("kind", "mode", "dtypes"),
     [("world", "eager", EVERY_DTYPE), ("world", "graph", ("bool",)), ("sub", "graph", ("int8",))],
     ids=["world-eager", "world-graph", "sub-graph"],
 )
-def test_moves(several_ranks: Pool, kind: str, mode: str, dtypes: tuple[str, ...]) -> None:
+def test_moves(
+    several_ranks: Pool, kind: str, mode: str, dtypes: tuple[str, ...], backend: str
+) -> None:
+    dtypes = dtypes if backend in BACKENDS else FEW_DTYPES
     for rank, results in enumerate(several_ranks.run(body_moves, kind, mode, dtypes)):
         ranks = bodies.members(several_ranks.size, rank, kind)
         for dtype, found in results.items():
@@ -138,6 +143,7 @@ def body_loop() -> Any:
     return [float(loop(tf.constant(5))), float(loop(tf.constant(5)))]
 
 
+@pytest.mark.more_engines("tcp", "mpi")
 def test_in_a_loop(several_ranks: Pool) -> None:
     n = several_ranks.size
     expected = np.zeros(n)
@@ -159,6 +165,7 @@ def body_barrier() -> tuple[float, float, int]:
     return waited, int(came), int(came_in_graph)
 
 
+@pytest.mark.more_engines("tcp", "mpi")
 def test_barrier(several_ranks: Pool) -> None:
     for waited, came, came_in_graph in several_ranks.run(body_barrier):
         assert 0.4 < waited < 5
@@ -184,6 +191,7 @@ def body_ring(length: int) -> Any:
     return ring(tf.constant(1)).numpy(), ring(tf.constant(mine.size)).numpy()
 
 
+@pytest.mark.more_engines("tcp", "mpi")
 def test_everybody_sends_first_in_a_graph(several_ranks: Pool) -> None:
     n = several_ranks.size
     for length in (0, 1, 2_000_001):  # the last one is more than sockets hold
@@ -216,6 +224,7 @@ def body_tags() -> Any:
     return found
 
 
+@pytest.mark.more_engines("tcp", "mpi", "Open MPI")
 def test_tags_are_not_mixed_up(several_ranks: Pool) -> None:
     *others, last = several_ranks.run(body_tags, timeout=30)
     assert others == [[]] * (several_ranks.size - 1)

@@ -150,6 +150,7 @@ def body_several() -> Any:
     return {name: float(value) for name, value in reduced.items()}
 
 
+@pytest.mark.more_engines("tcp", "mpi")
 @pytest.mark.parametrize("several_ranks", [3], indirect=True)
 def test_overlapping_groups_and_groups_of_one(several_ranks: Pool) -> None:
     first, last, outer, world = 11.0, 110.0, 101.0, 111.0
@@ -178,6 +179,7 @@ def body_again() -> Any:
     return found
 
 
+@pytest.mark.more_engines("tcp", "mpi")
 def test_destroyed_and_made_again(several_ranks: Pool) -> None:
     size = several_ranks.size
     outer, world = [size + 1] * 2, [size * (size + 1) // 2] * 2
@@ -207,6 +209,7 @@ def body_destroyed_while_the_sender_sleeps(length: int) -> tuple[float, float]:
     return received, float(npu.distribute.all_reduce(tf.ones([]), "sum"))
 
 
+@pytest.mark.more_engines("tcp", "mpi")
 def test_destroyed_while_the_sender_sleeps(several_ranks: Pool) -> None:
     for length in (1, 100_000):
         found = several_ranks.run(body_destroyed_while_the_sender_sleeps, length, timeout=30)

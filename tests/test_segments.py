@@ -94,6 +94,7 @@ def test_one_rank_alone_may_retrace_with_an_unknown_batch_size(ranks: Pool) -> N
     assert all(each == first for each in others)
 
 
+@pytest.mark.more_engines("tcp", "mpi")
 def test_the_strategy_cuts_the_list(several_ranks: Pool) -> None:
     for found in several_ranks.run(body_strategies):
         assert found["default"] == [
@@ -232,6 +233,7 @@ def test_every_split_gives_the_same_bits_on_every_rank(several_ranks: Pool) -> N
     assert len(set().union(*several_ranks.run(body_bits))) == 1
 
 
+@pytest.mark.more_engines("tcp", "mpi", eager=[False])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graph"])
 def test_results_come_back_in_the_callers_order(ranks: Pool, eager: bool) -> None:
     n = ranks.size

@@ -86,6 +86,7 @@ def in_opposite_orders(count: int) -> list[float]:
             return session.run(sums)  # type: ignore[no-any-return]
 
 
+@pytest.mark.more_engines("tcp", "mpi")
 def test_opposite_orders_with_one_thread(several_ranks: Pool) -> None:
     for results in several_ranks.run(in_opposite_orders, 7):
         assert results == [several_ranks.size * place for place in range(7)]
@@ -137,6 +138,7 @@ def mismatch() -> tuple[str, list[float]]:
             return error_of(session.run, wrong), session.run(right).tolist()
 
 
+@pytest.mark.more_engines("tcp", "mpi")
 def test_a_mismatch_is_an_error_of_run_and_the_session_goes_on(several_ranks: Pool) -> None:
     size = several_ranks.size
     for message, after in several_ranks.run(mismatch):

@@ -22,6 +22,10 @@ def main() -> None:
         from npu_device.launch import verify
 
         sys.exit(verify.main(options_of_command))
+    if command == "speed":
+        from npu_device.launch import speed
+
+        sys.exit(speed.main(options_of_command))
     if command == "port":
         from npu_device._src.port.__main__ import main as port
 

@@ -22,7 +22,7 @@ from npu_device._src.verify.file_shadow import COVERED, changed_since
 from npu_device._src.verify.plan import PROBLEM, PlannedProcess
 from npu_device.launch.argument_types import positive
 
-_RANK_BYTES = 2 << 30  # of a rank with TensorFlow and a small model
+RANK_BYTES = 2 << 30  # of a rank with TensorFlow and a small model
 _RUNNER = "npu_device._src.verify.runner"
 _FOR_RANKS = {
     "NPU_DEVICE_STATEMENT": "off",
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(list(arguments))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     sizes = [options.n or 2]
-    if not options.n and memory > 3 * _RANK_BYTES:
+    if not options.n and memory > 3 * RANK_BYTES:
         sizes = [2, 3]
     if options.hosts:
         parser.error("--hosts: verify runs on this host only: its ranks are compared through files")
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("-n 1: must be 2 or more, to be compared with one process")
     if not options.module and not os.path.isfile(options.script):
         parser.error(f"no such script: {options.script} (looked for it in {os.getcwd()})")
-    if sizes[-1] * _RANK_BYTES > memory:
+    if sizes[-1] * RANK_BYTES > memory:
         parser.error(
             f"{sizes[-1]} ranks need more memory than the {memory >> 30} GiB of this machine"
         )
@@ -100,13 +100,7 @@ def _run(
     start: PlannedProcess, sizes: Sequence[int], words: Sequence[str], *, horovod: bool
 ) -> str:
     """Run a script with its arguments as all processes; return what is wrong, "" if nothing is."""
-    known_names = [variable.name for variable in environment.ALL]
-    names_of_jobs = {name for name in known_names if not name.startswith(_NOT_OF_JOBS)}
-    names_of_jobs |= {"TF_CONFIG", "NPU_DEVICE_HUB"}
-    variables = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **_FOR_RANKS}
-    # verify describes the jobs of its ranks itself.
-    for name in names_of_jobs:
-        variables.pop(name, None)
+    variables = variables_of_runs()
     if horovod:
         variables.update(modules.variables(variables))
     settings = json.dumps({**asdict(start), "sizes": sizes})
@@ -130,6 +124,17 @@ def _run(
     if code:
         return f"the process of the script ended with {code}"
     return ""
+
+
+def variables_of_runs() -> dict[str, str]:
+    """Return the environment without what describes a job: each run gets a job of its own."""
+    known_names = [variable.name for variable in environment.ALL]
+    names_of_jobs = {name for name in known_names if not name.startswith(_NOT_OF_JOBS)}
+    names_of_jobs |= {"TF_CONFIG", "NPU_DEVICE_HUB"}
+    variables = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **_FOR_RANKS}
+    for name in names_of_jobs:
+        variables.pop(name, None)
+    return variables
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 from pool import Pool
-from ranks import DEAD_PROXY, LEAN, all_through, clean_environment
+from ranks import DEAD_PROXY, LEAN, clean_environment
 
 from benchmarks import mpiexecs
+
+MPIS = ("mpi", "Open MPI")  # as tests name backends
+OPEN_MPI = {"OMPI_MCA_mpi_yield_when_idle": "1"}  # tells a pool that it is Open MPI's
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
@@ -70,7 +73,9 @@ class Started:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        self.poll, self.wait = self._process.poll, self._process.wait
+        self.pid = self._process.pid
+        self.poll = self._process.poll
+        self.wait = self._process.wait
 
     @property
     def output(self) -> str:
@@ -83,13 +88,12 @@ class Started:
 
 
 class MpiPool(Pool):
-    """Ranks that one ``mpiexec`` has started, on MPI's backend."""
+    """Ranks that one ``mpiexec`` has started, on MPI's backend: Open MPI's if its variables are given, or MPICH's."""
 
-    def __init__(self, size: int, kind: str) -> None:
-        self._command = mpiexec(kind)
-        super().__init__(
-            size, "3", **environment_for(self._command, **all_through("mpi"), **DEAD_PROXY)
-        )
+    def __init__(self, size: int, keras: str, **environment: str) -> None:
+        pytest.importorskip("mpi4py")
+        self._command = mpiexec("Open MPI" if OPEN_MPI.keys() <= environment.keys() else "MPICH")
+        super().__init__(size, keras, **environment_for(self._command, **environment, **DEAD_PROXY))
 
     def _start(self, arguments: list[str], environment: dict[str, str]) -> list[Any]:
         command = [*self._command, "-n", str(self.size), sys.executable, *arguments]

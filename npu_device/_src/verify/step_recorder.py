@@ -39,6 +39,7 @@ from npu_device._src.training.watching.digests import variable_name
 from npu_device._src.verify.phases import Phases
 from npu_device._src.verify.plan import PlannedProcess
 from npu_device._src.verify.projections import digests_of, projected
+from npu_device._src.verify.wrapping import fixing, wrap
 from npu_device._src.world.current_step import current_step
 
 _SCOPE = "npu_verify"  # the name scope of the operations that record
@@ -73,7 +74,7 @@ class StepRecorder:
         tf.compat.v1.get_default_graph().seed = seed
         session_classes = tf.compat.v1.Session.__mro__
         session = next(base for base in session_classes if "run" in vars(base))
-        _wrap(
+        wrap(
             (tf.data.Dataset, "shuffle", self._shuffle),
             (tf.GradientTape, "gradient", self._gradient),
             (tf.Graph, "__init__", self._seed_graph),
@@ -90,7 +91,7 @@ class StepRecorder:
     def install(self, module: Any) -> None:
         """Wrap the classes of a Keras package, or the calls of this package."""
         if module.__name__ == "npu_device.distribute":
-            _wrap(
+            wrap(
                 (module, "all_reduce", self._all_reduce),
                 (module, "shard_and_rebatch_dataset", self._divide),
             )
@@ -102,13 +103,13 @@ class StepRecorder:
         adapted = [layer for layer in classes if "adapt" in vars(layer)]
         # The class that defines it: Keras compares the two when it loads a model.
         compiled = next(base for base in keras.Model.__mro__ if "compile" in vars(base))
-        _wrap(
+        wrap(
             *((*method, self._apply) for method in compat.gradient_entries(keras)),
             # A large scale overflows in other steps on each rank.
-            *((*method, _with(initial_scale=1.0)) for method in compat.loss_scale_entries(keras)),
+            *((*method, fixing(initial_scale=1.0)) for method in compat.loss_scale_entries(keras)),
             (keras.Model, "__call__", self._call_model),
             (keras.Model, "fit", self._fit),
-            (compiled, "compile", _with(jit_compile=False)),  # XLA can't call Python
+            (compiled, "compile", fixing(jit_compile=False)),  # XLA can't call Python
             (keras.callbacks.CallbackList, "on_train_batch_end", self._batch_ended),
             (keras.layers.Layer, "add_loss", self._add_loss),
             (keras.utils, "set_random_seed", functools.partial(self._noted, "seed")),
@@ -120,7 +121,7 @@ class StepRecorder:
         batch_norm.call = noise.quiet(
             batch_norm.call, lambda layer: self._note("batch_norm", detail=layer.name)
         )
-        _wrap((batch_norm, "call", self._normalize))
+        wrap((batch_norm, "call", self._normalize))
 
     def _normalize(self, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
         """Note a layer that trains by the samples of one rank, despite ``synchronized=True``."""
@@ -375,26 +376,6 @@ class StepRecorder:
         count = sum(tensor is not None for tensor in tf.nest.flatten(values))
         self._note("all_reduce", outcome=count)
         return original(values, *args, **kwargs)
-
-
-def _wrap(*hooks: tuple[Any, str, Callable[..., Any]]) -> None:
-    """Let hooks be called instead of attributes of modules and classes, with these as their first argument."""
-    for owner, name, hook in hooks:
-        setattr(owner, name, _wrapped(getattr(owner, name), hook))
-
-
-def _wrapped(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    @tf.autograph.experimental.do_not_convert
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return hook(original, *args, **kwargs)
-
-    return wrapped
-
-
-def _with(**fixed: Any) -> Callable[..., Any]:
-    """Return a hook that fixes some arguments."""
-    return lambda original, *args, **kwargs: original(*args, **{**kwargs, **fixed})
 
 
 def _states(models: Sequence[Any], trained: Sequence[Any]) -> list[Any]:

@@ -1,0 +1,174 @@
+"""Runs a script as all processes of ``npurun speed``: ``python -m`` this module, with SETTINGS script argument ….
+
+The first round is traced. Then come rounds in which each number of ranks has its turn, so that a machine that becomes
+slower for a while is slower for all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from npu_device._src.cluster.time_limits import OTHERS_FAIL_SECONDS, SWEEP_SECONDS
+from npu_device._src.speed.outcome import LEAST_ROUNDS, outcome
+from npu_device._src.speed.timed_process import (
+    LEFT_OUT,
+    TRACED,
+    TimedProcess,
+    load_times,
+    save_memory,
+)
+from npu_device._src.verify.forking import (
+    INDIVISIBLE,
+    ForkingProcess,
+    end_all,
+    output_of,
+    report_problem,
+    run_script,
+)
+from npu_device._src.verify.plan import DONE, PlannedProcess
+
+_NO_TIME = "no time (see --minutes)"
+
+
+class _SpeedProcess(ForkingProcess):
+    """A process of ``npurun speed``.
+
+    Args:
+        sizes: numbers of ranks, 1 first.
+        seconds: in which all runs have to end.
+    """
+
+    def __init__(self, start: TimedProcess, sizes: Sequence[int], seconds: float, script: str):
+        self._start = start
+        self._sizes = list(sizes)
+        self._deadline = time.monotonic() + seconds
+        self._seconds_of_run: dict[int, float] = {}  # by the number of ranks
+        self._left_out: dict[int, str] = {}
+        # The standard error of npurun: this process soon has a file instead, as its script prints what it likes.
+        self._console = os.dup(2)  # for progress
+        super().__init__(start, script)
+
+    def runs(self) -> Iterator[Sequence[PlannedProcess]]:
+        # One process is first: it tells how long a run takes.
+        for ranks in list(self._sizes):
+            if self._has_time_for([ranks]):
+                yield self._run(ranks, TRACED)
+            else:
+                self._leave_out(ranks, _NO_TIME)
+        for number in range(1, 1000):
+            # What has too few rounds would not be decided.
+            while len(self._sizes) > 2 and not self._has_time_for(
+                self._sizes * (LEAST_ROUNDS + 1 - number)
+            ):
+                self._leave_out(self._sizes[-1], _NO_TIME)
+            if not self._has_time_for(self._sizes) or self._is_decided(number - 1):
+                return
+            # A run may leave its number of ranks out.
+            for ranks in list(self._sizes):
+                yield self._run(ranks, str(number))
+
+    def _run(self, ranks: int, round_name: str) -> Sequence[PlannedProcess]:
+        self._begin = time.monotonic()
+        return self._start.run_of(ranks, round_name)
+
+    def _has_time_for(self, sizes: Sequence[int]) -> bool:
+        """Return True if runs of these numbers of ranks probably end in time."""
+        longest = max(self._seconds_of_run.values(), default=0.0)
+        seconds = sum(self._seconds_of_run.get(ranks, longest) for ranks in sizes)
+        return time.monotonic() + seconds < self._deadline
+
+    def _leave_out(self, ranks: int, reason: str) -> None:
+        self._sizes.remove(ranks)
+        self._left_out[ranks] = reason
+        Path(self._start.directory, LEFT_OUT).write_text(json.dumps(self._left_out))
+
+    def _is_decided(self, rounds: int) -> bool:
+        if rounds < LEAST_ROUNDS:
+            return False
+        return all(speedup.verdict for speedup in outcome(self._start, self._sizes).speedups[1:])
+
+    def wait(self, running: dict[int, PlannedProcess]) -> None:
+        processes = list(running.values())
+        deadline = self._deadline
+        # A rank that is done goes on training, so that the others aren't disturbed.
+        while not all((process.folder / DONE).exists() for process in processes):
+            time.sleep(SWEEP_SECONDS)
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid in running:
+                process = running.pop(pid)
+                if status or load_times(process) is None:
+                    end_all(list(running))
+                    self._look_at_end(process, status)
+                    return
+                # It has ended after its last step, while the others may still write down theirs.
+                (process.folder / DONE).touch()
+                deadline = min(deadline, time.monotonic() + OTHERS_FAIL_SECONDS)
+            if time.monotonic() > deadline:
+                break
+        save_memory(processes[0], sum(map(_memory, running)))
+        end_all(list(running))
+        self._tell(processes)
+
+    def _look_at_end(self, process: PlannedProcess, status: int) -> None:
+        """Leave out a number of ranks that can't divide the batch; any other end without times is a problem."""
+        if process.ranks > 1 and INDIVISIBLE in output_of(process):
+            self._leave_out(process.ranks, "they can't divide the batch")
+            return
+        end = f"ended before it had made {process.steps} steps after its first ones"
+        if status:
+            end = f"failed with exit code {os.waitstatus_to_exitcode(status)}"
+        report_problem(process, end)
+
+    def _tell(self, processes: Sequence[PlannedProcess]) -> None:
+        first = processes[0]
+        assert isinstance(first, TimedProcess)
+        self._seconds_of_run[first.ranks] = time.monotonic() - self._begin
+        # Each run would leave its checkpoints.
+        shutil.rmtree(first.files, ignore_errors=True)
+        times = load_times(first)
+        if times is None:
+            if len(self._seconds_of_run) == 1:
+                report_problem(
+                    first, "made no steps of a Keras optimizer in all the time of --minutes"
+                )
+            return
+        left = max(0.0, self._deadline - time.monotonic())
+        text = f"{first.name}, round {first.round}: {times.steps / times.seconds:.3g} steps/s"
+        os.write(
+            self._console, f"npurun speed: {text}; at most {left / 60:.0f} min left\n".encode()
+        )
+
+    def recorder(self) -> Any:
+        from npu_device._src.speed.step_clock import StepClock
+
+        assert isinstance(self.plan, TimedProcess)
+        return StepClock(self.plan)
+
+
+def _memory(pid: int) -> int:
+    """Return the bytes of memory of a process, its part of what it shares with others."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run a script as all processes, and time their steps."""
+    settings = json.loads(arguments[0])
+    sizes = settings.pop("sizes")
+    limit = settings.pop("limit")
+    start = TimedProcess(**settings)
+    words = arguments[1:]
+    run_script(_SpeedProcess(start, sizes, limit, words[0]), words)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,160 @@
+"""One process that begins a script, and becomes the processes of all runs by forks.
+
+It runs the script as ``python`` would until TensorFlow is imported, which is most of a script's start. There it becomes
+the others, one run after the other. Each goes on by itself, as a single process or with the variables of a rank.
+Variables that the script sets before (``TF_USE_LEGACY_KERAS``) count. A script that asks for its rank earlier is
+forked when it asks.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from npu_device._src.cluster.tracebacks import parse, without_libraries
+from npu_device._src.replicate.after_import import AfterImport
+from npu_device._src.replicate.main_program import run_main
+from npu_device._src.replicate.wrapped_models import Models
+from npu_device._src.verify import file_shadow
+from npu_device._src.verify.plan import LOG, PROBLEM, START, PlannedProcess
+
+SEED = 20201
+INDIVISIBLE = "the global batch size must be divisible by the number of ranks"
+"""What the error of a rank says whose batch can't be divided."""
+
+_TAIL_LINES = 25
+
+
+class ForkingProcess(ABC):
+    """This process, which becomes the processes of all runs.
+
+    Attributes:
+        plan: what this process is to be.
+    """
+
+    def __init__(self, start: PlannedProcess, script: str) -> None:
+        self._recorder: Any = None
+        self._models = Models(None)
+        self._redirection = file_shadow.Redirection(start.directory, script)
+        self._become(start)
+        self._redirection.install()
+        self._fork_at_variables()
+
+    @abstractmethod
+    def runs(self) -> Iterator[Sequence[PlannedProcess]]:
+        """Yield the processes of each run; the one before is over then."""
+
+    @abstractmethod
+    def wait(self, running: dict[int, PlannedProcess]) -> None:
+        """Wait until a run, of which these processes are running, is over, and end them."""
+
+    @abstractmethod
+    def recorder(self) -> Any:
+        """Return what records this process, now that TensorFlow is there, and has ``install(module)``."""
+
+    def _fork_at_variables(self) -> None:
+        """Fork as soon as the script reads a variable that ranks have."""
+        environ_class = type(os.environ)
+        self._read_variable = environ_class.__getitem__
+        names = replace(self.plan, run="names", ranks=2).environment()
+
+        def read(environ: Any, name: str) -> str:
+            if name in names:
+                self._fork()
+            return self._read_variable(environ, name)
+
+        environ_class.__getitem__ = read  # type: ignore[method-assign]
+
+    def _fork(self) -> None:
+        """Become the processes of all runs, one run after the other; return in each of them."""
+        if self.plan.run != START:
+            return
+        type(os.environ).__getitem__ = self._read_variable  # type: ignore[method-assign]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        random_state = random.getstate()  # which Python sets anew in every fork
+        # The ranks of a run need each other; runs would compete for memory.
+        for processes in self.runs():
+            self._redirection.copy(processes[0].files)
+            running = {}
+            for process in processes:
+                pid = os.fork()
+                if not pid:
+                    random.setstate(random_state)
+                    self._become(process)
+                    return
+                running[pid] = process
+            self.wait(running)
+        # The script goes on in the other processes, and has only begun in this one.
+        os._exit(0)
+
+    def _become(self, process: PlannedProcess) -> None:
+        self.plan = process
+        process.folder.mkdir(parents=True)
+        with (process.folder / LOG).open("wb") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        os.environ.update(process.environment())
+        self._redirection.move(process.files)
+
+    def imported(self, modules: Sequence[ModuleType]) -> None:
+        """Go on as one of the processes, and wrap what the script has imported."""
+        self._fork()
+        if self.plan.replicate and self.plan.ranks > 1:
+            self._models.imported(modules)
+        if self._recorder is None:
+            self._recorder = self.recorder()
+            self._redirection.install_tensorflow(sys.modules["tensorflow"])
+        for module in modules:
+            self._recorder.install(module)
+
+
+def end_all(pids: Sequence[int]) -> None:
+    """Kill processes of this one. What they leave is on disk, and a loop of the script may go on for hours."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def run_script(process: ForkingProcess, words: Sequence[str]) -> None:
+    """Run a script, of which these are path and arguments, in a process that forks."""
+    start = process.plan
+    sys.argv = list(words)
+    random.seed(SEED)
+    np.random.seed(SEED)
+    AfterImport(process.imported, "npu_device.distribute")
+    try:
+        run_main(words[0], start.module)
+    except BaseException:
+        if process.plan is not start:
+            raise
+        traceback.print_exc()
+    if process.plan is start:
+        report_problem(start, "ended before its first step")
+
+
+def output_of(process: PlannedProcess) -> str:
+    log = (process.folder / LOG).read_text(errors="replace")
+    return without_libraries(parse(log.splitlines()))[0]
+
+
+def report_problem(process: PlannedProcess, end: str) -> None:
+    """Leave what is wrong with a process, and end."""
+    Path(process.directory, PROBLEM).write_text(problem_text(process, end), encoding="utf-8")
+    os._exit(1)
+
+
+def problem_text(process: PlannedProcess, end: str) -> str:
+    tail = "\n".join(output_of(process).splitlines()[-_TAIL_LINES:])
+    return f"as {process.name}, the script {end}. The end of its output:\n{tail}"
