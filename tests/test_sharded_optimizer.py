@@ -21,7 +21,9 @@ import npu_device as npu
 from npu_device._src import compat
 
 STEPS = 20
+QUICK = [(3, "adam"), (2, "overwritten")]
 pytestmark = needs_keras_3
+full = pytest.mark.full
 
 SHAPES = [(40, 3), (7,), (), (0,), (300, 5), (2, 2), (33,)]
 
@@ -85,7 +87,10 @@ def _gradients(variables: list[Any], step: Any, without: int | None, sparse: boo
     return gradients
 
 
-def _trained(optimizer: Any, variables: list[Any], graph: bool, **how: Any) -> None:
+def _trained(
+    optimizer: Any, variables: list[Any], graph: bool, steps: int = STEPS, **how: Any
+) -> None:
+    how = {"without": None, "sparse": False, **how}
     by_pairs = how.pop("by_pairs", True)
 
     def step(number: Any) -> None:
@@ -96,7 +101,7 @@ def _trained(optimizer: Any, variables: list[Any], graph: bool, **how: Any) -> N
             optimizer.apply(gradients, variables)
 
     call = tf.function(step, autograph=False) if graph else step
-    for number in range(STEPS):
+    for number in range(steps):
         call(tf.constant(number))
 
 
@@ -155,8 +160,14 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+COUNTED = [
+    pytest.param(count, name, marks=() if (count, name) in QUICK else full)
+    for count in (1, 2, 3, 4)
+    for name in NAMES
+]
+
+
+@pytest.mark.parametrize(("count", "name"), COUNTED)
 def test_weights_have_the_same_bits(pool_with: Callable[..., Pool], count: int, name: str) -> None:
     graph = (NAMES.index(name) + count) % 2 == 0
     ranks = pool_with(count, "3")
@@ -171,17 +182,17 @@ def assert_divided(found: list[Any], name: str) -> None:
         assert all(0 < slots < sum(slots for slots, _ in found) for slots, _ in found), found
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("graph", [pytest.param(False, marks=full), True], ids=["eager", "graph"])
 @pytest.mark.parametrize(
     ("name", "shapes", "dtypes", "without", "sparse"),
     [
-        ("momentum", SHAPES, ["float32", "float64", "float16", "bfloat16"], None, False),
-        ("nadam", [(3, 2)], ["float32"], None, False),
-        ("adam", [(3, 2), (2,)], ["float32"], 0, False),
-        ("averages", [(3, 2), (2,)], ["float32"], None, False),
-        ("overwritten", [(3, 2), (2,)], ["float32"], 1, False),
-        ("adam", SHAPES, ["float32"], None, True),
-        ("momentum", SHAPES, ["float32"], 0, True),
+        ("momentum", SHAPES, ["float32", "float64", "float16", "bfloat16"], None, True),
+        pytest.param("nadam", [(3, 2)], ["float32"], None, False, marks=full),
+        pytest.param("adam", [(3, 2), (2,)], ["float32"], 0, False, marks=full),
+        pytest.param("averages", [(3, 2), (2,)], ["float32"], None, False, marks=full),
+        pytest.param("overwritten", [(3, 2), (2,)], ["float32"], 1, False, marks=full),
+        pytest.param("adam", SHAPES, ["float32"], None, True, marks=full),
+        pytest.param("momentum", SHAPES, ["float32"], 0, True, marks=full),
     ],
 )
 def test_what_is_special_about_variables(
@@ -237,15 +248,15 @@ def body_fit(name: str, compiled: dict[str, Any], built: bool) -> tuple[int, lis
     return slots, _bits(divided.weights)
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=full)])
 @pytest.mark.parametrize(
     ("name", "compiled", "built"),
     [
-        ("adam", {}, False),
-        ("momentum", {"run_eagerly": True}, False),
         ("nesterov", {"steps_per_execution": 3}, True),
-        ("overwritten", {}, True),
-        ("averages", {"jit_compile": True}, False),
+        pytest.param("adam", {}, False, marks=full),
+        pytest.param("momentum", {"run_eagerly": True}, False, marks=full),
+        pytest.param("overwritten", {}, True, marks=full),
+        pytest.param("averages", {"jit_compile": True}, False, marks=full),
     ],
 )
 def test_fit(
@@ -262,7 +273,7 @@ def body_saved(name: str, directory: str, everybody: bool, graph: bool) -> list[
         folder = f"{directory}/{shard_optimizer}/{rank if everybody else 0}"
         variables = _variables(SHAPES, ["float32"])
         optimizer = wrap(_optimizers()[name](), shard_optimizer=shard_optimizer)
-        _trained(optimizer, variables, graph, without=1, sparse=False)
+        _trained(optimizer, variables, graph, without=1)
         values: dict[str, Any] = {}
         if everybody or rank == 0:
             values["direct"] = [tf.convert_to_tensor(one).numpy() for one in optimizer.variables]
@@ -287,8 +298,10 @@ def body_saved(name: str, directory: str, everybody: bool, graph: bool) -> list[
     return wrong
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("everybody", [False, True], ids=["rank 0 alone", "every rank"])
+@pytest.mark.parametrize("graph", [pytest.param(False, marks=full), True], ids=["eager", "graph"])
+@pytest.mark.parametrize(
+    "everybody", [False, pytest.param(True, marks=full)], ids=["rank 0 alone", "every rank"]
+)
 def test_files_hold_what_they_hold_without(
     pool_with: Callable[..., Pool], tmp_path: Any, everybody: bool, graph: bool
 ) -> None:
@@ -336,7 +349,7 @@ def body_model_saved(directory: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=full)])
 def test_models_are_saved_with_all_state(
     pool_with: Callable[..., Pool], tmp_path: Any, count: int
 ) -> None:
@@ -355,11 +368,11 @@ def body_job_checkpoint(directory: str) -> bool:
             directory, preemption=False, optimizer=optimizer, variables=variables
         )
         if place == 0:
-            _trained(optimizer, variables, True, without=None, sparse=False)
+            _trained(optimizer, variables, True)
             checkpoint.save(1)
         else:
             assert checkpoint.restore() == 1
-        _trained(optimizer, variables, place != 1, without=None, sparse=False)
+        _trained(optimizer, variables, place != 1)
         checkpoint.close()
         ends.append(_bits(variables))
     return ends[0] == ends[1] == ends[2]
@@ -367,6 +380,105 @@ def body_job_checkpoint(directory: str) -> bool:
 
 def test_job_checkpoints_hold_all_state(pool_with: Callable[..., Pool], tmp_path: Any) -> None:
     assert pool_with(3, "3").run(body_job_checkpoint, str(tmp_path)) == [True] * 3
+
+
+WAYS = {
+    "every rank": None,
+    "rank 0": 0,
+    "rank 2": 2,
+    "every rank, before the first step": None,
+    "rank 0, before the first step": 0,
+    "rank 0, built": 0,
+}
+"""Who restores a file; without more words after the first steps. Of one rank, the others get it by a broadcast."""
+QUICK_WAYS = ["rank 0", "rank 0, before the first step"]
+
+
+def body_restored(ways: list[str], directory: str) -> list[str]:
+    """Restore the state of 7 divided updates in some ways, and go on; return the ways in which the result differs from
+    that of undivided updates.
+    """
+    directory = npu.distribute.broadcast_object(tempfile.mkdtemp(dir=directory))
+    variables = _variables(SHAPES, ["float32"])
+    optimizer = wrap(_optimizers()["overwritten"](), shard_optimizer=True)
+    _trained(optimizer, variables, True, 7)
+    state = _bits(optimizer.variables)
+    if npu.distribute.rank() == 0:
+        checkpoint = tf.train.Checkpoint(optimizer=optimizer, variables=variables)
+        checkpoint.write(f"{directory}/checkpoint")
+    npu.distribute.all_reduce(1.0)
+    undivided = _restored("every rank, before the first step", directory, False, state)
+    return [way for way in ways if _restored(way, directory, True, state) != undivided]
+
+
+def _restored(way: str, directory: str, shard_optimizer: bool, state: list[bytes]) -> list[bytes]:
+    """Restore a state in a way, and go on for 5 steps; return what comes out."""
+    variables = _variables(SHAPES, ["float32"])
+    optimizer = wrap(_optimizers()["overwritten"](), shard_optimizer=shard_optimizer)
+    is_later = "," not in way
+    if is_later:
+        _trained(optimizer, variables, True, 2)
+    elif "built" in way:
+        optimizer.build(variables)
+    loader = WAYS[way]
+    if loader in (None, npu.distribute.rank()):
+        checkpoint = tf.train.Checkpoint(optimizer=optimizer, variables=variables)
+        checkpoint.read(f"{directory}/checkpoint")
+    if is_later:
+        if loader is not None:
+            npu.distribute.broadcast([*optimizer.variables, *variables], loader)
+        assert _bits(optimizer.variables) == state, way
+        npu.distribute.all_reduce(1.0)
+    _trained(optimizer, variables, is_later, 5)
+    end = _bits([*variables, *optimizer.variables])
+    npu.distribute.all_reduce(1.0)
+    return end
+
+
+@pytest.mark.parametrize("ways", [QUICK_WAYS, pytest.param(list(WAYS), marks=full)])
+def test_files_are_restored_by_some_ranks(
+    pool_with: Callable[..., Pool], tmp_path: Any, ways: list[str]
+) -> None:
+    assert pool_with(3, "3").run(body_restored, ways, str(tmp_path)) == [[]] * 3
+
+
+def body_other_assignments() -> tuple[list[bool], str]:
+    """Assign slots in other ways than by files; return whether the result is that of undivided updates, and the error
+    of ranks that assign different values.
+    """
+    rank = npu.distribute.rank()
+    found = []
+    for shard_optimizer in (False, True):
+        variables = _variables(SHAPES, ["float32"])
+        optimizer = wrap(_optimizers()["momentum"](), shard_optimizer=shard_optimizer)
+        _trained(optimizer, variables, True, 3)
+        for slot in optimizer.variables[2:]:
+            slot.assign(slot * 0.5)  # on the owner, which counts, and on all others
+        _trained(optimizer, variables, shard_optimizer, 3)
+        if rank == 0 or not shard_optimizer:
+            store: dict[str, Any] = {}
+            optimizer.save_own_variables(store)
+            optimizer.load_own_variables({key: np.asarray(store[key]) * 0 for key in store})
+            optimizer.iterations.assign(6)
+            optimizer.learning_rate = 0.05
+        _trained(optimizer, variables, True, 3)
+        found.append(_bits(variables))
+    error = ""
+    for slot in optimizer.variables[2:]:
+        if compat.is_share(slot) and not compat.has_memory(slot):
+            slot.assign(tf.fill(slot.shape, 1.0 + rank))
+    try:
+        _trained(optimizer, variables, False, 1)
+    except Exception as raised:
+        error = str(raised)
+    return found[0] == found[1], error
+
+
+def test_other_assignments(pool_with: Callable[..., Pool]) -> None:
+    found = pool_with(3, "3").run(body_other_assignments)
+    assert all(is_same for is_same, _ in found), found
+    errors = [error for _, error in found if "have assigned" in error]
+    assert errors and "crc32" in errors[0] and "load the same file" in errors[0], found
 
 
 ENDS_FIRST = """
@@ -387,13 +499,11 @@ if rank == 0:
 
 
 def test_a_rank_that_ends_first_hands_its_slots_over(tmp_path: Any) -> None:
-    for output in job.outputs(tmp_path, 2, ENDS_FIRST):
-        assert (
-            "differ" not in output
-            and "apart" not in output
-            and "rror" not in output.replace("INTERNAL: CUDA error", "")
-        ), output
-    assert "read 10" in job.outputs(tmp_path, 2, ENDS_FIRST)[0]
+    outputs = job.outputs(tmp_path, 2, ENDS_FIRST)
+    assert "read 10" in outputs[0]
+    for output in outputs:
+        assert "differ" not in output, output
+        assert "rror" not in output.replace("INTERNAL: CUDA error", ""), output
 
 
 def body_undivided(kind: str) -> tuple[list[str], list[bytes]]:
@@ -408,7 +518,7 @@ def body_undivided(kind: str) -> tuple[list[str], list[bytes]]:
     variables = _variables(SHAPES[:3], ["float32"])
     with warnings_of_package() as heard:
         optimizer = wrap(made[kind](), shard_optimizer=True)
-    _trained(optimizer, variables, True, without=None, sparse=False)
+    _trained(optimizer, variables, True)
     return list(heard), _bits(variables)
 
 
@@ -422,7 +532,7 @@ def test_what_cannot_be_divided_is_not(pool_with: Callable[..., Pool], kind: str
     assert weights == others
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("graph", [pytest.param(False, marks=full), True], ids=["eager", "graph"])
 def test_through_sockets(pool_with: Callable[..., Pool], graph: bool) -> None:
     ranks = pool_with(3, "3", **all_through("tcp"))
     found = ranks.run(body_same_bits, "adam", graph, SHAPES, ["float32"], 1, False)

@@ -1,4 +1,5 @@
-"""Bytes that a rank gives another one when that asks, without its script taking part: from a thread of their own.
+"""Bytes that a rank gives another one, or gets from it, when that asks, without its script taking part: in a thread of
+their own.
 
 Each pair of ranks has one connection in each direction, made at the first request. A rank that ends while others may
 still ask hands its bytes over to rank 0.
@@ -11,7 +12,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, TypeVar
 
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
@@ -20,14 +21,19 @@ from npu_device._src.cluster.peers import Peers
 from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.cluster.time_limits import CHECK_SECONDS, SHORT_SECONDS
 
+_Reply = TypeVar("_Reply")
 Key = tuple[int, int, int]
 """Which bytes a rank asks for; what the numbers mean is up to those who ask and answer."""
+Handed = dict[tuple[int, int], tuple[int, bytearray]]
+"""What a rank has handed over: by the first two numbers of each key, the third one and the bytes."""
 
 _KEY = struct.Struct("<3q")
 _LENGTH = struct.Struct("<q")
 _REFUSED = -1
 _TOPIC = "bytes"
-_ASKING, _HANDING_OVER = 0x6E70_7501, 0x6E70_7502  # numbers of the connections
+# Numbers of the connections.
+_ASKING = 0x6E70_7501
+_HANDING_OVER = 0x6E70_7502
 
 
 class BytesOnRequest:
@@ -36,6 +42,8 @@ class BytesOnRequest:
     Args:
         answer: returns the bytes of a key, or None if this rank doesn't have them as they were asked for; called in a
             thread of its own.
+        take: gets the rank that gives bytes, their key and themselves, in a thread of its own; returns whether this
+            rank can use them.
         everything: yields all keys and bytes of this rank, to be handed over when it ends.
     """
 
@@ -46,17 +54,19 @@ class BytesOnRequest:
         store: ControlChannel,
         peers: Peers,
         answer: Callable[[Key], Optional[memoryview]],
-        everything: Callable[[], Iterator[tuple[Key, memoryview]]],
+        take: Callable[[int, Key, bytearray], bool],
+        all_bytes: Callable[[], Iterator[tuple[Key, memoryview]]],
     ) -> None:
         self._cluster = cluster
         self._health = health
         self._store = store
         self._peers = peers
         self._answer = answer
-        self._everything = everything
+        self._take = take
+        self._all_bytes = all_bytes
         self._connections: dict[int, socket.socket] = {}
         self._asking = threading.Lock()
-        self._handed: dict[int, dict[tuple[int, int], tuple[int, bytearray]]] = {}
+        self._handed: dict[int, Handed] = {}
         self._arriving: dict[int, threading.Thread] = {}
         self._is_closed = False
         health.on_question(_TOPIC, self._reply)
@@ -65,28 +75,63 @@ class BytesOnRequest:
         """Return the bytes of a key of another rank; None if it doesn't have them. Raises PeerError if the rank can't
         be reached.
         """
+
+        def ask(connection: socket.socket) -> bytearray | None:
+            self._move_all(connection.send, _KEY.pack(*key) + _LENGTH.pack(_REFUSED))
+            return self._received(connection)
+
+        def look_up(handed: Handed) -> bytearray | None:
+            number, content = handed.get(key[:2], (-1, bytearray()))
+            if number != key[2]:
+                return None
+            return content
+
+        return self._exchange(rank, ask, look_up)
+
+    def give(self, rank: int, key: Key, content: memoryview) -> bool:
+        """Give another rank the bytes of a key; return whether it can use them. Raises PeerError if the rank can't be
+        reached.
+        """
+
+        def send(connection: socket.socket) -> bool:
+            self._move_all(connection.send, _KEY.pack(*key) + _LENGTH.pack(content.nbytes))
+            self._move_all(connection.send, content)
+            return self._received(connection) is not None
+
+        def replace(handed: Handed) -> bool:
+            handed[key[:2]] = key[2], bytearray(content)
+            return True
+
+        return self._exchange(rank, send, replace)
+
+    def _exchange(
+        self,
+        rank: int,
+        act: Callable[[socket.socket], _Reply],
+        after_end: Callable[[Handed], _Reply],
+    ) -> _Reply:
+        """Call a function with the connection to a rank, or another one with what that has handed over."""
         with self._asking:
             handed = self._handed_by(rank)
-            if handed is not None:
-                # The rank has ended, and updates nothing any more.
-                number, data = handed.get(key[:2], (0, bytearray()))
-                return data if number == key[2] and key[:2] in handed else None
-            connection = self._connection(rank)
-            try:
-                self._move_all(connection.send, _KEY.pack(*key))
-                [length] = _LENGTH.unpack(self._move_all(connection.recv_into, bytearray(8)))
-                if length == _REFUSED:
-                    return None
-                data = bytearray(length)
-                self._move_all(connection.recv_into, data)
-                return data
-            except OSError as error:
-                connection.close()
-                del self._connections[rank]
-                handed = self._handed_by(rank)  # it has ended in between
-                if handed is not None and key[:2] in handed and handed[key[:2]][0] == key[2]:
-                    return handed[key[:2]][1]
-                self._peers.raise_for(rank, str(error))
+            if handed is None:
+                connection = self._connection(rank)
+                try:
+                    return act(connection)
+                except OSError as error:
+                    connection.close()
+                    del self._connections[rank]
+                    # It may have ended in between.
+                    handed = self._handed_by(rank)
+                    if handed is None:
+                        self._peers.raise_for(rank, str(error))
+            return after_end(handed)
+
+    def _received(self, connection: socket.socket) -> bytearray | None:
+        [length] = _LENGTH.unpack(self._move_all(connection.recv_into, bytearray(_LENGTH.size)))
+        if length == _REFUSED:
+            return None
+        received: bytearray = self._move_all(connection.recv_into, bytearray(length))
+        return received
 
     def close(self) -> None:
         """Hand the bytes of this rank over to rank 0, if that goes on."""
@@ -105,13 +150,14 @@ class BytesOnRequest:
         self._peers.open(self._store)
         with self._peers.connect(0, _HANDING_OVER) as connection:
             connection.settimeout(CHECK_SECONDS)
-            for key, data in self._everything():
-                self._move_all(connection.send, _KEY.pack(*key) + _LENGTH.pack(data.nbytes))
-                self._move_all(connection.send, data)
+            # One after the other: this rank may have no memory for copies of all.
+            for key, content in self._all_bytes():
+                self._move_all(connection.send, _KEY.pack(*key) + _LENGTH.pack(content.nbytes))
+                self._move_all(connection.send, content)
             self._move_all(connection.send, _KEY.pack(0, 0, 0) + _LENGTH.pack(_REFUSED))
             self._move_all(connection.recv_into, bytearray(1))  # rank 0 has it
 
-    def _handed_by(self, rank: int) -> dict[tuple[int, int], tuple[int, bytearray]] | None:
+    def _handed_by(self, rank: int) -> Handed | None:
         thread = self._arriving.get(rank)
         if thread is not None:
             thread.join()
@@ -137,11 +183,13 @@ class BytesOnRequest:
     def _reply(self, question: dict[str, Any]) -> bool:
         # The thread of the channel must not wait, so that another one does.
         if self._is_closed:
+            # The bytes are with rank 0, or going there.
             return False
         rank = int(question["rank"])
-        target = self._take_over if question["hands over"] else self._serve
+        hands_over = question["hands over"]
+        target = (self._serve, self._take_over)[hands_over]
         thread = threading.Thread(target=target, args=(rank,), name="npu_device-bytes", daemon=True)
-        if question["hands over"]:
+        if hands_over:
             self._arriving[rank] = thread
         thread.start()
         return True
@@ -154,28 +202,37 @@ class BytesOnRequest:
         ):
             while True:
                 key = _KEY.unpack(self._move_all(connection.recv_into, bytearray(_KEY.size)))
-                data = self._answer(key)
-                length = _REFUSED if data is None else data.nbytes
-                self._move_all(connection.send, _LENGTH.pack(length))
-                if data is not None:
-                    self._move_all(connection.send, data)
+                incoming = self._received(connection)
+                if incoming is None:
+                    answer = self._answer(key)
+                else:
+                    answer = self._taken(rank, key, incoming)
+                if answer is None:
+                    self._move_all(connection.send, _LENGTH.pack(_REFUSED))
+                else:
+                    self._move_all(connection.send, _LENGTH.pack(answer.nbytes))
+                    self._move_all(connection.send, answer)
+
+    def _taken(self, rank: int, key: Key, content: bytearray) -> memoryview | None:
+        if self._take(rank, key, content):
+            return memoryview(b"")
+        return None
 
     def _take_over(self, rank: int) -> None:
         """Receive the bytes of a rank that ends."""
-        handed: dict[tuple[int, int], tuple[int, bytearray]] = {}
+        handed: Handed = {}
         with (
             contextlib.suppress(ClusterError, OSError),
             self._accepted(rank, _HANDING_OVER) as connection,
         ):
             while True:
                 head = self._move_all(connection.recv_into, bytearray(_KEY.size + _LENGTH.size))
-                first, second, number = _KEY.unpack_from(head)
+                optimizer, slot, number = _KEY.unpack_from(head)
                 [length] = _LENGTH.unpack_from(head, _KEY.size)
                 if length == _REFUSED:
                     break
-                data = bytearray(length)
-                self._move_all(connection.recv_into, data)
-                handed[first, second] = number, data
+                content = self._move_all(connection.recv_into, bytearray(length))
+                handed[optimizer, slot] = number, content
             self._handed[rank] = handed
             self._move_all(connection.send, b"\1")
 
@@ -187,9 +244,9 @@ class BytesOnRequest:
         connection.settimeout(CHECK_SECONDS)
         return connection
 
-    def _move_all(self, move: Callable[[memoryview], int], data: Any) -> Any:
-        """Send data, or fill it with what the other rank sends, however long that one takes; return it."""
-        remaining = memoryview(data)
+    def _move_all(self, move: Callable[[memoryview], int], content: Any) -> Any:
+        """Send bytes, or fill them with what the other rank sends, however long that one takes; return them."""
+        remaining = memoryview(content)
         while remaining.nbytes:
             try:
                 count = move(remaining)
@@ -199,4 +256,4 @@ class BytesOnRequest:
             if not count:
                 raise ConnectionError("it has closed its connection")
             remaining = remaining[count:]
-        return data
+        return content

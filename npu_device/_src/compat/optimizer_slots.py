@@ -36,13 +36,13 @@ OVERWRITE_WITH_AVERAGES = "_overwrite_model_variables_with_average_value"
 
 def why_not_alone(optimizer: Any) -> str:
     """Return why an optimizer doesn't update each variable by itself, as far as its class tells; "" if it does."""
-    kind = type(optimizer)
-    base = next((cls for cls in kind.__mro__ if belongs_to_keras(cls)), None)
+    script_class = type(optimizer)
+    base = next((cls for cls in script_class.__mro__ if belongs_to_keras(cls)), None)
     if base is None or base.__name__ not in _STATE_IN_SLOTS:
-        name = kind.__name__ if base is None else base.__name__
+        name = (base or script_class).__name__
         return f"{name} may keep state of a variable elsewhere than in its slots"
     optimizer_class = keras_of(optimizer).optimizers.Optimizer
-    for cls in kind.__mro__[: kind.__mro__.index(base)]:
+    for cls in script_class.__mro__[: script_class.__mro__.index(base)]:
         names = {name for name in vars(cls) if hasattr(optimizer_class, name)}
         plain = _OWN_METHODS | {name for name in names if name.startswith("__")}
         if changed := sorted(names - plain):
@@ -57,23 +57,25 @@ def undivided_state(optimizer: Any) -> list[Any]:
         optimizer._learning_rate,
         getattr(optimizer, "_u_product", None),
     ]
-    known = set(map(id, needed))
+    needed_ids = set(map(id, needed))
     return [
         variable
         for variable in optimizer.variables
-        if id(variable) not in known and not is_share(variable)
+        if id(variable) not in needed_ids and not is_share(variable)
     ]
 
 
 def lists_of_slots(optimizer: Any) -> Iterator[Sequence[Any]]:
     """Yield the lists in which a built optimizer keeps its slots, in the order of the variables that it trains."""
     trained = optimizer._trainable_variables
-    kind = keras_of(optimizer).Variable
+    variable_class = keras_of(optimizer).Variable
     for name, held in vars(optimizer).items():
+        # The lists of a class of the script count, whatever their names.
         if name in ("_trainable_variables", "_variables") or not isinstance(held, (list, tuple)):
             continue
         if len(held) == len(trained) and all(
-            slot is None or (isinstance(slot, kind) and tuple(slot.shape) == tuple(variable.shape))
+            slot is None
+            or (isinstance(slot, variable_class) and tuple(slot.shape) == tuple(variable.shape))
             for slot, variable in zip(held, trained)
         ):
             yield held
@@ -121,15 +123,15 @@ def clipped_by_global_norm(
     return [gradient * scale for gradient in gradients]
 
 
-def with_averages(optimizer: Any, places: Sequence[int], act: Callable[[list[Any]], Any]) -> Any:
+def with_averages(optimizer: Any, indices: Sequence[int], act: Callable[[list[Any]], Any]) -> Any:
     """Call a function of an optimizer with some of the variables that it trains; while it runs, the optimizer has the
     moving averages of only those.
     """
     averages = optimizer._model_variables_moving_average
     # Past Keras's own __setattr__, which tracks what is to be saved.
-    vars(optimizer)["_model_variables_moving_average"] = [averages[place] for place in places]
+    vars(optimizer)["_model_variables_moving_average"] = [averages[index] for index in indices]
     try:
-        return act([optimizer._trainable_variables[place] for place in places])
+        return act([optimizer._trainable_variables[index] for index in indices])
     finally:
         vars(optimizer)["_model_variables_moving_average"] = averages
 
@@ -165,6 +167,23 @@ def _give_initial_value(variable: Any) -> None:
         variable._initialize_with_initializer(variable._initializer)
 
 
+def make_own(variable: Any) -> None:
+    """Let the ``SHARE`` of a slot know when a script assigns it a value."""
+    variable.__class__ = _own_class(keras_of(variable).Variable)
+
+
+@functools.cache
+def _own_class(variable_class: Any) -> Any:
+    """Return the class of slots that only this rank holds."""
+
+    class OwnVariable(variable_class):
+        def _direct_assign(self, value: Any) -> None:
+            super()._direct_assign(value)
+            getattr(self, SHARE).note_assigned()
+
+    return OwnVariable
+
+
 @functools.cache
 def _remote_class(variable_class: Any) -> Any:
     """Return the class of slots that another rank holds."""
@@ -189,6 +208,7 @@ def _remote_class(variable_class: Any) -> Any:
                 _give_initial_value(self)
             super()._direct_assign(value)
 
+        # TensorFlow's checkpoints and SavedModels ask for it, as a name.
         @property
         def _shared_name(self) -> str:
             return str(self.name)

@@ -168,8 +168,8 @@ def _own_or_last(
     segment: Sequence[int], reduced: Sequence[Gradient], tensors: Sequence[Gradient]
 ) -> list[Gradient]:
     """Return the results of a segment on this rank; if it has none, the last of the tensors that went in."""
-    own = [reduced[position] for position in segment if reduced[position] is not None]
-    return own or [tensors[segment[-1]]]
+    owned = [reduced[position] for position in segment if reduced[position] is not None]
+    return owned or [tensors[segment[-1]]]
 
 
 class ListReduction:
@@ -220,7 +220,7 @@ class ListReduction:
         if self._owners is not None:
             agreed["owners"] = f"{zlib.crc32(repr(list(self._owners)).encode()):08x}"
         return Operation(
-            "all_reduce" if self._owners is None else "reduce_to_owners",
+            ("all_reduce", "reduce_to_owners")[self._owners is not None],
             self._group,
             self._tensors,
             self._move,

@@ -161,11 +161,11 @@ def _division(world: World, model: Any) -> list[str]:
     for optimizer in training_state.optimizers(model):
         division = getattr(reduction_of(optimizer), "division", None)
         if division is not None:
-            own, whole = division.bytes_of_state
+            held, total = division.bytes_of_state
             name = type(optimizer).__name__
             lines.append(
                 f"  optimizer      divided over {world.size} ranks ({name}: "
-                f"{own / 1e6:.3g} of {whole / 1e6:.3g} MB on this one)"
+                f"{held / 1e6:.3g} of {total / 1e6:.3g} MB on this one)"
             )
     return lines
 

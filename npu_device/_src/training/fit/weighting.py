@@ -91,23 +91,22 @@ def replicate_optimizer(optimizer: Any, world: World, shard_optimizer: bool = Fa
     ranks on request; it may be wrapped already.
     """
     reducer = carrier(optimizer)
-    before = reduction_of(reducer)
-    if before is not None and before.own_batches:
+    earlier = reduction_of(reducer)
+    if earlier is not None and earlier.own_batches:
         raise ValueError(
             f"{type(optimizer).__name__} is a DistributedOptimizer of Horovod, with which each rank trains on a batch "
             "of its own, and replicate divides each batch among the ranks.\nWhat to do: use one of them. With "
             "replicate, take out the hvd calls, and let learning rate and steps be those of one process."
         )
     # Several models, or several calls of replicate, may share an optimizer.
-    if isinstance(before, WeightedReduction):
+    if isinstance(earlier, WeightedReduction):
         return
     keras = compat.keras_of(optimizer)
-    options = ReductionOptions("mean") if before is None else before.options
-    reduction = WeightedReduction(world, options)
+    reduction = WeightedReduction(world, getattr(earlier, "options", ReductionOptions("mean")))
     install(reducer, keras, reduction)
-    if before is not None and before.division is not None:
-        reduction.division = before.division
-    elif shard_optimizer:
+    # The slots that ranks hold stay where they are.
+    reduction.division = getattr(earlier, "division", None)
+    if reduction.division is None and shard_optimizer:
         reduction.divide(reducer)
     # The optimizer itself is the one that gets the loss, also if the one inside reduces.
     if compat.is_keras_3(keras):

@@ -210,8 +210,12 @@ class GradientReduction:
         note_reduced(self._world, gradients)
         reduced = reduce_list(job, gradients, options, group, owners)
         if group.name == WORLD_GROUP:
-            mine = [None if after is None else before for before, after in zip(gradients, reduced)]
-            self._pair = pair_of(mine, reduced, options.reduction, group.size)
+            # With owners, only what this rank has got back can be compared.
+            sent = list(gradients)
+            for index, gradient in enumerate(reduced):
+                if gradient is None:
+                    sent[index] = None
+            self._pair = pair_of(sent, reduced, options.reduction, group.size)
         self.remember(reduced)
         return reduced
 
@@ -244,11 +248,12 @@ class GradientReduction:
     def apply(
         self, optimizer: Any, apply: Callable[..., Any], gradients: list[Any], variables: list[Any]
     ) -> Any:
-        division = self._division_of(optimizer) if self._applying is None else None
+        division = self._division_of(optimizer)
         if division is not None:
             division.prepare(variables)
         self.begin(optimizer, variables)
         if division is not None:
+            # Slots are equal on all ranks now; from here on, each is on one of them.
             division.part_if(self._has_equal_start())
 
             def reduce(owners: list[int]) -> list[Gradient]:
@@ -265,19 +270,21 @@ class GradientReduction:
     def _apply_ready(
         self, optimizer: Any, apply: Callable[..., Any], ready: list[Any], variables: list[Any]
     ) -> Any:
-        before = self._applying
+        outer = self._applying
         self._applying = optimizer  # gradients that come from now on are ready
         try:
             return apply(ready, variables)
         finally:
-            self._applying = before
+            self._applying = outer
 
     def _has_equal_start(self) -> bool:
         """Return whether all ranks begin with the same values, as far as this call makes sure of it."""
         return self._begun or not can_compare()
 
     def _division_of(self, optimizer: Any) -> DividedUpdate | None:
-        """Return the division of an update; none if a loss-scale optimizer of Keras reduces for the one inside."""
+        """Return the division of an update; none for the part of one, or if another optimizer reduces for it."""
+        if self._applying is not None:
+            return None
         division = self.division
         if division is not None and division.optimizer is not optimizer:
             division.undo()
@@ -439,8 +446,10 @@ def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> An
     variables = compat.variables_to_update(self, trainable_variables)
 
     def apply(reduced: Any, updated: Any) -> Any:
-        is_whole = trainable_variables is None and updated is variables
-        return type(self).apply(self, reduced, None if is_whole else updated)
+        # Keras takes no variables for all of them; a divided update is given some.
+        if trainable_variables is None and updated is variables:
+            return type(self).apply(self, reduced)
+        return type(self).apply(self, reduced, updated)
 
     return getattr(self, REDUCTION).apply(self, apply, list(grads), variables)
 

@@ -64,6 +64,7 @@ def _why_not(world: World, optimizer: Any, options: ReductionOptions) -> str:
         return "a loss-scale optimizer decides on the gradients of all variables together"
     if optimizer.gradient_accumulation_steps:
         return "it accumulates gradients"
+    # Maxima and products are taken in another way.
     if options.reduction not in ("mean", "sum"):
         return f"the reduction is {options.reduction!r}; sum and mean can be divided"
     if environment.NPU_DEVICE_CHECK_GRADIENTS.get() == "on":
@@ -83,10 +84,9 @@ class DividedUpdate:
         self.optimizer = optimizer
         self._world = world
         self._owners: dict[int, int] = {}  # by the id of TensorFlow's variable
-        self._slots = OptimizerSlots(world.job, optimizer)
+        self._slots = OptimizerSlots(world.job)
         self._is_building = False
         self._is_apart = False
-        self._is_updating = False
         self._counted: list[tuple[int, tf.DType]] = []  # owners and dtypes of what a norm is of
 
     # Shares
@@ -127,6 +127,7 @@ class DividedUpdate:
         """
         optimizer = self.optimizer
         if not optimizer.built:
+            # Its first step builds it, or the script before.
             return ""
         self._plan(compat.variables_to_update(optimizer))
         for slots in compat.lists_of_slots(optimizer):
@@ -142,6 +143,7 @@ class DividedUpdate:
         if not undivided:
             return ""
         self.undo()
+        # Three tell what it is about.
         names = ", ".join(variable.path for variable in undivided[:3])
         return f"it keeps state that isn't that of one variable: {names}"
 
@@ -163,8 +165,8 @@ class DividedUpdate:
         """Return the size of the slots that this rank holds, and of all slots."""
         rank = self._world.job.cluster.rank
         slots = self._slots.variables
-        own = [slot for slot in slots if getattr(slot, compat.SHARE).owner == rank]
-        return sum(map(bytes_of, own)), sum(map(bytes_of, slots))
+        owned = [slot for slot in slots if getattr(slot, compat.SHARE).owner == rank]
+        return sum(map(bytes_of, owned)), sum(map(bytes_of, slots))
 
     def prepare(self, variables: Sequence[Any]) -> None:
         """Build the optimizer for all variables, before a step builds it for those of this rank."""
@@ -183,7 +185,9 @@ class DividedUpdate:
         for slot in self._slots.variables:
             share = getattr(slot, compat.SHARE)
             share.is_apart = True
-            if share.owner != self._world.job.cluster.rank:
+            if share.owner == self._world.job.cluster.rank:
+                compat.make_own(slot)
+            else:
                 compat.make_remote(slot)
 
     # The update
@@ -202,70 +206,71 @@ class DividedUpdate:
             reduce: returns the reduced gradients that this rank owns, and None or anything for the others.
         """
         owners = [self.owner_of(variable) for variable in variables]
-        present = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        if not present or None in owners or len(gradients) != len(variables):
+        with_gradient = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        if not with_gradient or None in owners or len(gradients) != len(variables):
             # Keras refuses this on every rank.
             return apply(gradients, variables)
-        known = [owner for owner in owners if owner is not None]
-        reduced = reduce(known)
-        counted = [place for place in present if not compat.is_overwritten(variables[place])]
-        self._counted = [(known[place], dense_of(gradients[place]).dtype) for place in counted]
-        own = [place for place in present if known[place] == self._world.rank]
-        # With those that have no gradient, of which Keras warns.
-        given = [place for place in range(len(gradients)) if place in own or place not in present]
-        # The overwriting of variables by averages is part of the update, and sends nothing by itself.
-        self._is_updating = True
+        ranks = [owner for owner in owners if owner is not None]
+        reduced = reduce(ranks)
+        counted = [index for index in with_gradient if not compat.is_overwritten(variables[index])]
+        self._counted = [(ranks[index], dense_of(gradients[index]).dtype) for index in counted]
+        share = [index for index in with_gradient if ranks[index] == self._world.rank]
+        # Keras warns of variables without a gradient, on each rank.
+        passed = [
+            index for index, gradient in enumerate(gradients) if gradient is None or index in share
+        ]
         earlier = len(_operations())
-        try:
+        arrived = [dense_of(reduced[index]) for index in share]
+        with tf.control_dependencies(self._slots.settle(arrived)), self._slots.update():
             # What belongs to no variable changes on each rank, as Nadam's product of momenta does.
-            if counted and not set(counted).intersection(own):
+            if counted and not set(counted).intersection(share):
                 compat.update_without_gradients(self.optimizer)
-            if own:
-                result = apply(
-                    [reduced[place] if place in own else None for place in given],
-                    [variables[place] for place in given],
+            if share:
+                applied = apply(
+                    [reduced[index] if index in share else None for index in passed],
+                    [variables[index] for index in passed],
                 )
             else:
-                result = compat.count_update(self.optimizer)
-        finally:
-            self._is_updating = False
+                applied = compat.count_update(self.optimizer)
         if not is_only_building():
-            changed = [variables[place] for place in present]
-            if (
-                self.optimizer.use_ema
-            ):  # each update changes the averages of all variables, or those themselves
+            self._slots.count_update()
+            changed = [variables[index] for index in with_gradient]
+            if self.optimizer.use_ema:
+                # Each update changes the averages of all variables, or the variables themselves.
                 changed = compat.variables_to_update(self.optimizer)
             # When another rank has the new values, this one has also changed the slots, which that one may read.
             with tf.control_dependencies(list(filter(changes_a_variable, _operations()[earlier:]))):
                 self._spread(changed)
-        return result
+        return applied
 
     def _spread(self, variables: Iterable[Any]) -> None:
         """Give all ranks the values that the owners of variables have now."""
         inner = list(map(compat.inner_variable, variables))
         owners = [self._owners[id(variable)] for variable in inner]
+        specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in inner]
         rank = self._world.rank
-        values = [
-            variable.read_value()
-            if owner == rank
-            else tf.TensorSpec(variable.shape, variable.dtype)
-            for variable, owner in zip(inner, owners)
-        ]
+        owned = [variable for variable, owner in zip(inner, owners) if owner == rank]
+        received = self._from_owners([variable.read_value() for variable in owned], specs, owners)
         # An owner has its own values already.
-        received = broadcast_from_owners(self._world.job, values, owners, self._world.group)
-        for variable, owner, value in zip(inner, owners, received):
+        for variable, owner, new in zip(inner, owners, received):
             if owner != rank:
-                variable.assign(value)
+                variable.assign(new)
+
+    def _from_owners(
+        self, owned: Iterable[tf.Tensor], specs: Sequence[tf.TensorSpec], owners: Sequence[int]
+    ) -> list[tf.Tensor]:
+        """Return tensors of all ranks, given those of this one in order."""
+        remaining = iter(owned)
+        rank = self._world.rank
+        sent = [next(remaining) if owner == rank else spec for spec, owner in zip(specs, owners)]
+        return broadcast_from_owners(self._world.job, sent, owners, self._world.group)
 
     def clip_by_global_norm(self, gradients: Sequence[Any]) -> list[Any]:
         """Clip the gradients that this rank owns by the norm of those of all ranks."""
-        own = iter([compat.squared_norm(self.optimizer, gradient) for gradient in gradients])
+        owned = [compat.squared_norm(self.optimizer, gradient) for gradient in gradients]
         owners = [owner for owner, _ in self._counted]
-        values = [
-            next(own) if owner == self._world.rank else tf.TensorSpec([], dtype)
-            for owner, dtype in self._counted
-        ]
-        norms = broadcast_from_owners(self._world.job, values, owners, self._world.group)
+        specs = [tf.TensorSpec([], dtype) for _, dtype in self._counted]
+        norms = self._from_owners(owned, specs, owners)
         return compat.clipped_by_global_norm(self.optimizer, gradients, norms)
 
     def with_own_averages(self, act: Callable[[list[Any]], Any]) -> None:
@@ -273,13 +278,14 @@ class DividedUpdate:
         values that it gives them.
         """
         trained = compat.variables_to_update(self.optimizer)
-        own = [
-            place
-            for place, variable in enumerate(trained)
+        owned = [
+            index
+            for index, variable in enumerate(trained)
             if self.owner_of(variable) == self._world.rank
         ]
-        compat.with_averages(self.optimizer, own, act)
-        if not self._is_updating:
+        compat.with_averages(self.optimizer, owned, act)
+        # In an update, which sends all new values at its end, this sends nothing.
+        if not self._slots.is_updating:
             self._spread(trained)
 
 

@@ -15,9 +15,9 @@ def owners_of(variables: Sequence[Any], size: int) -> list[int]:
     held = [0] * size
     owners = [0] * len(sizes)
     # The sort is stable: variables of one size keep their order.
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        owners[place] = held.index(min(held))
-        held[owners[place]] += sizes[place]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owners[index] = held.index(min(held))
+        held[owners[index]] += sizes[index]
     return owners
 
 

@@ -88,11 +88,16 @@ def make_equal(
 
 def assign_from_root(world: World, variables: Sequence[Any], root_rank: int = 0) -> Any:
     """Set variables to the values of the root; return the operation in a graph for a session, else None. What only one
-    rank holds stays as it is.
+    rank holds gets what the root has assigned to it, if that has.
     """
+    shares = [getattr(slot, compat.SHARE) for slot in variables if compat.is_apart(slot)]
     variables = [variable for variable in variables if not compat.is_apart(variable)]
     variables = to_be_equal(world, variables)
     sent = world.from_root([value_of(variable) for variable in variables], root_rank)
+    if tf.executing_eagerly():
+        # The root has made the call, and before, given the owners what it has assigned.
+        for share in shares:
+            share.settle(world.group.ranks[root_rank])
     note_equal(world, variables)
     return fetchable([variable.assign(tensor) for variable, tensor in zip(variables, sent)])
 
