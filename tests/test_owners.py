@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+from dataclasses import replace
+from functools import partial
 from typing import Any, Callable
 
 import collective_bodies as bodies
@@ -19,6 +21,7 @@ from pool import Pool
 from ranks import all_through
 
 from npu_device._src.collectives.agreed_engine import has_owners
+from npu_device._src.collectives.engines.engines import TwoLevelEngine
 from npu_device._src.collectives.engines.host.memory_ring import Layout
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.ops import broadcast_from_owners
@@ -157,3 +160,36 @@ def test_through_mpi() -> None:
     with contextlib.closing(MpiPool(3, "MPICH")) as ranks:
         for graph in (False, True):
             assert ranks.run(body_owners, graph, False) == [[]] * 3
+
+
+def body_two_levels() -> list[str]:
+    """Return what is wrong with two levels: rank 0 and 1 stand for a host, and so does rank 2."""
+    job, group = bodies.group("world")
+    hosts = replace(job.hosts, leaders=(0, 0, 2))
+    engine = TwoLevelEngine(hosts, job.engines.shared_memory, job.engines.by_name["tcp"])
+    wrong = []
+
+    def all_of(*tensors: tf.Tensor, owners: list[int]) -> Any:
+        segments = [tensors[:4], tensors[4:]]
+        parts = [owners[:4], owners[4:]]
+        everything = engine.all_reduce(None, segments, "mean", group, None)
+        mine = engine.reduce_to_owners(None, segments, parts, "mean", group, None)
+        whole = [one for segment in everything for one in segment]
+        own = iter([one for segment in mine for one in segment])
+        values = [
+            next(own) if owner == group.rank else tf.TensorSpec(one.shape, one.dtype)
+            for one, owner in zip(whole, owners)
+        ]
+        return whole, engine.broadcast_from_owners(None, values, owners, group)
+
+    for name, owners in _owners(group.size).items():
+        call = bodies.in_graph(partial(all_of, owners=owners))
+        whole, spread = call(*_tensors(group.rank, "float32", SIZES))
+        for place, (one, other) in enumerate(zip(whole, spread)):
+            if one.numpy().tobytes() != other.numpy().tobytes():
+                wrong.append(f"{name} {place}")
+    return wrong
+
+
+def test_on_two_levels(pool_with: Callable[..., Pool]) -> None:
+    assert pool_with(3, "3").run(body_two_levels) == [[]] * 3

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from npu_device._src.collectives.call import Terms
 from npu_device._src.collectives.dtypes import Tensors, Wire, wire_dtype
-from npu_device._src.collectives.engines.engines import Engine
+from npu_device._src.collectives.engines.engines import Engine, TwoLevelEngine
 from npu_device._src.collectives.engines.host.host_engine import HostEngine
 from npu_device._src.collectives.engines.host.sockets import fits
 from npu_device._src.collectives.engines.tensorflow.engine import rounded
@@ -102,12 +102,24 @@ class AgreedEngine:
         specs of the others.
         """
         # As bytes, on the way of integers; see ``broadcast``.
-        engine = self._engine_of_owners(tf.int32)
-        return engine.broadcast_from_owners(self._take_terms(), tensors, owners, self.group)
+        if self.job.engines.has_owners(self.group, tf.int32):
+            engine = self._engine_of_owners(tf.int32)
+            return engine.broadcast_from_owners(self._take_terms(), tensors, owners, self.group)
+        # TensorFlow's engine sends the tensors of one owner after the other.
+        received = list(tensors)
+        for owner in sorted(set(owners)):
+            positions = [position for position, member in enumerate(owners) if member == owner]
+            sent = [
+                tensors[position] if owner == self.group.rank else _zeros(tensors[position])
+                for position in positions
+            ]
+            for position, tensor in zip(positions, self.broadcast(sent, owner)):
+                received[position] = tensor
+        return received
 
-    def _engine_of_owners(self, dtype: tf.DType) -> HostEngine:
+    def _engine_of_owners(self, dtype: tf.DType) -> HostEngine | TwoLevelEngine:
         engine = self._engine(dtype)
-        assert isinstance(engine, HostEngine), "the caller asks has_owners first"
+        assert isinstance(engine, (HostEngine, TwoLevelEngine)), "the caller asks has_owners first"
         return engine
 
     def _kinds(
@@ -316,10 +328,15 @@ def _comparing(job: Job, group: Group) -> HostEngine:
 
 
 def has_owners(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> bool:
-    """Return whether the engine of a group has ``reduce_to_owners`` and ``broadcast_from_owners`` for some dtypes: in
-    shared memory, and through TCP and MPI if each host has one rank of the group.
+    """Return whether the engine of a group has ``reduce_to_owners`` for some dtypes: in shared memory, and through TCP
+    and MPI.
     """
-    return all(isinstance(job.engines.of(group, dtype), HostEngine) for dtype in dtypes)
+    return all(job.engines.has_owners(group, dtype) for dtype in dtypes)
+
+
+def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
+    """Return a tensor of a spec, for a collective of which only the root's values count."""
+    return tf.zeros(spec.shape, spec.dtype)
 
 
 # Gradients

@@ -132,7 +132,9 @@ class Operation:
 
         def run(*arrays: tf.Tensor) -> list[tf.Tensor]:
             values = tf.nest.pack_sequence_as(inputs, arrays, expand_composites=True)
-            compared = values[: len(self.values)] or self.values
+            compared = self.values
+            if not self.has_owners:  # else they are specs, and the inputs are those of this rank
+                compared = values[: len(self.values)] or self.values
             results = replace(self, values=compared, inputs=values).run(job, call)
             if self.results is None:
                 return [tf.constant(0)]

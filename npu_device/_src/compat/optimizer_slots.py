@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable
@@ -121,6 +122,57 @@ def clipped_by_global_norm(
     scale = largest * operations.minimum(1.0 / norm, 1.0 / largest)
     scale = scale + (norm - norm)  # not a number if the norm is infinite
     return [gradient * scale for gradient in gradients]
+
+
+@contextlib.contextmanager
+def clipped_with_all(
+    optimizer: Any, pairs: Sequence[tuple[Any, Any]], share: Sequence[int]
+) -> Iterator[None]:
+    """Let an optimizer that is given some of the pairs of gradients and variables in the block clip those by the global
+    norm of all gradients. ``share``: the positions of those that it is given.
+    """
+    if not getattr(optimizer, "global_clipnorm", None) or hasattr(optimizer, "inner_optimizer"):
+        yield
+        return
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        raise ValueError(
+            f"this {type(optimizer).__name__} adds up gradients, and clips the sums by global_clipnorm, for which it "
+            "needs all of them; it is given only those of the share of its rank.\nWhat to do: clip the reduced "
+            "gradients by tf.clip_by_global_norm first, with an optimizer that doesn't clip."
+        )
+    # Those that Keras itself clips, as it does.
+    positions = [
+        position
+        for position, (gradient, variable) in enumerate(pairs)
+        if gradient is not None and not is_overwritten(variable)
+    ]
+    scale = getattr(optimizer, "loss_scale_factor", None) or 1
+    gradients = [pairs[position][0] for position in positions]
+    if scale != 1:
+        gradients = [gradient / scale for gradient in gradients]
+    is_legacy = hasattr(optimizer, "_global_clipnorm_fn")
+    name = "_global_clipnorm_fn" if is_legacy else "_clip_gradients"
+    clip = getattr(optimizer, name)
+    was_set = name in vars(optimizer)
+
+    def clip_with_all(_: Any) -> list[Any]:
+        clipped: list[Any] = gradients
+        if is_legacy:
+            clipped = [
+                (gradient, pairs[position][1]) for gradient, position in zip(gradients, positions)
+            ]
+        clipped = clip(clipped)
+        return [gradient for gradient, position in zip(clipped, positions) if position in share]
+
+    # Past the optimizer's own __setattr__, which tracks what is to be saved.
+    vars(optimizer)[name] = clip_with_all
+    try:
+        yield
+    finally:
+        if was_set:
+            vars(optimizer)[name] = clip
+        else:
+            del vars(optimizer)[name]
 
 
 def with_averages(optimizer: Any, indices: Sequence[int], act: Callable[[list[Any]], Any]) -> Any:

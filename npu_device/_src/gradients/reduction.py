@@ -305,6 +305,14 @@ def weighted(gradient: Any, weight: Any) -> Any:
     return with_values(gradient, lambda rows: rows * tf.cast(weight, rows.dtype))
 
 
+def all_finite(gradients: Sequence[Any]) -> tf.Tensor:
+    """Return whether the gradients of this rank are finite: bool, shape []; ``None`` among them is ignored."""
+    values = map(dense_of, gradients)
+    return tf.reduce_all(
+        [True, *(tf.reduce_all(tf.math.is_finite(value)) for value in values if value is not None)]
+    )
+
+
 # The results of reductions
 
 

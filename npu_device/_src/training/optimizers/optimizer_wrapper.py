@@ -27,6 +27,7 @@ from npu_device._src.collectives.ops import all_reduce
 from npu_device._src.gradients.reduction import (
     Gradient,
     ReductionOptions,
+    all_finite,
     dense_of,
     origin_of,
     reduce_list,
@@ -43,7 +44,6 @@ from npu_device._src.training.optimizers.accumulation import (
     save_own_variables,
     trackable_children,
 )
-from npu_device._src.training.optimizers.loss_scale_optimizer import all_finite
 from npu_device._src.training.sharding.divided_update import (
     DividedUpdate,
     divided_update,

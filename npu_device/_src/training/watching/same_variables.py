@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.collectives.graph import fetchable
+from npu_device._src.collectives.ops import broadcast_from_owners
 from npu_device._src.collectives.sessions import in_first_run
 from npu_device._src.gradients.reduction import dense_of
 from npu_device._src.training.watching import digests
@@ -100,6 +101,25 @@ def assign_from_root(world: World, variables: Sequence[Any], root_rank: int = 0)
             share.settle(world.group.ranks[root_rank])
     note_equal(world, variables)
     return fetchable([variable.assign(tensor) for variable, tensor in zip(variables, sent)])
+
+
+def assign_from_owners(world: World, variables: Sequence[Any], owners: Sequence[int]) -> Any:
+    """Set each variable to the value of the rank of the group that owns it; return as ``assign_from_root``."""
+    tensors = []
+    for variable, owner in zip(variables, owners):
+        # An owner has its own values already.
+        if owner == world.rank:
+            tensors.append(value_of(variable))
+        else:
+            tensors.append(tf.TensorSpec(variable.shape, variable.dtype))
+    sent = broadcast_from_owners(world.job, tensors, owners, world.group)
+    note_equal(world, variables)
+    assignments = [
+        variable.assign(tensor)
+        for variable, tensor, owner in zip(variables, sent, owners)
+        if owner != world.rank
+    ]
+    return fetchable([*assignments, *sent[:1]])
 
 
 def note_equal(world: World, variables: Sequence[Any]) -> None:
