@@ -190,7 +190,7 @@ def with_averages(optimizer: Any, indices: Sequence[int], act: Callable[[list[An
 
 def make_remote(variable: Any, initializer: Any = None) -> None:
     """Free the memory of a slot; its ``SHARE`` tells what reading it gives. Given the initializer that has given it its
-    value, the variable has that value until it is assigned another one.
+    value, the variable has that value until it is assigned another one; what a checkpoint has given it stays.
     """
     keras = keras_of(variable)
     if isinstance(initializer, str):
@@ -198,7 +198,10 @@ def make_remote(variable: Any, initializer: Any = None) -> None:
     # The object stays, since lists of the optimizer and of checkpoints refer to it.
     variable.__class__ = _remote_class(keras.Variable)
     variable._initializer = initializer
-    variable._value = None
+    # A checkpoint that has been read before may have been waiting for the variable.
+    is_restored = variable._update_uid >= 0
+    if initializer is None or not is_restored:
+        variable._value = None
 
 
 def has_memory(variable: Any) -> bool:

@@ -43,7 +43,6 @@ from npu_device._src.training.fit.replica_state import ReplicaState
 from npu_device._src.training.fit.sources import modes_that_differ
 from npu_device._src.training.fit.step import predict_step, train_or_test_step
 from npu_device._src.training.opening.current_world import world_unless_child
-from npu_device._src.training.optimizers.optimizer_wrapper import is_sharded
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.own_parts import settle
 from npu_device._src.training.watching.same_variables import warn_if_different
@@ -56,7 +55,7 @@ _log = logging.getLogger("npu_device")
 class Replica:
     """One model on this rank: Keras calls its functions (``function``), which call its steps (``step``)."""
 
-    def __init__(self, world: World, model: Any, shard_optimizer: bool = False) -> None:
+    def __init__(self, world: World, model: Any, shard_optimizer: bool | None = None) -> None:
         self.world = world
         self.model = model
         self.state = ReplicaState(world, model, shard_optimizer)
@@ -208,7 +207,7 @@ def replicate(model: Any, shard_optimizer: bool | None = None) -> Any:
     ranks = world_unless_child()
     if ranks is not None and replica_of(model) is None:
         require_no_strategy(model)
-        Replica(ranks, model, is_sharded(shard_optimizer))
+        Replica(ranks, model, shard_optimizer)
     return model
 
 

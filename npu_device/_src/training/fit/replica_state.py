@@ -21,10 +21,10 @@ class ReplicaState:
         in_fit: a ``fit`` is running.
         root_rank: from whose variables the next training starts.
         callbacks: of the newest ``fit``.
-        shard_optimizer: divide the updates of the optimizers among the ranks.
+        shard_optimizer: divide the updates of the optimizers among the ranks; None: as NPU_DEVICE_SHARD_OPTIMIZER says.
     """
 
-    def __init__(self, world: World, model: Any, shard_optimizer: bool = False) -> None:
+    def __init__(self, world: World, model: Any, shard_optimizer: bool | None = None) -> None:
         self.world = world
         self.model = model
         self.shard_optimizer = shard_optimizer

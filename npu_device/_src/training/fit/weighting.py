@@ -86,7 +86,7 @@ class WeightedReduction(GradientReduction):
         return [weighted(gradient, weight) for gradient in gradients]
 
 
-def replicate_optimizer(optimizer: Any, world: World, shard_optimizer: bool = False) -> None:
+def replicate_optimizer(optimizer: Any, world: World, shard_optimizer: bool | None = None) -> None:
     """Make an optimizer weight its gradients by their samples when it reduces them, and divide its updates among the
     ranks on request; it may be wrapped already.
     """
@@ -98,6 +98,12 @@ def replicate_optimizer(optimizer: Any, world: World, shard_optimizer: bool = Fa
             "of its own, and replicate divides each batch among the ranks.\nWhat to do: use one of them. With "
             "replicate, take out the hvd calls, and let learning rate and steps be those of one process."
         )
+    requests = {shard_optimizer, getattr(earlier, "requested_division", None)}
+    if requests >= {True, False}:
+        raise ValueError(
+            f"{type(optimizer).__name__} is given shard_optimizer=True by one call and shard_optimizer=False by another "
+            "one (DistributedOptimizer, replicate).\nWhat to do: pass the same value to both, or to one of them."
+        )
     # Several models, or several calls of replicate, may share an optimizer.
     if isinstance(earlier, WeightedReduction):
         return
@@ -106,8 +112,10 @@ def replicate_optimizer(optimizer: Any, world: World, shard_optimizer: bool = Fa
     install(reducer, keras, reduction)
     # The slots that ranks hold stay where they are.
     reduction.division = getattr(earlier, "division", None)
-    if reduction.division is None and shard_optimizer:
-        reduction.divide(reducer)
+    if reduction.division is not None:
+        reduction.requested_division = True
+    elif earlier is None or shard_optimizer:
+        reduction.divide(reducer, shard_optimizer)
     # The optimizer itself is the one that gets the loss, also if the one inside reduces.
     if compat.is_keras_3(keras):
         optimizer.scale_loss = MethodType(_scale_loss, optimizer)

@@ -136,19 +136,11 @@ def npu_distributed_keras_optimizer_wrapper(
     keras = compat.keras_of(optimizer)
     reduction = GradientReduction(world, options)
     install(carrier(optimizer), keras, reduction)
-    if is_sharded(shard_optimizer):
-        reduction.divide(optimizer)
+    reduction.divide(optimizer, shard_optimizer)
     return optimizer
 
 
 DistributedOptimizer = npu_distributed_keras_optimizer_wrapper
-
-
-def is_sharded(shard_optimizer: bool | None) -> bool:
-    """Return whether updates are to be divided among the ranks, given the argument of a call."""
-    if shard_optimizer is None:
-        return environment.NPU_DEVICE_SHARD_OPTIMIZER.get() == "on"
-    return shard_optimizer
 
 
 class GradientReduction:
@@ -165,14 +157,19 @@ class GradientReduction:
         self._audit: Audit | None = None
         self._pair: Pair | None = None  # of the gradients that were reduced last
         self._waits_for_update: dict[int, bool] = {}  # see ``accumulation.add_up``
+        self.requested_division: bool | None = None  # by an argument
         self.division: DividedUpdate | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
         return GradientReduction(self._world, self.options)
 
-    def divide(self, optimizer: Any) -> None:
-        """Divide the updates of the optimizer among the ranks, if the result is the same."""
-        self.division = divided_update(self._world, optimizer, self.options)
+    def divide(self, optimizer: Any, requested: bool | None) -> None:
+        """Divide the updates of the optimizer among the ranks, if that is asked for and the result is the same."""
+        self.requested_division = requested
+        if requested is None:
+            requested = environment.NPU_DEVICE_SHARD_OPTIMIZER.get() == "on"
+        if requested:
+            self.division = divided_update(self._world, optimizer, self.options)
 
     def divide_no_more(self, reason: str) -> None:
         """Make all updates on each rank, after a message on the first one."""

@@ -55,6 +55,12 @@ def tell_undivided(world: World, reason: str) -> None:
         _log.warning("shard_optimizer has no effect, and each rank makes all updates: %s", reason)
 
 
+def tell_if_asked(world: World | None, reason: str) -> None:
+    """Warn that NPU_DEVICE_SHARD_OPTIMIZER has no effect on an optimizer, if it is on."""
+    if world is not None and environment.NPU_DEVICE_SHARD_OPTIMIZER.get() == "on":
+        tell_undivided(world, reason)
+
+
 def _why_not(world: World, optimizer: Any, options: ReductionOptions) -> str:
     if world.size == 1:
         return f"group {world.group.name!r} has one rank"
