@@ -12,6 +12,7 @@ from typing import Any, Callable
 import numpy as np
 import pytest
 import tensorflow as tf
+from combinations import combinations
 from compared import compare, same, same_bits
 from fit_models import make_model as make_model_of_fit, samples
 from heard import warnings_of_package
@@ -96,13 +97,13 @@ def body_loop(kind: str, graph: bool, by: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize(
-    ("kind", "by"),
-    [("momentum", "sum"), ("clipped", "pairs"), ("scaled", "lists"), ("averaged", "pairs")],
-)
-def test_a_loop_equals_one_process(keras_ranks: Pool, kind: str, by: str, graph: bool) -> None:
-    same_bits(*keras_ranks.run(body_loop, kind, graph, by))
+MODES = ["eager", "function"]
+LOOPS = {"momentum": "sum", "clipped": "pairs", "scaled": "lists", "averaged": "pairs"}
+
+
+@pytest.mark.parametrize(("kind", "mode"), combinations(list(LOOPS), MODES))
+def test_a_loop_equals_one_process(keras_ranks: Pool, kind: str, mode: str) -> None:
+    same_bits(*keras_ranks.run(body_loop, kind, mode == "function", LOOPS[kind]))
 
 
 def body_dense_and_sparse(graph: bool, dense_steps: tuple[int, ...]) -> Any:
@@ -131,12 +132,12 @@ def body_dense_and_sparse(graph: bool, dense_steps: tuple[int, ...]) -> Any:
     return found
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("dense_steps", [(0, 1), (1,), (2,), (1, 2)], ids=str)
+@pytest.mark.parametrize(("dense_steps", "mode"), combinations(["0, 1", "1", "2", "1, 2"], MODES))
 def test_a_gradient_that_is_dense_in_some_steps(
-    several_keras_ranks: Pool, dense_steps: tuple[int, ...], graph: bool
+    several_keras_ranks: Pool, dense_steps: str, mode: str
 ) -> None:
-    same_bits(*several_keras_ranks.run(body_dense_and_sparse, graph, dense_steps))
+    steps = tuple(map(int, dense_steps.split(",")))
+    same_bits(*several_keras_ranks.run(body_dense_and_sparse, mode == "function", steps))
 
 
 def make_optimizer_of(kind: str) -> Any:
@@ -223,15 +224,22 @@ def body_not_finite(scaling: str, place: str, graph: bool) -> Any:
     return found
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize(
-    ("scaling", "place"),
-    [("Keras", "inner"), ("Keras", "outer"), ("npu", "inner"), ("npu", "outer")],
-)
-def test_steps_that_are_not_finite(
-    keras_ranks: Pool, scaling: str, place: str, graph: bool
-) -> None:
-    same_bits(*keras_ranks.run(body_not_finite, scaling, place, graph))
+# Any two values of these occur together.
+NOT_FINITE = [
+    ("Keras", "inner", "function"),
+    ("Keras", "outer", "eager"),
+    ("npu", "inner", "eager"),
+    ("npu", "outer", "function"),
+]
+OTHER_MODES = [
+    pytest.param(scaling, place, MODES[mode == "eager"], marks=pytest.mark.full)
+    for scaling, place, mode in NOT_FINITE
+]
+
+
+@pytest.mark.parametrize(("scaling", "place", "mode"), [*NOT_FINITE, *OTHER_MODES])
+def test_steps_that_are_not_finite(keras_ranks: Pool, scaling: str, place: str, mode: str) -> None:
+    same_bits(*keras_ranks.run(body_not_finite, scaling, place, mode == "function"))
 
 
 def body_bytes(directory: str, fit: bool) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from combinations import combinations
 from compared import TOLERANCE, compare
 from heard import hears
 from pool import Pool
@@ -152,22 +153,27 @@ def body_loop(
     }
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
+MODES = ["eager", "function"]
+FOUND_BY = ["wrapped", "wrapped before the model", "broadcast", "its class", *MADE_LATER]
+
+
+@pytest.mark.parametrize(("found_by", "mode"), combinations(FOUND_BY, MODES))
+def test_loop(several_keras_ranks: Pool, keras_single: Pool, found_by: str, mode: str) -> None:
+    compare(several_keras_ranks, keras_single, body_loop, found_by, mode == "function")
+
+
+PARAMETERS = ["both", "scale", "center"]
+
+
 @pytest.mark.parametrize(
-    "found_by", ["wrapped", "wrapped before the model", "broadcast", "its class", *MADE_LATER]
+    ("found_by", "parameters", "mode"),
+    combinations(["wrapped before the model", *MADE_LATER], PARAMETERS, MODES, usual=10),
 )
-def test_loop(several_keras_ranks: Pool, keras_single: Pool, found_by: str, graph: bool) -> None:
-    compare(several_keras_ranks, keras_single, body_loop, found_by, graph)
-
-
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
-@pytest.mark.parametrize("parameters", ["both", "scale", "center"])
-@pytest.mark.parametrize("found_by", ["wrapped before the model", *MADE_LATER])
 def test_a_layer_with_a_mask_that_is_made_later(
-    several_keras_ranks: Pool, keras_single: Pool, found_by: str, parameters: str, graph: bool
+    several_keras_ranks: Pool, keras_single: Pool, found_by: str, parameters: str, mode: str
 ) -> None:
     options = {"masked": True, "scale": parameters != "center", "center": parameters != "scale"}
-    arguments = found_by, graph, "mean", False, options
+    arguments = found_by, mode == "function", "mean", False, options
     # Without a scale, rounding grows from step to step.
     compare(several_keras_ranks, keras_single, body_loop, *arguments, tolerance=1e-3)
 
@@ -182,12 +188,11 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_variant(several_keras_ranks: Pool, keras_single: Pool, variant: str, graph: bool) -> None:
+@pytest.mark.parametrize(("variant", "mode"), combinations(list(VARIANTS), MODES))
+def test_variant(several_keras_ranks: Pool, keras_single: Pool, variant: str, mode: str) -> None:
     reduced_by, uneven, options = VARIANTS[variant]
     tolerance = 5e-3 if "mixed" in variant else TOLERANCE
-    arguments = "its class", graph, reduced_by, uneven, options
+    arguments = "its class", mode == "function", reduced_by, uneven, options
     compare(several_keras_ranks, keras_single, body_loop, *arguments, tolerance=tolerance)
 
 

@@ -4,24 +4,27 @@ where TensorFlow runs calls in any order, and a collective is refused on every r
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import itertools
 import multiprocessing.pool
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Callable
 
-import job
 import numpy as np
 import pytest
 import tensorflow as tf
+from mpi_ranks import MpiPool
 from pool import Pool
+from ranks import all_through
 
 import npu_device as npu
 from hccl.manage.api import create_group, destroy_group
 from npu_device._src.collectives.job import current
+from npu_device._src.testing.pool import Pool as PlainPool
 from npu_device.distribute import hccl_ops
 
 CALLS = 50
@@ -283,60 +286,76 @@ def test_a_group_for_each_thread_that_starts_in_another_order(
     assert several_ranks.run(body_a_group_each_in_other_order, kind) == [[]] * several_ranks.size
 
 
-IN_FUNCTIONS = """
-import os, sys, threading, time
-import npu_device as npu
+def body_one_function(run: int) -> tuple[list[str], list[float]]:
+    """Call one function in two threads; return their errors, and the wrong sums."""
+    rank, size = npu.distribute.rank(), npu.distribute.size()
+    errors: list[str] = []
+    wrong: list[float] = []
+    elements = (3, 1000, 1 << 16)[run % 3]
+    step = tf.function(lambda x: npu.distribute.all_reduce([x, x[:3]], "sum"))
+    if run % 4 < 2:  # else one of the threads traces it
+        step(tf.ones([elements]))
 
-npu.open().as_default()
-import tensorflow as tf
+    def call(value: float) -> None:
+        try:
+            for _ in range(20):
+                total, part = step(tf.fill([elements], value))
+                sums = {*total.numpy().tolist(), *part.numpy().tolist()}
+                wrong.extend(sums - {size * value})
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
 
-size, found = npu.distribute.size(), []
-step = tf.function(lambda x: npu.distribute.all_reduce([x, x[:3]], "sum"))
-step(tf.ones([1000]))
-
-def work(value):
-    try:
-        for _ in range(20):
-            total, part = step(tf.fill([1000], value))
-            if {*total.numpy(), *part.numpy()} != {size * value}:
-                found.append(f"wrong: {total[0]}")
-    except Exception as error:
-        found.append("refused" if "MismatchError: the ranks of group" in str(error) else f"{error}")
-
-values = (1.0, 100.0) if OTHER_ORDER and npu.distribute.rank() else (100.0, 1.0)
-threads = [threading.Thread(target=work, args=(value,)) for value in values]
-for thread in threads:
-    thread.start()
-    time.sleep(0.05 * OTHER_ORDER)
-[thread.join() for thread in threads]
-print("ended", *found, flush=True)
-os._exit(0)  # the job has failed
-"""
-_SOCKETS = {"NPU_DEVICE_SHARED_MEMORY": "off"}
+    is_other_order = run % 2 and rank
+    values = (1.0, 100.0) if is_other_order else (100.0, 1.0)
+    threads = [threading.Thread(target=call, args=(value,)) for value in values]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return errors, wrong
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {},
-        pytest.param({**_SOCKETS, "NPU_DEVICE_BACKEND": "tcp"}, id="tcp"),
-        pytest.param(
-            {**_SOCKETS, "NPU_DEVICE_BACKEND": "tensorflow"},
-            marks=pytest.mark.full,
-            id="tensorflow",
-        ),
+_ALL_BUT_MPI = ("shared_memory", "tcp", "tensorflow")
+_MPI = pytest.param(
+    "mpi",
+    200,
+    marks=[
+        pytest.mark.full,
+        pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py"),
     ],
 )
-@pytest.mark.parametrize("other_order", [False, True])
-def test_two_threads_that_call_one_function_are_refused(
-    tmp_path: Path, environment: dict[str, str], other_order: bool
-) -> None:
-    script = IN_FUNCTIONS.replace("OTHER_ORDER", str(other_order))
-    for output in job.outputs(tmp_path, 2, script, **environment):
-        [ended] = [line.split()[1:] for line in output.splitlines() if line.startswith("ended")]
-        assert set(ended) <= {"refused"}, (
-            output
-        )  # nothing if one thread ends before the other begins
+_ENGINES = [
+    ("shared_memory", 2),
+    ("tcp", 2),
+    *(pytest.param(engine, 200, marks=pytest.mark.full) for engine in _ALL_BUT_MPI),
+    _MPI,
+]
+
+
+def _ranks_of(engine: str) -> Any:
+    """Return two new ranks, all of whose tensors go through an engine."""
+    ranks = MpiPool(2, "MPICH") if engine == "mpi" else PlainPool(2, "3", **all_through(engine))
+    return contextlib.closing(ranks)
+
+
+@pytest.mark.parametrize("engine, runs", _ENGINES)
+def test_two_threads_that_call_one_function_are_refused(engine: str, runs: int) -> None:
+    for run in range(runs):
+        with _ranks_of(engine) as ranks:  # the job has failed after it
+            for errors, wrong in ranks.run(body_one_function, run):
+                assert wrong == [] and errors
+                assert all("MismatchError: the ranks of group" in error for error in errors)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["named", "unnamed", "pooled"])
+@pytest.mark.parametrize("engine, runs", _ENGINES)
+def test_one_group_of_two_threads_on_each_engine(engine: str, runs: int, kind: str) -> None:
+    with _ranks_of(engine) as ranks:
+        for errors, wrong in ranks.run(body_one_group, 3, kind, runs):
+            assert wrong == 0 and len(errors) >= runs
+            assert all(error.startswith("MismatchError") for error in errors)
 
 
 def body_one_after_the_other() -> list[Any]:

@@ -22,6 +22,7 @@ def _of(form: Form[_Value]) -> Callable[[str], _Value]:
         try:
             return form.parse(text)
         except ValueError:
+            # argparse shows the text of this error only, and hides that of a ValueError.
             raise argparse.ArgumentTypeError(f"{text!r} is not {form.expected}") from None
 
     return parse
@@ -33,6 +34,7 @@ def _nodes(text: str) -> tuple[int, int]:
 
 def _seconds(text: str) -> float:
     number = float(text)
+    # The comparison also refuses NaN.
     if not 0 <= number < float("inf"):
         raise ValueError(text)
     return number
@@ -97,6 +99,7 @@ def parse_hosts(text: str) -> list[tuple[str, int | None]]:
         match = _HOST.fullmatch(word.strip())
         if match is None:
             raise ValueError(f"{word!r} is not HOST, HOST:N or [ADDRESS]:N")
+        # ssh takes an IPv6 address without the brackets.
         host = re.sub(r"[\[\]]", "", match["host"])
         if host in hosts:
             raise ValueError(f"{host} is listed twice; HOST:N starts N ranks there")
@@ -113,6 +116,7 @@ def read_hosts(path: str) -> list[tuple[str, int | None]]:
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text") from None
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    # The form of mpirun's host files.
     hosts = [re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line]
     if not hosts:
         raise ValueError(f"{path} lists no host")
@@ -128,9 +132,11 @@ def filled_hosts(hosts: list[tuple[str, int | None]], total: int) -> list[tuple[
     slots = [number or max(1, total // len(hosts)) for _, number in hosts]
     numbers = []
     for position, slots_of_host in enumerate(slots):
+        # What the hosts before it have left.
         remaining = total - sum(slots[:position])
         numbers.append(max(0, min(slots_of_host, remaining)))
     names = [host for host, _ in hosts]
+    # Hosts may be left empty, but those in use need the same number of ranks.
     if sum(numbers) < total or len(set(numbers) - {0}) > 1:
         host_count = min(len(hosts), total)
         per_host = total // host_count

@@ -96,6 +96,7 @@ def parse(argv: Sequence[str]) -> Options:
     parser = _parser()
     namespace = parser.parse_args(argv)
     slots = _hosts(parser, namespace)
+    # Before the platform's variables, which describe a job that is started on every node.
     if not slots:
         _take_from_platform(parser, namespace)
     fewest_nodes, nnodes = namespace.nnodes
@@ -118,6 +119,7 @@ def parse(argv: Sequence[str]) -> Options:
         namespace.nproc_per_node = 0  # each of --hosts counts its own GPUs
         if not slots:
             namespace.nproc_per_node = types.ranks_per_node()
+    # Only for a job of one rank: whoever has asked for more has put the option in the right place.
     if namespace.nproc_per_node == 1 == nnodes:
         _hint_at_options_after_script(namespace.module, namespace.script)
     namespace.node_rank = namespace.node_rank or 0
@@ -134,6 +136,7 @@ def parse(argv: Sequence[str]) -> Options:
     namespace.fewest_nodes = fewest_nodes
     namespace.nnodes = nnodes
     namespace.master_addr = namespace.master_addr or "127.0.0.1"
+    # The names of the options are the fields of ``Options``.
     return Options(**{field.name: getattr(namespace, field.name) for field in fields(Options)})
 
 
@@ -190,11 +193,13 @@ def _take_from_platform(parser: argparse.ArgumentParser, namespace: argparse.Nam
     except ValueError as error:
         parser.error(str(error))
     namespace.nnodes = namespace.nnodes or settings.get("nnodes", (1, 1))
+    # On one node npurun needs nothing of the platform.
     if not settings or namespace.nnodes[1] == 1:
         return
     for name, setting in settings.items():
         if getattr(namespace, name) is None:
             setattr(namespace, name, setting)
+    # Said because nothing on the command line shows where the numbers come from.
     if namespace.node_rank is not None and namespace.master_addr is not None:
         position = f"node {namespace.node_rank} of {namespace.nnodes[1]}, and node 0 is {namespace.master_addr}"
         print(
@@ -238,6 +243,7 @@ def _hosts(
             f"npurun starts the same number of ranks on each host; found {sorted(numbers)}"
         )
     namespace.nproc_per_node = next(iter(numbers), AUTO)
+    # ssh takes USER@HOST, but the ranks connect to an address.
     _complete_nodes(parser, namespace, [host.rpartition("@")[2] for host, _ in hosts])
     return hosts
 
@@ -266,6 +272,7 @@ def _complete_nodes(
     namespace.nnodes = (fewest_nodes, len(hosts))
     if namespace.master_addr is not None:
         return
+    # Other hosts would look for node 0 on themselves.
     remote = [host for host in hosts[1:] if host not in LOOPBACK]
     if hosts[0] in LOOPBACK and remote:
         parser.error(
@@ -278,6 +285,7 @@ def _complete_nodes(
 
 def _hint_at_options_after_script(module: bool, words: Sequence[str]) -> None:
     """Print a hint on stderr if the script's first argument looks like the number of ranks."""
+    # The third word must be a number, or -n is probably an option of the script.
     if len(words) > 2 and words[1] in _NUMBERS and words[2].isdecimal():
         script = words[0]
         if module:
@@ -413,11 +421,13 @@ def _add(target: argparse._ActionsContainer, *names: str, **settings: Any) -> No
     target.add_argument(*names, **settings)
     underscored = "--" + names[-1][2:].replace("-", "_")
     if underscored != names[-1]:
+        # Without a default of its own, the hidden spelling doesn't overwrite the other one.
         hidden = {**settings, "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
         target.add_argument(underscored, dest=underscored[2:], **hidden)
 
 
 def _command(parser: argparse.ArgumentParser, module: bool, words: list[str]) -> tuple[str, ...]:
+    # argparse keeps the separator with the words that it leaves to us.
     if words[:1] == ["--"]:
         words = words[1:]
     if not words:
@@ -438,6 +448,7 @@ def _command(parser: argparse.ArgumentParser, module: bool, words: list[str]) ->
             parser.error(
                 f"{script} is neither .py nor executable: chmod +x it, or name the interpreter (npurun sh {script})"
             )
+        # Absolute, since a name without a slash would be looked for on PATH.
         return (os.path.abspath(script), *arguments)
     program = shutil.which(script)
     if program is None:

@@ -116,6 +116,7 @@ def prepare_meeting(options: Options, count: int, nodes: Sequence[int] = ()) -> 
     hub_secret = secret()
     new_secret = None
     if is_single and not hub_secret:
+        # Several nodes can't agree on a secret by themselves: the user has to give it.
         new_secret = secrets.token_hex(32)
         hub_secret = new_secret.encode()
     port = master_port(options)
@@ -127,6 +128,7 @@ def prepare_meeting(options: Options, count: int, nodes: Sequence[int] = ()) -> 
     if count:
         job_id += f"-restart{count}"
     address = options.master_addr
+    # Nobody outside may connect to a job of one node.
     if is_single:
         address = "127.0.0.1"
     hub = None
@@ -141,6 +143,7 @@ def prepare_meeting(options: Options, count: int, nodes: Sequence[int] = ()) -> 
             host_key="node0",
             stays=True,
         )
+        # The system may have chosen it.
         port = hub.port
     return Meeting(job_id, port, new_secret, hub, nodes, count)
 
@@ -183,6 +186,7 @@ class Attempt:
         self._logs: list[BinaryIO] = []
         self._started = time.time()
         self._trace = launch.options.trace
+        # In a folder of its own: the trace of an earlier attempt stays as it is.
         if self._trace is not None and meeting.count:
             self._trace = os.path.join(self._trace, f"restart{meeting.count}")
 
@@ -192,6 +196,7 @@ class Attempt:
             self._start()
             supervisor = self._supervise()
         except BaseException as error:
+            # Ranks that were started must not wait for those that never come.
             for process in self._processes:
                 process.send(signal.SIGKILL)
                 process.reap()
@@ -205,6 +210,7 @@ class Attempt:
             log.close()
         for process in self._processes:
             if process.exit is not None:
+                # A negative number: the guard forgets the process group.
                 self._launch.guard.tell(-process.pid)
         if self._trace is not None:
             self._console.say(
@@ -212,6 +218,7 @@ class Attempt:
             )
         return self._conclude(supervisor)
 
+    # One thread keeps the order of the messages.
     def _supervise(self) -> Supervisor:
         """Return the supervisor when it has finished."""
         # A console whose reader is stopped must not hold up the supervisor.
@@ -264,6 +271,7 @@ class Attempt:
             if options.log_dir is not None and not options.tee:
                 self._console.say(f"the output goes to {options.log_dir}{os.sep}rank*.log")
         for local_rank in range(options.nproc_per_node):
+            # Nodes that were lost leave no gap in the numbers of the ranks.
             rank = meeting.nodes.index(options.node_rank) * options.nproc_per_node + local_rank
             log = None
             if options.log_dir is not None:
@@ -275,6 +283,7 @@ class Attempt:
                 self._environment(rank, local_rank),
                 self._launch.events,
             )
+            # At once, since the launcher may be killed between two ranks.
             self._launch.guard.tell(process.pid)
             self._processes.append(process)
             console = None
@@ -291,6 +300,7 @@ class Attempt:
         # A rank that starts npurun starts another job.
         for name in (*_OTHER_SCHEMES, NPU_DEVICE_RANK_PROCESS.name):
             variables.pop(name, None)
+        # Only on the node of rank 0, which reports the step.
         progress_file = ""
         if options.node_rank == 0:
             progress_file = self._launch.progress_file
@@ -311,6 +321,7 @@ class Attempt:
             PYTHONUNBUFFERED="1",  # else a rank's output would come in blocks, and a killed rank's last block never
         )
         if options.replicate:
+            # Ranks that iterate over sets of strings would otherwise do so in different orders.
             variables.setdefault("PYTHONHASHSEED", str(options.seed))
         if options.shard_optimizer:
             variables.update(NPU_DEVICE_SHARD_OPTIMIZER="on")
@@ -367,6 +378,7 @@ class Attempt:
         marks = [
             environment.opened_mark(self._error_file(process.rank)) for process in self._processes
         ]
+        # One rank alone needs no npu_device.
         if len(marks) > 1 and not any(map(os.path.exists, marks)):
             self._console.say(
                 f"none of the {len(marks)} ranks opened npu_device: they ran as {len(marks)} independent copies of "
@@ -395,6 +407,7 @@ class Attempt:
             output = self._log_file(self._options.log_dir, first_failure.rank)
             self._console.say(f"its output is in {output}")
         text, left_out = without_libraries(errors)
+        # The script may hold surrogates that no encoding takes.
         self._console.write(2, text.encode(errors="backslashreplace"))
         if left_out:
             self._console.say(

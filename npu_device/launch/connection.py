@@ -59,8 +59,10 @@ class Connection:
 
     def __init__(self, client: Sequence[str], name: str, serial: int, console: Console) -> None:
         remote = f"{shlex.quote(sys.executable)} -m npu_device.launch.on_host {name} {serial}"
+        # ssh passes no variables on, and this one decides which package is imported there.
         if os.environ.get("PYTHONPATH"):
             remote = f"env PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} {remote}"
+        # ``exec``: no shell stays between the connection and npurun.
         remote = f"cd {shlex.quote(os.getcwd())} && exec {remote}"
         self._name = name
         self._console = console
@@ -88,6 +90,7 @@ class Connection:
                 pump.finish()
             with contextlib.suppress(BrokenPipeError):
                 self._input.close()  # if npurun lives on there, it learns that the connection has ended
+            # As a shell reports a signal.
             if code < 0:
                 code = 128 - code
             closed(code)

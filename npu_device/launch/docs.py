@@ -38,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
                 title = heading[1]
             print(f"{page:{width}}  {title}")
         return 0
+    # Messages name pages as docs/NAME.md.
     name = name.rpartition("/")[2].removesuffix(".md")
     if name not in pages:
         similar = difflib.get_close_matches(name, pages, n=3) or sorted(pages)
@@ -46,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
+    # It prints plain text if the output is no terminal.
     pydoc.pager(pages[name].read_text(encoding="utf-8"))
     return 0
 
@@ -53,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
 def _pages() -> dict[str, Path]:
     clone = Path(__file__).parents[2] / "docs"
     if (clone / "index.md").is_file():
+        # A page of the clone is newer than that of an installed version.
         paths = [*clone.glob("*.md"), *clone.glob("tutorials/*.md")]
     else:
         paths = [

@@ -81,6 +81,7 @@ def examine(
     frames = [frame for error in record.errors for frame in error.frames()]
     origin: str | None
     # The script isn't to blame for a lost rank, or for a kill from outside.
+    # 128 and the number of a signal is the exit code of a process that a signal has ended.
     if error_type in _LOST_PEER or (not recorded and ended.code - 128 in _FROM_OUTSIDE):
         origin = None
     elif not frames or (not recorded and ended.status < 0):
@@ -125,6 +126,7 @@ def _last_errors(stderr: Sequence[str]) -> list[PrintedError]:
     if len(errors) == 1:  # no traceback
         return [PrintedError("", "", errors[0].blocks[-_LAST_LINES:])]
     begin = len(errors) - 1
+    # Errors that are linked belong together: "during handling of the above exception".
     while begin > 1 and errors[begin].link:
         begin -= 1
     return errors[begin:]
@@ -148,6 +150,7 @@ def summary(failures: Sequence[Failure], world_size: int, nnodes: int, started: 
     lines = []
     if later_failures:
         stopped = sum(failure.stopped and not failure.recorded for failure in failures)
+        # A rank that npurun stopped has no error of its own.
         number = len(failures) - stopped
         heading = f"{number} of {world_size} ranks ended with an error on host {first_failure.host}"
         if stopped:

@@ -21,6 +21,7 @@ class RankGuard:
 
     def __init__(self, directory: str) -> None:
         self._process = subprocess.Popen(
+            # -I -S: nothing of the user's site-packages or variables can delay or break the guard.
             [sys.executable, "-I", "-S", __file__, directory],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -50,6 +51,7 @@ def _main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
+    # The loop ends without "done" only if the launcher has died.
     for line in sys.stdin:
         if line.strip() == _DONE:
             return

@@ -24,6 +24,7 @@ def run(options: Options, starter: Starter | None = None) -> int:
     """Run the job on this node; return the exit code."""
     starter = starter or Starter()
     console = starter.console
+    # First, so that no signal is lost.
     events = signals(options, console)
     prefix = f"{starter.name or 'npurun'}-"
     with tempfile.TemporaryDirectory(prefix=prefix) as directory, RankGuard(directory) as guard:

@@ -44,6 +44,7 @@ class Leader:
         self._secret = secret
         self._ledger = Ledger(launch.options)
         port = master_port(launch.options)
+        # At once: a port in use is an error of the start.
         self._listener = ports.listen((launch.options.master_addr,), (port, port))
         self._events: queue.Queue[tuple[Link, dict[str, Any] | None]] = queue.Queue(_MOST_EVENTS)
         self._nodes: dict[int, Link] = {}
@@ -63,6 +64,7 @@ class Leader:
     @property
     def address(self) -> str:
         host = str(self._listener.getsockname()[0])
+        # An address that means all interfaces can't be connected to.
         if host in ("::", "0.0.0.0"):
             return "127.0.0.1"
         return host
@@ -132,6 +134,7 @@ class Leader:
             if decision.wait is None or 0 in self._preempted:
                 return decision
             meeting.end()
+            # Those of the last attempt are worth waiting for; others join if they come.
             self._expected = set(nodes)
             self._send(self._nodes, "say", text=decision.text)
             wait = decision.wait
@@ -160,6 +163,7 @@ class Leader:
         time_now = began
         is_told = False
         while self._signal is None and not self._is_leaving and time_now < deadline:
+            # As soon as the job can go on, nodes that are away aren't waited for.
             absent = self._all - self._idle
             if self._is_enough():
                 absent = self._expected - self._idle
@@ -263,6 +267,7 @@ class Leader:
         elif message["do"] == "failed":
             self._stop(f"node {node}: {message['what']}")
         elif message["do"] == "preempted" and self._options.outlives_preemption:
+            # The outcome follows: the ranks still write their checkpoints.
             self._preempted.add(node)  # its ranks end the attempt, resumable or not
         elif message["do"] == "outcome":
             failure = None
@@ -277,6 +282,7 @@ class Leader:
             if outcome.code not in (0, RESUMABLE):
                 self._stop(f"node {node}: {failure or 'stopped'}")
             elif outcome.code == RESUMABLE and self._deadline is None:
+                # Some ranks have left with a checkpoint: the others get as long for theirs.
                 self._deadline = time.monotonic() + self._options.preempt_timeout
 
     def _register(self, link: Link, hello: dict[str, Any]) -> None:
@@ -285,6 +291,7 @@ class Leader:
         if problem:
             link.end("over", code=USAGE, text=f"node {node} doesn't match node 0: {problem}")
             return
+        # The newer one counts: the older may be cut off without knowing it.
         if node in self._nodes:
             self._nodes[node].end(
                 "over", code=USAGE, text=f"another npurun was started as node {node}"
@@ -297,6 +304,7 @@ class Leader:
             link.send("say", text=at_work)
         elif hello["count"] > self._ledger.count:  # this launcher has been started again
             self._ledger.count = hello["count"]
+            # From the member, since this launcher knows nothing of the attempts before it started.
             self._expected = self._all.intersection(hello["nodes"])
 
     def _mismatch(self, hello: dict[str, Any]) -> str:

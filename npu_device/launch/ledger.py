@@ -71,6 +71,7 @@ class Ledger:
         outcomes = list(outcomes)
         code, why, origin = _verdict(outcomes, loss)
         taken_away = tuple(preempted)
+        # Neither success nor a missing program is due to a node that was taken away.
         if code in (0, CANNOT_START):
             taken_away = ()
         if taken_away:
@@ -115,10 +116,12 @@ class Ledger:
 
     def _decide(self) -> Decision:
         """Return whether the job is started again after its newest attempt."""
+        # Attempts that a preemption ended count separately: they aren't the fault of the script.
         newest = self.attempts[-1]
         failures = [attempt for attempt in self.attempts if not attempt.preempted]
         preemptions = len(self.attempts) - len(failures)
         restarts = self._options.max_restarts
+        # Without a node that is left, nobody could continue.
         is_over = (
             newest.code == 0 or newest.interrupted or set(newest.nodes) <= set(newest.preempted)
         )
@@ -138,6 +141,7 @@ class Ledger:
                 if failure.step != newest.step:
                     break
                 fruitless += 1
+            # The limit keeps the power from becoming huge.
             wait = min(wait * 2 ** min(fruitless, 10), LONGEST_BACKOFF_SECONDS)
             text = f"restart {len(failures)} of {restarts} in {wait:g} s: {newest.why}"
         return Decision(newest.code, wait, text)
@@ -170,6 +174,7 @@ def _verdict(outcomes: Sequence[NodeOutcome], loss: str | None) -> tuple[int, st
     if CANNOT_START in codes:
         return CANNOT_START, "the ranks could not be started", None
     for outcome in outcomes:
+        # Over 128: ended by the signal itself, not by a rank that failed meanwhile.
         if outcome.interrupted and not outcome.failure and outcome.code > 128:
             return outcome.code, "stopped by a signal to npurun", None
     codes_of_failures = {outcome.failure: outcome.code for outcome in outcomes if outcome.failure}
@@ -188,6 +193,7 @@ def _verdict(outcomes: Sequence[NodeOutcome], loss: str | None) -> tuple[int, st
 
 def _is_stuck(failures: Sequence[PastAttempt]) -> bool:
     """Return True if the last two attempts failed at the same place of the script and step."""
+    # Without a place in the script, failures can't be told apart.
     if len(failures) < 2 or failures[-1].origin is None:
         return False
     previous, newest = failures[-2:]

@@ -41,6 +41,7 @@ from npu_device.launch.events import (
 from npu_device.launch.failures import Failure
 
 _LARGEST = 1e10  # numbers, and times in seconds since the epoch
+# By the text of the annotation, which is what a dataclass keeps with postponed evaluation.
 _FORMS = {"int": int, "float": float, "str": str, "bool": bool, "str | None": (str, type(None))}
 _FAILURE = {name: _FORMS[annotation] for name, annotation in Failure.__annotations__.items()}
 _FIELDS: dict[str, dict[str, Any]] = {
@@ -82,6 +83,7 @@ class Link:
         self.is_lost = False
         self.received_at = time.monotonic()  # when the newest message came
         self._connection = line.connection
+        # The handshake has a time limit; a connection between nodes may be silent for long.
         self._connection.settimeout(None)
         self._reader = line.reader
         self._reader.limit = frames.LIMIT_FROM_RANK
@@ -89,6 +91,7 @@ class Link:
 
     def send(self, do: str, **fields: Any) -> None:
         message = frames.encode({"do": do, **fields})
+        # The thread that reads notices that a connection is broken.
         with self._sending, contextlib.suppress(OSError):
             self._connection.sendall(message)
 
@@ -110,6 +113,7 @@ class Link:
     def end(self, do: str, **fields: Any) -> None:
         """Send the last message."""
         self.send(do, **fields)
+        # The other side still reads what was sent before.
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 
@@ -129,6 +133,7 @@ def _fits(field: Any, form: Any) -> bool:
         if not isinstance(field, dict) or field.keys() != form.keys():
             return False
         return all(_fits(field[name], form[name]) for name in form)
+    # JSON writes a float without a fraction as an integer.
     if form in (int, float) and type(field) in (int, form):
         return abs(field) < _LARGEST  # nor NaN
     return type(field) is form
@@ -252,6 +257,7 @@ class Member:
     def _connect(self) -> None:
         if self._outcome.interrupted:
             raise SystemExit(self._outcome.code)
+        # As long as the leader waits for nodes.
         seconds = self._options.rejoin_timeout
         if self._link is not None:
             self._link.close()
@@ -312,4 +318,5 @@ class Member:
             elif action in ("over", "leave"):
                 self._ending = message
                 put(StopOrdered("node 0 has ended the part of the job on this node", self._attempt))
+        # Reading ends only with the connection.
         put(StopOrdered("lost the connection to node 0", self._attempt))

@@ -34,10 +34,12 @@ def main() -> None:
     serial = int(sys.argv[2])
     lines = _lines()
     order = json.loads(next(lines))
+    # Before anything reads them.
     os.environ.update(order["variables"])
     options = Options(
         **{**order["options"], "command": tuple(order["options"]["command"]), "hosts": ()}
     )
+    # Here, since only the host knows its GPUs.
     if options.nproc_per_node == 0:
         options = dataclasses.replace(options, nproc_per_node=argument_types.ranks_per_node())
     starter = Starter(name, Console(), order["count"], tuple(order["nodes"]))
@@ -75,6 +77,7 @@ def _lines() -> Iterator[bytes]:
 
 def _obey(lines: Iterator[bytes], options: Options, starter: Starter) -> None:
     for line in lines:
+        # The signal reaches this process's own handlers, as if it had been sent on this host.
         os.kill(os.getpid(), int(line))
     # The connection has ended. In a job without restarts, as when a terminal is closed.
     if not options.restarts_hosts:
@@ -90,6 +93,7 @@ def _problem_on_host(name: str, serial: int) -> str:
     """End what an earlier connection of the job has left on this host; return why that can't be, "" if it is done."""
     words = _command_lines()
     serials = {
+        # The last two words of its command line are those that ``connection`` wrote.
         pid: int(line[-1])
         for pid, line in words.items()
         if line[-2:-1] == [name] and line[-1].isdecimal()
@@ -104,6 +108,7 @@ def _problem_on_host(name: str, serial: int) -> str:
     _send(signal.SIGSTOP, older)  # so that they start no more processes
     # Their hub would live as long as ranks on other hosts are connected to it.
     killed = [*older, *(pid for pid in _children(older) if pid not in guards)]
+    # With the start time, since the number of a process may be used again.
     ending = {pid: start_time(pid) for pid in [*killed, *guards]}
     _send(signal.SIGKILL, killed)
     deadline = time.monotonic() + KILL_SECONDS
@@ -146,6 +151,7 @@ def _is_running(pid: int, started: str) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except OSError:
         return False
+    # A zombie has ended, though its parent hasn't noticed.
     return state not in "ZX" and start_time(pid) == started
 
 

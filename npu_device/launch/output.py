@@ -94,6 +94,7 @@ class Pump:
         self._console = console
         self._fd = fd
         self._log = log
+        # Colours only where a person looks.
         self._prefix = _prefix(rank, os.isatty(fd))
         self._beginning = b""  # of a line that hasn't ended
         self._bar = b""  # the newest refresh, if it hasn't been written
@@ -111,6 +112,7 @@ class Pump:
     def _run(self) -> None:
         poll = select.poll()
         poll.register(self._pipe, select.POLLIN)
+        # The end closes the pipe: a process that escaped with it gets an error instead of blocking.
         with self._pipe:
             while not self._ending.is_set():
                 output = b""
@@ -123,6 +125,7 @@ class Pump:
                 count = array.array("i", [0])
                 fcntl.ioctl(self._pipe, termios.FIONREAD, count)
                 self._write(self._lines(os.read(self._pipe.fileno(), count[0])))
+        # A last line without an end counts.
         if self._beginning or self._bar:
             self._write(self._lines(b"\n"))
 
@@ -142,6 +145,7 @@ class Pump:
                 self._bar_is_written = False
         else:
             self._beginning += output
+        # Memory must not grow with a program that never ends its line.
         if len(self._beginning) >= _LINE_BYTES:
             lines.append(self._beginning)
             self._beginning = b""

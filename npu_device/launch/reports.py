@@ -53,6 +53,7 @@ class ReportPump(Pump):
     ) -> None:
         self._prefix_of_reports = name.encode() + b" "
         self._report = report
+        # Last, because it starts the thread that reads.
         super().__init__(pipe, console, 2)
 
     def _write(self, lines: list[bytes]) -> None:

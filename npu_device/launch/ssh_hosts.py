@@ -43,6 +43,7 @@ def run(options: Options) -> int:
     try:
         variables = _variables()
         with ThreadPoolExecutor(len(options.hosts)) as resolvers:
+            # At the same time, since looking up a name may take seconds.
             clients = list(resolvers.map(connection.client, options.hosts))
         hosts = LaunchedHosts(options, console, events, variables, clients)
         hosts.start()
@@ -68,6 +69,7 @@ def _variables() -> dict[str, str]:
         for name, text in os.environ.items()
         if name in names or name.startswith(_PREFIXES)
     }
+    # Hosts can't read a file of this one; the secret itself travels in the order.
     variables["NPU_DEVICE_SECRET"] = secret().decode() or secrets.token_hex(32)
     variables["NPU_DEVICE_SECRET_FILE"] = ""
     return variables
@@ -153,6 +155,7 @@ class LaunchedHosts:
     def _start(self, host: Host) -> None:
         host.starts += 1
         host.retry_at = None
+        # Each host is a node, and must not start further hosts.
         options = dataclasses.replace(self._options, hosts=(), node_rank=host.node)
         order = {
             "options": dataclasses.asdict(options),
@@ -186,6 +189,7 @@ class LaunchedHosts:
         times.append(self._deadline)
         seconds = None
         until = min((moment for moment in times if moment is not None), default=None)
+        # Times that aren't set don't count.
         if until is not None:
             seconds = max(0.0, until - time.monotonic())
         self._events.handle_next(seconds, handlers)
@@ -213,6 +217,7 @@ class LaunchedHosts:
             self._signal = number
             self._is_stopping = True
         for host in self._hosts:
+            # A job that was told to stop starts nothing again.
             host.retry_at = None
         self._send(number, self._hosts)
 
@@ -261,6 +266,7 @@ class LaunchedHosts:
         host.connection = None
         host.end = None
         host.is_running = False
+        # A new npurun counts its attempts from what it is told.
         host.attempt = None
         # The shell there has failed, not ssh: a folder or Python is missing, and will be.
         is_misplaced = not was_running and host.starts == 1 and code < 128

@@ -35,6 +35,7 @@ class Exit:
 
     @property
     def code(self) -> int:
+        # As a shell reports it.
         if self.status < 0:
             return 128 - self.status
         return self.status
@@ -95,6 +96,7 @@ class RankProcess:
         """Release the ended process. Return True while children of it are left in its group."""
         self._watcher.join()  # which looks at the zombie
         self._popen.wait()
+        # Signal 0 only asks whether the group still has members.
         try:
             os.killpg(self.pid, 0)
         except (ProcessLookupError, PermissionError):
@@ -102,6 +104,7 @@ class RankProcess:
         return not self._gone
 
     def _watch(self) -> None:
+        # WNOWAIT leaves the zombie, which keeps its number from being used again.
         child = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         assert child is not None
         status = child.si_status
@@ -144,6 +147,7 @@ class Supervisor:
         while self._running() and self._stage < _Stage.GIVEN_UP:
             self._wait(None)
             self._look_at_ended()
+        # Ranks that ended may have left children, such as readers of data.
         families = [process for process in self._processes if process.exit and process.reap()]
         spares_children = self._spared_children and self._stage is _Stage.ASKED
         if families and (self._stage < _Stage.ASKED or spares_children):
@@ -162,6 +166,7 @@ class Supervisor:
         failures = [failure for failure in exits if failure[2].status not in (0, RESUMABLE)]
         if failures and self._stage < _Stage.FAILED:
             self._enter(_Stage.FAILED, RANKS_NOTICE_SECONDS)
+            # By time, so that the rank is named that failed first.
             _, rank, end = min(failures)
             self._on_failure(f"rank {rank} failed ({end})")
             if self._running():
@@ -228,6 +233,7 @@ class Supervisor:
 
     def _ask(self, number: int, processes: Sequence[RankProcess], seconds: float) -> None:
         self._enter(_Stage.ASKED, seconds)
+        # The first time counts: what ended before it has ended by itself.
         self.asked_at = self.asked_at or time.time()
         for process in processes:
             process.send(number, self._spared_children)

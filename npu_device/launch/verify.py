@@ -58,6 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     # Leaving by an exception ends the processes of the script.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="npurun-verify-") as directory:
+        # Absolute, since the script may change its folder.
         return _verify(options, sizes, Path(options.keep or directory).resolve())
 
 
@@ -117,6 +118,7 @@ def _run(
         return f"the script didn't make its steps in {VERIFY_SECONDS / 60:.0f} minutes; see its output with --keep DIR"
     finally:
         with contextlib.suppress(ProcessLookupError):
+            # The whole group, with all processes that it has forked.
             os.killpg(process.pid, signal.SIGKILL)
     problem = Path(start.directory, PROBLEM)
     if problem.exists():

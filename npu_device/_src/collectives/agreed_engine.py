@@ -129,6 +129,8 @@ class AgreedEngine:
         kinds: dict[tuple[bool, bool, bool], list[int]] = {}
         for position, segment in enumerate(segments):
             dtype = segment[0].dtype
+            # One call of an engine has one dtype on the wire, one engine, and results that all have
+            # gradients or none.
             signature = (
                 dtype.is_floating,
                 wire_dtype(dtype, wire) == wire,
@@ -155,6 +157,7 @@ class AgreedEngine:
         later = self._for_gradients()
 
         def backward(upstream: tf.Tensor) -> tf.Tensor:
+            # Each rank's row has gone to all ranks, so its gradient is the sum of theirs.
             return tf.reduce_sum(later.exchange(upstream), axis=0, keepdims=True)
 
         return differentiable_move(gathered, backward, row)
@@ -179,6 +182,7 @@ class AgreedEngine:
 
         TensorFlow's engine remembers each length forever, so it gets few.
         """
+        # Other engines keep nothing by length, and would only send more padding.
         engine = self.job.engines.of_rows(self.group, dtype)
         if engine is self.job.engines.tensorflow:
             return rounded(longest)
@@ -201,6 +205,7 @@ class AgreedEngine:
         return AgreedEngine(self.job, self.group)
 
     def _take_terms(self) -> Terms | None:
+        # Later transfers carry which call they belong to, and no shapes of the graph.
         terms = self.terms or self._later_terms
         self.terms = None
         return terms
@@ -301,6 +306,7 @@ def route_of(
     """Return the route of a call, the same on every rank; None if a message has to compare it before its data move.
     ``has_owners``: each rank sends data of another size, which a message can't take.
     """
+    # None has no dtype: it stands for a gradient that a rank doesn't have.
     dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
     uses_nccl = any(map(job.hosts.uses_nccl, dtypes))
     is_one_host = job.hosts.number_of(group.ranks) == 1
@@ -356,6 +362,7 @@ def differentiable_move(
     """Return ``moved`` with the gradient ``backward(incoming gradient)`` for ``tensor``, of which it was made. Integers
     and other discrete values have no gradient.
     """
+    # Unlike reductions, moves have gradients of complex numbers, too.
     if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
         return moved
     return differentiable([moved], lambda upstream: [backward(upstream)], [tensor])[0]

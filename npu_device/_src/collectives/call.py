@@ -75,6 +75,7 @@ class Call:
 
 @functools.lru_cache(maxsize=1024)
 def _fingerprint(*parts: Any) -> tuple[int, int]:
+    # blake2b, unlike ``hash``, gives the same number in every process.
     digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
     head, tail = np.frombuffer(digest, dtype="<i4").tolist()
     return head, tail
@@ -103,6 +104,7 @@ def describe(operation: str, tensors: Sequence[Any], ragged: bool, details: dict
 def _kind_and_shape(tensor: Any, ragged: bool) -> tuple[str, tf.TensorShape | None]:
     if tensor is None:
         return "None", None
+    # How many rows a rank has picked is its own matter; only their shape has to agree.
     if isinstance(tensor, tf.IndexedSlices):
         return f"sparse {tensor.values.dtype.name} rows of", tensor.values.shape[1:]
     if ragged:
@@ -117,8 +119,10 @@ def shapes_number(call: Call, tensors: Sequence[Any], ragged: bool) -> int | tf.
     for position, (tensor, shape) in enumerate(zip(tensors, call.shapes)):
         if shape is None:
             continue
+        # Weights tell [2, 3] from [3, 2], and a shape of one tensor from that of another.
         weights = _weights(position)
         if shape.is_fully_defined():
+            # The rank counts, too: [1, 1] isn't [1].
             number += sum(map(operator.mul, shape.as_list(), weights)) + len(shape) * weights[-1]
             continue
         is_sparse = isinstance(tensor, tf.IndexedSlices)
@@ -156,6 +160,7 @@ def _text(shape: tf.TensorShape | None) -> str:
 
 def user_line() -> str:
     """Return the innermost line of the script, outside of libraries; the outermost line if all are in libraries."""
+    # For a script that is itself installed as a package, its outermost frame is the best guess.
     outermost = "an unknown line"
     for filename, line, function in compat.lines_of_stack(sys._getframe(1)):
         if is_user_file(filename):
@@ -242,6 +247,7 @@ def _differences(rows: Sequence[dict[str, Any]]) -> list[str]:
     texts = [row["tensors"] for row in rows]
     if len(set(map(len, texts))) > 1:
         differences.append("number of tensors")
+    # Compared only among the same numbers of tensors: otherwise positions mean nothing.
     elif any(len(set(same_position)) > 1 for same_position in zip(*texts)):
         tensors = ", ".join(f"tensor {position}" for position in _positions_to_show(rows))
         differences.append(f"dtype, shape or kind of {tensors}")

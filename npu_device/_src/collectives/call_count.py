@@ -59,6 +59,7 @@ class TransferCount:
             tf.raw_ops.ResourceCountUpTo(resource=counter, limit=_LARGEST, T=tf.int32)
 
     def position(self) -> dict[str, Any]:
+        # The stall watch may run while another thread builds a graph.
         with compat.eager_mode():
             ended = int(self._ended)
             started = int(self._started)  # read last: it is never behind
@@ -84,6 +85,7 @@ class CallCounts:
 
     def transfers_of(self, group: Group, device: str) -> TransferCount:
         """Return the count of a group's transfers through TensorFlow, kept on the CPU of this rank."""
+        # A name of its own keeps these counts apart from the calls that Python moves.
         transfers = replace(
             group, name=f"{group.name}/transfers", parent=group.parent or group.name
         )
@@ -94,6 +96,7 @@ class CallCounts:
 
     def of_all(self) -> list[tuple[Group, Count]]:
         """Return the groups with their counts."""
+        # A copy: other threads add groups meanwhile.
         return list(self._counts.items())
 
     def find(self, group: Group) -> Count | None:

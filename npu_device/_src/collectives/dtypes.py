@@ -34,6 +34,7 @@ def mean_dtype(dtype: tf.DType) -> tf.DType:
     """Return the dtype of a mean, as with ``tf.divide``."""
     if dtype.is_floating:
         return dtype
+    # float32 holds all integers of 16 bits exactly.
     if dtype.size < 4:
         return tf.float32
     return tf.float64
@@ -55,6 +56,7 @@ def sum_dtype(dtype: tf.DType) -> tf.DType:
 
 def wire_dtype(dtype: tf.DType, compressed: tf.DType | None) -> tf.DType:
     """Return the dtype in which values are sent; compression to ``compressed`` applies to float32 and float64."""
+    # A dtype that is as narrow already gains nothing.
     if compressed is None or not dtype.is_floating or dtype.size <= compressed.size:
         return dtype
     return compressed
@@ -98,6 +100,7 @@ def fold(rows: Sequence[tf.Tensor], reduction: str) -> tf.Tensor:
     if reduction in _CHOICES:
         return _CHOICES[reduction](tf.stack(rows), axis=0)
     dtype = reduced_dtype(dtype, reduction)
+    # ``reduce`` keeps the order of the ranks, as the engines on arrays do.
     total = reduce(_TOTALS[reduction], [tf.cast(row, sum_dtype(dtype)) for row in rows])
     if reduction == "mean":
         total = total / len(rows)
@@ -135,6 +138,7 @@ def fold_arrays(
     with np.errstate(all="ignore"):
         if rows[0].dtype == np.float16:
             rows = [widened(row) for row in rows]
+        # In most reductions no share is above 1: these need no copy of the rows.
         if max(shares) > 1:
             rows = [
                 row if share == 1 else row.astype(output.dtype) * share
@@ -143,9 +147,11 @@ def fold_arrays(
         if len(rows) == 1:
             total[:] = rows[0]
         else:
+            # numpy knows no safe cast of bfloat16.
             combine(rows[0], rows[1], out=total, dtype=total.dtype, casting="unsafe")
         for row in rows[2:]:
             combine(total, row, out=total, dtype=total.dtype, casting="unsafe")
+        # The reciprocal of a power of two is exact.
         if reduction == "mean" and divisor & (divisor - 1) == 0:
             # The bits of a division, but faster.
             np.multiply(total, total.dtype.type(1.0 / divisor), out=total)

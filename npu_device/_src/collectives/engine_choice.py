@@ -110,12 +110,16 @@ def choose_engine(job: Job, hosts: JobHosts) -> JobHosts:
     named = [engine for engine in CANDIDATES if engine.name == wanted]
     # Ranks of one host need no engine between hosts, but may have GPUs.
     listed = named or [
-        engine for engine in CANDIDATES if engine.name != "mpi" or not hosts.share_memory
+        # Starting MPI takes time, and one host has no use for it.
+        engine
+        for engine in CANDIDATES
+        if engine.name != "mpi" or not hosts.share_memory
     ]
     against: dict[str, str] = {}  # the problems of engines, by their names
     for engine in listed:
         problems = engine.problems(job, hosts)
         if not problems:
+            # The loop always ends here, since TCP has no problems.
             break
         lines = "\n".join(problems)
         if named:
@@ -133,6 +137,7 @@ def choose_engine(job: Job, hosts: JobHosts) -> JobHosts:
     no_nccl = ""
     if engine.name != "nccl":
         no_nccl = why_no_nccl(hosts.devices, job.cluster.hosts, wanted)
+    # Only where an mpiexec has started the ranks, since others don't expect MPI.
     if "mpi" in against and launchers.read_mpi() is not None:
         job.why_no_mpi = against["mpi"].split("\n")[0].strip()
     return replace(hosts, engine=engine.name, no_nccl=no_nccl)

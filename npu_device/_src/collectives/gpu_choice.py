@@ -50,6 +50,7 @@ def own_instance(cuda: str | None, nvidia: str | None, device_id: int) -> str | 
     names = visible_names(nvidia if cuda is None else cuda) or ()
     if len(names) < 2 or not all(name.startswith("MIG-") for name in names):
         return None
+    # Modulo, since a launcher may number the ranks of a host beyond its instances.
     return names[device_id % len(names)]
 
 
@@ -78,6 +79,7 @@ def sharing(
     users: dict[tuple[str, str], list[int]] = {}
     for rank, (device, host) in enumerate(zip(devices, hosts)):
         if device.is_gpu:
+            # Two MIG instances are two units of one chip.
             unit = device.chip if chips else device.unit
             users.setdefault((host, unit), []).append(rank)
     return [ranks for ranks in users.values() if len(ranks) > 1]

@@ -85,6 +85,7 @@ def overwriting(target: Any, output: tf.Tensor) -> tf.Tensor:
 
 def origin(tensor: tf.Tensor) -> tf.Tensor:
     """Return the tensor of a graph, this one or one around it, of which a tensor is a copy."""
+    # Functions copy tensors of the graph around them as captures, and AutoGraph adds identities.
     while True:
         if tensor.op.type in ("Identity", "IdentityN"):
             tensor = tensor.op.inputs[tensor.value_index]
@@ -120,6 +121,7 @@ def python_call(
         captured = tf.fill([_CAPTURED_FROM], np.int64(number))  # see compat.to_tensor
     _functions[number] = function
     weakref.finalize(captured, _functions.pop, number, None)
+    # In nested functions a capture has to pass through each graph in between.
     inputs = [compat.through_outer_graphs(captured), *inputs]
     return tf.raw_ops.PyFuncStateless(input=inputs, token=_registered()[0], Tout=list(dtypes))
 
@@ -206,6 +208,7 @@ def step_data() -> Sequence[tf.Operation]:
     graph = tf.compat.v1.get_default_graph()
     count, names = _data_reads.get(graph, (0, []))
     operations = graph.get_operations()
+    # Each operation is looked at once, however many collectives a graph has.
     new_operations = operations[count:]
     names = names + [operation.name for operation in new_operations if _may_end(graph, operation)]
     _data_reads[graph] = (len(operations), names)
@@ -221,6 +224,7 @@ def step_data() -> Sequence[tf.Operation]:
 def _may_end(graph: tf.Graph, operation: tf.Operation) -> bool:
     types: Iterable[str] = [operation.type]
     if operation.type in _CALLS:
+        # A function that is called may read data, too.
         types = compat.operations_of_call(graph, operation)
     return any(map(_MAY_END.fullmatch, types))
 
@@ -256,6 +260,7 @@ def differentiable(
     """Return results that were made from tensors, with a gradient of their own: ``backward`` returns the gradients of
     the tensors for those of the results.
     """
+    # Without a tape nobody asks for the gradient, and the identity would cost a copy.
     if tf.executing_eagerly() and not compat.a_tape_records():
         return list(results)
     if tf.executing_eagerly():
@@ -270,6 +275,7 @@ def differentiable(
 
     def gradients(*upstream: Any) -> list[Any]:
         """Return the gradients of the results, which have none, and of the inputs."""
+        # The results are inputs of the identity as well, and get no gradient from it.
         return [None] * count + list(backward(*_dense(upstream[:count])))
 
     _gradients[number] = gradients

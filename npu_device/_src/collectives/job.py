@@ -76,6 +76,7 @@ class Job(EngineContext):
 
     def forget_group(self, name: str) -> None:
         """Free what is held for a group that is destroyed, and for the groups made for its operations."""
+        # First, so that nobody finds the group any more while its parts are freed.
         del self.groups[name]
         self.sessions.forget(name)
         self.engines.forget(name)
@@ -104,10 +105,12 @@ class Job(EngineContext):
 
     def finish(self) -> None:
         """Close the parts, and let what this rank has sent arrive."""
+        # In reverse: a later part may use an earlier one.
         for part_type in reversed(list(self._parts)):
             self.end(part_type)
         for act in self.before_leaving:
             act(self)
+        # Last, as closing the parts may still send data.
         self.peers.deliver()
 
     def leave(self) -> None:
@@ -146,6 +149,7 @@ def start(
     global _current
     _current = Job(cluster, channel, serves_others, secret)
     _current.health.start()
+    # At exit also if the script never calls ``close``.
     atexit.register(_exit)
     _log.info("rank %d of %d on host %s is ready", cluster.rank, cluster.world_size, cluster.host)
     return _current
@@ -169,6 +173,7 @@ def close() -> None:
     global _current, _closed_by
     job = _current
     if job is None or job.in_fork:
+        # The connections of a job belong to the parent; a child must not close them.
         _current = None
         return
     try:
@@ -181,6 +186,7 @@ def close() -> None:
 
 def on_exit(act: Callable[[], None]) -> None:
     """Call a function when this process exits, after it has left the job; not in a forked child."""
+    # The child of a fork inherits the list, and mustn't end what the parent still uses.
     pid = os.getpid()
 
     def act_in_this_process() -> None:

@@ -91,9 +91,12 @@ def all_to_all_v(
     ) -> tf.Tensor:
         outgoing = checked_blocks("send", sends, sends_at, size, vector.shape[0])
         incoming = checked_blocks("recv", recvs, recvs_at, size)
+        # Both kinds of counts travel together: one exchange more would cost as much as a small
+        # call.
         counts = engine.gather(tf.concat([outgoing.counts, incoming.counts], axis=0)[tf.newaxis])
         sent = counts[:, :size]
         expected = tf.transpose(counts[:, size:])
+        # Before any block is sent, so that nothing arrives that doesn't fit.
         with tf.control_dependencies(_require_equal(sent, expected)):
             longest = engine.row_length(vector.dtype, tf.reduce_max(sent))
         rows = engine.exchange(pad_blocks(vector, outgoing, longest))
@@ -115,6 +118,7 @@ def _require_equal(sent: tf.Tensor, expected: tf.Tensor) -> list[Any]:
             "expected:",
             expected,
         ]
+        # ``summarize``: TensorFlow would otherwise print only three numbers.
         return [tf.debugging.Assert(is_equal, details, summarize=-1)]
     differing = np.argwhere(sent.numpy() != expected.numpy())
     if len(differing):
@@ -213,6 +217,7 @@ def _pair_of(group: Group, source: int, destination: int, tag: int) -> Group:
         )
     me = group.ranks[group.rank]
     ranks = tuple(sorted((group.ranks[source], group.ranks[destination])))
+    # Each direction has a queue of its own, so that two ranks can send to each other under one tag.
     tag = 2 * tag + (source < destination)
     return Group(f"{group.name}/{ranks[0]}-{ranks[1]}", ranks, ranks.index(me), group.name, tag)
 
@@ -220,6 +225,7 @@ def _pair_of(group: Group, source: int, destination: int, tag: int) -> Group:
 def gather_ragged(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:
     """Return all ranks' tensors one after the other, [n, …] into [sum of n, …]; part of a call that is agreed on."""
     row_shape = tf.shape(tensor)[1:]
+    # The numbers of rows first: the engine needs one length for all ranks.
     all_rows = engine.gather(tf.shape(tensor)[tf.newaxis, :1])[:, 0]
     counts = all_rows * tf.reduce_prod(row_shape)
     flat = tf.reshape(tensor, [1, -1])
@@ -229,6 +235,7 @@ def gather_ragged(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:
     runs = [gathered[rank, : counts[rank]] for rank in range(engine.group.size)]
     shape = tf.concat([[tf.reduce_sum(all_rows)], row_shape], axis=0)
     joined = tf.reshape(tf.concat(runs, axis=0), shape)
+    # A shape that is wholly unknown can't be merged with.
     if tensor.shape.rank:
         joined.set_shape([None, *tensor.shape[1:]])
     return joined
@@ -317,6 +324,7 @@ def checked_blocks(
     located = sorted(zip(map(int, displacements), map(int, counts), range(number)))
     end = 0
     last_rank = -1
+    # An empty block takes no room, wherever it is.
     for start, count, rank in located:
         if count == 0:
             continue

@@ -76,6 +76,7 @@ class Operation:
         if group.tag is not None:
             # Each tag keeps its own order, whichever threads send and receive.
             call = replace(call, thread="", work="")
+        # A thread that calls for the first time exchanges numbers with the other ranks.
         exchange = _ExchangeOfThreads(job, group, call)
         in_call: Any = contextlib.nullcontext(False)
         if tf.executing_eagerly():
@@ -88,6 +89,7 @@ class Operation:
             route = route_of(job, group, self.values, self.ragged, self.has_owners)
             engine = AgreedEngine(job, group, terms, route)
             if route is None:
+                # A message of its own comes before the data, which may have any size.
                 with tf.control_dependencies(engine.compare()):
                     return self.body(engine, *inputs)
             try:
@@ -133,7 +135,9 @@ class Operation:
         def run(*arrays: tf.Tensor) -> list[tf.Tensor]:
             values = tf.nest.pack_sequence_as(inputs, arrays, expand_composites=True)
             compared = self.values
-            if not self.has_owners:  # else they are specs, and the inputs are those of this rank
+            # With owners, values are specs, and the inputs are those of this rank.
+            if not self.has_owners:
+                # A receive has no inputs, and compares the spec of what it expects.
                 compared = values[: len(self.values)] or self.values
             results = replace(self, values=compared, inputs=values).run(job, call)
             if self.results is None:

@@ -68,12 +68,14 @@ def reduce(job: Job, tensor: tf.Tensor, reduction: str, root_rank: int, group: G
         reduced = engine.reduce(tensor, reduction, root_rank)
         if group.rank != root_rank:
             # This rank takes part, although its result is zeros.
+            # The zeros must not exist before the rank has taken part.
             with tf.control_dependencies([reduced]):
                 reduced = tf.zeros_like(reduced)
 
         def backward(upstream: tf.Tensor) -> tf.Tensor:
             require_differentiable("reduce", reduction)
             [incoming] = broadcast(job, [upstream], root_rank, group)
+            # A mean hands on an equal part of the gradient to each rank.
             if reduction == "mean":
                 return incoming / group.size
             return incoming

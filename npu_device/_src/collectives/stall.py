@@ -51,6 +51,7 @@ class StallWatch:
         threading.Thread(target=self._run, name="npu_device-stall", daemon=True).start()
 
     def _started(self) -> dict[GroupId, int]:
+        # TensorFlow's counts are left out: reading one takes an eager operation.
         counts = self._counts.of_all()
         return {
             (group.name, group.ranks): count.started
@@ -66,6 +67,7 @@ class StallWatch:
         held = self._held.get(group)
         if held is None or position["waiting"]:
             return position
+        # A collective that a session holds back hasn't begun, but the rank is waiting.
         return {"begun": position["begun"] + 1, "waiting": True, "call": held, "held": True}
 
     def _run(self) -> None:
@@ -87,6 +89,7 @@ class StallWatch:
                     if waited > self._give_up_after:
                         self._health.stop(self._text(group, position, waited, final=True))
                     elif waited > self._warn_after and not warned:
+                        # Said once for each call.
                         since[count] = (started, began, True)
                         _log.warning("%s", self._text(group, position, waited, final=False))
             time.sleep(STALL_POLL_SECONDS)
@@ -139,6 +142,7 @@ def _table(
     group: Group, hosts: Sequence[str], answers: Mapping[int, dict[str, Any]], wanted: int
 ) -> list[str]:
     """Return one line per rank; for a large group, list only some of the ranks that have come."""
+    # More calls than wanted: the rank has gone on to a later one.
     arrived = [rank for rank in group.ranks if rank in answers and answers[rank]["begun"] >= wanted]
     # All of those that haven't come are shown, for they are what the reader looks for.
     omitted = arrived[max(0, _MOST_LINES - (group.size - len(arrived))) :]

@@ -34,6 +34,7 @@ def start(job: Job) -> None:
             f"{cluster.name} finds no free port for TensorFlow's server: {error.strerror}.\n"
             "What to do: let NPU_DEVICE_PORT_RANGE have two ports for each rank of a host, plus one."
         ) from error
+    # Reserved until all ranks know it, so that no other process takes it meanwhile.
     with contextlib.closing(reserved):
         ports = job.store.gather("server/ports", reserved.number, timeout)
         reserved.leave_to_server()
@@ -45,6 +46,7 @@ def start(job: Job) -> None:
     # Rank 0 leads TensorFlow's collectives, and each rank's server still sends the last one's data to the others when
     # this rank already has its result.
     job.serves_others = True
+    # Nobody may connect to a server that isn't there yet.
     job.store.gather("server/up", None, timeout)
     # TensorFlow may learn of a closed connection, and abort, before the hub has told that a rank is gone.
     job.health.symptoms.append(lambda error: "Collective ops is aborted" in str(error))
@@ -93,6 +95,7 @@ def _keep_freed_memory() -> None:
     """Let glibc keep freed memory: it would return TensorFlow's buffers of some MB to the system, and take fresh pages
     for each transfer, which costs more than to copy them (docs/notes.md).
     """
+    # Only glibc has this function.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, min(_MOST, environment.MALLOC_MMAP_THRESHOLD_.get()))

@@ -94,6 +94,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: A
         optimizer, options.reduction, compression=options.compression, shard_optimizer=False
     )
     if reduction := reduction_of(carrier(optimizer)):  # with several ranks
+        # ``replicate`` refuses such an optimizer: each rank has batches of its own.
         reduction.own_batches = True
         tell_if_asked(world_unless_child(), "it is a DistributedOptimizer of Horovod")
     keras = compat.keras_of(optimizer)
@@ -131,6 +132,7 @@ def _with_old_names(original: Any) -> Any:
     rate = property(
         lambda self: self.learning_rate, lambda self, rate: setattr(self, "learning_rate", rate)
     )
+    # Of Keras's own property, which this one hides.
     variables = property(lambda self: _CallableList(original.variables.fget(self)))
     names = {"lr": rate, "variables": variables, "__module__": original.__module__}
     return type(original.__name__, (original,), names)
@@ -162,6 +164,7 @@ def DistributedGradientTape(
             divided by the number of ranks.
     """
     tape = copy.copy(gradtape)
+    # Shallow: the tape's recording is shared with the original.
     # A copy, of a class made for this one: it may be a subclass of the script's own.
     tape.__class__ = _distributed(gradtape.__class__)
     tape.npu_settings = _settings(**with_effect(arguments))
@@ -209,6 +212,7 @@ def _distributed(original: Any) -> Any:
         nested_sources = tf.nest.flatten(sources)
         is_local = [self.npu_local.has(source) for source in nested_sources]
         common = [gradient for gradient, local in zip(gradients, is_local) if not local]
+        # All in one list, so that the split strategy sees them together.
         reduced = iter(_reduced(common, *self.npu_settings) if common else ())
         for position, local in enumerate(is_local):
             if local:

@@ -26,6 +26,7 @@ def _run_at_once(operation: Any) -> Any:
     def run(*arguments: Any, **options: Any) -> Any:
         if tf.executing_eagerly():
             return operation(*arguments, **options)
+        # Horovod's Keras calls return values, which a graph doesn't have.
         with compat.eager_mode():
             return operation(*arguments, **options).numpy()
 
@@ -66,6 +67,7 @@ def load_model(
         custom_optimizers: optimizer classes that the file names.
         custom_objects: other classes and functions, by name.
     """
+    # Keras finds the class of a saved optimizer by its name.
     classes = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
     classes.update(custom_objects or {})
     model = tf.keras.models.load_model(filepath, custom_objects=classes)
@@ -99,6 +101,7 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: _Logs = None) -> None:
         if logs:
+            # Sorted: Keras may log metrics in another order on each rank.
             names = sorted(logs)
             # In float64, as numpy adds up: logs are Python's numbers.
             with compat.eager_mode():
@@ -136,6 +139,7 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
             raise TypeError("multiplier is missing: a number, or a function of the epoch")
         if not callable(multiplier):
             base = multiplier
+            # A number is a factor for each epoch, as in Horovod.
             multiplier = lambda epoch: base ** (epoch - start_epoch)  # noqa: E731
         self.multiplier = multiplier
         self.initial_lr = initial_lr
@@ -165,6 +169,7 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: _Logs = None) -> None:
         epoch = self.current_epoch
         is_over = self.end_epoch is not None and epoch >= self.end_epoch
+        # With ``staircase`` the rate changes at the first batch of an epoch only.
         if epoch < self.start_epoch or is_over or (self.staircase and batch):
             return
         old = self._number("learning_rate")
@@ -189,11 +194,13 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: _Logs = None) -> None:
         if logs is not None:
+            # Horovod's name, which scripts and callbacks read.
             logs["lr"] = self._number("learning_rate")
 
     def _number(self, name: str, new: float | None = None) -> float:
         """Return a number of the optimizer, after it was set to a new one."""
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        # The configuration tells a number from a schedule, which also has a value.
         if not isinstance(optimizer.get_config()[name], (int, float, np.number)):
             raise ValueError(
                 f"{type(self).__name__} can't set the {name} of this {type(optimizer).__name__}: it is a schedule.\n"

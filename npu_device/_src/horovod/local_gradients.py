@@ -31,6 +31,7 @@ class LocalSources:
         self._variables: list[Any] = []
 
     def add(self, variable: Any) -> None:
+        # By the inner variable: Keras wraps it anew where a script asks for it.
         self._variables.append(compat.inner_variable(variable))
 
     def has(self, variable: Any) -> bool:
@@ -83,6 +84,7 @@ class LocalGradients:
             return
         if self.passes > 1:
             self._keep_sums(optimizer)
+        # Taken before they are replaced below.
         apply_pairs: Any = optimizer.apply_gradients
         apply_lists: Any = getattr(optimizer, "apply", None)
 
@@ -135,6 +137,7 @@ class LocalGradients:
         self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Any
     ) -> Any:
         """Apply gradients, or only add them up if it isn't time yet."""
+        # ``apply_gradients`` of Keras calls ``apply``.
         if self._is_inside:
             return apply(gradients)
         self._is_inside = True
@@ -153,10 +156,12 @@ class LocalGradients:
             raise ValueError(
                 "backward_passes_per_step above 1 needs sparse_as_dense=True for sparse gradients"
             )
+        # Variables can't be made within the function that is traced.
         with tf.init_scope():
             compat.build_optimizer(optimizer, variables)
             self._make_sums(optimizer, variables)
         reduction = reduction_of(carrier(optimizer))
+        # The gradients may have been scaled for the sum over the ranks.
         factor = 1 if reduction is None else reduction.factor
         # A variable that isn't reached by the loss has no gradient, and nothing is added to its sum.
         sums: list[Any] = [None] * len(gradients)
@@ -169,10 +174,12 @@ class LocalGradients:
             divisor = self._divisor * factor
             apply([total if total is None else total.read_value() / divisor for total in sums])
             for total in self._sums.values():
+                # All of them, also those without a gradient in this step.
                 total.assign(tf.zeros_like(total))
             return tf.constant(True)
 
         def other_pass() -> tf.Tensor:
+            # Horovod counts every batch as an iteration.
             optimizer.iterations.assign_add(1)
             return tf.constant(False)
 
@@ -186,12 +193,14 @@ class LocalGradients:
                 new.append(variable)
         if not new:
             return
+        # In checkpoints, so that a resumed run updates after the same batch.
         if self._count is None:
             self._count = tf.Variable(0, trainable=False)
             compat.keep_in_checkpoints(optimizer, "npu_passes", [self._count])
         sums = []
         for variable in new:
             sums.append(tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False))
+        # By number: variables may be added when a model is built in parts.
         compat.keep_in_checkpoints(optimizer, f"npu_sums_{len(self._sums)}", sums)
         self._sums.update(zip(map(id, new), sums))
         reduction = reduction_of(carrier(optimizer))

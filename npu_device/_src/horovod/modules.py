@@ -38,6 +38,7 @@ def variables(inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables with which a process of this environment, and its children, import these modules."""
     folder = str(Path(__file__).parent / "path")
     paths = (inherited.get("PYTHONPATH") or folder).split(os.pathsep)
+    # First on the path: an installed Horovod must not be found before.
     other_paths = [path for path in paths if path != folder]
     return {
         environment.NPU_DEVICE_HOROVOD.name: "1",
@@ -52,6 +53,7 @@ def main() -> None:
     words = getattr(sys, "orig_argv", [])  # from Python 3.10 on
     flags: list[str] = []
     if "-m" in words:
+        # Flags of Python itself stand before -m.
         flags = words[1 : words.index("-m")]
     command = [sys.executable, *flags, *sys.argv[1:]]
     os.execve(sys.executable, command, {**os.environ, **variables(os.environ)})
@@ -59,6 +61,7 @@ def main() -> None:
 
 def take_over() -> None:
     """Let ``horovod`` and its submodules be those of this package, in this process. ``import horovod`` calls this."""
+    # Under both names, or a script would have two copies of the module's state.
     sys.modules[_THEIRS] = importlib.import_module(_OURS)
     _Finder.replaces = True
 
@@ -84,6 +87,7 @@ class _Finder:
         cls, name: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
         """Return the spec of a module of Horovod's that is offered; None for all other modules."""
+        # Modules of this package itself are found by Python.
         is_theirs = cls.replaces and name.startswith(f"{_THEIRS}.")
         if not is_theirs and not name.startswith(f"{_OURS}."):
             return None
@@ -111,6 +115,7 @@ class _Finder:
         """Return the module that is meant."""
         # Under its own name, so that both names stand for one module with one state.
         module = importlib.import_module(spec.name.replace(_THEIRS, _OURS, 1))
+        # Kept where ``exec_module`` finds it again.
         spec.loader_state = module.__spec__
         return module
 

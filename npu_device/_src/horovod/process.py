@@ -62,9 +62,11 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 def _ask_for_timeline() -> None:
     file = environment.HOROVOD_TIMELINE.get()
+    # A trace that the user has asked for otherwise stays as it is.
     if file is not None and environment.PROFILING_MODE.get() != "true":
         environment.PROFILING_MODE.set("true")
         folder = Path(f"{file}.trace").resolve()
+        # Absolute, since the script may change its folder before the end.
         environment.PROFILING_OPTIONS.set(json.dumps({"output": str(folder)}))
         # Runs after the trace's own end: the trace registers later.
         atexit.register(_copy, folder / PERFETTO, Path(file).resolve())

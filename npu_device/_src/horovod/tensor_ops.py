@@ -21,6 +21,7 @@ from npu_device._src.training.distribute import ascend_collectives
 from npu_device._src.training.distribute.reduce_values import watch_reduction
 from npu_device._src.training.opening.current_world import current_world
 
+# Horovod's numbers, which scripts may pass instead of the names.
 Average, Sum, Adasum, Min, Max, Product = range(6)
 _REDUCTIONS = {Average: "mean", Sum: "sum", Min: "min", Max: "max", Product: "prod"}
 _LINEAR = ("mean", "sum")
@@ -62,6 +63,7 @@ class Compression:
 def reduction_of_op(op: int | None, average: bool | None = None) -> str:
     """Return a reduction in this package's spelling; ``average`` is Horovod's older one."""
     if average is not None and op is not None:
+        # Horovod's own text, which scripts may look for.
         raise ValueError("The op parameter supersedes average. Please provide only one of them.")
     if op is None:
         op = Average
@@ -112,6 +114,7 @@ def grouped_allreduce(
     by_wire = None
     if compression is Compression.fp16 and reduction in _LINEAR:
         by_wire = "fp16"
+        # The wire does what the compressor would, without rounding the sum.
         compression = None
 
     def reduced(sent: list[Any]) -> list[Any]:
@@ -144,6 +147,7 @@ def _exchanged(
         if not isinstance(tensor, tf.IndexedSlices)
     ]
     is_plain = reduction in _LINEAR and prescale_factor == postscale_factor == 1.0
+    # Rows are gathered, and added up only where they are used.
     if len(dense) < len(sent) and not is_plain:
         raise NotImplementedError(
             "tf.IndexedSlices: only Sum and Average, without prescale and postscale factors"
@@ -154,6 +158,7 @@ def _exchanged(
     received = list(exchange(sent))
     for position in dense:
         # A mean of integers is an integer in Horovod.
+        # Before decompressing: a compressor of the script expects the dtype that it returned.
         tensor = tf.cast(received[position], sent[position].dtype)
         tensor = compressor.decompress(tensor, contexts[position])
         received[position] = _times(tensor, postscale_factor)
@@ -194,6 +199,7 @@ def allgather(tensor: Any, name: str | None = None) -> Any:
     def backward(upstream: tf.Tensor) -> tf.Tensor:
         rows = tf.shape(tensor)[:1]
         # The rows of this rank follow those of lower ranks.
+        # Each rank's number of rows may differ, so the start has to be asked for.
         start = tf.reduce_sum(allgather(rows)[: world.rank])
         return world.reduce([upstream], _MEAN)[0][start : start + rows[0]]
 

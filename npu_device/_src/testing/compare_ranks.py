@@ -44,6 +44,7 @@ def same_on_all_ranks(values: Any) -> None:
     for name, leaf in _leaves(values, "values"):
         digests[name] = (digest_of(np.asarray(leaf)), _short(leaf))
     digests_by_rank = gather_object(digests)
+    # Ranks may have different structures, so the names of all are looked at.
     names = list(dict.fromkeys(name for digests in digests_by_rank for name in digests))
     nothing = (None, "nothing")
     different = [
@@ -116,9 +117,11 @@ def equal_to_one_process(
     """
     settings = {"batch_size": batch_size, "epochs": epochs}
     train = functools.partial(run, _train, make_model, data, make_callbacks, settings, **options)
+    # The reference and its twin tell what rounding does to this model.
     [reference] = train(False, ranks=1)
     [noisy] = train(True, ranks=1)
     for size in ranks:
+        # All ranks have the same weights, which ``_train`` checks.
         training = train(False, ranks=size)[0]
         differences = [
             *_deviations(reference, noisy, training),
@@ -147,6 +150,7 @@ def _deviations(reference: _Training, noisy: _Training, training: _Training) -> 
                 arrays = [np.atleast_1d(variables[name]) for variables in epoch]
                 deviations += deviation(number, attribute, name, arrays)
             lines += map(_line, deviations)
+            # Later epochs follow from the first that deviates.
             if deviations:
                 break
     return lines
@@ -170,6 +174,7 @@ def _different_decisions(reference: _Training, training: _Training) -> list[str]
 
 def _is_equal(expected: Any, decision: Any) -> bool:
     if isinstance(expected, float) and isinstance(decision, float):
+        # Learning rates are decided by losses, which are rounded.
         return bool(np.isclose(expected, decision, rtol=1e-3))
     return bool(expected == decision)
 
@@ -184,6 +189,7 @@ def _train(
     from npu_device._src.training.fit.replica import replicate
 
     keras: Any = tf.keras
+    # So that weights begin alike in each process.
     keras.utils.set_random_seed(_SEED)
     training = _Training()
     options: dict[str, Any] = {"epochs": settings["epochs"], "shuffle": False, "verbose": 0}
@@ -223,6 +229,7 @@ def _train(
     training.decisions["number of epochs"] = len(training.logs)
     for callback in callbacks:
         for name, setting in vars(callback).items():
+            # Settings of a callback that are numbers or texts are what it has decided.
             if not name.startswith("_") and isinstance(setting, (bool, int, float, str)):
                 training.decisions[f"{type(callback).__name__}.{name}"] = setting
     same_on_all_ranks(training.weights)

@@ -42,6 +42,7 @@ def strike(kind: str, pid: int, seconds: float | None = None) -> None:
     """Make one of ``SIGNALS`` happen to a process; one that is stopped continues after some seconds, or never."""
     if kind == "stop" and seconds is not None:
         # From outside, since this process may be the one that stops.
+        # The shell goes on, whatever happens to this process.
         subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {pid} 2> /dev/null"])
     os.kill(pid, SIGNALS[kind])
 
@@ -94,10 +95,13 @@ class Armed:
             _armed = None
 
     def reached(self, rank: int, step: int) -> None:
+        # A file outlives the rank that writes it.
         (self._directory / f"rank{rank}").write_text(str(step))
         for number, fault in enumerate(self._faults):
             mark = self._directory / f"fault{number}"
             if fault.rank == rank and step >= fault.step and not mark.exists():
+                # Marked first: the rank may not survive what follows, and must not repeat it after
+                # a restart.
                 mark.touch()
                 fault.happen()
 
@@ -106,6 +110,7 @@ class Armed:
         for number, fault in enumerate(self._faults):
             if (self._directory / f"fault{number}").exists():
                 continue
+            # A rank may have ended before it came to its first step.
             progress = "has called faults.step_done never"
             newest_step = self._directory / f"rank{fault.rank}"
             if newest_step.exists():

@@ -76,6 +76,7 @@ def serve() -> dict[str, Any] | None:
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(signalled)
     while True:
+        # Read without Python's buffer, whose content each child would inherit.
         ready = select.select([0, ended], [], [])[0]
         if ended in ready:
             os.read(ended, 1 << 16)
@@ -88,6 +89,7 @@ def serve() -> dict[str, Any] | None:
                 order: dict[str, Any] = json.loads(line)
                 pid = os.fork()
                 if pid == 0:
+                    # The child must not wake the server.
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     os.close(ended)
@@ -110,10 +112,12 @@ def _report(path: str, code: int) -> None:
 
 def become(order: dict[str, Any]) -> types.ModuleType:
     """Make this process look as if Python had been started with the script; the module in which to run it."""
+    # Killed with the server, so that no rank stays behind if a test is killed.
     _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     os.setpgid(0, 0)
     empty_input = os.open(os.devnull, os.O_RDONLY)
     output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    # The inputs of the server are its orders, which a script must not read.
     for descriptor, source in ((0, empty_input), (1, output), (2, output)):
         os.dup2(source, descriptor)
     os.close(empty_input)

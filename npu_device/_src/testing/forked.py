@@ -64,6 +64,7 @@ class ForkedProcess:
         assert server.stdin is not None and server.stdout is not None
         server.stdin.write(json.dumps(order) + "\n")
         server.stdin.flush()
+        # The server answers when the fork is there; without an answer, it has ended.
         answer = server.stdout.readline()
         if not answer:
             raise RuntimeError(
@@ -124,6 +125,7 @@ def end_all(processes: Sequence[Any], seconds: float) -> list[int]:
     late = []
     for number, process in enumerate(processes):
         try:
+            # Each gets some time, also the last one.
             process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             late.append(number)
@@ -133,6 +135,7 @@ def end_all(processes: Sequence[Any], seconds: float) -> list[int]:
 
 
 def _server(environment: dict[str, str]) -> subprocess.Popen[str]:
+    # Variables that TensorFlow reads when it is imported must be those of the server.
     key = frozenset(
         (name, text)
         for name, text in environment.items()
@@ -162,6 +165,7 @@ def servers() -> list[subprocess.Popen[str]]:
 def close() -> None:
     atexit.unregister(close)
     for server in _servers.values():
+        # It ends when its input ends, and its ranks with it.
         server.communicate()
     _servers.clear()
     _directory().cleanup()

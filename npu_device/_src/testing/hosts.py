@@ -26,11 +26,13 @@ def hosts(count: int, gbit: float) -> Iterator[None]:
     The machine has a single set of them: other processes that need them wait.
     """
     with open(Path(tempfile.gettempdir()) / "npu_hosts.lock", "w") as lock:
+        # A lock of a file goes with the process, however it ends.
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield from _set_up(count, gbit)
 
 
 def _set_up(count: int, gbit: float) -> Iterator[None]:
+    # Namespaces of a process that was killed stay until somebody removes them.
     _remove()
     try:
         _do("ip", "netns", "add", _SWITCH)
@@ -62,6 +64,8 @@ def on_host(host: int, command: list[str]) -> list[str]:
 
 
 def cut_off(host: int) -> None:
+    # Without its master, the port is no part of the switch, and the link stays up, as with a
+    # network that drops.
     _do("ip", "-n", _SWITCH, "link", "set", f"port{host}", "nomaster")
 
 

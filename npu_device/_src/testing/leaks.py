@@ -42,6 +42,7 @@ def _added(
     return [
         f"{noun} {number}: {description}"
         for number, description in numbered.items()
+        # A number may be used again, so the description has to be the same, too.
         if at_start.get(number) != description and number not in allowed
     ]
 
@@ -88,6 +89,7 @@ def children_of(pid: int | str) -> dict[int, str]:
     """Return the command lines of the children of a process; it is empty for one that has ended."""
     children = {}
     with contextlib.suppress(OSError):  # the process has ended
+        # Each thread has its own list of children.
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):  # a thread, or a child, that has just ended
                 for number in Path(f"/proc/{pid}/task/{task}/children").read_text().split():

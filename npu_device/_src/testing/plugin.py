@@ -40,7 +40,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     sizes = mark.args
     if not sizes or not all(
-        isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes
+        # ``True`` is an int for Python.
+        isinstance(size, int) and not isinstance(size, bool) and size > 0
+        for size in sizes
     ):
         raise pytest.UsageError(
             f"{metafunc.definition.nodeid}: expected numbers, as in @pytest.mark.ranks(1, 2, 3)"
@@ -76,6 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(f"{size}ranks"))  # one process has these ranks
         selected.append(item)
     if deselected:
+        # pytest shows the number of tests that an option leaves out.
         config.hook.pytest_deselected(items=deselected)
         items[:] = selected
 
@@ -108,6 +111,7 @@ def pytest_runtestloop() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
+        # Not imported if no test had the mark.
         if job := sys.modules.get("npu_device._src.testing.pytest_job"):
             job.close()
 

@@ -61,6 +61,7 @@ class Pool:
             _require_memory(size)
             with (
                 short_path(address) as name,
+                # As many at once as there are ranks: none may be refused.
                 Listener(name, family="AF_UNIX", backlog=size) as listener,
             ):
                 arguments = [_WORKER, address, str(directory / "stacks")]
@@ -77,6 +78,8 @@ class Pool:
 
     def _accept(self, listener: Listener) -> None:
         ranks: dict[int, tuple[Connection, int]] = {}
+        # ``Listener`` has no limit of its own, and a rank that ends early would be waited for
+        # forever.
         listener._listener._socket.settimeout(POOL_LOOK_SECONDS)  # type: ignore[attr-defined]
         deadline = time.monotonic() + POOL_START_SECONDS
         while len(ranks) < self.size:
@@ -88,6 +91,7 @@ class Pool:
                 ranks[rank] = (connection, pid)
             except (OSError, EOFError):
                 continue  # no rank yet, or one that ended while it opened its device
+        # By rank: they connect in any order.
         for rank in range(self.size):
             connection, pid = ranks[rank]
             self._connections.append(connection)
@@ -128,11 +132,13 @@ class Pool:
             if len(answers) < self.size:
                 self._release(answers, limit)
         except BaseException as error:
+            # A timer ends the test, and its report shows where each rank was.
             if not isinstance(error, KeyboardInterrupt):  # a timer's
                 error.stacks = self.stacks()  # type: ignore[attr-defined]
             self.kill()
             raise
         finally:
+            # A rank that can't be called again makes the pool useless.
             if len(answers) < self.size or not all(answer.goes_on for answer in answers.values()):
                 self.close()
         return answers
@@ -150,6 +156,8 @@ class Pool:
                 rank = waiting[cast(Connection, connection)]
                 answers[rank] = self._answer_of(rank)
                 if not answers[rank].succeeded:
+                    # The other ranks often fail of the same error a moment later, and then have a
+                    # report of their own.
                     until = min(until, time.monotonic() + grace)
 
     def _answer_of(self, rank: int) -> Answer:
@@ -176,6 +184,7 @@ class Pool:
         if not has_failed:
             stacks = self.stacks()
         for rank in returned:
+            # An empty message is no call.
             self._connections[rank].send_bytes(b"")  # leave
         if returned:
             self._receive(answers, POOL_RELEASE_SECONDS, float("inf"))
@@ -200,8 +209,10 @@ class Pool:
     def stacks(self) -> dict[int, str]:
         """Return where the threads of each rank that run code of the test or of TensorFlow are; innermost first."""
         files = [Path(f"{self._directory.name}/stacks{rank}") for rank in range(self.size)]
+        # The files are written by a handler in C, which only appends.
         lengths = [file.stat().st_size for file in files]
         for pid in self._pids:
+            # A process that hangs in C can't answer, but the handler of faulthandler runs at once.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
         time.sleep(STACKS_SECONDS)
@@ -255,6 +266,7 @@ class _Packing(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Raise _NotImportable for them; all else is packed as usual."""
+        # Only these are sent by name, which the ranks have to import.
         if isinstance(obj, (type, types.FunctionType)):
             if obj.__module__ == "__main__":
                 raise _NotImportable(
@@ -287,6 +299,7 @@ def packed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
 
 
 def _require_memory(size: int) -> None:
+    # In KiB.
     sizes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(sizes["MemAvailable"].split()[0]) << 10
     if size * _RANK_BYTES > available:

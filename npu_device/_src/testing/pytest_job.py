@@ -62,6 +62,7 @@ class _Sessions(Pool):
         }
         if config.inipath:
             options["inifilename"] = str(config.inipath)
+        # Options of other plugins may be objects that belong to this process.
         picklable = {name: option for name, option in options.items() if _is_picklable(option)}
         try:
             self.run(
@@ -89,6 +90,7 @@ def _worker_input(config: pytest.Config) -> dict[str, Any]:
         "cov_master_topdir": os.getcwd(),
         "cov_master_rsync_roots": [],
     }
+    # The rank's coverage then counts with that of this process.
     for name in own_input:
         if name.startswith("cov_") or name == "testrunuid":
             worker_input[name] = own_input[name]
@@ -141,6 +143,7 @@ def _pool_key(item: pytest.Item) -> Any:
 def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[pytest.TestReport]:
     try:
         answers = _answers(item, nextitem)
+    # ``pytest.fail.Exception`` is no ``Exception``.
     except (pytest.fail.Exception, Exception) as error:
         # The first is that of pytest-timeout. Or the ranks did not start.
         texts = [str(error)]
@@ -231,6 +234,7 @@ def _merged(item: pytest.Item, reports: dict[int, pytest.TestReport]) -> pytest.
         if report is not merged:
             merged.sections += [(f"{name}, rank {rank}", text) for name, text in report.sections]
     merged.nodeid = item.nodeid
+    # The ranks run at the same time.
     merged.duration = max(report.duration for report in reports.values())
     return merged
 
@@ -262,6 +266,7 @@ def _report(item: pytest.Item, when: Any, outcome: Any, text: str) -> pytest.Tes
 
 def _warn(config: pytest.Config, packed_warnings: Sequence[Any]) -> None:
     for text, category, file, line, when, nodeid, location in packed_warnings:
+        # The class of the warning may not exist in this process, but its name counts.
         warning = type(category, (UserWarning,), {})
         message = warnings.WarningMessage(warning(text), warning, file, line)
         arguments = {

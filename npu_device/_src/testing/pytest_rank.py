@@ -105,7 +105,9 @@ def session(
     global _session
     os.chdir(directory)
     config = pytest.Config.fromdictargs(
-        {**options, "basetemp": f"{options['basetemp']}-rank{rank()}"}, files
+        # pytest removes old temporary folders, which must not be those of another rank.
+        {**options, "basetemp": f"{options['basetemp']}-rank{rank()}"},
+        files,
     )
     as_worker: Any = config
     as_worker.workerinput = {**worker_input, "workerid": f"{worker_input['workerid']}rank{rank()}"}

@@ -81,6 +81,7 @@ def answer_to(call: bytes) -> tuple[Answer, BaseException | None]:
 
 def _traceback(error: BaseException) -> str:
     frames = error.__traceback__
+    # From the function's own frames on: those of this file are the same in each error.
     while (
         frames is not None
         and frames.tb_frame.f_code.co_filename == __file__
@@ -163,4 +164,5 @@ if __name__ == "__main__":
     sys.path[:] = [
         path for path in sys.path if path != os.path.dirname(__file__)
     ]  # not a folder of modules
+    # As a module of its own name, so that functions that the test sends find the same globals.
     importlib.import_module("npu_device._src.testing.worker").main()  # as calls import it

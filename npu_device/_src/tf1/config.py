@@ -151,6 +151,7 @@ def decorator_tf_session(make_session: Callable[..., Any]) -> Callable[..., Any]
     @functools.wraps(make_session)
     def with_npu_config(*args: Any, **keywords: Any) -> Any:
         bound = signature.bind(*args, **keywords)
+        # The argument may have been passed by position.
         bound.arguments["config"] = npu_config_proto(bound.arguments.get("config"))
         return make_session(*bound.args, **bound.kwargs)
 
@@ -167,6 +168,7 @@ def take_parameters(config: Any) -> None:
         if key in parameters:
             setting = getattr(parameters[key], field)
             if isinstance(setting, bytes):
+                # Protocol buffers keep text as bytes in this field.
                 setting = setting.decode()
             set_option(key, setting)
 
@@ -179,6 +181,7 @@ def set_option(key: str, setting: Any) -> None:
     if key not in _OPTIONS or setting is None or setting == "":
         return
     *groups, name = _OPTIONS[key][1].split(".")
+    # A key of Ascend may name an option in a group.
     options = functools.reduce(getattr, groups, global_options())
     # Assigning after npu.open() logs a warning, which would be wrong when nothing changes.
     if getattr(options, name).typed != setting:

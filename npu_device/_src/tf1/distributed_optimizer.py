@@ -79,6 +79,7 @@ class NPUDistributedOptimizer(DelegatingOptimizer):
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._sharded:
+            # Only pairs with a gradient can be shared out.
             return super().apply_gradients(grads_and_vars, *args, **kwargs)
         pairs = [
             (gradient, variable) for gradient, variable in grads_and_vars if gradient is not None
@@ -104,6 +105,7 @@ def npu_distributed_optimizer_wrapper(optimizer: Any) -> Any:
         return optimizer
     _require_unwrapped(optimizer)
     tell_if_asked(world_unless_child(), "it is an optimizer of TensorFlow 1")
+    # Marked, so that a second wrapper is noticed.
     setattr(optimizer, _WRAPPED, True)
     # On the object: other optimizers of its class stay as they are.
     optimizer.compute_gradients = MethodType(_compute_gradients, optimizer)
@@ -128,6 +130,7 @@ def _averaged(pairs: Any) -> list[tuple[Any, Any]]:
     pairs = list(pairs)
     if device.unless_child() is None:
         return pairs
+    # Together, as the split strategy takes a list.
     averages = all_reduce([gradient for gradient, _ in pairs])
     return [(average, variable) for average, (_, variable) in zip(averages, pairs)]
 
@@ -319,6 +322,7 @@ class NPULossScaleOptimizer(DelegatingOptimizer):
             return loss * tf.cast(scale, loss.dtype)
 
         if callable(loss):
+            # A loss in eager mode is a function, which is scaled when it is called.
             scaled_loss: Any = lambda: scaled(loss())  # noqa: E731
         else:
             scaled_loss = scaled(loss)
@@ -336,12 +340,14 @@ class NPULossScaleOptimizer(DelegatingOptimizer):
         def apply() -> tf.Tensor:
             applied = super(NPULossScaleOptimizer, self).apply_gradients(pairs, global_step, name)
             with tf.control_dependencies([applied]):
+                # ``tf.cond`` needs branches that return the same.
                 return tf.constant(True)
 
         if self._manager.enable_overflow_check:
             applied = tf.cond(finite, apply, lambda: tf.constant(False))
         else:
             applied = apply()
+        # The scale changes after overflow as well.
         return tf.group(applied, self._manager.update_loss_scale(finite))
 
 

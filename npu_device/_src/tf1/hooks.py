@@ -89,6 +89,7 @@ def _warn_if_unreduced(job: Job) -> None:
     for operation in tf.compat.v1.get_default_graph().get_operations():
         arguments = [argument.name for argument in operation.op_def.input_arg]
         inputs = dict(zip(arguments, operation.inputs))
+        # Optimizers call their input "grad", and gradient descent calls it "delta".
         gradient = inputs.get("grad", inputs.get("delta"))
         if "var" in inputs and gradient is not None:
             trained[inputs["var"].op.name] = gradient
@@ -96,6 +97,7 @@ def _warn_if_unreduced(job: Job) -> None:
             # Perhaps a mean of the variable, as in local SGD, or a sum of gradients.
             assigned.append(inputs["value"])
     unreduced = job.made(ReducedTensors).missing_in([*trained.values(), *assigned])
+    # If only some were reduced, the rest may be meant to be this rank's own.
     if trained and len(unreduced) == len(trained) + len(assigned) and job.cluster.rank == 0:
         _log.warning(_UNREDUCED, named(list(trained)), job.cluster.world_size)
 
@@ -142,6 +144,7 @@ class NPUOutputTensorHook(tf.compat.v1.train.SessionRunHook):
     ) -> None:
         if not isinstance(tensors, dict):
             tensors = {tensor.name: tensor for tensor in tensors}
+        # A copy, as the script may change its own.
         self._tensors = dict(tensors)
         self._output_fn = output_fn
         self._output_every_n_steps = output_every_n_steps
@@ -155,6 +158,7 @@ class NPUOutputTensorHook(tf.compat.v1.train.SessionRunHook):
     def after_run(self, run_context: Any, run_values: Any) -> None:
         if self._output_fn:
             self._collected.append(run_values.results)
+            # 0, the default, means at the end only.
             if len(self._collected) == self._output_every_n_steps:
                 self._hand_over()
 
@@ -252,6 +256,7 @@ class IterationPerLoop:
         """
         _require_operation(train_op)
 
+        # A run inside another one needs their values again.
         placeholders = _placeholders_before(train_op)
 
         def steps(*fed: np.ndarray) -> list[np.ndarray]:
@@ -260,6 +265,7 @@ class IterationPerLoop:
                 self._session.run(train_op, dict(zip(placeholders, fed)))
             return [np.array(self._steps, np.int64)]
 
+        # Loops that nobody refers to any more need no number.
         _loops.setdefault(train_op.graph, weakref.WeakSet()).add(self)
         with train_op.graph.as_default():
             [steps_made] = call_python(steps, placeholders, [tf.TensorSpec([], tf.int64)])

@@ -21,6 +21,7 @@ from npu_device._src.tf1.hooks import NPUBroadcastGlobalVariablesHook
 from npu_device._src.training.opening.device import unless_child
 
 _estimator = compat.estimator_module()
+# Without Estimators the classes stand for themselves, so that scripts can still be imported.
 _RunConfig: Any = getattr(_estimator, "RunConfig", object)
 _Estimator: Any = getattr(_estimator, "Estimator", object)
 _EstimatorSpec: Any = getattr(_estimator, "EstimatorSpec", object)
@@ -189,6 +190,7 @@ class NPURunConfig(_RunConfig):
         settings = {**_ARGUMENTS, **by_position, **keywords}
         _check(settings)
         if settings["save_checkpoints_steps"] is None and settings["save_checkpoints_secs"] is None:
+            # Ascend's default, which counts only where the user hasn't given seconds.
             settings["save_checkpoints_steps"] = 100
         if settings["session_config"] is not None:
             settings["session_config"] = npu_session_config_init(settings["session_config"])

@@ -37,6 +37,7 @@ def initialize_system(name: str | None = None) -> Any:
     """
     _require_graph("initialize_system")
     device.open()
+    # Joined at once, when the graph is built: running an operation comes too late for the devices.
     return tf.no_op(name=name)
 
 

@@ -119,6 +119,7 @@ def other_samples(run: ComparedRun) -> str | None:
 
 def normalized_alone(run: ComparedRun) -> str | None:
     """Return the synchronized layer that normalizes by the samples of one rank."""
+    # With equal gradients, the layer has made no difference.
     if run.first_deviations():
         return run.line("normalizes alone")
     return None
@@ -126,6 +127,7 @@ def normalized_alone(run: ComparedRun) -> str | None:
 
 def clipped_before_reduction(run: ComparedRun) -> str | None:
     """Return the call that clips gradients before they are reduced, if they aren't a multiple."""
+    # A multiple has a cause of its own.
     if run.first_deviations() and not run.ratio():
         return run.clipped()
     return None

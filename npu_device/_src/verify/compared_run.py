@@ -47,6 +47,7 @@ class ComparedStep:
 
     def moved_variables(self) -> list[str]:
         """Return the trained variables that rank 0 has with other values than one process before the step."""
+        # Rank 0 stands for all, as differences between ranks have causes of their own.
         trained = self.single.names[: self.single.trained]
         weights = zip(trained, self.single.weights, self.ranks[0].weights)
         return [name for name, alone, on_rank in weights if not compare.equal(alone, on_rank)]
@@ -55,6 +56,7 @@ class ComparedStep:
         """Return a number in the logs of one process, as a trial whose parts are the numbers of the ranks."""
         number = self.single.logs[name]
         repeat = self.perturbed.logs.get(name, number)
+        # NaN is never allowed, so that a number which is missing on a rank differs.
         return Trial(number, [repeat], [step.logs.get(name, np.nan) for step in self.ranks])
 
 
@@ -114,6 +116,7 @@ class ComparedRun:
         if not len(ratios) or not ratios.all():
             return 0.0
         mean = float(ratios.mean())
+        # Within a tenth, since each gradient has its own rounding.
         if np.ptp(ratios) >= 0.1 * abs(mean):
             return 0.0
         return mean
@@ -163,6 +166,7 @@ class ComparedRun:
 
     def read_same_samples(self) -> bool:
         """Return True if all ranks read the same samples."""
+        # Without different samples, the first step tells.
         step = self.steps[min(self.different_samples(), default=1) - 1]
         rows = step.ranks[0].rows
         return bool(rows) and all(rank.rows == rows for rank in step.ranks)
@@ -194,6 +198,7 @@ class ComparedRun:
     def clipped(self) -> str | None:
         """Return the call that clips gradients before anything is reduced, even if nothing was above the limit."""
         line = self.line("all_reduce", "clip")
+        # The first call on either topic has to be one that clips.
         if line != self.line("clip"):
             return None
         return line

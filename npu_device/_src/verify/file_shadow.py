@@ -67,6 +67,7 @@ class Redirection:
 
     def __init__(self, directory: str, script: str) -> None:
         self._folder = ""
+        # Both are real paths, as links may lead to one folder by two ways.
         self._runs_folder = os.path.realpath(directory) + os.sep
         temporary_folder = os.path.realpath(tempfile.gettempdir()) + os.sep
         self._direct_folders = (*_SYSTEM, temporary_folder)
@@ -75,6 +76,7 @@ class Redirection:
 
     def copy(self, folder: Path) -> None:
         """Let another folder begin with what has been written."""
+        # Nothing may have been written yet.
         if os.path.exists(self._folder):
             shutil.copytree(self._folder, folder)
 
@@ -120,6 +122,7 @@ class Redirection:
     def _to_change(self, path: Any) -> Any:
         """Return the path to write to instead, where a copy of the user's file or directory is."""
         target = self._to_write(path)
+        # Only the user's own file needs a copy, and only once.
         if target is path or os.path.lexists(target) or not os.path.exists(path):
             return target
         if os.path.isdir(path):

@@ -67,6 +67,7 @@ class ForkingProcess(ABC):
         """Fork as soon as the script reads a variable that ranks have."""
         environ_class = type(os.environ)
         self._read_variable = environ_class.__getitem__
+        # Any number of ranks: only the names count.
         names = replace(self.plan, run="names", ranks=2).environment()
 
         def read(environ: Any, name: str) -> str:
@@ -80,18 +81,21 @@ class ForkingProcess(ABC):
         """Become the processes of all runs, one run after the other; return in each of them."""
         if self.plan.run != START:
             return
+        # Put back before the fork: the script's further questions are no reason to fork.
         type(os.environ).__getitem__ = self._read_variable  # type: ignore[method-assign]
         sys.stdout.flush()
         sys.stderr.flush()
         random_state = random.getstate()  # which Python sets anew in every fork
         # The ranks of a run need each other; runs would compete for memory.
         for processes in self.runs():
+            # Each run begins with the files that were written before the fork.
             self._redirection.copy(processes[0].files)
             running = {}
             for process in processes:
                 pid = os.fork()
                 if not pid:
                     random.setstate(random_state)
+                    # The child goes on with the script where it stands.
                     self._become(process)
                     return
                 running[pid] = process
@@ -123,6 +127,7 @@ class ForkingProcess(ABC):
 def end_all(pids: Sequence[int]) -> None:
     """Kill processes of this one. What they leave is on disk, and a loop of the script may go on for hours."""
     for pid in pids:
+        # Killed, not asked: the script's handlers must not write more.
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
@@ -137,6 +142,7 @@ def run_script(process: ForkingProcess, words: Sequence[str]) -> None:
     try:
         run_main(words[0], start.module)
     except BaseException:
+        # Errors of a child are the script's, and end it as without verify.
         if process.plan is not start:
             raise
         traceback.print_exc()

@@ -52,6 +52,8 @@ class Phases:
         # When steps were recorded.
         self._first_time = 0.0
         self._latest_time = 0.0
+        # A thread, since the script itself may never come to a place where the limit could be
+        # looked at.
         threading.Thread(target=self._watch, name="npu_verify", daemon=True).start()
 
     def fit(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -75,10 +77,12 @@ class Phases:
         """Count a step. Return what a ``RecordedStep`` tells of its phase; None if it isn't recorded."""
         self._totals[optimizer] += 1
         stack = _user_stack()
+        # Within ``fit``, the place is that of the call, not that of Keras's step.
         if self._fits:
             model, stack = self._fits[-1]
             self._optimizers.setdefault(model, set()).add(optimizer)
         phase = (optimizer, stack)
+        # Phases that have begun go on, as the others need as many steps.
         if self._is_closed and phase not in self._steps:
             return None
         self._steps[phase] += 1
@@ -86,6 +90,7 @@ class Phases:
             return None
         self._latest_time = time.monotonic()
         self._first_time = self._first_time or self._latest_time
+        # The innermost line and the outermost one tell phases apart for a reader.
         lines = " from ".join(dict.fromkeys([*stack[:1], *stack[-1:]]))
         label = f"{self._classes.get(optimizer, optimizer)}, {lines}"
         return {"optimizer": optimizer, "number": self._totals[optimizer], "phase": label}
@@ -99,6 +104,7 @@ class Phases:
         enough = self._process.steps
         # An optimizer that steps rarely isn't waited for.
         if steps and (min(steps) >= enough or max(steps) >= FAR_MORE * enough):
+            # Keras looks at it after each batch.
             model.stop_training = True
         return model
 
@@ -123,6 +129,7 @@ class Phases:
         if self._process != single:
             if self._single_steps is None and (single.folder / DONE).exists():
                 self._single_steps = Counter(step.optimizer for step in load(single.folder).steps)
+            # Another process has to come as far as the single one, by optimizer.
             recorded = Counter(step.optimizer for step in self._record.steps)
             return self._single_steps is not None and all(
                 recorded[name] >= count for name, count in self._single_steps.items()
@@ -162,6 +169,7 @@ def _calls_that_train(reached: set[str]) -> list[str]:
             and isinstance(call.func, ast.Attribute)
             and call.func.attr in _TRAINING_CALLS
         ):
+            # A call may span lines, and a frame shows any of them.
             lines = range(call.lineno, (call.end_lineno or call.lineno) + 1)
             if not reached.intersection(f"{path.name}:{line}" for line in lines):
                 missed.append(call.lineno)

@@ -62,6 +62,7 @@ class PlannedProcess:
         """Return the variables that describe its job to it."""
         if self.ranks == 1:
             return {}
+        # The folder of the run, in which the rank table lies.
         self.folder.parent.mkdir(exist_ok=True)
         return {
             **table_environment(self.folder.parent, self.ranks, self.rank),

@@ -64,10 +64,12 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
     single, perturbed = (compare.load(process.folder) for process in runs[0])
     verdict = Verdict(SAME, "", "")
     notes = _notes_of_script(single)
+    # What one process hasn't reached, no comparison has.
     missed = _missed(single, runs[0][0])
     for processes in runs[1:]:
         size = len(processes)
         folders = [process.folder for process in processes]
+        # A rank that failed early leaves no record.
         records = [compare.load(folder) for folder in folders if compare.exists(folder)]
         if sum(bool(record.steps) for record in records) < size:
             notes.append(
@@ -78,9 +80,11 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
             notes = [_HOROVOD]
             ranks = compare.aligned(records)
             average = compare.average_of(ranks)
+            # There is no single process to compare with: the average stands for it.
             run = ComparedRun(average, average, ranks)
         else:
             alone, changed, *ranks = compare.aligned([single, perturbed, *records])
+            # The ranks may have stopped earlier than the single process.
             missed += _missed_by_ranks(single, alone, size)
             run = ComparedRun(alone, changed, ranks)
         cause, explanation = causes.cause_of(run)
@@ -93,6 +97,7 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
         if cause and not verdict.cause:
             verdict = _verdict_on(run, cause, explanation, verdict.table)
         elif failure and not _failure(runs[0]) and not verdict.code:
+            # Only if one process doesn't fail, too: then it is the script's own error.
             explanation = f"{failure}\nBefore that, {_compared(run.single)}"
             verdict = Verdict(NOT_COMPARABLE, _FAILED, explanation, verdict.table, ranks=size)
     verdict.notes = list(dict.fromkeys(notes))
@@ -168,6 +173,7 @@ def _failure(run: Sequence[PlannedProcess]) -> str:
     failures = [path for path in paths if path.exists()]
     if not failures:
         return ""
+    # The one that failed first most likely made the others fail.
     earliest = min(failures, key=lambda path: path.stat().st_mtime)
     return earliest.read_text(encoding="utf-8")
 

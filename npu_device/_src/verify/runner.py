@@ -42,6 +42,7 @@ class _VerifiedProcess(ForkingProcess):
     def wait(self, running: dict[int, PlannedProcess]) -> None:
         begin = time.monotonic()
         _wait(running, self._runs[1], self._single_seconds)
+        # Measured once, for the first run: that of one process and its twin.
         self._single_seconds = self._single_seconds or time.monotonic() - begin
 
     def recorder(self) -> Any:
@@ -72,9 +73,11 @@ def _wait(
         process = running.pop(pid)
         # Three ranks are tried by default, whether the batch can be divided by 3 or not.
         is_extra = process.ranks > requested[0].ranks
+        # Not a failure: 3 doesn't divide every batch.
         if status and is_extra and INDIVISIBLE in output_of(process):
             break
         _take_note_of_end(process, status)
+        # A rank that fails leaves the others waiting for it.
         if status:
             deadline = min(deadline, time.monotonic() + OTHERS_FAIL_SECONDS)
     end_all(list(running))

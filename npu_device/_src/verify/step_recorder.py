@@ -197,6 +197,7 @@ class StepRecorder:
 
     def _name_of_optimizer(self, optimizer: Any) -> str:
         """Return the name of an optimizer that makes or traces a step, and keep the calls that led to it."""
+        # By object: names of optimizers repeat.
         with self._lock:
             if optimizer not in self._optimizer_names:
                 self._optimizer_names[optimizer] = f"optimizer {self._optimizer_count}"
@@ -219,6 +220,7 @@ class StepRecorder:
             weights = projected(arrays[trained:])
             step = replace(self._next_step, names=names, gradients=gradients, weights=weights)
             self._record.steps.append(replace(step, **phase))
+            # At each step, since the process may be killed after any.
             self._record.save(self._process.folder)
         self._is_recorded = phase is not None
         self._next_step = RecordedStep()
@@ -245,6 +247,7 @@ class StepRecorder:
     def _call_model(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         step = current_step()
         is_dry_run = step is not None and step.is_dry_run
+        # A model inside a model, and one that isn't trained, hold no samples of their own.
         if self._model_depth or is_dry_run or not compat.a_tape_records():
             return original(model, *args, **kwargs)
         if not any(known_model is model for known_model in self._models):
@@ -292,6 +295,7 @@ class StepRecorder:
         self._keep_logs(numbers)
         returned = original(callbacks, batch, numbers)
         model = self._phases.end_fit()
+        # Keras adds a metric for the loss, whatever the step returns.
         if model is not None:  # whose loss isn't its tracker's, if its step returns another
             self._record.metrics.update(
                 metric.name for metric in compat.metrics_of(model) if metric.name != "loss"
@@ -305,6 +309,7 @@ class StepRecorder:
                 self._record.steps[-1].logs.update(logs)
 
     def _fit(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        # Ranks and one process have to read the same order.
         return self._phases.fit(original, *args, **{**kwargs, "shuffle": False})
 
     def _adapt(self, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -318,6 +323,7 @@ class StepRecorder:
     def _run(self, original: Any, session: Any, fetches: Any, *args: Any, **kwargs: Any) -> Any:
         steps = len(self._record.steps)
         fetched = original(session, fetches, *args, **kwargs)
+        # Only a run that made a step.
         if len(self._record.steps) > steps:
             arrays = fetched
             if isinstance(fetched, dict):  # whose keys may be hooks
@@ -353,6 +359,7 @@ class StepRecorder:
             if single.of("shuffle")[number : number + 1] != [call]:  # it has a different seed
                 return original(dataset, buffer_size, seed, *args, **kwargs)
         if seed is None and not self._record.of("seed"):
+            # Another object, since several datasets may be made from one that was shuffled.
             dataset = dataset.take(-1)
             self._unseeded[dataset] = call.line
         return dataset

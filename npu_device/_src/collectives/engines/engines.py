@@ -219,6 +219,7 @@ class TwoLevelEngine:
         self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group
     ) -> list[tf.Tensor]:
         """Reduce to all ranks."""
+        # Reducing to the root alone would save only the last broadcast.
         [reduced] = self.all_reduce(None, [tensors], reduction, group, None)
         return reduced
 
@@ -230,6 +231,8 @@ class TwoLevelEngine:
         host, between = self._levels(group)
         source = group.ranks[root]
         received = list(tensors)
+        # Only the root's host starts with the values, and only if a member other than its leader
+        # has them.
         if leaders[source] == leaders[group.ranks[group.rank]] and source != host.ranks[0]:
             received = self._within.broadcast(None, received, host.ranks.index(source), host)
         if between is not None:
@@ -253,11 +256,13 @@ class TwoLevelEngine:
         for member in group.ranks:
             hosts.setdefault(leaders[member], []).append(member)
         neighbours = tuple(hosts[leaders[rank]])
+        # The parent name lets ``forget`` find this group when the whole group is destroyed.
         host = Group(f"{group.name}/host", neighbours, neighbours.index(rank), group.name)
         # Only the lowest rank of a host communicates with other hosts.
         if rank != neighbours[0]:
             return host, None  # it waits for the host's lowest rank
         lowest = tuple(sorted(ranks[0] for ranks in hosts.values()))
+        # A mean divides by all ranks, so each leader has to count for the ranks of its host.
         counts = tuple(len(hosts[leaders[member]]) for member in lowest)
         between = Group(
             f"{group.name}/between hosts", lowest, lowest.index(rank), group.name, counts=counts
@@ -307,6 +312,7 @@ class Engines:
         tcp = HostEngine(context, orders, SocketMesh, lambda _: 0)
         self.pairs = Pairs(context, orders)
         self.tensorflow = TensorFlowEngine(context)
+        # The keys are the values of NPU_DEVICE_BACKEND.
         self.by_name: dict[str, Engine] = {
             "nccl": self.tensorflow,
             "mpi": mpi,
@@ -320,6 +326,7 @@ class Engines:
         """Return the engine that reduces and spreads tensors of a dtype in a group, the same on every rank."""
         hosts = self._context.hosts
         engine = self.of_rows(group, dtype)
+        # NCCL has levels of its own.
         if hosts.uses_nccl(dtype) or not 1 < hosts.number_of(group.ranks) < group.size:
             return engine
         return TwoLevelEngine(hosts, self.shared_memory, engine)

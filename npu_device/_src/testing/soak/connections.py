@@ -37,6 +37,7 @@ def half_close(pids: Iterable[int]) -> int:
 
 def _disconnect(connection: socket.socket) -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
+    # Linux aborts a TCP connection, with RST, when it is connected to an address of this family.
     return libc.connect(connection.fileno(), _UNSPECIFIED, len(_UNSPECIFIED)) == 0
 
 
@@ -48,6 +49,7 @@ def _to_other_hosts(pids: Iterable[int]) -> Iterator[socket.socket]:
             remote = _remote_inodes(pid)
             for descriptor in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(FileNotFoundError):  # the connection has ended
+                    # A child that was forked has the same connection as its parent.
                     inode = os.readlink(f"/proc/{pid}/fd/{descriptor}")
                     if inode in remote and inode not in inodes:
                         inodes.add(inode)
@@ -60,9 +62,11 @@ def _remote_inodes(pid: int) -> set[str]:
     names = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+            # The addresses are hexadecimal, with the port behind a colon.
             columns = line.split()
             local_address = columns[1].partition(":")[0]
             remote_address = columns[2].partition(":")[0]
+            # A connection of this host to itself has the same address at both ends.
             is_remote = remote_address != local_address and not _LOOPBACK.fullmatch(remote_address)
             if is_remote and columns[3] == _ESTABLISHED:
                 names.add(f"socket:[{columns[9]}]")
@@ -76,6 +80,7 @@ def _copy(pid: int, descriptor: int) -> socket.socket:
         copy = libc.syscall(_PIDFD_GETFD, process, descriptor, 0)
         if copy < 0:
             number = ctypes.get_errno()
+            # The descriptor was closed since it was listed.
             if number == errno.EBADF:
                 raise FileNotFoundError
             raise OSError(

@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     base = Path(options.dir or tempfile.mkdtemp(prefix="npu_soak_"))
     print(f"soak: outputs and results are in {base}", flush=True)
+    # In this order: the undisturbed run shows first whether the script works at all.
     names = list(_RUNS)
     if options.no_reference:
         names.remove("undisturbed")
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"soak: {directory} is not empty: give --dir another directory", file=sys.stderr)
             return 2
         directory.mkdir(parents=True, exist_ok=True)
+        # No faults: the thread only watches the ranks.
         seconds = 0.0
         if name == "disturbed":
             seconds = options.seconds
@@ -159,9 +161,11 @@ def _network(options: argparse.Namespace) -> type[network.Here]:
 
 def _run(options: argparse.Namespace, directory: Path, seconds: float) -> tuple[int, RandomFaults]:
     """Run the job once, with faults for some seconds; return its exit code, of the first node that failed."""
+    # Not by ``format``, since a script's arguments may have braces of their own.
     words = [word.replace("{dir}", str(directory)) for word in options.command]
     environment = dict(os.environ)
     if options.hosts > 1:
+        # Nodes need a common secret, which npurun makes by itself on a single node only.
         environment.setdefault("NPU_DEVICE_SECRET", secrets.token_hex(32))
     over = threading.Event()
     # So that the network between the hosts is removed.
@@ -206,6 +210,7 @@ def _outcome(options: argparse.Namespace, directory: Path) -> bytes | None:
     """Return the result of a run; None if there is none."""
     if options.result is None:
         lines = (directory / "output").read_bytes().splitlines()
+        # Only rank 0's lines, since the order of lines of different ranks is chance.
         return next((line for line in reversed(lines) if line.startswith(b"[0] ")), None)
     path = Path(options.result.replace("{dir}", str(directory)))
     if not path.exists():
@@ -216,6 +221,7 @@ def _outcome(options: argparse.Namespace, directory: Path) -> bytes | None:
 def _short(outcome: bytes | None) -> str:
     if outcome is None:
         return "nothing"
+    # Weights would fill the terminal.
     if len(outcome) >= 200:
         return f"{len(outcome)} bytes"
     return outcome.decode(errors="replace")

@@ -39,6 +39,7 @@ class Here:
         if fault == "reset":
             disturb = connections.reset
         if disturb(pids) == 0:
+            # As if the fault hadn't happened: the soak then doesn't count it.
             raise ProcessLookupError
 
     def end(self, fault: str, node: int) -> None:
@@ -96,6 +97,7 @@ class Proxies(Here):
         self.nodes = range(1, count)
         self._proxies: dict[int, list[Proxy]] = {node: [] for node in self.nodes}
         self._forwarded: set[int] = set()
+        # Chosen here, because each node's proxy has to listen on it before npurun starts.
         self._port = free_port()
         self._forward(self._port)
 
@@ -126,6 +128,7 @@ class Proxies(Here):
 
     def follow(self, ranks: Iterable[Rank]) -> None:
         """Forward the connections to the hub of each attempt."""
+        # Each attempt has a hub on another port.
         for port in {rank.hub for rank in ranks} - self._forwarded:
             self._forward(port)
 

@@ -55,6 +55,7 @@ class Proxy:
                 target.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
+        # Threads that are held back have to see the end.
         self._open.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -68,6 +69,7 @@ class Proxy:
             except OSError:
                 return
             try:
+                # Most ranks try to connect before the hub listens.
                 target = socket.create_connection(self._target, 10)
             except OSError:  # nobody listens there yet; the client tries again
                 client.close()
@@ -82,6 +84,7 @@ class Proxy:
             while block := source.recv(_CHUNK):
                 if self.delay:
                     time.sleep(self.delay)
+                # A block that was received already is held, too, and not lost.
                 self._open.wait()
                 sink.sendall(block)
             sink.shutdown(socket.SHUT_WR)

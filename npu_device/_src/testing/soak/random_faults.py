@@ -87,6 +87,8 @@ class RandomFaults:
         self._began = time.monotonic()
         due = self._began
         while self._faults and not over.is_set():
+            # A fault that is late, since ranks weren't there, doesn't make those after it come at
+            # once.
             due = max(due + self._random.expovariate(1 / self._mtbf), time.monotonic())
             if due - self._began > seconds:
                 break
@@ -105,6 +107,7 @@ class RandomFaults:
     ) -> None:
         """Make a fault, of the rank or node at a share of all, and take it back after some seconds."""
         nodes = self._network.nodes
+        # Drawn as a share, so that the seed doesn't have to know how many ranks there are.
         victim = ranks[int(share * len(ranks))]
         node = nodes[int(share * len(nodes))]
         where = f"node {node}"
@@ -121,6 +124,7 @@ class RandomFaults:
                 strike(fault, victim.pid, seconds)
             else:
                 launcher = self._launchers[node]
+                # npurun's children without a command line have ended.
                 children = (pid for pid, command in children_of(launcher).items() if command)
                 self._network.begin(fault, node, [launcher, *children])
         except ProcessLookupError:  # it has just ended, or isn't connected yet
@@ -135,6 +139,7 @@ class RandomFaults:
         self._watch(time.monotonic() + disturbance.seconds, over)
         if fault not in SIGNALS:
             self._network.end(fault, node)
+            # Until then, an attempt may still end of it.
             self._settled = time.monotonic() + SETTLING_SECONDS
 
     def _is_settled(self) -> bool:
@@ -161,6 +166,7 @@ class RandomFaults:
         """Return the ranks that run now, and note what came of the last fault."""
         ranks = self._ranks()
         if ranks:
+            # The largest number seen so far is that of the job: ranks start one after the other.
             self._size = max(self._size, len(ranks))
             self.attempt = max(self.attempt, ranks[-1].attempt)
         if self.disturbances and self.attempt > self.disturbances[-1].attempt:
@@ -177,4 +183,5 @@ class RandomFaults:
 
 
 def _is_whole(ranks: Sequence[Rank], size: int) -> bool:
+    # Ranks of two attempts may be there for a moment.
     return len(ranks) == size and len({rank.attempt for rank in ranks}) == 1

@@ -22,6 +22,7 @@ class Rank:
 def ranks_of(launcher: int) -> list[Rank]:
     ranks = []
     for pid in children_of(launcher):
+        # Other children of the launcher, such as its guard, have no such variables.
         with contextlib.suppress(OSError, KeyError, ValueError):
             environment = _environment(pid)
             rank = Rank(

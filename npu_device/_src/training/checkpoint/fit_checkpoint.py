@@ -75,6 +75,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Look for a checkpoint, and let ``fit`` begin in its epoch."""
         optimizers = training_state.optimizers(self.model)
+        # By number, since two optimizers may be of one class.
         named = {f"optimizer{number}": optimizer for number, optimizer in enumerate(optimizers)}
         self._metrics: list[Any] = []
         self._metric_names: list[str] = []
@@ -92,6 +93,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             self._job.restore()  # nothing; from now on it may save
         else:
             compat.begin_fit_at(self.model, self._resume["epoch"])
+        # An interrupted ``fit`` may have left its wrapper on the model.
         self._inner = getattr(self.model.train_function, _INNER, self.model.train_function)
         # A partial, since a bound method takes no attributes.
         outer = functools.partial(self._call)
@@ -122,6 +124,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         if self._begins:
             pulled = self._begin_epoch(keras_iterator, count)
         iterator = keras_iterator
+        # Keras goes on with its own iterator, which isn't at the right position after resuming.
         if iterator is self._position.keras_iterator:
             iterator = self._position.used
         if self._resume is not None:
@@ -158,8 +161,11 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
                 _log.warning(text, self._epoch + 1, problem)
         if pulled:
             self._build(keras_iterator, pulled[0])
+        # Here the state is that of the end of the epoch before, with what callbacks did there.
         if self._resume is None and self._each_epoch and self._total:
             self._job.try_to_save(self._total, self._notes())
+        # A checkpoint of step 0 is that of the end of the epoch before: no batch has to be passed
+        # over.
         elif self._resume is not None and self._resume["step"] == 0:
             self._restore()
         return pulled
@@ -221,6 +227,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             return None
         position: dict[str, Any] = notes.get(_NOTES, {})
         epochs = self.params["epochs"]
+        # Without an epoch, it isn't the checkpoint of a fit.
         if position.get("epoch", epochs) < epochs:
             return position
         problem = "is not that of a fit"

@@ -66,13 +66,17 @@ def finish(directory: Path, partial: str, step: int, manifest: dict[str, Any]) -
     """Complete the folder of a step and give it its name; one that has it already is replaced."""
     folder = directory / partial
     _write_json(folder / _MANIFEST, {"format": FORMAT, "step": step, **manifest})
+    # The names of the files are part of the folder, and have to be on the disk before it is
+    # renamed.
     _sync(folder)
     target = directory / name_of(step)
+    # Its name fits ``_PARTIAL``, so that ``tidy`` finds it after a kill.
     old = directory / f"{partial}0"
     # A folder can't replace one that has files, so the old one is moved aside first.
     if target.exists():
         os.replace(target, old)
     os.replace(folder, target)
+    # A rename is on the disk only when the folder around it is.
     _sync(directory)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -154,6 +158,7 @@ def keep_only(directory: Path, latest: int, keep: int) -> list[str]:
     """Remove checkpoints beyond the newest ``keep``, and those newer than the latest; return what remains in spite."""
     finished = _finished(directory)
     newest = [step for step in finished if step <= latest][:keep]
+    # Newer ones than the latest belong to a training that went back to an older one.
     return _remove(directory / name_of(step) for step in finished if step not in newest)
 
 

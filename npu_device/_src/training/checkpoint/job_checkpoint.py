@@ -134,6 +134,7 @@ class JobCheckpoint:
         whole. A process that was sent the signal ends within ``NPU_DEVICE_PREEMPT_TIMEOUT`` seconds, and at once when
         it is sent a second one.
         """
+        # A step may be a tensor or a number of numpy, which JSON doesn't write.
         step = int(step)
         if self._preemption is not None and self._preemption.is_last_step():
             self.save(step, notes)
@@ -141,6 +142,7 @@ class JobCheckpoint:
             _log.info("stopped after step %d, as asked", step)
             raise SystemExit(RESUMABLE)
         last_step = self._last_step or 0
+        # Not by remainder, because a step may stand for several.
         if self._interval is not None and step // self._interval > last_step // self._interval:
             self.try_to_save(step, notes)
 
@@ -157,6 +159,7 @@ class JobCheckpoint:
         try:
             self.save(step, notes)
         except CheckpointError as error:
+            # Not tried again before the next interval.
             self._last_step = step
             if self._world is None or self._world.is_main:
                 _log.warning("%s\nTraining goes on; the newest checkpoint is an older one.", error)
@@ -199,6 +202,7 @@ class JobCheckpoint:
                     files.update(entries)
             self._name(world, storage, step, partial, files, notes)
         except CheckpointError:
+            # Only the keeper removes, after all ranks have ended their attempt.
             if storage.is_keeper:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -206,6 +210,7 @@ class JobCheckpoint:
         progress = environment.NPU_DEVICE_PROGRESS_FILE.get()
         if progress is not None and (world is None or world.is_main):
             try:
+                # Written beside and renamed: npurun may read at any moment.
                 Path(f"{progress}.part").write_text(f"{step}\n", encoding="utf-8")
                 os.replace(f"{progress}.part", progress)
             except OSError as error:
@@ -240,6 +245,7 @@ class JobCheckpoint:
         ranks share is restored, and a warning says what could not be kept.
         """
         if self._chosen is None:
+            # A restore without a look before it takes the newest one.
             self.peek()
         chosen = self._chosen
         self._chosen = None
@@ -273,6 +279,7 @@ class JobCheckpoint:
             if not chosen.is_complete and world is not None and has_directories:
                 receives = takes and storage.is_keeper
                 selection.send_files(world, source, chosen.shared, chosen.holder, receives)
+                # The files have to be there before any rank of that host reads them.
                 world.wait()
             on_all_ranks(world, read, problem)
         finally:
@@ -319,6 +326,7 @@ class JobCheckpoint:
         own_digests: Digests = {} if world is None else self._shared.digests()
         existing = []
         if storage.is_keeper and self._last_step is None:
+            # Only before the first save: what this job has written itself is no obstacle.
             existing = folder.steps(self._directory)[0][:1]
         sent_digests = own_digests if storage.is_keeper else None
         answers = gather(world, (step, existing, sent_digests))
@@ -340,6 +348,7 @@ class JobCheckpoint:
         written: Digests = answers[storage.keepers[storage.rank]][2]
         problem = None
         for path, (shape, _) in own_digests.items():
+            # Values may differ, since each rank writes its own then; shapes may not.
             if path not in written or written[path][0] != shape:
                 problem = path
                 break
@@ -396,6 +405,7 @@ class JobCheckpoint:
         problem = f"the checkpoint of step {step} could not be completed in {self._directory}:"
 
         def finish() -> None:
+            # Looked at before each change, since two jobs may have been given one directory.
             named = _latest(self._directory)
             if named != self._named:
                 raise CheckpointError(
@@ -409,6 +419,7 @@ class JobCheckpoint:
             self._named = step
             _warn_each(folder.keep_only(self._directory, step, self._keep))
 
+        # The checkpoint is whole on all hosts before any of them names it.
         for stage in (finish, name_latest):
             on_all_ranks(world, stage if storage.is_keeper else lambda: None, problem)
 

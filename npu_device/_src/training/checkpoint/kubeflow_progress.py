@@ -32,6 +32,7 @@ class KubeflowProgress(tf.keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Remember the time."""
         self._began = time.monotonic()
+        # So that the first epoch is reported in any case.
         self._reported = -PROGRESS_PAUSE_SECONDS
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -63,6 +64,7 @@ class KubeflowProgress(tf.keras.callbacks.Callback):
             body = json.dumps({"trainerStatus": status}).encode()
             request = urllib.request.Request(url, body, headers)
             certificate = environment.KUBEFLOW_TRAINER_SERVER_CA_CERT.get()
+            # The certificate of the server is signed by the cluster itself.
             context = ssl.create_default_context(cafile=certificate)
             timeout = PROGRESS_REPORT_SECONDS
             urllib.request.urlopen(request, timeout=timeout, context=context).close()

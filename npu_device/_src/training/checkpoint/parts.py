@@ -41,6 +41,7 @@ class SharedState:
         """Return a ``tf.train.Checkpoint`` of all variables that exist now."""
         # It misses the random states of layers (Keras 3.15, tf-keras 2.20); they are added until both track them.
         named = {name: trackable(component, name) for name, component in self._trackables.items()}
+        # By object: the same variable has another path in each view.
         tracked = set(map(id, _variables(tf.train.Checkpoint(**named)).values()))
         listed = [
             variable for component in self._trackables.values() for variable in _listed(component)
@@ -109,6 +110,7 @@ class SharedState:
                 f"the checkpoint doesn't fit the model, optimizer or other trackables of the script: {error}\n"
                 "What to do: make the same objects as in the script that saved it, under the same names."
             ) from error
+        # Names in a checkpoint begin with the name of the trackable.
         numbers = Counter(path.partition("/")[0] for path in absent)
         numbers.pop(_UNTRACKED, None)
         # Variables of what is built later will be read then.
@@ -159,21 +161,25 @@ def _listed(component: Any) -> list[Any]:
 
 
 def _of_keras_3(component: Any) -> bool:
+    # Also of a subclass in the script: its base tells.
     roots = {cls.__module__.split(".", 1)[0] for cls in type(component).__mro__}
     return "keras" in roots and compat.is_keras_3(compat.keras_of(component))
 
 
 def _variables(root: Any) -> dict[str, Any]:
     variables: dict[str, Any] = {}
+    # Objects refer to each other in circles.
     visited = {id(root)}
     pending = [("", root)]
     while pending:
         path, parent = pending.pop()
+        # Sorted: a variable that is reached on two paths gets the same one on every rank.
         for name, child in sorted(tf.train.TrackableView.children(parent).items()):
             if id(child) in visited:
                 continue
             visited.add(id(child))
             child_path = f"{path}/{name}" if path else name
+            # A variable of Keras 3 is no ``tf.Variable``, and has what counts.
             if all(hasattr(child, attribute) for attribute in ("assign", "dtype", "shape")):
                 variables[child_path] = child
             else:

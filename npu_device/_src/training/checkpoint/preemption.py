@@ -64,6 +64,7 @@ class Preemption:
             )
             _current.close()
         self._previous = signal.signal(number, _ignore_signal)  # raises in other threads
+        # Only now, as ``signal.signal`` fails in other threads, and then nothing may have changed.
         _current = self
         self._reader, self._writer = os.pipe()
         # ``set_wakeup_fd`` takes no other.
@@ -127,6 +128,8 @@ class Preemption:
             if self._last_step is not None:
                 return self._last_step  # so that all who ask find the same step
             self._asking.add(asker)
+            # The first answer counts for all who ask later: this rank has promised to wait at that
+            # step.
             self._holds_at = self._holds_at or self._steps + 1
             return self._holds_at
 
@@ -153,6 +156,7 @@ class Preemption:
             if self._deadline is not None:
                 timeout = 1000 * max(0.0, self._deadline - time.monotonic())
             if not poll.poll(timeout):
+                # After this the process doesn't go on: ``_end`` leaves it.
                 self._end(f"the step and its checkpoint were not finished within {self._limit:g} s")
             # One byte for each signal that has come; none when the writer is closed.
             numbers = os.read(self._reader, 4096)
@@ -192,6 +196,7 @@ class Preemption:
             self._answer_stop([self._name, asker, last_step])
             return last_step
         ranks = range(self._size)
+        # For two questions, and some time to write the checkpoint.
         seconds = self._limit / 3
         answers = self._health.ask(_STEP, [self._name, asker], ranks, seconds).values()
         # A rank that has left, or that doesn't answer, will not come to any step.
@@ -206,6 +211,7 @@ class Preemption:
 
     def _end(self, why: str) -> None:
         with contextlib.suppress(Exception):
+            # The output may be closed by now.
             self._say(f"{why}; this process ends")
             sys.stdout.flush()
         os._exit(self._code)  # the main thread may be waiting in an operation forever

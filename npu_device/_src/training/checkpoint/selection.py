@@ -36,6 +36,7 @@ def newest_whole(world: World | None, storage: Storage, directory: Path) -> Chos
 
     Every rank has to make the call.
     """
+    # One list for each directory is enough.
     named = folder.steps(directory) if storage.is_keeper else ([], None)
     listed = gather(world, named)
     steps = sorted({step for rank_steps, _ in listed for step in rank_steps}, reverse=True)
@@ -130,6 +131,7 @@ def _chosen(
         manifest = folder.manifest_of(directory, step)
     if world is not None:
         manifest = world.object_from_root(manifest, holder)
+    # Of the holder, whose manifest may be that of another host than this rank's.
     shared = sorted(name for name in manifest["files"] if name.startswith(f"{folder.SHARED}."))
     variables = manifest["variables"]
     return Chosen(step, holder, not lost, shared, variables, manifest["notes"], tuple(lost))

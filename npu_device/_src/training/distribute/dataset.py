@@ -65,6 +65,7 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
             f"rank {rank}: expected a tf.data.Dataset to shard; found type {type(dataset).__name__}"
         )
     if batch_size <= 0 or batch_size % world_size:
+        # The multiple below, or the smallest that gives each rank one.
         below = max(batch_size // world_size, 1) * world_size
         raise ValueError(
             f"rank {rank}: the global batch size must be divisible by the number of ranks; found {batch_size} on "
@@ -74,6 +75,7 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
     batch = batch_size // world_size
     if job is not None:
         count = tf.data.UNKNOWN_CARDINALITY
+        # In a graph, the cardinality has no value.
         if tf.executing_eagerly():
             count = int(dataset.cardinality())
         if rank == 0:
@@ -91,6 +93,7 @@ def _warn_if_uneven(count: int, world_size: int, batch: int) -> None:
             "rank at least one element. If the elements are files, write more of them, or read them before the call.",
             *(count, world_size, count),
         )
+    # Without a remainder of batches, one element more doesn't make a step more.
     elif remainder and (least % batch == 0 or (least + 1) % batch == 0):
         _log.warning(
             "shard_and_rebatch_dataset: %d elements on %d ranks leave some ranks one element more, and with batches of "
@@ -115,6 +118,7 @@ def _compare_shuffles(job: Job, dataset: Any) -> None:
         if job.cluster.rank == 0:
             _log.warning(_TEXT, "without a seed", "")
         return
+    # Seeds that come from tensors can't be compared.
     if divided.count > _SEEDS_COMPARED or any(None in pair for pair in seeds):
         return
     try:

@@ -51,23 +51,28 @@ def moments(
         keeps_axes = False
     if len(rest) == 1:
         [mask] = rest
+    # 16 bits are too narrow for sums of squares.
     wide = tf.cast(inputs, tf.float32) if inputs.dtype.size < 4 else inputs
     valid = tf.cast(counts, wide.dtype)
     if mask is not None:
+        # The mask has no axis for the channels.
         valid *= tf.broadcast_to(tf.cast(mask, wide.dtype)[..., tf.newaxis], tf.shape(wide))
     total = tf.reduce_sum(wide * valid, axes, keepdims=True)
     if mask is None:
+        # Without a mask, each channel has the same number of values.
         per_total = tf.cast(tf.size(wide) / tf.size(total), wide.dtype)
         number = tf.fill(tf.shape(total), valid * per_total)
     else:
         number = tf.reduce_sum(valid, axes, keepdims=True)
 
     def of_all_ranks(*sums: tf.Tensor) -> list[tf.Tensor]:
+        # One exchange for both sums, since each costs as much as a small call.
         exchanged = exchange(tf.concat([tf.reshape(tensor, [-1]) for tensor in sums], 0))
         pieces = tf.split(exchanged, len(sums))
         return [tf.reshape(piece, tf.shape(total)) for piece in pieces]
 
     total, number = of_all_ranks(total, number)
+    # Numbers of samples have no gradient.
     number = tf.stop_gradient(number)
     mean = tf.math.divide_no_nan(total, number)
     # Around the common mean: the difference of mean squares would lose digits. Deviations from the mean add up to 0, so
@@ -94,6 +99,7 @@ def moments_of_all_ranks(
     if world is None:
         return own(inputs, *rest, **named)
     step = current_step()
+    # In a loop of the script, every sample counts.
     counts = 1.0 if step is None else step.counts
     return moments(exchange_in(world, step, inputs), counts, layer, inputs, *rest, **named)
 
@@ -102,6 +108,7 @@ def normalizing_world(group: str) -> World | None:
     """Return the ranks by whose samples a layer normalizes in this call; None if it is by those of this process."""
     # Inside a strategy of TensorFlow for several devices, Keras adds up over those.
     is_alone = (
+        # While a model is only built or saved, other ranks may not be there.
         is_only_building()
         or compat.is_saving()
         or tf.distribute.get_strategy().num_replicas_in_sync > 1
@@ -172,6 +179,7 @@ class Loops:
 
         A rank without samples has a loss that doesn't depend on what is exchanged.
         """
+        # A rank without samples mustn't divide by 0.
         equal = tf.ones_like(fraction)
         by_samples = tf.where(fraction > 0, fraction, equal)
         if not tf.executing_eagerly() and can_compare():

@@ -173,6 +173,7 @@ def rank_zero_first() -> Iterator[bool]:
             raise
         finally:
             # Also after an error, or the other ranks would wait for this one.
+            # The text is empty if all went well.
             world.object_from_root(problem)
         return
     problem = world.object_from_root("")

@@ -117,8 +117,10 @@ def _by_samples(step: CurrentStep, tensors: list[Any], options: ReductionOptions
         tensors = [with_values(tensor, floating) for tensor in tensors]
         weight = step.weight
     terms = [weighted(step.to_exchange(tensor), weight) for tensor in tensors]
+    # The weights have made a mean into a sum.
     sums = step.reduce(terms, replace(options, reduction="sum"))
     reduced = list(map(step.exchanged, sums))
+    # Noted, so that the optimizer doesn't reduce these once more.
     step.reduced += reduced
     return reduced
 

@@ -54,4 +54,5 @@ def _of_all_ranks(self: Any, *args: Any, **kwargs: Any) -> Any:
     return moments_of_all_ranks(self, own, WORLD_GROUP, *args, **kwargs)
 
 
+# The name of the method differs between releases of Keras.
 setattr(SyncBatchNormalization, compat.moments_method(_Base), _of_all_ranks)

@@ -60,6 +60,7 @@ def broadcast(
 
     Source: Ascend TF Adapter 2.x, ``npu.distribute.broadcast``.
     """
+    # Accepted for Ascend's sake: every broadcast is a transfer of its own.
     del fusion_id
     if fusion not in (0, 2):
         raise ValueError(f"fusion {fusion!r} is unknown to broadcast; expected 0 or 2")
@@ -183,7 +184,9 @@ def grouping_gradients_apply(
     pairs = list(grads_and_vars)
     variables = [variable for _, variable in pairs]
     own_share = shares(variables, world.size)[world.rank]
+    # Counted before: what the call adds belongs to this rank.
     count = len(tf.compat.v1.global_variables())
+    # A bound method knows its optimizer.
     optimizer: Any = getattr(apply_func, "__self__", None)
     own_pairs = [pairs[position] for position in own_share]
     if hasattr(optimizer, "inner_optimizer"):
@@ -266,6 +269,7 @@ def shares(variables: Sequence[Any], count: int) -> list[range]:
         end = start + 1
         bytes_taken += weights[start]
         # Each later run needs a variable, and the last run takes all that there are.
+        # Half of the next variable decides, so that a run ends where it is nearest to its goal.
         while end < len(variables) - later_runs and (
             not later_runs or bytes_taken + weights[end] / 2 <= goal
         ):
@@ -299,6 +303,7 @@ def require_same_state(world: World, layers: Sequence[Any], constants: bool = Tr
         for attribute in state:
             held = [rank_state.get(attribute, ("nothing", 0)) for rank_state in states]
             if held.count(held[0]) < len(held):
+                # The first attribute that differs is enough to find the layer.
                 lines = world.lines(f"{text}, checksum {number:08x}" for text, number in held)
                 raise ValueError(
                     f"the layer {name!r} holds different values of {attribute!r} on the ranks:\n{lines}\n"
@@ -312,9 +317,11 @@ def state_of(layer: Any, constants: bool = True) -> State:
     """Return what a layer holds outside variables; see ``require_same_state``."""
     state: State = {}
     if hasattr(layer, "get_vocabulary"):
+        # A copy, which is counted and digested.
         words = list(layer.get_vocabulary())
         state["vocabulary"] = counted(len(words), "word"), zlib.crc32(repr(words).encode())
     adapts = hasattr(layer, "adapt")
+    # Sorted, because ranks may have set attributes in another order.
     for name, value in sorted(vars(layer).items()):
         if all(hasattr(value, attribute) for attribute in _OF_TABLES):
             # The tables of a vocabulary also have counts of what the layer has adapted to.
@@ -335,6 +342,7 @@ def _of_table(table: Any) -> tuple[str, int]:
     except (tf.errors.OpError, ValueError):  # not initialized yet, or of a graph
         return "a table", 0
     keys = map(repr, keys.numpy().tolist())
+    # Tables have no order.
     pairs = sorted(zip(keys, map(repr, values.numpy().tolist())))
     return f"a table with {counted(len(pairs), 'key')}", zlib.crc32(repr(pairs).encode())
 
@@ -349,6 +357,7 @@ def _array(value: Any, lists: bool) -> np.ndarray | None:
         return compat.to_array(value)
     if not lists or not isinstance(value, list):
         return None
+    # Lists of anything else, such as layers, are no constants.
     if not all(isinstance(entry, (float, np.floating, str)) for entry in value):
         return None
     return np.asarray(value)

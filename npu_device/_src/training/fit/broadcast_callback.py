@@ -74,6 +74,7 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         if not tf.executing_eagerly():
             broadcast_keras_model(self.model, self._root_rank)
             return
+        # A step of the script may make variables of its own, which only tracing it shows.
         own_step = training_state.uses_keras_step(self.model)
         if training_state.has_all_layers_built(self.model) and (own_step or self.model.run_eagerly):
             if own_step:
@@ -89,8 +90,10 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         train_function = model.train_function
 
         def send_and_train(iterator: Any) -> Any:
+            # Put back first: only the first call sends.
             model.train_function = train_function
             if model.run_eagerly:
+                # The batch is looked at, and has to be trained on all the same.
                 batch = next(iterator)
                 iterator = itertools.chain([batch], iterator)
                 training_state.call_on(model, batch)
@@ -107,6 +110,7 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         if are_alike:
             broadcast(training_state.training_variables(self.model), self._root_rank)
             self._sent = shapes
+        # The optimizers differ, but the weights have to be the same to begin with.
         else:
             broadcast(training_state.weights(self.model), self._root_rank)
             self._sent = []

@@ -88,6 +88,7 @@ class DataFlow:
         """Yield tensors of this graph that are assigned to variables, also inside branches, loops and functions."""
         for operation in self.graph.get_operations():
             if operation.type.startswith(_ASSIGNMENTS):
+                # The first input is the variable itself.
                 yield list(operation.inputs)[1:]
         yield from self._from_inside(DataFlow.assignments)
 
@@ -140,6 +141,7 @@ class _Call:
     def sources(self, output: int) -> list[tf.Tensor]:
         """Return the tensors around the operation on which one of its outputs depends."""
         if self._is_loop:
+            # Outputs of a loop are its variables, one for each input.
             return self.arguments({output})
         inputs: set[int] = set()
         for flow in self.flows():
@@ -172,6 +174,7 @@ class _Call:
         [condition] = self._flows["cond"]
         [body] = self._flows["body"]
         reached = variables | condition.reach(condition.graph.outputs).inputs
+        # A variable of the loop may depend on another one only after several rounds.
         while True:
             outputs = [body.graph.outputs[position] for position in reached]
             new = body.reach(outputs).inputs - reached

@@ -26,8 +26,10 @@ def different_samples(batch: Any, total: int, count: int) -> list[int]:
     ]
     positions = [0, total - 1]
     for feature in features:
+        # The extremes come first, because later positions are dropped where there are too many.
         positions += [int(feature.argmin()), int(feature.argmax())]
     positions += np.linspace(0, total - 1, count).round().astype(int).tolist()
+    # Filled up with all the others, for batches in which these positions coincide.
     positions += range(total)
     chosen = list(dict.fromkeys(positions))[:count]
     return sorted(
@@ -54,6 +56,7 @@ def _features(leaf: Any, total: int) -> Iterator[np.ndarray]:
             yield (samples == end).sum(axis=1)
         if samples.dtype.kind == "f":
             yield np.isnan(samples).sum(axis=1)
+        # A single number for each sample, such as its label, is a feature by itself.
         if samples.shape[1] == 1 and samples.dtype.kind in "iufb":
             yield samples[:, 0]
 

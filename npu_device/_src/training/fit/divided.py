@@ -90,6 +90,7 @@ def with_equal_length(world: World, divided_data: Divided) -> tf.data.Dataset:
     dataset = divided_data.dataset
     length = int(dataset.cardinality())
     if length == tf.data.UNKNOWN_CARDINALITY:
+        # The dataset of a generator, for instance, has no length: only counting tells.
         length = int(dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
     lengths = world.objects(length, "length of divided data")
 
@@ -100,6 +101,7 @@ def with_equal_length(world: World, divided_data: Divided) -> tf.data.Dataset:
         return with_rows(tf.stack([tf.cast(rows, tf.int64), 0]), batch)
 
     counted = dataset.map(counting)
+    # Keras stops after ``steps_per_epoch``, which all ranks are given.
     if any(length == tf.data.INFINITE_CARDINALITY for length in lengths):
         return counted
     if 0 in lengths:
@@ -108,7 +110,9 @@ def with_equal_length(world: World, divided_data: Divided) -> tf.data.Dataset:
             + ", ".join(f"{rank}: {count}" for rank, count in enumerate(lengths))
             + ".\nWhat to do: divide the data so that each rank has at least one sample, or start fewer ranks."
         )
+    # Added batches are real ones, whose shapes and dtypes are right, and count as empty.
     filling = dataset.take(1).map(partial(counting, counts=False)).repeat(max(lengths) - length)
+    # TensorFlow may not know the length, which has been counted here.
     return counted.concatenate(filling).apply(tf.data.experimental.assert_cardinality(max(lengths)))
 
 
@@ -144,6 +148,7 @@ def rows_of_rank(world: World, model: Any, sequence: Any) -> Any:
                 count = int(rows_of(rows))
                 if count:
                     return with_rows(np.array([count, mark]), rows)
+            # Keras needs at least one sample to call the step, which the other ranks do.
             return with_rows(np.array([0, mark]), sequence.rows(index, 0, 1))
 
         def on_epoch_begin(self) -> None:
@@ -163,6 +168,7 @@ def _rows_of_rank(world: World, total: int) -> tuple[int, int]:
 
 def _require_same_rows(world: World, batch: Any, rows: Any, begin: int, end: int) -> None:
     expected = start.digest(tf.nest.map_structure(lambda leaf: leaf[begin:end], batch))
+    # All ranks raise together: one alone would leave the others waiting in their first step.
     are_right = world.objects(expected == start.digest(rows), "rows of the first batch")
     if not all(are_right):
         wrong = ", ".join(str(rank) for rank, is_right in enumerate(are_right) if not is_right)
@@ -267,6 +273,7 @@ def pipeline(
     if size < 1:
         raise ValueError(f"the batch of a pipeline must have 1 sample or more; found {size}")
     if seed is not None:
+        # The stateless operations of TensorFlow take two numbers as a seed.
         seeds = tf.data.Dataset.random(seed, rerandomize_each_iteration=True).batch(
             2, drop_remainder=True
         )
@@ -290,9 +297,12 @@ def pipeline(
     begin, end = _rows_of_rank(world, size)
     rows = source.window(size, drop_remainder=drop_remainder).flat_map(_cut(begin, end))
     mapped = rows.map(lambda tag, sample: (tag, call(sample)), num_parallel_calls)
+    # A rank whose share is empty has a row in each batch all the same, which doesn't count.
     are_full = drop_remainder and end > begin
+    # The rows of a window become one batch again.
     tagged = mapped.batch(max(end - begin, 1), drop_remainder)
     count = int(source.cardinality())
+    # Infinite and unknown lengths are negative.
     if count >= 0:
         has_remainder = count % size > 0 and not drop_remainder
         count = count // size + has_remainder
@@ -362,6 +372,7 @@ def _require_pure(call: Callable[[Any], Any], spec: Any) -> None:
     """Raise ValueError for a map whose result depends on more than its arguments."""
     graph = tf.function(call).get_concrete_function(spec).graph.as_graph_def()
     nodes = [
+        # Functions called in the map have their operations in the library.
         *graph.node,
         *(node for function in graph.library.function for node in function.node_def),
     ]
@@ -385,6 +396,7 @@ def _require_pure(call: Callable[[Any], Any], spec: Any) -> None:
 def _require_same(world: World, source: tf.data.Dataset) -> None:
     """Raise ValueError for a source that has another order or length on each rank, as far as its making tells."""
     seeds = compat.shuffle_seeds(source)
+    # Zeros stand for no seed: each rank then draws one of its own.
     if any(set(pair) == {0} for pair in seeds):
         raise ValueError(
             "the source of a pipeline is shuffled without a seed, in a different order on each rank.\nWhat to do: "

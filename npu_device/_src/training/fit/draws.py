@@ -98,6 +98,7 @@ class _Reasons:
 
     def _is_per_sample(self, operation: tf.Operation) -> bool:
         shape = operation.outputs[0].shape
+        # The unknown dimension in a step is that of the samples.
         if not shape.is_fully_defined() or self._rows & set(shape.as_list()):
             return True
         if not operation.inputs:
@@ -107,6 +108,7 @@ class _Reasons:
     def _is_for_whole_batch(self, operation: tf.Operation) -> bool:
         """Return True for a number, for what is drawn for a variable, and for what is repeated for each sample."""
         shape = tuple(operation.outputs[0].shape.as_list())
+        # A first axis of 1 is broadcast over the samples.
         return not shape or shape[0] == 1 or shape in self._weight_shapes
 
     def _is_kept(self, draw: tf.Operation) -> bool:
@@ -119,6 +121,8 @@ def _name(operation: tf.Operation) -> str:
     """Return the place of a draw in the model, without the operations that a layer consists of."""
     path = operation.name.replace(MARK, "a generator").split("/")
     scopes = [_NUMBER.sub("", scope) for scope in path[:-1]]
+    # TensorFlow's own functions for random numbers add these scopes, which mean nothing to the
+    # user.
     while len(scopes) > 1 and scopes[-1].startswith(_RANDOM_SCOPES):
         scopes.pop()
     return "/".join(scopes or path)

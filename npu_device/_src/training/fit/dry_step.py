@@ -70,10 +70,12 @@ class DryStep:
         self.step: CurrentStep
         self._weighted: list[Any] = []
         self._world: _VirtualRanks
+        # Replaced methods are given back when the trace has ended, not when ``_begin`` returns.
         self._while_tracing = contextlib.ExitStack()
         with self._while_tracing, _functions_inline():
             self._function = self._traced(context.own_step, spec)
         self.graph = self._function.graph
+        # What can't be undone must be known before the step first runs.
         effect = compat.what_remains(self.graph)
         if effect is not None:
             raise NotChecked(f"the step {effect[0]}{_at(effect[1])}")
@@ -101,6 +103,7 @@ class DryStep:
         """Let the model work on a part of a batch, as in a step of ``fit``, while the step is traced."""
         replaced = Replaced()
         self._while_tracing.callback(replaced.restore)
+        # A real exchange would wait for the other ranks, which may not get this far.
         self._world = _VirtualRanks(tf.compat.v1.get_default_graph(), is_first)
         for layer in self._context.parts.layers:
             if _differs_in_noise_only(layer):
@@ -138,6 +141,8 @@ class DryStep:
         optimizers = [optimizer]
         inner = getattr(optimizer, "inner_optimizer", None)
         if inner is not None:
+            # An optimizer around another one hands its gradients on: either may be called by the
+            # step.
             optimizers.append(inner)
         reductions = map(reduction_of, optimizers)
         reduction = next(filter(_is_weighted, reductions), None)
@@ -198,7 +203,10 @@ class DryStep:
 
     def run(self, parts: Sequence[Part]) -> list[StepResults]:
         """Run the step on all parts of a batch, as ranks that exchange what it exchanges."""
+        # Each run of a batch starts alone; what an earlier batch exchanged means nothing to it.
         self._world.forget()
+        # A chain of exchanges settles one link per run, and one more run shows that nothing changes
+        # any more.
         for _ in range(len(self._world.sent) + 2):
             runs = [self._run(part) for part in parts]
             if len(parts) == 1 or self._world.deliver([sent for _, sent in runs]):
@@ -211,6 +219,7 @@ class DryStep:
         try:
             gradients, losses, sent, numbers, chosen = self._function(part.data, *counts)
             state = self.state()
+        # Also if the step fails: the model of the user must be as before.
         finally:
             for handle, before in zip(self.handles, state_before):
                 tf.raw_ops.AssignVariableOp(resource=handle, value=before)
@@ -244,6 +253,7 @@ def _is_number(number: Any) -> bool:
 def _functions_inline() -> Iterator[None]:
     """Trace tf.functions into their caller's graph, or they would keep what they do here, without noise, for later."""
     was_eager = tf.config.functions_run_eagerly()
+    # TensorFlow has no setting per function; the switch is for the whole process.
     tf.config.run_functions_eagerly(True)
     try:
         yield
@@ -329,6 +339,7 @@ class _VirtualRanks:
         tensor = tf.convert_to_tensor(tensor)
         if not compat.is_in(self.graph, tensor):
             raise NotChecked("the ranks exchange values in a branch or a loop of the step")
+        # Outside of the graph, so that the values remain from one run to the next.
         with tf.init_scope():
             received = compat.plain_variable(
                 np.zeros([0], tensor.dtype.as_numpy_dtype), shape=tf.TensorShape(None)

@@ -104,8 +104,10 @@ class Saves:
             # Ranks that have made the same collectives are at the same place of the script.
             count = 1
             earlier = self._saves.pop(path, None)
+            # After a collective, the count starts anew.
             if earlier is not None and earlier.moment[0] >= collectives:
                 count = earlier.moment[1] + 1
+            # Insertion order is the order of saves, so the first path is the one saved longest ago.
             if len(self._saves) == _REMEMBERED:
                 del self._saves[next(iter(self._saves))]
             save = self._saves[path] = _Save((collectives, count))
@@ -116,6 +118,7 @@ class Saves:
         except BaseException as error:
             save.error = type(error).__name__, str(error)
             raise
+        # Also after an error, which the waiting ranks raise, too.
         finally:
             self._end(path, save)
         return None
@@ -129,6 +132,7 @@ class Saves:
                 if asked_path == path and outcome is not None:
                     del self._asked[rank]
                     answers.append((answer, outcome))
+        # Outside of the lock, since a future runs its callbacks at once.
         for answer, outcome in answers:
             answer.set_result(outcome)
 
@@ -161,6 +165,7 @@ class Saves:
     def _writers(self) -> list[int]:
         """Return the ranks that may write for this one, in the order in which they are asked."""
         hosts = self._job.cluster.hosts
+        # Lower ranks only, so that no two ranks ever wait for each other.
         return [rank for rank in sorted({0, hosts.index(hosts[self._rank])}) if rank < self._rank]
 
     def _is_written_by(self, writer: int, path: str, moment: _Moment) -> bool:
@@ -172,6 +177,7 @@ class Saves:
             raise _like(
                 class_name, f"rank {self._rank} waited for a file of another rank: {failure}"
             ) from PeerError(failure)
+        # A path with a scheme, such as gs://, names the same file on all hosts.
         return wrote and ("://" in path or self._sees_files_of(writer, path))
 
     def _wait_for(self, writer: int, path: str, moment: _Moment) -> _SaveOutcome:
@@ -200,6 +206,7 @@ class Saves:
                 )
             # The hub tells that a rank has left a moment after it stops to wait for it.
             time.sleep(time_limits.SAVE_PAUSE_SECONDS)
+            # Short at first, for small files; long ones need no answer within milliseconds.
             seconds = min(2 * seconds, time_limits.LONGEST_SAVE_CHECK_SECONDS)
 
     def _ask(self, rank: int, topic: str, body: list[Any], seconds: float) -> Any:
@@ -234,6 +241,7 @@ def save_parts_once(world: World, model: Any) -> None:
     for layer in keras_models.all_layers(model):
         for name in METHODS:
             if layer is not model and hasattr(layer, name):
+                # Keras's own ``__setattr__`` would track a function as a part of the layer.
                 object.__setattr__(layer, name, saving(world, getattr(layer, name)))
 
 
@@ -267,6 +275,7 @@ def saving(world: World, method: Callable[..., Any]) -> Callable[..., Any]:
     job = world.job
     saves = job.part(Saves)
     if saves is None:
+        # One for the whole job, whatever the number of models: paths are counted together.
         saves = Saves(job)
         job.add(saves)
 
@@ -277,6 +286,7 @@ def saving(world: World, method: Callable[..., Any]) -> Callable[..., Any]:
         if job.in_fork or not isinstance(path, (str, os.PathLike)):
             return write(*args, **kwargs)
         if not job.health.is_closed:
+            # A closed job can't be asked any more, when a script saves after its end.
             return saves.save(os.fsdecode(path), lambda: write(*args, **kwargs))
         if world.is_main:
             return write(*args, **kwargs)
@@ -297,6 +307,7 @@ def _by_method() -> Iterator[None]:
 
 
 def _exists(path: str) -> bool:
+    # A checkpoint of TensorFlow is several files, with suffixes.
     return os.path.exists(path) or bool(glob.glob(f"{glob.escape(path)}.*"))
 
 

@@ -82,6 +82,7 @@ def are_repeatable(run: StepResults, again: StepResults) -> bool:
     pairs = [_dense(pair) for pair in zip(run.gradients, again.gradients)]
     if all(np.array_equal(gradient, repeat) for gradient, repeat in pairs):
         return True
+    # Some gradients are nearly 0, and their rounding is that of the others: hence the size of all.
     size = np.sqrt(sum(norm(gradient) ** 2 for gradient, _ in pairs))
     return all(
         norm(gradient - repeat) <= 0.01 * (norm(gradient) + size) for gradient, repeat in pairs
@@ -112,6 +113,7 @@ def compared_gradients(dry_step: DryStep, runs: Runs) -> list[ComparedGradient]:
             ComparedGradient(
                 variable_name(variable),
                 reduction,
+                # The small number is there for a gradient of 0.
                 trial.error_of_mean / (trial.size + 1e-30),
                 is_mean=trial.is_mean(allowed),
                 is_sum=trial.is_sum(allowed),
@@ -131,6 +133,7 @@ def are_sums_with_more(runs: Runs, other_cut: Runs) -> bool:
         other_trial = other_cut.gradient(position)
         excess = trial.sum_of_parts - trial.whole
         other_excess = other_trial.sum_of_parts - other_trial.whole
+        # ``not <=``, because a comparison with NaN is always false.
         if not norm(excess - other_excess) <= _CLEARLY * norm(trial.whole - excess):
             return False
         has_excess = has_excess or norm(excess) > _CLEARLY * trial.size
@@ -146,6 +149,7 @@ def sums_of_optimizers(gradients: Sequence[ComparedGradient]) -> dict[Any, bool]
         ]
         are_sums = all(gradient.is_sum for gradient in gradients_of_optimizer)
         are_means = all(gradient.is_mean for gradient in gradients_of_optimizer)
+        # If both are true, all gradients are 0, and tell nothing.
         if reduction is not None and are_sums != are_means:
             kinds[reduction] = are_sums
     return kinds
@@ -158,6 +162,7 @@ def sums_among_numbers(runs: Runs) -> dict[str, bool]:
         trial = runs.number(name)
         is_sum = trial.error_of_sum < trial.error_of_mean
         if name.startswith((LOSS, ADDED_LOSS)):
+            # A wrong sum would scale the loss: it has to be clear, not only closer.
             is_sum = is_sum and trial.error_of_sum <= _CLEARLY * trial.size
         # The two don't differ for 0 and NaN.
         if abs(trial.error_of_sum - trial.error_of_mean) > 1e-6 * trial.size:
@@ -242,11 +247,13 @@ def _dense(gradients: Sequence[Any]) -> list[np.ndarray]:
     """Return gradients of one variable as arrays of one shape; of tables only the rows that any of them has."""
     if not isinstance(gradients[0], (tuple, list)):
         return list(map(_wide, gradients))
+    # Only rows that some run has touched: whole tables may be huge.
     rows = np.unique(np.concatenate([np.asarray(indices) for _, indices in gradients]))
     arrays = []
     for slices, indices in gradients:
         array = _wide(slices)
         dense = np.zeros([len(rows), *array.shape[1:]], array.dtype)
+        # Unlike an assignment by indices, it counts rows that come several times.
         np.add.at(dense, np.searchsorted(rows, np.asarray(indices)), array)
         arrays.append(dense)
     return arrays

@@ -59,6 +59,8 @@ def check(context: StepContext, batch: Any) -> str:
     else:
         with _nothing_drawn():
             own_verdict = _verdict(context, batch)
+    # All ranks take part, whatever they have found: an error on one would leave the others waiting
+    # here.
     gathered = world.objects(tuple(own_verdict), "first-step check")
     verdicts = [_RankVerdict(*fields) for fields in gathered]
     wrong = [rank for rank, verdict in enumerate(verdicts) if verdict.error]
@@ -77,6 +79,7 @@ def check(context: StepContext, batch: Any) -> str:
     # All ranks add up the same numbers, or their results would differ.
     set_sums(context, [verdict.sums for verdict in verdicts])
     statements = [verdict.statement for verdict in verdicts]
+    # A rank that could not check says more than those that could.
     unchecked = [text for text in statements if text.startswith("not checked")]
     statement = next(iter([*unchecked, *statements]))
     added = next((verdict.added for verdict in verdicts if verdict.added), "")
@@ -96,6 +99,7 @@ def look_for_sums(context: StepContext, batch: Any) -> str:
                 sums = checked_step(context, samples, is_repeated=False).sums
         except Exception:  # the user's step, which may rely on what a few samples don't have
             _log.debug("sums of a test step", exc_info=True)
+    # Also after a failure on this rank, because the others take part.
     if not is_off:
         set_sums(context, context.world.objects(sums, "sums of a test step"))
     return "looked at"
@@ -170,6 +174,7 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> 
     batch = without_optional(batch)
     total = int(units_of(batch))
     count = total // max(2, context.world.size)
+    # As much as a rank gets, so that a fixed size inside the step may still fit.
     parts = [
         Part(run_of(batch, total, first, first + count), count, 2 * count, not first)
         for first in (0, count)
@@ -367,6 +372,7 @@ def _treats_samples_apart(layer: Any) -> bool:
         compat.is_layer(layer)
         and compat.belongs_to_keras(type(layer))
         and type(layer).__name__ not in _LAYERS_OF_SCRIPTS
+        # An operation along axis 0 mixes samples.
         and 0 not in axes
         and (activation is None or compat.belongs_to_keras(activation))
         and getattr(layer, "activity_regularizer", None) is None

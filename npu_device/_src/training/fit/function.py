@@ -53,6 +53,7 @@ class Function(StepContext):
         if self.begins:
             self.begins = False
             batches = self._start(batches)
+        # The usual case of a running training: one comparison, then Keras's own function.
         if self._input_wait is None or self._input_wait.is_over:
             return self._keras_function(batches)
         steps = compat.steps_per_call(self.model)
@@ -124,6 +125,7 @@ class Function(StepContext):
             self.build(batches, pulled[0])
         if is_training or not self._state.in_fit:
             start.synchronise(self.world, self.model, is_training, self._state.root_rank)
+            # The root of a broadcast callback counts for one start.
             self._state.root_rank = 0
         # Building may have added layers and variables.
         self.known_parts = parts_of(self.model)

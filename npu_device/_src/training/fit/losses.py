@@ -33,6 +33,8 @@ class Losses:
         self._step = step
         self._world = world
         for index, loss in enumerate(parts.losses):
+            # Bound before it changes: the step sets the reduction of the loss to "sum" while it
+            # runs.
             call = partial(self._call, f"{LOSS} {index}", loss, loss.reduction)
             replaced.replace(loss, "call", call)
             replaced.keep(loss, "reduction")
@@ -71,6 +73,7 @@ class Losses:
             loss.reduction = "sum"
             scaled = self._of_the_whole(losses, denominator)
         if loss_mask is not None:
+            # Keras still has to read it; arithmetic drops such attributes.
             scaled._keras_mask = loss_mask
         return scaled
 
@@ -104,6 +107,7 @@ class Losses:
     def _of_the_whole(self, terms: tf.Tensor, denominator: Any) -> tf.Tensor:
         """Return the terms of a sum that is divided by a denominator, so that the step's weight doesn't count twice."""
         weighed = tf.cast(denominator, tf.float64) * self._step.weight
+        # A rank without samples has weight 0 and contributes nothing.
         factor = tf.math.divide_no_nan(tf.constant(1.0, tf.float64), weighed)
         return terms * tf.cast(factor, terms.dtype)
 
@@ -122,6 +126,7 @@ class Losses:
             return tf.cast(per_step, tf.float64) * self._sum_of_all_ranks(mask)
         weights = tf.cast(weights, tf.float64)
         if mask is not None:
+            # Sample weights have no axis for the steps, which the mask has.
             while weights.shape.rank < mask.shape.rank:
                 weights = weights[..., tf.newaxis]
             weights *= tf.cast(mask, tf.float64)

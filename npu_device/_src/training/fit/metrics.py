@@ -86,6 +86,7 @@ class Metrics:
         """Return the variables of metrics whose increments add up."""
         additive = [metric for metric in self._metrics if not _needs_whole_batch(metric)]
         variables = [variable for metric in additive for variable in metric.variables]
+        # A metric may list a variable twice, but its increments count once.
         return list({id(variable): variable for variable in variables}.values())
 
     def results_again(self, logs: Sequence[Any]) -> tuple[list[Any], list[int]]:
@@ -102,6 +103,8 @@ class Metrics:
                 continue
             sources = self._results_behind(log)
             result = None
+            # A log may be a sum or a mean of results, computed by the step after ``result`` was
+            # called.
             if tf.is_symbolic_tensor(log):
                 computations = {source.tensor.name: source.compute for source in sources}
                 replacements = {name: compute() for name, compute in computations.items()}
@@ -175,12 +178,14 @@ class Metrics:
 
     def _of_all_ranks(self, argument: Any, is_sum: bool | None) -> Any:
         """Return an argument of ``update_state`` with the rows of all ranks, or as the number of the whole batch."""
+        # A number such as a threshold is the same on every rank, unlike one the step has computed.
         is_setting = isinstance(argument, (bool, int, float, str)) and not is_sum
         if argument is None or is_setting:
             return argument
         tensor = tf.convert_to_tensor(argument)
         if tensor.shape.rank == 0:
             weight = self._step.counts if is_sum else self._step.weight
+            # In float64: a large count in float32 would lose its last digit in a sum.
             total = self._world.add_up(tf.cast(tensor, tf.float64) * weight)
             return tf.cast(total, tensor.dtype)
         gathered = self._world.gather(self._step.share.counted(tensor))

@@ -63,6 +63,7 @@ def line_that_clips(gradients: Sequence[Any], reduced: Sequence[Any]) -> str | N
     behind = compat.tensors_behind(tensors, is_reduced_or_by_tape)
     operations = {tensor.op.name: tensor.op for tensor in behind}.values()
     suspects = [operation for operation in operations if operation.type in _NOT_LINEAR]
+    # The fewer scopes an operation is in, the nearer it is to the line of the script.
     for suspect in sorted(suspects, key=lambda operation: len(operation.name)):
         sources = compat.tensors_behind(suspect.inputs, is_reduced)
         if any(_is_by_tape(source.op) for source in sources):
@@ -90,6 +91,7 @@ def values_of_samples(graph: Any) -> list[Any]:
         is_beside = bool(sources & used) and operation.name not in of_gradients
         if not _is_by_tape(operation) and (is_used or is_beside):
             tensors += filter(_may_be_of_samples, operation.outputs)
+    # Values of every tensor are fetched, and a large model has tens of thousands.
     return tensors[:_MOST_TENSORS]
 
 

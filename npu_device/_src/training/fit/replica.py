@@ -105,8 +105,10 @@ class Replica:
             )
             arguments.set("callbacks", callbacks)
             self.state.callbacks = callbacks
+            # Before Keras draws the order in which it shuffles.
             start.share_random_state(self.world)
             self.train.begins = self.test.begins = True
+            # A callback may call ``fit`` itself.
             was_in_fit = self.state.in_fit
             self.state.in_fit = True
             try:
@@ -128,6 +130,8 @@ class Replica:
         self, function: Function, own_method: Callable[..., Any]
     ) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            # Keras calls it for the validation data of a ``fit``, which compares the batches
+            # itself.
             if self.state.in_fit:
                 arguments = Arguments(self.model, own_method, args, kwargs)
                 if not self.world.is_main:
@@ -286,6 +290,7 @@ def callbacks_of_rank(
         if _is_one_of(("ModelCheckpoint",), callback, keras):
             # Keras 3 would make the directory on all ranks at once; one of them fails.
             directory = os.path.dirname(str(callback.filepath))
+            # Keras fills in fields at the end of an epoch, and a URL is no directory.
             if directory and "{" not in directory and "://" not in directory:
                 os.makedirs(directory, exist_ok=True)
 
@@ -306,6 +311,7 @@ def callbacks_of_rank(
                 with contextlib.suppress(AttributeError, TypeError, ValueError):
                     own_rates.append(float(optimizer.learning_rate))
             reports = world.objects((bool(model.stop_training), own_rates), _END_OF_EPOCH)
+            # A rank that stopped alone would leave the others waiting in the next epoch.
             model.stop_training = any(stops for stops, _ in reports)
             _require_equal_rates(world, [rates for _, rates in reports])
             compare_batches()
@@ -320,6 +326,7 @@ def callbacks_of_rank(
     meeting = RanksMeet()
     if not hasattr(callbacks, "callbacks"):
         return [*kept, meeting]
+    # Keras hands the model to callbacks when it makes the list, which has been done.
     meeting.set_model(model)
     own_list = copy.copy(callbacks)  # the script's may serve another ``fit``
     own_list.callbacks = [*kept, meeting]

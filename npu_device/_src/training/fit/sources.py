@@ -65,6 +65,7 @@ def modes_that_differ(
     checksums_of_ranks = world.objects(checksums, "checksums of all batches")
     modes = [mode for mode in checksums if len({sums[mode] for sums in checksums_of_ranks}) > 1]
     can_go_on = in_fit and not any(mode in own_data for mode in modes)
+    # All ranks raise the error, but one warning is enough.
     if modes and (world.is_main or not can_go_on):
         uses = " and ".join(map(_USES.__getitem__, modes))
         lines = world.lines(
@@ -126,6 +127,7 @@ def _pipeline(source: Any) -> int | None:
         ).numpy()
     except tf.errors.OpError:
         return None
+    # The graph doesn't show which part a shard is, or what Python returns.
     if b"ShardDataset" in graph or b"PyFunc" in graph:
         return None
     definition = _without_seeds(tf.compat.v1.GraphDef.FromString(graph))

@@ -89,6 +89,7 @@ def _take(context: StepContext, batch: Any) -> Any:
         context.checksum.add(batch)
         return batch
     leaves = tf.nest.flatten(batch)
+    # These travel in one call; for the rest, each size has to be sent first.
     plain = [leaf for leaf in leaves if _is_sent_as_it_is(leaf)]
     arrived = iter(context.world.from_root(plain))
     as_bytes = functools.partial(_sent_as_bytes, context.world)

@@ -101,8 +101,8 @@ def replicate_optimizer(optimizer: Any, world: World, shard_optimizer: bool | No
     requests = {shard_optimizer, getattr(earlier, "requested_division", None)}
     if requests >= {True, False}:
         raise ValueError(
-            f"{type(optimizer).__name__} is given shard_optimizer=True by one call and shard_optimizer=False by another "
-            "one (DistributedOptimizer, replicate).\nWhat to do: pass the same value to both, or to one of them."
+            f"{type(optimizer).__name__} is given shard_optimizer=True by one call and shard_optimizer=False by "
+            "another one (DistributedOptimizer, replicate).\nWhat to do: pass the same value to both, or to one of them."
         )
     # Several models, or several calls of replicate, may share an optimizer.
     if isinstance(earlier, WeightedReduction):

@@ -24,6 +24,7 @@ LAYERS_OF_SCRIPTS = (
 )
 
 
+# ``bool`` can't be subclassed, and Keras only asks whether ``jit_compile`` is true.
 class _CallOnly(int):
     """False for Keras, in a model whose calls the steps compile themselves."""
 

@@ -109,6 +109,7 @@ class AppliedGradients:
     # What an optimizer applies
 
     def skips(self, optimizer: Any) -> bool:
+        # In all but a few steps, this is all that watching costs.
         """Return True for an eager step in which nothing is to be looked at, which is counted here."""
         watched = self._watched.get(optimizer)
         if watched is None or not tf.executing_eagerly() or watched.schedule.is_due():
@@ -141,6 +142,7 @@ class AppliedGradients:
         if is_wrapped or not (unreduced or tf.executing_eagerly()):
             return
         if step.graph is not None and is_new:
+            # Outside of the graph that XLA compiles, where values can be read.
             with tf.init_scope():
                 watched.values_before = arrays_of(step.variables)
         reduces_all = self._reduced_count >= len(step.gradients)
@@ -160,6 +162,7 @@ class AppliedGradients:
             if tf.is_tensor(dense_of(gradient)):
                 gradients.append(gradient)
                 targets.append(variable)
+        # Within a strategy of TensorFlow, one rank has several values of a variable.
         has_replicas = tf.distribute.get_strategy().num_replicas_in_sync != 1
         has_inner = hasattr(optimizer, "inner_optimizer")  # which is asked itself
         if not gradients or not can_compare() or has_replicas or has_inner:
@@ -220,6 +223,7 @@ class AppliedGradients:
         if pair is None or not tf.executing_eagerly():
             return None
         shapes = [dense_of(gradient).shape for gradient in step.gradients]
+        # The pair may be from the gradients of another optimizer.
         if pair.gradient.shape not in shapes:
             return None
         return pair
@@ -231,6 +235,7 @@ class AppliedGradients:
             return
         self._starts[watched.signature] += 1
         name = f"start {self._starts[watched.signature]} of {watched.signature}"
+        # A script that makes optimizers without end must not fill the store.
         if sum(self._starts.values()) <= _MOST_STARTS:
             watched.start = name, _checksums(step.variables)
 
@@ -277,6 +282,7 @@ def _outside_xla(graph: Any) -> Iterator[None]:
     if graph is None:
         yield
         return
+    # Control dependencies of the compiled function mean nothing in the graph around it.
     with graph.as_default(), tf.control_dependencies(None):
         yield
 

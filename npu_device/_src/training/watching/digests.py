@@ -36,6 +36,7 @@ def checksum(value: Any, previous: int = 0) -> int:
     """Return a checksum of a tensor or an array; ``previous`` is the checksum of the data that come before it."""
     if tf.is_tensor(value):
         value = compat.to_array(value)
+    # A view would have gaps, which ``view`` below refuses.
     array = np.ascontiguousarray(value)
     if array.dtype == object:  # strings
         content: Any = repr(array.tolist()).encode()
@@ -88,9 +89,11 @@ def different_start(
         return None
     # By variable, then by rank, the checksums at all times.
     columns = list(zip(*rows))
+    # Variables that were equal at any time were made so by the script.
     apart = [all(len(set(ranks)) > 1 for ranks in zip(*column)) for column in columns]
     starts = []
     for row in rows:
+        # 0 for those that aren't reported: they compare as equal.
         starts.append([times[0] if is_apart else 0 for times, is_apart in zip(row, apart)])
     difference = differences(cluster, range(cluster.world_size), names, starts)
     if difference is None:

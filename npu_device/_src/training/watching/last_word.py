@@ -81,6 +81,7 @@ class LastWord:
             inner = compat.inner_variable(variable)  # by which a function knows one of Keras
             if id(inner) not in noted:
                 forget = functools.partial(noted.pop, id(inner))
+                # A variable that goes takes its note along; ids are used again.
                 reference = weakref.ref(inner, lambda _, forget=forget: forget(None))  # type: ignore[misc]
                 key = f"{label or self._calls}/{position}"
                 noted[id(inner)] = _Noted(key, reference, variable_name(variable))
@@ -118,6 +119,7 @@ class LastWord:
         with compat.eager_mode(), contextlib.suppress(ClusterError, tf.errors.OpError):
             candidates = self._candidates()
             checksums = {}
+            # Large models would hold up the end of the job.
             until = time.monotonic() + LAST_WORD_SECONDS
             for key, variable, _, _ in candidates:
                 # What is without a value, or a graph's, is left out, and what there is no time for.
@@ -126,6 +128,7 @@ class LastWord:
                         checksums[key] = _checksum(compat.to_array(tf.convert_to_tensor(variable)))
             answer = {"alone": not job.has_communicated, "checksums": checksums}
             answers = job.store.post("the last word", answer)
+            # Only the last rank to post gets the answers of all.
             if len(answers) == job.cluster.world_size:
                 self._compare(candidates, [answers[rank] for rank in sorted(answers)])
 
@@ -148,6 +151,7 @@ class LastWord:
                     variables[f"{key}/{position}"] = (state, variable_name(state))
         candidates = []
         for key, (variable, name) in variables.items():
+            # Moving statistics aren't trainable, and may differ.
             if hasattr(variable, "trainable") and not is_part(variable):
                 must_be_equal = bool(variable.trainable) or id(variable) in of_optimizers
                 candidates.append((key, variable, name, must_be_equal))

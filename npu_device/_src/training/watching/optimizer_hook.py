@@ -56,6 +56,7 @@ def _wrapper(original: Callable[..., Any], parameter: str) -> Callable[..., Any]
     @tf.autograph.experimental.do_not_convert  # otherwise AutoGraph would rewrite it
     @functools.wraps(original)
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A list, since an iterator could be read only once.
         gradients = list(args[0] if args else kwargs.pop(parameter))
         further = args[1:]
         job = current()
@@ -65,6 +66,7 @@ def _wrapper(original: Callable[..., Any], parameter: str) -> Callable[..., Any]
         if watching is None:
             return original(self, gradients, *further, **kwargs)
         reduction = None
+        # ``apply_gradients`` calls ``apply`` in Keras 3, so only one of them reduces.
         if parameter == "grads":
             reduction = reduction_inside(self)
         if reduction is not None:

@@ -104,6 +104,7 @@ def _adding(variable: Any) -> _Adding:
 def means_of(variables: Sequence[Any]) -> list[tf.Tensor]:
     """Return the means of variables that hold parts; the ranks that hold the others call this, too."""
     means: dict[int, tf.Tensor] = {}
+    # Optimizers may reduce among different groups of ranks.
     worlds = {_adding(variable).world.group.name: _adding(variable).world for variable in variables}
     for name, world in worlds.items():
         parts = [variable for variable in variables if _adding(variable).world.group.name == name]
@@ -117,6 +118,7 @@ def settle(variables: Iterable[Any]) -> None:
     parts = between_updates(variables)
     for variable, mean in zip(parts, means_of(parts)):
         variable.assign(mean)
+        # Until the next step, a file has the values of all ranks.
         _adding(variable).settled = _adding(variable).count()
 
 

@@ -71,6 +71,7 @@ class PostedSums:
         """
         # Whoever watches never ends a training; another rank may have told.
         with contextlib.suppress(Exception):
+            # float64 adds up millions of numbers without losing the small ones.
             changes = [array.astype(np.float64) for array in arrays]
             if watched.values_before:
                 starts = watched.values_before
@@ -91,6 +92,7 @@ class PostedSums:
             return next_look(step, step)
         sums_by_rank: dict[int, list[Sums]] = {}
         for rank, posts in posts_by_rank.items():
+            # Only sums of the same step can be compared.
             sums_by_rank[rank] = [post[1] for post in posts if post[0] == earlier.step]
         distinct = _distinct(sums_by_rank)
         self._judge(watched, earlier, distinct)
@@ -107,9 +109,11 @@ class PostedSums:
         one. Return what all ranks have posted.
         """
         posts = self._posts.setdefault(signature, deque(maxlen=_MOST_POSTS))
+        # Zeros or infinities are the same on all ranks, and tell nothing.
         if watched.posted is None and np.any(sums) and np.all(np.isfinite(sums)):
             watched.posted = Post(step, sums)
             posts.append(watched.posted)
+        # Signatures come from shapes, of which a script may make any number.
         if len(self._posts) > _MOST_POSTS:
             del self._posts[next(iter(self._posts))]
         posted: dict[int, list[Post]] = self._job.store.post(f"gradients: {signature}", list(posts))
@@ -121,6 +125,7 @@ class PostedSums:
         """Note whether the gradients were reduced, given for each rank the sums that no other rank has."""
         cluster = self._job.cluster
         if len(distinct) < cluster.world_size:
+            # A rank that is behind may not have posted yet.
             return
         # If these were reduced, the other ranks have posted theirs by now.
         if earlier.sums not in distinct[cluster.rank]:
@@ -176,5 +181,6 @@ def _distinct(sums_by_rank: dict[int, list[Sums]]) -> dict[int, list[Sums]]:
 def _are_alike(sums: np.ndarray, foreign: np.ndarray) -> bool:
     if sums.shape != foreign.shape:
         return False
+    # Relative to the larger sum of absolute values, since sums of both signs cancel.
     tolerance = _ROUNDING * np.maximum(sums, foreign)[:, 1:]
     return bool(np.all(np.abs(sums - foreign) <= tolerance))

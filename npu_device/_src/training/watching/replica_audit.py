@@ -123,6 +123,7 @@ class Audit:
             digests = list(map(digest_of, values))
             audit._reading = _Reading(int(steps), names, values, digests)
             if not ordered:
+                # The order of variables may differ among ranks; sorted digests don't depend on it.
                 digests = sorted(digests)
             return [audit._message(int(count), digests, by_hand)]
 
@@ -132,6 +133,7 @@ class Audit:
 
         inputs = [count, steps, *gradients, *map(value_of, audited)]
         [message] = call_now(digest, inputs, [tf.TensorSpec([5], tf.int64)])
+        # The maximum of a digest and that of minus it are the same only if all ranks agree.
         if not is_off:
             message = all_reduce(self._world.job, message, "max", self._world.group)
         [due] = call_now(settle, [message, count], [tf.TensorSpec([], tf.int64)])
@@ -150,6 +152,7 @@ class Audit:
         is_silent = applied is not None and any(
             applied.leaves_unreduced(reference()) for reference in by_hand
         )
+        # Small enough for int64 with its sign: a CRC has 32 bits.
         checksum = zlib.crc32(repr(digests).encode())
         # Those who wait for the last rank don't work: the shortest of the ranks' audits is what one costs.
         times = [-self._audit_seconds * 1e9, -self._step_seconds * 1e9]
@@ -178,6 +181,7 @@ class Audit:
         if self._interval is None:
             return next_look(count, max(FIRST_LOOKS[-1], interval))
         regular = self._interval - count % self._interval
+        # A short interval has enough looks without the first ones.
         if self._interval <= FIRST_LOOKS[-1]:
             return count + regular
         return next_look(count, regular)
@@ -189,6 +193,7 @@ class Audit:
         for array, (_, _, number) in zip(reading.arrays, reading.digests):
             norm = np.linalg.norm(np.abs(array).astype(np.float64))
             texts.append(f"norm {norm:.9g}, digest {number:08x}")
+        # This rank's own, if the others can't be asked.
         answers = {cluster.rank: texts}
         with contextlib.suppress(ClusterError):
             members = self._world.group.ranks

@@ -41,6 +41,7 @@ def pair_of(
     for position, gradient in enumerate(gradients):
         if not isinstance(gradient, tf.Tensor) or gradient.dtype not in (tf.float32, tf.float64):
             continue
+        # Unknown dimensions count as no elements: such a gradient isn't compared.
         count = int(gradient.shape.num_elements() or 0)
         if count >= _FEWEST_NUMBERS:
             # The least excess comes first, and of those the last gradient.
@@ -48,6 +49,7 @@ def pair_of(
     if reduction not in ("mean", "sum") or not candidates:
         return None
     position = -min(candidates)[1]
+    # Equal gradients add up to as many times one of them.
     scale = 1.0 if reduction == "mean" else float(size)
     gradient = tf.convert_to_tensor(gradients[position])
     return Pair(gradient, tf.convert_to_tensor(reduced[position]), scale)
@@ -64,6 +66,7 @@ class SameSamples:
         """Warn if the gradients of all ranks were the same in this look and the two before."""
         largest = np.abs(gradient).max()
         if self.is_over or not largest > 0 or not np.isfinite(largest):
+            # NaN, too: all comparisons with it are false.
             return
         differ = bool(np.any(np.abs(scale * gradient - reduced) > _ROUNDING * scale * largest))
         self._alike += 1

@@ -129,6 +129,7 @@ def note_equal(world: World, variables: Sequence[Any]) -> None:
         last_word.add([variable for variable in variables if not compat.is_share(variable)])
 
 
+# Weakly: a variable that is gone gives its id to another one.
 _compared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 
 
@@ -157,6 +158,7 @@ def make_equal_behind(
     needed = names | forward
 
     def is_needed(handle: Any) -> bool:
+        # A gradient may name the operation that uses the value, and not the read.
         readers = handle.consumers()
         operations = list(readers)
         for reader in readers:

@@ -222,6 +222,7 @@ def _used_by(function: types.FunctionType) -> list[Any]:
 
 def _names(code: types.CodeType) -> list[str]:
     names = list(code.co_names)
+    # Functions inside this one have code of their own, which names globals, too.
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             names += _names(const)

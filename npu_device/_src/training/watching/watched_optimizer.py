@@ -54,6 +54,7 @@ class WatchedOptimizer:
     ) -> None:
         self.class_name = class_name
         numbers = sum(int(np.prod(tuple(variable.shape))) for variable in variables)
+        # Names may differ among ranks; numbers don't.
         self.signature = f"{len(variables)} variables, {numbers} numbers"
         self.trained = {id(compat.inner_variable(variable)) for variable in variables}
         self.schedule = Schedule(job.device("CPU"), first_look)
@@ -73,6 +74,7 @@ class WatchedOptimizer:
 def smallest(gradients: Iterable[Any]) -> list[Any]:
     """Return the tensors of the smallest gradients, or variables, with floating-point numbers."""
     tensors = [tensor for tensor in map(dense_of, gradients) if tensor.dtype.is_floating]
+    # Those of unknown size come last.
     size = lambda tensor: tensor.shape.num_elements() or sys.maxsize  # noqa: E731
     return sorted(tensors, key=size)[:_SUMMED]
 

@@ -22,6 +22,8 @@ class _Buffer:
     def __init__(self, size: int) -> None:
         self.size = size
         self._memory = np.empty(size + ALIGNMENT, np.uint8)
+        # The allocator aligns to 16 bytes; the extra ones leave room to move up to the next
+        # multiple.
         address = self._memory.__array_interface__["data"][0]
         aligned = address + -address % ALIGNMENT
         self.interface = {
@@ -36,6 +38,8 @@ class _Lease:
     """What an array in a buffer, and all views of it, keep alive."""
 
     def __init__(self, buffer: _Buffer, returned: deque[_Buffer]) -> None:
+        # numpy reads this attribute, and makes the lease the base of the array and of all its
+        # views.
         self.__array_interface__ = buffer.interface
         self._buffer = buffer
         self._returned = returned
@@ -66,11 +70,15 @@ class BufferPool:
             self._last_used[size] = self._round
             while self._returned:
                 buffer = self._returned.popleft()
+                # A size that was given up meanwhile isn't kept: its buffer goes back to the
+                # allocator here.
                 if buffer.size in self._last_used:
                     self._free[buffer.size].append(buffer)
             if self._free[size]:
                 buffer = self._free[size].pop()
             else:
+                # Only when memory is about to grow, so that a steady training loop never pays for
+                # the search.
                 self._forget_idle()
                 buffer = _Buffer(size)
         return np.asarray(_Lease(buffer, self._returned))

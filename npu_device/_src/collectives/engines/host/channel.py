@@ -76,6 +76,7 @@ class Stream:
         self.arrays = arrays
         self.starts: list[int] = []
         self.lengths = list(map(math.prod, shapes))
+        # At least one element, also of a dtype that is wider than the alignment.
         unit = ALIGNMENT // min(dtype.itemsize, ALIGNMENT)
         total = 0
         for length in self.lengths:
@@ -89,7 +90,9 @@ class Stream:
         """
         arrays = self.arrays
         end = start + len(slot)
+        # The usual case, a single large gradient, needs no search.
         if len(arrays) == 1 and arrays[0].dtype == slot.dtype:
+            # The last slot may reach beyond the array, into the padding of the stream.
             run = arrays[0][start:end]
             slot[: len(run)] = run
             return
@@ -188,6 +191,7 @@ class Round(NamedTuple):
         begin = self.begin(rank)
         for member, target in self.targets.items():
             target[:] = slots[member, begin : begin + len(target)]
+        # Moves have only targets: the comparison saves them a slice and a call in each round.
         if self.read is not ignore:
             start, end = self.span(rank)
             self.read(slots[:, begin : begin + end - start])

@@ -35,10 +35,12 @@ def detect_hosts(context: EngineContext, device: Device) -> JobHosts:
     key = f"memory/{cluster.hosts.index(cluster.host)}"
     if cluster.local_rank == 0:
         store.set(key, json.dumps(card))
+        # The leader also sets its card if it can't share memory: the others would wait for the key.
         problem = card["problem"]
     else:
         leader = json.loads(store.get(key, LATEST_ANSWER_SECONDS))
         problem = card["problem"] or _search(card, leader)
+    # TensorFlow's context must not exist yet when its server starts (``late_ranks``).
     fact = [problem, asdict(device), compat.context_is_initialized()]
     facts = store.gather("memory", fact, LATEST_ANSWER_SECONDS)
     problems, devices, late = zip(*facts)
@@ -100,6 +102,7 @@ def _search(card: dict[str, Any], leader: dict[str, Any]) -> str:
             "a different kernel, PID namespace (container) or user than the lowest rank of the host"
         )
     try:
+        # Cards that agree prove nothing; only reading the token does.
         attach(leader["path"], PAGE, leader["token"]).close()
     except (OSError, ValueError) as error:
         return f"can't open the memory of the lowest rank of the host: {error}"
@@ -110,6 +113,8 @@ def _report(wanted: str, problems: Sequence[str], hosts: Sequence[str], rank: in
     """Report the ranks that can't share memory although their host has others."""
     alone = []
     for member, problem in enumerate(problems):
+        # A rank that is alone on its host has nobody to share memory with, so its problem is no
+        # news.
         if problem and hosts.count(hosts[member]) > 1:
             alone.append(member)
     if not alone:
@@ -123,6 +128,7 @@ def _report(wanted: str, problems: Sequence[str], hosts: Sequence[str], rank: in
             "What to do: start all ranks of a host as one user in one container, or unset NPU_DEVICE_SHARED_MEMORY: "
             "these ranks then use the engine between hosts."
         )
+    # All ranks know the same facts: rank 0 reports for all.
     if rank == 0:
         _log.warning(
             "ranks of one host can't share memory; they use the slower engine between hosts:\n%s",

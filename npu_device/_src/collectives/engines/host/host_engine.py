@@ -65,6 +65,7 @@ class ArrayEngine:
         inputs: Sequence[Tensors],
     ) -> list[list[tf.Tensor]]:
         """Run operations, each on its inputs, and return their results; the first one carries the terms."""
+        # Two threads of a script may make the first call of a group at once.
         with self._making:
             calls = self.calls.get(group)
             if calls is None:
@@ -75,6 +76,8 @@ class ArrayEngine:
         for operation, tensors in zip(operations, inputs):
             call_arrays = list(map(compat.to_array, tensors))
             finish = calls.start(operation, terms, call_arrays, False)
+            # The finish is called right here, so there is no time in which TensorFlow could
+            # compute.
             _, arrays = finish()
             results.append(list(map(_tensor, arrays)))
             terms = terms and terms.of_later_transfers()
@@ -82,6 +85,8 @@ class ArrayEngine:
 
     def forget(self, name: str) -> None:
         """Close the calls of a group that is destroyed, and of the groups made for its operations."""
+        # Only the table is changed under the lock: closing waits for operations that are in
+        # progress.
         with self._making:
             groups = [group for group in self.calls if name in (group.name, group.parent)]
             closed = [self.calls.pop(group) for group in groups]
@@ -181,9 +186,11 @@ class HostEngine(ArrayEngine):
         sends = group.rank == root
         has_shapes = all(tensor.shape.is_fully_defined() for tensor in tensors)
         # Unknown shapes are those of the rank's own tensors.
+        # Without inputs a receiver doesn't wait for the tensors that the result replaces.
         inputs = [] if has_shapes and not sends else tensors
         [received] = self.run(terms, group, [_broadcast(tensors, root, sends)], [inputs])
         if sends:
+            # The root has its values already; a copy by the channel would only cost time.
             return [tf.identity(tensor) for tensor in tensors]
         return received
 
@@ -199,6 +206,8 @@ class HostEngine(ArrayEngine):
         size = group.size
 
         def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
+            # Allocated here, at the start: only the arrays are known then, and in a graph the shape
+            # may be dynamic.
             rows = buffers.array((size, arrays[0].shape[-1]), arrays[0].dtype)
             return partial(program, rows=arrays[0], result=rows), [rows]
 
@@ -357,6 +366,7 @@ class Orders:
         with tf.device(self._device), tf.control_dependencies(step_data()):
             if len(operations) == 1 and calls.in_order:
                 return [self._call(calls, operations[0], inputs[0], terms)]
+            # A graph carries only tensors: a number stands for the operation in progress.
             tickets = []
             # All start before the first is waited for.
             for operation, tensors in zip(operations, inputs):
@@ -394,6 +404,7 @@ class Orders:
 
     def _finish(self, operation: OnArrays, ticket: tf.Tensor) -> list[tf.Tensor]:
         def finish(ticket: Any) -> list[Any]:
+            # Taken out, or the results would live as long as this object.
             ended_at, results = self._pending.pop(int(ticket))()
             return [np.int64(ended_at), *results]
 
@@ -402,6 +413,7 @@ class Orders:
 
 def _apart(terms: Terms | None) -> tuple[tf.Tensor, Terms | None]:
     """Return the shapes, an input of the graph's call of Python, and terms that refer to nothing of the graph."""
+    # An input is needed either way, or the number of arguments would depend on the terms.
     if terms is None:
         return tf.convert_to_tensor(0), None
     return tf.convert_to_tensor(terms.shapes), terms._replace(shapes=0)

@@ -35,9 +35,12 @@ from npu_device._src.collectives.engines.host.channel import (
     require_same,
 )
 
+# FUTEX_WAIT and FUTEX_WAKE of <linux/futex.h>; not the private ones, which work in one process
+# only.
 _WAIT = 0
 _WAKE = 1
 _ALL = 0x7FFFFFFF
+# Numbers are compared modulo 2**32; members are never half of that apart.
 _HALF = 1 << 31
 _MASK = (1 << 32) - 1
 
@@ -101,8 +104,10 @@ class Counter:
 # The ring
 
 _PAGE = 4096
+# A cache line: counters of two members in one line would slow down both.
 _COUNTER_BYTES = 64
 _SLOT_BYTES = 512 << 10
+# For a group, whatever its size: more members get smaller slots.
 _BUDGET_BYTES = 32 << 20
 _MOST_SLOTS = 8
 _FEWEST_SLOTS = 4
@@ -121,6 +126,7 @@ class Layout:
     def __init__(self, size: int) -> None:
         share = _BUDGET_BYTES // size
         self.slots = max(_FEWEST_SLOTS, min(_MOST_SLOTS, share // _SLOT_BYTES))
+        # At least one page, even for so many members that the budget doesn't reach.
         self.slot_bytes = min(_SLOT_BYTES, share // self.slots // _PAGE * _PAGE) or _PAGE
         self.heads = _round_up(2 * size * _COUNTER_BYTES)
         self.rings = _round_up(self.heads + size * self.slots * HEAD_WORDS * 4)
@@ -189,6 +195,8 @@ class MemoryRing:
                 step = self._step + len(published)
                 # The members that haven't read what the slot held.
                 late = _late(self._read, step - self.slots + 1)
+                # The oldest round can be read meanwhile, which the other members may be waiting
+                # for.
                 if published and next(late, None) is not None:
                     break
                 yield from late
@@ -208,6 +216,8 @@ class MemoryRing:
             head = None
 
     def _publish(self, step: int, head: Head | None) -> None:
+        # Written before the counter: on x86-64, whoever sees the counter sees the head and the
+        # slot, too.
         if head is not None:
             self._heads[self.rank, step % self.slots] = head
         self._written[self.rank].advance_to(step + 1)
@@ -215,6 +225,7 @@ class MemoryRing:
     @contextlib.contextmanager
     def _oldest_slot(self, head: Head | None) -> Iterator[int]:
         """Compare the heads, if there is one; yield the position of the slots to be read, and give this one back."""
+        # Counted before reading, so that a failed comparison leaves all members at the same step.
         self._step += 1
         slot = (self._step - 1) % self.slots
         try:
@@ -230,6 +241,7 @@ class MemoryRing:
 
     def advance(self, program: Program, wait: Wait) -> bool:
         """Run a program, which yields the counter and the number to wait for; see ``channel.Channel``."""
+        # Without a core of its own, a spinning thread would take it from the peer it waits for.
         looks = 0
         if self._spins:
             looks = _LOOKS_IN_HURRY if wait is Wait.SPINNING else _LOOKS

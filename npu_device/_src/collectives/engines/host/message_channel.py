@@ -13,6 +13,7 @@ from npu_device._src.collectives.engines.host.channel import Head, Program, Roun
 
 # A member's share of a slot, so that it stays in the cache (docs/notes.md).
 _MEMBER_BYTES = 512 << 10
+# Many members would otherwise need buffers for a whole slot each, in every round under way.
 _MOST_SLOT_BYTES = 8 << 20
 
 
@@ -78,11 +79,13 @@ class MessageChannel:
         rows = self._rows(exchange)
         messages = []
         for member, row in rows.items():
+            # All members skip empty messages alike, because spans are the same everywhere.
             if row.size:
                 messages.append(self.receive(member, row.view(np.uint8)))
         source = exchange.source
         if source is not None:
             if self._reads(exchange) and not exchange.targets:
+                # A reduction reads the member's own values like those that others send.
                 rows[self.rank] = source.run(*exchange.span(self.rank), self.buffers)
             messages += self._send_all(exchange)
         return _StartedRound(messages, exchange, [rows.get(member) for member in range(self.size)])

@@ -30,6 +30,7 @@ from npu_device._src.collectives.engines.host.mpi_world import MpiWorld
 from npu_device._src.collectives.group import Group, counts_of
 from npu_device._src.membership import launchers
 
+# One tag is enough: each group has a communicator, and MPI keeps the order of a pair's messages.
 _TAG = 0
 _BURST = 8  # tests between two sleeps: each moves only part of what has arrived
 
@@ -60,6 +61,8 @@ class MpiMessages(MessageChannel):
         try:
             return self._advance(self._meeting, wait) and self._advance(program, wait)
         except self._world.mpi.Exception as error:
+            # A lost rank usually explains the error better, and its news comes by the control
+            # channel.
             self._health.wait_for_news()
             raise ClusterError(
                 f"MPI reports an error in group {self._group.name!r}: {error}\n"
@@ -106,6 +109,7 @@ class MpiMessages(MessageChannel):
         """Wait until all members have come, and make their communicator, which would block until then."""
         comm = self._world.comm
         ranks = self._group.ranks
+        # The meeting happens in the communicator of all ranks, where only a tag tells groups apart.
         tag = self._group.number % self._world.tags
         own_number = np.array(self._group.number, np.uint64)
         other_number = np.empty((), np.uint64)
@@ -125,6 +129,7 @@ class MpiMessages(MessageChannel):
             distance *= 2
         all_ranks = comm.Get_group()
         members = all_ranks.Incl(list(ranks))
+        # MPI frees no handle by itself.
         self._comm = comm.Create_group(members, tag)
         members.Free()
         all_ranks.Free()
@@ -139,6 +144,7 @@ class _Incoming(NamedTuple):
     def Test(self) -> bool:
         if not self.request.Test(self.status):
             return False
+        # Receiving into a larger buffer is no error in MPI, so the length is checked here.
         if self.status.count != self.length:
             raise AssertionError(
                 f"group rank {self.member} has sent {self.status.count} bytes where this rank expected {self.length}.\n"
@@ -171,6 +177,7 @@ def open_world(context: EngineContext, wanted: bool, on_exit: OnExit) -> Sequenc
     if not any(problems):
         mpi: Any = importlib.import_module("mpi4py.MPI")
         comm = mpi.COMM_WORLD.Split(0, context.cluster.rank)
+        # By default, MPI ends all ranks at an error, without naming the group.
         comm.Set_errhandler(mpi.ERRORS_RETURN)
         tags = min(comm.Get_attr(mpi.TAG_UB) or _TAGS_OF_ALL, _MOST_TAGS)
         world = context.mpi_world = MpiWorld(mpi, comm, tags, _library(mpi))
@@ -211,6 +218,7 @@ def _start(context: EngineContext, on_exit: OnExit) -> str:
     starts = not mpi.Is_initialized()
     if starts:
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
+    # Before anything can fail: MPI that was started has to be ended even if it isn't used.
     on_exit(lambda: _end(context, mpi, starts))
     library = _library(mpi)
     card = [mpi.Get_processor_name(), ""]

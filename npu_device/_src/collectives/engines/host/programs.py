@@ -223,6 +223,7 @@ class _SharedReduction:
     def _block(self, start: int, end: int) -> tuple[Iterable[Round], Round]:
         """Return the rounds that scatter a block, and the one that gathers its results."""
         size = self._channel.size
+        # By multiplication, so that the pieces differ by at most one element.
         bounds = [start + (end - start) * member // size for member in range(size + 1)]
         if self._result is None or self._wire.rounds_results:
             # This member has no result, or gets it rounded first.
@@ -236,6 +237,7 @@ class _SharedReduction:
         """Yield the rounds in which each member reads all members' values of its piece, and reduces them."""
         rank = self._channel.rank
         members = range(self._channel.size)
+        # All members need the same number of rounds, also those whose piece is shorter.
         longest = max(high - low for low, high in zip(bounds, bounds[1:]))
         for offset, _ in _chunks(longest, self._chunk):
             spans = []
@@ -314,6 +316,7 @@ def _spread_by_relays(
 ) -> Iterator[Round]:
     """The root sends each other member a piece of a chunk, which that one then sends to the rest."""
     source = stream if channel.rank == root else None
+    # Each relay passes on an equal piece, so that the root sends everything only once.
     dtype = stream.dtype
     chunk = channel.slot_bytes // dtype.itemsize
     relays = _other_members(channel, root)

@@ -117,6 +117,7 @@ class HostQueue:
 
     def _finish(self, pending: PendingOperation) -> tuple[int, list[np.ndarray]]:
         try:
+            # The lock is held while driving, so an operation of another thread can end in between.
             while not pending.ended:
                 if self._work.is_set():  # the background thread is running it
                     with self._ended:
@@ -125,6 +126,8 @@ class HostQueue:
                 with self._driving:
                     while not pending.ended:
                         self._drive_first(Wait.SPINNING)
+            # Operations that were started meanwhile could not publish while this thread had the
+            # lock.
             self._publish()
             if pending.error is not None:
                 raise pending.error
@@ -141,6 +144,7 @@ class HostQueue:
                 self._channel.close()
             self._channel = None
             self._broken = RuntimeError("its group was destroyed on this rank")
+            # With ``_broken`` set, each one fails at once, and its waiting thread gets the error.
             while self._queue:
                 self._drive_first(Wait.NOT)
 
@@ -162,6 +166,8 @@ class HostQueue:
                 with self._driving:
                     if self._queue:
                         self._drive_first(Wait.SLEEPING)
+            # Cleared before the last look: an operation that is started after it sets the event
+            # again.
             self._work.clear()
             if self._queue:  # started in between
                 self._work.set()
@@ -172,12 +178,14 @@ class HostQueue:
         try:
             if self._broken is not None:
                 raise _broken_by(self._broken)
+            # Connected at the first operation, since members may never use a group that they made.
             channel = self._channel = self._channel or self._connect()
             if pending.program is None:
                 pending.program = pending.make(channel)
             try:
                 if not channel.advance(pending.program, wait):
                     return False
+            # All members see the mismatch in the same step, so the channel stays usable.
             except Mismatch:
                 pending.error = pending.refuse()
             if not self._settled:
@@ -188,6 +196,8 @@ class HostQueue:
             # The members are no longer at the same step.
             self._broken = self._broken or error
         self._queue.popleft()
+        # The program holds views of the results; without it they are free as soon as the caller
+        # drops them.
         pending.program = None
         pending.ended_at = time.time_ns()
         with self._ended:

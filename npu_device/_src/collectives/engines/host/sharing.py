@@ -34,6 +34,7 @@ class Offer:
     def __init__(self, size: int) -> None:
         self._descriptor = os.memfd_create("npu_device", os.MFD_CLOEXEC)
         try:
+            # The kernel creates these files readable for everybody.
             os.fchmod(self._descriptor, 0o600)
             os.ftruncate(self._descriptor, size)
             self.memory = mmap.mmap(self._descriptor, size)
@@ -82,6 +83,7 @@ def connect(
             if (memory := _join(context, group, key, size)) is not None:
                 return memory, lambda: None
         except OSError as error:
+            # The offer may just have been withdrawn, or memory be short for a moment.
             problem = error
             time.sleep(MEMORY_RETRY_SECONDS)
         context.health.require_running()
@@ -103,6 +105,7 @@ def _offer(
     except BaseException as error:
         withdrawal.close()
         offer.memory.close()
+        # The store refuses a key that exists: another member was first.
         if isinstance(error, KeyError):
             return None
         raise

@@ -78,6 +78,7 @@ class Direction:
             self.advance()
         if not message.ended and self.lost is None:
             self._busy.add(self)
+        # Registered only if something is left to move: most small messages have gone by now.
         return message
 
     def advance(self) -> None:
@@ -99,6 +100,7 @@ class Direction:
     def _move(self, message: SocketMessage) -> None:
         unmoved = message.unmoved
         if self.sends:
+            # The length and the data leave with one system call.
             moved = self.connection.sendmsg(unmoved)
         else:
             moved = self.connection.recvmsg_into(unmoved)[0]
@@ -106,6 +108,7 @@ class Direction:
             raise ConnectionError("it has closed its connection")
         while unmoved and moved >= unmoved[0].nbytes:
             moved -= unmoved.pop(0).nbytes
+        # The length has come as a whole as soon as only the data are left.
         if len(unmoved) < 2 and (length := _LENGTH.unpack(message.length)[0]) != message.size:
             raise AssertionError(
                 f"rank {self._rank} has sent {length} bytes where this rank expected {message.size}.\n"
@@ -168,6 +171,7 @@ class SocketMesh(MessageChannel):
         self._ranks = group.ranks
         self._number = group.number ^ purpose
         self._spins = context.has_own_core
+        # Shared by all directions, so that waiting for one message advances the others.
         self._busy = Busy()
         other_members = [(self.rank + step) % self.size for step in range(1, self.size)]
         direction = partial(Direction, self._busy, self._peers)
@@ -186,6 +190,8 @@ class SocketMesh(MessageChannel):
         threading.Thread(target=self._connect, name="npu_device-connect", daemon=True).start()
 
     def _connect(self) -> None:
+        # Outgoing ones first: a thread of ``Peers`` takes what comes, whether or not this one waits
+        # for it.
         try:
             for member, direction in self._outgoing.items():
                 connect = partial(self._peers.connect, self._ranks[member], self._number)
@@ -204,6 +210,8 @@ class SocketMesh(MessageChannel):
         with self._closing:
             if connection is not None:
                 direction.connection = connection
+                # ``close`` may have run while this connection was made; it closes only what it can
+                # see.
                 if self._closed:
                     connection.close()
 
@@ -246,6 +254,7 @@ class SocketMesh(MessageChannel):
         with self._closing:
             self._closed = True
             for direction in self._directions:
+                # A direction whose connection was never made has none to close.
                 if hasattr(direction, "connection"):
                     direction.connection.close()
 
@@ -309,6 +318,8 @@ class SmallMessages(SocketMesh):
             values = self._values(exchange)
             row = _HEAD.pack(*head) + values.tobytes()
             if channel.compares(head):
+                # Calls that differ may also differ in size, so a message to be compared has the
+                # full length.
                 row = row.ljust(_HEAD.size + self.slot_bytes, b"\0")
             rows = yield from self._gather(row)
             channel.require_same([_HEAD.unpack_from(row) for row in rows])

@@ -76,6 +76,7 @@ class PairCalls:
             queue = self._queues.setdefault(transfer.number, deque())
             queue.append(transfer)
             is_first = len(queue) == 1
+        # A later transfer needs no thread: whoever moves the first one goes on to it.
         if is_first and overlaps:
             self._move_in_a_thread(queue)
 
@@ -121,6 +122,7 @@ class PairCalls:
             move = self._send if transfer.sends else self._receive
             agrees = move(transfer)
         except OSError as error:
+            # Why the other rank has gone explains more than the error of the socket.
             self._context.peers.raise_for(self._rank, str(error))
         if not agrees:
             raise transfer.refuse()
@@ -128,6 +130,7 @@ class PairCalls:
     def _send(self, transfer: _Transfer) -> bool:
         """Send; return whether the other rank expected that."""
         patience = environment.NPU_DEVICE_STALL_TIMEOUT.get()
+        # Popped: a connection that fails must not be used again.
         idle = self.idle.pop(transfer.number, None)
         connection = idle or self._context.peers.connect(self._rank, transfer.number, patience)
         with contextlib.ExitStack() as closing:
@@ -177,6 +180,8 @@ class PairCalls:
             if not self._closed:
                 closing.pop_all()
                 self.idle[number] = connection
+                # The dictionary keeps insertion order, so its first connection is the one unused
+                # longest.
                 while len(self.idle) > _MOST_IDLE:
                     self.idle.pop(next(iter(self.idle))).close()
 

@@ -153,6 +153,7 @@ class TensorFlowEngine:
 
         flat = tf.reshape(tensor, [-1])
         count = _count(flat)
+        # Every rank reduces a block, so the number of elements must be a multiple of the ranks.
         padded = tf.pad(narrow(flat, shares[group.rank]), [[0, -count % size]])
         received = self.all_to_all(None, tf.reshape(padded, [size, -1]), group)
         received = tf.unstack(received, num=size)
@@ -192,6 +193,7 @@ def _carried(rows: tf.Tensor, move: _Move, size: int) -> tf.Tensor:
         moved = move(carrier)
     else:
         length = tf.shape(carrier)[1]
+        # Decided by the graph, because a shape that isn't static may turn out empty.
         padding = tf.cast(length == 0, tf.int32)
         moved = move(tf.pad(carrier, [[0, 0], [0, padding]]))[:, :length]
     if not native:

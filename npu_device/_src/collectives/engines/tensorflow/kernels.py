@@ -42,6 +42,7 @@ class KeySequence:
     """The keys of one group on one of its members."""
 
     def __init__(self, device: str) -> None:
+        # Outside of the function that is being traced, which may be the first to use the group.
         with tf.init_scope(), tf.device(device):
             self._lanes = [compat.plain_variable(tf.constant(0, tf.int32)) for _ in range(_LANES)]
         self._order = Order(device)
@@ -62,6 +63,8 @@ class KeySequence:
         if isinstance(shape, tf.TensorShape):
             static_shape = shape.as_list()
         if tf.executing_eagerly():
+            # An eager shape may be a tensor: TensorFlow remembers sizes, so the signature needs
+            # numbers.
             sizes = np.asarray(shape).tolist() if static_shape is None else static_shape
             return tf.constant(np.int32(self._next((call, dtype.name, tuple(sizes)))))
         names = self._made_in_graph()[call, dtype.name]
@@ -82,6 +85,7 @@ class KeySequence:
     def _next(self, signature: Hashable) -> int:
         with self._lock:
             # A key comes again only when the collective that had it has ended.
+            # Rings don't overlap: the number of signatures so far says where the next one begins.
             ring = self._drawn.setdefault(signature, [1 + len(self._drawn) * RING, 0])
             ring[1] += 1
             return ring[0] + ring[1] % RING
@@ -95,6 +99,7 @@ class KeySequence:
 
     def lane(self) -> tf.Tensor:
         """Return a resource by which TensorFlow orders the operations of a graph: not that of the last calls."""
+        # Lane 0 is for ``touch``, whose order must not delay a collective.
         self._used += 1
         return compat.through_outer_graphs(self._lanes[1 + self._used % (_LANES - 1)].handle)
 
