@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from typing import Any, Callable, Optional, TypeVar
+from typing import Any, Callable, Optional, Protocol, TypeVar
 
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
@@ -36,16 +36,21 @@ _ASKING = 0x6E70_7501
 _HANDING_OVER = 0x6E70_7502
 
 
-class BytesOnRequest:
-    """This rank's part in the exchange.
+class Holder(Protocol):
+    """Who has the bytes of this rank; called in threads of the exchange."""
 
-    Args:
-        answer: returns the bytes of a key, or None if this rank doesn't have them as they were asked for; called in a
-            thread of its own.
-        take: gets the rank that gives bytes, their key and themselves, in a thread of its own; returns whether this
-            rank can use them.
-        everything: yields all keys and bytes of this rank, to be handed over when it ends.
-    """
+    def answer(self, key: Key) -> Optional[memoryview]:
+        """Return the bytes of a key, or None if this rank doesn't have them as they were asked for."""
+
+    def take(self, rank: int, key: Key, content: bytearray) -> bool:
+        """Get bytes from a rank, and return whether this one can use them."""
+
+    def all_bytes(self) -> Iterator[tuple[Key, memoryview]]:
+        """Yield all keys and bytes of this rank, to be handed over when it ends."""
+
+
+class BytesOnRequest:
+    """This rank's part in the exchange."""
 
     def __init__(
         self,
@@ -53,17 +58,13 @@ class BytesOnRequest:
         health: Health,
         store: ControlChannel,
         peers: Peers,
-        answer: Callable[[Key], Optional[memoryview]],
-        take: Callable[[int, Key, bytearray], bool],
-        all_bytes: Callable[[], Iterator[tuple[Key, memoryview]]],
+        holder: Holder,
     ) -> None:
         self._cluster = cluster
         self._health = health
         self._store = store
         self._peers = peers
-        self._answer = answer
-        self._take = take
-        self._all_bytes = all_bytes
+        self._holder = holder
         self._connections: dict[int, socket.socket] = {}
         self._asking = threading.Lock()
         self._handed: dict[int, Handed] = {}
@@ -77,7 +78,7 @@ class BytesOnRequest:
         """
 
         def ask(connection: socket.socket) -> bytearray | None:
-            self._move_all(connection.send, _KEY.pack(*key) + _LENGTH.pack(_REFUSED))
+            self._send(connection, key, None)
             return self._received(connection)
 
         def look_up(handed: Handed) -> bytearray | None:
@@ -94,8 +95,7 @@ class BytesOnRequest:
         """
 
         def send(connection: socket.socket) -> bool:
-            self._move_all(connection.send, _KEY.pack(*key) + _LENGTH.pack(content.nbytes))
-            self._move_all(connection.send, content)
+            self._send(connection, key, content)
             return self._received(connection) is not None
 
         def replace(handed: Handed) -> bool:
@@ -126,8 +126,20 @@ class BytesOnRequest:
                         self._peers.raise_for(rank, str(error))
             return after_end(handed)
 
+    def _send(self, connection: socket.socket, key: Key, content: memoryview | None) -> None:
+        length = _REFUSED
+        if content is not None:
+            length = content.nbytes
+        head = _KEY.pack(*key)
+        head += _LENGTH.pack(length)
+        self._move_all(connection.send, head)
+        if content is not None:
+            self._move_all(connection.send, content)
+
     def _received(self, connection: socket.socket) -> bytearray | None:
-        [length] = _LENGTH.unpack(self._move_all(connection.recv_into, bytearray(_LENGTH.size)))
+        head = bytearray(_LENGTH.size)
+        self._move_all(connection.recv_into, head)
+        [length] = _LENGTH.unpack(head)
         if length == _REFUSED:
             return None
         received: bytearray = self._move_all(connection.recv_into, bytearray(length))
@@ -151,10 +163,9 @@ class BytesOnRequest:
         with self._peers.connect(0, _HANDING_OVER) as connection:
             connection.settimeout(CHECK_SECONDS)
             # One after the other: this rank may have no memory for copies of all.
-            for key, content in self._all_bytes():
-                self._move_all(connection.send, _KEY.pack(*key) + _LENGTH.pack(content.nbytes))
-                self._move_all(connection.send, content)
-            self._move_all(connection.send, _KEY.pack(0, 0, 0) + _LENGTH.pack(_REFUSED))
+            for key, content in self._holder.all_bytes():
+                self._send(connection, key, content)
+            self._send(connection, (0, 0, 0), None)
             self._move_all(connection.recv_into, bytearray(1))  # rank 0 has it
 
     def _handed_by(self, rank: int) -> Handed | None:
@@ -166,9 +177,8 @@ class BytesOnRequest:
     def _connection(self, rank: int) -> socket.socket:
         if rank not in self._connections:
             self._peers.open(self._store)
-            answers = self._health.ask(
-                _TOPIC, {"rank": self._cluster.rank, "hands over": False}, [rank], SHORT_SECONDS
-            )
+            question = {"rank": self._cluster.rank, "hands over": False}
+            answers = self._health.ask(_TOPIC, question, [rank], SHORT_SECONDS)
             if not answers.get(rank):
                 self._health.require_running()
                 raise PeerError(
@@ -204,7 +214,7 @@ class BytesOnRequest:
                 key = _KEY.unpack(self._move_all(connection.recv_into, bytearray(_KEY.size)))
                 incoming = self._received(connection)
                 if incoming is None:
-                    answer = self._answer(key)
+                    answer = self._holder.answer(key)
                 else:
                     answer = self._taken(rank, key, incoming)
                 if answer is None:
@@ -214,7 +224,7 @@ class BytesOnRequest:
                     self._move_all(connection.send, answer)
 
     def _taken(self, rank: int, key: Key, content: bytearray) -> memoryview | None:
-        if self._take(rank, key, content):
+        if self._holder.take(rank, key, content):
             return memoryview(b"")
         return None
 

@@ -79,7 +79,9 @@ class AgreedEngine:
         """Reduce segments as ``all_reduce`` does, and return the results in the same lists: those that this rank owns,
         and None for the others. The results have no gradient. ``owners`` are ranks of the group; see ``has_owners``.
         """
-        results: list[list[Optional[tf.Tensor]]] = [[None] * len(segment) for segment in segments]
+        segments_of_rank: list[list[Optional[tf.Tensor]]] = []
+        for segment in segments:
+            segments_of_rank.append([None] * len(segment))
         for (_, is_compressed, _), positions in self._kinds(segments, wire).items():
             lists = [segments[position] for position in positions]
             owners_there = [owners[position] for position in positions]
@@ -88,12 +90,12 @@ class AgreedEngine:
             reduced = engine.reduce_to_owners(
                 self._take_terms(), lists, owners_there, reduction, self.group, sent_dtype
             )
-            for position, own in zip(positions, reduced):
-                remaining = iter(own)
-                for place, owner in enumerate(owners[position]):
+            for position, owned in zip(positions, reduced):
+                remaining = iter(owned)
+                for index, owner in enumerate(owners[position]):
                     if owner == self.group.rank:
-                        results[position][place] = next(remaining)
-        return results
+                        segments_of_rank[position][index] = next(remaining)
+        return segments_of_rank
 
     def broadcast_from_owners(
         self, tensors: Sequence[tf.Tensor | tf.TensorSpec], owners: Sequence[int]
@@ -109,10 +111,12 @@ class AgreedEngine:
         received = list(tensors)
         for owner in sorted(set(owners)):
             positions = [position for position, member in enumerate(owners) if member == owner]
-            sent = [
-                tensors[position] if owner == self.group.rank else _zeros(tensors[position])
-                for position in positions
-            ]
+            sent = []
+            for position in positions:
+                tensor = tensors[position]
+                if owner != self.group.rank:
+                    tensor = _zeros(tensor)
+                sent.append(tensor)
             for position, tensor in zip(positions, self.broadcast(sent, owner)):
                 received[position] = tensor
         return received

@@ -150,21 +150,27 @@ def broadcast_from_owners(
     if not tensors:
         return []
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
-    own = [tensor for tensor, owner in zip(tensors, owners) if owner == group.rank]
+    owned = [tensor for tensor, owner in zip(tensors, owners) if owner == group.rank]
 
-    def body(engine: AgreedEngine, *own: tf.Tensor) -> list[tf.Tensor]:
-        remaining = iter(own)
-        values = [
-            next(remaining) if owner == group.rank else spec for spec, owner in zip(specs, owners)
-        ]
-        return engine.broadcast_from_owners(values, owners)
+    def body(engine: AgreedEngine, *inputs: tf.Tensor) -> list[tf.Tensor]:
+        remaining = iter(inputs)
+        sent = list(specs)
+        for position, owner in enumerate(owners):
+            if owner == group.rank:
+                sent[position] = next(remaining)
+        return engine.broadcast_from_owners(sent, owners)
 
-    same = {"owners": f"{zlib.crc32(repr(list(owners)).encode()):08x}"}
-    operation = Operation(
-        "broadcast_from_owners", group, specs, body, own, lambda: specs, same, has_owners=True
-    )
-    results: list[tf.Tensor] = operation.run(job)
-    return results
+    agreed = {"owners": digest_of(owners)}
+    name = "broadcast_from_owners"
+    operation = Operation(name, group, specs, body, owned, lambda: specs, agreed, has_owners=True)
+    received: list[tf.Tensor] = operation.run(job)
+    return received
+
+
+def digest_of(numbers: Sequence[int]) -> str:
+    """Return a digest of numbers that all ranks have to pass alike."""
+    text = repr(list(numbers))
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 def broadcast(

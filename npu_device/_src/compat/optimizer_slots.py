@@ -59,27 +59,31 @@ def undivided_state(optimizer: Any) -> list[Any]:
         getattr(optimizer, "_u_product", None),
     ]
     needed_ids = set(map(id, needed))
-    return [
-        variable
-        for variable in optimizer.variables
-        if id(variable) not in needed_ids and not is_share(variable)
-    ]
+    undivided = []
+    for variable in optimizer.variables:
+        if id(variable) not in needed_ids and not is_share(variable):
+            undivided.append(variable)
+    return undivided
 
 
 def lists_of_slots(optimizer: Any) -> Iterator[Sequence[Any]]:
     """Yield the lists in which a built optimizer keeps its slots, in the order of the variables that it trains."""
     trained = optimizer._trainable_variables
-    variable_class = keras_of(optimizer).Variable
     for name, held in vars(optimizer).items():
         # The lists of a class of the script count, whatever their names.
         if name in ("_trainable_variables", "_variables") or not isinstance(held, (list, tuple)):
             continue
-        if len(held) == len(trained) and all(
-            slot is None
-            or (isinstance(slot, variable_class) and tuple(slot.shape) == tuple(variable.shape))
-            for slot, variable in zip(held, trained)
-        ):
+        if len(held) != len(trained):
+            continue
+        pairs = zip(held, trained)
+        if all(slot is None or _is_slot(slot, variable) for slot, variable in pairs):
             yield held
+
+
+def _is_slot(slot: Any, variable: Any) -> bool:
+    if not isinstance(slot, keras_of(variable).Variable):
+        return False
+    return tuple(slot.shape) == tuple(variable.shape)
 
 
 def update_without_gradients(optimizer: Any) -> None:
@@ -141,11 +145,10 @@ def clipped_with_all(
             "gradients by tf.clip_by_global_norm first, with an optimizer that doesn't clip."
         )
     # Those that Keras itself clips, as it does.
-    positions = [
-        position
-        for position, (gradient, variable) in enumerate(pairs)
-        if gradient is not None and not is_overwritten(variable)
-    ]
+    positions = []
+    for position, (gradient, variable) in enumerate(pairs):
+        if gradient is not None and not is_overwritten(variable):
+            positions.append(position)
     scale = getattr(optimizer, "loss_scale_factor", None) or 1
     gradients = [pairs[position][0] for position in positions]
     if scale != 1:

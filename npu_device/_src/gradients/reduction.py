@@ -21,13 +21,15 @@ from npu_device._src.collectives.graph import in_one_or_apart, origin
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.operation import Operation
-from npu_device._src.collectives.ops import REDUCTIONS, require_reduction
+from npu_device._src.collectives.ops import REDUCTIONS, digest_of, require_reduction
 from npu_device._src.gradients.segments import FirstOrders, cut
 from npu_device._src.gradients.sparse_rows import TableRows, add_up_slices
 from npu_device._src.gradients.split_strategy import MAX_SEGMENTS
 from npu_device._src.options import global_options
 from npu_device._src.trace.trace import Tracer, traced_reduction
 
+Owners = Optional[Sequence[int]]
+"""The rank of the group that owns each tensor of a list, if each has an owner."""
 Gradient = Optional[Union[tf.Tensor, tf.IndexedSlices]]
 _LARGEST_FUSION_ID = 0x7FFFFFFF
 WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
@@ -100,7 +102,7 @@ def reduce_list(
     tensors: Sequence[Gradient],
     options: ReductionOptions,
     group: Group,
-    owners: Optional[Sequence[int]] = None,
+    owners: Owners = None,
 ) -> list[Gradient]:
     """Reduce a list of tensors over a group.
 
@@ -182,7 +184,7 @@ class ListReduction:
         segments: Sequence[Sequence[int]],
         options: ReductionOptions,
         group: Group,
-        owners: Optional[Sequence[int]] = None,
+        owners: Owners = None,
     ) -> None:
         self._job = job
         self._owners = owners
@@ -218,7 +220,7 @@ class ListReduction:
         ]
         gradient = self._gradient if self._segments else None
         if self._owners is not None:
-            agreed["owners"] = f"{zlib.crc32(repr(list(self._owners)).encode()):08x}"
+            agreed["owners"] = digest_of(self._owners)
         return Operation(
             ("all_reduce", "reduce_to_owners")[self._owners is not None],
             self._group,

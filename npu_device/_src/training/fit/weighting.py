@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.gradients.reduction import Gradient, ReductionOptions, weighted
+from npu_device._src.gradients.reduction import Gradient, Owners, ReductionOptions, weighted
 from npu_device._src.training.optimizers.optimizer_wrapper import GradientReduction, install
 from npu_device._src.training.watching.schedule import is_only_building
 from npu_device._src.training.watching.wrapped_optimizers import (
@@ -42,7 +42,7 @@ class WeightedReduction(GradientReduction):
         self,
         optimizer: Any,
         gradients: Iterable[Gradient],
-        owners: Sequence[int] | None = None,
+        owners: Owners = None,
     ) -> list[Gradient]:
         gradients = list(gradients)
         step = current_step()
@@ -102,7 +102,7 @@ def replicate_optimizer(optimizer: Any, world: World, shard_optimizer: bool | No
     if requests >= {True, False}:
         raise ValueError(
             f"{type(optimizer).__name__} is given shard_optimizer=True by one call and shard_optimizer=False by "
-            "another one (DistributedOptimizer, replicate).\nWhat to do: pass the same value to both, or to one of them."
+            "another one (DistributedOptimizer, replicate).\nWhat to do: pass the same value to both, or to one."
         )
     # Several models, or several calls of replicate, may share an optimizer.
     if isinstance(earlier, WeightedReduction):

@@ -26,6 +26,7 @@ from npu_device._src.collectives.moves import all_gather
 from npu_device._src.collectives.ops import all_reduce
 from npu_device._src.gradients.reduction import (
     Gradient,
+    Owners,
     ReductionOptions,
     all_finite,
     dense_of,
@@ -199,7 +200,7 @@ class GradientReduction:
         self,
         optimizer: Any,
         gradients: Iterable[Gradient],
-        owners: Sequence[int] | None = None,
+        owners: Owners = None,
     ) -> list[Gradient]:
         """Return the gradients reduced over the ranks, ``None`` where ``None`` was; for ``owners`` see there."""
         gradients, job, group = list(gradients), self._world.job, self._world.group
@@ -226,7 +227,7 @@ class GradientReduction:
         self,
         optimizer: Any,
         gradients: Sequence[Gradient],
-        owners: Sequence[int] | None = None,
+        owners: Owners = None,
     ) -> list[Gradient]:
         """Reduce gradients, but pass through those that ``reduce`` has just returned or that are being applied."""
         # A loss-scale optimizer reduces them first, and has its inner optimizer apply them later, if they are finite.
@@ -371,7 +372,7 @@ class GradientReduction:
         optimizer: Any,
         gradients: list[Any],
         variables: list[Any],
-        owners: Sequence[int] | None = None,
+        owners: Owners = None,
     ) -> list[Gradient]:
         # Audit the variables if it is time, and check the gradients on request.
         reduced = self.reduce_once(optimizer, gradients, owners)

@@ -219,12 +219,16 @@ class DividedUpdate:
         ranks = [owner for owner in owners if owner is not None]
         reduced = reduce(ranks)
         counted = [index for index in with_gradient if not compat.is_overwritten(variables[index])]
-        self._counted = [(ranks[index], dense_of(gradients[index]).dtype) for index in counted]
+        self._counted = []
+        for index in counted:
+            gradient = dense_of(gradients[index])
+            self._counted.append((ranks[index], gradient.dtype))
         share = [index for index in with_gradient if ranks[index] == self._world.rank]
         # Keras warns of variables without a gradient, on each rank.
-        passed = [
-            index for index, gradient in enumerate(gradients) if gradient is None or index in share
-        ]
+        passed = []
+        for index, gradient in enumerate(gradients):
+            if gradient is None or index in share:
+                passed.append(index)
         earlier = len(_operations())
         arrived = [dense_of(reduced[index]) for index in share]
         with tf.control_dependencies(self._slots.settle(arrived)), self._slots.update():
@@ -232,10 +236,14 @@ class DividedUpdate:
             if counted and not set(counted).intersection(share):
                 compat.update_without_gradients(self.optimizer)
             if share:
-                applied = apply(
-                    [reduced[index] if index in share else None for index in passed],
-                    [variables[index] for index in passed],
-                )
+                own_gradients = []
+                for index in passed:
+                    gradient = None
+                    if index in share:
+                        gradient = reduced[index]
+                    own_gradients.append(gradient)
+                own_variables = [variables[index] for index in passed]
+                applied = apply(own_gradients, own_variables)
             else:
                 applied = compat.count_update(self.optimizer)
             if not is_only_building():
@@ -270,7 +278,12 @@ class DividedUpdate:
         """Return tensors of all ranks, given those of this one in order."""
         remaining = iter(owned)
         rank = self._world.rank
-        sent = [next(remaining) if owner == rank else spec for spec, owner in zip(specs, owners)]
+        sent = []
+        for spec, owner in zip(specs, owners):
+            tensor = spec
+            if owner == rank:
+                tensor = next(remaining)
+            sent.append(tensor)
         return broadcast_from_owners(self._world.job, sent, owners, self._world.group)
 
     def clip_by_global_norm(self, gradients: Sequence[Any]) -> list[Any]:
@@ -286,11 +299,10 @@ class DividedUpdate:
         values that it gives them.
         """
         trained = compat.variables_to_update(self.optimizer)
-        owned = [
-            index
-            for index, variable in enumerate(trained)
-            if self.owner_of(variable) == self._world.rank
-        ]
+        owned = []
+        for index, variable in enumerate(trained):
+            if self.owner_of(variable) == self._world.rank:
+                owned.append(index)
         compat.with_averages(self.optimizer, owned, act)
         # In an update, which sends all new values at its end, this sends nothing.
         if not self._slots.is_updating:

@@ -106,14 +106,16 @@ class OptimizerSlots:
 
     def own_bytes(self, index: int) -> Optional[memoryview]:
         """Return the value of a slot that this rank holds, or another one has assigned; None for another slot."""
-        if not 0 <= index < len(self.variables) or not compat.has_memory(self.variables[index]):
+        if not 0 <= index < len(self.variables):
+            return None
+        variable = self.variables[index]
+        if not compat.has_memory(variable):
             return None
         with self._lock:
             incoming = self._incoming.get(index)
             if incoming and self._assigned_at.get(index) != self.updates:
                 return memoryview(next(reversed(incoming.values())))
-        array = compat.to_array(compat.inner_variable(self.variables[index]).read_value())
-        return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        return _bytes_of(compat.inner_variable(variable).read_value())
 
     def fetch(self, index: int, variable: Any, owner: int) -> tf.Tensor:
         """Return the value of a slot that another rank holds, after the same number of updates as here."""
@@ -123,7 +125,8 @@ class OptimizerSlots:
                 f"{slot}is read in a function, where it can't be fetched.\nWhat to do: read it in eager mode, between "
                 "two steps; or leave out shard_optimizer=True."
             )
-        fetched = self._exchange.bytes_on_request.fetch(owner, (self._number, index, self.updates))
+        key = (self._number, index, self.updates)
+        fetched = self._exchange.bytes_on_request.fetch(owner, key)
         if fetched is None or len(fetched) != bytes_of(variable):
             raise RuntimeError(
                 f"{slot}can't be read now: that rank has made a different number of updates.\nWhat to do: read and "
@@ -139,8 +142,8 @@ class OptimizerSlots:
                 f"{slot}is assigned a value in a function, where that can't be sent.\nWhat to do: assign it in eager "
                 "mode, between two steps; or leave out shard_optimizer=True."
             )
-        array = compat.to_array(tf.cast(tf.convert_to_tensor(new_value), variable.dtype))
-        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        tensor = tf.convert_to_tensor(new_value)
+        content = _bytes_of(tf.cast(tensor, variable.dtype))
         key = (self._number, index, self.updates)
         if not self._exchange.bytes_on_request.give(owner, key, content):
             raise RuntimeError(
@@ -182,7 +185,9 @@ class OptimizerSlots:
             has_incoming = self._has_incoming.read_value()
 
         def settle() -> tf.Tensor:
-            return call_now(self._settle, [has_incoming], [tf.TensorSpec([], tf.bool)])[0]
+            spec = tf.TensorSpec([], tf.bool)
+            [is_settled] = call_now(self._settle, [has_incoming], [spec])
+            return is_settled
 
         return [tf.cond(has_incoming, settle, lambda: has_incoming)]
 
@@ -226,9 +231,17 @@ class OptimizerSlots:
         )
 
 
+def _bytes_of(tensor: tf.Tensor) -> memoryview:
+    array = np.ascontiguousarray(compat.to_array(tensor))
+    flat = array.reshape(-1)
+    return flat.view(np.uint8).data
+
+
 def _from_bytes(content: bytearray, variable: Any) -> tf.Tensor:
     dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
-    return tf.constant(np.frombuffer(content, dtype).reshape(tuple(variable.shape)))
+    flat = np.frombuffer(content, dtype)
+    shape = tuple(variable.shape)
+    return tf.constant(flat.reshape(shape))
 
 
 class SlotExchange:
@@ -236,15 +249,7 @@ class SlotExchange:
 
     def __init__(self, job: Job) -> None:
         self._optimizers: list[weakref.ref[OptimizerSlots]] = []
-        self.bytes_on_request = BytesOnRequest(
-            job.cluster,
-            job.health,
-            job.store,
-            job.peers,
-            self._answer,
-            self._take,
-            self._all_bytes,
-        )
+        self.bytes_on_request = BytesOnRequest(job.cluster, job.health, job.store, job.peers, self)
 
     def add(self, slots: OptimizerSlots) -> int:
         """Note an optimizer, and return its number, the same on every rank."""
@@ -260,19 +265,19 @@ class SlotExchange:
             return None
         return self._optimizers[number]()
 
-    def _take(self, rank: int, key: Key, content: bytearray) -> bool:
+    def take(self, rank: int, key: Key, content: bytearray) -> bool:
         number, index, _ = key
         slots = self._slots(number)
         return slots is not None and slots.take(rank, index, content)
 
-    def _answer(self, key: Key) -> Optional[memoryview]:
+    def answer(self, key: Key) -> Optional[memoryview]:
         number, index, updates = key
         slots = self._slots(number)
         if slots is None or slots.updates != updates:
             return None
         return slots.own_bytes(index)
 
-    def _all_bytes(self) -> Iterator[tuple[Key, memoryview]]:
+    def all_bytes(self) -> Iterator[tuple[Key, memoryview]]:
         for number, reference in enumerate(self._optimizers):
             slots = reference()
             if slots is None:
@@ -293,12 +298,14 @@ def without_initial_slots(world: World, variables: Sequence[Any], root_rank: int
     # A loaded file has given them memory; else they have none where they aren't owned.
     with_memory = [index for index in slots if compat.has_memory(variables[index])]
     root = world.group.ranks[root_rank]
-    of_root = [
-        index for index in with_memory if getattr(variables[index], compat.SHARE).owner != root
-    ]
+    of_root = []
+    for index in with_memory:
+        share = getattr(variables[index], compat.SHARE)
+        if share.owner != root:
+            of_root.append(index)
     sent = set(world.object_from_root(of_root, root_rank))
-    return [
-        variable
-        for index, variable in enumerate(variables)
-        if index in sent or not compat.is_share(variable)
-    ]
+    chosen = []
+    for index, variable in enumerate(variables):
+        if index in sent or not compat.is_share(variable):
+            chosen.append(variable)
+    return chosen
