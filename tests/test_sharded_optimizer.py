@@ -424,9 +424,11 @@ def _restored(way: str, directory: str, shard_optimizer: bool, state: list[bytes
     if loader in (None, npu.distribute.rank()):
         checkpoint = tf.train.Checkpoint(optimizer=optimizer, variables=variables)
         checkpoint.read(f"{directory}/checkpoint")
+    if loader is not None:
+        # Before the first step, the optimizer is left to that step, which gives all ranks the values of rank 0.
+        sent = [*variables, *optimizer.variables] if is_later else variables
+        npu.distribute.broadcast(sent, loader)
     if is_later:
-        if loader is not None:
-            npu.distribute.broadcast([*optimizer.variables, *variables], loader)
         assert _bits(optimizer.variables) == state, way
         npu.distribute.all_reduce(1.0)
     _trained(optimizer, variables, is_later, 5)
