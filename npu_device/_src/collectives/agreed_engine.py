@@ -88,11 +88,11 @@ class AgreedEngine:
             reduced = engine.reduce_to_owners(
                 self._take_terms(), lists, owners_there, reduction, self.group, sent_dtype
             )
-            for position, own in zip(positions, reduced):
-                remaining = iter(own)
-                for place, owner in enumerate(owners[position]):
+            for position, owned in zip(positions, reduced):
+                remaining = iter(owned)
+                for index, owner in enumerate(owners[position]):
                     if owner == self.group.rank:
-                        results[position][place] = next(remaining)
+                        results[position][index] = next(remaining)
         return results
 
     def broadcast_from_owners(

@@ -150,18 +150,18 @@ def broadcast_from_owners(
     if not tensors:
         return []
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
-    own = [tensor for tensor, owner in zip(tensors, owners) if owner == group.rank]
+    owned = [tensor for tensor, owner in zip(tensors, owners) if owner == group.rank]
 
-    def body(engine: AgreedEngine, *own: tf.Tensor) -> list[tf.Tensor]:
-        remaining = iter(own)
+    def body(engine: AgreedEngine, *owned: tf.Tensor) -> list[tf.Tensor]:
+        remaining = iter(owned)
         values = [
             next(remaining) if owner == group.rank else spec for spec, owner in zip(specs, owners)
         ]
         return engine.broadcast_from_owners(values, owners)
 
-    same = {"owners": f"{zlib.crc32(repr(list(owners)).encode()):08x}"}
+    details = {"owners": f"{zlib.crc32(repr(list(owners)).encode()):08x}"}
     operation = Operation(
-        "broadcast_from_owners", group, specs, body, own, lambda: specs, same, has_owners=True
+        "broadcast_from_owners", group, specs, body, owned, lambda: specs, details, has_owners=True
     )
     results: list[tf.Tensor] = operation.run(job)
     return results

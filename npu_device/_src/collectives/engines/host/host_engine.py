@@ -172,9 +172,9 @@ class HostEngine(ArrayEngine):
         """Return all tensors on every rank, given this member's own ones and the specs of the others: any dtypes, with
         known shapes.
         """
-        own = [tensor for tensor, owner in zip(tensors, owners) if owner == group.rank]
+        owned = [tensor for tensor, owner in zip(tensors, owners) if owner == group.rank]
         operation, order = _broadcast_from_owners(tensors, owners, group)
-        [received] = self.run(terms, group, [operation], [own])
+        [received] = self.run(terms, group, [operation], [owned])
         results = list(tensors)
         for position, tensor in zip(order, received):
             results[position] = tensor
@@ -257,19 +257,19 @@ def _reduction_to_owners(
     dtype = reduced_dtype(tensors[0].dtype, reduction)
     sent_dtype = np.dtype((wire or tensors[0].dtype).as_numpy_dtype)
     array_dtype = np.dtype(dtype.as_numpy_dtype)
-    firsts = [bisect_left(owners, member) for member in range(group.size + 1)]
-    own = slice(firsts[rank], firsts[rank + 1])
+    starts = [bisect_left(owners, member) for member in range(group.size + 1)]
+    share = slice(starts[rank], starts[rank + 1])
 
     def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
         shapes = list(map(np.shape, arrays))
         stream = Stream(shapes, sent_dtype, list(map(np.ravel, arrays)))
-        bounds = [[*stream.starts, stream.length][first] for first in firsts]
+        bounds = [[*stream.starts, stream.length][start] for start in starts]
         # A part of a stream has the same gaps as the whole one, as each of its arrays is aligned.
-        flat, results = Stream(shapes[own], sent_dtype).results(buffers, array_dtype)
+        flat, results = Stream(shapes[share], sent_dtype).results(buffers, array_dtype)
         reduce = partial(programs.reduce_to_owners, stream=stream, bounds=bounds, result=flat)
         return partial(reduce, dtype=array_dtype, reduction=reduction), results
 
-    return OnArrays([tf.TensorSpec(tensor.shape, dtype) for tensor in tensors[own]], prepare)
+    return OnArrays([tf.TensorSpec(tensor.shape, dtype) for tensor in tensors[share]], prepare)
 
 
 def _broadcast_from_owners(
@@ -282,8 +282,8 @@ def _broadcast_from_owners(
     by_member: list[list[int]] = [[] for _ in range(group.size)]
     for position, owner in enumerate(owners):
         by_member[owner].append(position)
-    others = [member for member in range(group.size) if member != rank]
-    order = [position for member in others for position in by_member[member]]
+    senders = [member for member in range(group.size) if member != rank]
+    order = [position for member in senders for position in by_member[member]]
 
     def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
         as_bytes = np.dtype(np.uint8)
@@ -291,13 +291,13 @@ def _broadcast_from_owners(
         stream = Stream([sizes[position] for position in by_member[rank]], as_bytes, flats)
         rows: list[np.ndarray] = [np.empty(0, np.uint8)] * group.size
         results = []
-        for member in others:
+        for member in senders:
             positions = by_member[member]
             received = Stream([sizes[position] for position in positions], as_bytes)
             rows[member], parts = received.results(buffers, as_bytes)
-            for position, part in zip(positions, parts):
-                kind = np.dtype(specs[position].dtype.as_numpy_dtype)
-                results.append(part.view(kind).reshape(specs[position].shape.as_list()))
+            for position, array_of_bytes in zip(positions, parts):
+                dtype = np.dtype(specs[position].dtype.as_numpy_dtype)
+                results.append(array_of_bytes.view(dtype).reshape(specs[position].shape.as_list()))
         return partial(programs.broadcast_from_owners, stream=stream, results=rows), results
 
     return OnArrays([specs[position] for position in order], prepare), order
