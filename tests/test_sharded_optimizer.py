@@ -19,6 +19,7 @@ from versions import needs_keras_3
 
 import npu_device as npu
 from npu_device._src import compat
+from npu_device._src.training.sharding.shares import bytes_of, owners_of
 
 STEPS = 20
 QUICK = [(3, "adam"), (2, "overwritten")]
@@ -208,6 +209,47 @@ def test_what_is_special_about_variables(
     found = ranks.run(body_same_bits, name, graph, shapes, dtypes, without, sparse)
     assert all(weights == found[0][1] for _, weights in found)
     assert sum(slots for slots, _ in found) >= len(shapes)
+
+
+def _resnet50() -> list[tuple[int, ...]]:
+    """Return the shapes of ResNet-50's variables."""
+    shapes: list[tuple[int, ...]] = []
+
+    def convolution(size: int, inputs: int, filters: int) -> None:
+        shapes.extend([(size, size, inputs, filters), (filters,), (filters,), (filters,)])
+
+    convolution(7, 3, 64)
+    channels = 64
+    for filters, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            if block == 0:
+                convolution(1, channels, 4 * filters)
+            convolution(1, channels, filters)
+            convolution(3, filters, filters)
+            convolution(1, filters, 4 * filters)
+            channels = 4 * filters
+    return [*shapes, (2048, 1000), (1000,)]
+
+
+def _bert() -> list[tuple[int, ...]]:
+    """Return the shapes of the variables of BERT-base."""
+    normalization = [(768,)] * 2
+    layer = [*[(768, 768), (768,)] * 4, *normalization]
+    layer += [(768, 3072), (3072,), (3072, 768), (768,), *normalization]
+    ends = [(768, 768), (768,), (768, 2), (2,)]
+    return [(30522, 768), (512, 768), *normalization, *layer * 12, *ends]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "count"),
+    [*((_resnet50, count) for count in (2, 4, 8)), *((_bert, count) for count in (2, 4))],
+)
+def test_shares_are_about_equal(shapes: Callable[[], list[tuple[int, ...]]], count: int) -> None:
+    variables = [tf.TensorSpec(shape) for shape in shapes()]
+    held = [0] * count
+    for variable, owner in zip(variables, owners_of(variables, count)):
+        held[owner] += bytes_of(variable)
+    assert max(held) <= 1.1 * sum(held) / count
 
 
 def body_fit(name: str, compiled: dict[str, Any], built: bool) -> tuple[int, list[bytes]]:

@@ -283,8 +283,8 @@ def _broadcast_from_owners(
     by_member: list[list[int]] = [[] for _ in range(group.size)]
     for position, owner in enumerate(owners):
         by_member[owner].append(position)
-    others = [member for member in range(group.size) if member != rank]
-    order = [position for member in others for position in by_member[member]]
+    senders = [member for member in range(group.size) if member != rank]
+    order = [position for member in senders for position in by_member[member]]
 
     def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
         as_bytes = np.dtype(np.uint8)
@@ -292,7 +292,7 @@ def _broadcast_from_owners(
         stream = Stream([sizes[position] for position in by_member[rank]], as_bytes, flats)
         rows: list[np.ndarray] = [np.empty(0, np.uint8)] * group.size
         results = []
-        for member in others:
+        for member in senders:
             positions = by_member[member]
             received = Stream([sizes[position] for position in positions], as_bytes)
             rows[member], parts = received.results(buffers, as_bytes)

@@ -99,8 +99,10 @@ def _spans_of_pieces(
     """
     unit = ALIGNMENT // stream.dtype.itemsize
     # Each span may be up to a unit longer than its part of the slot, since it begins at one.
-    most = max(1, channel.slot_bytes // stream.dtype.itemsize - channel.size * unit)
-    count = max(1, -(-stream.length // most))
+    capacity = max(1, channel.slot_bytes // stream.dtype.itemsize - channel.size * unit)
+    # A member publishes all pieces but its own.
+    shortest = min(high - low for low, high in zip(bounds, bounds[1:]))
+    count = max(1, -(-(stream.length - shortest) // capacity))
     edges = list(bounds[:-1])
     for number in range(1, count + 1):
         spans = []
