@@ -89,7 +89,7 @@ def test_calls_in_a_graph_that_nobody_uses_and_that_do_not_match(tmp_path: Path)
     last_arrival = max(job.stamp(output, "calls") for output in outputs)
     for output in outputs:
         assert "[2. 2. 2.]" in output
-        assert job.stamp(output, "raised") - last_arrival < 5  # tracing, and 2 s
+        assert job.stamp(output, "raised") - last_arrival < 20  # tracing, and 2 s
         for rank in range(2):  # in code that AutoGraph rewrites
             assert re.search(
                 rf"rank {rank} on host \w+: .* called at .*script\.py:8 \(step\)", output

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -104,10 +105,10 @@ def test_the_distance_of_two_cores() -> None:
 
 
 def test_ranks_of_a_host_have_cores_of_their_own() -> None:
-    facts = Facts("node0", "m", "k", "127.0.0.1", "lo", None, {}, [0, 1, 2, 3], 2, 1 << 40, 0.0)
+    facts = replace(HERE, layout=layout(range(4)))
     assert CheckedJob([facts, facts]).cores_of("node0") == [0, 2]
     assert CheckedJob([facts] * 8).cores_of("node0") == [0, 1, 2, 3]
-    bound = [replace(facts, cores=[core, core + 1]) for core in (0, 2)]
+    bound = [replace(facts, layout=layout([core, core + 1])) for core in (0, 2)]
     assert CheckedJob(bound).cores_of("node0") == [0, 2]
 
 
@@ -197,10 +198,19 @@ def test_two_hosts() -> None:
 
 # What a test machine can't have
 
+
+def layout(cpus: Iterable[int], l3cache: int = 0) -> list[list[Any]]:
+    """Return cores with two threads, of which the process may use these."""
+    cores: dict[int, list[int]] = {}
+    for cpu in cpus:
+        cores.setdefault(cpu // 2, []).append(cpu)
+    return [[2 * number, threads, 0, 0, l3cache] for number, threads in cores.items()]
+
+
 HERE = Facts(
     host="node0", machine="a", kernel="1", address="10.0.0.1", interface="eth0", bits=10e9,
-    versions={"Python": "3.11.7", "Keras": "3.9.0"}, cores=list(range(8)), share=8, free=8 << 30,
-    clock=0.0,
+    versions={"Python": "3.11.7", "Keras": "3.9.0"}, layout=layout(range(8)), share=8, quota=None,
+    memory=16 << 30, free=8 << 30, clock=0.0,
 )  # fmt: skip
 THERE = replace(HERE, host="node1", machine="b", kernel="2", address="10.0.0.2")
 WELL = CheckedJob(
@@ -225,6 +235,12 @@ def test_the_fastest_engine() -> None:
 
 def _with(**there: Any) -> CheckedJob:
     return replace(WELL, facts=(HERE, replace(THERE, **there)))
+
+
+def _neighbours(*layouts: list[list[Any]]) -> CheckedJob:
+    """Ranks of one host, which may use these cores."""
+    facts = [replace(HERE, layout=cores) for cores in layouts]
+    return CheckedJob(facts, sharing=[""] * len(facts))
 
 
 SLOW = replace(WELL, facts=(replace(HERE, bits=25e9), replace(THERE, bits=100e9)))
@@ -252,7 +268,23 @@ APART = replace(WELL, facts=(HERE, HERE), sharing=("", "a different kernel"), be
         ),
         ("warning", _with(clock=-7.25), "host node1 (b) is 7.2 s behind that of rank 0"),
         ("warning", _with(kernel="1"), "hosts node0, node1 are the same machine"),
-        ("warning", _with(cores=[]), "0 core(s) for 1 ranks"),
+        ("warning", _with(layout=[]), "0 core(s) for 1 ranks"),
+        ("warning", _with(quota=2.0), "host node1 get the time of 2 of its 4 cores (a quota)"),
+        (
+            "warning",
+            _neighbours(layout([0, 2]), layout([1, 3])),
+            "ranks 0 and 1 on host node0 have threads of the same core(s), 0,2",
+        ),
+        (
+            "warning",
+            _neighbours(layout(range(4)), layout(range(4, 8), 4)),
+            "no cache joins the cores of all ranks on host node0",
+        ),
+        (
+            "warning",
+            _neighbours(layout([0, 1]), layout([0, 1])),
+            "host node0 has 1 core(s) for 2 ranks",
+        ),
         ("warning", _with(free=600 << 20), "0.6 GiB of free memory for 1 rank"),
         ("warning", SLOW, "node0 is rated at 25 Gbit/s, but the fastest engine sends 3.4 Gbit/s"),
         (

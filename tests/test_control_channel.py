@@ -19,6 +19,7 @@ from launcher import ROOT, assert_no_shared_files_since, environment, npurun, sh
 from ranks import SHORT_LIMITS, all_through, free_port
 from rendezvous_ranks import WORKER, without_table
 
+from npu_device._src.cluster.time_limits import KEEPALIVE_AFTER_SECONDS
 from npu_device._src.environment import TF_GRPC_DEFAULT_OPTIONS
 from npu_device._src.testing import leaks
 from npu_device._src.testing.forked import ForkedProcess
@@ -152,8 +153,8 @@ os.environ.update(NPU_DEVICE_STALL_WARNING="1", NPU_DEVICE_STALL_TIMEOUT="2")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_killed_rank_is_known_to_all_within_half_a_second(tmp_path: Path, backend: str) -> None:
-    """It leaves nothing in /dev/shm."""
+def test_a_killed_rank_is_known_to_all_before_any_limit(tmp_path: Path, backend: str) -> None:
+    """It leaves nothing in /dev/shm. The shortest limit is that of the kernel's keepalive."""
     before = shared_files()
     kill = """
 if rank == 0:
@@ -170,9 +171,8 @@ finally:
     )
     assert_no_shared_files_since(before)
     assert other.code == 1
-    assert (
-        job.stamp(other.output, "raised") - job.stamp(killed.output, "killed") < 1.0
-    )  # 0.1 s on a free machine
+    seconds = job.stamp(other.output, "raised") - job.stamp(killed.output, "killed")
+    assert seconds < KEEPALIVE_AFTER_SECONDS  # 0.1 s on a free machine
     # TensorFlow's ring may see the broken connection first, and names the rank in its own way.
     if backend != "tensorflow" or "/job:worker/replica:0/task:0" not in other.output:
         assert (

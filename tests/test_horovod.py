@@ -382,15 +382,19 @@ def body_callbacks(graph: bool) -> Any:
         return found, weights
 
 
-def test_callbacks(keras_ranks: Pool, graph: bool = False) -> None:
-    ends, size = keras_ranks.run(body_callbacks, graph), keras_ranks.size
+def require_equal_ends(ranks: Pool, graph: bool) -> None:
+    ends, size = ranks.run(body_callbacks, graph), ranks.size
     assert all(end == ends[0] for end in ends)
     assert ends[0][0]["lr"] == pytest.approx([0.1 * (1 + (size - 1) / 2), 0.1 * size, 0.01 * size])
 
 
+def test_callbacks_leave_equal_metrics_weights_and_rates(keras_ranks: Pool) -> None:
+    require_equal_ends(keras_ranks, False)
+
+
 @pytest.mark.only_keras("2")
-def test_callbacks_in_a_graph(keras_two_ranks: Pool) -> None:
-    test_callbacks(keras_two_ranks, graph=True)
+def test_callbacks_do_so_in_a_graph(keras_two_ranks: Pool) -> None:
+    require_equal_ends(keras_two_ranks, True)
 
 
 TRAIN = """

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from launcher import is_running, npurun, script, start, wait_for_files, wait_until
+from ranks import time_limits
 
 from npu_device._src.testing import leaks
 
@@ -68,7 +69,8 @@ def left(pids: list[int]) -> list[int]:
 def test_one_signal_of_a_terminal_stops_everybody(
     tmp_path: Path, mode: str, number: int, code: int
 ) -> None:
-    launch, pids = running(tmp_path, mode, "--max-restarts", "3", "--grace", "60")
+    limits = time_limits(SAME_SIGNAL_SECONDS=10.0)
+    launch, pids = running(tmp_path, mode, "--max-restarts", "3", "--grace", "60", **limits)
     for _ in range(3 if number == signal.SIGINT else 1):  # more at once are one
         os.killpg(launch.pid, number)
         time.sleep(0.03)
@@ -96,7 +98,7 @@ def test_who_does_not_stop_is_killed(
     tmp_path: Path, number: int, code: int, limits: tuple[str, ...]
 ) -> None:
     """After the limit, or at once by a second signal."""
-    launch, pids = running(tmp_path, "deaf", *limits)
+    launch, pids = running(tmp_path, "deaf", *limits, **time_limits(SAME_SIGNAL_SECONDS=0.1))
     began = time.monotonic()
     launch.send_signal(number)
     if "60" in limits[:2]:
@@ -117,8 +119,8 @@ def test_when_the_launcher_is_killed_nothing_stays(tmp_path: Path) -> None:
     pids += leaks.children_of(launch.pid)  # the hub, too
     os.killpg(launch.pid, signal.SIGKILL)
     launch.communicate(timeout=10)
-    wait_until(lambda: left(pids) == [], limit=5)
-    wait_until(lambda: list(directory.iterdir()) == [], limit=5)
+    wait_until(lambda: left(pids) == [])
+    wait_until(lambda: list(directory.iterdir()) == [])
 
 
 def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -221,10 +220,8 @@ def test_a_table_that_is_being_filled_is_waited_for(tmp_path: Path) -> None:
     path = write(tmp_path, {"status": "initializing"})
     scheduler = threading.Timer(0.7, lambda: write(tmp_path, VERSION_1_0))
     scheduler.start()
-    began = time.monotonic()
     table = rank_table.load(path, timeout=20)
     scheduler.join()
     assert table.size == 4
-    assert 0.6 < time.monotonic() - began < 5
     with pytest.raises(ClusterError, match=r'EI0004: .*status is still "initializing" after 1 s'):
         load(tmp_path, {"status": "initializing"})

@@ -287,8 +287,11 @@ def test_a_node_that_is_lost_after_the_signal_was_taken_away(tmp_path: Path) -> 
         nodes.wait_for("deaf.0.0")
         os.killpg(both[0].pid, signal.SIGKILL)
         both[0] = nodes.start(0)
-        for launch in both:
-            ends(launch, 0)
+        _, stderr = (ends(launch, 0) for launch in both)
+    assert "lost the connection to node 0: trying to reach it again" in stderr
+    first, second = ((tmp_path / f"ready.1.{rank}").read_text() for rank in (0, 1))
+    assert first == second, "both have the new job and hub"
+    assert not list(tmp_path.glob("ready.2.*"))
 
 
 NO_HOSTS = pytest.mark.skipif(

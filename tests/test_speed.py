@@ -12,7 +12,14 @@ import pytest
 from launcher import npurun, script, start
 
 from npu_device._src.speed import outcome
-from npu_device._src.speed.timed_process import TRACED, TimedProcess, Times, save_memory, save_times
+from npu_device._src.speed.timed_process import (
+    TRACED,
+    Setup,
+    TimedProcess,
+    Times,
+    save_memory,
+    save_times,
+)
 from npu_device.launch import speed
 
 pytestmark = pytest.mark.xdist_group("waiting")
@@ -66,7 +73,17 @@ model.fit(np.ones([800, 4], "float32"), np.ones([800, 1], "float32"), batch_size
 def test_two_ranks_that_need_half_of_the_time_are_faster(
     source: str, options: tuple[str, ...], legacy: str, tmp_path: Path
 ) -> None:
-    words = ["-n", "2", "--steps", "3", "--json", *options, script(tmp_path, source)]
+    words = [
+        "-n",
+        "2",
+        "--steps",
+        "3",
+        "--bind-to",
+        "core",
+        "--json",
+        *options,
+        script(tmp_path, source),
+    ]
     done = npurun("speed", *words, limit=300.0, TF_USE_LEGACY_KERAS=legacy)
     assert done.returncode == 0, done.stderr.decode()
     report = json.loads(done.stdout)
@@ -89,11 +106,11 @@ def measured(directory: Path, ratios: list[float], rows: tuple[int, int] = (80, 
     for number, ratio in enumerate([1.0, *ratios]):
         name = str(number) if number else TRACED
         for ranks, seconds, counted in ((1, 1.0, rows[0]), (2, 1 / ratio, rows[1])):
-            for rank in process.run_of(ranks, name):
+            for rank in process.run_of(Setup(ranks), name):
                 rank.folder.mkdir(parents=True)
                 save_times(rank, Times(10, seconds, counted))
             save_memory(rank, ranks << 30)
-    return outcome.outcome(process, [1, 2])
+    return outcome.outcome(process, [Setup(1), Setup(2)])
 
 
 @pytest.mark.parametrize(

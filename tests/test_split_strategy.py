@@ -149,10 +149,10 @@ def test_ends_ascend_and_reach_the_last_gradient() -> None:
         if percentages:
             set_split_strategy_by_size(percentages)
         ends = segments(sizes, WORLD_GROUP)
-        assert ends == sorted(set(ends)) and ends[0] >= 0 and ends[-1] == len(sizes) - 1, (
-            sizes,
-            percentages,
-        )
+        drawn = f"{sizes} {percentages}"
+        assert ends == sorted(set(ends)) and ends[0] >= 0 and ends[-1] == len(sizes) - 1, drawn
+        shares = percentages or [96.54, 3.46]  # Ascend's
+        assert len(ends) <= len(shares), drawn
 
 
 def test_needs_neither_tensorflow_nor_an_open_device() -> None:

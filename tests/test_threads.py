@@ -93,7 +93,7 @@ def test_one_group_of_two_threads_is_refused(
     names = {
         "named": "'trainer ",
         "unnamed": "in thread 'Thread",
-        "pooled": "in thread 'ThreadPoolExecutor'",
+        "pooled": "in thread 'ThreadPoolExecutor (",
     }
     for errors, wrong in several_ranks.run(body_one_group, elements, kind, rounds, timeout=300):
         assert wrong == 0

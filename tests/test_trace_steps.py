@@ -24,7 +24,8 @@ from npu_device._src.trace.records import Settings, read
 
 STEPS = 5
 PAUSE = 0.08
-TOLERANCE_US = 20_000  # between a point and what it stands for, on a machine with other work
+LEAST_US = PAUSE * 1e6 / 4  # what is seen of a pause at the least, on a machine with other work
+TOLERANCE_US = 60_000  # between a point and what it stands for
 
 
 def _start(directory: str, **options: str) -> Any:
@@ -103,11 +104,11 @@ def test_the_points_of_a_step(keras_two_ranks: Pool, tmp_path: Path) -> None:
                 <= one.last_reduced
                 <= one.iteration_end
             )
-            assert one.ready[1] - one.ready[0] > PAUSE * 1e6 / 4
+            assert one.ready[1] - one.ready[0] > LEAST_US
             for (start, end), ready in zip(one.allreduce, one.ready):
                 assert ready == start <= end
     late = next(trace for trace in traces if trace.rank == 1)
-    assert all((one.input_wait or 0) > PAUSE * 1e6 / 4 for one in late.iterations[2:])
+    assert all((one.input_wait or 0) > LEAST_US for one in late.iterations[2:])
     assert len({trace.model for trace in traces}) == 1
 
 
@@ -134,8 +135,8 @@ def test_points_may_be_named(two_ranks: Pool, tmp_path: Path) -> None:
     for trace in read(tmp_path):
         for one in trace.iterations[1:]:
             # The first nap is over before forward starts, and the second begins after the end of backward.
-            assert (one.input_wait or 0) > PAUSE * 1e6 - TOLERANCE_US
-            assert max(one.ready) - one.bp_end > PAUSE * 1e6 - TOLERANCE_US
+            assert (one.input_wait or 0) > LEAST_US
+            assert max(one.ready) - one.bp_end > LEAST_US
             assert one.fp_start <= one.bp_end
 
 

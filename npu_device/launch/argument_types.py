@@ -71,7 +71,12 @@ preempt_signal = _of(
 
 
 def ranks_per_node() -> int:
-    """Return the number of GPUs that CUDA shows to a process of this node; 1 without any.
+    """Return the number of GPUs of this node; 1 without any."""
+    return max(1, visible_gpus())
+
+
+def visible_gpus() -> int:
+    """Return the number of GPUs that CUDA shows to a process of this node.
 
     Asks neither TensorFlow nor the driver: CUDA_VISIBLE_DEVICES counts, or else the device files of NVIDIA.
     """
@@ -82,7 +87,7 @@ def ranks_per_node() -> int:
             for file in Path("/dev").glob("nvidia*")
             if re.fullmatch(r"nvidia\d+", file.name)
         )
-    return max(1, len(names))
+    return len(names)
 
 
 _HOST = re.compile(r"(?P<host>[^\s:\[\]]+|([^\s:\[\]]+@)?\[[^\s\]]+\])(:(?P<number>[1-9][0-9]*))?")

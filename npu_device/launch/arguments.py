@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from npu_device._src import environment
+from npu_device._src.machine.core_sets import BINDINGS, NONE
+from npu_device._src.machine.topology import read_machine
 from npu_device._src.wording import counted
 from npu_device.launch import argument_types as types
 from npu_device.launch.argument_types import AUTO
@@ -25,7 +27,7 @@ _NUMBERS = ("-n", "-np", "--nproc-per-node", "--nproc_per_node")
 
 _USAGE = """\
 npurun [-n N] [options] [-m] script [argument ...]
-       npurun check [options] | verify [options] script | port script | trace DIR | docs"""
+       npurun check [options] | verify script | speed script | port script | trace DIR | docs"""
 
 _DESCRIPTION = """\
 Start a script as several ranks, forward their output, and stop all of them when one fails.
@@ -33,6 +35,7 @@ Start a script as several ranks, forward their output, and stop all of them when
 commands, as the first word (npurun ./trace runs a program of that name):
   check         check hosts and network, without a script: would training work?
   verify        run a script for a few steps as one process and on N ranks: does it train right?
+  speed         time a script as one process and on several numbers of ranks: is it faster?
   port          make a script of ordinary TensorFlow run on many ranks
   trace DIR     report on the trace that --trace has written
   docs [NAME]   show a page of the documentation"""
@@ -71,6 +74,7 @@ class Options:
     replicate: bool
     shard_optimizer: bool
     seed: int  # of all ranks, with ``replicate``
+    bind_to: str  # one of ``core_sets.BINDINGS``
 
     @property
     def nodes_meet(self) -> bool:
@@ -119,6 +123,8 @@ def parse(argv: Sequence[str]) -> Options:
         namespace.nproc_per_node = 0  # each of --hosts counts its own GPUs
         if not slots:
             namespace.nproc_per_node = types.ranks_per_node()
+            if not namespace.check and not types.visible_gpus():
+                _hint_at_more_ranks()
     # Only for a job of one rank: whoever has asked for more has put the option in the right place.
     if namespace.nproc_per_node == 1 == nnodes:
         _hint_at_options_after_script(namespace.module, namespace.script)
@@ -297,6 +303,20 @@ def _hint_at_options_after_script(module: bool, words: Sequence[str]) -> None:
         )
 
 
+def _hint_at_more_ranks() -> None:
+    """Print a hint on stderr if this host has several parts, on which TensorFlow alone may be slow."""
+    machine = read_machine()
+    for level, noun in (("numa", "NUMA nodes"), ("l3cache", "L3 caches")):
+        count = len(machine.domains(level))
+        if count > 1:
+            print(
+                f"npurun: one rank, without GPUs. This host has {count} {noun}, and more ranks may be faster: npurun "
+                "speed measures that",
+                file=sys.stderr,
+            )
+            return
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="npurun",
@@ -306,9 +326,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # an abbreviation that works today breaks when a second option begins with it
     )
-    per_node = (
-        "ranks per node, or auto: one per visible GPU, or one rank without GPUs (default auto)"
-    )
+    per_node = "ranks per node; auto (default): one per GPU, or one"
     _add(
         parser, "-n", "--nproc-per-node", type=types.ranks, default=AUTO, metavar="N", help=per_node
     )
@@ -345,6 +363,8 @@ def _parser() -> argparse.ArgumentParser:
     _add(
         parser, "--check", action="store_true", help=argparse.SUPPRESS
     )  # until 0.3.0; since 0.2.0: npurun check
+    cores = "bind ranks to core, l3cache, numa, socket, auto; none"
+    _add(parser, "--bind-to", choices=BINDINGS, default=NONE, metavar="WHAT", help=cores)
     _add_nodes(
         parser.add_argument_group("several nodes (run npurun once on each, or give --hosts)")
     )

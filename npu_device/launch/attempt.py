@@ -28,6 +28,7 @@ from npu_device._src.membership.schemes import secret
 from npu_device._src.wording import ranges
 from npu_device.launch import failures
 from npu_device.launch.arguments import DEFAULT_PORT, Options
+from npu_device.launch.binding import Binding
 from npu_device.launch.events import Events
 from npu_device.launch.failures import Failure
 from npu_device.launch.guard import RankGuard
@@ -71,6 +72,7 @@ class Launch:
     directory: str
     events: Events
     starter: Starter
+    binding: Binding
 
     @property
     def progress_file(self) -> str:
@@ -270,19 +272,20 @@ class Attempt:
                 self._console.say(f"{removed}. npurun describes the job itself")
             if options.log_dir is not None and not options.tee:
                 self._console.say(f"the output goes to {options.log_dir}{os.sep}rank*.log")
-        for local_rank in range(options.nproc_per_node):
-            # Nodes that were lost leave no gap in the numbers of the ranks.
-            rank = meeting.nodes.index(options.node_rank) * options.nproc_per_node + local_rank
+        # Nodes that were lost leave no gap in the numbers of the ranks.
+        first_rank = meeting.nodes.index(options.node_rank) * options.nproc_per_node
+        ranks = range(first_rank, first_rank + options.nproc_per_node)
+        binding = self._launch.binding
+        for line in binding.lines(ranks):
+            self._console.say(line)
+        for local_rank, rank in enumerate(ranks):
             log = None
             if options.log_dir is not None:
                 log = open(self._log_file(options.log_dir, rank), "wb", buffering=0)  # noqa: SIM115
                 self._logs.append(log)
-            process = RankProcess(
-                rank,
-                options.command,
-                self._environment(rank, local_rank),
-                self._launch.events,
-            )
+            variables = self._environment(rank, local_rank)
+            with binding.on_cores(local_rank):
+                process = RankProcess(rank, options.command, variables, self._launch.events)
             # At once, since the launcher may be killed between two ranks.
             self._launch.guard.tell(process.pid)
             self._processes.append(process)
@@ -320,6 +323,7 @@ class Attempt:
             NPU_DEVICE_PREEMPT_TIMEOUT=f"{options.preempt_timeout:g}",
             PYTHONUNBUFFERED="1",  # else a rank's output would come in blocks, and a killed rank's last block never
         )
+        variables.update(self._launch.binding.variables())
         if options.replicate:
             # Ranks that iterate over sets of strings would otherwise do so in different orders.
             variables.setdefault("PYTHONHASHSEED", str(options.seed))

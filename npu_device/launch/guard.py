@@ -20,8 +20,8 @@ class RankGuard:
     """The guard, around the whole launch; it also removes ``directory`` if the launcher can't."""
 
     def __init__(self, directory: str) -> None:
+        # -I -S: nothing of the user's site-packages or variables can delay or break the guard.
         self._process = subprocess.Popen(
-            # -I -S: nothing of the user's site-packages or variables can delay or break the guard.
             [sys.executable, "-I", "-S", __file__, directory],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

@@ -11,6 +11,7 @@ from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.membership.schemes import secret
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import USAGE, Attempt, Launch, Listener, prepare_meeting
+from npu_device.launch.binding import Binding
 from npu_device.launch.events import Events, SignalReceived
 from npu_device.launch.guard import RankGuard
 from npu_device.launch.leader import Leader
@@ -28,8 +29,9 @@ def run(options: Options, starter: Starter | None = None) -> int:
     events = signals(options, console)
     prefix = f"{starter.name or 'npurun'}-"
     with tempfile.TemporaryDirectory(prefix=prefix) as directory, RankGuard(directory) as guard:
-        launch = Launch(options, console, guard, directory, events, starter)
         try:
+            binding = Binding(options)
+            launch = Launch(options, console, guard, directory, events, starter, binding)
             job_secret = secret()
             if options.nnodes > 1 and options.node_rank == 0 and not job_secret:
                 console.say(NO_SECRET)

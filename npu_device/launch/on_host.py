@@ -92,8 +92,8 @@ def _obey(lines: Iterator[bytes], options: Options, starter: Starter) -> None:
 def _problem_on_host(name: str, serial: int) -> str:
     """End what an earlier connection of the job has left on this host; return why that can't be, "" if it is done."""
     words = _command_lines()
+    # The last two words of its command line are those that ``connection`` wrote.
     serials = {
-        # The last two words of its command line are those that ``connection`` wrote.
         pid: int(line[-1])
         for pid, line in words.items()
         if line[-2:-1] == [name] and line[-1].isdecimal()

@@ -11,11 +11,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 
 from npu_device._src.horovod import modules
-from npu_device._src.speed.timed_process import LEFT_OUT, TimedProcess
+from npu_device._src.machine.core_sets import AUTO, BINDINGS, NONE, core_sets
+from npu_device._src.machine.topology import read_machine
+from npu_device._src.speed.timed_process import LEFT_OUT, Setup, TimedProcess
 from npu_device._src.verify.file_shadow import COVERED
 from npu_device._src.verify.plan import PROBLEM
 from npu_device.launch.argument_types import positive
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     # Leaving by an exception ends the processes of the script.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="npurun-speed-") as directory:
-        return _measure(options, sizes, Path(directory).resolve())
+        return _measure(options, _setups(sizes, options.bind_to), Path(directory).resolve())
 
 
 def _sizes(memory: int) -> list[int]:
@@ -53,12 +55,26 @@ def _sizes(memory: int) -> list[int]:
     return sorted(size for size in sizes | {1, 2} if size * RANK_BYTES <= memory)
 
 
-def _measure(options: argparse.Namespace, sizes: Sequence[int], directory: Path) -> int:
+def _setups(sizes: Sequence[int], binding: str | None) -> list[Setup]:
+    """Return what is run: by default, ranks are also bound where the host has several caches or NUMA nodes."""
+    if binding is not None:
+        return [Setup(ranks, binding if ranks > 1 else NONE) for ranks in sizes]
+    # Hosts of one cache and node have nothing to bind to.
+    machine = read_machine()
+    setups = []
+    for ranks in sizes:
+        setups.append(Setup(ranks))
+        if core_sets(machine, ranks, AUTO):
+            setups.append(Setup(ranks, AUTO))
+    return setups
+
+
+def _measure(options: argparse.Namespace, setups: Sequence[Setup], directory: Path) -> int:
     if not options.json:
-        ranks = ", ".join(map(str, sizes[1:]))
+        ranks = ", ".join(setup.label for setup in setups[1:])
         _say(
             f"{options.script}: one process and {ranks} ranks in turn, at most {options.minutes:g} minutes, at most "
-            f"{sizes[-1]} ranks at once"
+            f"{setups[-1].ranks} ranks at once"
         )
         _say(f"your files stay as they are, as far as this covers: {COVERED}")
         _say("what the script sends to databases, object stores and trackers is sent in each run")
@@ -66,7 +82,7 @@ def _measure(options: argparse.Namespace, sizes: Sequence[int], directory: Path)
     code = 0
     # Ctrl-C ends the runs, and shows what there is.
     try:
-        problem = _run(options, start, sizes)
+        problem = _run(options, start, setups)
     except KeyboardInterrupt:
         problem = ""
         code = 128 + signal.SIGINT
@@ -80,13 +96,13 @@ def _measure(options: argparse.Namespace, sizes: Sequence[int], directory: Path)
     path = directory / LEFT_OUT
     if path.exists():
         left_out = json.loads(path.read_text())
-    timed_sizes = [ranks for ranks in sizes if str(ranks) not in left_out]
-    measured = outcome.outcome(start, timed_sizes, left_out)
+    timed_setups = [setup for setup in setups if setup.label not in left_out]
+    measured = outcome.outcome(start, timed_setups, left_out)
     if measured.problem:
         _say(measured.problem)
         return 3
     if not measured.speedups and not code:
-        reasons = "; ".join(f"{ranks} ranks: {why}" for ranks, why in left_out.items())
+        reasons = "; ".join(f"{label} ranks: {why}" for label, why in left_out.items())
         _say(
             f"there was no whole round in {options.minutes:g} minutes (--minutes). {reasons}".strip()
         )
@@ -98,13 +114,13 @@ def _measure(options: argparse.Namespace, sizes: Sequence[int], directory: Path)
     return code
 
 
-def _run(options: argparse.Namespace, start: TimedProcess, sizes: Sequence[int]) -> str:
+def _run(options: argparse.Namespace, start: TimedProcess, setups: Sequence[Setup]) -> str:
     """Run all processes of a script; return what is wrong, "" if nothing is."""
     variables = variables_of_runs()
     if options.horovod:
         variables.update(modules.variables(variables))
     limit = 60.0 * options.minutes
-    settings = json.dumps({**asdict(start), "sizes": sizes, "limit": limit})
+    settings = json.dumps({**asdict(start), "setups": list(map(astuple, setups)), "limit": limit})
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", _RUNNER, settings, options.script, *options.arguments],
         env=variables,
@@ -165,6 +181,12 @@ def _parser() -> argparse.ArgumentParser:
         default=20,
         metavar="K",
         help="steps that are timed in each run, after the first ones (default 20)",
+    )
+    parser.add_argument(
+        "--bind-to",
+        choices=BINDINGS,
+        metavar="WHAT",
+        help="bind ranks as npurun does (default: both ways, if the host has several caches or NUMA nodes)",
     )
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     parser.add_argument(

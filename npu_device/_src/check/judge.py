@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from npu_device._src.check.core_distance import SHARES_CACHE_BELOW
 from npu_device._src.cluster.ports import is_loopback
 from npu_device._src.cluster.time_limits import CLOCK_SECONDS
+from npu_device._src.machine.core_sets import described
+from npu_device._src.machine.topology import Core, Machine, Quota
 from npu_device._src.wording import counted, ranges
 
 SIZES = {4: "4 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB", 16 << 20: "16 MiB"}
@@ -31,12 +34,22 @@ class Facts:
     )  # name of the interface with this address; None if it is no address of this host
     bits: float | None  # bits per second of the interface; None if unknown
     versions: dict[str, str]  # of Python and of what is installed, by name
-    cores: list[int]  # numbers of the cores that the process may use
-    share: int  # how many of them are for this rank
+    layout: list[list[Any]]  # the cores that the process may use, each as the attributes of a Core
+    share: int  # how many of their threads are for this rank
+    quota: float | None  # CPUs whose time the process gets, None for all
+    memory: int  # bytes of the machine
     free: int  # bytes of memory that the machine has free
     clock: (
         float | None
     )  # seconds by which the clock of the host is ahead of that of rank 0; None if unknown
+
+    @property
+    def cores(self) -> list[int]:
+        """Return the numbers of the threads of all cores that the process may use."""
+        return sorted(cpu for core in self.physical_cores() for cpu in core.cpus)
+
+    def physical_cores(self) -> list[Core]:
+        return [Core(number, tuple(cpus), *place) for number, cpus, *place in self.layout]
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,19 @@ class CheckedJob:
         cores = facts[0].cores
         apart = max(1, len(cores) // len(facts))
         return cores[::apart][: len(facts)]
+
+    def machine_of(self, host: str) -> Machine:
+        """Return all cores that the ranks of a host may use."""
+        cores: dict[int, Core] = {}
+        for rank in self.hosts[host]:
+            for core in self.facts[rank].physical_cores():
+                cpus = {*core.cpus, *cores.setdefault(core.number, core).cpus}
+                cores[core.number] = replace(core, cpus=tuple(sorted(cpus)))
+        quota = None
+        cpu_time = self.facts[self.hosts[host][0]].quota
+        if cpu_time is not None:
+            quota = Quota(cpu_time, "")
+        return Machine(tuple(cores.values()), quota)
 
     @property
     def fastest(self) -> str:
@@ -206,19 +232,51 @@ def _conditions(job: CheckedJob) -> Iterator[str]:
                 f"{'ahead of' if facts.clock > 0 else 'behind'} that of rank 0: times in logs and files don't match.\n"
                 "What to do: synchronize the clocks of the hosts (chrony, NTP)."
             )
-        # Ranks may be bound to different cores, or share all of them.
-        cores = len({core for rank in ranks for core in job.facts[rank].cores})
-        if cores < len(ranks):
-            yield (
-                f"host {host} has {cores} core(s) for {len(ranks)} ranks: they wait for each other.\n"
-                "What to do: start at most one rank per core."
-            )
+        yield from _crowded(job, host, ranks)
         free = min(job.facts[rank].free for rank in ranks)
         if free < _LEAST_MEMORY * len(ranks):
             yield (
                 f"host {host} has {free / 2**30:.1f} GiB of free memory for {counted(len(ranks), 'rank')}.\n"
                 "What to do: end other programs, or start fewer ranks."
             )
+
+
+def _crowded(job: CheckedJob, host: str, ranks: Sequence[int]) -> Iterator[str]:
+    """Yield what makes the ranks of a host wait for each other's cores."""
+    machine = job.machine_of(host)
+    if len(machine.cores) < len(ranks):
+        yield (
+            f"host {host} has {len(machine.cores)} core(s) for {len(ranks)} ranks: they wait for each other.\n"
+            "What to do: start at most one rank per core."
+        )
+    if machine.quota is not None and machine.is_limited:
+        yield (
+            f"the processes on host {host} get the time of {machine.quota.cpus:g} of its {len(machine.cores)} cores "
+            "(a quota).\nWhat to do: raise the limit of the container if more is to be used; TensorFlow has fewer "
+            "threads, so that they aren't stopped in turn."
+        )
+    sets = {rank: job.facts[rank].physical_cores() for rank in ranks}
+    cpus = {rank: set(job.facts[rank].cores) for rank in ranks}
+    pairs = [
+        (rank, other)
+        for rank in ranks
+        for other in ranks
+        if rank < other and not cpus[rank] & cpus[other]
+    ]
+    for rank, other in pairs:
+        numbers = {core.number for core in sets[rank]} & {core.number for core in sets[other]}
+        if numbers:
+            yield (
+                f"ranks {rank} and {other} on host {host} have threads of the same core(s), {ranges(numbers)}: they "
+                "slow each other down.\nWhat to do: give npurun --bind-to core, which divides whole cores."
+            )
+    caches = {rank: {core.l3cache for core in sets[rank]} for rank in ranks}
+    if any(not caches[rank] & caches[other] for rank, other in pairs):
+        yield (
+            f"no cache joins the cores of all ranks on host {host}: sums of large tensors take up to {_SLOWER} times "
+            "as long as with one.\nWhat to do: nothing if each rank needs the cores of its own cache or NUMA node; "
+            "npurun speed --bind-to compares."
+        )
 
 
 def _slow_links(job: CheckedJob) -> Iterator[str]:
@@ -242,6 +300,7 @@ def text(job: CheckedJob, problems: Sequence[str], warnings: Sequence[str]) -> s
     paragraphs = [
         f"{ranks} on {hosts}: {verdict(problems)}",
         _hosts(job),
+        "\n".join(_machines(job)),
         _settings(job),
         _speeds(job),
     ]
@@ -285,6 +344,25 @@ def _hosts(job: CheckedJob) -> str:
             [host, facts.machine, ranges(ranks), facts.address, interface, cores, memory, clock]
         )
     return _table(rows)
+
+
+def _machines(job: CheckedJob) -> Iterator[str]:
+    """Yield what each host is made of, and the cores of each rank that doesn't share all of them."""
+    for host, ranks in job.hosts.items():
+        machine = job.machine_of(host)
+        amounts = [
+            counted(len(machine.domains("socket")), "socket"),
+            counted(len(machine.domains("numa")), "NUMA node"),
+            counted(len(machine.domains("l3cache")), "L3 cache"),
+            counted(len(machine.cores), "core"),
+            counted(sum(len(core.cpus) for core in machine.cores), "thread"),
+            f"{job.facts[ranks[0]].memory / 2**30:.1f} GiB",
+        ]
+        yield f"{host}: {', '.join(amounts)}"
+        if len({tuple(job.facts[rank].cores) for rank in ranks}) > 1:
+            for rank in ranks:
+                core_set = tuple(job.facts[rank].physical_cores())
+                yield f"  rank {rank}: {described(core_set, machine)}"
 
 
 def _clock(facts: Facts, ranks: Sequence[int]) -> str:

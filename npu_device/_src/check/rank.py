@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from npu_device._src.collectives.engine_text import explained, open_ports
 from npu_device._src.collectives.group import WORLD_GROUP, Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.ops import all_reduce
+from npu_device._src.machine.topology import read_machine
 from npu_device._src.membership.interfaces import interface_of, speed_of
 from npu_device._src.trace.trace import measure_clock
 from npu_device._src.training.opening import device
@@ -142,8 +143,11 @@ def _facts(job: Job | None) -> Facts:
     host = "node0"  # npurun's names, for a single rank
     address = "127.0.0.1"
     ahead: float | None = 0.0
-    cores = os.sched_getaffinity(0)
-    share = len(cores)
+    machine = read_machine()
+    quota = None
+    if machine.quota is not None:
+        quota = machine.quota.cpus
+    share = len(os.sched_getaffinity(0))
     if job is not None:
         host = job.cluster.host
         address = job.cluster.addresses[job.cluster.rank]
@@ -160,8 +164,10 @@ def _facts(job: Job | None) -> Facts:
         interface=interface,
         bits=speed_of(interface) if interface else None,
         versions=_versions(),
-        cores=sorted(cores),
         share=share,
+        layout=[list(astuple(core)) for core in machine.cores],
+        quota=quota,
+        memory=1024 * int(memory["MemTotal"].split()[0]),
         free=1024 * int(memory["MemAvailable"].split()[0]),
         clock=ahead,
     )

@@ -26,7 +26,7 @@ from npu_device._src.cluster.description import Cluster
 from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.cluster.time_limits import DETAILS_SECONDS
 from npu_device._src.cluster.tracebacks import is_user_file
-from npu_device._src.collectives.calling_threads import calling_thread, work_of_pool
+from npu_device._src.collectives.calling_threads import calling_thread
 from npu_device._src.collectives.group import Group
 from npu_device._src.wording import counted
 
@@ -52,12 +52,11 @@ class Call:
     details: tuple[tuple[str, str], ...]
     line: str  # of the script, for the message only
     thread: str
-    work: str = ""  # the function that a pool has the thread run
 
     @property
     def fingerprint(self) -> tuple[int, int]:
         """Return two 32-bit numbers that are the same for calls that match."""
-        return _fingerprint(self.operation, self.kinds, self.details, self.thread, self.work)
+        return _fingerprint(self.operation, self.kinds, self.details, self.thread)
 
     def row(self) -> dict[str, Any]:
         """Return the call as the other ranks need it, to describe a mismatch."""
@@ -69,7 +68,6 @@ class Call:
             "details": dict(self.details),
             "line": self.line,
             "thread": self.thread,
-            "work": self.work,
         }
 
 
@@ -97,8 +95,7 @@ def describe(operation: str, tensors: Sequence[Any], ragged: bool, details: dict
     texts = tuple(zip(details, map(str, details.values())))
     line = user_line()
     thread = calling_thread()
-    work = work_of_pool()
-    return Call(operation, tuple(kinds), tuple(shapes), tuple(names), texts, line, thread, work)
+    return Call(operation, tuple(kinds), tuple(shapes), tuple(names), texts, line, thread)
 
 
 def _kind_and_shape(tensor: Any, ragged: bool) -> tuple[str, tf.TensorShape | None]:
@@ -263,7 +260,7 @@ def _positions_to_show(rows: Sequence[dict[str, Any]]) -> list[int]:
 
 def _threads_differ(rows: Sequence[dict[str, Any]]) -> bool:
     """Return whether calls come from different threads, or some rank is in two calls at once."""
-    threads = {(row["thread"], row["work"]) for row in rows}
+    threads = {row["thread"] for row in rows}
     return len(threads) > 1 or any(row.get("overlaps") for row in rows)
 
 

@@ -33,7 +33,6 @@ from npu_device._src.collectives.thread_work import (
     Work,
     is_at,
     is_at_work,
-    is_awaited,
     is_clear,
     is_foreign,
     is_pooled,
@@ -69,18 +68,14 @@ class _Caller:
 
 
 def calling_thread() -> str:
-    """Return a text about the calling thread that is the same on all ranks."""
+    """Return a text about the calling thread that is the same on all ranks; in a pool, with the function it runs."""
     thread = threading.current_thread()
     if thread is threading.main_thread():
         return thread.name
-    return "a thread of TensorFlow" if is_foreign(thread) else own_name(thread)
-
-
-def work_of_pool() -> str:
-    """Return the function that a pool has the calling thread run, the same on all ranks; empty in no pool."""
-    thread = threading.current_thread()
+    if is_foreign(thread):
+        return "a thread of TensorFlow"
     work = work_of(thread) if is_pooled(thread) else None
-    return "" if work is None else work.function
+    return own_name(thread) if work is None else f"{own_name(thread)} ({work.function})"
 
 
 def _namesakes(thread: threading.Thread) -> list[threading.Thread]:
@@ -156,7 +151,7 @@ class CallingThreads:
             return _constant(-1 - group.rank)
         if thread is threading.main_thread():
             return _constant(_MAIN)
-        return _constant(zlib.crc32((calling_thread() + work_of_pool()).encode()) >> 1)
+        return _constant(zlib.crc32(calling_thread().encode()) >> 1)
 
     def are_several(self, group: Group) -> bool:
         """Return True if several living threads of this rank have called in a group."""
@@ -276,8 +271,7 @@ class CallingThreads:
             if has_company() or any(other and other.number in elsewhere for other in works):
                 return True
             is_silent = bool(self._silent(thread, work))
-            comes_alone = work.function in self._differing or is_awaited(thread)
-            if comes_alone and not is_silent:
+            if work.function in self._differing and not is_silent:
                 return False
             if time.monotonic() >= end:
                 # Threads that have started in another order.

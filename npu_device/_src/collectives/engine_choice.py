@@ -109,11 +109,9 @@ def choose_engine(job: Job, hosts: JobHosts) -> JobHosts:
     wanted = environment.NPU_DEVICE_BACKEND.get()
     named = [engine for engine in CANDIDATES if engine.name == wanted]
     # Ranks of one host need no engine between hosts, but may have GPUs.
+    # Starting MPI takes time, and one host has no use for it.
     listed = named or [
-        # Starting MPI takes time, and one host has no use for it.
-        engine
-        for engine in CANDIDATES
-        if engine.name != "mpi" or not hosts.share_memory
+        engine for engine in CANDIDATES if engine.name != "mpi" or not hosts.share_memory
     ]
     against: dict[str, str] = {}  # the problems of engines, by their names
     for engine in listed:

@@ -18,7 +18,7 @@ from npu_device._src import compat
 from npu_device._src.cluster.rank_errors import PeerError
 from npu_device._src.collectives.agreed_engine import AgreedEngine, route_of
 from npu_device._src.collectives.call import Call, Terms, describe, mismatch, shapes_number
-from npu_device._src.collectives.calling_threads import calling_thread, work_of_pool
+from npu_device._src.collectives.calling_threads import calling_thread
 from npu_device._src.collectives.graph import require_order, runs_if_fetched
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
@@ -75,7 +75,7 @@ class Operation:
             require_order(f"rank {job.cluster.rank}: {call.operation} was called at {call.line}")
         if group.tag is not None:
             # Each tag keeps its own order, whichever threads send and receive.
-            call = replace(call, thread="", work="")
+            call = replace(call, thread="")
         # A thread that calls for the first time exchanges numbers with the other ranks.
         exchange = _ExchangeOfThreads(job, group, call)
         in_call: Any = contextlib.nullcontext(False)
@@ -187,9 +187,8 @@ class _ExchangeOfThreads:
         def body(engine: AgreedEngine, row: tf.Tensor) -> tf.Tensor:
             return engine.gather(row)
 
-        thread, work = calling_thread(), work_of_pool()
         details = (*self._call.details, ("first_of_thread", "True"))
-        call = replace(self._call, details=details, thread=thread, work=work)
+        call = replace(self._call, details=details, thread=calling_thread())
         try:
             with tf.init_scope(), tf.device("CPU:0"):
                 row = tf.constant([numbers], tf.int64)

@@ -22,6 +22,7 @@ from npu_device._src.collectives import gpu_choice
 from npu_device._src.collectives.gpu_choice import Device
 from npu_device._src.collectives.hosts_of_job import JobHosts
 from npu_device._src.collectives.job import Job
+from npu_device._src.machine.topology import read_quota
 
 _log = logging.getLogger("npu_device")
 
@@ -33,16 +34,22 @@ LEAST_INTER_OP_THREADS = 2
 
 def count_cores(running: Job) -> None:
     """Set ``running.cores`` and ``running.has_own_core``. The launcher may have bound each rank to cores of its own, as
-    Open MPI and Slurm do, so the ranks of the host compare theirs.
+    npurun, Open MPI and Slurm do, so the ranks of the host compare theirs; and the quotas of their control groups.
     """
     cluster = running.cluster
     own_cores = sorted(os.sched_getaffinity(0))
+    quota = read_quota()
+    own_answer = [own_cores, quota and quota.group]
     key = f"cores/{cluster.neighbours[0]}"
-    answers = running.store.gather_from(key, own_cores, cluster.neighbours, LATEST_ANSWER_SECONDS)
-    users = Counter(core for cores in answers.values() for core in cores)
+    answers = running.store.gather_from(key, own_answer, cluster.neighbours, LATEST_ANSWER_SECONDS)
+    users = Counter(core for cores, _ in answers.values() for core in cores)
     share = sum((Fraction(1, users[core]) for core in own_cores), Fraction())
-    running.cores = max(1, int(share))
+    if quota is not None:
+        sharing = [group for _, group in answers.values()].count(quota.group)
+        share = min(share, Fraction(quota.cpus) / sharing)
     running.has_own_core = share >= 1
+    # Of a core with two threads, npurun counts one.
+    running.cores = environment.NPU_DEVICE_CORES.get() or max(1, int(share))
 
 
 def divide_cores(running: Job) -> None:
@@ -60,7 +67,7 @@ def divide_cores(running: Job) -> None:
         return
     threading = tf.config.threading
     share = running.cores
-    if running.cluster.local_size > 1 and threading.get_intra_op_parallelism_threads() == 0:
+    if share < len(os.sched_getaffinity(0)) and threading.get_intra_op_parallelism_threads() == 0:
         threading.set_intra_op_parallelism_threads(share)
     if threading.get_inter_op_parallelism_threads() == 0:
         threads = max(LEAST_INTER_OP_THREADS, share)

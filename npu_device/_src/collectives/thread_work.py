@@ -117,14 +117,6 @@ def _code_of(thread: threading.Thread) -> CodeType | None:
     return getattr(runs, "__code__", None)
 
 
-def is_awaited(thread: threading.Thread) -> bool:
-    """Return True if the main thread waits for the end of a thread, and can't start others meanwhile."""
-    for frame in itertools.islice(_frames(threading.main_thread()), 3):
-        if frame.f_code is threading.Thread.join.__code__:
-            return _names_in(frame).get("self") is thread
-    return False
-
-
 _looking = threading.Lock()
 
 
@@ -173,13 +165,11 @@ def work_of(thread: threading.Thread) -> Work | None:
     if is_pooled(thread):
         return _work_in_pool(thread)
     # Not what has begun: a thread that has just been started has all this, too.
-    if thread not in _works and isinstance(thread, threading.Timer):
-        arguments = [thread.interval, *thread.args, *_values(thread.kwargs)]
-        _works[thread] = _described((), thread.function, arguments)
-    elif thread not in _works:
+    if thread not in _works:
         own = {name: vars(thread)[name] for name in list(vars(thread)) if name not in _ATTRIBUTES}
         arguments = [*getattr(thread, "_args", ()), *_values(getattr(thread, "_kwargs", {}))]
-        runs = _target(thread) or type(thread).run
+        # A timer has its function as an attribute.
+        runs = _target(thread) or getattr(thread, "function", type(thread).run)
         _works[thread] = _described((), runs, [*arguments, *([own] if own else [])])
     return _works[thread]
 

@@ -47,6 +47,7 @@ def variables_read() -> list[tuple[Any, tf.Tensor]]:
         for variable in watched
         if id(variable.handle) in handles
     ]
+    # By number of the handle, which grows with each variable that is made.
     return sorted(read, key=lambda pair: int(pair[0].handle._id))
 
 
@@ -83,6 +84,7 @@ def functions_that_update(variables: Iterable[Any]) -> list[list[str]]:
     for index, variable in enumerate(variables):
         indices[id(inner_variable(variable).handle)] = index
         names.append(set())
+    # By type: asking objects for attributes may run code.
     graphs = [instance for instance in gc.get_objects() if type(instance) is FuncGraph]
     for graph in graphs:
         captured = [(outer, inner) for outer, inner in graph.captures if id(outer) in indices]
@@ -220,6 +222,7 @@ def keep_whole(output: tf.Tensor) -> None:
     step: with hundreds of variables a millisecond. Not for operations of a GPU, which has no such conditions.
     """
     operation = output.op
+    # An identity may stand between.
     while operation.type not in ("If", "StatelessIf"):
         operation = operation.inputs[0].op
     operation._set_attr("_lower_using_switch_merge", attr_value_pb2.AttrValue(b=False))
@@ -264,7 +267,9 @@ def functions_of(operation: Any) -> dict[str, list[Any]]:
         if not isinstance(functions, list):
             functions = [functions]
         graphs[name] = [
-            operation.graph._get_function(function.name).graph for function in functions
+            operation.graph._get_function(function.name).graph
+            for function in functions
+            # Functions are found by name in the graph that calls them.
         ]
     return graphs
 

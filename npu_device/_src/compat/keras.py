@@ -34,6 +34,7 @@ def optimizer_methods() -> list[tuple[type, str]]:
         if not hasattr(optimizers, "Optimizer"):  # not imported, or just being imported
             continue
         if is_keras_3(sys.modules[name]):
+            # ``apply_gradients`` of Keras 3 calls it.
             method = "apply"
             classes = (optimizers.Optimizer, optimizers.LossScaleOptimizer)
         else:
@@ -225,6 +226,7 @@ def optimizer_variables(optimizer: Any, weights: Any) -> list[Any]:
             optimizer._create_hypers()
         candidates += [
             optimizer.iterations,
+            # By name, as their order depends on when they were made.
             *(optimizer._hyper[name] for name in sorted(optimizer._hyper)),
         ]
         candidates += slots(optimizer, weights)

@@ -163,6 +163,7 @@ def _adds_up_activity(keras: Any) -> bool:
             "linear", activity_regularizer=keras.regularizers.L1(1.0), name="npu_device"
         )
         layer(tf.ones([2, 1]))
+        # The mean of two ones is 1, and their sum 2.
         return float(layer.losses[0]) > 1.5
 
 

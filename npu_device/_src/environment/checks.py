@@ -33,6 +33,7 @@ def check_own_variables(warns: bool) -> None:
     if not warns:
         return
     names = {variable.name for variable in variables}
+    # Most of them are misspelled, and would silently do nothing.
     unknown = sorted(names_in_environment("NPU_DEVICE_") - names)
     if unknown:
         _log.warning(
@@ -51,6 +52,7 @@ def _with_hint(name: str, names: Collection[str]) -> str:
 
 def settings_everywhere() -> dict[str, str]:
     """Return the variables that must be the same on all ranks and don't have their defaults, by name."""
+    # As read, so that two spellings of one value are equal.
     variables = [
         variable for variable in ALL if variable.everywhere and variable.get() != variable.default
     ]

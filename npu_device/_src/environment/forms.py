@@ -37,6 +37,7 @@ class Variable(Generic[Value_co]):
 
     def raw(self) -> str | None:
         """Return the text in the environment; None if unset or empty."""
+        # Job scripts often set a variable to nothing in order to unset it.
         return os.environ.get(self.name) or None
 
     def text(self) -> str | None:
@@ -56,6 +57,7 @@ class Variable(Generic[Value_co]):
             return self.default
         try:
             return self.form.parse(text.strip())
+        # Shells and files leave spaces around a value.
         except ValueError:
             raise ValueError(
                 f"EI0001: the environment variable {self.name} is {text!r}; expected {self.form.expected}.\n"
@@ -91,6 +93,7 @@ def optional(
 
 def integer(low: int, high: int | None = None) -> Form[int]:
     def parse(text: str) -> int:
+        # ``int`` would also take "1_000" and digits of other scripts.
         if not re.fullmatch(r"[+-]?[0-9]+", text):
             raise ValueError(text)
         number = int(text)
@@ -122,6 +125,7 @@ def split(text: str) -> str | tuple[int, ...] | tuple[float, ...]:
     words = text.strip("[]").split(",")
     if text.endswith("%"):
         shares = tuple(float(word.strip().removesuffix("%")) for word in words)
+        # Exactly, as with ``set_split_strategy_by_size``.
         if len(shares) > 8 or min(shares) < 0 or sum(shares) != 100:
             raise ValueError(text)
         return shares

@@ -43,6 +43,12 @@ NPU_DEVICE_SSH = Variable(
     "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=15",
     "the command with which `npurun --hosts` reaches a host; the host and a shell command are added to it.",
 )
+NPU_DEVICE_CORES = optional(
+    "NPU_DEVICE_CORES",
+    forms.COUNT,
+    "number of cores that this rank has for itself, one thread of TensorFlow for each; `npurun` sets this with "
+    "`--bind-to`, and where a quota of CPU time is smaller than the host.",
+)
 NPU_DEVICE_HUB = optional(
     "NPU_DEVICE_HUB", forms.PORT, "port of a hub that is already running; `npurun` sets this."
 )

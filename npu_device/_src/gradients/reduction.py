@@ -119,6 +119,7 @@ def reduce_list(
     sparse: list[int] = []
     # Each operation's positions in the list, and its segments among the values there.
     operations: list[tuple[Sequence[int], Sequence[Sequence[int]]]] = [([0], segments)]
+    # A single dense tensor, the usual ``all_reduce``, needs no order.
     if len(tensors) != 1 or not isinstance(tensors[0], tf.Tensor):
         segments = cut(
             job.made(FirstOrders), tensors, options.reduction, options.fusion, group.name
@@ -287,6 +288,7 @@ def _spec_of_result(tensor: Gradient, reduction: str) -> tf.TypeSpec | None:
 
 def _summary(segments: Sequence[Sequence[int]]) -> str:
     """Return the number and lengths of the segments and a checksum of their content, for comparison."""
+    # One tensor: nothing can be cut in another way.
     if len(segments) <= 1 and sum(map(len, segments)) <= 1:
         return str(len(segments))
     lengths = "+".join(map(str, map(len, segments[:MAX_SEGMENTS])))
@@ -343,6 +345,7 @@ class ReducedTensors:
         return self._missing_by_graph(gradients)
 
     def _missing_by_identity(self, gradients: Sequence[Any]) -> list[Any]:
+        # By object: an eager tensor doesn't tell what it was made of.
         reduced = {id(tensor) for reference in self._eager if (tensor := reference()) is not None}
         return [gradient for gradient in gradients if id(dense_of(gradient)) not in reduced]
 
@@ -372,6 +375,7 @@ class ReducedTensors:
             else:
                 inputs = list(operation.inputs)
                 if operation.type == "Placeholder":
+                    # A placeholder of a function stands for a tensor outside.
                     inputs += [captured.get(id(output)) for output in operation.outputs]
                 for tensor in filter(tf.is_symbolic_tensor, inputs):
                     names_there = names

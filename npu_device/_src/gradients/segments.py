@@ -42,6 +42,7 @@ def _dense(tensor: Any) -> tf.Tensor:
     return tensor
 
 
+# Control inputs, too: what an operation waits for has to be there before.
 def producers(operation: tf.Operation) -> list[tf.Operation]:
     return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
 
@@ -115,6 +116,7 @@ def cut(
         if len(ordered) == 1 or fusion == 2 or reduction not in ("sum", "mean"):
             joined.append(ordered)
             continue
+        # In bytes, as percentages are of bytes.
         sizes = [tensors[position].shape.num_elements() * dtype.size for position in ordered]
         ends = segments(sizes, group)
         if _log.isEnabledFor(logging.INFO):
@@ -156,10 +158,12 @@ def _order(orders: FirstOrders, tensors: Sequence[tf.Tensor], group: str) -> lis
     graph = tf.compat.v1.get_default_graph()
     if not isinstance(graph, compat.FuncGraph):
         return production_order(tensors)
+    # TensorFlow numbers the graphs of a function.
     name = re.sub(r"\d+", "", graph.name)  # without the number of the trace
     key = (name, group, *(f"{tensor.dtype.name}{tensor.shape}" for tensor in tensors))
     if key not in orders:
         if len(orders) == _MAX_REMEMBERED:
+            # A script that makes functions without end must not fill memory.
             orders.clear()
         orders[key] = production_order(tensors)
     return orders[key]

@@ -39,6 +39,7 @@ class TableRows:
         lookups = list(_lookups(indices))
         self._is_distinct = [is_distinct for _, is_distinct in lookups]
         if any(self._is_distinct):
+            # Counts tell the other ranks where the rows of one lookup end.
             self.counts = tf.stack([tf.size(rows) for rows, _ in lookups])
 
     def gathered(
@@ -71,6 +72,7 @@ class TableRows:
         merged_indices = []
         for lookup, is_distinct in enumerate(self._is_distinct):
             lookup_rows = tf.concat(row_runs[lookup::lookups], 0)
+            # Runs of one lookup are as far apart as there are lookups.
             lookup_indices = tf.concat(index_runs[lookup::lookups], 0)
             if is_distinct:
                 lookup_rows, lookup_indices = _add_up_duplicates(lookup_rows, lookup_indices)
@@ -118,6 +120,7 @@ def add_up_slices(
             rows = rows / size
         return tf.cast(rows, dtype), row_indices
 
+    # Without a length, there is no dense tensor to compare with.
     if slices.dense_shape is None:
         return tf.IndexedSlices(*gathered())
     length = tf.cast(slices.dense_shape[0], tf.int32)
@@ -138,6 +141,7 @@ def add_up_slices(
 
 
 def _gather_rows(engine: AgreedEngine, rows: tf.Tensor, wire: Wire) -> tf.Tensor:
+    # Only while they travel do the rows have fewer bits.
     return tf.cast(gather_ragged(engine, tf.cast(rows, wire_dtype(rows.dtype, wire))), rows.dtype)
 
 

@@ -99,6 +99,7 @@ def segments(sizes: Sequence[int], group: str) -> list[int]:
     ValueError if numbers are set, and the last one isn't ``len(sizes) - 1`` (with percentages set as well, too).
     """
     end = len(sizes) - 1
+    # A metric or a loss is reduced alone, and a strategy for a model's gradients doesn't fit it.
     if end == 0:
         return [0]
     by_idx = _strategies.get((_IDX, group))
@@ -149,6 +150,7 @@ def _cut_by_environment(sizes: Sequence[int], group: str) -> list[int] | None:
 
 
 def log_once(level: int, text: str) -> None:
+    # A function is traced many times.
     if text not in _logged:
         _logged.add(text)
         _log.log(level, "%s", text)

@@ -29,6 +29,7 @@ def announced_address() -> str | None:
     if announced is not None or names is None:
         return announced
     interfaces: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = [*_ipv4()]
+    # A link-local address means nothing without the interface, which other hosts name differently.
     interfaces += [(name, address) for name, address in _ipv6() if not address.is_link_local]
     for name, address in sorted(interfaces, key=lambda pair: pair[1].is_loopback):
         if _is_allowed(name, names):  # one of the loopback only if there is no other
@@ -64,6 +65,7 @@ def interface_of(address: str) -> str | None:
         return None
     interfaces: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = [*_ipv4()]
     interfaces += _ipv6()
+    # By value, as one IPv6 address has several spellings.
     return next(
         (name for name, interface_address in interfaces if interface_address == wanted), None
     )

@@ -126,6 +126,7 @@ def _slurm() -> Launched | None:
     if size is None or rank is None or nodes is None:
         return None
     # The first name in the list: rack2n007-ib of rack[2-3]n[007,9-11]-ib,login1.
+    # Slurm shortens lists of hosts: a[1-3],b.
     pattern = re.findall(r"(?:\[[^\]]*\]|[^,\[])*", nodes)[0]
     node_of_task_0 = re.sub(r"\[(\w+)[^\]]*\]", r"\1", pattern)
     return Launched(
@@ -134,6 +135,7 @@ def _slurm() -> Launched | None:
         size=size,
         rank=rank,
         local_rank=environment.SLURM_LOCALID.get(),
+        # Without brackets or commas, the list is that one node.
         on_one_host=node_of_task_0 == nodes,
         node=environment.SLURMD_NODENAME.get() or "",
         job=f"{environment.SLURM_JOB_ID.get()}.{environment.SLURM_STEP_ID.get()}",
@@ -287,6 +289,7 @@ def read_mpi() -> Launched | None:
     ) in _VARIABLES_OF_MPI:
         rank = rank_variable.get()
         size = size_variable.get()
+        # A variable of size alone is set for other processes, too.
         if rank is None or size is None:
             continue
         on_one_host = local_size.get() == size
@@ -345,6 +348,7 @@ def _ask_mpi(launched: Launched) -> tuple[tuple[str, ...], int, bytes]:
     choice: Any = None
     if launched.rank == 0:
         port = ReservedPort(environment.NPU_DEVICE_PORT_RANGE.get())
+        # Rank 0 itself must not listen there: the hub does.
         port.leave_to_server()
         _reserved.append(port)  # until the hub, which this rank starts, has it, and longer
         hosts = [socket.gethostname(), *addresses_of_this_host()]

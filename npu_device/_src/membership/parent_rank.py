@@ -89,6 +89,7 @@ def mark_as_child(parent: dict[str, Any]) -> None:
 
 
 def _mark(pid: int, **fields: Any) -> None:
+    # With its start time, since the number of a process may be used again.
     fields = {"since": start_time(pid), "variables": _fingerprint(), "pid": pid, **fields}
     environment.NPU_DEVICE_RANK_PROCESS.set(json.dumps(fields, separators=(",", ":")))
 

@@ -38,6 +38,7 @@ def rank_table(
         if index == 0:
             meeting["host_ip"] = master_addr
             devices[0]["host_port"] = str(master_port)
+        # Only the first server needs an address: there the ranks meet.
         servers.append({"server_id": f"node{node}", **meeting, "device": devices})
     table = {
         "version": "1.0",
@@ -68,6 +69,7 @@ def clean_environment() -> dict[str, str]:
     """Return the environment of this process without what describes a job, and without GPUs. What chooses the engine
     stays: with it a whole suite can be run on one.
     """
+    # Variables of an outer job would make these processes its ranks.
     ours = {variable.name for variable in environment.ALL}.difference(_KEPT)
     inherited = {name: text for name, text in os.environ.items() if name not in ours}
     return {**inherited, "CUDA_VISIBLE_DEVICES": "-1"}

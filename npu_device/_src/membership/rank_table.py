@@ -88,6 +88,7 @@ def _read(table: Fields) -> RankTable:
     _check_devices(table.path, devices)
     # Tools of different hosts may format the same table differently.
     normalised = json.dumps(table.content, sort_keys=True, separators=(",", ":"))
+    # All ranks must have the same table, which they compare by this number.
     return RankTable(table.path, tuple(devices), of_pods, zlib.crc32(normalised.encode()))
 
 
@@ -135,6 +136,7 @@ def _read_groups(
         else:
             rank = position
             pod = instance.text("pod_name", "the pod's name")
+        # Ascend's limit.
         server = instance.text("server_id", "text of 1 to 64 characters", limit=64)
         devices.append(_device(fields, rank, server, instance.optional_text("host_ip"), pod))
     return devices
@@ -215,6 +217,7 @@ def fault(path: str, problem: str, remedy: str = _CORRECT) -> ClusterError:
 
 def load_object(path: str) -> Fields:
     try:
+        # Tools on Windows begin a file with a mark of the encoding.
         with open(path, encoding="utf-8-sig") as file:
             content = json.load(file)
     except OSError as error:

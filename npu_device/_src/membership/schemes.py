@@ -71,6 +71,7 @@ def _size_by_ascends_variables() -> int | None:
             "table, the second to a job without one.\nWhat to do: unset the one whose scheme you don't use."
         )
     if rank_size is not None:
+        # Either variable tells the number; which scheme counts is decided later.
         return rank_size
     if worker_size is not None:
         return worker_size
@@ -133,6 +134,7 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
     return replace(
         membership,
         host=announced_address() or membership.host,
+        # The environment's secret wins over one that the launcher's ranks have made themselves.
         secret=secret() or membership.secret,
         under_mpiexec=launched is not None and launched.launcher in launchers.MPI_LAUNCHERS,
         candidate=candidate,
@@ -183,6 +185,7 @@ def _from_rank_table(size: int, device_id: int | None) -> Membership:
     device = _find(table, device_id)
     chief = table.devices[0]
     servers = tuple(device.server for device in table.devices)
+    # Ranks of one host meet on the loopback, whatever the table says of networks.
     chief_hosts: tuple[str | None, ...] = ("127.0.0.1",)
     if len(set(servers)) > 1:
         # Not every table gives addresses of hosts: an id of a server may be its address, too.
@@ -198,6 +201,7 @@ def _from_rank_table(size: int, device_id: int | None) -> Membership:
         host_key=device.server,
         device_id=device_id,
         is_chief=device.rank == 0,
+        # Without repetitions, as an id of a server is often its address.
         chief_hosts=tuple(dict.fromkeys(host for host in chief_hosts if host)),
         chief_port=chief.host_port or _computed_port(zlib.crc32(job_id.encode(), table.checksum)),
         job_id=job_id,
@@ -208,6 +212,7 @@ def _from_rank_table(size: int, device_id: int | None) -> Membership:
 def _computed_port(checksum: int) -> int:
     """Return a port that all ranks of the job compute alike, and other jobs on the host probably not."""
     lowest, highest = environment.NPU_DEVICE_PORT_RANGE.get() or _PORTS
+    # Neighbouring jobs have different checksums, and so most likely different ports.
     return environment.HCCL_IF_BASE_PORT.get() or lowest + checksum % (highest - lowest + 1)
 
 
@@ -317,6 +322,7 @@ def _is_local(ip: str) -> bool:
         family = socket.AF_INET6
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # Port 0: whether the address is local is all that is asked.
             probe.bind((ip, 0))
     except OSError:
         return False
@@ -340,6 +346,7 @@ def _from_tf_config(size: int, device_id: int | None) -> Membership:
 
 def _from_launcher(launched: Launched, device_id: int | None) -> Membership:
     hosts, port, made_secret = launchers.rendezvous_address(launched)
+    # Job names may hold characters that the hub doesn't take.
     job_id = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{launched.launcher} {launched.job}".strip())
     if environment.JOB_ID.is_set():
         job_id = environment.JOB_ID.get()

@@ -97,6 +97,7 @@ def _job(cluster: dict[str, Any], task_type: str, index: int) -> tuple[int, list
         raise _fault(
             f"says that this process is {task_type} {index}, which is not in its cluster; expected one of: {listed}"
         )
+    # Insertion order is the order of the ranks.
     return list(tasks).index((task_type, index)), list(tasks.values())
 
 

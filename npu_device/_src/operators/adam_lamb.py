@@ -43,6 +43,7 @@ def adam_apply_one_assign(
         mean, square = _moments(input0, input1, input2, mul0_x, mul1_x, mul2_x, mul3_x)
         update = mean / (tf.sqrt(square) + add2_y)
         weights = tf.convert_to_tensor(input3) - input4 * update
+        # On Ascend, the three are assigned by the operator itself.
         return _assigned((input1, square), (input2, mean), (input3, weights))
 
 
@@ -113,6 +114,7 @@ def lamb_apply_optimizer_assign(
         steps = scalar(steps, mean.dtype)
         corrected_mean = mean / (1 - tf.pow(scalar(mul0_x, mean.dtype), steps))
         corrected_square = square / (1 - tf.pow(scalar(mul2_x, mean.dtype), steps))
+        # 0 leaves the decay out, as a tensor that the graph may change.
         decay = scalar(do_use_weight, mean.dtype) * weight_decay_rate
         step = corrected_mean / (tf.sqrt(corrected_square) + add2_y)
         update = step + decay * tf.convert_to_tensor(input3)
@@ -201,6 +203,7 @@ def lars_v2(
         decay = scalar(weight_decay, weight.dtype)
         norm = tf.norm(weight)
         rate = hyperpara * norm / (tf.norm(gradient) + decay * norm + epsilon)
+        # In units of the learning rate, which the optimizer multiplies by.
         if use_clip:
             rate = tf.minimum(rate / scalar(learning_rate, weight.dtype), 1)
         return rate * (gradient + decay * weight)

@@ -48,6 +48,7 @@ def check_attributes(operation: str, **attributes: Any) -> None:
         if attribute not in _FIXED:
             raise TypeError(f"{operation} got an unexpected keyword argument {attribute!r}")
         works, instead = _FIXED[attribute]
+        # Arrays and None can't be compared with ==.
         if setting is not works and (works is None or setting != works):
             raise NotImplementedError(
                 f"{operation} was given {attribute}={setting!r}; only {attribute}={works!r} is implemented.\n"
@@ -119,6 +120,7 @@ def lstm_step(
 def _sigmoid(inputs: tf.Tensor, outcome: Any) -> tf.Tensor:
     if outcome is None:
         return tf.sigmoid(inputs)
+    # The value is the known outcome; the slope follows from it, since sigmoid' = s (1 - s).
     return outcome + outcome * (1 - outcome) * _slope_only(inputs)
 
 
@@ -304,6 +306,7 @@ def gru_over_time(
     if weight_att is None:
         attention = tf.zeros(shape, x.dtype)
     else:
+        # Ascend's attention has no axis for the units.
         attention = tf.reshape(weight_att, shape)
     states = [_initial_state(x, init_h, tf.shape(weight_hidden)[0])]
     return _over_time(cell, states, seq_length, x, attention, *outcomes)
@@ -329,6 +332,7 @@ def _over_time(
         lengths = tf.fill([batch], steps)
     mask = tf.transpose(tf.sequence_mask(lengths, steps))[:, :, tf.newaxis]
     zeros = tf.zeros_like(states[0])
+    # Gates of the step before aren't used; they only have to have the shape.
     initial = (zeros, *states, *[zeros] * 5)
     return tuple(tf.scan(step, (mask, *inputs), initial))
 
@@ -352,6 +356,7 @@ class _Recurrent(tf.Module):
 
     def __call__(self, x: Any, *arguments: Any, **keywords: Any) -> Tensors:
         x = tf.convert_to_tensor(x, self._dtype)
+        # The input's size is known at the first call.
         if not self._built:
             self._build(int(x.shape[-1]))
             self._built = True

@@ -82,8 +82,11 @@ class OptionGroup:
             if isinstance(member, Rule):
                 members[member.name] = Option(member)
             else:
+                # The root warns once for all of its groups.
                 members[member.name] = OptionGroup(
-                    member, prefix=f"{prefix}{member.name}.", root=root
+                    member,
+                    prefix=f"{prefix}{member.name}.",
+                    root=root,
                 )
         self.__dict__.update(
             _section=section, _members=members, _prefix=prefix, _root=root, _warns=None

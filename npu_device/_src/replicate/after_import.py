@@ -21,6 +21,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         self._imported = imported
         self._names = ("tensorflow", *KERAS_PACKAGES, *names)
         self._busy: set[str] = set()
+        # Modules that the script's start has imported already.
         self._waiting = [sys.modules[name] for name in self._names if name in sys.modules]
         self._depth = 0
         sys.meta_path.insert(0, self)
@@ -36,6 +37,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         """Return the spec that Python would find, with a loader that tells the end of the import."""
         if name not in self._names or name in self._busy:
             return None
+        # Asking Python for the spec would come here once more.
         self._busy.add(name)
         try:
             spec = importlib.util.find_spec(name)
@@ -46,6 +48,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         run = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
+            # Imports nest: Keras imports TensorFlow.
             self._depth += 1
             try:
                 run(module)

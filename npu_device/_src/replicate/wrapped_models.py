@@ -47,6 +47,7 @@ class Models:
         self._steps = 0  # that train the models outside of fit
         if seed is not None:
             random.seed(seed)
+            # numpy takes 32 bits.
             np.random.seed(seed % (1 << 32))
 
     def imported(self, modules: Sequence[ModuleType]) -> None:
@@ -129,6 +130,7 @@ class Models:
                 }
                 if not self._methods or any(id(variable) in weights for _, variable in pairs):
                     if compat.is_keras_3(compat.keras_of(optimizer)):
+                        # A step that is refused must not have made variables.
                         with tf.init_scope():  # or its variables would depend on the count
                             compat.build_optimizer(optimizer, [variable for _, variable in pairs])
                     count = functools.partial(self._count, type(optimizer).__name__)
@@ -161,6 +163,7 @@ class Models:
                 if isinstance(model, owner)
             )
             for name in _TRAIN:
+                # Past Keras's own ``__setattr__``, which tracks what is to be saved.
                 object.__setattr__(model, name, MethodType(methods[name], model))
             replicate(model)
             # Left there, they would hide methods of a subclass, which call Keras's by ``super``.

@@ -15,11 +15,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from npu_device._src import environment
 from npu_device._src.cluster.time_limits import OTHERS_FAIL_SECONDS, SWEEP_SECONDS
+from npu_device._src.machine.core_sets import core_sets, cpus_of
+from npu_device._src.machine.topology import read_machine
 from npu_device._src.speed.outcome import LEAST_ROUNDS, outcome
 from npu_device._src.speed.timed_process import (
     LEFT_OUT,
     TRACED,
+    Setup,
     TimedProcess,
     load_times,
     save_memory,
@@ -41,58 +45,68 @@ class _SpeedProcess(ForkingProcess):
     """A process of ``npurun speed``.
 
     Args:
-        sizes: numbers of ranks, 1 first.
+        setups: one process first.
         seconds: in which all runs have to end.
     """
 
-    def __init__(self, start: TimedProcess, sizes: Sequence[int], seconds: float, script: str):
+    def __init__(self, start: TimedProcess, setups: Sequence[Setup], seconds: float, script: str):
         self._start = start
-        self._sizes = list(sizes)
+        self._setups = list(setups)
         self._deadline = time.monotonic() + seconds
-        self._seconds_of_run: dict[int, float] = {}  # by the number of ranks
-        self._left_out: dict[int, str] = {}
+        self._seconds_of_run: dict[Setup, float] = {}
+        self._left_out: dict[str, str] = {}
         # The standard error of npurun: this process soon has a file instead, as its script prints what it likes.
         self._console = os.dup(2)  # for progress
         super().__init__(start, script)
 
     def runs(self) -> Iterator[Sequence[PlannedProcess]]:
         # One process is first: it tells how long a run takes.
-        for ranks in list(self._sizes):
-            if self._has_time_for([ranks]):
-                yield self._run(ranks, TRACED)
+        for setup in list(self._setups):
+            if self._has_time_for([setup]):
+                yield self._run(setup, TRACED)
             else:
-                self._leave_out(ranks, _NO_TIME)
+                self._leave_out(setup, _NO_TIME)
         for number in range(1, 1000):
             # What has too few rounds would not be decided.
-            while len(self._sizes) > 2 and not self._has_time_for(
-                self._sizes * (LEAST_ROUNDS + 1 - number)
+            while len(self._setups) > 2 and not self._has_time_for(
+                self._setups * (LEAST_ROUNDS + 1 - number)
             ):
-                self._leave_out(self._sizes[-1], _NO_TIME)
-            if not self._has_time_for(self._sizes) or self._is_decided(number - 1):
+                self._leave_out(self._setups[-1], _NO_TIME)
+            if not self._has_time_for(self._setups) or self._is_decided(number - 1):
                 return
             # A run may leave its number of ranks out.
-            for ranks in list(self._sizes):
-                yield self._run(ranks, str(number))
+            for setup in list(self._setups):
+                yield self._run(setup, str(number))
 
-    def _run(self, ranks: int, round_name: str) -> Sequence[PlannedProcess]:
+    def become(self, process: PlannedProcess) -> None:
+        super().become(process)
+        assert isinstance(process, TimedProcess)
+        # In this process, TensorFlow is imported, but has made no threads yet.
+        machine = read_machine()
+        sets = core_sets(machine, process.ranks, process.binding)
+        if sets:
+            os.sched_setaffinity(0, cpus_of(sets[process.rank]))
+            environment.NPU_DEVICE_CORES.set(str(len(sets[process.rank])))
+
+    def _run(self, setup: Setup, round_name: str) -> Sequence[PlannedProcess]:
         self._begin = time.monotonic()
-        return self._start.run_of(ranks, round_name)
+        return self._start.run_of(setup, round_name)
 
-    def _has_time_for(self, sizes: Sequence[int]) -> bool:
+    def _has_time_for(self, setups: Sequence[Setup]) -> bool:
         """Return True if runs of these numbers of ranks probably end in time."""
         longest = max(self._seconds_of_run.values(), default=0.0)
-        seconds = sum(self._seconds_of_run.get(ranks, longest) for ranks in sizes)
+        seconds = sum(self._seconds_of_run.get(setup, longest) for setup in setups)
         return time.monotonic() + seconds < self._deadline
 
-    def _leave_out(self, ranks: int, reason: str) -> None:
-        self._sizes.remove(ranks)
-        self._left_out[ranks] = reason
+    def _leave_out(self, setup: Setup, reason: str) -> None:
+        self._setups.remove(setup)
+        self._left_out[setup.label] = reason
         Path(self._start.directory, LEFT_OUT).write_text(json.dumps(self._left_out))
 
     def _is_decided(self, rounds: int) -> bool:
         if rounds < LEAST_ROUNDS:
             return False
-        return all(speedup.verdict for speedup in outcome(self._start, self._sizes).speedups[1:])
+        return all(speedup.verdict for speedup in outcome(self._start, self._setups).speedups[1:])
 
     def wait(self, running: dict[int, PlannedProcess]) -> None:
         processes = list(running.values())
@@ -118,8 +132,9 @@ class _SpeedProcess(ForkingProcess):
 
     def _look_at_end(self, process: PlannedProcess, status: int) -> None:
         """Leave out a number of ranks that can't divide the batch; any other end without times is a problem."""
+        assert isinstance(process, TimedProcess)
         if process.ranks > 1 and INDIVISIBLE in output_of(process):
-            self._leave_out(process.ranks, "they can't divide the batch")
+            self._leave_out(process.setup, "they can't divide the batch")
             return
         end = f"ended before it had made {process.steps} steps after its first ones"
         if status:
@@ -129,7 +144,7 @@ class _SpeedProcess(ForkingProcess):
     def _tell(self, processes: Sequence[PlannedProcess]) -> None:
         first = processes[0]
         assert isinstance(first, TimedProcess)
-        self._seconds_of_run[first.ranks] = time.monotonic() - self._begin
+        self._seconds_of_run[first.setup] = time.monotonic() - self._begin
         # Each run would leave its checkpoints.
         shutil.rmtree(first.files, ignore_errors=True)
         times = load_times(first)
@@ -140,7 +155,7 @@ class _SpeedProcess(ForkingProcess):
                 )
             return
         left = max(0.0, self._deadline - time.monotonic())
-        text = f"{first.name}, round {first.round}: {times.steps / times.seconds:.3g} steps/s"
+        text = f"{first.setup.label} rank(s), round {first.round}: {times.steps / times.seconds:.3g} steps/s"
         os.write(
             self._console, f"npurun speed: {text}; at most {left / 60:.0f} min left\n".encode()
         )
@@ -163,11 +178,11 @@ def _memory(pid: int) -> int:
 def main(arguments: Sequence[str]) -> None:
     """Run a script as all processes, and time their steps."""
     settings = json.loads(arguments[0])
-    sizes = settings.pop("sizes")
+    setups = [Setup(*setup) for setup in settings.pop("setups")]
     limit = settings.pop("limit")
     start = TimedProcess(**settings)
     words = arguments[1:]
-    run_script(_SpeedProcess(start, sizes, limit, words[0]), words)
+    run_script(_SpeedProcess(start, setups, limit, words[0]), words)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from npu_device._src.machine.core_sets import NONE
 from npu_device._src.report.analysis import Analysis, analyse
-from npu_device._src.speed.timed_process import TRACED, TimedProcess, Times, load_memory, load_times
+from npu_device._src.speed.timed_process import (
+    TRACED,
+    Setup,
+    TimedProcess,
+    Times,
+    load_memory,
+    load_times,
+)
 from npu_device._src.trace.records import read
 
 LEAST_ROUNDS = 5
@@ -23,7 +31,7 @@ _WORTH_IT = 1.05  # the gain from which something is recommended
 
 @dataclass(frozen=True)
 class Speedup:
-    """A line of the table: a number of ranks.
+    """A line of the table: a number of ranks, bound to cores or not.
 
     Attributes:
         ratio: the speedup over one process, for the same number of samples: the median of all rounds.
@@ -34,6 +42,7 @@ class Speedup:
     """
 
     ranks: int
+    binding: str
     rounds: int
     steps_per_second: float
     samples_per_second: float | None
@@ -57,30 +66,34 @@ class Outcome:
 
 
 def outcome(
-    start: TimedProcess, sizes: Sequence[int], left_out: Mapping[str, str] | None = None
+    start: TimedProcess, setups: Sequence[Setup], left_out: Mapping[str, str] | None = None
 ) -> Outcome:
     """Return what the rounds show that are complete."""
-    rounds = _complete_rounds(start, sizes)
-    rows = {ranks: _rows(start, ranks) for ranks in sizes}
-    kinds = {ranks: _kind_of_batch(rows[1], rows[ranks], ranks) for ranks in sizes[1:]}
+    rounds = _complete_rounds(start, setups)
+    rows = {setup: _rows(start, setup) for setup in setups}
+    rows_of_one = rows[setups[0]]
+    kinds = {setup: _kind_of_batch(rows_of_one, rows[setup], setup.ranks) for setup in setups[1:]}
     speedups = []
     advice = []
-    for ranks in sizes:
-        seconds = [times[ranks] for times in rounds]
+    for setup in setups:
+        seconds = [times[setup] for times in rounds]
         if not seconds:
             continue
         # With a batch per rank, a step trains more samples.
-        share = ranks if kinds.get(ranks) == _PER_RANK else 1
-        ratios = sorted(share * times[1] / times[ranks] for times in rounds)
+        share = 1
+        if kinds.get(setup) == _PER_RANK:
+            share = setup.ranks
+        ratios = sorted(share * times[setups[0]] / times[setup] for times in rounds)
         low, high = spread(ratios)
         step = statistics.median(seconds)
         samples = None
-        if rows[1] is not None:
-            samples = share * rows[1] / step
-        analysis = _analysis(start, ranks)
+        if rows_of_one is not None:
+            samples = share * rows_of_one / step
+        analysis = _analysis(start, setup)
         speedups.append(
             Speedup(
-                ranks,
+                setup.ranks,
+                setup.binding,
                 len(rounds),
                 1 / step,
                 samples,
@@ -88,18 +101,19 @@ def outcome(
                 low,
                 high,
                 _verdict(low, high, len(rounds)),
-                load_memory(start.run_of(ranks, "1")[0]),
+                load_memory(start.run_of(setup, "1")[0]),
                 _parts(analysis),
             )
         )
-        if analysis is not None and ranks == sizes[1]:
-            advice += _what_would_help(analysis, ranks)
-    different = [ranks for ranks, kind in kinds.items() if kind == _DIFFERENT]
+        if analysis is not None and setup == setups[1]:
+            advice += _what_would_help(analysis, setup.ranks)
+    different = [setup for setup, kind in kinds.items() if kind == _DIFFERENT]
     problem = ""
     if different:
         problem = (
-            f"the batches of {different[0]} ranks have {rows[different[0]]:.4g} rows a step, and those of one process "
-            f"{rows[1]:.4g}: neither the same number nor {different[0]} times as many, so nothing can be compared"
+            f"the batches of {different[0].ranks} ranks have {rows[different[0]]:.4g} rows a step, and those of one "
+            f"process {rows_of_one:.4g}: neither the same number nor {different[0].ranks} times as many, so nothing "
+            "can be compared"
         )
     batch = next(iter(kinds.values()), _UNKNOWN)
     return Outcome(speedups, dict(left_out or {}), batch, [*_choice(speedups), *advice], problem)
@@ -127,44 +141,44 @@ def _verdict(low: float, high: float, rounds: int) -> str:
     return "slower"
 
 
-def _complete_rounds(start: TimedProcess, sizes: Sequence[int]) -> list[dict[int, float]]:
+def _complete_rounds(start: TimedProcess, setups: Sequence[Setup]) -> list[dict[Setup, float]]:
     """Return the seconds of a step in each round that all numbers of ranks have made."""
-    rounds: list[dict[int, float]] = []
+    rounds: list[dict[Setup, float]] = []
     while True:
-        times = {ranks: _seconds(start, ranks, str(len(rounds) + 1)) for ranks in sizes}
+        times = {setup: _seconds(start, setup, str(len(rounds) + 1)) for setup in setups}
         # The time may have ended in the middle of a round.
-        complete = {ranks: seconds for ranks, seconds in times.items() if seconds is not None}
-        if len(complete) < len(sizes):
+        complete = {setup: seconds for setup, seconds in times.items() if seconds is not None}
+        if len(complete) < len(setups):
             return rounds
         rounds.append(complete)
 
 
-def _seconds(start: TimedProcess, ranks: int, round_name: str) -> float | None:
+def _seconds(start: TimedProcess, setup: Setup, round_name: str) -> float | None:
     """Return the seconds of a step in a run: those of its slowest rank."""
-    times = _times_of_run(start, ranks, round_name)
+    times = _times_of_run(start, setup, round_name)
     if times is None:
         return None
     # Ranks end their steps together, but may see that at different times.
-    return max(each.seconds / each.steps for each in times)
+    return max(rank.seconds / rank.steps for rank in times)
 
 
-def _rows(start: TimedProcess, ranks: int) -> float | None:
+def _rows(start: TimedProcess, setup: Setup) -> float | None:
     """Return the rows of a step of all ranks, if the script calls Keras models."""
-    times = _times_of_run(start, ranks, TRACED)
+    times = _times_of_run(start, setup, TRACED)
     if times is None:
         return None
     # A model that one rank doesn't call has no rows there.
-    rows = [each.rows / each.steps for each in times if each.rows is not None]
-    if len(rows) < ranks:
+    rows = [rank.rows / rank.steps for rank in times if rank.rows is not None]
+    if len(rows) < setup.ranks:
         return None
     return sum(rows)
 
 
-def _times_of_run(start: TimedProcess, ranks: int, round_name: str) -> list[Times] | None:
+def _times_of_run(start: TimedProcess, setup: Setup, round_name: str) -> list[Times] | None:
     """Return the times of all ranks; None unless each has left some."""
-    times = [load_times(process) for process in start.run_of(ranks, round_name)]
-    complete = [each for each in times if each is not None]
-    if len(complete) < ranks:
+    times = [load_times(process) for process in start.run_of(setup, round_name)]
+    complete = [rank for rank in times if rank is not None]
+    if len(complete) < setup.ranks:
         return None
     return complete
 
@@ -187,10 +201,10 @@ def _kind_of_batch(single: float | None, together: float | None, ranks: int) -> 
     return _DIFFERENT
 
 
-def _analysis(start: TimedProcess, ranks: int) -> Analysis | None:
+def _analysis(start: TimedProcess, setup: Setup) -> Analysis | None:
     """Return what the trace of a run shows; None for one process, or where nothing was reduced."""
     try:
-        return analyse(read(start.run_of(ranks, TRACED)[0].trace))
+        return analyse(read(start.run_of(setup, TRACED)[0].trace))
     except ValueError:
         return None
 
@@ -220,7 +234,8 @@ def _choice(speedups: Sequence[Speedup]) -> list[str]:
     faster = [speedup for speedup in speedups if speedup.verdict == "faster"]
     if faster:
         best = max(faster, key=lambda speedup: speedup.ratio)
-        return [f"npurun -n {best.ranks}: {best.ratio:.2f} times as fast as one process"]
+        option = f" --bind-to {best.binding}" * (best.binding != NONE)
+        return [f"npurun -n {best.ranks}{option}: {best.ratio:.2f} times as fast as one process"]
     if speedups[1:] and all(speedup.verdict == "slower" for speedup in speedups[1:]):
         return ["stay with one process: it is faster than any number of ranks that was measured"]
     return []
@@ -270,7 +285,11 @@ def _cells(speedup: Speedup) -> list[str]:
     samples = "-"
     if speedup.samples_per_second is not None:
         samples = f"{speedup.samples_per_second:.4g}"
-    cells = [str(speedup.ranks), samples, f"{speedup.steps_per_second:.3g}"]
+    cells = [
+        Setup(speedup.ranks, speedup.binding).label,
+        samples,
+        f"{speedup.steps_per_second:.3g}",
+    ]
     if speedup.ranks == 1:
         cells += ["1", "", ""]
     else:

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from npu_device._src.machine.core_sets import NONE
 from npu_device._src.verify.plan import PlannedProcess
 
 WARM_UP_STEPS = 5
@@ -17,10 +18,24 @@ LEAST_SECONDS = 0.5
 
 TRACED = "traced"
 LEFT_OUT = "left_out.json"
-"""Numbers of ranks that aren't measured, with the reasons."""
+"""The labels of setups that aren't measured, with the reasons."""
 
 _TIMES = "times.json"
 _MEMORY = "memory.json"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A number of ranks, and how they are bound to cores: one of ``core_sets.BINDINGS``."""
+
+    ranks: int
+    binding: str = NONE
+
+    @property
+    def label(self) -> str:
+        if self.binding == NONE:
+            return str(self.ranks)
+        return f"{self.ranks} bound"
 
 
 @dataclass(frozen=True)
@@ -31,6 +46,11 @@ class TimedProcess(PlannedProcess):
     """
 
     round: str = TRACED
+    binding: str = NONE
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(self.ranks, self.binding)
 
     @property
     def trace(self) -> Path:
@@ -45,13 +65,11 @@ class TimedProcess(PlannedProcess):
             variables |= {"PROFILING_MODE": "true", "PROFILING_OPTIONS": options}
         return variables
 
-    def run_of(self, ranks: int, round_name: str) -> list[TimedProcess]:
+    def run_of(self, setup: Setup, round_name: str) -> list[TimedProcess]:
         """Return the processes of a run in a round."""
-        name = f"{ranks}.{round_name}"
-        return [
-            replace(self, run=name, ranks=ranks, rank=rank, round=round_name)
-            for rank in range(ranks)
-        ]
+        name = f"{setup.ranks}-{setup.binding}.{round_name}"
+        run = replace(self, run=name, ranks=setup.ranks, round=round_name, binding=setup.binding)
+        return [replace(run, rank=rank) for rank in range(setup.ranks)]
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,10 @@ class Held:
 def _added(
     noun: str, numbered: dict[int, str], at_start: dict[int, str], allowed: Container[int]
 ) -> list[str]:
+    # A number may be used again, so the description has to be the same, too.
     return [
         f"{noun} {number}: {description}"
         for number, description in numbered.items()
-        # A number may be used again, so the description has to be the same, too.
         if at_start.get(number) != description and number not in allowed
     ]
 

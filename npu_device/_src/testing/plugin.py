@@ -39,10 +39,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if mark is None:
         return
     sizes = mark.args
+    # ``True`` is an int for Python.
     if not sizes or not all(
-        # ``True`` is an int for Python.
-        isinstance(size, int) and not isinstance(size, bool) and size > 0
-        for size in sizes
+        isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes
     ):
         raise pytest.UsageError(
             f"{metafunc.definition.nodeid}: expected numbers, as in @pytest.mark.ranks(1, 2, 3)"

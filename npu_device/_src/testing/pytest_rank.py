@@ -104,8 +104,8 @@ def session(
 
     global _session
     os.chdir(directory)
+    # pytest removes old temporary folders, which must not be those of another rank.
     config = pytest.Config.fromdictargs(
-        # pytest removes old temporary folders, which must not be those of another rank.
         {**options, "basetemp": f"{options['basetemp']}-rank{rank()}"},
         files,
     )

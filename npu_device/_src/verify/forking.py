@@ -47,7 +47,7 @@ class ForkingProcess(ABC):
         self._recorder: Any = None
         self._models = Models(None)
         self._redirection = file_shadow.Redirection(start.directory, script)
-        self._become(start)
+        self.become(start)
         self._redirection.install()
         self._fork_at_variables()
 
@@ -96,14 +96,15 @@ class ForkingProcess(ABC):
                 if not pid:
                     random.setstate(random_state)
                     # The child goes on with the script where it stands.
-                    self._become(process)
+                    self.become(process)
                     return
                 running[pid] = process
             self.wait(running)
         # The script goes on in the other processes, and has only begun in this one.
         os._exit(0)
 
-    def _become(self, process: PlannedProcess) -> None:
+    def become(self, process: PlannedProcess) -> None:
+        """Go on as a process: with its files, its output and the variables of its job."""
         self.plan = process
         process.folder.mkdir(parents=True)
         with (process.folder / LOG).open("wb") as log:

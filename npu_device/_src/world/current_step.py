@@ -20,6 +20,7 @@ from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions
 from npu_device._src.world.share import Share
 
+# By thread, since a script may train models in several.
 _running = threading.local()
 
 
@@ -53,6 +54,7 @@ class CurrentStep:
     numbers: dict[str, Any] = field(default_factory=dict)
     _counts_by_taker: Counter[str] = field(default_factory=Counter)
 
+    # Cached: whoever compares weights by identity needs one object.
     @functools.cached_property
     def weight(self) -> Any:
         """Return the share's weight; always the same object, and so one tensor."""
@@ -167,6 +169,7 @@ def _comes_from(tensor: Any, reduced: set[int], samples: set[int]) -> bool:
         if node.dtype == tf.resource:
             setters = [user for user in node.consumers() if not user.type.startswith(_READERS)]
             return [setter.inputs[1] for setter in setters]
+        # The samples may come from outside of the graph only as its inputs.
         return list(node.op.inputs)
 
     for node in compat.walk([tensor], sources):
@@ -186,6 +189,7 @@ def _comes_from(tensor: Any, reduced: set[int], samples: set[int]) -> bool:
 
 def _is_only_assigned(handle: tf.Tensor) -> bool:
     """Return whether the graph shows all that a variable is set to, by its handle there."""
+    # What a variable holds may have been set before the graph runs.
     outer = getattr(handle.graph, "outer_graph", None)
     if outer is not None and outer.building_function:
         return False  # a branch or a loop; what is outside may set it

@@ -47,6 +47,7 @@ def packed(value: Any, trusted: bool) -> bytes:
         else:
             form = _PLAIN
             content = to_json(value).encode()
+    # A refusal is sent, so that all ranks raise the same error.
     except _CannotBeSentError as error:
         form = _REFUSED
         content = str(error).encode(errors="replace")
@@ -124,6 +125,7 @@ def _plain(value: Any) -> Any:
 
 
 def _dtype_name(dtype: np.dtype) -> str:
+    # numpy's own texts say the byte order, too.
     if dtype.kind not in "OV" and np.dtype(dtype.str) == dtype:
         return dtype.str
     try:
@@ -165,9 +167,11 @@ def _value(plain: Any) -> Any:
 def _array(name: str, shape: list[int], text: str) -> np.ndarray:
     is_numpy = name[:1] in "<>|="  # others are TensorFlow's names, of bfloat16 and the like
     dtype = np.dtype(name if is_numpy else tf.as_dtype(name).as_numpy_dtype)
+    # Objects would run code when they are read, and items without a size hold nothing.
     if dtype.hasobject or not dtype.itemsize:
         raise ValueError("no numbers")
     data = base64.b64decode(text, validate=True)
     if len(data) != math.prod(shape) * dtype.itemsize or min(shape, default=0) < 0:
         raise ValueError("not as many numbers")
+    # A copy, as the buffer can't be written to.
     return np.frombuffer(data, dtype).reshape(shape).copy()

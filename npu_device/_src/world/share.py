@@ -38,6 +38,7 @@ class Share:
     @property
     def weight(self) -> np.float64 | tf.Tensor:
         """Return the part of this rank in all samples, in float64: a tensor of shape [] if not known yet."""
+        # Without a graph where the numbers are known: most batches are.
         if isinstance(self.units, int) and isinstance(self.total, int):
             return np.float64(self.units / max(self.total, 1))
         units = tf.cast(self.units, tf.float64)
@@ -63,6 +64,7 @@ def share_of_batch(batch: Any, rank: int, size: int, division: str = "alike") ->
     """Cut this rank's run of units out of a batch; ``"first"`` cuts by the length of the first tensor, as 0.1 did."""
     rows = rows_of(batch)
     total = rows if division == "first" else units_of(batch)
+    # As whole numbers, so that shares differ by one unit at most and leave none out.
     start = rank * total // size
     end = (rank + 1) * total // size
     # A rank without units works on one that doesn't count.
@@ -92,6 +94,7 @@ def run_of(batch: Any, total: Number, start: Number, end: Number, division: str 
             return leaf
         unit: Number = 1
         if has_units:
+            # An empty batch has no unit, and mustn't divide by 0.
             units = max(total, 1) if isinstance(total, int) else tf.maximum(total, 1)
             unit = length_of(leaf) // units
         return _cut(leaf, start * unit, end * unit)
@@ -101,6 +104,7 @@ def run_of(batch: Any, total: Number, start: Number, end: Number, division: str 
 
 def units_at(batch: Any, total: Number, positions: Sequence[int]) -> Any:
     """Return some of a batch's units, of a total number, in the order of their positions."""
+    # Cut one by one, as tensors of several kinds can't be indexed by a list.
     runs = [run_of(batch, total, position, position + 1) for position in positions]
     return tf.nest.map_structure(_joined, *runs)
 
@@ -215,6 +219,7 @@ def _common_divisor(lengths: Sequence[Number]) -> Number:
         return tf.reduce_min(sizes) < tf.reduce_max(sizes)
 
     def remainders(sizes: tf.Tensor) -> tuple[tf.Tensor]:
+        # Euclid's algorithm, for all lengths at once.
         least = tf.reduce_min(sizes)
         remainder = sizes % least
         return (tf.where(remainder == 0, least, remainder),)
@@ -231,5 +236,6 @@ def _cut(leaf: Any, start: Any, end: Any) -> Any:
     size = tf.concat([tf.cast([end - start], tf.int64), row_shape], axis=0)
     cut = tf.sparse.slice(leaf, corner, size)
     length = end - start if isinstance(start, int) else None
+    # ``tf.sparse.slice`` forgets the shape.
     cut.set_shape([length, *leaf.shape[1:]])
     return cut

@@ -54,6 +54,7 @@ class World:
             content = packed(value, trusted)
         array = np.frombuffer(content, np.uint8)
         # The other ranks have to know the shape before they receive.
+        # As a tensor of 64 bits: objects may be larger than 2 GiB.
         [length] = self.from_root([tf.constant(np.int64(len(array)))], root_rank)
         if not sends:
             array = np.zeros(int(length), np.uint8)
@@ -69,6 +70,7 @@ class World:
         """Return the Python objects of all ranks; ``purpose`` is for the error if they exchange unrelated ones."""
         trusted = self.job.cluster.trusted
         array = np.frombuffer(packed(value, trusted), np.uint8)
+        # Objects differ in size, which a gather of rows allows.
         content = self.gather(tf.constant(array), purpose).numpy().tobytes()
         return unpacked(content, [f"rank {rank}" for rank in self.group.ranks], trusted)
 

@@ -107,8 +107,8 @@ def moments_of_all_ranks(
 def normalizing_world(group: str) -> World | None:
     """Return the ranks by whose samples a layer normalizes in this call; None if it is by those of this process."""
     # Inside a strategy of TensorFlow for several devices, Keras adds up over those.
+    # While a model is only built or saved, other ranks may not be there.
     is_alone = (
-        # While a model is only built or saved, other ranks may not be there.
         is_only_building()
         or compat.is_saving()
         or tf.distribute.get_strategy().num_replicas_in_sync > 1

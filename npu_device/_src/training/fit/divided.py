@@ -371,8 +371,8 @@ def _rows_that_count(tags: tf.Tensor, rows: Any) -> Any:
 def _require_pure(call: Callable[[Any], Any], spec: Any) -> None:
     """Raise ValueError for a map whose result depends on more than its arguments."""
     graph = tf.function(call).get_concrete_function(spec).graph.as_graph_def()
+    # Functions called in the map have their operations in the library.
     nodes = [
-        # Functions called in the map have their operations in the library.
         *graph.node,
         *(node for function in graph.library.function for node in function.node_def),
     ]

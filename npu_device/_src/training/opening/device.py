@@ -124,6 +124,7 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
     if parent is not None:
         _warn_in_child(parent)
         device = parent.device_id if device_id is None else device_id
+        # In a fork, the handle of the parent is that of the child.
         _handle = _handle or NpuDeviceHandle(device, parent.world_size, parent.rank)
         return _handle
     if seed is not None:
@@ -132,6 +133,7 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
         _require_same_device(_handle, device_id)
         _require_same_job(_handle, device_id)
         _set_seed(seed)
+        # Opening twice is allowed, as long as it means the same.
         return _handle
     _set_log_level()
     membership = schemes.membership_from_environment(device_id)
@@ -148,6 +150,7 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
             return open(device_id)
         _handle = NpuDeviceHandle(cluster.device_id, cluster.world_size, cluster.rank)
     _tf_config = environment.TF_CONFIG.raw()
+    # From now on, options are read.
     global_options().freeze()
     _set_seed(seed)
     return _handle
@@ -168,6 +171,7 @@ def _set_log_level() -> None:
     level = environment.NPU_DEVICE_LOG_LEVEL.get()
     if level is not None:
         _log.setLevel(level)
+        # A script that has set up logging keeps its own handlers.
         if not _log.hasHandlers():  # Python's own last resort shows warnings and errors only
             _log.addHandler(logging.StreamHandler())
 
@@ -221,6 +225,7 @@ def _checked(seed: Any) -> int:
     """Return a seed as Python's integer."""
     try:
         number = operator.index(seed)
+        # ``True`` is 1 for Python, but no seed.
         if isinstance(seed, bool):
             number = -1
     except TypeError:
@@ -234,6 +239,7 @@ def _checked(seed: Any) -> int:
 
 
 def _require_same_seed(running: Job, seed: int | None) -> None:
+    # The same on all ranks, also None: a seed on some only would be found much later.
     """Compare the seeds that the ranks have passed; every rank of the job makes this call."""
     seeds = running.store.gather("seed", seed, environment.HCCL_CONNECT_TIMEOUT.get())
     if seeds.count(seeds[0]) < len(seeds):
@@ -320,6 +326,7 @@ def close() -> None:
         OSError: the report of a trace can't be written.
     """
     global _handle, _seed
+    # The next ``open`` may have another seed.
     _handle = _seed = None
     job = jobs.current()
     if job is not None and job.in_fork:
@@ -345,6 +352,7 @@ def running_job() -> Job | None:
             f"operation.\nWhat to do: make the call in the process of the rank, outside of workers. {_TO_BE_A_RANK}"
         )
     if (job := jobs.current()) is not None:
+        # A script may import a Keras after ``npu.open()``.
         hook = job.part(OptimizerHook)
         if hook is not None:
             hook.find_keras()

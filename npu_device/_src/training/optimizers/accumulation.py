@@ -30,6 +30,7 @@ def reduce_in_each_step() -> None:
 
 def adds_up(optimizer: Any, kind: str) -> bool:
     """Return whether the ranks add up the gradients of an optimizer by themselves, and reduce the sum by a mean."""
+    # A session's graph has no place for what is between two runs.
     return (
         kind in ("sum", "mean")
         and compat.accumulation_steps(optimizer) > 1
@@ -69,6 +70,8 @@ def add_up(
         if part is None:
             continue
         is_dense = isinstance(part, tf.Tensor) and not compat.is_set_by_gradient(variable)
+        # Decided at the first step: later ones must go the same way, or a sum would be reduced
+        # twice.
         waits = waits_for_update.setdefault(id(compat.inner_variable(variable)), is_dense)
         if is_dense and waits:
             late.append(position)
@@ -104,6 +107,7 @@ def _reduced_in_update(
     scale = optimizer.loss_scale_factor  # by which Keras divides before it adds up
 
     def reduce_sums() -> list[tf.Tensor]:
+        # Inside the branch: the accumulators must have the values of this step.
         sums = list(map(tf.convert_to_tensor, accumulators))
         for position, part in enumerate(parts):
             unscaled = part if scale is None else part / scale
@@ -111,6 +115,7 @@ def _reduced_in_update(
         with iteration():
             for accumulator, mean in zip(accumulators, reduce(sums)):
                 accumulator.assign(mean)
+        # Zeros, since the accumulators have everything already.
         return [tf.zeros_like(part) for part in parts]
 
     if not accumulators:
@@ -118,6 +123,7 @@ def _reduced_in_update(
     steps = compat.steps_made(optimizer) + 1
     is_update = tf.equal(steps % compat.accumulation_steps(optimizer), 0)
     gradients = tf.cond(is_update, reduce_sums, lambda: list(parts))
+    # TensorFlow returns a list of one tensor as the tensor.
     return gradients if isinstance(gradients, list) else [gradients]
 
 

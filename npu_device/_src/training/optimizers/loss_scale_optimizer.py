@@ -19,6 +19,7 @@ from npu_device._src.training.distribute.reduce_values import all_reduce
 from npu_device._src.training.watching.wrapped_optimizers import is_wrapped, reduction_of
 
 _INITIAL_SCALE, _GROWTH_STEPS = 2.0**15, 2000
+# The second is just below the largest float32.
 _FACTOR, _LARGEST = 2.0, 3.4e38
 
 _as_it_is = tf.autograph.experimental.do_not_convert
@@ -62,6 +63,7 @@ class NpuLossScaleOptimizer:
     __module__ = "npu_device.train.optimizer"  # a saved model names the class by its public path
 
     def __new__(cls, inner_optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        # The class of a family is made by ``_made``, and already has its Keras.
         if issubclass(cls, _KerasFamily):
             return super().__new__(cls)
         public_class: Any = cls
@@ -86,6 +88,8 @@ class NpuLossScaleOptimizer:
         inner = config.pop("inner_optimizer")
         if isinstance(inner, dict):
             inner = tf.keras.optimizers.deserialize(inner, custom_objects=custom_objects)
+        # The public class, which chooses the family anew: the inner optimizer may be of another
+        # Keras.
         public_class: Any = next(base for base in cls.__mro__ if not issubclass(base, _KerasFamily))
         return public_class(inner, **config)
 
@@ -110,6 +114,7 @@ def NpuExperimentalLossScaleOptimizer(optimizer: Any, loss_scale: Any) -> Any:
     if loss_scale == "dynamic":
         return NpuLossScaleOptimizer(optimizer)
     if isinstance(loss_scale, tf.compat.v1.mixed_precision.DynamicLossScale):
+        # Keras's scale always grows by 2.
         if loss_scale.multiplier != 2:
             raise ValueError(
                 f"the multiplier of a DynamicLossScale must be 2; found {loss_scale.multiplier}"
@@ -180,6 +185,7 @@ class _KerasFamily(_Keras):
             finite = finite if is_wrapped(self) else on_all_ranks(finite)
 
         def settle(finite: tf.Tensor, apply: Callable[[], Any]) -> None:
+            # As a condition of the graph: the other branch must not move variables.
             tf.cond(finite, lambda: _nothing(apply()), lambda: _nothing(self._skip()))
             self._last_step.finite.assign(finite)
             if self.dynamic:
@@ -249,6 +255,7 @@ class _Keras3Family(_KerasFamily):
     @property
     def loss_scale(self) -> tf.Tensor:
         """Return the scale: float32, shape []."""
+        # Keras makes the variable when the optimizer is built.
         return tf.cast(
             tf.convert_to_tensor(self.dynamic_scale if self.built else self.initial_scale),
             tf.float32,
@@ -262,6 +269,8 @@ class _Keras3Family(_KerasFamily):
 
     def get_unscaled_gradients(self, gradients: Any) -> list[Any]:
         """Return the gradients divided by the scale, or ``None``, which ``apply_gradients`` then takes as they are."""
+        # Remembered until ``scale_loss`` is called again: which of the two the script uses is its
+        # own choice.
         self._takes_scaled_gradients = False
         scale = self.loss_scale
         return [unscaled(gradient, scale) for gradient in gradients]
@@ -279,6 +288,7 @@ class _Keras3Family(_KerasFamily):
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Make or skip a step. Called by ``apply_gradients`` and ``fit``."""
         variables = None if trainable_variables is None else list(trainable_variables)
+        # Keras builds in ``apply`` as well, but then in a branch of the condition.
         if not self.built:
             self.build(variables)
             self.built = True
@@ -320,6 +330,7 @@ class _TfKerasFamily(_KerasFamily):
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
         if hasattr(self.inner_optimizer, "build"):
+            # Slots have to be made outside of the condition's branches.
             with tf.init_scope():
                 self.inner_optimizer.build(variables)
 
@@ -335,6 +346,7 @@ class _TfKerasFamily(_KerasFamily):
 
 
 @functools.cache
+# Cached: saved models and ``isinstance`` compare classes.
 def _made(public_class: type, family: type, base: type) -> type:
     kept = {"__module__": public_class.__module__, "__doc__": public_class.__doc__}
     return type(public_class.__name__, (public_class, family, base), kept)

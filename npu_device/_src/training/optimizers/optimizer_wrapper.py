@@ -121,6 +121,7 @@ def npu_distributed_keras_optimizer_wrapper(
     """
     if optimizer is None:
         raise TypeError("expected a Keras optimizer, or a name such as 'sgd'; found None")
+    # Checked first, so that wrong arguments are an error on a single device, too.
     options = ReductionOptions(reduce_reduction, fusion, fusion_id, compression=compression)
     if isinstance(optimizer, (str, dict)):
         optimizer = tf.keras.optimizers.get(optimizer)
@@ -133,6 +134,7 @@ def npu_distributed_keras_optimizer_wrapper(
             "the loss-scale optimizer around it, a second time would reduce its gradients twice.\nWhat to do: call "
             "npu_distributed_keras_optimizer_wrapper once per optimizer."
         )
+    # A layer that normalizes over all ranks may be called before the first gradients.
     find_layers(world)
     keras = compat.keras_of(optimizer)
     reduction = GradientReduction(world, options)
@@ -162,6 +164,7 @@ class GradientReduction:
         self.division: DividedUpdate | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
+        # Without what was reduced: the copy's gradients are others.
         return GradientReduction(self._world, self.options)
 
     def divide(self, optimizer: Any, requested: bool | None) -> None:
@@ -185,6 +188,7 @@ class GradientReduction:
             if compat.is_keras_3(keras) and not tf.executing_eagerly():
                 # Slots that are made later would be made amid the step, where TensorFlow can't give them values first.
                 _build(optimizer, keras, variables)
+            # The optimizer's own variables, such as the number of steps.
             own = unique(
                 compat.optimizer_variables(optimizer, variables)
             )  # names may have other numbers on each rank
@@ -207,6 +211,7 @@ class GradientReduction:
         options = self.options_for(optimizer)
         note_reduced(self._world, gradients)
         reduced = reduce_list(job, gradients, options, group, owners)
+        # Ranks of a group don't compare, as others may train something else.
         if group.name == WORLD_GROUP:
             # With owners, only what this rank has got back can be compared.
             sent = list(gradients)
@@ -268,6 +273,7 @@ class GradientReduction:
     def _apply_ready(
         self, optimizer: Any, apply: Callable[..., Any], ready: list[Any], variables: list[Any]
     ) -> Any:
+        # Calls may nest: a loss-scale optimizer applies through its inner one.
         outer = self._applying
         self._applying = optimizer  # gradients that come from now on are ready
         try:
@@ -301,7 +307,10 @@ class GradientReduction:
         return tf.cast(all_reduce(self._world.job, number, "min", self._world.group), tf.bool)
 
     def _ready_to_apply(
-        self, optimizer: Any, gradients: list[Any], variables: list[Any]
+        self,
+        optimizer: Any,
+        gradients: list[Any],
+        variables: list[Any],
     ) -> list[Gradient]:
         if not self.adds_up(optimizer):
             return self._reduce_to_apply(optimizer, gradients, variables)
@@ -318,6 +327,7 @@ class GradientReduction:
                 self._waits_for_update,
             )
         note_accumulators(self._world, carrier(optimizer))
+        # Only the outermost call is a step.
         if self._applying is None:
             self._look(optimizer, ready, variables)
         return ready
@@ -328,6 +338,7 @@ class GradientReduction:
         if not places or self._applying is not None:
             return gradients
         agreed = self.agree(all_finite(gradients))
+        # The smallest is the cheapest to replace.
         smallest = min(
             places, key=lambda place: dense_of(gradients[place]).shape.num_elements() or sys.maxsize
         )
@@ -396,6 +407,7 @@ def _build(optimizer: Any, keras: Any, variables: Sequence[Any]) -> None:
 
 
 def install(optimizer: Any, keras: Any, reduction: Any) -> None:
+    # The public method of all Keras optimizers, which scripts call.
     """Make an optimizer reduce its gradients by a ``GradientReduction``; raise TypeError for an unknown kind."""
     hooks: dict[str, Callable[..., Any]] = {"apply_gradients": _apply_gradients}
     if compat.is_keras_3(keras) and isinstance(optimizer, keras.optimizers.Optimizer):
@@ -504,6 +516,7 @@ def _checked(
 
         return call_now(tell, [everybody, steps], [tf.TensorSpec([], tf.int64)])[0]
 
+    # Only if something is wrong do the ranks exchange where.
     good = tf.cond(all_finite(reduced), lambda: tf.constant(0, tf.int64), report)
     with tf.control_dependencies([good]):  # or variables would be updated before the error
         return [

@@ -1,0 +1,1 @@
+"""What a host has: cores, caches and NUMA nodes, and what of it this process may use."""

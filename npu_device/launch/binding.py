@@ -1,0 +1,77 @@
+"""Binds the ranks of this node to cores, as ``--bind-to`` says, and tells TensorFlow how many threads fit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+
+from npu_device._src import environment
+from npu_device._src.machine.core_sets import (
+    AUTO,
+    core_sets,
+    cpus_of,
+    described,
+    threads_of_rank,
+)
+from npu_device._src.machine.topology import read_machine
+from npu_device.launch.arguments import Options
+
+
+class Binding:
+    """The cores of the ranks of this node; ValueError if they can't be divided."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._machine = read_machine()
+        ranks = options.nproc_per_node
+        self._sets = core_sets(self._machine, ranks, options.bind_to)
+        # Only a set of whole cores, or a quota, is better known here than in the rank.
+        self._threads = threads_of_rank(self._machine, ranks, self._sets)
+
+    def lines(self, ranks: Sequence[int]) -> list[str]:
+        """Return what is said at the start, of the ranks of this node."""
+        lines = [
+            f"rank {rank}: {described(core_set, self._machine)}"
+            for rank, core_set in zip(ranks, self._sets)
+        ]
+        if self._options.bind_to == AUTO and not self._sets and len(ranks) > 1:
+            lines.append(
+                "--bind-to auto: nothing is bound: there are not several sockets, NUMA nodes or L3 caches among which "
+                f"{len(ranks)} ranks can be divided equally"
+            )
+        quota = self._machine.quota
+        if quota is not None and self._machine.is_limited:
+            lines.append(
+                f"this process gets the time of {quota.cpus:g} of {len(self._machine.cores)} cores (a quota): "
+                f"TensorFlow has {self._threads} thread(s) on each rank"
+            )
+        return lines
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables of each rank."""
+        if self._threads is None:
+            return {}
+        threads = str(self._threads)
+        if self._options.nproc_per_node > 1:
+            return {environment.NPU_DEVICE_CORES.name: threads}
+        # A single rank need not open the device, but TensorFlow reads these itself.
+        names = (environment.TF_NUM_INTRAOP_THREADS.name, environment.TF_NUM_INTEROP_THREADS.name)
+        if any(map(os.environ.get, names)):
+            return {}
+        return dict.fromkeys(names, threads)
+
+    @contextlib.contextmanager
+    def on_cores(self, local_rank: int) -> Iterator[None]:
+        """Let processes that this thread starts in the block have the cores of a rank, from their first instruction on:
+        memory then comes from their NUMA node.
+        """
+        if not self._sets:
+            yield
+            return
+        before = os.sched_getaffinity(0)  # of this thread
+        os.sched_setaffinity(0, cpus_of(self._sets[local_rank]))
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
