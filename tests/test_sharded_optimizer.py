@@ -18,6 +18,7 @@ from ranks import all_through
 from versions import needs_keras_3
 
 import npu_device as npu
+from hccl.manage.api import create_group, destroy_group
 from npu_device._src import compat
 from npu_device._src.training.sharding.shares import bytes_of, owners_of
 
@@ -209,6 +210,33 @@ def test_what_is_special_about_variables(
     found = ranks.run(body_same_bits, name, graph, shapes, dtypes, without, sparse)
     assert all(weights == found[0][1] for _, weights in found)
     assert sum(slots for slots, _ in found) >= len(shapes)
+
+
+def body_group() -> list[Any]:
+    """Train in a group of the last two ranks without and with divided updates; return the bits of the weights, and of
+    the state that the lowest rank of the group reads.
+    """
+    rank = npu.distribute.rank()
+    if rank == 0:
+        return []
+    create_group("last two", 2, [1, 2])
+    bits: list[Any] = []
+    for shard_optimizer in (False, True):
+        variables = _variables(SHAPES, ["float32"])
+        optimizer = wrap(_optimizers()["adam"](), group="last two", shard_optimizer=shard_optimizer)
+        _trained(optimizer, variables, True, without=1, sparse=False)
+        state = _bits(optimizer.variables) if rank == 1 else []
+        bits.append((_bits(variables), state))
+        npu.distribute.hccl_ops.allreduce(tf.constant(1.0), "sum", group="last two")
+    destroy_group("last two")
+    return bits
+
+
+def test_within_a_group(pool_with: Callable[..., Pool]) -> None:
+    [none, *bits] = pool_with(3, "3").run(body_group)
+    assert none == []
+    for whole, divided in bits:
+        assert whole == divided
 
 
 def _resnet50() -> list[tuple[int, ...]]:
