@@ -15,7 +15,7 @@ from typing import Any
 import job
 import pytest
 from launcher import npurun, start
-from ranks import SHORT_LIMITS, free_port
+from ranks import SHORT_LIMITS, free_port, time_limits
 
 from npu_device._src.check import judge
 from npu_device._src.check.core_distance import SHARES_CACHE_BELOW, core_distance
@@ -51,7 +51,11 @@ def two_nodes(ranks: int = 1, node0: str = "", **second: str) -> list[tuple[int,
         start(
             *("check", "-n", str(ranks), "--node-rank", str(node), *where),
             on=partial(on_host, node) if node0 else list,
-            **{"NPU_DEVICE_SECRET": "ours", **(second if node else {})},
+            **{
+                "NPU_DEVICE_SECRET": "ours",
+                **time_limits(MEASURED_SECONDS=0.02),
+                **(second if node else {}),
+            },
         )
         for node in range(2)
     ]
@@ -122,7 +126,7 @@ def test_two_nodes_on_one_machine_from_one_command() -> None:
         "--master-port",
         str(free_port()),
     )
-    done = npurun("check", *where, limit=LIMIT)
+    done = npurun("check", *where, limit=LIMIT, **time_limits(MEASURED_SECONDS=0.02))
     assert done.returncode == 0, done.stderr
     report = done.stdout.decode()
     assert "2 ranks on 2 hosts: training would work" in report
