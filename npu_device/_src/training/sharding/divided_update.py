@@ -90,7 +90,7 @@ class DividedUpdate:
         self.optimizer = optimizer
         self._world = world
         self._owners: dict[int, int] = {}  # by the id of TensorFlow's variable
-        self._slots = OptimizerSlots(world.job)
+        self._slots = OptimizerSlots(world.job, world.group)
         self._is_building = False
         self._is_apart = False
         self._counted: list[tuple[int, tf.DType]] = []  # owners and dtypes of what a norm is of

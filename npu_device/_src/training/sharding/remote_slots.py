@@ -21,6 +21,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.cluster.bytes_on_request import BytesOnRequest, Key
 from npu_device._src.collectives.graph import call_now
+from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.training.sharding.shares import bytes_of
 from npu_device._src.world.world import World
@@ -64,7 +65,7 @@ def mark(variable: Any, share: Share) -> None:
 class OptimizerSlots:
     """The slots of one optimizer, in the same order on every rank."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, group: Group) -> None:
         self.variables: list[Any] = []
         self._job = job
         self.is_updating = False
@@ -80,7 +81,7 @@ class OptimizerSlots:
             exchange = SlotExchange(job)
             job.add(exchange)
         self._exchange = exchange
-        self._number = exchange.add(self)
+        self._number = exchange.add(self, group)
 
     def add(self, slot: Any, owner: int) -> None:
         mark(slot, Share(self, len(self.variables), owner))
@@ -248,20 +249,25 @@ class SlotExchange:
     """The slots of all optimizers of this rank, for the others; a part of the job."""
 
     def __init__(self, job: Job) -> None:
-        self._optimizers: list[weakref.ref[OptimizerSlots]] = []
+        self._optimizers: dict[int, weakref.ref[OptimizerSlots]] = {}
         self.bytes_on_request = BytesOnRequest(job.cluster, job.health, job.store, job.peers, self)
 
-    def add(self, slots: OptimizerSlots) -> int:
-        """Note an optimizer, and return its number, the same on every rank."""
-        self._optimizers.append(weakref.ref(slots))
-        return len(self._optimizers) - 1
+    def add(self, slots: OptimizerSlots, group: Group) -> int:
+        """Note an optimizer, and return its number, the same on every rank of the group."""
+        # Other ranks have other groups: each group counts its own optimizers.
+        text = f"{group.name} {list(group.ranks)}"
+        number = zlib.crc32(text.encode()) << 20
+        while number in self._optimizers:
+            number += 1
+        self._optimizers[number] = weakref.ref(slots)
+        return number
 
     def close(self) -> None:
         self.bytes_on_request.close()
 
     def _slots(self, number: int) -> Optional[OptimizerSlots]:
         # The optimizer may be gone on this rank, or not be made yet.
-        if not 0 <= number < len(self._optimizers):
+        if number not in self._optimizers:
             return None
         return self._optimizers[number]()
 
@@ -278,7 +284,7 @@ class SlotExchange:
         return slots.own_bytes(index)
 
     def all_bytes(self) -> Iterator[tuple[Key, memoryview]]:
-        for number, reference in enumerate(self._optimizers):
+        for number, reference in self._optimizers.items():
             slots = reference()
             if slots is None:
                 continue
