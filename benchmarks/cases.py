@@ -22,6 +22,7 @@ TCP_BETWEEN, RING_BETWEEN, MPI_BETWEEN = "TCP", "TensorFlow's ring (default)", "
 ONE_PROCESS, TWO_RANKS = "one process, all cores", "2 ranks, one host"
 TWO_DEVICES, TWO_HOSTS = "MirroredStrategy, two logical CPUs", "2 hosts of one core"
 WHOLE, DIVIDED = "whole batch on each rank", "pipeline"
+WHOLE_UPDATE, DIVIDED_UPDATE = "all_reduce, each rank updates all", "divided updates"
 
 _SEGMENTS = (1, 4, 8)
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -238,6 +239,32 @@ def reading(quick: bool, ranks: int) -> Case:
     return Case("reading", f"input, {ranks} ranks", tuple(rounds))
 
 
+def updates(quick: bool, ranks: int) -> Case:
+    """Return the case of updates divided among the ranks, in steps of optimizers with state; and of a save."""
+    rounds = []
+    trainings = itertools.product(
+        (("resnet50", "momentum", 5), ("bert", "adam", 2)), ("keras", "tf_keras")
+    )
+    for (model, optimizer, steps), keras in trainings:
+        work = (model, keras, optimizer)
+        rivals = (
+            Rival(ALONE, sides.SHARED_MEMORY, "updating", (*work, "alone")),
+            Rival(WHOLE_UPDATE, sides.SHARED_MEMORY, "updating", (*work, "whole")),
+            Rival(DIVIDED_UPDATE, sides.SHARED_MEMORY, "updating", (*work, "divided")),
+            Rival(ONE_PROCESS, sides.ONE_PROCESS, "updating", (*work, "alone", ranks)),
+        )
+        label = f"{model}, {keras}, {optimizer}"
+        rounds.append(Round(label, ranks * SAMPLES[model], 1 if quick else steps, rivals))
+    savers = (
+        Rival(WHOLE_UPDATE, sides.SHARED_MEMORY, "saving", ("resnet50", "momentum", False)),
+        Rival(DIVIDED_UPDATE, sides.SHARED_MEMORY, "saving", ("resnet50", "momentum", True)),
+    )
+    rounds.append(Round("resnet50, keras, momentum, a save", RESNET50_BYTES, 1, savers))
+    return Case(
+        "updates", f"divided updates, {ranks} ranks", tuple(rounds), one_side_at_a_time=True
+    )
+
+
 def on_gpus(quick: bool, ranks: int, model: str, gpus: int, device: str) -> Case:
     """Return the case of a training step on GPUs.
 
@@ -313,7 +340,7 @@ CASES = {
     case.__name__: case
     for case in (
         *(all_reduce, resnet50, bert, hosts_all_reduce, hosts_resnet50, hosts_bert),
-        *(checks, compiled, faster, reading),
+        *(checks, compiled, faster, reading, updates),
     )
 }
 START = "start"
@@ -328,7 +355,7 @@ SHORT = (
         ("reading", 2),
         (START, 2),
     ),
-    *(("bert", 2), ("hosts_resnet50", 2), ("checks", 2), ("compiled", 1)),
+    *(("bert", 2), ("updates", 2), ("hosts_resnet50", 2), ("checks", 2), ("compiled", 1)),
 )
 FULL = (
     *SHORT,
@@ -336,6 +363,7 @@ FULL = (
     ("reading", 3),
     ("all_reduce", 4),
     ("resnet50", 4),
+    ("updates", 4),
     ("hosts_all_reduce", 4),
 )
 """Cases with their numbers of ranks, in the order in which they run: the most important ones first."""

@@ -80,6 +80,50 @@ class NpuSide:
 
         return lambda: step(trainee.inputs, trainee.labels)
 
+    def updating(
+        self, model: str, keras: str, optimizer: str, way: str, shares: int = 1
+    ) -> Callable[[], tf.Tensor]:
+        """Return a training step with an update that has state.
+
+        Args:
+            model: see ``trainee``.
+            keras: ``"keras"`` or ``"tf_keras"``.
+            optimizer: see ``Trainee.optimizer``.
+            way: ``"alone"``, without communication; ``"whole"``, every rank makes all updates; ``"divided"``.
+            shares: how many ranks' batches are trained at once.
+        """
+        trainee = self._trainee(model, shares, keras)
+        updater = trainee.optimizer(optimizer)
+        if way != "alone":
+            updater = npu.distribute.DistributedOptimizer(updater, shard_optimizer=way == "divided")
+        variables = trainee.model.trainable_variables
+        updater.build(variables)
+
+        @tf.function
+        def step(inputs: tf.Tensor, labels: tf.Tensor) -> Any:
+            loss, gradients = trainee.gradients(inputs, labels)
+            updater.apply_gradients(zip(gradients, variables))
+            return loss
+
+        return lambda: step(trainee.inputs, trainee.labels)
+
+    def saving(self, model: str, optimizer: str, divided: bool) -> Callable[[], None]:
+        """Return a save of a model of Keras 3 by rank 0 after one step."""
+        trainee = self._trainee(model, 1, "keras")
+        updater = npu.distribute.DistributedOptimizer(
+            trainee.optimizer(optimizer), shard_optimizer=divided
+        )
+        _, gradients = trainee.gradients(trainee.inputs, trainee.labels)
+        trainee.model.compile(updater, "mse")
+        updater.apply_gradients(zip(gradients, trainee.model.trainable_variables))
+        file = Path(tempfile.mkdtemp(prefix="npu_save_")) / "model.keras"
+
+        def save() -> None:
+            if self._rank == 0:
+                trainee.model.save(file)
+
+        return save
+
     def traced_training(self, model: str) -> Callable[[], tf.Tensor]:
         """Return the training step with the default split and the iteration trace."""
         assert self._job is not None
@@ -110,8 +154,9 @@ class NpuSide:
         data, model = images.batches(kind, divides), npu.distribute.replicate(images.model(keras))
         return lambda: model.fit(data, verbose=0) and None
 
-    def _trainee(self, model: str, shares: int = 1) -> Trainee:
-        if model not in self._trainees:
-            self._trainees[model] = Trainee(model, self._rank, shares)
-            npu.distribute.broadcast(self._trainees[model].model.variables)
-        return self._trainees[model]
+    def _trainee(self, model: str, shares: int = 1, keras: str = "tf_keras") -> Trainee:
+        name = f"{model}, {keras}"
+        if name not in self._trainees:
+            self._trainees[name] = Trainee(model, self._rank, shares, keras)
+            npu.distribute.broadcast(self._trainees[name].model.variables)
+        return self._trainees[name]

@@ -213,6 +213,18 @@ def reading(results: Results) -> str:
     return "\n\n".join(parts)
 
 
+def updates(results: Results) -> str:
+    """Return the steps with divided updates, a row for each rival."""
+    parts = []
+    for case in results.of("updates"):
+        columns = []
+        for each in case.rounds:
+            names = [_NAMES.get(word, word) for word in each.label.split(", ")]
+            columns.append((", ".join(names), each))
+        parts.append(_by_rival(columns, f"{case.ranks} ranks, {case.cores}, ms", ALONE))
+    return "\n\n".join(parts)
+
+
 FIGURES: dict[str, Callable[[Results], str]] = {
     each.__name__: each
     for each in (
@@ -226,6 +238,7 @@ FIGURES: dict[str, Callable[[Results], str]] = {
         model,
         summary,
         reading,
+        updates,
     )
 }
 

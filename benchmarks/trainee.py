@@ -1,12 +1,14 @@
-"""The models that are trained, each with a batch of random data. Plain tf-keras, the same for all rivals."""
+"""The models that are trained, each with a batch of random data. Plain tf-keras, the same for all rivals; of either
+Keras where updates are compared.
+"""
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
 from typing import Any, Callable
 
 import tensorflow as tf
-import tf_keras
 
 from benchmarks.cases import SAMPLES
 
@@ -23,13 +25,15 @@ class Trainee:
         name: ``"resnet50"``, ``"resnet50_224"``, ``"bert"``, ``"mlp"`` or ``"chain"``.
         rank: seed of the batch; the ranks train on different data.
         shares: how many ranks' batches this one is as large as.
+        keras: ``"keras"`` or ``"tf_keras"``.
     """
 
-    def __init__(self, name: str, rank: int, shares: int = 1) -> None:
-        tf_keras.utils.set_random_seed(1)
-        self.model = _MODELS[name]()
+    def __init__(self, name: str, rank: int, shares: int = 1, keras: str = "tf_keras") -> None:
+        self._keras: Any = importlib.import_module(keras)
+        self._keras.utils.set_random_seed(1)
+        self.model = _MODELS[name](self._keras)
         # Plain SGD: the update costs little, and there are no slots to fill the memory.
-        self._optimizer = tf_keras.optimizers.SGD(1e-4, jit_compile=False)
+        self._optimizer = self.optimizer("sgd")
         self._optimizer.build(self.model.trainable_variables)
         self.inputs, self.labels = _BATCHES[name](tf.random.Generator.from_seed(rank), shares)
 
@@ -42,29 +46,44 @@ class Trainee:
         rivals move the same bytes.
         """
         with tf.GradientTape() as tape:
-            losses = tf_keras.losses.sparse_categorical_crossentropy(
+            losses = self._keras.losses.sparse_categorical_crossentropy(
                 labels, self.model(inputs, training=True)
             )
             loss = tf.reduce_mean(losses) * share
         gradients = tape.gradient(loss, self.model.trainable_variables)
         return loss, [tf.convert_to_tensor(gradient) for gradient in gradients]
 
+    def optimizer(self, name: str) -> Any:
+        """Return a new optimizer: ``"sgd"``, ``"momentum"`` or ``"adam"``; the rates are too small to spoil a model."""
+        optimizers = self._keras.optimizers
+        made = {
+            "sgd": partial(optimizers.SGD, 1e-4),
+            "momentum": partial(optimizers.SGD, 1e-4, momentum=0.9),
+            "adam": partial(optimizers.Adam, 1e-6),
+        }[name]
+        if self._keras.__name__ == "tf_keras":
+            return made(jit_compile=False)
+        return made()
+
     def apply(self, gradients: list[tf.Tensor]) -> None:
         """Update the variables; under a strategy the optimizer sums the gradients over the ranks first."""
         self._optimizer.apply_gradients(zip(gradients, self.model.trainable_variables))
 
 
-def _resnet50(pixels: int) -> Any:
-    return tf_keras.applications.ResNet50(
+def _resnet50(keras: Any, pixels: int) -> Any:
+    return keras.applications.ResNet50(
         weights=None, input_shape=(pixels, pixels, 3), classes=_CLASSES
     )
 
 
-def _bert() -> Any:
+def _bert(keras: Any) -> Any:
     """Return BERT-base's encoder with a pooler and a classifier of two classes; 109.5 million parameters."""
-    layers = tf_keras.layers
-    tokens = layers.Input([_TOKENS], dtype=tf.int32)
-    positions = tf.ones_like(tokens) * tf.range(_TOKENS)
+    layers = keras.layers
+    tokens = layers.Input([_TOKENS], dtype="int32")
+    numbers = layers.Lambda(
+        lambda words: tf.ones_like(words) * tf.range(_TOKENS), output_shape=(_TOKENS,)
+    )
+    positions = numbers(tokens)
     words = layers.Embedding(_VOCABULARY, _WIDTH)(tokens)
     hidden = layers.LayerNormalization()(words + layers.Embedding(_POSITIONS, _WIDTH)(positions))
     for _ in range(_LAYERS):
@@ -73,21 +92,21 @@ def _bert() -> Any:
         inner = layers.Dense(_INNER, activation="gelu")(hidden)
         hidden = layers.LayerNormalization()(hidden + layers.Dense(_WIDTH)(inner))
     pooled = layers.Dense(_WIDTH, activation="tanh")(hidden[:, 0])
-    return tf_keras.Model(tokens, layers.Dense(2, activation="softmax")(pooled))
+    return keras.Model(tokens, layers.Dense(2, activation="softmax")(pooled))
 
 
-def _chain() -> Any:
+def _chain(keras: Any) -> Any:
     """Return a model with as many gradients as ResNet-50, of one element each."""
-    layers = tf_keras.layers
+    layers = keras.layers
     hidden = inputs = layers.Input([1])
     for _ in range(80):
         hidden = layers.Dense(1, bias_initializer="ones")(hidden)
-    return tf_keras.Model(inputs, layers.Dense(1, activation="sigmoid", use_bias=False)(hidden))
+    return keras.Model(inputs, layers.Dense(1, activation="sigmoid", use_bias=False)(hidden))
 
 
-def _mlp() -> Any:
-    layers = tf_keras.layers
-    return tf_keras.Sequential(
+def _mlp(keras: Any) -> Any:
+    layers = keras.layers
+    return keras.Sequential(
         [
             layers.Input([784]),
             *(layers.Dense(512, "relu") for _ in range(2)),
@@ -111,9 +130,9 @@ def _sentences(generator: tf.random.Generator, shares: int) -> tuple[tf.Tensor, 
     return tokens, generator.uniform([count], maxval=2, dtype=tf.int32)
 
 
-_MODELS: dict[str, Callable[[], Any]] = {
-    "resnet50": partial(_resnet50, _PIXELS),
-    "resnet50_224": partial(_resnet50, _PIXELS_OF_A_GPU),
+_MODELS: dict[str, Callable[[Any], Any]] = {
+    "resnet50": partial(_resnet50, pixels=_PIXELS),
+    "resnet50_224": partial(_resnet50, pixels=_PIXELS_OF_A_GPU),
     "bert": _bert,
     "mlp": _mlp,
     "chain": _chain,

@@ -277,13 +277,32 @@ def test_what_cant_be_sent_before_the_first_step_is_said(keras_two_ranks: Pool) 
             assert error == "" and part in warning and "What to do: " in warning
 
 
-def body_sharded(graph: bool) -> Any:
-    def train(sharded: bool) -> Any:
-        variables = [tf.Variable(tf.fill(shape, 1.0)) for shape in ([3, 2], [5], [], [4, 4], [2])]
-        optimizer = tf.keras.optimizers.Adam(0.1)
+def _scaling() -> Any:
+    keras = tf.keras
+    return (
+        getattr(keras.optimizers, "LossScaleOptimizer", None)
+        or keras.mixed_precision.LossScaleOptimizer
+    )
 
-        def step(scale: Any) -> None:
+
+def _state(optimizer: Any) -> list[Any]:
+    return list(optimizer.variables() if callable(optimizer.variables) else optimizer.variables)
+
+
+def body_sharded(graph: bool, kind: str) -> Any:
+    def train(sharded: bool) -> Any:
+        optimizers = tf.keras.optimizers
+        variables = [tf.Variable(tf.fill(shape, 1.0)) for shape in ([3, 2], [5], [], [4, 4], [2])]
+        make: dict[str, Any] = {
+            "adam": lambda: optimizers.Adam(0.1),
+            "clips": lambda: optimizers.Adam(0.1, global_clipnorm=0.7),
+            "scales": lambda: _scaling()(optimizers.Adam(0.1), dynamic_growth_steps=2),
+        }
+        optimizer = make[kind]()
+
+        def step(scale: Any, bad: Any) -> None:
             gradients = [tf.ones(v.shape) * (i + 1.0) * scale for i, v in enumerate(variables)]
+            gradients[1] *= bad  # of the first rank's share
             pairs = list(zip(gradients, variables))
             if sharded:
                 npu.distribute.grouping_gradients_apply(optimizer.apply_gradients, pairs)
@@ -291,12 +310,11 @@ def body_sharded(graph: bool) -> Any:
                 optimizer.apply_gradients(pairs)
 
         call = tf.function(step) if graph else step
-        for scale in (1.0, -0.5, 2.0):
-            call(tf.constant(scale))
-        state = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
-        return [v.numpy() for v in variables], sum(
-            int(np.prod(v.shape)) for v in state if len(v.shape)
-        )
+        for number, scale in enumerate((1.0, -0.5, 2.0, 1.0)):
+            is_bad = kind == "scales" and number == 2
+            call(tf.constant(scale), tf.constant(float("inf") if is_bad else 1.0))
+        size = sum(int(np.prod(v.shape)) for v in _state(optimizer) if len(v.shape))
+        return [v.numpy() for v in variables], size
 
     sharded, sharded_state = train(True)
     plain, plain_state = train(False)
@@ -305,8 +323,9 @@ def body_sharded(graph: bool) -> Any:
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_equal_to_the_plain_update(keras_ranks: Pool, graph: bool) -> None:
-    results = keras_ranks.run(body_sharded, graph)
+@pytest.mark.parametrize("kind", ["adam", "clips", "scales"])
+def test_equal_to_the_plain_update(keras_ranks: Pool, graph: bool, kind: str) -> None:
+    results = keras_ranks.run(body_sharded, graph, kind)
     for equal, state, plain_state in results:
         assert all(equal)
         if keras_ranks.size > 1:
@@ -317,25 +336,13 @@ def test_equal_to_the_plain_update(keras_ranks: Pool, graph: bool) -> None:
 
 
 def body_refused() -> list[str]:
-    keras = tf.keras
-    scaling = (
-        getattr(keras.optimizers, "LossScaleOptimizer", None)
-        or keras.mixed_precision.LossScaleOptimizer
-    )
-    found = []
-    for optimizer in (
-        keras.optimizers.Adam(0.1, global_clipnorm=1.0),
-        scaling(keras.optimizers.SGD(0.1)),
-    ):
-        pairs = [(tf.ones([]), tf.Variable(1.0)) for _ in range(4)]
-        found.append(
-            error_of(npu.distribute.grouping_gradients_apply, optimizer.apply_gradients, pairs)
-        )
+    optimizer = _scaling()(tf.keras.optimizers.Adam(0.1, global_clipnorm=1.0))
+    pairs = [(tf.ones([]), tf.Variable(1.0)) for _ in range(4)]
+    found = [error_of(npu.distribute.grouping_gradients_apply, optimizer.apply_gradients, pairs)]
     return [*found, error_of(npu.distribute.grouping_broadcast, [tf.Variable([1.0])])]
 
 
 def test_what_cannot_be_divided_is_refused(keras_two_ranks: Pool) -> None:
-    for clips, scales, single in keras_two_ranks.run(body_refused):
+    for clips, single in keras_two_ranks.run(body_refused):
         assert "clips by global_clipnorm, for which it needs all gradients" in clips
-        assert "scales the loss, for which it needs all gradients" in scales
         assert "can't be divided among" in single

@@ -72,6 +72,7 @@ class Options:
     hosts: tuple[str, ...]  # reached by ssh; empty if npurun is started on each node
     horovod: bool
     replicate: bool
+    shard_optimizer: bool
     seed: int  # of all ranks, with ``replicate``
     bind_to: str  # one of ``core_sets.BINDINGS``
 
@@ -357,6 +358,7 @@ def _parser() -> argparse.ArgumentParser:
     _add(parser, "--horovod", action="store_true", help=horovod)
     unchanged = "train an unchanged Keras script (--seed N: the seed)"
     _add(parser, "--replicate", action="store_true", help=unchanged)
+    _add(parser, "--shard-optimizer", action="store_true", help="divide updates among the ranks")
     parser.add_argument("--seed", type=types.count, default=1, help=argparse.SUPPRESS)
     _add(
         parser, "--check", action="store_true", help=argparse.SUPPRESS

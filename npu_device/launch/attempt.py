@@ -327,6 +327,8 @@ class Attempt:
         if options.replicate:
             # Ranks that iterate over sets of strings would otherwise do so in different orders.
             variables.setdefault("PYTHONHASHSEED", str(options.seed))
+        if options.shard_optimizer:
+            variables.update(NPU_DEVICE_SHARD_OPTIMIZER="on")
         if meeting.new_secret is not None:
             variables.update(NPU_DEVICE_SECRET=meeting.new_secret)
         if options.horovod:

@@ -52,6 +52,7 @@ class Binding:
         """Return the variables of each rank."""
         if self._threads is None:
             return {}
+        # Within a job, npu.open() divides what is left.
         threads = str(self._threads)
         if self._options.nproc_per_node > 1:
             return {environment.NPU_DEVICE_CORES.name: threads}
@@ -69,6 +70,7 @@ class Binding:
         if not self._sets:
             yield
             return
+        # A thread of its own is not needed: only the calling one changes.
         before = os.sched_getaffinity(0)  # of this thread
         os.sched_setaffinity(0, cpus_of(self._sets[local_rank]))
         try:

@@ -49,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _sizes(memory: int) -> list[int]:
     """Return the numbers of ranks to try: powers of two and one rank for each NUMA node, as far as there is room."""
+    # More ranks than cores only take turns.
     cores = len(os.sched_getaffinity(0))
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     sizes = {nodes or 1, *(1 << power for power in range(cores.bit_length()))}
@@ -120,16 +121,11 @@ def _run(options: argparse.Namespace, start: TimedProcess, setups: Sequence[Setu
     if options.horovod:
         variables.update(modules.variables(variables))
     limit = 60.0 * options.minutes
-    settings = json.dumps(
-        {
-            **asdict(start),
-            "setups": list(map(astuple, setups)),
-            "limit": limit,
-            "rounds": options.rounds,
-        }
-    )
+    settings = asdict(start)
+    settings.update(setups=list(map(astuple, setups)), limit=limit, rounds=options.rounds)
+    runner = (sys.executable, "-u", "-m", _RUNNER, json.dumps(settings))
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", _RUNNER, settings, options.script, *options.arguments],
+        [*runner, options.script, *options.arguments],
         env=variables,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
@@ -139,6 +135,7 @@ def _run(options: argparse.Namespace, start: TimedProcess, setups: Sequence[Setu
     except subprocess.TimeoutExpired:
         code = 0  # what has been measured is there
     finally:
+        # The runner has made a group of its own, with all ranks in it.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

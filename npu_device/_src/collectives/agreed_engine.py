@@ -7,15 +7,15 @@ ends long before backward produces the first one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Protocol
+from typing import Any, Callable, Optional, Protocol
 
 import tensorflow as tf
 
 from npu_device._src.collectives.call import Terms
 from npu_device._src.collectives.dtypes import Tensors, Wire, wire_dtype
-from npu_device._src.collectives.engines.engines import Engine
+from npu_device._src.collectives.engines.engines import Engine, TwoLevelEngine
 from npu_device._src.collectives.engines.host.host_engine import HostEngine
 from npu_device._src.collectives.engines.host.sockets import fits
 from npu_device._src.collectives.engines.tensorflow.engine import rounded
@@ -69,6 +69,63 @@ class AgreedEngine:
                 else:
                     results[position] = tensors
         return results
+
+    def reduce_to_owners(
+        self,
+        segments: Sequence[Tensors],
+        owners: Sequence[Sequence[int]],
+        reduction: str,
+        wire: Wire = None,
+    ) -> list[list[Optional[tf.Tensor]]]:
+        """Reduce segments as ``all_reduce`` does, and return the results in the same lists: those that this rank owns,
+        and None for the others. The results have no gradient. ``owners`` are ranks of the group; see ``has_owners``.
+        """
+        segments_of_rank: list[list[Optional[tf.Tensor]]] = []
+        for segment in segments:
+            segments_of_rank.append([None] * len(segment))
+        for (_, is_compressed, _), positions in self._kinds(segments, wire).items():
+            lists = [segments[position] for position in positions]
+            owners_there = [owners[position] for position in positions]
+            engine = self._engine_of_owners(lists[0][0].dtype)
+            sent_dtype = wire if is_compressed else None
+            reduced = engine.reduce_to_owners(
+                self._take_terms(), lists, owners_there, reduction, self.group, sent_dtype
+            )
+            for position, owned in zip(positions, reduced):
+                remaining = iter(owned)
+                for index, owner in enumerate(owners[position]):
+                    if owner == self.group.rank:
+                        segments_of_rank[position][index] = next(remaining)
+        return segments_of_rank
+
+    def broadcast_from_owners(
+        self, tensors: Sequence[tf.Tensor | tf.TensorSpec], owners: Sequence[int]
+    ) -> list[tf.Tensor]:
+        """Return all tensors, of any dtypes and known shapes, on every rank, given those that this rank owns and the
+        specs of the others.
+        """
+        # As bytes, on the way of integers; see ``broadcast``.
+        if self.job.engines.has_owners(self.group, tf.int32):
+            engine = self._engine_of_owners(tf.int32)
+            return engine.broadcast_from_owners(self._take_terms(), tensors, owners, self.group)
+        # TensorFlow's engine sends the tensors of one owner after the other.
+        received = list(tensors)
+        for owner in sorted(set(owners)):
+            positions = [position for position, member in enumerate(owners) if member == owner]
+            sent = []
+            for position in positions:
+                tensor = tensors[position]
+                if owner != self.group.rank:
+                    tensor = _zeros(tensor)
+                sent.append(tensor)
+            for position, tensor in zip(positions, self.broadcast(sent, owner)):
+                received[position] = tensor
+        return received
+
+    def _engine_of_owners(self, dtype: tf.DType) -> HostEngine | TwoLevelEngine:
+        engine = self._engine(dtype)
+        assert isinstance(engine, (HostEngine, TwoLevelEngine)), "the caller asks has_owners first"
+        return engine
 
     def _kinds(
         self, segments: Sequence[Tensors], wire: Wire
@@ -246,9 +303,13 @@ class _EngineBySize:
         return tf.cond(self._is_small, lambda: transfer(self._messages, terms), after_message)
 
 
-def route_of(job: Job, group: Group, tensors: Sequence[Any], ragged: bool) -> Route | None:
+def route_of(
+    job: Job, group: Group, tensors: Sequence[Any], ragged: bool, has_owners: bool = False
+) -> Route | None:
+    """Return the route of a call, the same on every rank; None if a message has to compare it before its data move.
+    ``has_owners``: each rank sends data of another size, which a message can't take.
+    """
     # None has no dtype: it stands for a gradient that a rank doesn't have.
-    """Return the route of a call, the same on every rank; None if a message has to compare it before its data move."""
     dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
     uses_nccl = any(map(job.hosts.uses_nccl, dtypes))
     is_one_host = job.hosts.number_of(group.ranks) == 1
@@ -256,7 +317,7 @@ def route_of(job: Job, group: Group, tensors: Sequence[Any], ragged: bool) -> Ro
     if group.tag is not None or (is_one_host and not uses_nccl):
         return WithData()
     is_dense = all(isinstance(tensor, (tf.Tensor, tf.TensorSpec)) for tensor in tensors)
-    if uses_nccl or ragged or not is_dense:
+    if uses_nccl or ragged or has_owners or not is_dense:
         return None
     # Between hosts: small data needs no second message.
     is_small = fits(job, group.size, tensors)
@@ -273,6 +334,18 @@ def _comparing(job: Job, group: Group) -> HostEngine:
     if job.hosts.number_of(group.ranks) == 1:
         return job.engines.shared_memory
     return job.engines.messages
+
+
+def has_owners(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> bool:
+    """Return whether the engine of a group has ``reduce_to_owners`` for some dtypes: in shared memory, and through TCP
+    and MPI.
+    """
+    return all(job.engines.has_owners(group, dtype) for dtype in dtypes)
+
+
+def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
+    """Return a tensor of a spec, for a collective of which only the root's values count."""
+    return tf.zeros(spec.shape, spec.dtype)
 
 
 # Gradients

@@ -36,6 +36,7 @@ class Operation:
         results: returns the specs of the results, in their structure; None for an operation that returns nothing.
         details: whatever else must be the same on every rank.
         ragged: the first dimension of the values may differ among the ranks.
+        has_owners: some of the values are those of one rank each.
         gradient: in the graph of a session, returns the gradients of the values for those of the results.
     """
 
@@ -47,6 +48,7 @@ class Operation:
     results: Optional[Callable[[], Any]] = None
     details: dict[str, Any] = field(default_factory=dict)
     ragged: bool = False
+    has_owners: bool = False
     gradient: Optional[Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]] = None
 
     def run(self, job: Job, call: Call | None = None) -> Any:
@@ -84,7 +86,7 @@ class Operation:
             if not tf.executing_eagerly() and group.tag is None:
                 number = job.threads.number_at_each_call(group, exchange)
                 terms = terms._replace(shapes=tf.convert_to_tensor(terms.shapes, tf.int32) + number)
-            route = route_of(job, group, self.values, self.ragged)
+            route = route_of(job, group, self.values, self.ragged, self.has_owners)
             engine = AgreedEngine(job, group, terms, route)
             if route is None:
                 # A message of its own comes before the data, which may have any size.
@@ -132,8 +134,11 @@ class Operation:
 
         def run(*arrays: tf.Tensor) -> list[tf.Tensor]:
             values = tf.nest.pack_sequence_as(inputs, arrays, expand_composites=True)
-            # A receive has no inputs, and compares the spec of what it expects.
-            compared = values[: len(self.values)] or self.values
+            compared = self.values
+            # With owners, values are specs, and the inputs are those of this rank.
+            if not self.has_owners:
+                # A receive has no inputs, and compares the spec of what it expects.
+                compared = values[: len(self.values)] or self.values
             results = replace(self, values=compared, inputs=values).run(job, call)
             if self.results is None:
                 return [tf.constant(0)]

@@ -7,6 +7,7 @@ once.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Callable
 
@@ -130,6 +131,46 @@ def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) ->
 
 def _reduced_spec(tensor: tf.Tensor | tf.TensorSpec, reduction: str) -> Callable[[], tf.TensorSpec]:
     return lambda: tf.TensorSpec(tensor.shape, reduced_dtype(tensor.dtype, reduction))
+
+
+def broadcast_from_owners(
+    job: Job,
+    tensors: Sequence[tf.Tensor | tf.TensorSpec],
+    owners: Sequence[int],
+    group: Group,
+) -> list[tf.Tensor]:
+    """Send tensors from the ranks that own them to all others; return them in the order of ``tensors``.
+
+    Args:
+        tensors: those that this rank owns, and the specs of the others; of any dtypes and known shapes.
+        owners: the owner of each tensor, a rank of the group.
+
+    The results have no gradient. For the engines that can do it, see ``agreed_engine.has_owners``.
+    """
+    if not tensors:
+        return []
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+    owned = [tensor for tensor, owner in zip(tensors, owners) if owner == group.rank]
+
+    def body(engine: AgreedEngine, *inputs: tf.Tensor) -> list[tf.Tensor]:
+        remaining = iter(inputs)
+        sent = list(specs)
+        for position, owner in enumerate(owners):
+            if owner == group.rank:
+                sent[position] = next(remaining)
+        return engine.broadcast_from_owners(sent, owners)
+
+    agreed = {"owners": digest_of(owners)}
+    name = "broadcast_from_owners"
+    operation = Operation(name, group, specs, body, owned, lambda: specs, agreed, has_owners=True)
+    received: list[tf.Tensor] = operation.run(job)
+    return received
+
+
+def digest_of(numbers: Sequence[int]) -> str:
+    """Return a digest of numbers that all ranks have to pass alike."""
+    text = repr(list(numbers))
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 def broadcast(

@@ -9,4 +9,5 @@ from npu_device._src.compat.graph_walk import producers as producers, walk as wa
 from npu_device._src.compat.graphs import *  # noqa: F403
 from npu_device._src.compat.keras import *  # noqa: F403
 from npu_device._src.compat.keras_models import *  # noqa: F403
+from npu_device._src.compat.optimizer_slots import *  # noqa: F403
 from npu_device._src.compat.tensorflow import *  # noqa: F403

@@ -194,14 +194,28 @@ def inner_variable(variable: Any) -> Any:
     return variable
 
 
+SHARE = "_npu_share"
+"""The attribute of an optimizer's variable that only one rank holds, or is going to."""
+
+
+def is_share(variable: Any) -> bool:
+    """Return whether only one rank holds a variable of an optimizer, or is going to."""
+    return SHARE in getattr(variable, "__dict__", {})
+
+
+def is_apart(variable: Any) -> bool:
+    """Return whether only one rank holds a variable of an optimizer now."""
+    return is_share(variable) and getattr(variable, SHARE).is_apart
+
+
 def optimizer_variables(optimizer: Any, weights: Any) -> list[Any]:
-    """Return all variables of an optimizer, including its learning rate and loss scale.
+    """Return all variables of an optimizer, including its learning rate and loss scale, that every rank holds.
 
     In Keras 3 ``variables`` has them all. In tf-keras it lacks the learning rate and the loss scale; that of a legacy
     optimizer lacks all hyperparameters, and a restored checkpoint changes its order.
     """
     if is_keras_3(keras_of(optimizer)):
-        return list(optimizer.variables)
+        return [variable for variable in optimizer.variables if not is_apart(variable)]
     candidates = []
     scale: Any = getattr(optimizer, "_loss_scale", None)
     if hasattr(scale, "current_loss_scale"):

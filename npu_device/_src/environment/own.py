@@ -105,6 +105,13 @@ NPU_DEVICE_SPLIT = optional(
     "for lists that they fit; percentages those of `set_split_strategy_by_size`.",
     everywhere=True,
 )
+NPU_DEVICE_SHARD_OPTIMIZER = _choice(
+    "NPU_DEVICE_SHARD_OPTIMIZER",
+    ("off", "on"),
+    "whether the updates of Keras optimizers are divided among the ranks (ZeRO stage 1), where a script doesn't say "
+    "so itself by `shard_optimizer=`.",
+    everywhere=True,
+)
 NPU_DEVICE_UNEQUAL_START = _choice(
     "NPU_DEVICE_UNEQUAL_START",
     ("repair", "error", "ignore"),

@@ -21,13 +21,15 @@ from npu_device._src.collectives.graph import in_one_or_apart, origin
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.operation import Operation
-from npu_device._src.collectives.ops import REDUCTIONS, require_reduction
+from npu_device._src.collectives.ops import REDUCTIONS, digest_of, require_reduction
 from npu_device._src.gradients.segments import FirstOrders, cut
 from npu_device._src.gradients.sparse_rows import TableRows, add_up_slices
 from npu_device._src.gradients.split_strategy import MAX_SEGMENTS
 from npu_device._src.options import global_options
 from npu_device._src.trace.trace import Tracer, traced_reduction
 
+Owners = Optional[Sequence[int]]
+"""The rank of the group that owns each tensor of a list, if each has an owner."""
 Gradient = Optional[Union[tf.Tensor, tf.IndexedSlices]]
 _LARGEST_FUSION_ID = 0x7FFFFFFF
 WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
@@ -96,12 +98,19 @@ def check_fusion_0_or_2(operation: str, fusion: int, fusion_id: int) -> None:
 
 
 def reduce_list(
-    job: Job, tensors: Sequence[Gradient], options: ReductionOptions, group: Group
+    job: Job,
+    tensors: Sequence[Gradient],
+    options: ReductionOptions,
+    group: Group,
+    owners: Owners = None,
 ) -> list[Gradient]:
     """Reduce a list of tensors over a group.
 
     ``tf.IndexedSlices`` may have a different number of rows on each rank, and ``None`` stays. The collective of a
     segment depends only on its own tensors, so it starts as soon as backward has produced them.
+
+    With ``owners``, the rank of the group to which each value belongs, a rank gets only its own results, and None for
+    other tensors; see ``agreed_engine.has_owners``.
     """
     tracer = None
     if options.reduction in ("mean", "sum"):  # of gradients; a trace has no other reductions
@@ -138,7 +147,9 @@ def reduce_list(
             context.enter_context(tf.control_dependencies(dense))
         for positions, segments_here in operations:
             tensors_here = [tensors[position] for position in positions]
-            operation = ListReduction(job, tensors_here, segments_here, options, group).operation()
+            owners_here = owners and [owners[position] for position in positions]
+            reduction = ListReduction(job, tensors_here, segments_here, options, group, owners_here)
+            operation = reduction.operation()
             for position, reduced_here in zip(positions, operation.run(job)):
                 reduced[position] = reduced_here
         for position in sparse:
@@ -149,11 +160,19 @@ def reduce_list(
             )
         if trace is not None:
             for segment in (*segments, *([position] for position in sparse)):
-                trace.segment([reduced[position] for position in segment])
+                trace.segment(_own_or_last(segment, reduced, tensors))
     if trace is not None:
         reduced = trace.recorded_with(reduced)
     job.made(ReducedTensors).add(reduced)
     return reduced
+
+
+def _own_or_last(
+    segment: Sequence[int], reduced: Sequence[Gradient], tensors: Sequence[Gradient]
+) -> list[Gradient]:
+    """Return the results of a segment on this rank; if it has none, the last of the tensors that went in."""
+    owned = [reduced[position] for position in segment if reduced[position] is not None]
+    return owned or [tensors[segment[-1]]]
 
 
 class ListReduction:
@@ -166,8 +185,10 @@ class ListReduction:
         segments: Sequence[Sequence[int]],
         options: ReductionOptions,
         group: Group,
+        owners: Owners = None,
     ) -> None:
         self._job = job
+        self._owners = owners
         self._segments = segments
         self._options = options
         self._group = group
@@ -199,8 +220,10 @@ class ListReduction:
             *(rows.counts for rows in self._sparse if rows.counts is not None),
         ]
         gradient = self._gradient if self._segments else None
+        if self._owners is not None:
+            agreed["owners"] = digest_of(self._owners)
         return Operation(
-            "all_reduce",
+            ("all_reduce", "reduce_to_owners")[self._owners is not None],
             self._group,
             self._tensors,
             self._move,
@@ -208,6 +231,7 @@ class ListReduction:
             self._specs,
             agreed,
             gradient=gradient,
+            has_owners=self._owners is not None,
         )
 
     def _move(self, engine: AgreedEngine, *inputs: Any) -> list[Gradient]:
@@ -215,9 +239,15 @@ class ListReduction:
         reduced: list[Gradient] = [None] * len(self._tensors)
         reduction = self._options.reduction
         lists = [[inputs[position] for position in segment] for segment in self._segments]
-        for segment, reduced_segment in zip(
-            self._segments, engine.all_reduce(lists, reduction, self._wire)
-        ):
+        moved: Sequence[Sequence[Optional[tf.Tensor]]]
+        if self._owners is None:
+            moved = engine.all_reduce(lists, reduction, self._wire)
+        else:
+            owners = [
+                [self._owners[position] for position in segment] for segment in self._segments
+            ]
+            moved = engine.reduce_to_owners(lists, owners, reduction, self._wire)
+        for segment, reduced_segment in zip(self._segments, moved):
             for position, tensor in zip(segment, reduced_segment):
                 reduced[position] = tensor
         counts = iter(inputs[len(self._tensors) :])
@@ -277,6 +307,14 @@ def with_values(gradient: Any, change: Callable[[tf.Tensor], tf.Tensor]) -> Any:
 
 def weighted(gradient: Any, weight: Any) -> Any:
     return with_values(gradient, lambda rows: rows * tf.cast(weight, rows.dtype))
+
+
+def all_finite(gradients: Sequence[Any]) -> tf.Tensor:
+    """Return whether the gradients of this rank are finite: bool, shape []; ``None`` among them is ignored."""
+    values = map(dense_of, gradients)
+    return tf.reduce_all(
+        [True, *(tf.reduce_all(tf.math.is_finite(value)) for value in values if value is not None)]
+    )
 
 
 # The results of reductions

@@ -21,6 +21,7 @@ from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.optimizers.optimizer_wrapper import (
     npu_distributed_keras_optimizer_wrapper,
 )
+from npu_device._src.training.sharding.divided_update import tell_if_asked
 from npu_device._src.training.watching.wrapped_optimizers import carrier, reduction_of
 
 _START_LEVEL = logging.INFO  # scripts broadcast after the first step: before, variables may differ
@@ -90,11 +91,12 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: A
             "be added up twice.\nWhat to do: pass one of the two."
         )
     npu_distributed_keras_optimizer_wrapper(
-        optimizer, options.reduction, compression=options.compression
+        optimizer, options.reduction, compression=options.compression, shard_optimizer=False
     )
     if reduction := reduction_of(carrier(optimizer)):  # with several ranks
         # ``replicate`` refuses such an optimizer: each rank has batches of its own.
         reduction.own_batches = True
+        tell_if_asked(world_unless_child(), "it is a DistributedOptimizer of Horovod")
     keras = compat.keras_of(optimizer)
     if compat.is_keras_3(keras):
         # Keras 3 has dropped names that scripts for older releases use.

@@ -27,6 +27,7 @@ def core_sets(machine: Machine, ranks: int, binding: str) -> list[CoreSet]:
         level = _widest(machine, ranks)
     if level == NONE or ranks == 1:
         return []
+    # For ``core`` there is one domain, the host.
     domains = machine.domains(level)
     noun = _DOMAINS.get(level, "host")
     if ranks % len(domains):
@@ -70,9 +71,11 @@ def cpus_of(core_set: CoreSet) -> list[int]:
 def described(core_set: CoreSet, machine: Machine) -> str:
     """Return the CPUs of a set, and the domain around it: ``cores 0-15 (NUMA node 0)``."""
     text = f"cores {ranges(cpus_of(core_set))}"
+    # The name that says most about memory comes first.
     for level, noun in _DOMAINS.items():
         numbers = {getattr(core, level) for core in core_set}
         if len(numbers) == 1 and len(machine.domains(level)) > 1:
+            # Caches have no numbers of their own.
             if level == "l3cache":
                 return f"{text} (one L3 cache)"
             return f"{text} ({noun} {numbers.pop()})"
@@ -83,6 +86,7 @@ def threads_of_rank(machine: Machine, ranks: int, sets: Sequence[CoreSet]) -> in
     """Return how many threads TensorFlow is to have on each rank of this host, if they are bound or there is a quota;
     None if nothing is known better than the number of CPUs.
     """
+    # The second thread of a core adds little to what TensorFlow computes.
     limits = [len(core_set) for core_set in sets[:1]]
     if machine.quota is not None and machine.is_limited:
         limits.append(max(1, int(machine.quota.cpus / ranks)))

@@ -73,12 +73,15 @@ def read_machine(root: Path = Path("/"), cpus: Collection[int] | None = None) ->
     # Of this thread: a launcher, or a cpuset, may allow it fewer than the host has.
     if cpus is None:
         cpus = os.sched_getaffinity(0)
+    # Each CPU has a folder of its own; only nodes list theirs.
     numa_nodes = _numa_nodes(root)
     cores: dict[int, Core] = {}
     for cpu in sorted(cpus):
         folder = root / f"sys/devices/system/cpu/cpu{cpu}"
+        # Without the file, as in some containers, each CPU counts as a core.
         siblings = _numbers(folder / "topology/thread_siblings_list") or [cpu]
         threads = tuple(sibling for sibling in siblings if sibling in cpus)
+        # Some virtual machines and ARM systems say -1.
         socket = max(0, _number(folder / "topology/physical_package_id"))
         number = siblings[0]
         cores[number] = Core(number, threads, socket, numa_nodes.get(cpu, 0), _l3cache(folder))
@@ -97,6 +100,7 @@ def _numa_nodes(root: Path) -> dict[int, int]:
 
 def _l3cache(folder: Path) -> int:
     """Return the first CPU that shares the last-level cache of a CPU; -1 if that isn't known."""
+    # Their numbers differ from their levels: data and instructions may have a cache each.
     for index in (folder / "cache").glob("index[0-9]*"):
         if _number(index / "level") == 3:
             return next(iter(_numbers(index / "shared_cpu_list")), _UNKNOWN)
@@ -104,6 +108,7 @@ def _l3cache(folder: Path) -> int:
 
 
 def _number(path: Path) -> int:
+    # A CPU that goes offline takes its files along.
     with contextlib.suppress(OSError, ValueError):
         return int(path.read_text())
     return _UNKNOWN
@@ -148,7 +153,9 @@ def _quota_of(folder: Path) -> Quota | None:
             text = (folder / "cpu.cfs_quota_us").read_text()
             period = (folder / "cpu.cfs_period_us").read_text()
         microseconds = int(text)  # ValueError if it is "max"
+        # Version 1 has -1 for none.
         if microseconds > 0:
+            # Processes that share a group share its time; containers all call their group "/".
             status = folder.stat()
             return Quota(microseconds / int(period), f"{status.st_dev}:{status.st_ino}")
     return None

@@ -103,6 +103,7 @@ class _SpeedProcess(ForkingProcess):
 
     def _has_time_for(self, setups: Sequence[Setup]) -> bool:
         """Return True if runs of these numbers of ranks probably end in time."""
+        # An estimate for a setup that has not run yet.
         longest = max(self._seconds_of_run.values(), default=0.0)
         seconds = sum(self._seconds_of_run.get(setup, longest) for setup in setups)
         return time.monotonic() + seconds < self._deadline
@@ -144,6 +145,7 @@ class _SpeedProcess(ForkingProcess):
 
     def _look_at_end(self, process: PlannedProcess, status: int) -> None:
         """Leave out a number of ranks that can't divide the batch; any other end without times is a problem."""
+        # The script decides on its batch, and may work with another number of ranks.
         assert isinstance(process, TimedProcess)
         if process.ranks > 1 and INDIVISIBLE in output_of(process):
             self._leave_out(process.setup, "they can't divide the batch")
@@ -166,6 +168,7 @@ class _SpeedProcess(ForkingProcess):
                     first, "made no steps of a Keras optimizer in all the time of --minutes"
                 )
             return
+        # Progress goes to the console while the script's own output goes to a file.
         left = max(0.0, self._deadline - time.monotonic())
         text = f"{first.setup.label} rank(s), round {first.round}: {times.steps / times.seconds:.3g} steps/s"
         os.write(
@@ -181,6 +184,7 @@ class _SpeedProcess(ForkingProcess):
 
 def _memory(pid: int) -> int:
     """Return the bytes of memory of a process, its part of what it shares with others."""
+    # Forks of one process share most pages of TensorFlow, which resident sizes would count twice.
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) << 10

@@ -75,48 +75,50 @@ def outcome(
     kinds = {setup: _kind_of_batch(rows_of_one, rows[setup], setup.ranks) for setup in setups[1:]}
     speedups = []
     advice = []
-    for setup in setups:
-        seconds = [times[setup] for times in rounds]
-        if not seconds:
-            continue
-        # With a batch per rank, a step trains more samples.
-        share = 1
-        if kinds.get(setup) == _PER_RANK:
-            share = setup.ranks
-        ratios = sorted(share * times[setups[0]] / times[setup] for times in rounds)
-        low, high = spread(ratios)
-        step = statistics.median(seconds)
-        samples = None
-        if rows_of_one is not None:
-            samples = share * rows_of_one / step
-        analysis = _analysis(start, setup)
-        speedups.append(
-            Speedup(
-                setup.ranks,
-                setup.binding,
-                len(rounds),
-                1 / step,
-                samples,
-                statistics.median(ratios),
-                low,
-                high,
-                _verdict(low, high, len(rounds)),
-                load_memory(start.run_of(setup, "1")[0]),
-                _parts(analysis),
-            )
-        )
-        if analysis is not None and setup == setups[1]:
-            advice += _what_would_help(analysis, setup.ranks)
-    different = [setup for setup, kind in kinds.items() if kind == _DIFFERENT]
+    if rounds:
+        for setup in setups:
+            # With a batch per rank, a step trains more samples.
+            share = 1
+            if kinds.get(setup) == _PER_RANK:
+                share = setup.ranks
+            speedups.append(_speedup(start, setup, rounds, share, rows_of_one))
+    analysis = None
+    if len(speedups) > 1:
+        analysis = _analysis(start, setups[1])
+    if analysis is not None:
+        advice = _what_would_help(analysis, setups[1].ranks)
     problem = ""
-    if different:
-        problem = (
-            f"the batches of {different[0].ranks} ranks have {rows[different[0]]:.4g} rows a step, and those of one "
-            f"process {rows_of_one:.4g}: neither the same number nor {different[0].ranks} times as many, so nothing "
-            "can be compared"
-        )
+    for setup, kind in kinds.items():
+        if kind == _DIFFERENT:
+            problem = (
+                f"the batches of {setup.ranks} ranks have {rows[setup]:.4g} rows a step, and those of one process "
+                f"{rows_of_one:.4g}: nothing can be compared unless that is the same, or the batch of each rank"
+            )
     batch = next(iter(kinds.values()), _UNKNOWN)
     return Outcome(speedups, dict(left_out or {}), batch, [*_choice(speedups), *advice], problem)
+
+
+def _speedup(
+    start: TimedProcess,
+    setup: Setup,
+    rounds: Sequence[Mapping[Setup, float]],
+    share: int,
+    rows: float | None,
+) -> Speedup:
+    """Return a line of the table; ``share`` is how many times the samples of one process a step trains."""
+    single = Setup(1)
+    ratios = sorted(share * times[single] / times[setup] for times in rounds)
+    low, high = spread(ratios)
+    rate = 1 / statistics.median(times[setup] for times in rounds)
+    samples = None
+    if rows is not None:
+        samples = share * rows * rate
+    memory = load_memory(start.run_of(setup, "1")[0])
+    verdict = _verdict(low, high, len(rounds))
+    parts = _parts(_analysis(start, setup))
+    ratio = statistics.median(ratios)
+    place = (setup.ranks, setup.binding, len(rounds))
+    return Speedup(*place, rate, samples, ratio, low, high, verdict, memory, parts)
 
 
 def spread(ratios: Sequence[float]) -> tuple[float, float]:
@@ -209,21 +211,20 @@ def _analysis(start: TimedProcess, setup: Setup) -> Analysis | None:
         return None
 
 
+_PARTS = ("input", "computing", "update", "communication", "waiting")
+
+
 def _parts(analysis: Analysis | None) -> dict[str, float]:
     """Return where the step of the rank goes for which the others wait."""
     if analysis is None:
         return {}
     busiest = max(analysis.ranks, key=lambda rank: rank.busy)
     idlest = min(analysis.ranks, key=lambda rank: rank.busy)
-    microseconds = {
-        "input": busiest.input_wait,
-        "computing": busiest.alone + busiest.hidden,
-        "update": busiest.update,
-        "communication": busiest.exposed,
-        # Of the rank that is ready first.
-        "waiting": busiest.busy - idlest.busy,
-    }
-    return {name: time / 1e3 for name, time in microseconds.items()}
+    computing = busiest.alone + busiest.hidden
+    # Of the rank that is ready first.
+    waiting = busiest.busy - idlest.busy
+    times = (busiest.input_wait, computing, busiest.update, busiest.exposed, waiting)
+    return {name: microseconds / 1e3 for name, microseconds in zip(_PARTS, times)}
 
 
 # What would help

@@ -65,6 +65,7 @@ class StepClock:
             return original(model, *args, **kwargs)
         assert self._rows is not None
         self._rows.assign_add(tf.shape(inputs, tf.int64)[0])
+        # A model may consist of models, which get the same rows.
         self._depth += 1
         try:
             return original(model, *args, **kwargs)
@@ -79,7 +80,7 @@ class StepClock:
             steps = self._steps()
             if steps == latest_steps:
                 continue
-            # A step has just ended.
+            # A step has just ended, so that whole steps are timed.
             latest_steps = steps
             now = time.monotonic()
             if begin is None:
@@ -99,6 +100,7 @@ class StepClock:
 
     def _steps(self) -> int:
         """Return how many steps all optimizers have made."""
+        # Several optimizers, as of a GAN, count together, in every run alike.
         total = 0
         for optimizer in list(self._optimizers.values()):
             # One that isn't built yet has no counter, and one of a graph none that can be read.

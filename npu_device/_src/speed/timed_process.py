@@ -83,6 +83,7 @@ class Times:
 
 def save_times(process: PlannedProcess, times: Times) -> None:
     """Leave times, all of them at once."""
+    # npurun may read at any time.
     part = process.folder / "times.part"
     part.write_text(json.dumps(vars(times)))
     os.replace(part, process.folder / _TIMES)

@@ -14,6 +14,7 @@ from npu_device._src.training.distribute.groups import get_rank_size
 from npu_device._src.training.distribute.reduce_values import all_reduce
 from npu_device._src.training.distribute.variables import grouping_gradients_apply
 from npu_device._src.training.opening import device
+from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.optimizers.loss_scale_optimizer import (
     all_finite,
     on_all_ranks,
@@ -22,6 +23,7 @@ from npu_device._src.training.optimizers.loss_scale_optimizer import (
 from npu_device._src.training.optimizers.optimizer_wrapper import (
     npu_distributed_keras_optimizer_wrapper,
 )
+from npu_device._src.training.sharding.divided_update import tell_if_asked
 
 _WRAPPED = "_npu_reduces_gradients"
 _LARGEST = 3.4e38
@@ -69,6 +71,8 @@ class NPUDistributedOptimizer(DelegatingOptimizer):
         _require_unwrapped(optimizer)
         super().__init__(optimizer, name or f"Distributed{type(optimizer).__name__}")
         self._sharded = is_weight_update_sharding
+        if not is_weight_update_sharding:
+            tell_if_asked(world_unless_child(), "it is an optimizer of TensorFlow 1")
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         return _averaged(super().compute_gradients(*args, **kwargs))
@@ -100,6 +104,7 @@ def npu_distributed_optimizer_wrapper(optimizer: Any) -> Any:
     if device.unless_child() is None:
         return optimizer
     _require_unwrapped(optimizer)
+    tell_if_asked(world_unless_child(), "it is an optimizer of TensorFlow 1")
     # Marked, so that a second wrapper is noticed.
     setattr(optimizer, _WRAPPED, True)
     # On the object: other optimizers of its class stay as they are.

@@ -336,7 +336,7 @@ def iteration() -> Iterator[None]:
     if open_iteration.reduction is not None:
         # The iteration ends when all variables have been changed by what the block has added to the graph.
         added = _operations(open_iteration.graph)[earlier:]
-        end = when([operation for operation in added if _changes_a_variable(operation)])
+        end = when([operation for operation in added if changes_a_variable(operation)])
         open_iteration.reduction.hand_over(end)
 
 
@@ -404,7 +404,8 @@ def _bounds(lengths: Iterable[int]) -> tuple[tuple[int, int], ...]:
     return tuple(bounds)
 
 
-def _changes_a_variable(operation: tf.Operation) -> bool:
+def changes_a_variable(operation: tf.Operation) -> bool:
+    """Return whether an operation of a graph writes to a variable."""
     if not operation.op_def.is_stateful or operation.type.startswith("Read"):
         return False
     return any(tensor.dtype == tf.resource for tensor in operation.inputs)

@@ -12,7 +12,7 @@ from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.moves import all_gather_v
 from npu_device._src.collectives.ops import all_reduce, barrier, broadcast
-from npu_device._src.gradients.reduction import ReductionOptions, reduce_list
+from npu_device._src.gradients.reduction import Owners, ReductionOptions, reduce_list
 from npu_device._src.world.sent_objects import packed, unpacked
 
 
@@ -29,9 +29,14 @@ class World:
     def add_up(self, tensor: tf.Tensor) -> tf.Tensor:
         return all_reduce(self.job, tensor, "sum", self.group)
 
-    def reduce(self, tensors: Sequence[Any], options: ReductionOptions) -> list[Any]:
-        """Return a list of tensors, ``None`` and ``tf.IndexedSlices`` reduced over the ranks."""
-        return reduce_list(self.job, tensors, options, self.group)
+    def reduce(
+        self,
+        tensors: Sequence[Any],
+        options: ReductionOptions,
+        owners: Owners = None,
+    ) -> list[Any]:
+        """Return a list of tensors, ``None`` and ``tf.IndexedSlices`` reduced over the ranks; see ``reduce_list``."""
+        return reduce_list(self.job, tensors, options, self.group, owners)
 
     def gather(self, tensor: tf.Tensor, purpose: str = "") -> tf.Tensor:
         """Return all ranks' tensors one after the other along the first dimension, which may differ among the ranks."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Optional, Protocol
 
 import tensorflow as tf
 
@@ -78,7 +78,7 @@ class TwoLevelEngine:
     """
 
     _hosts: JobHosts
-    _within: Engine
+    _within: HostEngine
     _between: Engine
 
     def all_reduce(
@@ -101,11 +101,98 @@ class TwoLevelEngine:
                 results.append(self._within.broadcast(None, reduced.pop(0), 0, host))
         return results + [self._within.broadcast(None, tensors, 0, host) for tensors in reduced]
 
+    def reduce_to_owners(
+        self,
+        terms: Terms | None,
+        segments: Sequence[Tensors],
+        owners: Sequence[Sequence[int]],
+        reduction: str,
+        group: Group,
+        wire: Wire,
+    ) -> list[list[tf.Tensor]]:
+        """Reduce segments to the owners of their tensors; see ``HostEngine``. Between hosts, the tensors of a host go
+        to its lowest rank.
+        """
+        host, _ = self._levels(group)
+        results: list[list[tf.Tensor]] = []
+        reduced: list[tuple[list[tf.Tensor], list[int]]] = []  # not spread yet, as in all_reduce
+
+        def spread(tensors: list[tf.Tensor], owners_there: list[int]) -> list[tf.Tensor]:
+            # The lowest rank has its own tensors already.
+            sent = [position for position, rank in enumerate(owners_there) if rank != host.ranks[0]]
+            if sent:
+                received = self._within.broadcast(
+                    None, [tensors[position] for position in sent], 0, host
+                )
+                for position, tensor in zip(sent, received):
+                    tensors[position] = tensor
+            rank = group.ranks[group.rank]
+            return [tensor for tensor, owner in zip(tensors, owners_there) if owner == rank]
+
+        for segment, owners_there in zip(segments, owners):
+            lowest = self._lowest_of(group, owners_there)
+            local = [position for position, rank in enumerate(lowest) if rank == host.ranks[0]]
+            owned = self._reduce(segment, reduction, group, wire, lowest)
+            reduced.append((owned, [group.ranks[owners_there[position]] for position in local]))
+            if len(reduced) > 1:
+                results.append(spread(*reduced.pop(0)))
+        return results + [spread(*waiting) for waiting in reduced]
+
+    def broadcast_from_owners(
+        self,
+        terms: Terms | None,
+        tensors: Sequence[tf.Tensor | tf.TensorSpec],
+        owners: Sequence[int],
+        group: Group,
+    ) -> list[tf.Tensor]:
+        """Send tensors from their owners to all ranks; see ``HostEngine``. Each host sends what its ranks own once."""
+        host, between = self._levels(group)
+        lowest = self._lowest_of(group, owners)
+        local = [position for position, rank in enumerate(lowest) if rank == host.ranks[0]]
+        remote = [position for position in range(len(tensors)) if position not in set(local)]
+        results = list(tensors)
+
+        def put(positions: Sequence[int], received: Sequence[tf.Tensor]) -> None:
+            for position, tensor in zip(positions, received):
+                results[position] = tensor
+
+        owned = [tensors[position] for position in local]
+        local_owners = [host.ranks.index(group.ranks[owners[position]]) for position in local]
+        if owned:
+            put(local, self._within.broadcast_from_owners(None, owned, local_owners, host))
+        if between is not None:
+            hosts = list(map(between.ranks.index, lowest))
+            results = self._between_owners.broadcast_from_owners(None, results, hosts, between)
+        if remote:
+            others = [results[position] for position in remote]
+            put(remote, self._within.broadcast(None, others, 0, host))
+        return results
+
+    def _lowest_of(self, group: Group, members: Sequence[int]) -> list[int]:
+        """Return the lowest rank of the host of each member."""
+        leaders = self._hosts.leaders
+        by_host: dict[int, int] = {}
+        for rank in sorted(group.ranks):
+            by_host.setdefault(leaders[rank], rank)
+        return [by_host[leaders[group.ranks[member]]] for member in members]
+
+    @property
+    def _between_owners(self) -> HostEngine:
+        assert isinstance(self._between, HostEngine), "the caller asks has_owners first"
+        return self._between
+
     def _reduce(
-        self, segment: Tensors, reduction: str, group: Group, wire: Wire
+        self,
+        segment: Tensors,
+        reduction: str,
+        group: Group,
+        wire: Wire,
+        lowest: Optional[Sequence[int]] = None,
     ) -> list[tf.Tensor]:
         """Return the results of a segment on the lowest rank of each host, and values of their shapes on the others.
         The ranks between the hosts take the mean, of whole sums.
+
+        With ``lowest``, the rank between the hosts to which each tensor goes, those of this host.
         """
         host, between = self._levels(group)
         dtype = reduced_dtype(segment[0].dtype, reduction)
@@ -118,7 +205,15 @@ class TwoLevelEngine:
             sent_dtype = None
             if reduction in ("sum", "mean") and wire_dtype(dtype, wire) != sums[0].dtype:
                 sent_dtype = wire_dtype(dtype, wire)
-            [sums] = self._between.all_reduce(None, [sums], reduction, between, sent_dtype)
+            if lowest is None:
+                [sums] = self._between.all_reduce(None, [sums], reduction, between, sent_dtype)
+            else:
+                owners = list(map(between.ranks.index, lowest))
+                [sums] = self._between_owners.reduce_to_owners(
+                    None, [sums], [owners], reduction, between, sent_dtype
+                )
+        elif lowest is not None:
+            sums = [tensor for tensor, rank in zip(sums, lowest) if rank == host.ranks[0]]
         return [tf.cast(tensor, dtype) for tensor in sums]
 
     def reduce(
@@ -245,6 +340,10 @@ class Engines:
         if hosts.number_of(group.ranks) == 1:
             return self.shared_memory
         return self.by_name[hosts.engine]
+
+    def has_owners(self, group: Group, dtype: tf.DType) -> bool:
+        """Return whether the engine of a group reduces tensors of a dtype to owners, and broadcasts from them."""
+        return isinstance(self.of_rows(group, dtype), HostEngine)
 
     def has_two_levels(self, group: Group, dtype: tf.DType) -> bool:
         """Return whether the hosts of a group reduce in shared memory before they exchange."""

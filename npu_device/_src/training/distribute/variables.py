@@ -14,10 +14,11 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.collectives.graph import after, fetchable
 from npu_device._src.collectives.group import WORLD_GROUP
+from npu_device._src.gradients.reduction import all_finite, with_values
 from npu_device._src.training.distribute.synchronized_layers import find_layers
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.watching.digests import checksum
-from npu_device._src.training.watching.same_variables import assign_from_root
+from npu_device._src.training.watching.same_variables import assign_from_owners, assign_from_root
 from npu_device._src.wording import counted
 from npu_device._src.world.world import World
 
@@ -168,8 +169,8 @@ def grouping_gradients_apply(
         updates run with the function. On a single device the result of ``apply_func`` for all pairs.
 
     Raises:
-        ValueError: there are fewer variables than ranks; or ``apply_func`` is that of a Keras optimizer which needs all
-            gradients at once (``global_clipnorm``, ``LossScaleOptimizer``).
+        ValueError: there are fewer variables than ranks; or ``apply_func`` is that of a ``LossScaleOptimizer`` whose
+            inner optimizer clips by ``global_clipnorm``.
         RuntimeError: as for ``broadcast``.
 
     The variables are cut into one contiguous share per rank, of about the same number of bytes, and each rank keeps
@@ -180,32 +181,43 @@ def grouping_gradients_apply(
     world = world_unless_child()
     if world is None:
         return apply_func(grads_and_vars, *args, **kwargs)
-    # A bound method knows its optimizer.
-    optimizer = getattr(apply_func, "__self__", None)
-    # What an optimizer computes of all gradients would differ on each rank.
-    purpose = ""
-    if getattr(optimizer, "global_clipnorm", None) is not None:
-        purpose = "clips by global_clipnorm"
-        remedy = "clip the reduced gradients by tf.clip_by_global_norm first, with an optimizer that doesn't clip"
-    elif hasattr(optimizer, "inner_optimizer"):
-        purpose = "scales the loss"
-        remedy = "use the optimizer inside it, or apply the gradients on every rank"
-    if purpose:
-        raise ValueError(
-            f"rank {world.rank}: this {type(optimizer).__name__} {purpose}, for which it needs all gradients; "
-            "grouping_gradients_apply gives each rank's only those of its share, so that the ranks would differ.\n"
-            f"What to do: {remedy}."
-        )
     pairs = list(grads_and_vars)
     variables = [variable for _, variable in pairs]
     own_share = shares(variables, world.size)[world.rank]
     # Counted before: what the call adds belongs to this rank.
     count = len(tf.compat.v1.global_variables())
-    applied = apply_func([pairs[position] for position in own_share], *args, **kwargs)
+    # A bound method knows its optimizer.
+    optimizer: Any = getattr(apply_func, "__self__", None)
+    own_pairs = [pairs[position] for position in own_share]
+    if hasattr(optimizer, "inner_optimizer"):
+        if getattr(optimizer.inner_optimizer, "global_clipnorm", None):
+            raise ValueError(
+                f"rank {world.rank}: the {type(optimizer.inner_optimizer).__name__} in this {type(optimizer).__name__} "
+                "clips by global_clipnorm, for which it needs all gradients; grouping_gradients_apply gives each "
+                "rank's only those of its share, so that the ranks would differ.\nWhat to do: clip the reduced "
+                "gradients by tf.clip_by_global_norm first, with an optimizer that doesn't clip."
+            )
+        own_pairs = _finite_if_all_are(own_pairs, [gradient for gradient, _ in pairs])
+    with compat.clipped_with_all(optimizer, pairs, own_share):
+        applied = apply_func(own_pairs, *args, **kwargs)
     for variable in tf.compat.v1.global_variables()[count:]:  # none but in a session's graph
         tf.compat.v1.add_to_collection(VARIABLES_OF_ONE_RANK, variable)
     with after(applied):
         return grouping_broadcast(variables)
+
+
+def _finite_if_all_are(own_pairs: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+    """Return pairs in which one gradient isn't finite if that of another rank's share isn't: every rank decides alike
+    whether it makes a step.
+    """
+    pairs = list(own_pairs)
+    finite = all_finite(gradients)
+    for position, (gradient, variable) in enumerate(pairs):
+        if gradient is not None:
+            changed = with_values(gradient, lambda rows: tf.where(finite, rows, float("nan")))
+            pairs[position] = (changed, variable)
+            break
+    return pairs
 
 
 @tf.autograph.experimental.do_not_convert
@@ -229,11 +241,8 @@ def grouping_broadcast(variables: Any) -> Any:
     if world is None:
         return variables
     variables = list(variables)
-    assignments = []
-    for owner, share in enumerate(shares(variables, world.size)):
-        shared = [variables[position] for position in share]
-        assignments.append(assign_from_root(world, shared, owner))
-    return fetchable(assignments)
+    owners = [owner for owner, share in enumerate(shares(variables, world.size)) for _ in share]
+    return assign_from_owners(world, variables, owners)
 
 
 def shares(variables: Sequence[Any], count: int) -> list[range]:

@@ -55,10 +55,10 @@ _log = logging.getLogger("npu_device")
 class Replica:
     """One model on this rank: Keras calls its functions (``function``), which call its steps (``step``)."""
 
-    def __init__(self, world: World, model: Any) -> None:
+    def __init__(self, world: World, model: Any, shard_optimizer: bool | None = None) -> None:
         self.world = world
         self.model = model
-        self.state = ReplicaState(world, model)
+        self.state = ReplicaState(world, model, shard_optimizer)
         self.train = Function(self.state, "train")
         self.test = Function(self.state, "test")
         self.predict = Function(self.state, "predict")
@@ -185,11 +185,13 @@ def replica_of(model: Any) -> Replica | None:
     return vars(model).get(_REPLICA)
 
 
-def replicate(model: Any) -> Any:
+def replicate(model: Any, shard_optimizer: bool | None = None) -> Any:
     """Make ``fit``, ``evaluate`` and ``predict`` of a Keras model give the single-process result on all ranks.
 
     Args:
         model: a Keras model, of Keras 3 or tf-keras, compiled or not yet.
+        shard_optimizer: divide the updates of the optimizers among the ranks (ZeRO stage 1), with the same result; see
+            ``DistributedOptimizer``. Default: ``NPU_DEVICE_SHARD_OPTIMIZER``. The same on every rank.
 
     Returns:
         The same object; on a single device untouched.
@@ -209,7 +211,7 @@ def replicate(model: Any) -> Any:
     ranks = world_unless_child()
     if ranks is not None and replica_of(model) is None:
         require_no_strategy(model)
-        Replica(ranks, model)
+        Replica(ranks, model, shard_optimizer)
     return model
 
 

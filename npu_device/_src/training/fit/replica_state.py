@@ -21,11 +21,13 @@ class ReplicaState:
         in_fit: a ``fit`` is running.
         root_rank: from whose variables the next training starts.
         callbacks: of the newest ``fit``.
+        shard_optimizer: divide the updates of the optimizers among the ranks; None: as NPU_DEVICE_SHARD_OPTIMIZER says.
     """
 
-    def __init__(self, world: World, model: Any) -> None:
+    def __init__(self, world: World, model: Any, shard_optimizer: bool | None = None) -> None:
         self.world = world
         self.model = model
+        self.shard_optimizer = shard_optimizer
         self.in_fit = False
         self.root_rank = 0
         self.callbacks: Any = None
@@ -43,7 +45,7 @@ class ReplicaState:
                 )
         if mode == "train":
             for optimizer in training_state.optimizers(self.model):
-                replicate_optimizer(optimizer, self.world)
+                replicate_optimizer(optimizer, self.world, self.shard_optimizer)
 
     def report(self, rows: int | None, checked: str) -> None:
         """Print the statement at the start, once; ``rows`` are those of the first batch, None of divided data."""

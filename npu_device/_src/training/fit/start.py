@@ -15,9 +15,11 @@ from npu_device._src import compat
 from npu_device._src.collectives.engine_text import explained
 from npu_device._src.training.distribute.variables import require_same_state
 from npu_device._src.training.fit import xla
+from npu_device._src.training.sharding.remote_slots import without_initial_slots
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import checksum
 from npu_device._src.training.watching.same_variables import assign_from_root
+from npu_device._src.training.watching.wrapped_optimizers import reduction_of
 from npu_device._src.wording import counted
 from npu_device._src.world.share import without_optional
 from npu_device._src.world.world import World
@@ -88,7 +90,7 @@ def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) ->
     # Strings are words of a vocabulary, which no step changes.
     numeric = [
         variable
-        for variable in training_state.unique(variables)
+        for variable in without_initial_slots(world, training_state.unique(variables), root_rank)
         if tf.as_dtype(variable.dtype) != tf.string
     ]
     assign_from_root(world, numeric, root_rank)
@@ -121,6 +123,7 @@ def statement(
         f"npu_device: {type(model).__name__} {model.name!r} trains on {world.size} ranks ({places})",
         f"  global batch   {_samples_per_rank(rows, world.size)}; {steps_in_words} steps per epoch",
         f"  learning rate  {rates}, as given, not scaled by the number of ranks",
+        *_division(world, model),
         f"  backend        {explained(world.job, world.group)}; {threads} per rank",
     ]
     if xla.compiles_call(model):
@@ -150,6 +153,21 @@ def _rate(optimizer: Any) -> str:
     if is_schedule:
         return f"{type(rate).__name__} ({type(optimizer).__name__})"
     return f"{float(tf.convert_to_tensor(rate)):g} ({type(optimizer).__name__})"
+
+
+def _division(world: World, model: Any) -> list[str]:
+    """Return a line for each optimizer whose updates are divided among the ranks."""
+    lines = []
+    for optimizer in training_state.optimizers(model):
+        division = getattr(reduction_of(optimizer), "division", None)
+        if division is not None:
+            held, total = division.bytes_of_state
+            name = type(optimizer).__name__
+            lines.append(
+                f"  optimizer      divided over {world.size} ranks ({name}: "
+                f"{held / 1e6:.3g} of {total / 1e6:.3g} MB on this one)"
+            )
+    return lines
 
 
 def _normalisation(model: Any) -> list[str]:

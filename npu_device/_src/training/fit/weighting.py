@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.gradients.reduction import Gradient, ReductionOptions, weighted
+from npu_device._src.gradients.reduction import Gradient, Owners, ReductionOptions, weighted
 from npu_device._src.training.optimizers.optimizer_wrapper import GradientReduction, install
 from npu_device._src.training.watching.schedule import is_only_building
 from npu_device._src.training.watching.wrapped_optimizers import (
@@ -35,16 +35,27 @@ class WeightedReduction(GradientReduction):
         if current_step() is None and not is_only_building():
             super().begin(optimizer, variables)
 
-    def reduce(self, optimizer: Any, gradients: Iterable[Gradient]) -> list[Gradient]:
+    def _has_equal_start(self) -> bool:
+        return current_step() is not None or super()._has_equal_start()
+
+    def reduce(
+        self,
+        optimizer: Any,
+        gradients: Iterable[Gradient],
+        owners: Owners = None,
+    ) -> list[Gradient]:
         gradients = list(gradients)
         step = current_step()
         if step is None:
-            return gradients if is_only_building() else super().reduce(optimizer, gradients)
+            if is_only_building():
+                return gradients
+            return super().reduce(optimizer, gradients, owners)
         # The script's own step has reduced them, or all that they are made of.
         if reduced_by_step(gradients):
             return gradients
         options = replace(self.options_for(optimizer), reduction="sum")
-        reduced = self._world.reduce(self.part_of(gradients, step, optimizer), options)
+        parts = self.part_of(gradients, step, optimizer)
+        reduced = self._world.reduce(parts, options, owners)
         self.remember(reduced)
         return reduced
 
@@ -75,22 +86,36 @@ class WeightedReduction(GradientReduction):
         return [weighted(gradient, weight) for gradient in gradients]
 
 
-def replicate_optimizer(optimizer: Any, world: World) -> None:
-    """Make an optimizer weight its gradients by their samples when it reduces them; it may be wrapped already."""
+def replicate_optimizer(optimizer: Any, world: World, shard_optimizer: bool | None = None) -> None:
+    """Make an optimizer weight its gradients by their samples when it reduces them, and divide its updates among the
+    ranks on request; it may be wrapped already.
+    """
     reducer = carrier(optimizer)
-    reduction = reduction_of(reducer)
-    if reduction is not None and reduction.own_batches:
+    earlier = reduction_of(reducer)
+    if earlier is not None and earlier.own_batches:
         raise ValueError(
             f"{type(optimizer).__name__} is a DistributedOptimizer of Horovod, with which each rank trains on a batch "
             "of its own, and replicate divides each batch among the ranks.\nWhat to do: use one of them. With "
             "replicate, take out the hvd calls, and let learning rate and steps be those of one process."
         )
+    requests = {shard_optimizer, getattr(earlier, "requested_division", None)}
+    if requests >= {True, False}:
+        raise ValueError(
+            f"{type(optimizer).__name__} is given shard_optimizer=True by one call and shard_optimizer=False by "
+            "another one (DistributedOptimizer, replicate).\nWhat to do: pass the same value to both, or to one."
+        )
     # Several models, or several calls of replicate, may share an optimizer.
-    if isinstance(reduction, WeightedReduction):
+    if isinstance(earlier, WeightedReduction):
         return
     keras = compat.keras_of(optimizer)
-    options = ReductionOptions("mean") if reduction is None else reduction.options
-    install(reducer, keras, WeightedReduction(world, options))
+    reduction = WeightedReduction(world, getattr(earlier, "options", ReductionOptions("mean")))
+    install(reducer, keras, reduction)
+    # The slots that ranks hold stay where they are.
+    reduction.division = getattr(earlier, "division", None)
+    if reduction.division is not None:
+        reduction.requested_division = True
+    elif earlier is None or shard_optimizer:
+        reduction.divide(reducer, shard_optimizer)
     # The optimizer itself is the one that gets the loss, also if the one inside reduces.
     if compat.is_keras_3(keras):
         optimizer.scale_loss = MethodType(_scale_loss, optimizer)

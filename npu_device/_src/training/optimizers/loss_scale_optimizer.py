@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.gradients.reduction import dense_of, with_values
+from npu_device._src.gradients.reduction import all_finite, with_values
 from npu_device._src.training.distribute.reduce_values import all_reduce
 from npu_device._src.training.watching.wrapped_optimizers import is_wrapped, reduction_of
 
@@ -138,15 +138,6 @@ def NpuExperimentalLossScaleOptimizer(optimizer: Any, loss_scale: Any) -> Any:
 def unscaled(gradient: Any, scale: tf.Tensor) -> Any:
     """Return a gradient divided by the scale; a tensor, ``tf.IndexedSlices`` or None."""
     return with_values(gradient, lambda values: values / tf.cast(scale, values.dtype))
-
-
-def all_finite(gradients: Sequence[Any]) -> tf.Tensor:
-    """Return whether the gradients of this rank are finite: bool, shape []; ``None`` among them is ignored."""
-    values = map(dense_of, gradients)
-    # True, so that a list without gradients is finite.
-    return tf.reduce_all(
-        [True, *(tf.reduce_all(tf.math.is_finite(value)) for value in values if value is not None)]
-    )
 
 
 def on_all_ranks(finite: tf.Tensor) -> tf.Tensor:

@@ -27,7 +27,9 @@ from npu_device._src.collectives.moves import all_gather
 from npu_device._src.collectives.ops import all_reduce
 from npu_device._src.gradients.reduction import (
     Gradient,
+    Owners,
     ReductionOptions,
+    all_finite,
     dense_of,
     origin_of,
     reduce_list,
@@ -44,7 +46,11 @@ from npu_device._src.training.optimizers.accumulation import (
     save_own_variables,
     trackable_children,
 )
-from npu_device._src.training.optimizers.loss_scale_optimizer import all_finite
+from npu_device._src.training.sharding.divided_update import (
+    DividedUpdate,
+    divided_update,
+    tell_undivided,
+)
 from npu_device._src.training.watching.digests import SHOWN_RANKS, SHOWN_VARIABLES, variable_name
 from npu_device._src.training.watching.own_parts import note_parts
 from npu_device._src.training.watching.replica_audit import Audit
@@ -70,6 +76,7 @@ def npu_distributed_keras_optimizer_wrapper(
     fusion_id: int = -1,
     group: str = WORLD_GROUP,
     compression: str | None = None,
+    shard_optimizer: bool | None = None,
 ) -> Any:
     """Make an optimizer reduce its gradients over all ranks before clipping and applying them.
 
@@ -81,6 +88,9 @@ def npu_distributed_keras_optimizer_wrapper(
         fusion_id: as in ``all_reduce``.
         group: name of the group.
         compression: as in ``all_reduce``.
+        shard_optimizer: divide the updates among the ranks (ZeRO stage 1): each rank holds the state of some variables,
+            updates those, and sends them to the others, with the same result. What can't be divided isn't, and a
+            warning says why. Default: ``NPU_DEVICE_SHARD_OPTIMIZER``. The same on every rank.
 
     Returns:
         The same optimizer object. Its class, variables, checkpoints and config stay as they are; a model saved with it
@@ -128,7 +138,9 @@ def npu_distributed_keras_optimizer_wrapper(
     # A layer that normalizes over all ranks may be called before the first gradients.
     find_layers(world)
     keras = compat.keras_of(optimizer)
-    install(carrier(optimizer), keras, GradientReduction(world, options))
+    reduction = GradientReduction(world, options)
+    install(carrier(optimizer), keras, reduction)
+    reduction.divide(optimizer, shard_optimizer)
     return optimizer
 
 
@@ -149,10 +161,25 @@ class GradientReduction:
         self._audit: Audit | None = None
         self._pair: Pair | None = None  # of the gradients that were reduced last
         self._waits_for_update: dict[int, bool] = {}  # see ``accumulation.add_up``
+        self.requested_division: bool | None = None  # by an argument
+        self.division: DividedUpdate | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
         # Without what was reduced: the copy's gradients are others.
         return GradientReduction(self._world, self.options)
+
+    def divide(self, optimizer: Any, requested: bool | None) -> None:
+        """Divide the updates of the optimizer among the ranks, if that is asked for and the result is the same."""
+        self.requested_division = requested
+        if requested is None:
+            requested = environment.NPU_DEVICE_SHARD_OPTIMIZER.get() == "on"
+        if requested:
+            self.division = divided_update(self._world, optimizer, self.options)
+
+    def divide_no_more(self, reason: str) -> None:
+        """Make all updates on each rank, after a message on the first one."""
+        self.division = None
+        tell_undivided(self._world, reason)
 
     def begin(self, optimizer: Any, variables: Iterable[Any]) -> None:
         """Make the variables equal on all ranks before the first step."""
@@ -174,15 +201,25 @@ class GradientReduction:
         # Decided at each reduction: a script may set clipnorm later.
         return replace(self.options, adds_rows=compat.adds_up_rows_first(optimizer))
 
-    def reduce(self, optimizer: Any, gradients: Iterable[Gradient]) -> list[Gradient]:
-        """Return the gradients reduced over the ranks, ``None`` where ``None`` was."""
+    def reduce(
+        self,
+        optimizer: Any,
+        gradients: Iterable[Gradient],
+        owners: Owners = None,
+    ) -> list[Gradient]:
+        """Return the gradients reduced over the ranks, ``None`` where ``None`` was; for ``owners`` see there."""
         gradients, job, group = list(gradients), self._world.job, self._world.group
         options = self.options_for(optimizer)
         note_reduced(self._world, gradients)
-        reduced = reduce_list(job, gradients, options, group)
+        reduced = reduce_list(job, gradients, options, group, owners)
         # Ranks of a group don't compare, as others may train something else.
         if group.name == WORLD_GROUP:
-            self._pair = pair_of(gradients, reduced, options.reduction, group.size)
+            # With owners, only what this rank has got back can be compared.
+            sent = list(gradients)
+            for index, gradient in enumerate(reduced):
+                if gradient is None:
+                    sent[index] = None
+            self._pair = pair_of(sent, reduced, options.reduction, group.size)
         self.remember(reduced)
         return reduced
 
@@ -192,7 +229,12 @@ class GradientReduction:
             weakref.ref(dense_of(gradient)) for gradient in reduced if gradient is not None
         ]
 
-    def reduce_once(self, optimizer: Any, gradients: Sequence[Gradient]) -> list[Gradient]:
+    def reduce_once(
+        self,
+        optimizer: Any,
+        gradients: Sequence[Gradient],
+        owners: Owners = None,
+    ) -> list[Gradient]:
         """Reduce gradients, but pass through those that ``reduce`` has just returned or that are being applied."""
         # A loss-scale optimizer reduces them first, and has its inner optimizer apply them later, if they are finite.
         origins = {
@@ -205,22 +247,54 @@ class GradientReduction:
             dense and all(origin_of(gradient) in origins for gradient in dense)
         ):
             return list(gradients)
-        return self.reduce(optimizer, gradients)
+        return self.reduce(optimizer, gradients, owners)
 
     def apply(
         self, optimizer: Any, apply: Callable[..., Any], gradients: list[Any], variables: list[Any]
     ) -> Any:
+        division = self._division_of(optimizer)
+        if division is not None:
+            division.prepare(variables)
         self.begin(optimizer, variables)
+        if division is not None:
+            # Slots are equal on all ranks now; from here on, each is on one of them.
+            division.part_if(self._has_equal_start())
+
+            def reduce(owners: list[int]) -> list[Gradient]:
+                return self._reduce_to_apply(optimizer, gradients, variables, owners)
+
+            with iteration():
+                act = functools.partial(self._apply_ready, optimizer, apply)
+                return division.apply(act, gradients, variables, reduce)
         # Where gradients are added up, the reduction is in a branch of the graph, and is an iteration there.
         with contextlib.nullcontext() if self.adds_up(optimizer) else iteration():
             ready = self._ready_to_apply(optimizer, gradients, variables)
-            # Calls may nest: a loss-scale optimizer applies through its inner one.
-            outer = self._applying
-            self._applying = optimizer  # gradients that come from now on are ready
-            try:
-                return apply(ready, variables)
-            finally:
-                self._applying = outer
+            return self._apply_ready(optimizer, apply, ready, variables)
+
+    def _apply_ready(
+        self, optimizer: Any, apply: Callable[..., Any], ready: list[Any], variables: list[Any]
+    ) -> Any:
+        # Calls may nest: a loss-scale optimizer applies through its inner one.
+        outer = self._applying
+        self._applying = optimizer  # gradients that come from now on are ready
+        try:
+            return apply(ready, variables)
+        finally:
+            self._applying = outer
+
+    def _has_equal_start(self) -> bool:
+        """Return whether all ranks begin with the same values, as far as this call makes sure of it."""
+        return self._are_equal or not can_compare()
+
+    def _division_of(self, optimizer: Any) -> DividedUpdate | None:
+        """Return the division of an update; none for the part of one, or if another optimizer reduces for it."""
+        if self._applying is not None:
+            return None
+        division = self.division
+        if division is not None and division.optimizer is not optimizer:
+            division.undo()
+            self.divide_no_more(f"a {type(optimizer).__name__} decides on all gradients together")
+        return self.division
 
     def adds_up(self, optimizer: Any) -> bool:
         """Return whether this rank adds up the gradients of several steps before they are reduced."""
@@ -309,13 +383,17 @@ class GradientReduction:
         self._pair = None
 
     def _reduce_to_apply(
-        self, optimizer: Any, gradients: list[Any], variables: list[Any]
+        self,
+        optimizer: Any,
+        gradients: list[Any],
+        variables: list[Any],
+        owners: Owners = None,
     ) -> list[Gradient]:
         # Audit the variables if it is time, and check the gradients on request.
-        reduced = self.reduce_once(optimizer, gradients)
+        reduced = self.reduce_once(optimizer, gradients, owners)
         if self._applying is not None or not can_compare():
             return reduced
-        self._look(optimizer, reduced, variables)
+        self._look(optimizer, gradients, variables)
         as_they_are = all(map(operator.is_, gradients, reduced))
         is_off = environment.NPU_DEVICE_CHECK_GRADIENTS.get() != "on" or hasattr(
             optimizer, "inner_optimizer"
@@ -381,8 +459,11 @@ def _apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) 
 def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
     variables = compat.variables_to_update(self, trainable_variables)
 
-    def apply(reduced: Any, variables: Any) -> Any:
-        return type(self).apply(self, reduced, None if trainable_variables is None else variables)
+    def apply(reduced: Any, updated: Any) -> Any:
+        # Keras takes no variables for all of them; a divided update is given some.
+        if trainable_variables is None and updated is variables:
+            return type(self).apply(self, reduced)
+        return type(self).apply(self, reduced, updated)
 
     return getattr(self, REDUCTION).apply(self, apply, list(grads), variables)
 

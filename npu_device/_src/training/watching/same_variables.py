@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from npu_device._src import compat, environment
 from npu_device._src.collectives.graph import fetchable
+from npu_device._src.collectives.ops import broadcast_from_owners
 from npu_device._src.collectives.sessions import in_first_run
 from npu_device._src.gradients.reduction import dense_of
 from npu_device._src.training.watching import digests
@@ -87,18 +88,45 @@ def make_equal(
 
 
 def assign_from_root(world: World, variables: Sequence[Any], root_rank: int = 0) -> Any:
-    """Set variables to the values of the root; return the operation in a graph for a session, else None."""
+    """Set variables to the values of the root; return the operation in a graph for a session, else None. What only one
+    rank holds gets what the root has assigned to it, if that has.
+    """
+    shares = [getattr(slot, compat.SHARE) for slot in variables if compat.is_apart(slot)]
+    variables = [variable for variable in variables if not compat.is_apart(variable)]
     variables = to_be_equal(world, variables)
     sent = world.from_root([value_of(variable) for variable in variables], root_rank)
+    if tf.executing_eagerly():
+        # The root has made the call, and before, given the owners what it has assigned.
+        for share in shares:
+            share.settle(world.group.ranks[root_rank])
     note_equal(world, variables)
     return fetchable([variable.assign(tensor) for variable, tensor in zip(variables, sent)])
+
+
+def assign_from_owners(world: World, variables: Sequence[Any], owners: Sequence[int]) -> Any:
+    """Set each variable to the value of the rank of the group that owns it; return as ``assign_from_root``."""
+    tensors = []
+    for variable, owner in zip(variables, owners):
+        # An owner has its own values already.
+        if owner == world.rank:
+            tensors.append(value_of(variable))
+        else:
+            tensors.append(tf.TensorSpec(variable.shape, variable.dtype))
+    sent = broadcast_from_owners(world.job, tensors, owners, world.group)
+    note_equal(world, variables)
+    assignments = [
+        variable.assign(tensor)
+        for variable, tensor, owner in zip(variables, sent, owners)
+        if owner != world.rank
+    ]
+    return fetchable([*assignments, *sent[:1]])
 
 
 def note_equal(world: World, variables: Sequence[Any]) -> None:
     """Let variables that are equal now be compared at the end of the job, if all of its ranks are here."""
     last_word = world.job.part(LastWord)
     if last_word is not None and world.size == world.job.cluster.world_size:
-        last_word.add(variables)
+        last_word.add([variable for variable in variables if not compat.is_share(variable)])
 
 
 # Weakly: a variable that is gone gives its id to another one.

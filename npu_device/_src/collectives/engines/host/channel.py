@@ -148,47 +148,65 @@ class Round(NamedTuple):
     Attributes:
         dtype: dtype of the values.
         spans: which elements of its source a member publishes: one span that all readers get, or one for each member.
-            Except with ``targets``, they are the same on all members.
+            Several lie in a slot one after the other. Except with ``targets``, they are the same on all members.
         publishers: the members that publish.
-        stride: how far apart the spans of several members lie in a slot, in elements; 0 for one span.
         source: what this member publishes; None if it doesn't.
         readers: the members that read; None for all.
         targets: by member, where to put its values. If empty, ``read`` gets them.
         read: called with the values of all publishers, by member: in a row for each, what this member reads of them.
+        kept: this member, if no member publishes its own span, which only that member reads; None if all are published.
         after: how many rounds have to be read before this one is published, because its source comes from them.
     """
 
     dtype: np.dtype
     spans: Sequence[Span]
     publishers: Sequence[int]
-    stride: int = 0
     source: Optional[Stream] = None
     readers: Optional[Sequence[int]] = None
     targets: Mapping[int, np.ndarray] = {}
     read: Callable[[Any], None] = ignore
+    kept: Optional[int] = None
     after: int = 0
 
     def span(self, member: int) -> Span:
         """Return which elements of a publisher's source a member reads."""
         return self.spans[member if len(self.spans) > 1 else 0]
 
+    def begin(self, member: int, publisher: int) -> int:
+        """Return where in the slot of a publisher the span of a member begins."""
+        earlier = self.spans[:member] if len(self.spans) > 1 else []
+        offset = sum(end - start for start, end in earlier)
+        if self.kept is not None and publisher < member:
+            start, end = self.spans[publisher]
+            offset -= end - start
+        return offset
+
     def fill(self, slot: np.ndarray) -> None:
         """Copy what this member publishes into a slot, of the dtype of the round."""
         assert self.source is not None
         begin = 0
-        for start, end in self.spans:
-            self.source.copy_in(start, slot[begin : begin + end - start])
-            begin += self.stride
+        for member, (start, end) in enumerate(self.spans):
+            if member != self.kept:
+                self.source.copy_in(start, slot[begin : begin + end - start])
+                begin += end - start
 
     def take(self, slots: np.ndarray, rank: int) -> None:
         """Read what this member needs of the slots of all members, shape [size, elements of a slot]."""
-        begin = rank * self.stride
         for member, target in self.targets.items():
+            begin = self.begin(rank, member)
             target[:] = slots[member, begin : begin + len(target)]
         # Moves have only targets: the comparison saves them a slice and a call in each round.
-        if self.read is not ignore:
-            start, end = self.span(rank)
+        if self.read is ignore:
+            return
+        start, end = self.span(rank)
+        if self.kept is None:
+            begin = self.begin(rank, rank)
             self.read(slots[:, begin : begin + end - start])
+            return
+        begins = [self.begin(rank, member) for member in range(len(slots))]
+        self.read(
+            [slots[member, begin : begin + end - start] for member, begin in enumerate(begins)]
+        )
 
 
 # The channel

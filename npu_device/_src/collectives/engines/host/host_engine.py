@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Callable, Protocol
@@ -138,6 +139,47 @@ class HostEngine(ArrayEngine):
         # Any values of the shapes and dtype of the result: only the root's are used.
         return [tf.cast(tensor, reduced_dtype(tensor.dtype, reduction)) for tensor in tensors]
 
+    def reduce_to_owners(
+        self,
+        terms: Terms | None,
+        segments: Sequence[Tensors],
+        owners: Sequence[Sequence[int]],
+        reduction: str,
+        group: Group,
+        wire: Wire,
+    ) -> list[list[tf.Tensor]]:
+        """Reduce segments as ``all_reduce`` does; return those tensors of each that this member owns, in their order.
+        ``owners`` has the owner of each tensor, a rank of the group.
+        """
+        operations = []
+        inputs = []
+        for tensors, owners_there in zip(segments, owners):
+            order = sorted(range(len(tensors)), key=owners_there.__getitem__)
+            inputs.append([tensors[position] for position in order])
+            ordered_owners = [owners_there[position] for position in order]
+            operations.append(
+                _reduction_to_owners(inputs[-1], ordered_owners, reduction, group, wire)
+            )
+        return self.run(terms, group, operations, inputs)
+
+    def broadcast_from_owners(
+        self,
+        terms: Terms | None,
+        tensors: Sequence[tf.Tensor | tf.TensorSpec],
+        owners: Sequence[int],
+        group: Group,
+    ) -> list[tf.Tensor]:
+        """Return all tensors on every rank, given this member's own ones and the specs of the others: any dtypes, with
+        known shapes.
+        """
+        owned = [tensor for tensor, owner in zip(tensors, owners) if owner == group.rank]
+        operation, order = _broadcast_from_owners(tensors, owners, group)
+        [received] = self.run(terms, group, [operation], [owned])
+        results = list(tensors)
+        for position, tensor in zip(order, received):
+            results[position] = tensor
+        return results
+
     def broadcast(
         self, terms: Terms | None, tensors: Tensors, root: int, group: Group
     ) -> list[tf.Tensor]:
@@ -205,6 +247,62 @@ def _reduction(
     if reads:
         outputs = [tf.TensorSpec(tensor.shape, dtype) for tensor in tensors]
     return OnArrays(outputs, prepare)
+
+
+def _reduction_to_owners(
+    tensors: Tensors, owners: Sequence[int], reduction: str, group: Group, wire: Wire
+) -> OnArrays:
+    """Return the reduction of tensors that are in the order of their owners."""
+    rank = group.rank
+    dtype = reduced_dtype(tensors[0].dtype, reduction)
+    sent_dtype = np.dtype((wire or tensors[0].dtype).as_numpy_dtype)
+    array_dtype = np.dtype(dtype.as_numpy_dtype)
+    firsts = [bisect_left(owners, member) for member in range(group.size + 1)]
+    owned = slice(firsts[rank], firsts[rank + 1])
+
+    def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
+        shapes = list(map(np.shape, arrays))
+        stream = Stream(shapes, sent_dtype, list(map(np.ravel, arrays)))
+        starts = [*stream.starts, stream.length]
+        bounds = [starts[position] for position in firsts]
+        # A part of a stream has the same gaps as the whole one, as each of its arrays is aligned.
+        flat, results = Stream(shapes[owned], sent_dtype).results(buffers, array_dtype)
+        reduce = partial(programs.reduce_to_owners, stream=stream, bounds=bounds, result=flat)
+        return partial(reduce, dtype=array_dtype, reduction=reduction), results
+
+    return OnArrays([tf.TensorSpec(tensor.shape, dtype) for tensor in tensors[owned]], prepare)
+
+
+def _broadcast_from_owners(
+    tensors: Sequence[tf.Tensor | tf.TensorSpec], owners: Sequence[int], group: Group
+) -> tuple[OnArrays, list[int]]:
+    """Return the operation, whose inputs are this member's tensors, and the positions of its results."""
+    rank = group.rank
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+    sizes = [(spec.shape.num_elements() * spec.dtype.size,) for spec in specs]
+    by_member: list[list[int]] = [[] for _ in range(group.size)]
+    for position, owner in enumerate(owners):
+        by_member[owner].append(position)
+    senders = [member for member in range(group.size) if member != rank]
+    order = [position for member in senders for position in by_member[member]]
+
+    def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
+        as_bytes = np.dtype(np.uint8)
+        flats = [array.reshape(-1).view(np.uint8) for array in arrays]
+        stream = Stream([sizes[position] for position in by_member[rank]], as_bytes, flats)
+        rows: list[np.ndarray] = [np.empty(0, np.uint8)] * group.size
+        results = []
+        for member in senders:
+            positions = by_member[member]
+            received = Stream([sizes[position] for position in positions], as_bytes)
+            rows[member], parts = received.results(buffers, as_bytes)
+            for position, flat in zip(positions, parts):
+                spec = specs[position]
+                typed = flat.view(np.dtype(spec.dtype.as_numpy_dtype))
+                results.append(typed.reshape(spec.shape.as_list()))
+        return partial(programs.broadcast_from_owners, stream=stream, results=rows), results
+
+    return OnArrays([specs[position] for position in order], prepare), order
 
 
 def _broadcast(tensors: Tensors, root: int, sends: bool) -> OnArrays:

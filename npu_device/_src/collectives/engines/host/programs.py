@@ -52,6 +52,74 @@ def reduce(
     head: Head | None,
 ) -> Program:
     """Reduce a stream to its readers, all members or one, each of which has a ``result`` as long as the stream."""
+    stream, fold, scale = _prepared(channel, stream, dtype, reduction)
+    is_small = stream.length * stream.dtype.itemsize <= _SHARED_FROM_BYTES or len(readers) == 1
+    if channel.size == 2 or (channel.reaches_all and is_small):
+        return channel.run(_reduce_alone(channel, stream, result, readers, fold), head)
+    wire = _wire_of(channel, stream, dtype, scale)
+    shared = _SharedReduction(channel, stream, result, readers, fold, wire)
+    return channel.run(shared.rounds(), head)
+
+
+def reduce_to_owners(
+    channel: Channel,
+    stream: Stream,
+    bounds: Sequence[int],
+    result: np.ndarray,
+    dtype: np.dtype,
+    reduction: str,
+    head: Head | None,
+) -> Program:
+    """Reduce a stream, of which each member gets a piece into its ``result``: the elements from its bound to the next
+    one. They have the bits that ``reduce`` gives in memory.
+    """
+    stream, fold, _ = _prepared(channel, stream, dtype, reduction)
+    rank = channel.rank
+
+    def rounds() -> Iterator[Round]:
+        for spans in _spans_of_pieces(channel, stream, bounds):
+            start, end = spans[rank]
+            output = result[start - bounds[rank] : end - bounds[rank]]
+            read = partial(fold_own, (start, end), output)
+            yield Round(stream.dtype, spans, range(channel.size), stream, read=read, kept=rank)
+
+    def fold_own(span: Span, output: np.ndarray, rows: Rows) -> None:
+        values = list(rows)
+        values[rank] = stream.run(*span, channel.buffers)
+        fold(values, output=output)
+
+    return channel.run(rounds(), head)
+
+
+def _spans_of_pieces(
+    channel: Channel, stream: Stream, bounds: Sequence[int]
+) -> Iterator[list[Span]]:
+    """Yield for each round the span of each member. All have their last round at the same time, however long their
+    pieces are, so that no member waits for another one's work.
+    """
+    unit = ALIGNMENT // stream.dtype.itemsize
+    # Each span may be up to a unit longer than its part of the slot, since it begins at one.
+    capacity = max(1, channel.slot_bytes // stream.dtype.itemsize - channel.size * unit)
+    # A member publishes all pieces but its own.
+    shortest = min(high - low for low, high in zip(bounds, bounds[1:]))
+    count = max(1, -(-(stream.length - shortest) // capacity))
+    edges = list(bounds[:-1])
+    for number in range(1, count + 1):
+        spans = []
+        for member, (low, high) in enumerate(zip(bounds, bounds[1:])):
+            edge = low + (high - low) * number // count // unit * unit
+            end = high if number == count else edge
+            spans.append((edges[member], end))
+            edges[member] = end
+        yield spans
+
+
+def _prepared(
+    channel: Channel, stream: Stream, dtype: np.dtype, reduction: str
+) -> tuple[Stream, Fold, int]:
+    """Return the values that this member sends, what reduces those of all members, and by what sums are divided if
+    they travel in the dtype of the values.
+    """
     # A sum of 16 bits must not become infinite: each member sends its share of the values.
     shares = [1] * channel.size
     scale = 1
@@ -59,13 +127,7 @@ def reduce(
         shares, scale = wire_scales(reduction, channel.counts)
         stream = stream.divided(shares[channel.rank])
     fold = partial(fold_arrays, reduction=reduction, divisor=sum(channel.counts), shares=shares)
-    fold = partial(fold, total_dtype=total_dtype_of(dtype))
-    is_small = stream.length * stream.dtype.itemsize <= _SHARED_FROM_BYTES or len(readers) == 1
-    if channel.size == 2 or (channel.reaches_all and is_small):
-        return channel.run(_reduce_alone(channel, stream, result, readers, fold), head)
-    wire = _wire_of(channel, stream, dtype, scale)
-    shared = _SharedReduction(channel, stream, result, readers, fold, wire)
-    return channel.run(shared.rounds(), head)
+    return stream, partial(fold, total_dtype=total_dtype_of(dtype)), scale
 
 
 def _reduce_alone(
@@ -77,7 +139,7 @@ def _reduce_alone(
         read = ignore
         if result is not None:
             read = partial(fold, output=result[start:end])
-        yield Round(stream.dtype, [(start, end)], members, 0, stream, readers, read=read)
+        yield Round(stream.dtype, [(start, end)], members, stream, readers, read=read)
 
 
 # A reduction whose work the members share: blocks, what travels, and rounds that overlap
@@ -186,7 +248,7 @@ class _SharedReduction:
             start, end = spans[rank]
             output = piece[start - bounds[rank] : end - bounds[rank]]
             read = partial(self._fold, output=output)
-            yield Round(self._stream.dtype, spans, members, self._chunk, self._stream, read=read)
+            yield Round(self._stream.dtype, spans, members, self._stream, read=read)
 
     def _gather(self, start: int, block: np.ndarray, pieces: Sequence[np.ndarray]) -> Round:
         """Return the round in which the members publish their pieces, reduced."""
@@ -202,7 +264,7 @@ class _SharedReduction:
                 read = partial(self._decode, block, self._result[start : start + len(block)])
         source = Stream([piece.shape], dtype, [piece])
         members = range(self._channel.size)
-        return Round(dtype, [(0, len(piece))], members, 0, source, self._readers, targets, read)
+        return Round(dtype, [(0, len(piece))], members, source, self._readers, targets, read)
 
     def _decode(self, block: np.ndarray, result: np.ndarray, rows: Rows) -> None:
         del rows  # the targets have them
@@ -248,7 +310,7 @@ def _spread_at_once(
         targets = {}
         if result is not None:
             targets = {root: result[start:end]}
-        yield Round(stream.dtype, [(start, end)], [root], 0, source, readers, targets)
+        yield Round(stream.dtype, [(start, end)], [root], source, readers, targets)
 
 
 def _spread_by_relays(
@@ -269,13 +331,13 @@ def _spread_by_relays(
             spans[member] = (piece_start, piece_end)
         # Relays get what the others pass on, too; the root has everything.
         if result is None:
-            sending = Round(dtype, spans, [root], chunk, source, relays)
-            return [sending], Round(dtype, [(0, 0)], relays, 0, None, relays)
+            sending = Round(dtype, spans, [root], source, relays)
+            return [sending], Round(dtype, [(0, 0)], relays, None, relays)
         pieces = {member: result[slice(*spans[member])] for member in relays}
         piece = pieces.pop(channel.rank)
-        sending = Round(dtype, spans, [root], chunk, source, relays, {root: piece})
+        sending = Round(dtype, spans, [root], source, relays, {root: piece})
         relayed = Stream([piece.shape], dtype, [piece])
-        return [sending], Round(dtype, [(0, len(piece))], relays, 0, relayed, relays, pieces)
+        return [sending], Round(dtype, [(0, len(piece))], relays, relayed, relays, pieces)
 
     return _pipelined((block(*span) for span in _chunks(stream.length, chunk)), channel.ahead)
 
@@ -284,14 +346,41 @@ def all_gather(
     channel: Channel, rows: np.ndarray, result: np.ndarray, head: Head | None
 ) -> Program:
     """Gather all members' ``rows``, one of each, shape [n], into ``result``, shape [size, n]."""
-    source = Stream([rows.shape], rows.dtype, [rows])
-    members = range(channel.size)
     result[channel.rank] = rows
+    stream = Stream([rows.shape], rows.dtype, [rows])
+    return _spread(channel, stream, list(result), [len(rows)] * channel.size, head)
+
+
+def broadcast_from_owners(
+    channel: Channel, stream: Stream, results: Sequence[np.ndarray], head: Head | None
+) -> Program:
+    """Send the stream of each member to all others: into its row of ``results``, which is as long as that stream. This
+    member has its stream already, and its row isn't used.
+    """
+    lengths = list(map(len, results))
+    lengths[channel.rank] = stream.length
+    return _spread(channel, stream, results, lengths, head)
+
+
+def _spread(
+    channel: Channel,
+    stream: Stream,
+    results: Sequence[np.ndarray],
+    lengths: Sequence[int],
+    head: Head | None,
+) -> Program:
+    """Send the stream of each member to all others, given how many elements each one sends."""
+    rank = channel.rank
 
     def rounds() -> Iterator[Round]:
-        for span in _chunks(len(rows), channel.slot_bytes // rows.dtype.itemsize):
-            targets = _targets(channel, result, *span)
-            yield Round(rows.dtype, [span], members, 0, source, targets=targets)
+        for start, end in _chunks(max(lengths), channel.slot_bytes // stream.dtype.itemsize):
+            publishers = [member for member, length in enumerate(lengths) if length > start]
+            targets = {
+                member: results[member][start:end] for member in publishers if member != rank
+            }
+            span = (min(start, lengths[rank]), min(end, lengths[rank]))
+            source = stream if rank in publishers else None
+            yield Round(stream.dtype, [span], publishers, source, targets=targets)
 
     return channel.run(rounds(), head)
 
@@ -309,7 +398,7 @@ def all_to_all(
         for start, end in _chunks(length, channel.slot_bytes // rows.dtype.itemsize // size):
             spans = [(member * length + start, member * length + end) for member in members]
             targets = _targets(channel, result, start, end)
-            yield Round(rows.dtype, spans, members, end - start, source, targets=targets)
+            yield Round(rows.dtype, spans, members, source, targets=targets)
 
     return channel.run(rounds(), head)
 

@@ -331,8 +331,8 @@ class SmallMessages(SocketMesh):
 
     def _values(self, exchange: Round) -> np.ndarray:
         """Return what this member publishes in a round, or zeros as long."""
-        [(start, end), *more_spans] = exchange.spans
-        values = np.zeros(end - start + len(more_spans) * exchange.stride, exchange.dtype)
+        length = sum(end - start for start, end in exchange.spans)
+        values = np.zeros(length, exchange.dtype)
         if values.nbytes > self.slot_bytes:
             raise AssertionError(
                 f"{values.nbytes} bytes don't fit into a message; routes.route_of is wrong"

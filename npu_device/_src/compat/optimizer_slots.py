@@ -1,0 +1,283 @@
+"""The variables that a Keras 3 optimizer keeps for each variable that it trains, of which a rank may hold only some."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from npu_device._src.compat.keras import SHARE, belongs_to_keras, is_share, keras_of
+
+_STATE_IN_SLOTS = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "RMSprop",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "Nadam",
+    "Lion",
+    "Ftrl",
+    "Lamb",
+)
+"""Keras's optimizers that update each variable by itself, and keep all they know of it in slots."""
+
+_OWN_METHODS = {"__init__", "build", "update_step", "get_config", "from_config"}
+"""What a script's class may override so that each variable is still updated by itself."""
+
+
+UPDATE_AVERAGES = "_update_model_variables_moving_average"
+OVERWRITE_WITH_AVERAGES = "_overwrite_model_variables_with_average_value"
+"""The methods that keep moving averages of variables, and that give these to the variables."""
+
+
+def why_not_alone(optimizer: Any) -> str:
+    """Return why an optimizer doesn't update each variable by itself, as far as its class tells; "" if it does."""
+    script_class = type(optimizer)
+    base = next((cls for cls in script_class.__mro__ if belongs_to_keras(cls)), None)
+    if base is None or base.__name__ not in _STATE_IN_SLOTS:
+        name = (base or script_class).__name__
+        return f"{name} may keep state of a variable elsewhere than in its slots"
+    optimizer_class = keras_of(optimizer).optimizers.Optimizer
+    for cls in script_class.__mro__[: script_class.__mro__.index(base)]:
+        names = {name for name in vars(cls) if hasattr(optimizer_class, name)}
+        plain = _OWN_METHODS | {name for name in names if name.startswith("__")}
+        if changed := sorted(names - plain):
+            return f"{cls.__name__} overrides {', '.join(changed)}"
+    return ""
+
+
+def undivided_state(optimizer: Any) -> list[Any]:
+    """Return the variables of an optimizer that are neither shares nor what every update of Keras's classes needs."""
+    needed = [
+        optimizer._iterations,
+        optimizer._learning_rate,
+        getattr(optimizer, "_u_product", None),
+    ]
+    needed_ids = set(map(id, needed))
+    undivided = []
+    for variable in optimizer.variables:
+        if id(variable) not in needed_ids and not is_share(variable):
+            undivided.append(variable)
+    return undivided
+
+
+def lists_of_slots(optimizer: Any) -> Iterator[Sequence[Any]]:
+    """Yield the lists in which a built optimizer keeps its slots, in the order of the variables that it trains."""
+    trained = optimizer._trainable_variables
+    for name, held in vars(optimizer).items():
+        # The lists of a class of the script count, whatever their names.
+        if name in ("_trainable_variables", "_variables") or not isinstance(held, (list, tuple)):
+            continue
+        if len(held) != len(trained):
+            continue
+        pairs = zip(held, trained)
+        if all(slot is None or _is_slot(slot, variable) for slot, variable in pairs):
+            yield held
+
+
+def _is_slot(slot: Any, variable: Any) -> bool:
+    if not isinstance(slot, keras_of(variable).Variable):
+        return False
+    return tuple(slot.shape) == tuple(variable.shape)
+
+
+def update_without_gradients(optimizer: Any) -> None:
+    """Do what an update does besides changing variables, their slots and the count: Keras does nothing at all."""
+    with keras_of(optimizer).name_scope(optimizer.name, caller=optimizer):
+        optimizer._backend_apply_gradients([], [])
+
+
+def count_update(optimizer: Any) -> Any:
+    """Count an update, and return what ``apply_gradients`` returns."""
+    optimizer._iterations.assign_add(1)
+    return optimizer._iterations
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Return whether a variable gets its gradient as its value, and is left out of norms and averages."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+def clips_by_global_norm(optimizer: Any) -> bool:
+    """Return whether an optimizer clips gradients by their global norm; it doesn't if it clips each by itself."""
+    if optimizer.clipnorm and optimizer.clipnorm > 0:
+        return False
+    return bool(optimizer.global_clipnorm and optimizer.global_clipnorm > 0)
+
+
+def squared_norm(optimizer: Any, gradient: Any) -> tf.Tensor:
+    """Return the sum of the squares of a gradient, as the global norm of Keras adds them up."""
+    operations = keras_of(optimizer).ops
+    return operations.sum(operations.square(gradient))
+
+
+def clipped_by_global_norm(
+    optimizer: Any, gradients: Sequence[Any], squared_norms: Sequence[tf.Tensor]
+) -> list[Any]:
+    """Return gradients clipped as Keras does, bit by bit, given the squared norms of all ranks' gradients."""
+    operations = keras_of(optimizer).ops
+    norm = operations.sqrt(operations.sum(operations.stack(squared_norms)))
+    largest = optimizer.global_clipnorm
+    scale = largest * operations.minimum(1.0 / norm, 1.0 / largest)
+    scale = scale + (norm - norm)  # not a number if the norm is infinite
+    return [gradient * scale for gradient in gradients]
+
+
+@contextlib.contextmanager
+def clipped_with_all(
+    optimizer: Any, pairs: Sequence[tuple[Any, Any]], share: Sequence[int]
+) -> Iterator[None]:
+    """Let an optimizer that is given some of the pairs of gradients and variables in the block clip those by the global
+    norm of all gradients. ``share``: the positions of those that it is given.
+    """
+    if not getattr(optimizer, "global_clipnorm", None) or hasattr(optimizer, "inner_optimizer"):
+        yield
+        return
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        raise ValueError(
+            f"this {type(optimizer).__name__} adds up gradients, and clips the sums by global_clipnorm, for which it "
+            "needs all of them; it is given only those of the share of its rank.\nWhat to do: clip the reduced "
+            "gradients by tf.clip_by_global_norm first, with an optimizer that doesn't clip."
+        )
+    # Those that Keras itself clips, as it does.
+    positions = []
+    for position, (gradient, variable) in enumerate(pairs):
+        if gradient is not None and not is_overwritten(variable):
+            positions.append(position)
+    scale = getattr(optimizer, "loss_scale_factor", None) or 1
+    gradients = [pairs[position][0] for position in positions]
+    if scale != 1:
+        gradients = [gradient / scale for gradient in gradients]
+    is_legacy = hasattr(optimizer, "_global_clipnorm_fn")
+    name = "_global_clipnorm_fn" if is_legacy else "_clip_gradients"
+    clip = getattr(optimizer, name)
+    was_set = name in vars(optimizer)
+
+    def clip_with_all(_: Any) -> list[Any]:
+        clipped: list[Any] = gradients
+        if is_legacy:
+            clipped = [
+                (gradient, pairs[position][1]) for gradient, position in zip(gradients, positions)
+            ]
+        clipped = clip(clipped)
+        return [gradient for gradient, position in zip(clipped, positions) if position in share]
+
+    # Past the optimizer's own __setattr__, which tracks what is to be saved.
+    vars(optimizer)[name] = clip_with_all
+    try:
+        yield
+    finally:
+        if was_set:
+            vars(optimizer)[name] = clip
+        else:
+            del vars(optimizer)[name]
+
+
+def with_averages(optimizer: Any, indices: Sequence[int], act: Callable[[list[Any]], Any]) -> Any:
+    """Call a function of an optimizer with some of the variables that it trains; while it runs, the optimizer has the
+    moving averages of only those.
+    """
+    averages = optimizer._model_variables_moving_average
+    # Past Keras's own __setattr__, which tracks what is to be saved.
+    vars(optimizer)["_model_variables_moving_average"] = [averages[index] for index in indices]
+    try:
+        return act([optimizer._trainable_variables[index] for index in indices])
+    finally:
+        vars(optimizer)["_model_variables_moving_average"] = averages
+
+
+def make_remote(variable: Any, initializer: Any = None) -> None:
+    """Free the memory of a slot; its ``SHARE`` tells what reading it gives. Given the initializer that has given it its
+    value, the variable has that value until it is assigned another one; what a checkpoint has given it stays.
+    """
+    keras = keras_of(variable)
+    if isinstance(initializer, str):
+        initializer = keras.initializers.get(initializer)
+    # The object stays, since lists of the optimizer and of checkpoints refer to it.
+    variable.__class__ = _remote_class(keras.Variable)
+    variable._initializer = initializer
+    # A checkpoint that has been read before may have been waiting for the variable.
+    is_restored = variable._update_uid >= 0
+    if initializer is None or not is_restored:
+        variable._value = None
+
+
+def has_memory(variable: Any) -> bool:
+    """Return whether a slot has a value of its own on this rank."""
+    return variable._value is not None
+
+
+def make_whole(variable: Any) -> None:
+    """Undo ``make_remote`` of a variable that has its initial value."""
+    if variable._value is None:
+        _give_initial_value(variable)
+    variable.__class__ = keras_of(variable).Variable
+    del variable.__dict__[SHARE]
+
+
+def _give_initial_value(variable: Any) -> None:
+    with tf.init_scope():
+        variable._initialize_with_initializer(variable._initializer)
+
+
+def make_own(variable: Any) -> None:
+    """Let the ``SHARE`` of a slot know when a script assigns it a value."""
+    variable.__class__ = _own_class(keras_of(variable).Variable)
+
+
+@functools.cache
+def _own_class(variable_class: Any) -> Any:
+    """Return the class of slots that only this rank holds."""
+
+    class OwnVariable(variable_class):
+        def _direct_assign(self, value: Any) -> None:
+            super()._direct_assign(value)
+            getattr(self, SHARE).note_assigned()
+
+    return OwnVariable
+
+
+@functools.cache
+def _remote_class(variable_class: Any) -> Any:
+    """Return the class of slots that another rank holds."""
+
+    class RemoteVariable(variable_class):
+        """A slot without memory. Until the first step, it has its initial value unless it is assigned another one."""
+
+        @property
+        def value(self) -> Any:
+            if self._value is None and self._initializer is None:
+                return getattr(self, SHARE).read(self)
+            return super().value
+
+        def numpy(self) -> Any:
+            return self.value.numpy()
+
+        def _direct_assign(self, value: Any) -> None:
+            if self._value is None and self._initializer is None:
+                getattr(self, SHARE).assign(self, value)
+                return
+            if self._value is None:
+                _give_initial_value(self)
+            super()._direct_assign(value)
+
+        # TensorFlow's checkpoints and SavedModels ask for it, as a name.
+        @property
+        def _shared_name(self) -> str:
+            return str(self.name)
+
+        def _serialize_to_tensors(self) -> dict[str, Any]:
+            return {"VARIABLE_VALUE": tf.convert_to_tensor(self.value)}
+
+        def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:
+            self.assign(restored_tensors["VARIABLE_VALUE"])
+
+        def __repr__(self) -> str:
+            return f"<Variable path={self.path}, shape={self.shape}, dtype={self.dtype}, held by another rank>"
+
+    return RemoteVariable

@@ -1,0 +1,390 @@
+"""The update of one Keras 3 optimizer, divided among the ranks: ZeRO stage 1.
+
+Each rank gets the reduced gradients of the variables that it owns, applies them by the optimizer's own class, and sends
+the new values to the others. The optimizer keeps its whole structure; slots of variables that another rank owns have no
+memory. Methods are replaced on the user's instance, never on a class.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from npu_device._src import compat, environment
+from npu_device._src.collectives.agreed_engine import has_owners
+from npu_device._src.collectives.ops import broadcast_from_owners
+from npu_device._src.gradients.reduction import Gradient, ReductionOptions, dense_of
+from npu_device._src.trace.trace import changes_a_variable
+from npu_device._src.training.sharding.remote_slots import OptimizerSlots
+from npu_device._src.training.sharding.shares import bytes_of, owners_of
+from npu_device._src.training.watching.schedule import is_only_building
+from npu_device._src.training.watching.wrapped_optimizers import reduction_of
+from npu_device._src.world.world import World
+
+_log = logging.getLogger("npu_device")
+_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32)
+
+# Otherwise AutoGraph would rewrite the methods below when an optimizer is called in a tf.function.
+_as_it_is = tf.autograph.experimental.do_not_convert
+
+
+def divided_update(world: World, optimizer: Any, options: ReductionOptions) -> DividedUpdate | None:
+    """Divide the updates of an optimizer among the ranks; return None, after a message on the first rank, if the result
+    would not be the same, or no step would be faster.
+    """
+    reason = _why_not(world, optimizer, options)
+    if not reason:
+        update = DividedUpdate(world, optimizer)
+        reason = update.adopt()
+        if not reason:
+            for name, hook in _HOOKS.items():
+                setattr(optimizer, name, MethodType(hook, optimizer))
+            return update
+    tell_undivided(world, reason)
+    return None
+
+
+def tell_undivided(world: World, reason: str) -> None:
+    """Warn on the first rank that shard_optimizer has no effect."""
+    if world.rank == 0:
+        _log.warning("shard_optimizer has no effect, and each rank makes all updates: %s", reason)
+
+
+def tell_if_asked(world: World | None, reason: str) -> None:
+    """Warn that NPU_DEVICE_SHARD_OPTIMIZER has no effect on an optimizer, if it is on."""
+    if world is not None and environment.NPU_DEVICE_SHARD_OPTIMIZER.get() == "on":
+        tell_undivided(world, reason)
+
+
+def _why_not(world: World, optimizer: Any, options: ReductionOptions) -> str:
+    if world.size == 1:
+        return f"group {world.group.name!r} has one rank"
+    if not compat.is_keras_3(compat.keras_of(optimizer)):
+        return "it is an optimizer of tf-keras"
+    if hasattr(optimizer, "inner_optimizer"):
+        return "a loss-scale optimizer decides on the gradients of all variables together"
+    if optimizer.gradient_accumulation_steps:
+        return "it accumulates gradients"
+    # Maxima and products are taken in another way.
+    if options.reduction not in ("mean", "sum"):
+        return f"the reduction is {options.reduction!r}; sum and mean can be divided"
+    if environment.NPU_DEVICE_CHECK_GRADIENTS.get() == "on":
+        return "NPU_DEVICE_CHECK_GRADIENTS=on checks the gradients of all variables together"
+    if not has_owners(world.job, world.group, _DTYPES):
+        return (
+            "TensorFlow's engine would send 1.5 times the bytes, and each step would take longer. Shared memory, TCP "
+            "and MPI (NPU_DEVICE_BACKEND=tcp or mpi) send no more"
+        )
+    return compat.why_not_alone(optimizer)
+
+
+class DividedUpdate:
+    """The shares of the ranks in one optimizer, and the updates that this rank makes."""
+
+    def __init__(self, world: World, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self._world = world
+        self._owners: dict[int, int] = {}  # by the id of TensorFlow's variable
+        self._slots = OptimizerSlots(world.job, world.group)
+        self._is_building = False
+        self._is_apart = False
+        self._counted: list[tuple[int, tf.DType]] = []  # owners and dtypes of what a norm is of
+
+    # Shares
+
+    def build(self, build: Callable[[Sequence[Any]], None], variables: Sequence[Any]) -> str:
+        """Build the optimizer, with memory for the slots of this rank only. Return why it can't be divided, or ""."""
+        self._plan(variables)
+        self._is_building = True
+        try:
+            build(variables)
+        finally:
+            self._is_building = False
+        return self._undo_if_not_exact()
+
+    def _plan(self, variables: Sequence[Any]) -> None:
+        owners = owners_of(variables, self._world.size)
+        self._owners = dict(zip(map(_key, variables), owners))
+
+    def owner_of(self, variable: Any) -> int | None:
+        """Return the owner of a variable, a rank of the group; None if the optimizer isn't built for it."""
+        return self._owners.get(_key(variable))
+
+    def add_slot(self, slot: Any, variable: Any, initializer: Any) -> None:
+        """Note a slot of a variable if the optimizer is being built; unless this rank owns it, free its memory."""
+        owner = self.owner_of(variable)
+        if not self._is_building or owner is None:
+            return
+        self._note(slot, owner)
+        if owner != self._world.rank:
+            compat.make_remote(slot, initializer)
+
+    def _note(self, slot: Any, owner: int) -> None:
+        self._slots.add(slot, self._world.group.ranks[owner])
+
+    def adopt(self) -> str:
+        """Note the slots of an optimizer that is built already, which it keeps until the first step. Return why it
+        can't be divided, or "".
+        """
+        optimizer = self.optimizer
+        if not optimizer.built:
+            # Its first step builds it, or the script before.
+            return ""
+        self._plan(compat.variables_to_update(optimizer))
+        for slots in compat.lists_of_slots(optimizer):
+            for slot, variable in zip(slots, compat.variables_to_update(optimizer)):
+                owner = self.owner_of(variable)
+                if slot is not None and owner is not None:
+                    self._note(slot, owner)
+        return self._undo_if_not_exact()
+
+    def _undo_if_not_exact(self) -> str:
+        # Give a built optimizer all slots back if it keeps state outside of them.
+        undivided = compat.undivided_state(self.optimizer)
+        if not undivided:
+            return ""
+        self.undo()
+        # Three tell what it is about.
+        names = ", ".join(variable.path for variable in undivided[:3])
+        return f"it keeps state that isn't that of one variable: {names}"
+
+    def undo(self) -> None:
+        """Give the optimizer all slots back, before the first step."""
+        if self._is_apart:
+            raise RuntimeError(
+                f"rank {self._world.job.cluster.rank}: the updates of {type(self.optimizer).__name__} are divided "
+                "among the ranks, and now another optimizer applies its gradients.\nWhat to do: put the loss-scale "
+                "optimizer around it before the first step, or leave out shard_optimizer=True."
+            )
+        for slot in self._slots.variables:
+            compat.make_whole(slot)
+        self._slots.variables.clear()
+        self._owners = {}
+
+    @property
+    def bytes_of_state(self) -> tuple[int, int]:
+        """Return the size of the slots that this rank holds, and of all slots."""
+        rank = self._world.job.cluster.rank
+        slots = self._slots.variables
+        owned = [slot for slot in slots if getattr(slot, compat.SHARE).owner == rank]
+        return sum(map(bytes_of, owned)), sum(map(bytes_of, slots))
+
+    def prepare(self, variables: Sequence[Any]) -> None:
+        """Build the optimizer for all variables, before a step builds it for those of this rank."""
+        optimizer = self.optimizer
+        if not optimizer.built:
+            # Outside of the function that is traced, so that slots have values before its first run.
+            keras = compat.keras_of(optimizer)
+            with tf.init_scope(), keras.name_scope(optimizer.name, caller=optimizer):
+                optimizer.build(list(variables))
+
+    def part_if(self, are_equal: bool) -> None:
+        """Leave each slot to its owner, once all ranks have the same values."""
+        if self._is_apart or not are_equal or is_only_building():
+            return
+        self._is_apart = True
+        for slot in self._slots.variables:
+            share = getattr(slot, compat.SHARE)
+            share.is_apart = True
+            if share.owner == self._world.job.cluster.rank:
+                compat.make_own(slot)
+            else:
+                compat.make_remote(slot)
+
+    # The update
+
+    def apply(
+        self,
+        apply: Callable[..., Any],
+        gradients: Sequence[Gradient],
+        variables: Sequence[Any],
+        reduce: Callable[[list[int]], Sequence[Gradient]],
+    ) -> Any:
+        """Reduce gradients to the owners of the variables, update those of this rank, and send their values.
+
+        Args:
+            apply: the method of the optimizer's class, given gradients and variables.
+            reduce: returns the reduced gradients that this rank owns, and None or anything for the others.
+        """
+        owners = [self.owner_of(variable) for variable in variables]
+        with_gradient = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        if not with_gradient or None in owners or len(gradients) != len(variables):
+            # Keras refuses this on every rank.
+            return apply(gradients, variables)
+        ranks = [owner for owner in owners if owner is not None]
+        reduced = reduce(ranks)
+        counted = [index for index in with_gradient if not compat.is_overwritten(variables[index])]
+        self._counted = []
+        for index in counted:
+            gradient = dense_of(gradients[index])
+            self._counted.append((ranks[index], gradient.dtype))
+        share = [index for index in with_gradient if ranks[index] == self._world.rank]
+        # Keras warns of variables without a gradient, on each rank.
+        passed = []
+        for index, gradient in enumerate(gradients):
+            if gradient is None or index in share:
+                passed.append(index)
+        earlier = len(_operations())
+        arrived = [dense_of(reduced[index]) for index in share]
+        with tf.control_dependencies(self._slots.settle(arrived)), self._slots.update():
+            # What belongs to no variable changes on each rank, as Nadam's product of momenta does.
+            if counted and not set(counted).intersection(share):
+                compat.update_without_gradients(self.optimizer)
+            if share:
+                own_gradients = []
+                for index in passed:
+                    gradient = None
+                    if index in share:
+                        gradient = reduced[index]
+                    own_gradients.append(gradient)
+                own_variables = [variables[index] for index in passed]
+                applied = apply(own_gradients, own_variables)
+            else:
+                applied = compat.count_update(self.optimizer)
+            if not is_only_building():
+                # After slots have got what scripts have assigned, for which the number counts.
+                self._slots.count_update()
+        if not is_only_building():
+            changed = [variables[index] for index in with_gradient]
+            if self.optimizer.use_ema:
+                # Each update changes the averages of all variables, or the variables themselves.
+                changed = compat.variables_to_update(self.optimizer)
+            # When another rank has the new values, this one has also changed the slots, which that one may read.
+            with tf.control_dependencies(list(filter(changes_a_variable, _operations()[earlier:]))):
+                self._spread(changed)
+        return applied
+
+    def _spread(self, variables: Iterable[Any]) -> None:
+        """Give all ranks the values that the owners of variables have now."""
+        inner = list(map(compat.inner_variable, variables))
+        owners = [self._owners[id(variable)] for variable in inner]
+        specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in inner]
+        rank = self._world.rank
+        owned = [variable for variable, owner in zip(inner, owners) if owner == rank]
+        received = self._from_owners([variable.read_value() for variable in owned], specs, owners)
+        # An owner has its own values already.
+        for variable, owner, new in zip(inner, owners, received):
+            if owner != rank:
+                variable.assign(new)
+
+    def _from_owners(
+        self, owned: Iterable[tf.Tensor], specs: Sequence[tf.TensorSpec], owners: Sequence[int]
+    ) -> list[tf.Tensor]:
+        """Return tensors of all ranks, given those of this one in order."""
+        remaining = iter(owned)
+        rank = self._world.rank
+        sent = []
+        for spec, owner in zip(specs, owners):
+            tensor = spec
+            if owner == rank:
+                tensor = next(remaining)
+            sent.append(tensor)
+        return broadcast_from_owners(self._world.job, sent, owners, self._world.group)
+
+    def clip_by_global_norm(self, gradients: Sequence[Any]) -> list[Any]:
+        """Clip the gradients that this rank owns by the norm of those of all ranks."""
+        owned = [compat.squared_norm(self.optimizer, gradient) for gradient in gradients]
+        owners = [owner for owner, _ in self._counted]
+        specs = [tf.TensorSpec([], dtype) for _, dtype in self._counted]
+        norms = self._from_owners(owned, specs, owners)
+        return compat.clipped_by_global_norm(self.optimizer, gradients, norms)
+
+    def with_own_averages(self, act: Callable[[list[Any]], Any]) -> None:
+        """Call a method on the variables that this rank owns, with their moving averages; outside an update, send the
+        values that it gives them.
+        """
+        trained = compat.variables_to_update(self.optimizer)
+        owned = []
+        for index, variable in enumerate(trained):
+            if self.owner_of(variable) == self._world.rank:
+                owned.append(index)
+        compat.with_averages(self.optimizer, owned, act)
+        # In an update, which sends all new values at its end, this sends nothing.
+        if not self._slots.is_updating:
+            self._spread(trained)
+
+
+def _operations() -> Sequence[tf.Operation]:
+    """Return the operations of the graph that is built; none in eager mode."""
+    if tf.executing_eagerly():
+        return []
+    operations: Sequence[tf.Operation] = tf.compat.v1.get_default_graph().get_operations()
+    return operations
+
+
+def _key(variable: Any) -> int:
+    return id(compat.inner_variable(variable))
+
+
+# The methods of the user's instance. A deep copy of it has its own reduction, which divides nothing.
+
+
+def _update_of(optimizer: Any) -> DividedUpdate | None:
+    update: DividedUpdate | None = getattr(reduction_of(optimizer), "division", None)
+    return update
+
+
+@_as_it_is
+def _build(self: Any, variables: Any) -> None:
+    update = _update_of(self)
+    if update is None or self.built:
+        type(self).build(self, variables)
+        return
+    reason = update.build(partial(type(self).build, self), variables)
+    if reason:
+        reduction_of(self).divide_no_more(reason)
+
+
+@_as_it_is
+def _add_variable_from_reference(
+    self: Any, reference_variable: Any, *args: Any, **kwargs: Any
+) -> Any:
+    add = type(self).add_variable_from_reference
+    slot = add(self, reference_variable, *args, **kwargs)
+    update = _update_of(self)
+    if update is not None:
+        initializer = args[1] if len(args) > 1 else kwargs.get("initializer", "zeros")
+        update.add_slot(slot, reference_variable, initializer)
+    return slot
+
+
+@_as_it_is
+def _clip_gradients(self: Any, grads: Any) -> Any:
+    update = _update_of(self)
+    if update is None or is_only_building() or not compat.clips_by_global_norm(self):
+        return type(self)._clip_gradients(self, grads)
+    return update.clip_by_global_norm(grads)
+
+
+@_as_it_is
+def _update_averages(self: Any, trainable_variables: Any) -> None:
+    update = _update_of(self)
+    method = getattr(type(self), compat.UPDATE_AVERAGES)
+    if update is None:
+        method(self, trainable_variables)
+    elif self.use_ema:
+        update.with_own_averages(partial(method, self))
+
+
+@_as_it_is
+def _overwrite_with_averages(self: Any, trainable_variables: Any) -> None:
+    update = _update_of(self)
+    method = getattr(type(self), compat.OVERWRITE_WITH_AVERAGES)
+    if update is None:
+        method(self, trainable_variables)
+    else:
+        update.with_own_averages(partial(method, self))
+
+
+_HOOKS: dict[str, Callable[..., Any]] = {
+    "build": _build,
+    "add_variable_from_reference": _add_variable_from_reference,
+    "_clip_gradients": _clip_gradients,
+    compat.UPDATE_AVERAGES: _update_averages,
+    compat.OVERWRITE_WITH_AVERAGES: _overwrite_with_averages,
+}

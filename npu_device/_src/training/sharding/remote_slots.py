@@ -1,0 +1,317 @@
+"""The mark of a slot that one rank holds; and how the others read it and assign it values, by the thread in which its
+owner answers.
+
+No rank makes the next update before all ranks join its reduction. So between two updates of a rank, the owners of all
+slots have made the same number of updates. What a rank assigns to a slot of another one is given to its owner at once,
+which takes it in the next update: the script of the owner may assign the same, or an own value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Optional
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.cluster.bytes_on_request import BytesOnRequest, Key
+from npu_device._src.collectives.graph import call_now
+from npu_device._src.collectives.group import Group
+from npu_device._src.collectives.job import Job
+from npu_device._src.training.sharding.shares import bytes_of
+from npu_device._src.world.world import World
+
+
+class Share:
+    """The owner of a slot, and whether its value has gone to it; an attribute of the optimizer's variable.
+
+    Attributes:
+        owner: the rank of the job.
+        is_apart: only the owner has the value; before, at the first step, all ranks have.
+    """
+
+    def __init__(self, slots: OptimizerSlots, index: int, owner: int) -> None:
+        self.owner = owner
+        self.is_apart = False
+        self._slots = slots
+        self._index = index
+
+    def read(self, variable: Any) -> tf.Tensor:
+        """Return the value of a slot that another rank holds."""
+        return self._slots.fetch(self._index, variable, self.owner)
+
+    def assign(self, variable: Any, new_value: Any) -> None:
+        """Give a value to the owner of the slot."""
+        self._slots.give(self._index, variable, self.owner, new_value)
+
+    def note_assigned(self) -> None:
+        """Note that the script of the owner has assigned the slot a value."""
+        self._slots.note_assigned(self._index)
+
+    def settle(self, root_rank: int) -> None:
+        """Take what a rank of the job has assigned to the slot, which all ranks get the values of."""
+        self._slots.settle_slot(self._index, root_rank)
+
+
+def mark(variable: Any, share: Share) -> None:
+    vars(variable)[compat.SHARE] = share
+
+
+class OptimizerSlots:
+    """The slots of one optimizer, in the same order on every rank."""
+
+    def __init__(self, job: Job, group: Group) -> None:
+        self.variables: list[Any] = []
+        self._job = job
+        self.is_updating = False
+        self._lock = threading.Lock()
+        self._incoming: dict[int, dict[int, bytearray]] = {}  # by place, then by rank
+        self._assigned_at: dict[int, int] = {}  # after how many updates the owner's script did
+        # Variables, which functions change too when they run.
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._updates = tf.Variable(0, trainable=False, dtype=tf.int64)
+            self._has_incoming = tf.Variable(False, trainable=False)
+        exchange = job.part(SlotExchange)
+        if exchange is None:
+            exchange = SlotExchange(job)
+            job.add(exchange)
+        self._exchange = exchange
+        self._number = exchange.add(self, group)
+
+    def add(self, slot: Any, owner: int) -> None:
+        mark(slot, Share(self, len(self.variables), owner))
+        self.variables.append(slot)
+
+    @property
+    def updates(self) -> int:
+        """Return how many divided updates this rank has made."""
+        return int(self._updates.numpy())
+
+    @contextlib.contextmanager
+    def update(self) -> Iterator[None]:
+        """Let the block change slots by an update, not by the script."""
+        self.is_updating = True
+        try:
+            yield
+        finally:
+            self.is_updating = False
+
+    def count_update(self) -> None:
+        """Count an update, at once or in the graph that is built."""
+        self._updates.assign_add(1)
+
+    def own_bytes(self, index: int) -> Optional[memoryview]:
+        """Return the value of a slot that this rank holds, or another one has assigned; None for another slot."""
+        if not 0 <= index < len(self.variables):
+            return None
+        variable = self.variables[index]
+        if not compat.has_memory(variable):
+            return None
+        with self._lock:
+            incoming = self._incoming.get(index)
+            if incoming and self._assigned_at.get(index) != self.updates:
+                return memoryview(next(reversed(incoming.values())))
+        return _bytes_of(compat.inner_variable(variable).read_value())
+
+    def fetch(self, index: int, variable: Any, owner: int) -> tf.Tensor:
+        """Return the value of a slot that another rank holds, after the same number of updates as here."""
+        slot = self._text_of(variable, owner)
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                f"{slot}is read in a function, where it can't be fetched.\nWhat to do: read it in eager mode, between "
+                "two steps; or leave out shard_optimizer=True."
+            )
+        key = (self._number, index, self.updates)
+        fetched = self._exchange.bytes_on_request.fetch(owner, key)
+        if fetched is None or len(fetched) != bytes_of(variable):
+            raise RuntimeError(
+                f"{slot}can't be read now: that rank has made a different number of updates.\nWhat to do: read and "
+                "save the state of the optimizer between two steps, on rank 0 or on every rank."
+            )
+        return _from_bytes(fetched, variable)
+
+    def give(self, index: int, variable: Any, owner: int, new_value: Any) -> None:
+        """Assign a value to a slot that another rank holds."""
+        slot = self._text_of(variable, owner)
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                f"{slot}is assigned a value in a function, where that can't be sent.\nWhat to do: assign it in eager "
+                "mode, between two steps; or leave out shard_optimizer=True."
+            )
+        tensor = tf.convert_to_tensor(new_value)
+        content = _bytes_of(tf.cast(tensor, variable.dtype))
+        key = (self._number, index, self.updates)
+        if not self._exchange.bytes_on_request.give(owner, key, content):
+            raise RuntimeError(
+                f"{slot}can't be assigned a value now: that rank has no such slot.\nWhat to do: load the state of the "
+                "optimizer before its first step, or between two steps; or leave out shard_optimizer=True."
+            )
+
+    def _text_of(self, variable: Any, owner: int) -> str:
+        return f"rank {self._job.cluster.rank}: {variable.path}, which only rank {owner} holds (shard_optimizer=True), "
+
+    def take(self, rank: int, index: int, content: bytearray) -> bool:
+        """Keep what another rank assigns to a slot of this one, until the next update."""
+        # The numbers are from another rank, which may have built another model.
+        if not 0 <= index < len(self.variables):
+            return False
+        variable = self.variables[index]
+        if not compat.has_memory(variable) or len(content) != bytes_of(variable):
+            return False
+        with self._lock:
+            incoming = self._incoming.setdefault(index, {})
+            # All ranks may load one file: its bytes are kept once. The last one comes last.
+            equal = next((earlier for earlier in incoming.values() if earlier == content), content)
+            incoming.pop(rank, None)
+            incoming[rank] = equal
+            self._has_incoming.assign(True)
+        return True
+
+    def note_assigned(self, index: int) -> None:
+        if tf.executing_eagerly() and not self.is_updating:
+            self._assigned_at[index] = self.updates
+
+    def settle(self, after: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Assign what other ranks have given, once some tensors of all ranks are there; return what to wait for."""
+        if tf.executing_eagerly():
+            if self._has_incoming.numpy():
+                self._settle()
+            return []
+        with tf.control_dependencies(after):
+            has_incoming = self._has_incoming.read_value()
+
+        def settle() -> tf.Tensor:
+            spec = tf.TensorSpec([], tf.bool)
+            [is_settled] = call_now(self._settle, [has_incoming], [spec])
+            return is_settled
+
+        return [tf.cond(has_incoming, settle, lambda: has_incoming)]
+
+    def _settle(self, *flag: Any) -> list[Any]:
+        with self._lock:
+            for index, incoming in self._incoming.items():
+                # What the owner's script has assigned stays: it makes the same call as the others.
+                if self._assigned_at.get(index) == self.updates:
+                    continue
+                contents = list(incoming.values())
+                if any(content != contents[0] for content in contents):
+                    raise RuntimeError(self._conflict(index, incoming))
+                self._assign(index, contents[0])
+            self._incoming.clear()
+            self._has_incoming.assign(False)
+        return [np.array(False)]
+
+    def settle_slot(self, index: int, root_rank: int) -> None:
+        with self._lock:
+            incoming = self._incoming.pop(index, {})
+            # Unless the root has assigned anything, it has the owner's value.
+            if root_rank in incoming:
+                self._assign(index, incoming[root_rank])
+
+    def _assign(self, index: int, content: bytearray) -> None:
+        variable = self.variables[index]
+        compat.inner_variable(variable).assign(_from_bytes(content, variable))
+
+    def _conflict(self, index: int, incoming: dict[int, bytearray]) -> str:
+        path = self.variables[index].path
+        rows = [
+            f"  rank {rank}: crc32 {zlib.crc32(content):08x}" for rank, content in incoming.items()
+        ]
+        return "\n".join(
+            [
+                f"rank {self._job.cluster.rank}: other ranks have assigned {path} different values, and only this rank "
+                "holds it (shard_optimizer=True).",
+                *rows,
+                "What to do: load the same file on every rank, or on rank 0 alone.",
+            ]
+        )
+
+
+def _bytes_of(tensor: tf.Tensor) -> memoryview:
+    array = np.ascontiguousarray(compat.to_array(tensor))
+    flat = array.reshape(-1)
+    return flat.view(np.uint8).data
+
+
+def _from_bytes(content: bytearray, variable: Any) -> tf.Tensor:
+    dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
+    flat = np.frombuffer(content, dtype)
+    shape = tuple(variable.shape)
+    return tf.constant(flat.reshape(shape))
+
+
+class SlotExchange:
+    """The slots of all optimizers of this rank, for the others; a part of the job."""
+
+    def __init__(self, job: Job) -> None:
+        self._optimizers: dict[int, weakref.ref[OptimizerSlots]] = {}
+        self.bytes_on_request = BytesOnRequest(job.cluster, job.health, job.store, job.peers, self)
+
+    def add(self, slots: OptimizerSlots, group: Group) -> int:
+        """Note an optimizer, and return its number, the same on every rank of the group."""
+        # Other ranks have other groups: each group counts its own optimizers.
+        text = f"{group.name} {list(group.ranks)}"
+        number = zlib.crc32(text.encode()) << 20
+        while number in self._optimizers:
+            number += 1
+        self._optimizers[number] = weakref.ref(slots)
+        return number
+
+    def close(self) -> None:
+        self.bytes_on_request.close()
+
+    def _slots(self, number: int) -> Optional[OptimizerSlots]:
+        # The optimizer may be gone on this rank, or not be made yet.
+        if number not in self._optimizers:
+            return None
+        return self._optimizers[number]()
+
+    def take(self, rank: int, key: Key, content: bytearray) -> bool:
+        number, index, _ = key
+        slots = self._slots(number)
+        return slots is not None and slots.take(rank, index, content)
+
+    def answer(self, key: Key) -> Optional[memoryview]:
+        number, index, updates = key
+        slots = self._slots(number)
+        if slots is None or slots.updates != updates:
+            return None
+        return slots.own_bytes(index)
+
+    def all_bytes(self) -> Iterator[tuple[Key, memoryview]]:
+        for number, reference in self._optimizers.items():
+            slots = reference()
+            if slots is None:
+                continue
+            for index, variable in enumerate(slots.variables):
+                content = slots.own_bytes(index)
+                if content is not None and getattr(variable, compat.SHARE).is_apart:
+                    yield (number, index, slots.updates), content
+
+
+def without_initial_slots(world: World, variables: Sequence[Any], root_rank: int) -> list[Any]:
+    """Return variables without the slots of divided updates that the root neither owns nor has another value for than
+    the initial one, which their owners have, too; every rank makes the call.
+    """
+    slots = [index for index, variable in enumerate(variables) if compat.is_share(variable)]
+    if not slots:
+        return list(variables)
+    # A loaded file has given them memory; else they have none where they aren't owned.
+    with_memory = [index for index in slots if compat.has_memory(variables[index])]
+    root = world.group.ranks[root_rank]
+    of_root = []
+    for index in with_memory:
+        share = getattr(variables[index], compat.SHARE)
+        if share.owner != root:
+            of_root.append(index)
+    sent = set(world.object_from_root(of_root, root_rank))
+    chosen = []
+    for index, variable in enumerate(variables):
+        if index in sent or not compat.is_share(variable):
+            chosen.append(variable)
+    return chosen

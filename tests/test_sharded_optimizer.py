@@ -1,0 +1,611 @@
+"""Updates divided among the ranks: after 20 steps, weights and the state of the optimizer have the bits that they have
+if each rank makes all updates.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any, Callable
+
+import job
+import numpy as np
+import pytest
+import tensorflow as tf
+from heard import warnings_of_package
+from pool import Pool
+from ranks import all_through
+from versions import needs_keras_3
+
+import npu_device as npu
+from hccl.manage.api import create_group, destroy_group
+from npu_device._src import compat
+from npu_device._src.training.sharding.shares import bytes_of, owners_of
+
+STEPS = 20
+QUICK = [(3, "adam"), (2, "overwritten")]
+pytestmark = needs_keras_3
+full = pytest.mark.full
+
+SHAPES = [(40, 3), (7,), (), (0,), (300, 5), (2, 2), (33,)]
+
+wrap = npu.distribute.DistributedOptimizer
+
+
+def _optimizers() -> dict[str, Callable[[], Any]]:
+    """Return functions that make optimizers, by a name that says what is special about them."""
+    kinds = tf.keras.optimizers
+
+    def adamw() -> Any:
+        optimizer = kinds.AdamW(0.02, weight_decay=0.1, clipnorm=0.5)
+        optimizer.exclude_from_weight_decay(var_names=["one", "v4"])
+        return optimizer
+
+    return {
+        "plain": lambda: kinds.SGD(0.05),
+        "momentum": lambda: kinds.SGD(0.05, momentum=0.9),
+        "nesterov": lambda: kinds.SGD(0.05, momentum=0.9, nesterov=True, global_clipnorm=0.3),
+        "adam": lambda: kinds.Adam(0.02, global_clipnorm=0.4),
+        "amsgrad": lambda: kinds.Adam(0.02, amsgrad=True, clipvalue=0.02),
+        "adamw": adamw,
+        "rmsprop": lambda: kinds.RMSprop(0.02, momentum=0.5, centered=True),
+        "lion": lambda: kinds.Lion(0.01, weight_decay=0.05),
+        "nadam": lambda: kinds.Nadam(kinds.schedules.ExponentialDecay(0.02, 3, 0.9)),
+        "adagrad": lambda: kinds.Adagrad(0.1),
+        "adadelta": lambda: kinds.Adadelta(0.5),
+        "adamax": lambda: kinds.Adamax(0.02),
+        "ftrl": lambda: kinds.Ftrl(0.05),
+        "lamb": lambda: kinds.Lamb(0.02),
+        "averages": lambda: kinds.SGD(0.05, momentum=0.9, use_ema=True, ema_momentum=0.7),
+        "overwritten": lambda: kinds.Adam(0.02, use_ema=True, ema_overwrite_frequency=3),
+        "scaled": lambda: kinds.SGD(0.05, momentum=0.5, loss_scale_factor=8.0, global_clipnorm=0.3),
+    }
+
+
+def _variables(shapes: list[tuple[int, ...]], dtypes: list[str]) -> list[Any]:
+    """Return variables of Keras, the first with a constraint; the same on every rank."""
+    chance = np.random.default_rng(7)
+    variables = []
+    for place, shape in enumerate(shapes):
+        dtype = dtypes[place % len(dtypes)]
+        value = tf.cast(tf.constant(chance.standard_normal(shape)), dtype)
+        variables.append(tf.keras.Variable(value, dtype=dtype, name=f"v{place}"))
+    variables[0].constraint = tf.keras.constraints.MaxNorm(1.5)
+    return variables
+
+
+def _gradients(variables: list[Any], step: Any, without: int | None, sparse: bool) -> list[Any]:
+    """Return gradients that differ on each rank; of one variable there is none."""
+    rank = npu.distribute.rank()
+    gradients: list[Any] = []
+    for place, variable in enumerate(variables):
+        value = tf.cast(tf.convert_to_tensor(variable), tf.float64)
+        far = tf.cast(step * (rank + 2) + place, tf.float64)
+        gradient = tf.cast(tf.sin(value * 3 + far) + value / 5, variable.dtype)
+        if sparse and place == 4:
+            rows = tf.constant([1, 5 + rank, 1])
+            gradient = tf.IndexedSlices(tf.gather(gradient, rows), rows, tf.constant([300, 5]))
+        gradients.append(None if place == without else gradient)
+    return gradients
+
+
+def _trained(
+    optimizer: Any, variables: list[Any], graph: bool, steps: int = STEPS, **how: Any
+) -> None:
+    how = {"without": None, "sparse": False, **how}
+    by_pairs = how.pop("by_pairs", True)
+
+    def step(number: Any) -> None:
+        gradients = _gradients(variables, number, **how)
+        if by_pairs:
+            optimizer.apply_gradients(zip(gradients, variables))
+        else:
+            optimizer.apply(gradients, variables)
+
+    call = tf.function(step, autograph=False) if graph else step
+    for number in range(steps):
+        call(tf.constant(number))
+
+
+def _bits(variables: list[Any]) -> list[bytes]:
+    return [tf.convert_to_tensor(variable).numpy().tobytes() for variable in variables]
+
+
+def body_same_bits(
+    name: str,
+    graph: bool,
+    shapes: list[tuple[int, ...]],
+    dtypes: list[str],
+    without: int | None,
+    sparse: bool,
+) -> tuple[int, list[bytes]]:
+    """Train without and with divided updates; return the number of slots on this rank and the weights."""
+    how = {"without": without, "sparse": sparse}
+    whole, divided = _variables(shapes, dtypes), _variables(shapes, dtypes)
+    plain = wrap(_optimizers()[name]())
+    _trained(plain, whole, graph, **how)
+    optimizer = wrap(_optimizers()[name](), shard_optimizer=True)
+    _trained(optimizer, divided, graph, **how)
+    assert _bits(whole) == _bits(divided), name
+    slots = 0
+    assert len(plain.variables) == len(optimizer.variables)
+    for one, other in zip(plain.variables, optimizer.variables):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        if not compat.is_share(other) or other._value is not None:
+            slots += compat.is_share(other)
+            assert _bits([one]) == _bits([other]), (name, other.path)
+    if plain.use_ema:
+        plain.finalize_variable_values(whole)
+        optimizer.finalize_variable_values(divided)
+        assert _bits(whole) == _bits(divided), name
+    return slots, _bits(divided)
+
+
+NAMES = [
+    "plain",
+    "momentum",
+    "nesterov",
+    "adam",
+    "amsgrad",
+    "adamw",
+    "rmsprop",
+    "lion",
+    "nadam",
+    "adagrad",
+    "adadelta",
+    "adamax",
+    "ftrl",
+    "lamb",
+    "averages",
+    "overwritten",
+    "scaled",
+]
+
+
+COUNTED = [
+    pytest.param(count, name, marks=() if (count, name) in QUICK else full)
+    for count in (1, 2, 3, 4)
+    for name in NAMES
+]
+
+
+@pytest.mark.parametrize(("count", "name"), COUNTED)
+def test_weights_have_the_same_bits(pool_with: Callable[..., Pool], count: int, name: str) -> None:
+    graph = (NAMES.index(name) + count) % 2 == 0
+    ranks = pool_with(count, "3")
+    found = ranks.run(body_same_bits, name, graph, SHAPES, ["float32"], 1, False)
+    assert_divided(found, name)
+
+
+def assert_divided(found: list[Any], name: str) -> None:
+    """The ranks have the same weights, and each one some slots of the optimizer."""
+    assert all(weights == found[0][1] for _, weights in found)
+    if len(found) > 1 and name != "plain":
+        assert all(0 < slots < sum(slots for slots, _ in found) for slots, _ in found), found
+
+
+@pytest.mark.parametrize("graph", [pytest.param(False, marks=full), True], ids=["eager", "graph"])
+@pytest.mark.parametrize(
+    ("name", "shapes", "dtypes", "without", "sparse"),
+    [
+        ("momentum", SHAPES, ["float32", "float64", "float16", "bfloat16"], None, True),
+        pytest.param("nadam", [(3, 2)], ["float32"], None, False, marks=full),
+        pytest.param("adam", [(3, 2), (2,)], ["float32"], 0, False, marks=full),
+        pytest.param("averages", [(3, 2), (2,)], ["float32"], None, False, marks=full),
+        pytest.param("overwritten", [(3, 2), (2,)], ["float32"], 1, False, marks=full),
+        pytest.param("adam", SHAPES, ["float32"], None, True, marks=full),
+        pytest.param("momentum", SHAPES, ["float32"], 0, True, marks=full),
+    ],
+)
+def test_what_is_special_about_variables(
+    pool_with: Callable[..., Pool],
+    graph: bool,
+    name: str,
+    shapes: list[tuple[int, ...]],
+    dtypes: list[str],
+    without: int | None,
+    sparse: bool,
+) -> None:
+    ranks = pool_with(3, "3")
+    found = ranks.run(body_same_bits, name, graph, shapes, dtypes, without, sparse)
+    assert all(weights == found[0][1] for _, weights in found)
+    assert sum(slots for slots, _ in found) >= len(shapes)
+
+
+def body_group() -> list[Any]:
+    """Train in a group of the last two ranks without and with divided updates; return the bits of the weights, and of
+    the state that the lowest rank of the group reads.
+    """
+    rank = npu.distribute.rank()
+    if rank == 0:
+        return []
+    create_group("last two", 2, [1, 2])
+    bits: list[Any] = []
+    for shard_optimizer in (False, True):
+        variables = _variables(SHAPES, ["float32"])
+        optimizer = wrap(_optimizers()["adam"](), group="last two", shard_optimizer=shard_optimizer)
+        _trained(optimizer, variables, True, without=1, sparse=False)
+        state = _bits(optimizer.variables) if rank == 1 else []
+        bits.append((_bits(variables), state))
+        npu.distribute.hccl_ops.allreduce(tf.constant(1.0), "sum", group="last two")
+    destroy_group("last two")
+    return bits
+
+
+def test_within_a_group(pool_with: Callable[..., Pool]) -> None:
+    [none, *bits] = pool_with(3, "3").run(body_group)
+    assert none == []
+    for whole, divided in bits:
+        assert whole == divided
+
+
+def _resnet50() -> list[tuple[int, ...]]:
+    """Return the shapes of ResNet-50's variables."""
+    shapes: list[tuple[int, ...]] = []
+
+    def convolution(size: int, inputs: int, filters: int) -> None:
+        shapes.extend([(size, size, inputs, filters), (filters,), (filters,), (filters,)])
+
+    convolution(7, 3, 64)
+    channels = 64
+    for filters, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            if block == 0:
+                convolution(1, channels, 4 * filters)
+            convolution(1, channels, filters)
+            convolution(3, filters, filters)
+            convolution(1, filters, 4 * filters)
+            channels = 4 * filters
+    return [*shapes, (2048, 1000), (1000,)]
+
+
+def _bert() -> list[tuple[int, ...]]:
+    """Return the shapes of the variables of BERT-base."""
+    normalization = [(768,)] * 2
+    layer = [*[(768, 768), (768,)] * 4, *normalization]
+    layer += [(768, 3072), (3072,), (3072, 768), (768,), *normalization]
+    ends = [(768, 768), (768,), (768, 2), (2,)]
+    return [(30522, 768), (512, 768), *normalization, *layer * 12, *ends]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "count"),
+    [*((_resnet50, count) for count in (2, 4, 8)), *((_bert, count) for count in (2, 4))],
+)
+def test_shares_are_about_equal(shapes: Callable[[], list[tuple[int, ...]]], count: int) -> None:
+    variables = [tf.TensorSpec(shape) for shape in shapes()]
+    held = [0] * count
+    for variable, owner in zip(variables, owners_of(variables, count)):
+        held[owner] += bytes_of(variable)
+    assert max(held) <= 1.1 * sum(held) / count
+
+
+def body_fit(name: str, compiled: dict[str, Any], built: bool) -> tuple[int, list[bytes]]:
+    """Fit without and with divided updates, with an uneven last batch, and go on; return as ``body_same_bits``."""
+    chance = np.random.default_rng(0)
+    x = chance.standard_normal([53, 9]).astype(np.float32)
+    y = (x[:, :1] > 0).astype(np.float32)
+    found = []
+    for shard_optimizer in (False, True):
+        keras = tf.keras
+        keras.utils.set_random_seed(3 + npu.distribute.rank())
+        layers = [keras.layers.Dense(17, activation="relu"), keras.layers.BatchNormalization()]
+        model = keras.Sequential([keras.Input([9]), *layers, keras.layers.Dense(1)])
+        optimizer = _optimizers()[name]()
+        if built:
+            optimizer.build(model.trainable_variables)
+            for slot in optimizer.variables[2:]:
+                slot.assign(tf.fill(slot.shape, 0.01 * (1 + npu.distribute.rank())))
+        model.compile(optimizer=optimizer, loss="mse", **compiled)
+        model = npu.distribute.replicate(model, shard_optimizer=shard_optimizer)
+        history = model.fit(x, y, batch_size=12, epochs=2, verbose=0).history
+        layers[0].trainable = built
+        if not built:  # another optimizer for other variables
+            model.compile(optimizer=_optimizers()[name](), loss="mse", **compiled)
+        history |= {
+            f"again {key}": value
+            for key, value in model.fit(x, y, batch_size=12, epochs=2, verbose=0).history.items()
+        }
+        found.append((history, model))
+    (history, whole), (divided_history, divided) = found
+    assert history == divided_history
+    assert _bits(whole.weights) == _bits(divided.weights)
+    slots = 0
+    for one, other in zip(whole.optimizer.variables, divided.optimizer.variables):
+        if not compat.is_share(other) or other._value is not None:
+            slots += compat.is_share(other)
+            assert _bits([one]) == _bits([other]), (name, other.path)
+    return slots, _bits(divided.weights)
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=full)])
+@pytest.mark.parametrize(
+    ("name", "compiled", "built"),
+    [
+        ("nesterov", {"steps_per_execution": 3}, True),
+        pytest.param("adam", {}, False, marks=full),
+        pytest.param("momentum", {"run_eagerly": True}, False, marks=full),
+        pytest.param("overwritten", {}, True, marks=full),
+        pytest.param("averages", {"jit_compile": True}, False, marks=full),
+    ],
+)
+def test_fit(
+    pool_with: Callable[..., Pool], name: str, compiled: dict[str, Any], built: bool, count: int
+) -> None:
+    assert_divided(pool_with(count, "3").run(body_fit, name, compiled, built), name)
+
+
+def body_saved(name: str, directory: str, everybody: bool, graph: bool) -> list[str]:
+    """Train without and with divided updates, and save both in each way; return what is wrong with the files."""
+    rank = npu.distribute.rank()
+    saved: list[dict[str, Any]] = []
+    for shard_optimizer in (False, True):
+        folder = f"{directory}/{shard_optimizer}/{rank if everybody else 0}"
+        variables = _variables(SHAPES, ["float32"])
+        optimizer = wrap(_optimizers()[name](), shard_optimizer=shard_optimizer)
+        _trained(optimizer, variables, graph, without=1)
+        values: dict[str, Any] = {}
+        if everybody or rank == 0:
+            values["direct"] = [tf.convert_to_tensor(one).numpy() for one in optimizer.variables]
+            store: dict[str, Any] = {}
+            optimizer.save_own_variables(store)
+            values["store"] = [store[key] for key in sorted(store)]
+            path = tf.train.Checkpoint(optimizer=optimizer).write(f"{folder}/checkpoint")
+            reader = tf.train.load_checkpoint(path)
+            names = sorted(reader.get_variable_to_shape_map())
+            values["checkpoint"] = [reader.get_tensor(key) for key in names if "OBJECT" not in key]
+        npu.distribute.all_reduce(1.0)
+        saved.append(values)
+    wrong = []
+    for kind, whole in saved[0].items():
+        divided = saved[1][kind]
+        same = len(whole) == len(divided) and all(
+            np.asarray(one).tobytes() == np.asarray(other).tobytes()
+            for one, other in zip(whole, divided)
+        )
+        if not same or len(whole) < len(SHAPES):
+            wrong.append(kind)
+    return wrong
+
+
+@pytest.mark.parametrize("graph", [pytest.param(False, marks=full), True], ids=["eager", "graph"])
+@pytest.mark.parametrize(
+    "everybody", [False, pytest.param(True, marks=full)], ids=["rank 0 alone", "every rank"]
+)
+def test_files_hold_what_they_hold_without(
+    pool_with: Callable[..., Pool], tmp_path: Any, everybody: bool, graph: bool
+) -> None:
+    ranks = pool_with(3, "3")
+    assert ranks.run(body_saved, "overwritten", str(tmp_path), everybody, graph) == [[]] * 3
+
+
+def body_model_saved(directory: str) -> list[str]:
+    """Fit without and with divided updates; return what is wrong with the files that callbacks and ``save`` write."""
+    keras = tf.keras
+    x = np.random.default_rng(0).standard_normal([53, 9]).astype(np.float32)
+    y = (x[:, :1] > 0).astype(np.float32)
+    directory = npu.distribute.broadcast_object(tempfile.mkdtemp(dir=directory))
+    wrong = []
+    loaded: list[dict[str, Any]] = []
+    for shard_optimizer in (False, True):
+        folder = f"{directory}/{shard_optimizer}"
+        os.makedirs(folder, exist_ok=True)
+        keras.utils.set_random_seed(3)
+        layers = [
+            keras.layers.Dense(17, activation="relu", name="one"),
+            keras.layers.Dense(1, name="two"),
+        ]
+        model = keras.Sequential([keras.Input([9]), *layers], name="model")
+        model.compile(
+            keras.optimizers.Adam(0.01, name="adam"), loss=keras.losses.MeanSquaredError()
+        )
+        model = npu.distribute.replicate(model, shard_optimizer=shard_optimizer)
+        files = [f"{folder}/{name}" for name in ("epoch.keras", "end.keras", "end.h5")]
+        backup = keras.callbacks.BackupAndRestore(f"{folder}/backup", delete_checkpoint=False)
+        callbacks = [keras.callbacks.ModelCheckpoint(files[0]), backup]
+        model.fit(x, y, batch_size=12, epochs=2, verbose=0, callbacks=callbacks)
+        model.save(files[1])
+        model.save(files[2])
+        npu.distribute.all_reduce(1.0)
+        found = {}
+        for file in files:
+            again = keras.models.load_model(file)
+            found[file.rpartition("/")[2]] = _bits([*again.weights, *again.optimizer.variables])
+        loaded.append(found)
+        assert len(model.optimizer.variables) == 10
+    for name, bits in loaded[0].items():
+        if loaded[1][name] != bits:
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=full)])
+def test_models_are_saved_with_all_state(
+    pool_with: Callable[..., Pool], tmp_path: Any, count: int
+) -> None:
+    assert pool_with(count, "3").run(body_model_saved, str(tmp_path)) == [[]] * count
+
+
+def body_job_checkpoint(directory: str) -> bool:
+    """Restore a checkpoint of 10 steps with divided updates, with and without those; return whether all go on alike."""
+    directory = npu.distribute.broadcast_object(tempfile.mkdtemp(dir=directory))
+    ends = []
+    for place, shard_optimizer in enumerate((True, True, False)):
+        variables = _variables(SHAPES, ["float32"])
+        optimizer = wrap(_optimizers()["adam"](), shard_optimizer=shard_optimizer)
+        optimizer.build(variables)
+        checkpoint = npu.train.JobCheckpoint(
+            directory, preemption=False, optimizer=optimizer, variables=variables
+        )
+        if place == 0:
+            _trained(optimizer, variables, True)
+            checkpoint.save(1)
+        else:
+            assert checkpoint.restore() == 1
+        _trained(optimizer, variables, place != 1)
+        checkpoint.close()
+        ends.append(_bits(variables))
+    return ends[0] == ends[1] == ends[2]
+
+
+def test_job_checkpoints_hold_all_state(pool_with: Callable[..., Pool], tmp_path: Any) -> None:
+    assert pool_with(3, "3").run(body_job_checkpoint, str(tmp_path)) == [True] * 3
+
+
+WAYS = {
+    "every rank": None,
+    "rank 0": 0,
+    "rank 2": 2,
+    "every rank, before the first step": None,
+    "rank 0, before the first step": 0,
+    "rank 0, built": 0,
+}
+"""Who restores a file; without more words after the first steps. Of one rank, the others get it by a broadcast."""
+QUICK_WAYS = ["rank 0", "rank 0, before the first step"]
+
+
+def body_restored(ways: list[str], directory: str) -> list[str]:
+    """Restore the state of 7 divided updates in some ways, and go on; return the ways in which the result differs from
+    that of undivided updates.
+    """
+    directory = npu.distribute.broadcast_object(tempfile.mkdtemp(dir=directory))
+    variables = _variables(SHAPES, ["float32"])
+    optimizer = wrap(_optimizers()["overwritten"](), shard_optimizer=True)
+    _trained(optimizer, variables, True, 7)
+    state = _bits(optimizer.variables)
+    if npu.distribute.rank() == 0:
+        checkpoint = tf.train.Checkpoint(optimizer=optimizer, variables=variables)
+        checkpoint.write(f"{directory}/checkpoint")
+    npu.distribute.all_reduce(1.0)
+    undivided = _restored("every rank, before the first step", directory, False, state)
+    return [way for way in ways if _restored(way, directory, True, state) != undivided]
+
+
+def _restored(way: str, directory: str, shard_optimizer: bool, state: list[bytes]) -> list[bytes]:
+    """Restore a state in a way, and go on for 5 steps; return what comes out."""
+    variables = _variables(SHAPES, ["float32"])
+    optimizer = wrap(_optimizers()["overwritten"](), shard_optimizer=shard_optimizer)
+    is_later = "," not in way
+    if is_later:
+        _trained(optimizer, variables, True, 2)
+    elif "built" in way:
+        optimizer.build(variables)
+    loader = WAYS[way]
+    if loader in (None, npu.distribute.rank()):
+        checkpoint = tf.train.Checkpoint(optimizer=optimizer, variables=variables)
+        checkpoint.read(f"{directory}/checkpoint")
+    if loader is not None:
+        # Before the first step, the optimizer is left to that step, which gives all ranks the values of rank 0.
+        sent = [*variables, *optimizer.variables] if is_later else variables
+        npu.distribute.broadcast(sent, loader)
+    if is_later:
+        assert _bits(optimizer.variables) == state, way
+        npu.distribute.all_reduce(1.0)
+    _trained(optimizer, variables, is_later, 5)
+    end = _bits([*variables, *optimizer.variables])
+    npu.distribute.all_reduce(1.0)
+    return end
+
+
+@pytest.mark.parametrize("ways", [QUICK_WAYS, pytest.param(list(WAYS), marks=full)])
+def test_files_are_restored_by_some_ranks(
+    pool_with: Callable[..., Pool], tmp_path: Any, ways: list[str]
+) -> None:
+    assert pool_with(3, "3").run(body_restored, ways, str(tmp_path)) == [[]] * 3
+
+
+def body_other_assignments() -> tuple[list[bool], str]:
+    """Assign slots in other ways than by files; return whether the result is that of undivided updates, and the error
+    of ranks that assign different values.
+    """
+    rank = npu.distribute.rank()
+    found = []
+    for shard_optimizer in (False, True):
+        variables = _variables(SHAPES, ["float32"])
+        optimizer = wrap(_optimizers()["momentum"](), shard_optimizer=shard_optimizer)
+        _trained(optimizer, variables, True, 3)
+        for slot in optimizer.variables[2:]:
+            slot.assign(slot * 0.5)  # on the owner, which counts, and on all others
+        _trained(optimizer, variables, shard_optimizer, 3)
+        if rank == 0 or not shard_optimizer:
+            store: dict[str, Any] = {}
+            optimizer.save_own_variables(store)
+            optimizer.load_own_variables({key: np.asarray(store[key]) * 0 for key in store})
+            optimizer.iterations.assign(6)
+            optimizer.learning_rate = 0.05
+        _trained(optimizer, variables, True, 3)
+        found.append(_bits(variables))
+    error = ""
+    for slot in optimizer.variables[2:]:
+        if compat.is_share(slot) and not compat.has_memory(slot):
+            slot.assign(tf.fill(slot.shape, 1.0 + rank))
+    try:
+        _trained(optimizer, variables, False, 1)
+    except Exception as raised:
+        error = str(raised)
+    return found[0] == found[1], error
+
+
+def test_other_assignments(pool_with: Callable[..., Pool]) -> None:
+    found = pool_with(3, "3").run(body_other_assignments)
+    assert all(is_same for is_same, _ in found), found
+    errors = [error for _, error in found if "have assigned" in error]
+    assert errors and "crc32" in errors[0] and "load the same file" in errors[0], found
+
+
+ENDS_FIRST = """
+import numpy as np, tensorflow as tf, time
+import npu_device as npu
+npu.open()
+rank = npu.distribute.rank()
+variables = [tf.keras.Variable(np.full([500, 3], 1.0 + place), dtype="float32") for place in range(4)]
+optimizer = npu.distribute.DistributedOptimizer(tf.keras.optimizers.Adam(0.1), shard_optimizer=True)
+for step in range(8):
+    optimizer.apply([tf.sin(tf.convert_to_tensor(one) * (step + rank)) for one in variables], variables)
+if rank == 0:
+    time.sleep(3)
+    norms = [float(tf.norm(tf.cast(tf.convert_to_tensor(one), tf.float64))) for one in optimizer.variables]
+    assert all(norm > 0 for norm in norms), norms
+    print("read", len(norms))
+"""
+
+
+def test_a_rank_that_ends_first_hands_its_slots_over(tmp_path: Any) -> None:
+    outputs = job.outputs(tmp_path, 2, ENDS_FIRST)
+    assert "read 10" in outputs[0]
+    for output in outputs:
+        assert "differ" not in output, output
+        assert "rror" not in output.replace("INTERNAL: CUDA error", ""), output
+
+
+def body_undivided(kind: str) -> tuple[list[str], list[bytes]]:
+    """Train with what can't be divided; return the warnings, and the weights."""
+    kinds = tf.keras.optimizers
+    made: dict[str, Callable[[], Any]] = {
+        "Adafactor": lambda: kinds.Adafactor(0.1),
+        "loss-scale optimizer": lambda: kinds.LossScaleOptimizer(kinds.SGD(0.1)),
+        "accumulates": lambda: kinds.SGD(0.1, gradient_accumulation_steps=2),
+        "Own overrides apply": lambda: type("Own", (kinds.SGD,), {"apply": kinds.SGD.apply})(0.1),
+    }
+    variables = _variables(SHAPES[:3], ["float32"])
+    with warnings_of_package() as heard:
+        optimizer = wrap(made[kind](), shard_optimizer=True)
+    _trained(optimizer, variables, True)
+    return list(heard), _bits(variables)
+
+
+@pytest.mark.parametrize(
+    "kind", ["Adafactor", "loss-scale optimizer", "accumulates", "Own overrides apply"]
+)
+def test_what_cannot_be_divided_is_not(pool_with: Callable[..., Pool], kind: str) -> None:
+    (heard, weights), (nothing, others) = pool_with(2, "3").run(body_undivided, kind)
+    assert len(heard) == 1 and kind in heard[0] and "has no effect" in heard[0], heard
+    assert not nothing
+    assert weights == others
+
+
+@pytest.mark.parametrize("graph", [pytest.param(False, marks=full), True], ids=["eager", "graph"])
+def test_through_sockets(pool_with: Callable[..., Pool], graph: bool) -> None:
+    ranks = pool_with(3, "3", **all_through("tcp"))
+    found = ranks.run(body_same_bits, "adam", graph, SHAPES, ["float32"], 1, False)
+    assert_divided(found, "adam")
