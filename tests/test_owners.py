@@ -16,6 +16,7 @@ import collective_bodies as bodies
 import numpy as np
 import pytest
 import tensorflow as tf
+from combinations import combinations
 from mpi_ranks import MpiPool
 from pool import Pool
 from ranks import all_through
@@ -103,15 +104,13 @@ def body_owners(graph: bool, same_bits: bool, alone: bool = False) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize(("count", "graph"), combinations([1, 2, 3, 4], [True, False]))
 def test_in_shared_memory(pool_with: Callable[..., Pool], count: int, graph: bool) -> None:
     ranks = pool_with(max(2, count), "3")
     assert ranks.run(body_owners, graph, True, count == 1) == [[]] * ranks.size
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(("count", "graph"), combinations([2, 3], [False, True]))
 def test_through_sockets(pool_with: Callable[..., Pool], count: int, graph: bool) -> None:
     ranks = pool_with(count, "3", **all_through("tcp"))
     assert ranks.run(body_owners, graph, False) == [[]] * count
@@ -155,6 +154,7 @@ def test_ranks_with_different_owners_are_told(pool_with: Callable[..., Pool]) ->
         assert "They differ in: owners" in text, text
 
 
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py")
 def test_through_mpi() -> None:
     with contextlib.closing(MpiPool(3, "MPICH")) as ranks:

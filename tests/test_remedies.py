@@ -554,7 +554,9 @@ def test_every_message_of_the_page_has_a_remedy() -> None:
 
 _before: dict[Any, str] = {}  # what scripts without a remedy are told
 KINDS = [
-    pytest.param(number, remedy, marks=[pytest.mark.full] * (remedy != remedies[0]))
+    pytest.param(
+        number, remedy, marks=[pytest.mark.full] * (remedy != remedies[0] or number % 3 > 0)
+    )
     for number, (_, remedies) in enumerate(FIT.values())
     for remedy in remedies
 ]

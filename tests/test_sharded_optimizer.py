@@ -448,6 +448,7 @@ def body_job_checkpoint(directory: str) -> bool:
     return ends[0] == ends[1] == ends[2]
 
 
+@full
 def test_job_checkpoints_hold_all_state(pool_with: Callable[..., Pool], tmp_path: Any) -> None:
     assert pool_with(3, "3").run(body_job_checkpoint, str(tmp_path)) == [True] * 3
 

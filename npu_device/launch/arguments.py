@@ -412,9 +412,9 @@ def _add_failures(group: argparse._ActionsContainer) -> None:
     )
     preemptions = "continue N times when a node is taken away (default: any number; 0: end the job)"
     _add(group, "--max-preemptions", type=types.count, metavar="N", help=preemptions)
-    backoff = "seconds before a restart, doubled each time up to 60 (default 1)"
+    backoff = "seconds before a restart, doubled up to 60 (default 1)"
     _add(group, "--restart-backoff", type=types.seconds, default=1.0, metavar="S", help=backoff)
-    preempt = "signal that asks the ranks to write a checkpoint and stop (default TERM)"
+    preempt = "asks the ranks for a checkpoint and a stop (default TERM)"
     default = environment.NPU_DEVICE_PREEMPT_SIGNAL.raw() or "TERM"
     _add(
         group,
