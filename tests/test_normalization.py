@@ -263,16 +263,26 @@ def test_a_layer_that_is_not_found(several_keras_ranks: Pool, graph: bool) -> No
     assert not any(others)
 
 
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
+def test_a_later_layer_with_a_mask_and_neither_scale_nor_offset(
+    several_keras_ranks: Pool, keras_single: Pool, graph: bool
+) -> None:
+    options = {"masked": True, "scale": False, "center": False}
+    arguments = "wrapped before the model", graph, "mean", False, options
+    compare(several_keras_ranks, keras_single, body_loop, *arguments, tolerance=1e-3)
+
+
 @hears
-def body_with_a_mask_and_no_parameters(said: list[str]) -> list[str]:
-    """Wrap the optimizer, then make a layer that nothing tells of: a mask, neither scale nor center."""
+def body_bare_layer_of_a_thread(said: list[str]) -> list[str]:
+    """Train a layer that nothing tells of: of another thread, with a mask, and neither scale nor offset."""
     import tensorflow as tf
 
     import npu_device as npu
 
     keras, distribute = tf.keras, npu.distribute
     forget_layers()
-    optimizer = distribute.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    with ThreadPoolExecutor() as pool:
+        optimizer = pool.submit(distribute.DistributedOptimizer, keras.optimizers.SGD(0.1)).result()
     layer = keras.layers.BatchNormalization(
         synchronized=True, name="bare", scale=False, center=False
     )
@@ -288,8 +298,8 @@ def body_with_a_mask_and_no_parameters(said: list[str]) -> list[str]:
 
 
 @pytest.mark.only_keras("3")
-def test_a_layer_with_a_mask_and_no_parameters(several_keras_ranks: Pool) -> None:
-    first, *others = several_keras_ranks.run(body_with_a_mask_and_no_parameters)
+def test_a_layer_that_no_thread_tells_of_is_named(several_keras_ranks: Pool) -> None:
+    first, *others = several_keras_ranks.run(body_bare_layer_of_a_thread)
     [text] = first
     assert "by itself: 'bare'.\n" in text and "npu.distribute.SyncBatchNormalization" in text
     assert not any(others)

@@ -283,8 +283,9 @@ def batch_normalizations() -> list[Any]:
     classes = set(_with_subclasses(_batch_normalizations()))
     if not classes:  # then it isn't worth going through all objects
         return []
-    # By their type alone: an attribute of any object could be computed, such as that of a module that loads late.
-    return [instance for instance in gc.get_objects() if type(instance) in classes]
+    # An object refers to its class. By the type alone: an attribute of any object could be computed, such as that of a
+    # module that loads late.
+    return [instance for instance in gc.get_referrers(*classes) if type(instance) in classes]
 
 
 def normalization_at_work() -> tuple[Any, Any] | None:
@@ -302,8 +303,25 @@ def normalization_at_work() -> tuple[Any, Any] | None:
 
 def called_normalization() -> Any:
     """Return the batch normalization whose ``call`` is the innermost one in this thread; None if none."""
+    return _normalization_in("call")
+
+
+def built_normalization() -> Any:
+    """Return the batch normalization whose ``build`` is the innermost one in this thread; None if none."""
+    return _normalization_in("build")
+
+
+def deferred_variable() -> Any:
+    """Return the variable of Keras 3 that gets its value in this thread after its layer was built; None if none."""
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "call":
+    while frame is not None and frame.f_code.co_name != "_deferred_initialize":
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("self")
+
+
+def _normalization_in(method: str) -> Any:
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != method:
         frame = frame.f_back
     # Variables are read often, and the names of a frame are costly.
     if frame is None or not _is_of_normalization(frame.f_globals):

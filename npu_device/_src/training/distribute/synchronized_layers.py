@@ -3,16 +3,19 @@
 A loop tells that all ranks train its model when it wraps the optimizer or broadcasts variables. The layers that exist
 then are looked for in memory, and get a method on the object. Later layers are found in their first call. TensorFlow
 has a strategy and a replica context for all that is outside strategies, each one object for all threads and graphs. The
-strategy is asked when a layer reads its scale or offset; the context, when a layer without a mask adds up its sums.
+strategy is asked when a layer reads its scale or offset; the context, when a layer without a mask adds up its sums. A
+layer with a mask and neither scale nor offset asks nobody: it is found when the thread that wrapped or broadcast makes
+its moving mean.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Iterable
 from types import MethodType
-from typing import Any
+from typing import Any, Callable
 
 import tensorflow as tf
 
@@ -100,6 +103,8 @@ class SynchronizedLayers:
         self._group = WORLD_GROUP  # over which layers normalize
         self._replica_context: Any = None  # with a method of ours, as the strategy
         self._strategy: Any = None
+        self._creation: Any = None  # the scope in which later variables are made
+        self._deferred: weakref.WeakSet[Any] = weakref.WeakSet()  # layers whose variables are made later
         self._searches = 0
         self._traced: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
         self._checked: set[tuple[int, str]] = set()
@@ -119,6 +124,29 @@ class SynchronizedLayers:
             self._replica_context.all_reduce = MethodType(_all_reduce, self._replica_context)
             self._strategy = compat.default_strategy()
             self._strategy.value_container = MethodType(_value_container, self._strategy)
+        # Scopes must end in reverse order, and this one ends with the job. So it isn't begun inside a scope of the
+        # script. After keras.backend.clear_session() the next wrap begins it again.
+        if tf.executing_eagerly() and not compat.has_variable_creators():
+            self._creation = tf.variable_creator_scope(self._create)
+            self._creation.__enter__()
+
+    def _create(self, next_creator: Callable[..., Any], **keywords: Any) -> Any:
+        """Look for the layer that makes a variable; the arguments are those of ``tf.variable_creator_scope``."""
+        layer = compat.built_normalization()
+        if layer is not None:
+            self.install([layer])
+        elif keywords.get("name") == "moving_mean":
+            self._install_deferred()
+        return next_creator(**keywords)
+
+    def _install_deferred(self) -> None:
+        """Look for the layers of a model without a ``build``: Keras 3 makes their variables after all are built."""
+        variable = compat.deferred_variable()
+        # One search finds all layers of the model.
+        is_known = any(layer.moving_mean is variable for layer in self._deferred)
+        if variable is not None and not is_known:
+            self._deferred = weakref.WeakSet(filter(_is_built, compat.batch_normalizations()))
+            self.install(self._deferred)
 
     def install(self, layers: Iterable[Any]) -> None:
         """Have those layers normalize over the group that would use their own samples only."""
@@ -151,8 +179,10 @@ class SynchronizedLayers:
     def note_reduced(self, values: Any) -> None:
         """Warn of layers that normalize by one rank, if these may be the gradients of their variables."""
         tensors = dense_tensors(values)
+        if not any(tf.TensorShape(tensor.shape).rank != 0 for tensor in tensors):  # losses and counts, no gradients
+            return
         if tf.executing_eagerly():  # each step comes here; of a function, only its trace
-            reduction = (len(tensors), str(tensors[0].shape) if tensors else "")
+            reduction = (len(tensors), str(tensors[0].shape))
             if reduction in self._checked or len(self._checked) >= _CHECKS:
                 return
             self._checked.add(reduction)
@@ -177,6 +207,11 @@ class SynchronizedLayers:
         if self._replica_context is not None:
             vars(self._replica_context).pop("all_reduce", None)
             vars(self._strategy).pop("value_container", None)
+        # Another scope may be open, which will end later or never; or this isn't the thread that began this one, or
+        # keras.backend.clear_session() has ended it.
+        with contextlib.suppress(RuntimeError, AttributeError):
+            if self._creation is not None:
+                self._creation.__exit__(None, None, None)
 
     def _install_existing(self) -> None:
         layers = compat.batch_normalizations()
