@@ -174,8 +174,9 @@ class Round(NamedTuple):
 
     def begin(self, member: int, publisher: int) -> int:
         """Return where in the slot of a publisher the span of a member begins."""
-        earlier = self.spans[:member] if len(self.spans) > 1 else []
-        offset = sum(end - start for start, end in earlier)
+        if len(self.spans) == 1:  # the usual case: all members read the whole slot
+            return 0
+        offset = sum(end - start for start, end in self.spans[:member])
         if self.kept is not None and publisher < member:
             start, end = self.spans[publisher]
             offset -= end - start

@@ -12,7 +12,6 @@ waiting rank can check the others in between.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
 import mmap
@@ -210,8 +209,7 @@ class MemoryRing:
             # The heads of all members are compared, also of those that publish nothing.
             publishers = range(self.size) if head is not None else exchange.publishers
             yield from _late([self._written[member] for member in publishers], self._step + 1)
-            with self._oldest_slot(head) as slot:
-                exchange.take(self._rings.view(exchange.dtype)[:, slot], self.rank)
+            self._read_oldest(exchange, head)
             rounds_read += 1
             head = None
 
@@ -222,17 +220,16 @@ class MemoryRing:
             self._heads[self.rank, step % self.slots] = head
         self._written[self.rank].advance_to(step + 1)
 
-    @contextlib.contextmanager
-    def _oldest_slot(self, head: Head | None) -> Iterator[int]:
-        """Compare the heads, if there is one; yield the position of the slots to be read, and give this one back."""
+    def _read_oldest(self, exchange: Round, head: Head | None) -> None:
+        """Compare the heads, if there is one, read what this member needs of all slots, and give its own back."""
+        slot = self._step % self.slots
         # Counted before reading, so that a failed comparison leaves all members at the same step.
         self._step += 1
-        slot = (self._step - 1) % self.slots
         try:
             if head is not None:
                 # A few numbers: faster than with numpy.
                 require_same(self._heads[:, slot].tolist())
-            yield slot
+            exchange.take(self._rings.view(exchange.dtype)[:, slot], self.rank)
         finally:
             self._read[self.rank].advance_to(self._step)
 
