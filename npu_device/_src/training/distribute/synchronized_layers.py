@@ -104,7 +104,8 @@ class SynchronizedLayers:
         self._replica_context: Any = None  # with a method of ours, as the strategy
         self._strategy: Any = None
         self._creation: Any = None  # the scope in which later variables are made
-        self._deferred: weakref.WeakSet[Any] = weakref.WeakSet()  # layers whose variables are made later
+        # The layers of models whose variables are made after all layers are built.
+        self._deferred: weakref.WeakSet[Any] = weakref.WeakSet()
         self._searches = 0
         self._traced: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
         self._checked: set[tuple[int, str]] = set()
@@ -179,7 +180,8 @@ class SynchronizedLayers:
     def note_reduced(self, values: Any) -> None:
         """Warn of layers that normalize by one rank, if these may be the gradients of their variables."""
         tensors = dense_tensors(values)
-        if not any(tf.TensorShape(tensor.shape).rank != 0 for tensor in tensors):  # losses and counts, no gradients
+        # Numbers are losses and counts, no gradients: worth no search.
+        if all(tf.TensorShape(tensor.shape).rank == 0 for tensor in tensors):
             return
         if tf.executing_eagerly():  # each step comes here; of a function, only its trace
             reduction = (len(tensors), str(tensors[0].shape))
