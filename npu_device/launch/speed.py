@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, astuple
 from pathlib import Path
 
-from npu_device._src.horovod import modules
 from npu_device._src.machine.core_sets import AUTO, BINDINGS, NONE, core_sets
-from npu_device._src.machine.topology import read_machine
+from npu_device._src.machine.topology import Machine, read_machine
 from npu_device._src.speed.timed_process import LEFT_OUT, Setup, TimedProcess
-from npu_device._src.verify.file_shadow import COVERED
-from npu_device._src.verify.plan import PROBLEM
-from npu_device.launch.argument_types import positive
-from npu_device.launch.verify import RANK_BYTES, variables_of_runs
+from npu_device._src.wording import counted
+from npu_device.launch import script_runs
+from npu_device.launch.argument_types import parse_hosts, positive
 
 _RUNNER = "npu_device._src.speed.measured_runs"
 _END_SECONDS = 30  # after the limit of time, for processes that are about to end
@@ -31,55 +26,68 @@ def main(arguments: Sequence[str]) -> int:
     """Run with these arguments; return the exit code."""
     parser = _parser()
     options = parser.parse_args(list(arguments))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    sizes = options.n or _sizes(memory)
-    if options.hosts:
-        parser.error("--hosts: speed runs on this host only")
-    if not options.module and not os.path.isfile(options.script):
-        parser.error(f"no such script: {options.script} (looked for it in {os.getcwd()})")
-    if sizes[-1] * RANK_BYTES > memory:
+    machine = read_machine()
+    slots = options.hosts or [("", None)]
+    sizes = options.n or _sizes(machine, slots)
+    if any(ranks % len(slots) for ranks in sizes[1:]):
         parser.error(
-            f"{sizes[-1]} ranks need more memory than the {memory >> 30} GiB of this machine"
+            f"-n {','.join(map(str, sizes[1:]))}: each must be a multiple of the {len(slots)} hosts of --hosts"
         )
-    # Leaving by an exception ends the processes of the script.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    script_runs.check(parser, options, sizes[-1] // len(slots))
     with tempfile.TemporaryDirectory(prefix="npurun-speed-") as directory:
-        return _measure(options, _setups(sizes, options.bind_to), Path(directory).resolve())
+        return _measure(options, _setups(machine, sizes, options), Path(directory).resolve())
 
 
-def _sizes(memory: int) -> list[int]:
+def _sizes(machine: Machine, slots: Sequence[tuple[str, int | None]]) -> list[int]:
     """Return the numbers of ranks to try: powers of two and one rank for each NUMA node, as far as there is room."""
+    most = script_runs.memory_of_machine() // script_runs.RANK_BYTES
     # More ranks than cores only take turns.
-    cores = len(os.sched_getaffinity(0))
-    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
-    sizes = {nodes or 1, *(1 << power for power in range(cores.bit_length()))}
-    return sorted(size for size in sizes | {1, 2} if size * RANK_BYTES <= memory)
+    cores = sum(len(core.cpus) for core in machine.cores)
+    sizes = {len(machine.domains("numa")), *(1 << power for power in range(cores.bit_length()))}
+    if not slots[0][0]:
+        return sorted(size for size in sizes | {1, 2} if size <= most)
+    # Of other hosts, only the number of ranks is known that the user gives.
+    limits = [number or 1 for _, number in slots]
+    per_host = {size for size in sizes if size < min(limits)} | {1, min(limits)}
+    return sorted({1, *(size * len(slots) for size in per_host)})
 
 
-def _setups(sizes: Sequence[int], binding: str | None) -> list[Setup]:
+def _setups(machine: Machine, sizes: Sequence[int], options: argparse.Namespace) -> list[Setup]:
     """Return what is run: by default, ranks are also bound where the host has several caches or NUMA nodes."""
+    binding = options.bind_to
     if binding is not None:
         return [Setup(ranks, binding if ranks > 1 else NONE) for ranks in sizes]
     # Hosts of one cache and node have nothing to bind to.
-    machine = read_machine()
     setups = []
     for ranks in sizes:
         setups.append(Setup(ranks))
-        if core_sets(machine, ranks, AUTO):
+        if core_sets(machine, ranks // len(options.hosts or [""]), AUTO):
             setups.append(Setup(ranks, AUTO))
     return setups
 
 
 def _measure(options: argparse.Namespace, setups: Sequence[Setup], directory: Path) -> int:
+    hosts = ",".join(name for name, _ in options.hosts or ())
     if not options.json:
         ranks = ", ".join(setup.label for setup in setups[1:])
+        # Before the first run, nothing is known about the script.
+        memory = setups[-1].ranks * script_runs.RANK_BYTES >> 30
         _say(
-            f"{options.script}: one process and {ranks} ranks in turn, at most {options.minutes:g} minutes, at most "
-            f"{setups[-1].ranks} ranks at once"
+            f"{options.script}: one process and {ranks} ranks in turn, at least "
+            f"{counted(options.rounds, 'round')}. Time: at most {options.minutes:g} minutes. Memory: some {memory} GiB "
+            "for the most ranks, 2 GiB each"
         )
-        _say(f"your files stay as they are, as far as this covers: {COVERED}")
+        script_runs.say_what_stays("speed")
         _say("what the script sends to databases, object stores and trackers is sent in each run")
-    start = TimedProcess(str(directory), options.steps, options.module, options.replicate)
+    start = TimedProcess(
+        str(directory),
+        options.steps,
+        options.module,
+        options.replicate,
+        horovod=options.horovod,
+        shard_optimizer=options.shard_optimizer,
+        hosts=hosts,
+    )
     code = 0
     # Ctrl-C ends the runs, and shows what there is.
     try:
@@ -117,34 +125,13 @@ def _measure(options: argparse.Namespace, setups: Sequence[Setup], directory: Pa
 
 def _run(options: argparse.Namespace, start: TimedProcess, setups: Sequence[Setup]) -> str:
     """Run all processes of a script; return what is wrong, "" if nothing is."""
-    variables = variables_of_runs()
-    if options.horovod:
-        variables.update(modules.variables(variables))
     limit = 60.0 * options.minutes
     settings = asdict(start)
     settings.update(setups=list(map(astuple, setups)), limit=limit, rounds=options.rounds)
-    runner = (sys.executable, "-u", "-m", _RUNNER, json.dumps(settings))
-    process = subprocess.Popen(
-        [*runner, options.script, *options.arguments],
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
     try:
-        code = process.wait(limit + _END_SECONDS)
+        return script_runs.run(_RUNNER, settings, options, limit + _END_SECONDS)
     except subprocess.TimeoutExpired:
-        code = 0  # what has been measured is there
-    finally:
-        # The runner has made a group of its own, with all ranks in it.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    problem = Path(start.directory, PROBLEM)
-    if problem.exists():
-        return problem.read_text()
-    if code:
-        return f"the process of the script ended with {code}"
-    return ""
+        return ""  # what has been measured is there
 
 
 def _numbers(text: str) -> list[int]:
@@ -153,6 +140,13 @@ def _numbers(text: str) -> list[int]:
     if len(numbers) == 1:
         raise argparse.ArgumentTypeError("must name a number of ranks above 1, such as 1,2,4")
     return numbers
+
+
+def _hosts(text: str) -> list[tuple[str, int | None]]:
+    try:
+        return parse_hosts(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _minutes(text: str) -> float:
@@ -199,25 +193,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="WHAT",
         help="bind ranks as npurun does (default: both ways, if the host has several caches or NUMA nodes)",
     )
-    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     parser.add_argument(
-        "--replicate",
-        action="store_true",
-        help="measure npurun --replicate, of an unchanged script",
+        "--shard-optimizer", action="store_true", help="divide updates, as npurun --shard-optimizer"
     )
     parser.add_argument(
-        "--horovod",
-        action="store_true",
-        help="measure npurun --horovod, of a script that imports it",
+        "--hosts",
+        type=_hosts,
+        metavar="A:N,B:N",
+        help="ranks are a job of npurun --hosts, one process runs on this host",
     )
-    parser.add_argument("--hosts", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "-m", "--module", action="store_true", help="the script is the name of a module"
-    )
-    parser.add_argument("script", help="a .py file, or with -m a module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    script_runs.add_script(parser)
     return parser
 
 
 def _say(text: str) -> None:
-    print(f"npurun speed: {text}", file=sys.stderr, flush=True)
+    script_runs.say("speed", text)

@@ -1,15 +1,20 @@
 """Runs a script as all processes of ``npurun speed``: ``python -m`` this module, with SETTINGS script argument ….
 
 The first round is traced. Then come rounds in which each number of ranks has its turn, so that a machine that becomes
-slower for a while is slower for all of them.
+slower for a while is slower for all of them. One process, and the ranks of this host, are forks; ``npurun --hosts``
+starts those of several hosts, each of which is this module again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,8 +30,11 @@ from npu_device._src.speed.timed_process import (
     TRACED,
     Setup,
     TimedProcess,
+    Usage,
     load_times,
-    save_memory,
+    memory_of,
+    save_usage,
+    take_report,
 )
 from npu_device._src.verify.forking import (
     INDIVISIBLE,
@@ -36,8 +44,10 @@ from npu_device._src.verify.forking import (
     report_problem,
     run_script,
 )
-from npu_device._src.verify.plan import DONE, PlannedProcess
+from npu_device._src.verify.plan import DONE, LOG, START, PlannedProcess
+from npu_device._src.wording import counted
 
+_MODULE = "npu_device._src.speed.measured_runs"
 _NO_TIME = "no time (see --minutes)"
 
 
@@ -56,25 +66,30 @@ class _SpeedProcess(ForkingProcess):
         setups: Sequence[Setup],
         seconds: float,
         rounds: int,
-        script: str,
+        words: Sequence[str],
     ) -> None:
         self._rounds = rounds
         self._start = start
+        # As npurun --hosts has to find them, whatever the script does to them.
+        self._variables = dict(os.environ)
+        self._folder = os.getcwd()
+        self._words = words
         self._setups = list(setups)
         self._deadline = time.monotonic() + seconds
         self._seconds_of_run: dict[Setup, float] = {}
         self._left_out: dict[str, str] = {}
         # The standard error of npurun: this process soon has a file instead, as its script prints what it likes.
         self._console = os.dup(2)  # for progress
-        super().__init__(start, script)
+        super().__init__(start, words[0])
 
     def runs(self) -> Iterator[Sequence[PlannedProcess]]:
         # One process is first: it tells how long a run takes.
         for setup in list(self._setups):
             if self._has_time_for([setup]):
-                yield self._run(setup, TRACED)
+                yield from self._run(setup, TRACED)
             else:
                 self._leave_out(setup, _NO_TIME)
+        self._tell_estimate()
         for number in range(1, 1000):
             # What has too few rounds would not be decided.
             while len(self._setups) > 2 and not self._has_time_for(
@@ -85,11 +100,19 @@ class _SpeedProcess(ForkingProcess):
                 return
             # A run may leave its number of ranks out.
             for setup in list(self._setups):
-                yield self._run(setup, str(number))
+                yield from self._run(setup, str(number))
+
+    def redirect_output(self, process: PlannedProcess) -> None:
+        assert isinstance(process, TimedProcess)
+        # Otherwise npurun takes what ranks print.
+        if not process.is_on_hosts:
+            super().redirect_output(process)
 
     def become(self, process: PlannedProcess) -> None:
         super().become(process)
         assert isinstance(process, TimedProcess)
+        if process.is_on_hosts:
+            return  # npurun has bound it
         # In this process, TensorFlow is imported, but has made no threads yet.
         machine = read_machine()
         sets = core_sets(machine, process.ranks, process.binding)
@@ -97,9 +120,58 @@ class _SpeedProcess(ForkingProcess):
             os.sched_setaffinity(0, cpus_of(sets[process.rank]))
             environment.NPU_DEVICE_CORES.set(str(len(sets[process.rank])))
 
-    def _run(self, setup: Setup, round_name: str) -> Sequence[PlannedProcess]:
+    def _run(self, setup: Setup, round_name: str) -> Iterator[Sequence[PlannedProcess]]:
+        """Yield the processes of a run, unless npurun starts them."""
         self._begin = time.monotonic()
-        return self._start.run_of(setup, round_name)
+        self._lost_cores = _LostCores()
+        processes = self._start.run_of(setup, round_name)
+        if processes[0].is_on_hosts:
+            self._run_on_hosts(processes)
+        else:
+            yield processes
+
+    def _run_on_hosts(self, processes: Sequence[TimedProcess]) -> None:
+        """Let npurun start the ranks, and end them when all have printed their times."""
+        first = processes[0]
+        first.folder.mkdir(parents=True)
+        settings = json.dumps({**vars(first), "setups": (), "limit": 0, "rounds": 0})
+        per_host = first.ranks // len(first.hosts.split(","))
+        options = ["--hosts", first.hosts, "-n", str(per_host), "--bind-to", first.binding]
+        options += ["--grace", "1", *["--horovod"] * first.horovod]
+        options += [*["--shard-optimizer"] * first.shard_optimizer, "-m", _MODULE, settings]
+        npurun = subprocess.Popen(
+            [sys.executable, "-m", "npu_device.launch", *options, *self._words],
+            env=self._variables,
+            cwd=self._folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        assert npurun.stdout is not None
+        limit = threading.Timer(
+            self._deadline - time.monotonic(), npurun.send_signal, [signal.SIGINT]
+        )
+        limit.start()
+        sizes = []
+        with (first.folder / LOG).open("w") as log:
+            for line in npurun.stdout:
+                size = take_report(processes, line)
+                if size is None:
+                    log.write(line)
+                    continue
+                sizes.append(size)
+                # A rank that is done goes on training, so that the others aren't disturbed.
+                if len(sizes) == len(processes):
+                    npurun.send_signal(signal.SIGINT)
+        limit.cancel()
+        code = npurun.wait()
+        save_usage(first, Usage(sum(sizes), 0.0))
+        if len(sizes) < len(processes) and time.monotonic() < self._deadline:
+            self._look_at_end(first, code)
+        else:
+            self._tell(processes)
 
     def _has_time_for(self, setups: Sequence[Setup]) -> bool:
         """Return True if runs of these numbers of ranks probably end in time."""
@@ -132,27 +204,31 @@ class _SpeedProcess(ForkingProcess):
                 process = running.pop(pid)
                 if status or load_times(process) is None:
                     end_all(list(running))
-                    self._look_at_end(process, status)
+                    self._look_at_end(process, os.waitstatus_to_exitcode(status))
                     return
                 # It has ended after its last step, while the others may still write down theirs.
                 (process.folder / DONE).touch()
                 deadline = min(deadline, time.monotonic() + OTHERS_FAIL_SECONDS)
             if time.monotonic() > deadline:
                 break
-        save_memory(processes[0], sum(map(_memory, running)))
+        usage = Usage(sum(map(memory_of, running)), self._lost_cores.mean())
+        save_usage(processes[0], usage)
         end_all(list(running))
         self._tell(processes)
 
-    def _look_at_end(self, process: PlannedProcess, status: int) -> None:
+    def _look_at_end(self, process: PlannedProcess, code: int) -> None:
         """Leave out a number of ranks that can't divide the batch; any other end without times is a problem."""
         # The script decides on its batch, and may work with another number of ranks.
         assert isinstance(process, TimedProcess)
         if process.ranks > 1 and INDIVISIBLE in output_of(process):
             self._leave_out(process.setup, "they can't divide the batch")
             return
-        end = f"ended before it had made {process.steps} steps after its first ones"
-        if status:
-            end = f"failed with exit code {os.waitstatus_to_exitcode(status)}"
+        end = f"failed with exit code {code}"
+        if not code:
+            end = (
+                f"ended before {process.steps} of its steps could be timed: the first ones, and those until no "
+                "function is traced any more, don't count (--steps: how many are timed)"
+            )
         report_problem(process, end)
 
     def _tell(self, processes: Sequence[PlannedProcess]) -> None:
@@ -168,12 +244,20 @@ class _SpeedProcess(ForkingProcess):
                     first, "made no steps of a Keras optimizer in all the time of --minutes"
                 )
             return
-        # Progress goes to the console while the script's own output goes to a file.
         left = max(0.0, self._deadline - time.monotonic())
-        text = f"{first.setup.label} rank(s), round {first.round}: {times.steps / times.seconds:.3g} steps/s"
-        os.write(
-            self._console, f"npurun speed: {text}; at most {left / 60:.0f} min left\n".encode()
+        self._say(
+            f"{first.setup.label} rank(s), round {first.round}: {times.steps / times.seconds:.3g} steps/s; at most "
+            f"{left / 60:.0f} min left"
         )
+
+    def _tell_estimate(self) -> None:
+        """Print how long the rounds take, now that each number of ranks has run once."""
+        seconds = self._rounds * sum(self._seconds_of_run.values())
+        self._say(f"{counted(self._rounds, 'round')}: about {seconds / 60:.1f} min")
+
+    def _say(self, text: str) -> None:
+        # The console is for progress, while the script's own output goes to a file.
+        os.write(self._console, f"npurun speed: {text}\n".encode())
 
     def recorder(self) -> Any:
         from npu_device._src.speed.step_clock import StepClock
@@ -182,13 +266,35 @@ class _SpeedProcess(ForkingProcess):
         return StepClock(self.plan)
 
 
-def _memory(pid: int) -> int:
-    """Return the bytes of memory of a process, its part of what it shares with others."""
-    # Forks of one process share most pages of TensorFlow, which resident sizes would count twice.
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) << 10
-    return 0
+class _LostCores:
+    """The CPU time that other programs take from the runs, from now on."""
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+        self._ticks = self._read()
+
+    def mean(self) -> float:
+        """Return how many cores the runs would have had otherwise."""
+        ticks = max(0, self._read() - self._ticks)
+        return ticks / os.sysconf("SC_CLK_TCK") / (time.monotonic() - self._begin)
+
+    def _read(self) -> int:
+        """Return the time of other programs on the CPUs of this process, less that of idle CPUs."""
+        cpus = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
+        ticks = 0
+        for line in Path("/proc/stat").read_text().splitlines():
+            name, *numbers = line.split()
+            if name in cpus:
+                # User, nice, system, idle, waiting for disks, interrupts (2), and stolen by other virtual machines.
+                times = list(map(int, numbers[:8]))
+                ticks += sum(times) - 2 * sum(times[3:5])
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it has ended
+                fields = path.read_text(errors="replace").rpartition(")")[2].split()
+                # A session has the number of its first process. Times of children that have ended are there, too.
+                if int(fields[3]) == os.getsid(0):
+                    ticks -= sum(map(int, fields[11:15]))
+        return ticks
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -198,8 +304,10 @@ def main(arguments: Sequence[str]) -> None:
     limit = settings.pop("limit")
     rounds = settings.pop("rounds")
     start = TimedProcess(**settings)
+    if start.run != START:
+        start = start.here()
     words = arguments[1:]
-    run_script(_SpeedProcess(start, setups, limit, rounds, words[0]), words)
+    run_script(_SpeedProcess(start, setups, limit, rounds, words), words)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ from npu_device._src.speed.timed_process import (
     Setup,
     TimedProcess,
     Times,
-    load_memory,
     load_times,
+    load_usage,
 )
 from npu_device._src.trace.records import read
+from npu_device._src.wording import counted
 
 LEAST_ROUNDS = 5
 """With fewer, nothing is called faster or slower."""
@@ -25,8 +26,15 @@ LEAST_ROUNDS = 5
 _DOUBT = 0.08
 """The chance that the spread misses the true median, at most: with five rounds, the spread is all of them."""
 
+_OUT_OF_STEP = 1.2  # times as many steps a second as another rank
 _TOLERANCE = 0.25  # of the rows of a batch, whose last one may be shorter
 _WORTH_IT = 1.05  # the gain from which something is recommended
+_DISTURBED = 0.1  # cores that other programs take, from which they may have decided
+_NETWORK = 0.2e9  # bytes a second between hosts: what is slower is bound by the network, whatever the engine
+
+# Of the time of TensorFlow's ring, for 100 MiB on two ranks (docs/benchmarks.md).
+_SHARED_MEMORY = 0.3
+_TCP = 0.45
 
 
 @dataclass(frozen=True)
@@ -53,15 +61,26 @@ class Speedup:
     memory: int
     parts: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def label(self) -> str:
+        return Setup(self.ranks, self.binding).label
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that is said. ``problem`` is why the script can't be measured, "" if it can."""
+    """All that is said.
+
+    Attributes:
+        left_out: why numbers of ranks weren't measured.
+        lost_cores: how many cores other programs took that the runs lacked.
+        problem: why the script can't be measured, "" if it can.
+    """
 
     speedups: list[Speedup]
-    left_out: dict[str, str]  # why numbers of ranks weren't measured
+    left_out: dict[str, str]
     batch: str
     advice: list[str]
+    lost_cores: float
     problem: str = ""
 
 
@@ -72,30 +91,64 @@ def outcome(
     rounds = _complete_rounds(start, setups)
     rows = {setup: _rows(start, setup) for setup in setups}
     rows_of_one = rows[setups[0]]
-    kinds = {setup: _kind_of_batch(rows_of_one, rows[setup], setup.ranks) for setup in setups[1:]}
+    kinds = {setup: _kind_of_batch(start, rows_of_one, rows[setup], setup) for setup in setups[1:]}
+    lost_cores = max((_lost_cores(start, setup, len(rounds)) for setup in setups), default=0.0)
     speedups = []
-    advice = []
     if rounds:
         for setup in setups:
             # With a batch per rank, a step trains more samples.
             share = 1
-            if kinds.get(setup) == _PER_RANK:
+            if kinds.get(setup) in (_PER_RANK, _UNKNOWN_PER_RANK):
                 share = setup.ranks
-            speedups.append(_speedup(start, setup, rounds, share, rows_of_one))
-    analysis = None
-    if len(speedups) > 1:
-        analysis = _analysis(start, setups[1])
-    if analysis is not None:
-        advice = _what_would_help(analysis, setups[1].ranks)
-    problem = ""
-    for setup, kind in kinds.items():
-        if kind == _DIFFERENT:
-            problem = (
-                f"the batches of {setup.ranks} ranks have {rows[setup]:.4g} rows a step, and those of one process "
-                f"{rows_of_one:.4g}: nothing can be compared unless that is the same, or the batch of each rank"
-            )
+            speedups.append(_speedup(start, setup, rounds, share, rows_of_one, lost_cores))
+    advice = _choice(speedups)
+    analyses = [(setup, _analysis(start, setup)) for setup in setups[1:]]
+    # For the number of ranks that is the fastest so far.
+    best = max(speedups[1:], key=lambda speedup: speedup.ratio, default=None)
+    for setup, analysis in analyses:
+        if analysis is not None and best is not None and setup.label == best.label:
+            advice += _what_would_help(start, analysis, setup.ranks)
+    problem = next(
+        filter(
+            None,
+            (_problem(start, setup, rows_of_one, rows[setup], kinds[setup]) for setup in kinds),
+        ),
+        "",
+    )
     batch = next(iter(kinds.values()), _UNKNOWN)
-    return Outcome(speedups, dict(left_out or {}), batch, [*_choice(speedups), *advice], problem)
+    return Outcome(speedups, dict(left_out or {}), batch, advice, lost_cores, problem)
+
+
+def _lost_cores(start: TimedProcess, setup: Setup, rounds: int) -> float:
+    """Return how many cores other programs took from the runs with a number of ranks."""
+    runs = [load_usage(start.run_of(setup, str(number + 1))[0]) for number in range(rounds)]
+    usages = [usage.lost_cores for usage in runs if usage is not None]
+    return statistics.median(usages or [0.0])
+
+
+def _problem(
+    start: TimedProcess, setup: Setup, rows_of_one: float | None, rows: float | None, kind: str
+) -> str:
+    """Return why the runs of a number of ranks can't be compared with one process; "" if they can."""
+    if kind == _DIFFERENT:
+        return (
+            f"the batches of {setup.ranks} ranks have {rows:.4g} rows a step, and those of one process "
+            f"{rows_of_one:.4g}: nothing can be compared unless that is the same, or the batch of each rank"
+        )
+    times = _times_of_run(start, setup, TRACED) or []
+    # Ranks that reduce gradients make their steps together.
+    if times and not start.run_of(setup, TRACED)[0].trace.exists():
+        return (
+            f"the script doesn't open npu_device on {setup.ranks} ranks, so that each trains a model of its own.\n"
+            "What to do: give --replicate or --horovod, or see what npurun port shows"
+        )
+    speeds = [rank.steps / rank.seconds for rank in times]
+    if speeds and max(speeds) > _OUT_OF_STEP * min(speeds):
+        return (
+            f"the {setup.ranks} ranks make different numbers of steps in the same time, {min(speeds):.3g} to "
+            f"{max(speeds):.3g} a second: they don't train together. What to do: npurun verify shows why"
+        )
+    return ""
 
 
 def _speedup(
@@ -104,6 +157,7 @@ def _speedup(
     rounds: Sequence[Mapping[Setup, float]],
     share: int,
     rows: float | None,
+    lost_cores: float,
 ) -> Speedup:
     """Return a line of the table; ``share`` is how many times the samples of one process a step trains."""
     single = Setup(1)
@@ -113,12 +167,13 @@ def _speedup(
     samples = None
     if rows is not None:
         samples = share * rows * rate
-    memory = load_memory(start.run_of(setup, "1")[0])
-    verdict = _verdict(low, high, len(rounds))
+    usage = load_usage(start.run_of(setup, "1")[0])
+    assert usage is not None  # the round is complete
+    verdict = _verdict(low, high, len(rounds), lost_cores)
     parts = _parts(_analysis(start, setup))
     ratio = statistics.median(ratios)
     place = (setup.ranks, setup.binding, len(rounds))
-    return Speedup(*place, rate, samples, ratio, low, high, verdict, memory, parts)
+    return Speedup(*place, rate, samples, ratio, low, high, verdict, usage.memory, parts)
 
 
 def spread(ratios: Sequence[float]) -> tuple[float, float]:
@@ -135,12 +190,23 @@ def spread(ratios: Sequence[float]) -> tuple[float, float]:
     return ratios[outside], ratios[-1 - outside]
 
 
-def _verdict(low: float, high: float, rounds: int) -> str:
+def _verdict(low: float, high: float, rounds: int, lost_cores: float) -> str:
     if rounds < LEAST_ROUNDS or low <= 1 <= high:
         return ""
-    if low > 1:
+    if low > 1 + _disturbance(lost_cores):
         return "faster"
-    return "slower"
+    # A rank that shares its core holds up all others, and the more often the shorter the steps are.
+    if high < 1 and lost_cores < _DISTURBED:
+        return "slower"
+    return ""
+
+
+def _disturbance(lost_cores: float) -> float:
+    """Return by which part of its time other programs can have held up one process."""
+    if lost_cores < _DISTURBED:
+        return 0.0
+    # A thread that shares its core takes up to twice the time.
+    return min(1.0, lost_cores)
 
 
 def _complete_rounds(start: TimedProcess, setups: Sequence[Setup]) -> list[dict[Setup, float]]:
@@ -185,20 +251,31 @@ def _times_of_run(start: TimedProcess, setup: Setup, round_name: str) -> list[Ti
     return complete
 
 
-_GLOBAL = "the global batch is the same"
-_PER_RANK = "the batch is per rank, so that N ranks train N times as many samples in a step"
-_UNKNOWN = "no Keras model was called, so that samples aren't counted; the global batch is taken to be the same"
+_COUNTED = (
+    "samples are rows of the first input of the Keras models that were called under a gradient tape"
+)
+_GLOBAL = f"the global batch is the same; {_COUNTED}"
+_PER_RANK = (
+    f"the batch is per rank, so that N ranks train N times as many samples in a step; {_COUNTED}"
+)
+_NO_MODEL = "no Keras model was called, so that samples aren't counted"
+_UNKNOWN = f"{_NO_MODEL}; the global batch is taken to be the same"
+_UNKNOWN_PER_RANK = f"{_NO_MODEL}; the batch is taken to be per rank, as Horovod has it"
 _DIFFERENT = "different"
 
 
-def _kind_of_batch(single: float | None, together: float | None, ranks: int) -> str:
+def _kind_of_batch(
+    start: TimedProcess, single: float | None, together: float | None, setup: Setup
+) -> str:
     """Return what becomes of the batch on several ranks, from the rows of a step."""
     if single is None or together is None:
+        if start.horovod:
+            return _UNKNOWN_PER_RANK
         return _UNKNOWN
     ratio = together / single
     if abs(ratio - 1) < _TOLERANCE:
         return _GLOBAL
-    if abs(ratio - ranks) < _TOLERANCE * ranks:
+    if abs(ratio - setup.ranks) < _TOLERANCE * setup.ranks:
         return _PER_RANK
     return _DIFFERENT
 
@@ -242,23 +319,36 @@ def _choice(speedups: Sequence[Speedup]) -> list[str]:
     return []
 
 
-def _what_would_help(analysis: Analysis, ranks: int) -> list[str]:
+def _what_would_help(start: TimedProcess, analysis: Analysis, ranks: int) -> list[str]:
     """Return remedies whose gain the trace of a run lets expect."""
     busiest = max(analysis.ranks, key=lambda rank: rank.busy)
-    step = busiest.step
-    remedies = []
-    for remedy, saved in (
-        (
-            "npu.distribute.pipeline, which prepares only a rank's rows (docs/input.md)",
-            busiest.input_wait * (1 - 1 / ranks),
-        ),
-        ("segments and engines (docs/tuning.md)", busiest.exposed),
-    ):
-        if step / max(step - saved, 1e-9) >= _WORTH_IT:
-            remedies.append(
-                f"{remedy}: up to {step / max(step - saved, 1e-9):.2f} times as fast on {ranks} ranks"
-            )
-    return remedies
+    trace = analysis.traces[0]
+    others = 1 - 1 / ranks  # the share of the other ranks
+    savings = {
+        "npu.distribute.pipeline, which prepares only a rank's rows (docs/input.md)": others
+        * busiest.input_wait,
+    }
+    if not start.shard_optimizer:
+        savings["--shard-optimizer (docs/faster.md)"] = others * busiest.update
+    if len(trace.segments) == 1:
+        # They hide in the backward pass, and the last one can't.
+        savings["NPU_DEVICE_SPLIT=25%,25%,25%,25%, four segments (docs/tuning.md)"] = min(
+            0.75 * busiest.exposed, busiest.alone
+        )
+    hosts = len({trace.host for trace in analysis.traces})
+    if hosts == 1 and trace.backend != "shared_memory":
+        savings["shared memory, without NPU_DEVICE_SHARED_MEMORY=off (docs/launching.md)"] = (
+            1 - _SHARED_MEMORY
+        ) * busiest.exposed
+    size = sum(gradient.bytes for gradient in trace.gradients)
+    sending = (busiest.hidden + busiest.exposed) * 1e-6
+    if hosts > 1 and trace.backend == "tensorflow" and size > _NETWORK * sending:
+        savings["NPU_DEVICE_BACKEND=tcp (docs/launching.md)"] = (1 - _TCP) * busiest.exposed
+    return [
+        f"{remedy}: up to {gain:.2f} times as fast on {ranks} ranks"
+        for remedy, saved in savings.items()
+        if (gain := busiest.step / max(busiest.step - saved, 1e-9)) >= _WORTH_IT
+    ]
 
 
 def text(measured: Outcome, steps: int) -> str:
@@ -273,10 +363,20 @@ def text(measured: Outcome, steps: int) -> str:
     widths = [max(map(len, column)) for column in zip(*rows)]
     table = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
     rounds = max((speedup.rounds for speedup in measured.speedups), default=0)
-    notes = [f"medians of {rounds} rounds of at least {steps} steps; {measured.batch}"]
+    notes = [
+        f"medians of {counted(rounds, 'round')} of at least {steps} steps",
+        *measured.batch.split("; "),
+    ]
     if parts:
         notes.append(
             "parts of a step in ms, from a run that is traced, of the rank for which the others wait"
+        )
+    if measured.speedups[1:] and not parts:
+        notes.append("no rank reduced gradients; npurun verify tells whether they train together")
+    if measured.lost_cores >= _DISTURBED:
+        notes.append(
+            f"other programs took {measured.lost_cores:.1f} cores that the runs lacked: only speedups above "
+            f"{1 + _disturbance(measured.lost_cores):.2f} are decided; end those programs, and measure again"
         )
     notes += [f"not measured on {ranks} ranks: {why}" for ranks, why in measured.left_out.items()]
     return "\n".join([*notes, "", *table, "", *measured.advice]).rstrip()
@@ -287,7 +387,7 @@ def _cells(speedup: Speedup) -> list[str]:
     if speedup.samples_per_second is not None:
         samples = f"{speedup.samples_per_second:.4g}"
     cells = [
-        Setup(speedup.ranks, speedup.binding).label,
+        speedup.label,
         samples,
         f"{speedup.steps_per_second:.3g}",
     ]

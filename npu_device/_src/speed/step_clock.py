@@ -1,5 +1,8 @@
 """Times the steps of one process of ``npurun speed``. The steps do nothing for it: a thread reads how many steps the
 optimizers have counted, every few milliseconds. In the first round, the rows of the models' batches are counted, too.
+
+What a training does only once doesn't count: the time begins anew when a function is traced, as in the first epochs of
+``fit`` and in their validation. Short epochs are timed whole.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ import contextlib
 import threading
 import time
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -19,14 +23,30 @@ from npu_device._src.speed.timed_process import (
     WARM_UP_STEPS,
     TimedProcess,
     Times,
+    finish,
     save_times,
 )
-from npu_device._src.verify.plan import DONE
 from npu_device._src.verify.wrapping import wrap
 from npu_device._src.world.current_step import current_step
 
 # A look takes some 20 µs and Python's lock: 200 in a second cost less than what a machine varies.
 _LOOK_SECONDS = 0.004
+
+_MOST_RESTARTS = 5
+"""Scripts that trace functions again and again are timed with that."""
+
+_SHORT_EPOCH = 2
+"""Epochs of at most so many times the timed steps are timed whole."""
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A moment between two steps."""
+
+    time: float
+    steps: int  # that have been made
+    rows: int
+    ends_epoch: bool
 
 
 class StepClock:
@@ -38,6 +58,13 @@ class StepClock:
         self._optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._rows: tf.Variable | None = None  # of the batches so far
         self._depth = 0  # of models that call models
+        self._begin: _Mark | None = None  # of the timed steps
+        self._restarts = 0
+        self._has_short_epochs = False
+        self._epoch_steps = 0  # of the latest epoch
+        self._first_step = 0  # before that epoch
+        self._is_done = False
+        wrap((tf.Graph, "__init__", self._trace_function))
         threading.Thread(target=self._watch, name="npu_speed", daemon=True).start()
 
     def install(self, module: Any) -> None:
@@ -45,6 +72,12 @@ class StepClock:
         if module is tf or module.__name__ == "npu_device.distribute":
             return
         wrap(*((*method, self._apply) for method in compat.gradient_entries(module)))
+        callbacks = module.callbacks.CallbackList
+        wrap(
+            (callbacks, "on_epoch_begin", self._begin_epoch),
+            (callbacks, "on_epoch_end", self._end_epoch),
+            (callbacks, "on_train_end", self._end_fit),
+        )
         if self._process.round == TRACED:
             # The import may happen while a function is traced.
             with tf.init_scope():
@@ -72,31 +105,63 @@ class StepClock:
         finally:
             self._depth -= 1
 
+    def _trace_function(self, original: Any, graph: Any, *args: Any, **kwargs: Any) -> None:
+        """Begin anew after a function is traced."""
+        # Further graphs of the same function find no begin.
+        if self._begin is not None and self._restarts < _MOST_RESTARTS:
+            self._restarts += 1
+            self._begin = None
+        original(graph, *args, **kwargs)
+
+    def _begin_epoch(self, original: Any, callbacks: Any, *args: Any, **kwargs: Any) -> None:
+        original(callbacks, *args, **kwargs)
+        # Keras knows the length of some datasets only after the first epoch.
+        length = (callbacks.params or {}).get("steps") or self._epoch_steps
+        self._has_short_epochs = 0 < length <= _SHORT_EPOCH * self._process.steps
+        begin = self._begin
+        if self._has_short_epochs and begin is not None and not begin.ends_epoch:
+            self._begin = None
+        self._first_step = self._steps()
+
+    def _end_epoch(self, original: Any, callbacks: Any, *args: Any, **kwargs: Any) -> None:
+        original(callbacks, *args, **kwargs)
+        self._epoch_steps = self._steps() - self._first_step
+        # After the validation, and what callbacks write.
+        if self._has_short_epochs:
+            self._look(ends_epoch=True)
+
+    def _end_fit(self, original: Any, callbacks: Any, *args: Any, **kwargs: Any) -> None:
+        original(callbacks, *args, **kwargs)
+        # The script may go on with a loop of its own.
+        self._has_short_epochs = False
+
     def _watch(self) -> None:
-        begin: tuple[float, int, int] | None = None
         latest_steps = 0
         while True:
             time.sleep(_LOOK_SECONDS)
             steps = self._steps()
-            if steps == latest_steps:
-                continue
-            # A step has just ended, so that whole steps are timed.
+            # When a step has just ended, so that whole steps are timed.
+            if steps != latest_steps and not self._has_short_epochs:
+                self._look(ends_epoch=False)
             latest_steps = steps
-            now = time.monotonic()
-            if begin is None:
-                if steps >= WARM_UP_STEPS:
-                    begin = (now, steps, self._row_count())
-                continue
-            begin_time, begin_steps, begin_rows = begin
-            count = steps - begin_steps
-            if count < self._process.steps:
-                continue
-            rows = self._row_count() - begin_rows
-            # Also before the least time is over: the script may end now.
-            save_times(self._process, Times(count, now - begin_time, rows or None))
-            if now - begin_time >= LEAST_SECONDS:
-                (self._process.folder / DONE).touch()
-                return
+
+    def _look(self, ends_epoch: bool) -> None:
+        """Begin with the timed steps, or keep their times if there are enough."""
+        mark = _Mark(time.monotonic(), self._steps(), self._row_count(), ends_epoch)
+        begin = self._begin
+        if begin is None:
+            if mark.steps >= WARM_UP_STEPS:
+                self._begin = mark
+            return
+        count = mark.steps - begin.steps
+        seconds = mark.time - begin.time
+        if count < self._process.steps or self._is_done:
+            return
+        # Also before the least time is over: the script may end now.
+        save_times(self._process, Times(count, seconds, mark.rows - begin.rows or None))
+        if seconds >= LEAST_SECONDS:
+            self._is_done = True
+            finish(self._process)
 
     def _steps(self) -> int:
         """Return how many steps all optimizers have made."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from npu_device._src.machine.core_sets import NONE
-from npu_device._src.verify.plan import PlannedProcess
+from npu_device._src.trace.records import FILE
+from npu_device._src.verify.plan import DONE, PlannedProcess
 
 WARM_UP_STEPS = 5
 """Steps that aren't timed: they trace functions, fill caches, and are checked."""
 
-LEAST_SECONDS = 0.5
+LEAST_SECONDS = 1.0
 """Short steps are timed for this long, whatever their number, since times are read every few milliseconds."""
 
 TRACED = "traced"
@@ -21,7 +23,9 @@ LEFT_OUT = "left_out.json"
 """The labels of setups that aren't measured, with the reasons."""
 
 _TIMES = "times.json"
-_MEMORY = "memory.json"
+_USAGE = "usage.json"
+_MARK = "npurun speed of a rank: "
+_LINES = 30  # of a trace that a rank on another host sends: iterations, of which the first ones don't count
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,15 @@ class Setup:
 class TimedProcess(PlannedProcess):
     """One process, whose steps are timed; in the first round, it also tells where their time goes.
 
-    ``steps`` is how many are timed at least.
+    ``steps`` is how many are timed at least, and ``hosts`` are those of ``npurun --hosts``, which starts the ranks if
+    there are any.
     """
 
     round: str = TRACED
     binding: str = NONE
+    horovod: bool = False
+    shard_optimizer: bool = False
+    hosts: str = ""
 
     @property
     def setup(self) -> Setup:
@@ -57,13 +65,31 @@ class TimedProcess(PlannedProcess):
         """Return the folder of the iteration trace of its run."""
         return Path(self.directory, self.run, "trace")
 
+    @property
+    def is_on_hosts(self) -> bool:
+        """Return True if its run is a job of ``npurun --hosts``."""
+        return self.ranks > 1 and bool(self.hosts)
+
     def environment(self) -> dict[str, str]:
         """Return the variables that describe its job to it, and ask for a trace in the first round."""
-        variables = super().environment()
-        if variables and self.round == TRACED:
+        if self.ranks == 1:
+            return {}
+        variables = {}
+        # Otherwise npurun has set those of the job.
+        if not self.hosts:
+            variables = super().environment()
+            if self.shard_optimizer:
+                variables["NPU_DEVICE_SHARD_OPTIMIZER"] = "on"
+        if self.round == TRACED:
             options = json.dumps({"output": str(self.trace)})
             variables |= {"PROFILING_MODE": "true", "PROFILING_OPTIONS": options}
         return variables
+
+    def here(self) -> TimedProcess:
+        """Return what this process is to be, a rank that npurun has started on a host."""
+        # The folder of the rank table, which npurun removes.
+        directory = Path(os.environ["RANK_TABLE_FILE"]).parent / "speed"
+        return replace(self, directory=str(directory), rank=int(os.environ["RANK_ID"]))
 
     def run_of(self, setup: Setup, round_name: str) -> list[TimedProcess]:
         """Return the processes of a run in a round."""
@@ -97,10 +123,67 @@ def load_times(process: PlannedProcess) -> Times | None:
     return Times(**json.loads(path.read_text()))
 
 
-def save_memory(process: PlannedProcess, size: int) -> None:
-    (process.folder.parent / _MEMORY).write_text(json.dumps(size))
+@dataclass(frozen=True)
+class Usage:
+    """What a run has used: ``memory`` of all ranks, in bytes; and how many cores others took that it lacked."""
+
+    memory: int
+    lost_cores: float
 
 
-def load_memory(process: PlannedProcess) -> int:
-    """Return the bytes of memory that all ranks of a run had."""
-    return int(json.loads((process.folder.parent / _MEMORY).read_text()))
+def save_usage(process: PlannedProcess, usage: Usage) -> None:
+    (process.folder.parent / _USAGE).write_text(json.dumps(vars(usage)))
+
+
+def load_usage(process: PlannedProcess) -> Usage | None:
+    """Return what the run of a process has used; None if it isn't over."""
+    path = process.folder.parent / _USAGE
+    if not path.exists():
+        return None
+    return Usage(**json.loads(path.read_text()))
+
+
+def finish(process: TimedProcess) -> None:
+    """Tell that a process is timed; a rank of ``npurun --hosts`` prints all it has, on a line."""
+    if process.is_on_hosts:
+        trace = process.trace / f"rank{process.rank}" / FILE
+        lines = []
+        # It is empty if the rank reduces no gradients.
+        if trace.exists():
+            lines = trace.read_text().splitlines()
+        heads = [number for number, line in enumerate(lines) if '"version"' in line]
+        # The newest split of the gradients counts. The last line may not be complete.
+        for head in heads[-1:]:
+            lines = [lines[head], *lines[head + 1 : -1][-_LINES:]]
+        times = vars(load_times(process))
+        memory = memory_of(os.getpid())
+        report = {"rank": process.rank, "times": times, "memory": memory, "trace": lines}
+        report["is_open"] = trace.exists()
+        # In one call, as other output of the script may come at any time.
+        os.write(1, f"\n{_MARK}{json.dumps(report)}\n".encode())
+    (process.folder / DONE).touch()
+
+
+def take_report(processes: Sequence[TimedProcess], line: str) -> int | None:
+    """Keep what a rank on a host has printed; return its memory, None for any other line."""
+    _, mark, text = line.partition(_MARK)
+    if not mark:
+        return None
+    report = json.loads(text)
+    process = processes[report["rank"]]
+    process.folder.mkdir(exist_ok=True)
+    save_times(process, Times(**report["times"]))
+    if report["is_open"]:
+        trace = process.trace / f"rank{process.rank}" / FILE
+        trace.parent.mkdir(parents=True)
+        trace.write_text("".join(f"{line}\n" for line in report["trace"]))
+    return int(report["memory"])
+
+
+def memory_of(pid: int) -> int:
+    """Return the bytes of memory of a process, its part of what it shares with others."""
+    # Forks of one process share most pages of TensorFlow, which resident sizes would count twice.
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) << 10
+    return 0

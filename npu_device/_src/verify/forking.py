@@ -107,11 +107,15 @@ class ForkingProcess(ABC):
         """Go on as a process: with its files, its output and the variables of its job."""
         self.plan = process
         process.folder.mkdir(parents=True)
+        self.redirect_output(process)
+        os.environ.update(process.environment())
+        self._redirection.move(process.files)
+
+    def redirect_output(self, process: PlannedProcess) -> None:
+        """Let a file take what the script prints."""
         with (process.folder / LOG).open("wb") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        os.environ.update(process.environment())
-        self._redirection.move(process.files)
 
     def imported(self, modules: Sequence[ModuleType]) -> None:
         """Go on as one of the processes, and wrap what the script has imported."""

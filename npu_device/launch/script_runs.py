@@ -1,0 +1,121 @@
+"""What ``npurun verify`` and ``npurun speed`` share: the options of a script, and the process that runs it as all
+processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from npu_device._src import environment
+from npu_device._src.horovod import modules
+from npu_device._src.verify.file_shadow import COVERED
+from npu_device._src.verify.plan import PROBLEM
+
+RANK_BYTES = 2 << 30  # of a rank with TensorFlow and a small model
+_FOR_RANKS = {
+    "NPU_DEVICE_STATEMENT": "off",
+    "NPU_DEVICE_LAUNCHER": "off",
+    "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # several processes share a GPU
+}
+_NOT_OF_JOBS = ("NPU_DEVICE_", "TF_", "CUDA_", "NVIDIA_", "GRPC_", "MALLOC_")
+"""How variables begin that don't describe a job, and so stay."""
+
+
+def memory_of_machine() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """Add the options that tell how a script is started, and the script itself."""
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
+    parser.add_argument(
+        "--replicate",
+        action="store_true",
+        help="of an unchanged script, as with npurun --replicate",
+    )
+    parser.add_argument(
+        "--horovod",
+        action="store_true",
+        help="of a script that imports Horovod, as with npurun --horovod",
+    )
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="the script is the name of a module"
+    )
+    parser.add_argument("script", help="a .py file, or with -m a module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace, most_ranks: int) -> None:
+    """End with a message if there is no such script, or no memory for so many ranks on this host."""
+    if not options.module and not os.path.isfile(options.script):
+        parser.error(f"no such script: {options.script} (looked for it in {os.getcwd()})")
+    memory = memory_of_machine()
+    if most_ranks * RANK_BYTES > memory:
+        parser.error(
+            f"{most_ranks} ranks need more memory than the {memory >> 30} GiB of this machine"
+        )
+    # Leaving by an exception ends the processes of the script.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def say(command: str, text: str) -> None:
+    print(f"npurun {command}: {text}", file=sys.stderr, flush=True)
+
+
+def say_what_stays(command: str) -> None:
+    say(command, f"your files stay as they are, as far as this covers: {COVERED}")
+
+
+def run(
+    runner: str, settings: Mapping[str, Any], options: argparse.Namespace, seconds: float
+) -> str:
+    """Run a script as all processes; return what is wrong, "" if nothing is.
+
+    Raises:
+        subprocess.TimeoutExpired: it has taken longer than so many seconds.
+    """
+    variables = _variables()
+    if options.horovod:
+        variables.update(modules.variables(variables))
+    directory = Path(settings["directory"])
+    directory.mkdir(parents=True, exist_ok=True)
+    words = [json.dumps(settings), options.script, *options.arguments]
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", runner, *words],
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        code = process.wait(seconds)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            # The whole group, with all processes that it has forked.
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    problem = directory / PROBLEM
+    if problem.exists():
+        return problem.read_text()
+    if code:
+        return f"the process of the script ended with {code}"
+    return ""
+
+
+def _variables() -> dict[str, str]:
+    """Return the environment without what describes a job: each run gets a job of its own."""
+    known_names = [variable.name for variable in environment.ALL]
+    names_of_jobs = {name for name in known_names if not name.startswith(_NOT_OF_JOBS)}
+    names_of_jobs |= {"TF_CONFIG", "NPU_DEVICE_HUB"}
+    variables = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **_FOR_RANKS}
+    for name in names_of_jobs:
+        variables.pop(name, None)
+    return variables
