@@ -5,21 +5,27 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher import npurun, script, start
+from launcher import environment, npurun, script, start
 
+from npu_device._src.machine.topology import Core, Machine
 from npu_device._src.speed import outcome
 from npu_device._src.speed.timed_process import (
     TRACED,
     Setup,
     TimedProcess,
     Times,
-    save_memory,
+    Usage,
+    load_times,
     save_times,
+    save_usage,
 )
+from npu_device._src.trace.records import GradientRecord, Iteration, RankTrace
 from npu_device.launch import speed
 
 pytestmark = pytest.mark.xdist_group("waiting")
@@ -87,22 +93,69 @@ def test_two_ranks_that_need_half_of_the_time_are_faster(
     assert min(single["memory"], both["memory"]) > 50 << 20
     assert set(both["parts"]) == {"input", "computing", "update", "communication", "waiting"}
     if options:
-        assert report["batch"] == "the global batch is the same"
+        assert report["batch"].startswith("the global batch is the same; samples are rows of")
         assert single["samples_per_second"] == pytest.approx(
             8 * single["steps_per_second"], rel=0.1
         )
 
 
-def measured(directory: Path, ratios: list[float], rows: tuple[int, int] = (80, 40)) -> Any:
+SHORT_EPOCHS = """
+import sys, time
+import numpy as np
+from npu_device._src.speed import step_clock
+from npu_device._src.speed.timed_process import TimedProcess
+import tensorflow as tf
+keras = tf.keras
+process = TimedProcess(sys.argv[1], 6)
+process.folder.mkdir(parents=True)
+clock = step_clock.StepClock(process)
+clock.install(sys.modules[keras.__name__.partition(".")[0]])
+class Waits(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(0.02)
+    def on_test_end(self, logs=None):
+        time.sleep(0.2)
+    def on_epoch_end(self, epoch, logs=None):
+        time.sleep(2.0 * (epoch == 0))
+model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+x, y = np.ones([16, 4], "float32"), np.ones([16, 1], "float32")
+model.fit(x, y, batch_size=4, epochs=14, verbose=0, validation_data=(x, y), callbacks=[Waits()])
+"""
+
+
+@pytest.mark.parametrize(
+    "legacy", ["0", pytest.param("1", marks=pytest.mark.full)], ids=["Keras 3", "tf-keras"]
+)
+def test_short_epochs_are_timed_whole_but_for_the_first_ones(legacy: str, tmp_path: Path) -> None:
+    command = [sys.executable, script(tmp_path, SHORT_EPOCHS), str(tmp_path)]
+    variables = environment(TF_USE_LEGACY_KERAS=legacy)
+    subprocess.run(command, env=variables, check=True, timeout=100)
+    times = load_times(TimedProcess(str(tmp_path), 6))
+    assert times is not None and times.steps >= 8 and times.steps % 4 == 0
+    # An epoch waits for four steps and a validation; functions are traced for longer than that.
+    assert 0.07 < times.seconds / times.steps < 0.12
+
+
+def measured(
+    directory: Path,
+    ratios: list[float],
+    rows: tuple[int, int] = (80, 40),
+    lost_cores: float = 0.0,
+    **options: Any,
+) -> Any:
     """Return the outcome of rounds in which one process took a second for 10 steps, and two ranks ``1 / ratio``."""
-    process = TimedProcess(str(directory), 10)
+    process = TimedProcess(str(directory), 10, **options)
     for number, ratio in enumerate([1.0, *ratios]):
         name = str(number) if number else TRACED
         for ranks, seconds, counted in ((1, 1.0, rows[0]), (2, 1 / ratio, rows[1])):
             for rank in process.run_of(Setup(ranks), name):
                 rank.folder.mkdir(parents=True)
                 save_times(rank, Times(10, seconds, counted))
-            save_memory(rank, ranks << 30)
+            save_usage(rank, Usage(ranks << 30, lost_cores))
+    for rank in process.run_of(Setup(2), TRACED):
+        rank.trace_file.parent.mkdir(parents=True)
+        rank.trace_file.touch()
     return outcome.outcome(process, [Setup(1), Setup(2)])
 
 
@@ -125,6 +178,24 @@ def test_a_verdict_needs_five_rounds_whose_spread_is_on_one_side(
 
 
 @pytest.mark.parametrize(
+    ("ratio", "lost_cores", "verdict"),
+    [
+        (1.3, 0.05, "faster"),
+        (1.3, 0.5, ""),
+        (1.7, 0.5, "faster"),
+        (0.8, 0.05, "slower"),
+        (0.4, 0.5, ""),
+    ],
+)
+def test_what_other_programs_may_have_decided_is_undecided(
+    ratio: float, lost_cores: float, verdict: str, tmp_path: Path
+) -> None:
+    found = measured(tmp_path, [ratio] * 5, lost_cores=lost_cores)
+    assert found.speedups[1].verdict == verdict
+    assert ("other programs took" in outcome.text(found, 10)) == (lost_cores == 0.5)
+
+
+@pytest.mark.parametrize(
     ("rows_of_rank", "speedup", "batch"),
     [
         (40, 1.5, "the global batch is the same"),
@@ -135,12 +206,77 @@ def test_a_batch_per_rank_counts_for_each_rank(
     rows_of_rank: int, speedup: float, batch: str, tmp_path: Path
 ) -> None:
     found = measured(tmp_path, [1.5] * 5, (80, rows_of_rank))
-    assert found.batch == batch and found.speedups[1].ratio == pytest.approx(speedup)
+    assert found.batch.startswith(batch) and found.speedups[1].ratio == pytest.approx(speedup)
     assert f"npurun -n 2: {speedup:.2f} times as fast as one process" in outcome.text(found, 10)
 
 
 def test_batches_that_differ_are_a_problem(tmp_path: Path) -> None:
     assert "have 26 rows a step" in measured(tmp_path, [1.5] * 5, (80, 130)).problem
+
+
+def test_ranks_that_do_not_train_together_are_a_problem(tmp_path: Path) -> None:
+    measured(tmp_path, [1.5] * 5)
+    process = TimedProcess(str(tmp_path), 10)
+    rank = process.run_of(Setup(2), TRACED)[1]
+    setups = [Setup(1), Setup(2)]
+    assert not outcome.outcome(process, setups).problem
+    save_times(rank, Times(13, 1.0 / 1.5, 40))
+    problem = outcome.outcome(process, setups).problem
+    assert "the 2 ranks make different numbers of steps in the same time" in problem
+    rank.trace_file.with_name("other").touch()
+    process.run_of(Setup(2), TRACED)[0].trace_file.unlink()
+    assert "doesn't open npu_device on 2 ranks" in outcome.outcome(process, setups).problem
+
+
+def test_remedies_are_for_parts_that_take_time(tmp_path: Path) -> None:
+    measured(tmp_path, [1.5] * 5)
+    # In milliseconds: 10 of input, 60 of computing, 20 of communication, 10 of the update.
+    iterations = [
+        Iteration(
+            number,
+            begin + 1e4,
+            begin + 7e4,
+            begin + 1e5,
+            ((begin + 7e4, begin + 9e4),),
+            (begin + 7e4,),
+            begin,
+        )
+        for number, begin in enumerate(1e5 * step for step in range(9))
+    ]
+    for rank in range(2):
+        gradients = (GradientRecord("w", "float32", 1 << 20),)
+        head = RankTrace(
+            rank, 2, "host", 1, 0.0, 0.0, "model", "tensorflow", "world", gradients, ((0, 0),)
+        )
+        lines = [head.header(), *(iteration.__dict__ for iteration in iterations)]
+        path = TimedProcess(str(tmp_path), 10).run_of(Setup(2), TRACED)[rank].trace_file
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    setups = [Setup(1), Setup(2)]
+    found = outcome.outcome(TimedProcess(str(tmp_path), 10), setups)
+    assert found.speedups[1].parts == pytest.approx(
+        {"input": 10, "computing": 60, "update": 10, "communication": 20, "waiting": 0}
+    )
+    choice, *remedies = found.advice
+    assert choice == "npurun -n 2: 1.50 times as fast as one process"
+    starts = ["npu.distribute.pipeline", "--shard-optimizer", "NPU_DEVICE_SPLIT", "shared memory"]
+    gains = ["1.05", "1.05", "1.18", "1.16"]
+    assert [remedy.partition(" ")[0].rstrip(",").partition("=")[0] for remedy in remedies] == [
+        start.partition(" ")[0] for start in starts
+    ]
+    assert [remedy.partition("up to ")[2][:4] for remedy in remedies] == gains
+    # Each only where it isn't done yet.
+    divided = TimedProcess(str(tmp_path), 10, shard_optimizer=True)
+    assert not any("--shard" in line for line in outcome.outcome(divided, setups).advice)
+
+
+def test_with_horovod_the_batch_is_per_rank_where_no_model_is_called(tmp_path: Path) -> None:
+    measured(tmp_path, [0.8] * 5)
+    process = TimedProcess(str(tmp_path), 10, horovod=True)
+    for setup in (Setup(1), Setup(2)):
+        for rank in process.run_of(setup, TRACED):
+            save_times(rank, Times(10, 1.0, None))
+    found = outcome.outcome(process, [Setup(1), Setup(2)])
+    assert "taken to be per rank" in found.batch and found.speedups[1].ratio == pytest.approx(1.6)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +285,7 @@ def test_batches_that_differ_are_a_problem(tmp_path: Path) -> None:
         (
             LOOP.replace("repeat(1000)", "repeat(6)"),
             (),
-            "as one process, the script ended before it had made 3 steps after its first ones",
+            "as one process, the script ended before 3 steps could be timed",
         ),
         pytest.param(
             f"{LOOP}    if npu.distribute.size() == 2: raise ValueError('no')",
@@ -163,8 +299,14 @@ def test_batches_that_differ_are_a_problem(tmp_path: Path) -> None:
             "made no steps of a Keras optimizer",
             marks=pytest.mark.full,
         ),
+        pytest.param(
+            FIT.replace("0.025", "0.001"),
+            (),
+            "the script doesn't open npu_device on 2 ranks",
+            marks=pytest.mark.full,
+        ),
     ],
-    ids=["ends early", "fails", "no steps"],
+    ids=["ends early", "fails", "no steps", "each for itself"],
 )
 def test_scripts_that_cannot_be_measured(
     source: str, options: tuple[str, ...], expected: str, tmp_path: Path
@@ -205,7 +347,8 @@ def test_ctrl_c_prints_the_table_so_far(tmp_path: Path) -> None:
         (["-n", "1", "x.py"], "must name a number of ranks above 1, such as 1,2,4"),
         (["-n", "2,x", "x.py"], "is not a whole number of at least 1"),
         (["--minutes", "0", __file__], "must be above 0"),
-        (["--hosts", "a,b", __file__], "speed runs on this host only"),
+        (["--hosts", "a,a", __file__], "a is listed twice"),
+        (["--hosts", "a,b", "-n", "3", __file__], "-n 3: each must be a multiple of the 2 hosts"),
         (["-n", "100000", __file__], "need more memory than"),
     ],
 )
@@ -216,3 +359,53 @@ def test_wrong_usage(
         speed.main(arguments)
     assert ended.value.code == 2
     assert expected in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [(), ("--shard-optimizer", "--bind-to", "core")])
+def test_ranks_on_hosts_are_a_job_and_one_process_is_here(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    words = ["--hosts", "localhost:1,127.0.0.1:1", "--steps", "3", *options, "--json"]
+    done = npurun("speed", *words, script(tmp_path, LOOP), limit=300.0)
+    assert done.returncode == 0, done.stderr.decode()
+    single, both = json.loads(done.stdout)["speedups"]
+    assert (single["ranks"], both["ranks"]) == (1, 2)
+    assert both["ratio"] > 1 and both["memory"] > single["memory"] and both["parts"]["computing"]
+
+
+@pytest.mark.full
+def test_a_rank_on_a_host_that_fails_is_told(tmp_path: Path) -> None:
+    failing = f"{LOOP}    if npu.distribute.rank() == 1: raise ValueError('not here')"
+    words = ["--hosts", "localhost:1,127.0.0.1:1", "--steps", "3", script(tmp_path, failing)]
+    done = npurun("speed", *words, limit=100.0)
+    assert done.returncode == 3
+    assert "as 2 ranks, the script failed with exit code 1" in done.stderr.decode()
+    assert "ValueError: not here" in done.stderr.decode()
+
+
+def test_a_program_called_speed_still_runs(tmp_path: Path) -> None:
+    program = tmp_path / "speed"
+    program.write_text("#!/bin/sh\necho mine\n")
+    program.chmod(0o755)
+    assert b"mine" in npurun("./speed", cwd=tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("slots", "sizes"),
+    [
+        ([("", None)], [1, 2, 4, 8]),
+        ([("a", 4), ("b", 4)], [1, 2, 4, 8]),
+        ([("a", None), ("b", None), ("c", None)], [1, 3]),
+        ([("a", 6), ("b", 6)], [1, 2, 4, 8, 12]),
+    ],
+)
+def test_numbers_of_ranks_to_try(
+    slots: list[tuple[str, int | None]], sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed.script_runs, "memory_of_machine", lambda: 64 << 30)
+    cores = [Core(number, (number,), 0, number // 4, 0) for number in range(8)]
+    assert speed._sizes(Machine(tuple(cores)), slots) == sizes
+    binding = speed._parser().parse_args(["x.py"])
+    labels = [setup.label for setup in speed._setups(Machine(tuple(cores)), [1, 2, 3], binding)]
+    assert labels == ["1", "2", "2 bound", "3"]

@@ -89,6 +89,8 @@ class _SpeedProcess(ForkingProcess):
                 yield from self._run(setup, TRACED)
             else:
                 self._leave_out(setup, _NO_TIME)
+        if outcome(self._start, self._setups).problem:
+            return
         self._tell_estimate()
         for number in range(1, 1000):
             # What has too few rounds would not be decided.
@@ -157,7 +159,7 @@ class _SpeedProcess(ForkingProcess):
         sizes = []
         with (first.folder / LOG).open("w") as log:
             for line in npurun.stdout:
-                size = take_report(processes, line)
+                size = take_report(first, line)
                 if size is None:
                     log.write(line)
                     continue
@@ -226,8 +228,8 @@ class _SpeedProcess(ForkingProcess):
         end = f"failed with exit code {code}"
         if not code:
             end = (
-                f"ended before {process.steps} of its steps could be timed: the first ones, and those until no "
-                "function is traced any more, don't count (--steps: how many are timed)"
+                f"ended before {process.steps} steps could be timed; the first ones, and all until its functions are "
+                "traced, don't count.\nWhat to do: let it train longer, or give fewer --steps"
             )
         report_problem(process, end)
 
@@ -246,8 +248,8 @@ class _SpeedProcess(ForkingProcess):
             return
         left = max(0.0, self._deadline - time.monotonic())
         self._say(
-            f"{first.setup.label} rank(s), round {first.round}: {times.steps / times.seconds:.3g} steps/s; at most "
-            f"{left / 60:.0f} min left"
+            f"{first.name}, round {first.round}: {times.steps / times.seconds:.3g} steps/s; at most {left / 60:.0f} "
+            "min left"
         )
 
     def _tell_estimate(self) -> None:

@@ -102,19 +102,15 @@ def outcome(
                 share = setup.ranks
             speedups.append(_speedup(start, setup, rounds, share, rows_of_one, lost_cores))
     advice = _choice(speedups)
-    analyses = [(setup, _analysis(start, setup)) for setup in setups[1:]]
-    # For the number of ranks that is the fastest so far.
+    # Remedies are for the number of ranks that is the fastest so far.
     best = max(speedups[1:], key=lambda speedup: speedup.ratio, default=None)
-    for setup, analysis in analyses:
-        if analysis is not None and best is not None and setup.label == best.label:
-            advice += _what_would_help(start, analysis, setup.ranks)
-    problem = next(
-        filter(
-            None,
-            (_problem(start, setup, rows_of_one, rows[setup], kinds[setup]) for setup in kinds),
-        ),
-        "",
-    )
+    if best is not None:
+        setup = Setup(best.ranks, best.binding)
+        advice += _what_would_help(start, setup, kinds[setup])
+    problems = [
+        _problem(start, setup, rows_of_one, rows[setup], kind) for setup, kind in kinds.items()
+    ]
+    problem = next(filter(None, problems), "")
     batch = next(iter(kinds.values()), _UNKNOWN)
     return Outcome(speedups, dict(left_out or {}), batch, advice, lost_cores, problem)
 
@@ -137,7 +133,7 @@ def _problem(
         )
     times = _times_of_run(start, setup, TRACED) or []
     # Ranks that reduce gradients make their steps together.
-    if times and not start.run_of(setup, TRACED)[0].trace.exists():
+    if times and not start.run_of(setup, TRACED)[0].trace_file.exists():
         return (
             f"the script doesn't open npu_device on {setup.ranks} ranks, so that each trains a model of its own.\n"
             "What to do: give --replicate or --horovod, or see what npurun port shows"
@@ -283,9 +279,12 @@ def _kind_of_batch(
 def _analysis(start: TimedProcess, setup: Setup) -> Analysis | None:
     """Return what the trace of a run shows; None for one process, or where nothing was reduced."""
     try:
-        return analyse(read(start.run_of(setup, TRACED)[0].trace))
+        traces = read(start.run_of(setup, TRACED)[0].trace)
+        if traces:
+            return analyse(traces)
     except ValueError:
-        return None
+        pass
+    return None
 
 
 _PARTS = ("input", "computing", "update", "communication", "waiting")
@@ -319,15 +318,20 @@ def _choice(speedups: Sequence[Speedup]) -> list[str]:
     return []
 
 
-def _what_would_help(start: TimedProcess, analysis: Analysis, ranks: int) -> list[str]:
+def _what_would_help(start: TimedProcess, setup: Setup, batch: str) -> list[str]:
     """Return remedies whose gain the trace of a run lets expect."""
+    analysis = _analysis(start, setup)
+    if analysis is None:
+        return []
     busiest = max(analysis.ranks, key=lambda rank: rank.busy)
     trace = analysis.traces[0]
-    others = 1 - 1 / ranks  # the share of the other ranks
-    savings = {
-        "npu.distribute.pipeline, which prepares only a rank's rows (docs/input.md)": others
-        * busiest.input_wait,
-    }
+    others = 1 - 1 / setup.ranks  # the share of the other ranks
+    savings = {}
+    # With a batch per rank, the input is divided already.
+    if batch not in (_PER_RANK, _UNKNOWN_PER_RANK):
+        savings["npu.distribute.pipeline, which prepares only a rank's rows (docs/input.md)"] = (
+            others * busiest.input_wait
+        )
     if not start.shard_optimizer:
         savings["--shard-optimizer (docs/faster.md)"] = others * busiest.update
     if len(trace.segments) == 1:
@@ -345,7 +349,7 @@ def _what_would_help(start: TimedProcess, analysis: Analysis, ranks: int) -> lis
     if hosts > 1 and trace.backend == "tensorflow" and size > _NETWORK * sending:
         savings["NPU_DEVICE_BACKEND=tcp (docs/launching.md)"] = (1 - _TCP) * busiest.exposed
     return [
-        f"{remedy}: up to {gain:.2f} times as fast on {ranks} ranks"
+        f"{remedy}: up to {gain:.2f} times as fast on {setup.ranks} ranks"
         for remedy, saved in savings.items()
         if (gain := busiest.step / max(busiest.step - saved, 1e-9)) >= _WORTH_IT
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +24,7 @@ LEFT_OUT = "left_out.json"
 _TIMES = "times.json"
 _USAGE = "usage.json"
 _MARK = "npurun speed of a rank: "
-_LINES = 30  # of a trace that a rank on another host sends: iterations, of which the first ones don't count
+_TRACED_ITERATIONS = "1-40"  # fewer bytes than npurun forwards in a line
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,18 @@ class TimedProcess(PlannedProcess):
         return Setup(self.ranks, self.binding)
 
     @property
+    def name(self) -> str:
+        return super().name + " bound" * (self.binding != NONE)
+
+    @property
     def trace(self) -> Path:
         """Return the folder of the iteration trace of its run."""
         return Path(self.directory, self.run, "trace")
+
+    @property
+    def trace_file(self) -> Path:
+        """Return its file in the trace, which exists if it has opened npu_device."""
+        return self.trace / f"rank{self.rank}" / FILE
 
     @property
     def is_on_hosts(self) -> bool:
@@ -82,7 +90,11 @@ class TimedProcess(PlannedProcess):
                 variables["NPU_DEVICE_SHARD_OPTIMIZER"] = "on"
         if self.round == TRACED:
             options = json.dumps({"output": str(self.trace)})
-            variables |= {"PROFILING_MODE": "true", "PROFILING_OPTIONS": options}
+            variables |= {
+                "PROFILING_MODE": "true",
+                "PROFILING_OPTIONS": options,
+                "NPU_DEVICE_TRACE_ITERATIONS": _TRACED_ITERATIONS,
+            }
         return variables
 
     def here(self) -> TimedProcess:
@@ -144,39 +156,29 @@ def load_usage(process: PlannedProcess) -> Usage | None:
 
 
 def finish(process: TimedProcess) -> None:
-    """Tell that a process is timed; a rank of ``npurun --hosts`` prints all it has, on a line."""
+    """Tell that a process is timed; a rank of ``npurun --hosts`` prints all that it leaves."""
     if process.is_on_hosts:
-        trace = process.trace / f"rank{process.rank}" / FILE
-        lines = []
-        # It is empty if the rank reduces no gradients.
-        if trace.exists():
-            lines = trace.read_text().splitlines()
-        heads = [number for number, line in enumerate(lines) if '"version"' in line]
-        # The newest split of the gradients counts. The last line may not be complete.
-        for head in heads[-1:]:
-            lines = [lines[head], *lines[head + 1 : -1][-_LINES:]]
-        times = vars(load_times(process))
-        memory = memory_of(os.getpid())
-        report = {"rank": process.rank, "times": times, "memory": memory, "trace": lines}
-        report["is_open"] = trace.exists()
+        files = {
+            str(path.relative_to(process.directory)): path.read_text()
+            for path in (process.folder / _TIMES, process.trace_file)
+            if path.exists()
+        }
+        report = json.dumps({"memory": memory_of(os.getpid()), "files": files})
         # In one call, as other output of the script may come at any time.
-        os.write(1, f"\n{_MARK}{json.dumps(report)}\n".encode())
+        os.write(1, f"\n{_MARK}{report}\n".encode())
     (process.folder / DONE).touch()
 
 
-def take_report(processes: Sequence[TimedProcess], line: str) -> int | None:
-    """Keep what a rank on a host has printed; return its memory, None for any other line."""
+def take_report(process: PlannedProcess, line: str) -> int | None:
+    """Keep what a rank on a host has printed, and return its memory; None for any other line."""
     _, mark, text = line.partition(_MARK)
     if not mark:
         return None
     report = json.loads(text)
-    process = processes[report["rank"]]
-    process.folder.mkdir(exist_ok=True)
-    save_times(process, Times(**report["times"]))
-    if report["is_open"]:
-        trace = process.trace / f"rank{process.rank}" / FILE
-        trace.parent.mkdir(parents=True)
-        trace.write_text("".join(f"{line}\n" for line in report["trace"]))
+    for name, content in report["files"].items():
+        path = Path(process.directory, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
     return int(report["memory"])
 
 
