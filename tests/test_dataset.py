@@ -165,7 +165,7 @@ def test_data_that_are_shuffled_differently_before_they_are_divided(tmp_path: Pa
     first, second = job.outputs(tmp_path, 2, SHUFFLED)
     before, after = first.split("with a seed\n")
     assert "shuffled in another order on each rank" in before
-    assert "call shuffle after shard_and_rebatch_dataset" in before
+    assert "give shuffle a seed, the same on every rank" in before
     quiet, last = after.split("with a seed of each rank\n")
     assert "another order" not in quiet + second.split("with a seed of each rank\n")[0]
     last += second

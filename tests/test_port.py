@@ -55,7 +55,7 @@ FRAMES = {
     "strategy": f"{HEAD}{OPEN}{{}}     model.compile()\n+    model = npu.distribute.replicate(model)\n"
     " model.fit(x, y)\n",
     "horovod": "{}",
-    "horovod's others": "{}",
+    "other Horovod modules": "{}",
     "session: optimizer": SESSION.format(imports="") + "{}" + V1_OPEN,
     "session: broadcast": SESSION.format(imports=BROADCASTS) + V1_STEP + V1_OPEN + "{}",
     "session: hook": SESSION.format(imports=HOOKS) + V1_STEP + "{}",

@@ -607,8 +607,8 @@ _SHUFFLED = "dataset = dataset.shuffle(48, seed=1)\n" + _DATA
 _ALONE = test_verify.WRONG["normalized alone"]["model"].replace("(synchronized=True)", "()")
 _COMPARED = test_verify.WRONG["unknown"]["loss"]
 LOOPS: dict[str, list[str]] = {
-    "adapted to a part": [_loop("adapted to a part", data=_ADAPT + _DATA)],
-    "seed of each rank's own": [_loop("seed of each rank's own", data=_SHUFFLED)],
+    "adapt saw part of the data": [_loop("adapt saw part of the data", data=_ADAPT + _DATA)],
+    "shuffle seed differs per rank": [_loop("shuffle seed differs per rank", data=_SHUFFLED)],
     "different starts": [
         _loop(
             "different starts",
@@ -630,7 +630,7 @@ LOOPS: dict[str, list[str]] = {
             optimizer="SGD(0.1)\noptimizer = npu.distribute.DistributedOptimizer(optimizer)",
         ),
     ],
-    "updates of each rank's own": [_loop("updates of each rank's own", optimizer="SGD(0.1)")],
+    "updates differ per rank": [_loop("updates differ per rank", optimizer="SGD(0.1)")],
     "same samples": [_loop("same samples", data=_DATA)],
     "random numbers": [
         _loop(
@@ -640,7 +640,7 @@ LOOPS: dict[str, list[str]] = {
             loss=test_verify.RIGHT["loss"],
         )
     ],
-    "other samples": [_loop("other samples", data=_SHUFFLED)],
+    "different samples": [_loop("different samples", data=_SHUFFLED)],
     "normalized alone": [
         _loop("normalized alone", start="npu.distribute.broadcast(model.weights)"),
         _loop(
@@ -679,10 +679,10 @@ LOOPS: dict[str, list[str]] = {
     "updates by the number of ranks": [
         _loop("updates by the number of ranks", optimizer="SGD(0.1)")
     ],
-    "other updates": [_loop("other updates", optimizer="AdamW(0.1, weight_decay=0.2)")],
+    "different updates": [_loop("different updates", optimizer="AdamW(0.1, weight_decay=0.2)")],
     "unknown": [_loop("unknown", loss=_COMPARED.replace("z", "npu.distribute.all_gather(z)"))],
     "metric of sums": [_fit(test_verify.OWN_METRIC.replace("tf.reduce_sum(z)", "z"))],
-    "other logs": [
+    "different logs": [
         _fit(test_verify.LOCAL_LOG.replace("tf.reduce_max(z)", "tf.reduce_mean(z)")),
         _fit(test_verify.OWN_METRIC.replace("tf.reduce_sum(z)", "z")),
     ],
@@ -717,7 +717,7 @@ def test_remedies_of_verify(number: int, tmp_path: Path) -> None:
 
 
 def test_every_cause_has_a_remedy() -> None:
-    others = {"no call", *(name for name in causes.TEXTS if name.startswith("Horovod"))}
+    others = {"script does not use npu_device", *(name for name in causes.TEXTS if name.startswith("Horovod"))}
     assert set(LOOPS) == set(causes.TEXTS) - others
 
 

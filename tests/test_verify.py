@@ -106,13 +106,13 @@ WRONG: dict[str, dict[str, str]] = {
     },
     "different starts": {"start": "model.layers[0].kernel.assign_add(tf.fill([4, 3], 0.1 * rank))"},
     "same samples": {"data": "dataset = dataset.batch(12 // size)"},
-    "seed of each rank's own": {"data": OF_OWN_SEED + RIGHT["data"]},
-    "other samples": {"data": "dataset = dataset.shard(size, rank).batch(12)"},
+    "shuffle seed differs per rank": {"data": OF_OWN_SEED + RIGHT["data"]},
+    "different samples": {"data": "dataset = dataset.shard(size, rank).batch(12)"},
     "scaled rate": {"optimizer": "SGD(0.1 * size)"},
     "updates by the number of ranks": {"optimizer": "SGD(0.1 / size)"},
-    "other updates": {"optimizer": "AdamW(0.1, weight_decay=0.2 * size)"},
-    "updates of each rank's own": {"optimizer": "SGD(0.1 * (rank + 1))"},
-    "adapted to a part": {
+    "different updates": {"optimizer": "AdamW(0.1, weight_decay=0.2 * size)"},
+    "updates differ per rank": {"optimizer": "SGD(0.1 * (rank + 1))"},
+    "adapt saw part of the data": {
         "data": RIGHT["data"]
         + "\nlookup = tf.keras.layers.IntegerLookup(max_tokens=9)\nnumbered = dataset\n"
         "dataset = dataset.map(lambda x, y: tf.cast(9 * x[:, 0], tf.int64))\nlookup.adapt(dataset)\ndataset = numbered"
@@ -122,7 +122,7 @@ WRONG: dict[str, dict[str, str]] = {
         "function": "@tf.function",
         "loss": "tf.reduce_mean(tf.reduce_logsumexp(tf.matmul(z, z, transpose_b=True), axis=1))",
     },
-    "seed of each rank's own, none": {"data": "dataset = dataset.shuffle(48)\n" + RIGHT["data"]},
+    "shuffle seed differs per rank, none": {"data": "dataset = dataset.shuffle(48)\n" + RIGHT["data"]},
     ", two models": {
         "start": "second = tf.keras.Sequential(\n"
         "    [tf.keras.Input([1]), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)])\n"
@@ -136,7 +136,7 @@ SAID = {
     "global batch size": "compute_average_loss",
     "add_loss per sample": "add_loss",
     "discarded result": "all_reduce(gradients)",
-    "seed of each rank's own": "shuffle(",
+    "shuffle seed differs per rank": "shuffle(",
     "clipped before the reduction": "clip_by_global_norm",
     "random numbers": "random.normal",
 }
@@ -258,7 +258,7 @@ FITS = {
     "forgotten": ("same samples", "", "Model()", "Adam(0.01)"),
     "loss per sample": ("sum averaged", PER_SAMPLE, REPLICATED, "SGD(0.1)"),
     "queue": ("state in the step", QUEUE, REPLICATED, "SGD(0.1)"),
-    "local log": ("other logs", LOCAL_LOG, REPLICATED, "SGD(0.1)"),
+    "local log": ("different logs", LOCAL_LOG, REPLICATED, "SGD(0.1)"),
     "metric": ("metric of sums", OWN_METRIC, REPLICATED, "SGD(0.1)"),
     "loaded": ("not reduced", DIVIDED, "Model()", "Adam(0.01)"),
 }
@@ -440,7 +440,7 @@ def test_a_script_without_a_call(replicate: bool, tmp_path: Path) -> None:
     verdict = verified(
         tmp_path,
         NO_CALL,
-        "" if replicate else "no call",
+        "" if replicate else "script does not use npu_device",
         4 if replicate else 3,
         replicate=replicate,
     )

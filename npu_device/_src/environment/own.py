@@ -17,7 +17,7 @@ NPU_DEVICE_SECRET = optional(
     "NPU_DEVICE_SECRET",
     forms.TEXT,
     "secret of the job, the same for all ranks. Only ranks that know it can join. `npurun` generates one for a job on "
-    "one node.",
+    "one node, and with `--hosts`.",
 )
 NPU_DEVICE_SECRET_FILE = optional(
     "NPU_DEVICE_SECRET_FILE",

@@ -59,12 +59,17 @@ def _batch(port: Port, node: Any, depth: int = 0) -> Any:
 
 
 def _shard(port: Port, batch: Any, training: list[Any]) -> None:
-    """Divide a dataset before its first shuffle, repeat or batch in the statement, and batch the share of the rank."""
+    """Divide a dataset after its last shuffle in the statement, else before its first repeat or batch, and batch the
+    share of the rank.
+    """
     size = argument(batch, "batch_size", 0)
     dataset = batch.func.value
     node = dataset
     while method(node) and not port.name(node.func):  # x.map(…).shuffle(…).repeat().batch(…)
-        if method(node) in ("shuffle", "repeat", *WORDS["batches"]):
+        # Dividing a shuffled dataset keeps the batches of one process: the ranks shuffle it alike.
+        if method(node) == "shuffle":
+            break
+        if method(node) in ("repeat", *WORDS["batches"]):
             dataset = node.func.value
         node = node.func.value
     statement = port.statement(batch)

@@ -197,7 +197,7 @@ def _port_strategy_call(port: Port, call: Any) -> None:
     elif _is_reduce(port, call):
         _port_reduce(port, call)
     elif method(call) in WORDS["only of a strategy"] and uses_strategy(port):
-        port.report(OPEN, "strategy's own", call)
+        port.report(OPEN, "unsupported strategy calls", call)
 
 
 def _is_reduce(port: Port, call: Any) -> bool:
@@ -215,12 +215,12 @@ def _port_strategy(port: Port, call: Any, name: str) -> None:
         port.replace(call, f"{module}.distribute.get_strategy()")
         port.report(DONE, "strategy", call)
     else:  # from tensorflow.distribute import MirroredStrategy
-        port.report(OPEN, "strategy's own", call)
+        port.report(OPEN, "unsupported strategy calls", call)
 
 
 def _port_reduce(port: Port, call: Any) -> None:
     if port.text(argument(call, "axis", 2)) not in ("", "None"):  # it also reduces over the samples
-        port.report(OPEN, "strategy's own", call)
+        port.report(OPEN, "unsupported strategy calls", call)
         return
     reduction = "sum"
     if "mean" in port.text(call.args[0]).lower():
@@ -251,5 +251,5 @@ def horovod(port: Port) -> bool:
             port.replace(node, port.text(node).replace("horovod", "npu_device.horovod", 1))
             port.report(DONE, "horovod", node)
         else:
-            port.report(OPEN, "horovod's others", node)
+            port.report(OPEN, "other Horovod modules", node)
     return bool(imports)

@@ -98,7 +98,7 @@ def _replicate_trained(port: Port, call: Any) -> None:
     elif trainee is _Trainee.UNKNOWN and dotted(model) and _looks_like_training(call):
         _replicate(port, call, model, after=False)
     elif trainee is _Trainee.UNKNOWN:
-        port.report(OPEN, "fit of what", call)
+        port.report(OPEN, "unknown fit", call)
 
 
 def _is_replicated(port: Port, model: Any, call: Any) -> bool:

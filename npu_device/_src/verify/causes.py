@@ -19,7 +19,7 @@ TEXTS = dict(re.findall(r"^### (.+?)\n\n(.+?)(?=\n### |\Z)", PAGE, flags=re.M | 
 """The sections of ``causes.md``: what a cause means, with an example, and what to do."""
 
 RANDOM = "random numbers"
-NO_CALL = "no call"
+NO_CALL = "script does not use npu_device"
 
 Cause = Callable[[ComparedRun], Optional[str]]
 
@@ -242,18 +242,18 @@ def _call_with_different_outcomes(topic: str, records: Sequence[Record]) -> str 
 
 CAUSES: tuple[tuple[str, Cause], ...] = (
     (NO_CALL, no_call),
-    ("adapted to a part", adapted_to_a_part),
-    ("seed of each rank's own", divided_without_seed),
-    ("seed of each rank's own", different_seeds),
+    ("adapt saw part of the data", adapted_to_a_part),
+    ("shuffle seed differs per rank", divided_without_seed),
+    ("shuffle seed differs per rank", different_seeds),
     ("different starts", not_broadcast),
     ("state in the step", set_before_the_first_step),
     ("discarded result", discarded_result),
     ("only the loss is reduced", only_loss_reduced),
     ("not reduced", not_reduced),
-    ("updates of each rank's own", updates_apart),
+    ("updates differ per rank", updates_apart),
     ("same samples", same_samples),
     (RANDOM, random_with_samples),
-    ("other samples", other_samples),
+    ("different samples", other_samples),
     ("normalized alone", normalized_alone),
     ("clipped before the reduction", clipped_before_reduction),
     ("add_loss per sample", loss_per_sample_added),
@@ -263,11 +263,11 @@ CAUSES: tuple[tuple[str, Cause], ...] = (
     ("state in the step", set_in_the_step),
     ("scaled rate", scaled_rate),
     ("updates by the number of ranks", multiplied_updates),
-    ("other updates", other_updates),
+    ("different updates", other_updates),
     (RANDOM, random_in_the_step),
     ("unknown", other_gradients),
     ("metric of sums", metric_of_sums),
-    ("other logs", other_logs),
+    ("different logs", other_logs),
 )
 """Section of ``causes.md`` and cause, the most specific first."""
 

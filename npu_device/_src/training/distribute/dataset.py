@@ -22,8 +22,8 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
     """Return the share of this rank in a dataset without batches, and its batch size.
 
     Args:
-        dataset: a ``tf.data.Dataset`` of single elements, the same on every rank; call this before shuffle, repeat and
-            batch.
+        dataset: a ``tf.data.Dataset`` of single elements, the same on every rank; call this after shuffle, and before
+            repeat and batch.
         global_bs: elements in a batch over all ranks together; an integer of any kind (numpy's too).
 
     Returns:
@@ -140,6 +140,6 @@ def _compare_shuffles(job: Job, dataset: Any) -> None:
 
 _TEXT = (
     "shard_and_rebatch_dataset was given a dataset that is shuffled in another order on each rank, %s%s\nSome samples "
-    "are read by several ranks, others by none.\nWhat to do: call shuffle after shard_and_rebatch_dataset, or give it "
-    "a seed, the same on every rank."
+    "are read by several ranks, others by none.\nWhat to do: give shuffle a seed, the same on every rank, or call "
+    "npu.open(seed=1)."
 )
