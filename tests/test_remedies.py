@@ -717,7 +717,10 @@ def test_remedies_of_verify(number: int, tmp_path: Path) -> None:
 
 
 def test_every_cause_has_a_remedy() -> None:
-    others = {"script does not use npu_device", *(name for name in causes.TEXTS if name.startswith("Horovod"))}
+    others = {
+        "script does not use npu_device",
+        *(name for name in causes.TEXTS if name.startswith("Horovod")),
+    }
     assert set(LOOPS) == set(causes.TEXTS) - others
 
 

@@ -122,7 +122,9 @@ WRONG: dict[str, dict[str, str]] = {
         "function": "@tf.function",
         "loss": "tf.reduce_mean(tf.reduce_logsumexp(tf.matmul(z, z, transpose_b=True), axis=1))",
     },
-    "shuffle seed differs per rank, none": {"data": "dataset = dataset.shuffle(48)\n" + RIGHT["data"]},
+    "shuffle seed differs per rank, none": {
+        "data": "dataset = dataset.shuffle(48)\n" + RIGHT["data"]
+    },
     ", two models": {
         "start": "second = tf.keras.Sequential(\n"
         "    [tf.keras.Input([1]), tf.keras.layers.BatchNormalization(), tf.keras.layers.Dense(1)])\n"
