@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Callable
 
 from npu_device._src import environment
 from npu_device._src.machine.core_sets import BINDINGS, NONE
@@ -25,11 +25,12 @@ INSTEAD_OF_TUNING = (
 )
 _NUMBERS = ("-n", "-np", "--nproc-per-node", "--nproc_per_node")
 
-_USAGE = """\
+_RUN_TEXTS: dict[str, Any] = {
+    "prog": "npurun",
+    "usage": """\
 npurun [-n N] [options] [-m] script [argument ...]
-       npurun check [options] | verify script | speed script | port script | trace DIR | docs"""
-
-_DESCRIPTION = """\
+       npurun check [options] | verify script | speed script | port script | trace DIR | docs""",
+    "description": """\
 Start a script as several ranks, forward their output, and stop all of them when one fails.
 
 commands, as the first word (npurun ./trace runs a program of that name):
@@ -38,14 +39,26 @@ commands, as the first word (npurun ./trace runs a program of that name):
   speed         time a script as one process and on several numbers of ranks: is it faster?
   port          make a script of ordinary TensorFlow run on many ranks
   trace DIR     report on the trace that --trace has written
-  docs [NAME]   show a page of the documentation"""
-
-_EXAMPLES = """\
+  docs [NAME]   show a page of the documentation""",
+    "epilog": """\
 examples:
   npurun -n 2 train.py --batch_size 64             two ranks on this host
   npurun --hosts hostA:8,hostB:8 train.py          both hosts from here, over ssh
 
-Options of npurun go before the script; everything after it belongs to the script."""
+Options of npurun go before the script; everything after it belongs to the script.""",
+}
+_CHECK_TEXTS: dict[str, Any] = {
+    "prog": "npurun check",
+    "usage": "npurun check [-n N] [options]",
+    "description": """\
+Check hosts and network, without a script: would training work, and how fast do
+the ranks communicate? Give the options of the training run. It takes about half
+a minute. Exit code 0: training would work; 2: usage; else: it would not.""",
+    "epilog": """\
+examples:
+  npurun check -n 2                                this host
+  npurun check --hosts hostA:8,hostB:8             both hosts from here, over ssh""",
+}
 
 
 @dataclass(frozen=True)
@@ -97,7 +110,7 @@ class Options:
 
 def parse(argv: Sequence[str]) -> Options:
     """Return the options of a command line, or exit with a message."""
-    parser = _parser()
+    parser = _parser(is_check=list(argv[:1]) == ["--check"])
     namespace = parser.parse_args(argv)
     slots = _hosts(parser, namespace)
     # Before the platform's variables, which describe a job that is started on every node.
@@ -317,12 +330,22 @@ def _hint_at_more_ranks() -> None:
             return
 
 
-def _parser() -> argparse.ArgumentParser:
+_Help = Callable[[str], str]
+"""Returns the help of an option that only a script has: hidden by ``npurun check --help``."""
+
+
+def _hidden(text: str) -> str:
+    return argparse.SUPPRESS
+
+
+def _parser(is_check: bool) -> argparse.ArgumentParser:
+    texts = _RUN_TEXTS
+    of_script: _Help = str
+    if is_check:
+        texts = _CHECK_TEXTS
+        of_script = _hidden
     parser = argparse.ArgumentParser(
-        prog="npurun",
-        usage=_USAGE,
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
+        **texts,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # an abbreviation that works today breaks when a second option begins with it
     )
@@ -335,7 +358,7 @@ def _parser() -> argparse.ArgumentParser:
         "-m",
         "--module",
         action="store_true",
-        help="the script is the name of a module, as with python -m",
+        help=of_script("the script is the name of a module, as with python -m"),
     )
     _add(parser, "--log-dir", metavar="DIR", help="write to DIR/rank<N>.log, not to the console")
     _add(parser, "--tee", action="store_true", help="with --log-dir: write to the console as well")
@@ -348,17 +371,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     grace = "seconds until running ranks are killed (default 5)"
     _add(parser, "--grace", type=types.seconds, default=5.0, metavar="S", help=grace)
-    _add(
-        parser, "--trace", metavar="DIR", help="write a trace of the iterations and a report to DIR"
-    )
+    trace = of_script("write a trace of the iterations and a report to DIR")
+    _add(parser, "--trace", metavar="DIR", help=trace)
     parser.add_argument(
         "--tune", action="store_true", help=argparse.SUPPRESS
     )  # until 0.3.0: gone since 0.2.0
-    horovod = "let import horovod find npu_device.horovod"
+    horovod = of_script("let import horovod find npu_device.horovod")
     _add(parser, "--horovod", action="store_true", help=horovod)
-    unchanged = "train an unchanged Keras script (--seed N: the seed)"
+    unchanged = of_script("train an unchanged Keras script (--seed N: the seed)")
     _add(parser, "--replicate", action="store_true", help=unchanged)
-    _add(parser, "--shard-optimizer", action="store_true", help="divide updates among the ranks")
+    divide = of_script("divide updates among the ranks")
+    _add(parser, "--shard-optimizer", action="store_true", help=divide)
     parser.add_argument("--seed", type=types.count, default=1, help=argparse.SUPPRESS)
     _add(
         parser, "--check", action="store_true", help=argparse.SUPPRESS
@@ -368,12 +391,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_nodes(
         parser.add_argument_group("several nodes (run npurun once on each, or give --hosts)")
     )
-    _add_failures(parser.add_argument_group("failures and preemption (npurun docs reliability)"))
+    failures = parser.add_argument_group("failures and preemption (npurun docs reliability)")
+    _add_failures(failures, of_script)
     # One positional for both: argparse would swallow a "--" between a script and its arguments.
     parser.add_argument(
         "script",
         nargs=argparse.REMAINDER,
-        help="a .py file, a program, or with -m a module, and its arguments",
+        help=of_script("a .py file, a program, or with -m a module, and its arguments"),
     )
     return parser
 
@@ -401,19 +425,26 @@ def _add_nodes(group: argparse._ActionsContainer) -> None:
     _add(group, "--rejoin-timeout", type=types.seconds, default=300.0, metavar="S", help=rejoin)
 
 
-def _add_failures(group: argparse._ActionsContainer) -> None:
+def _add_failures(group: argparse._ActionsContainer, of_script: _Help) -> None:
     _add(
         group,
         "--max-restarts",
         type=types.count,
         default=0,
         metavar="N",
-        help="start a failed job again (default 0)",
+        help=of_script("start a failed job again (default 0)"),
     )
     preemptions = "continue N times when a node is taken away (default: any number; 0: end the job)"
-    _add(group, "--max-preemptions", type=types.count, metavar="N", help=preemptions)
+    _add(group, "--max-preemptions", type=types.count, metavar="N", help=of_script(preemptions))
     backoff = "seconds before a restart, doubled up to 60 (default 1)"
-    _add(group, "--restart-backoff", type=types.seconds, default=1.0, metavar="S", help=backoff)
+    _add(
+        group,
+        "--restart-backoff",
+        type=types.seconds,
+        default=1.0,
+        metavar="S",
+        help=of_script(backoff),
+    )
     preempt = "asks the ranks for a checkpoint and a stop (default TERM)"
     default = environment.NPU_DEVICE_PREEMPT_SIGNAL.raw() or "TERM"
     _add(
@@ -422,7 +453,7 @@ def _add_failures(group: argparse._ActionsContainer) -> None:
         type=types.preempt_signal,
         default=default,
         metavar="SIG",
-        help=preempt,
+        help=of_script(preempt),
     )
     limit = environment.NPU_DEVICE_PREEMPT_TIMEOUT.raw() or "25"
     within = "seconds that the ranks have to do that (default 25)"
@@ -432,7 +463,7 @@ def _add_failures(group: argparse._ActionsContainer) -> None:
         type=types.preempt_seconds,
         default=limit,
         metavar="S",
-        help=within,
+        help=of_script(within),
     )
 
 
