@@ -87,7 +87,7 @@ HCCL_IF_BASE_PORT = optional(
 AOE_MODE = optional(
     "AOE_MODE",
     forms.one_of("1", "2", "4"),
-    "mode of the tuner of Ascend. No effect: 4 logs a warning, see [tuning.md](tuning.md).",
+    "mode of the tuner of Ascend. No effect: 4 logs a warning, see [faster.md](faster.md#tune-the-gradient-split).",
     everywhere=True,
 )
 PROFILING_MODE = Variable(

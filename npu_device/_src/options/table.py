@@ -93,7 +93,7 @@ _DEBUG = "No effect: there is no NPU compiler or device to debug."
 
 _DETERMINISM = "No effect: call `tf.config.experimental.enable_op_determinism()` in the script."
 _OVERFLOW = "No effect: numbers overflow to infinity, which `tf.math.is_finite` detects."
-_AOE = "No effect: 4 logs a warning. [Compare splits](tuning.md) instead."
+_AOE = "No effect: 4 logs a warning. [Compare splits](faster.md#tune-the-gradient-split) instead."
 
 _PROFILING_OPTIONS = (
     '{"output":"./","training_trace":"on","task_time":"on","hccl":"on","aicpu":"on",'
