@@ -62,7 +62,9 @@ def test_help_is_short() -> None:
 def test_check_has_a_help_of_its_own_options() -> None:
     text = npurun("check", "--help").stdout.decode()
     assert text.startswith("usage: npurun check") and "--hosts" in text and "--bind-to" in text
-    assert not any(word in text for word in ("--trace", "--max-restarts", "--replicate", "a .py file"))
+    assert not any(
+        word in text for word in ("--trace", "--max-restarts", "--replicate", "a .py file")
+    )
 
 
 def usage_error(capsys: pytest.CaptureFixture[str], *arguments: str, **variables: str) -> str:
