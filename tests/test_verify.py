@@ -17,6 +17,7 @@ from launcher import ROOT, npurun, script
 
 from npu_device._src.comparison import compare
 from npu_device._src.verify import causes, report
+from npu_device._src.verify.compared_run import ComparedRun
 from npu_device._src.verify.plan import PROBLEM, PlannedProcess
 from npu_device.launch import verify
 
@@ -415,6 +416,26 @@ def test_a_gradient_that_is_rounding_hides_no_other() -> None:
     assert not compare.compare(single, perturbed, record(1.0 - 1e-7))
     deviations = compare.compare(single, perturbed, record(1.2))
     assert {deviation.variable for deviation in deviations} == {"kernel"}
+
+
+def test_samples_that_differ_only_by_rounding_before_a_deviation_are_no_cause() -> None:
+    """A generator's samples may have other digests on each rank, while the gradients are those of one process."""
+
+    def record(sample: int, third_gradient: float = 1.0) -> compare.Record:
+        steps = []
+        for number, gradient in enumerate((1.0, 1.0, third_gradient, third_gradient), start=1):
+            projections = np.full([1, compare.PROJECTIONS], gradient)
+            weights = np.ones([1, compare.PROJECTIONS])
+            rows = Counter([sample + number])
+            steps.append(compare.RecordedStep("o", number, "O", ["w"], projections, weights, rows))
+        return compare.Record(steps)
+
+    single = record(0)
+    same = ComparedRun(single, single, [record(10)])
+    assert not same.deviations and not same.different_samples()
+    # Only the third step's samples may explain its gradients; the fourth step follows from it.
+    different = ComparedRun(single, single, [record(10, third_gradient=2.0)])
+    assert list(different.different_samples()) == [3]
 
 
 NO_CALL = """

@@ -82,7 +82,7 @@ class Record:
 
     steps: list[RecordedStep] = field(default_factory=list)
     calls: list[RecordedCall] = field(default_factory=list)
-    # Calls between two steps, by the optimizer of the second.
+    # The calls that led to any step of an optimizer, by its name: each since the step before, of any optimizer.
     calls_before: dict[str, list[RecordedCall]] = field(default_factory=dict)
     # Lines that train, with those that called them.
     trained_at: set[str] = field(default_factory=set)
@@ -173,7 +173,9 @@ class Deviation:
     step: int  # from 1
     quantity: str  # GRADIENT, UPDATE, or STATE for the value of a variable that no optimizer trains
     variable: str
-    ratio: float | None  # the multiple of that of one process; None if it points elsewhere
+    ratio: (
+        float | None
+    )  # the multiple of that of one process; None if it isn't scaled, or by less than a tenth
     off: float  # the difference, relative to the norm of one process
     allowed: float  # what rounding explains
 
@@ -184,7 +186,7 @@ def union(steps: Sequence[RecordedStep]) -> Counter[int]:
 
 
 def compare(single: Record, perturbed: Record, rank: Record) -> list[Deviation]:
-    """Return where a rank differs from one process, which ran once more with changed inputs."""
+    """Return where a rank differs from one process, which also ran with perturbed inputs."""
     deviations = []
     for number, steps in enumerate(zip(single.steps, perturbed.steps, rank.steps)):
         step = steps[0]
@@ -223,7 +225,9 @@ def _deviations(
 
     ``tolerance`` is relative, ``rounding`` absolute; an array has a number for each variable.
     """
-    if len({array.shape for array in arrays}) > 1:  # another script, or an update that isn't known
+    # Shapes differ where only some of the three show an update, by a step that follows, and where ranks have made
+    # different variables. Neither is a deviation of values.
+    if len({array.shape for array in arrays}) > 1:
         return []
     floor = _TOLERANCE * float(np.nanmax(np.abs(arrays[0]), initial=0))
     tolerances = np.broadcast_to(tolerance, len(names))
@@ -235,7 +239,7 @@ def _deviations(
 
 
 def _changes(single: np.ndarray, perturbed: np.ndarray) -> np.ndarray:
-    """Return how far changed inputs move each tensor, relative to its norm; 0 where that isn't known."""
+    """Return how far perturbed inputs move each tensor, relative to its norm; 0 where that isn't known."""
     if single.shape != perturbed.shape:
         return np.zeros(len(single))
     norms = np.linalg.norm(single, axis=1) + 1e-30
@@ -264,15 +268,15 @@ def deviation(
     floor: float = 0.0,
     rounding: float = 0.0,
 ) -> list[Deviation]:
-    """Return what differs between a tensor of one process, of the same with changed inputs, and of a rank.
+    """Return what differs between a tensor of one process, of the same with perturbed inputs, and of a rank.
 
-    Allowed are, relative to a norm of at least ``floor``, ``tolerance`` and what the changed inputs do; and
+    Allowed are, relative to a norm of at least ``floor``, ``tolerance`` and what the perturbed inputs do; and
     ``rounding``.
     """
     single, perturbed, rank = projections
     if np.isnan(single).all() and np.isnan(rank).all():
         return []
-    trial = Trial(single, [perturbed], [rank])
+    trial = Trial(single, [perturbed])
     size = max(trial.size, floor + 1e-30)
     allowed = trial.allowed(0.0, tolerance * size + rounding)
     distance = trial.distance(rank)

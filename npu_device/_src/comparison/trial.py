@@ -26,13 +26,13 @@ class Trial:
     Args:
         whole: computed from all samples.
         repeats: from all samples again, with inputs or weights that differ by rounding only.
-        parts: from parts of the samples.
+        parts: from parts of the samples, one for each rank, say.
         weights: each part's fraction of the samples; nothing if no mean is asked for.
     """
 
     whole: Any
     repeats: Sequence[Any]
-    parts: Sequence[Any]
+    parts: Sequence[Any] = ()
     weights: Sequence[float] = ()
 
     @functools.cached_property

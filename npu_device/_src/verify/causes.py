@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Callable, Optional
 
+from npu_device._src.comparison import topics
 from npu_device._src.comparison.compare import GRADIENT, STATE, UPDATE, Record
 from npu_device._src.verify.compared_run import ComparedRun, first_names
 
@@ -33,19 +34,19 @@ def no_call(run: ComparedRun) -> str | None:
 
 def adapted_to_a_part(run: ComparedRun) -> str | None:
     """Return the call of ``adapt`` that has seen different data in one process or on a rank."""
-    return _call_with_different_outcomes("adapted", [run.single, *run.ranks])
+    return _call_with_different_outcomes(topics.ADAPTED, [run.single, *run.ranks])
 
 
 def divided_without_seed(run: ComparedRun) -> str | None:
     """Return the shuffle that has no seed, and comes before the data is divided."""
-    return run.line_in_script("unseeded")
+    return run.line_in_script(topics.UNSEEDED)
 
 
 def different_seeds(run: ComparedRun) -> str | None:
     """Return the shuffle that has a different seed on each rank."""
     if not run.different_samples():
         return None
-    return _call_with_different_outcomes("shuffle", run.ranks)
+    return _call_with_different_outcomes(topics.SHUFFLE, run.ranks)
 
 
 def not_broadcast(run: ComparedRun) -> str | None:
@@ -78,7 +79,7 @@ def only_loss_reduced(run: ComparedRun) -> str | None:
     # Losses and metrics are single numbers.
     if not run.applied_apart() or any(call.outcome > 1 for call in run.reductions()):
         return None
-    return run.line("all_reduce")
+    return run.line(topics.ALL_REDUCE)
 
 
 def not_reduced(run: ComparedRun) -> str | None:
@@ -108,7 +109,7 @@ def same_samples(run: ComparedRun) -> str | None:
 def random_with_samples(run: ComparedRun) -> str | None:
     """Return the call that draws random numbers in a step whose samples differ."""
     if run.different_samples():
-        return run.line("random")
+        return run.line(topics.RANDOM)
     return None
 
 
@@ -121,7 +122,7 @@ def normalized_alone(run: ComparedRun) -> str | None:
     """Return the synchronized layer that normalizes by the samples of one rank."""
     # With equal gradients, the layer has made no difference.
     if run.first_deviations():
-        return run.line("normalizes alone")
+        return run.line(topics.NORMALIZES_ALONE)
     return None
 
 
@@ -136,19 +137,20 @@ def clipped_before_reduction(run: ComparedRun) -> str | None:
 def loss_per_sample_added(run: ComparedRun) -> str | None:
     """Return the call of ``add_loss`` with one value per sample, where gradients are too small."""
     if run.is_ratio(1 / run.size):
-        return run.line("add_loss")
+        return run.line(topics.ADD_LOSS)
     return None
 
 
 def global_batch_size(run: ComparedRun) -> str | None:
     """Return the call that divides by the global batch size, where gradients are too small."""
     if run.is_ratio(1 / run.size):
-        return run.line("compute_average_loss")
+        return run.line(topics.AVERAGE_LOSS)
     return None
 
 
 def sum_averaged(run: ComparedRun) -> str | None:
     """Recognize gradients that are too small by the number of ranks."""
+    # After the causes that have the same ratio and a line to name.
     if run.is_ratio(1 / run.size):
         return ""
     return None
@@ -159,7 +161,7 @@ def mean_summed(run: ComparedRun) -> str | None:
     if not run.is_ratio(run.size):
         return None
     # A wrapped optimizer reduces without a call of the script.
-    return run.line("all_reduce") or "by an optimizer"
+    return run.line(topics.ALL_REDUCE) or "by an optimizer"
 
 
 def set_in_the_step(run: ComparedRun) -> str | None:
@@ -199,7 +201,7 @@ def other_updates(run: ComparedRun) -> str | None:
 def random_in_the_step(run: ComparedRun) -> str | None:
     """Return the call that draws random numbers in a step whose gradients deviate."""
     if run.first_deviations():
-        return run.line("random")
+        return run.line(topics.RANDOM)
     return None
 
 
@@ -269,7 +271,9 @@ CAUSES: tuple[tuple[str, Cause], ...] = (
     ("metric of sums", metric_of_sums),
     ("different logs", other_logs),
 )
-"""Section of ``causes.md`` and cause, the most specific first."""
+"""Section of ``causes.md`` and cause. The order decides: the first cause that a run shows is the one that is named, so
+those that name a line, or explain the deviations that others look at, come first.
+"""
 
 CAUSES_WITH_HOROVOD: tuple[tuple[str, Cause], ...] = (
     ("Horovod: not reduced", horovod_not_reduced),

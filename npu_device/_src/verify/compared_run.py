@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from npu_device._src.comparison import compare
+from npu_device._src.comparison import compare, topics
 from npu_device._src.comparison.compare import (
     GRADIENT,
     STATE,
@@ -33,7 +33,7 @@ def _total(rows: Counter[int]) -> int:
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """A step in one process, in the same process with changed inputs, and on all ranks."""
+    """A step in one process, in the same process with perturbed inputs, and on all ranks."""
 
     number: int  # from 1
     single: RecordedStep
@@ -74,14 +74,15 @@ class ComparedRun:
         self.ranks = ranks
         self.size = len(ranks)
         self.steps = [
-            ComparedStep(number, alone, again, on_ranks)
-            for number, (alone, again, *on_ranks) in enumerate(
+            ComparedStep(number, single_step, perturbed_step, on_ranks)
+            for number, (single_step, perturbed_step, *on_ranks) in enumerate(
                 zip(single.steps, perturbed.steps, *(record.steps for record in ranks)), start=1
             )
         ]
         self.deviations = compare.compare(single, perturbed, ranks[0])
         for rank in ranks[1:]:
-            # Of variables that no optimizer trains, those of any rank.
+            # Variables that no optimizer trains may deviate on any rank. For gradients and updates,
+            # rank 0 is enough: differences between ranks have causes of their own.
             deviations = compare.compare(single, perturbed, rank)
             self.deviations += [
                 deviation for deviation in deviations if deviation.quantity == STATE
@@ -110,9 +111,9 @@ class ComparedRun:
         ]
 
     def ratio(self, quantity: str = GRADIENT) -> float:
-        """Return the multiple of the single process that all of them are; 0 if they aren't."""
+        """Return the multiple of the single process that all deviating tensors of the step are; 0 if they aren't."""
         ratios = np.array([deviation.ratio or 0 for deviation in self.first_deviations(quantity)])
-        # One gradient that points elsewhere is enough: then it isn't a matter of scale.
+        # One tensor without a ratio is enough: then it isn't a matter of scale.
         if not len(ratios) or not ratios.all():
             return 0.0
         mean = float(ratios.mean())
@@ -128,7 +129,8 @@ class ComparedRun:
     def calls(self) -> list[RecordedCall]:
         """Return the calls of rank 0 that led to the first step that deviates.
 
-        They come before a step of its optimizer. Where optimizers take turns, they may come before another's.
+        A step that is traced once runs many times, so these are the calls before any step of its optimizer. Without
+        any, they are those of the optimizer whose step comes next: one call may serve several that take turns.
         """
         steps = self.ranks[0].steps
         optimizer = steps[self.index].optimizer
@@ -136,9 +138,9 @@ class ComparedRun:
         in_turns = [optimizer, *(step.optimizer for step in steps[begin:])]
         return next(filter(None, map(self.ranks[0].calls_before.get, in_turns)), [])
 
-    def line(self, *topics: str) -> str | None:
+    def line(self, *wanted: str) -> str | None:
         """Return the first of these calls that is on one of some topics, with its line."""
-        return next((str(call) for call in self.calls() if call.topic in topics), None)
+        return next((str(call) for call in self.calls() if call.topic in wanted), None)
 
     def line_in_script(self, topic: str) -> str | None:
         """Return the first call on a topic in the whole script of rank 0, with its line."""
@@ -147,16 +149,19 @@ class ComparedRun:
     def different_samples(self) -> dict[int, str]:
         """Return the steps in which the ranks together don't read the samples of one process, and what they read.
 
-        A step whose gradients are the same, with as many different samples, reads those of a generator: the same but
-        for rounding.
+        Where the number of samples is the same, only the first step whose gradients deviate counts. A step before it
+        has the same gradients, so that its samples are equal but for rounding, as those of a generator may be. A step
+        after it may follow from it.
         """
+        first_deviating = 0
+        if self.first_deviations():
+            first_deviating = self.first_number
         texts = {}
         for step in self.steps:
             alone = step.single.rows
             together = compare.union(step.ranks)
-            is_number_equal = _total(alone) == _total(together)
-            is_generated = step.number > self.first_number and is_number_equal
-            if alone != together and not is_generated:
+            may_explain = step.number == first_deviating or _total(alone) != _total(together)
+            if alone != together and may_explain:
                 texts[step.number] = (
                     f"in step {step.number}, one process reads {_total(alone)} samples, and the ranks together "
                     f"{_total(together)}; {_total(alone - together)} of the first are missing, and "
@@ -173,10 +178,10 @@ class ComparedRun:
 
     def shuffles_unseeded(self) -> bool:
         """Return True if the ranks may really shuffle differently: no seed is set, not in fit either."""
-        if self.line_in_script("seed") is not None:
+        if self.line_in_script(topics.SEED) is not None:
             return False
         is_fit = bool(self.steps[0].single.logs)
-        return is_fit or any(call.outcome is None for call in self.ranks[0].of("shuffle"))
+        return is_fit or any(call.outcome is None for call in self.ranks[0].of(topics.SHUFFLE))
 
     def different_start(self) -> ComparedStep | None:
         """Return the first step of an optimizer before which the ranks have different variables."""
@@ -193,13 +198,13 @@ class ComparedRun:
 
     def reductions(self) -> list[RecordedCall]:
         """Return the calls of ``all_reduce`` that led to the first step that deviates."""
-        return [call for call in self.calls() if call.topic == "all_reduce"]
+        return [call for call in self.calls() if call.topic == topics.ALL_REDUCE]
 
     def clipped(self) -> str | None:
         """Return the call that clips gradients before anything is reduced, even if nothing was above the limit."""
-        line = self.line("all_reduce", "clip")
+        line = self.line(topics.ALL_REDUCE, topics.CLIP)
         # The first call on either topic has to be one that clips.
-        if line != self.line("clip"):
+        if line != self.line(topics.CLIP):
             return None
         return line
 
@@ -207,6 +212,7 @@ class ComparedRun:
         """Return which gradients, or updates, deviate, and how."""
         texts = []
         for deviation in self.first_deviations(quantity):
+            # Said of all tensors without a ratio, even if they differ by less than a tenth.
             how = "points elsewhere"
             if deviation.ratio is not None:
                 how = f"is {deviation.ratio:.3f} of it"

@@ -24,8 +24,11 @@ from npu_device._src.cluster.time_limits import SWEEP_SECONDS
 from npu_device._src.cluster.tracebacks import is_user_file
 from npu_device._src.comparison.compare import Record, load
 from npu_device._src.replicate import main_program
-from npu_device._src.verify.plan import DONE, FAR_MORE, PlannedProcess
+from npu_device._src.verify.plan import DONE, PlannedProcess
 
+_RARE = (
+    10  # times as many steps of another optimizer of its model: then an optimizer isn't waited for
+)
 _TRAINING_CALLS = ("fit", "fit_generator", "train_on_batch", "apply_gradients", "minimize")
 
 Stack = tuple[str, ...]
@@ -103,7 +106,7 @@ class Phases:
         steps = [self._steps[optimizer, stack] for optimizer in self._optimizers.get(model, ())]
         enough = self._process.steps
         # An optimizer that steps rarely isn't waited for.
-        if steps and (min(steps) >= enough or max(steps) >= FAR_MORE * enough):
+        if steps and (min(steps) >= enough or max(steps) >= _RARE * enough):
             # Keras looks at it after each batch.
             model.stop_training = True
         return model
@@ -117,7 +120,7 @@ class Phases:
                 is_enough = self._is_enough()
         with self._lock:
             self._is_closed = True
-            if self._process == self._process.single:
+            if self._process.is_single:
                 self._record.ended_at = next(iter(_user_stack()), "an unknown line")
                 self._record.unreached = _calls_that_train(self._record.trained_at)
             self._record.save(self._process.folder)
@@ -125,20 +128,28 @@ class Phases:
         (self._process.folder / DONE).touch()
 
     def _is_enough(self) -> bool:
+        if self._process.is_single:
+            return self._is_time_over()
+        return self._is_as_far_as_single()
+
+    def _is_as_far_as_single(self) -> bool:
+        """Return True if each optimizer has made the steps that the single process has recorded."""
         single = self._process.single
-        if self._process != single:
-            if self._single_steps is None and (single.folder / DONE).exists():
-                self._single_steps = Counter(step.optimizer for step in load(single.folder).steps)
-            # Another process has to come as far as the single one, by optimizer.
-            recorded = Counter(step.optimizer for step in self._record.steps)
-            return self._single_steps is not None and all(
-                recorded[name] >= count for name, count in self._single_steps.items()
-            )
+        # How far that is stands only once the single process is done.
+        if self._single_steps is None and (single.folder / DONE).exists():
+            self._single_steps = Counter(step.optimizer for step in load(single.folder).steps)
+        recorded = Counter(step.optimizer for step in self._record.steps)
+        return self._single_steps is not None and all(
+            recorded[name] >= count for name, count in self._single_steps.items()
+        )
+
+    def _is_time_over(self) -> bool:
+        """Return True if the time for further phases is over, and those that have begun have their steps."""
         time_now = time.monotonic()
         if not self._first_time or time_now - self._first_time < self._process.seconds:
             return False
         self._is_closed = True
-        # The steps of a phase may become rare.
+        # A phase may never get all its steps, so it is given up after a wait as long as its steps took.
         patience = max(self._process.seconds, self._latest_time - self._begin)
         is_idle = time_now - self._latest_time > patience
         return is_idle or min(self._steps.values()) >= self._process.steps

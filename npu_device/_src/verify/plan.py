@@ -1,4 +1,4 @@
-"""The plan of ``npurun verify``: which processes run a script, as one, as its twin with changed inputs, and as ranks.
+"""The plan of ``npurun verify``: which processes run a script, as one, as its twin with perturbed inputs, and as ranks.
 
 Imports no TensorFlow.
 """
@@ -17,7 +17,6 @@ PROBLEM = "problem.txt"
 DONE = "done"
 FAILED = "failed.txt"
 
-FAR_MORE = 10  # times what is enough: of one optimizer's steps until a rare one isn't waited for; of seconds for ranks
 START = "start"
 """The run whose process begins the script, and becomes all others."""
 
@@ -34,7 +33,7 @@ class PlannedProcess:
     run: str = START  # name of its run
     ranks: int = 1  # of its run; 1 for a process without a job
     rank: int = 0
-    perturbed: bool = False  # inputs are changed in their last bit
+    perturbed: bool = False  # the single process's twin, whose inputs are changed in their last bit
 
     @property
     def folder(self) -> Path:
@@ -58,6 +57,11 @@ class PlannedProcess:
         """Return the single process with which ranks are compared."""
         return replace(self, run="one", ranks=1, rank=0, perturbed=False)
 
+    @property
+    def is_single(self) -> bool:
+        """Return True for the single process, False for its perturbed twin and for ranks."""
+        return self == self.single
+
     def environment(self) -> dict[str, str]:
         """Return the variables that describe its job to it."""
         if self.ranks == 1:
@@ -70,9 +74,12 @@ class PlannedProcess:
         }
 
     def runs(self, sizes: Sequence[int]) -> list[list[PlannedProcess]]:
-        """Return all processes: of each run those that run at the same time."""
+        """Return the processes of each run: one process and its perturbed twin, then those of each number of ranks.
+
+        ``sizes`` ascend. The first is the number that was asked for; all others are tried beside it.
+        """
         ranks = [
             [replace(self, run=f"ranks{size}", ranks=size, rank=rank) for rank in range(size)]
             for size in sizes
         ]
-        return [[self.single, replace(self, run="again", perturbed=True)], *ranks]
+        return [[self.single, replace(self, run="perturbed", perturbed=True)], *ranks]

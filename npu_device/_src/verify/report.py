@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from npu_device._src.comparison import compare
+from npu_device._src.comparison import compare, topics
 from npu_device._src.comparison.compare import Record, RecordedCall
 from npu_device._src.verify import causes
 from npu_device._src.verify.compared_run import ComparedRun, ComparedStep
@@ -60,16 +60,19 @@ class Verdict:
 
 
 def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
-    """Compare the records that the runs have left: of one process and its twin, and of each number of ranks."""
+    """Compare the records that the runs have left: of one process and its perturbed twin, and of each number of ranks.
+
+    The runs are in the order of ``PlannedProcess.runs``: numbers of ranks ascend.
+    """
     single, perturbed = (compare.load(process.folder) for process in runs[0])
     verdict = Verdict(SAME, "", "")
     notes = _notes_of_script(single)
-    # What one process hasn't reached, no comparison has.
     missed = _missed(single, runs[0][0])
     for processes in runs[1:]:
         size = len(processes)
         folders = [process.folder for process in processes]
-        # A rank that failed early leaves no record.
+        # A run whose batch can't be divided has ended before each rank had left a record with steps. For any other
+        # failure before the first step, npurun verify has ended already.
         records = [compare.load(folder) for folder in folders if compare.exists(folder)]
         if sum(bool(record.steps) for record in records) < size:
             notes.append(
@@ -83,15 +86,15 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
             # There is no single process to compare with: the average stands for it.
             run = ComparedRun(average, average, ranks)
         else:
-            alone, changed, *ranks = compare.aligned([single, perturbed, *records])
-            # The ranks may have stopped earlier than the single process.
-            missed += _missed_by_ranks(single, alone, size)
-            run = ComparedRun(alone, changed, ranks)
+            # Only steps that all have made are compared; the others are listed.
+            common, common_perturbed, *ranks = compare.aligned([single, perturbed, *records])
+            missed += _missed_by_ranks(single, common, size)
+            run = ComparedRun(common, common_perturbed, ranks)
         cause, explanation = causes.cause_of(run)
         notes += _notes_of_run(run, cause)
         verdict.table += _table(run)
         verdict.text = verdict.text or _compared(run.single)
-        # Ranks that fail where one process doesn't may train well until then.
+        # A rank may fail after steps that are as in one process, so that a comparison alone would praise it.
         failure = _failure(processes)
         # The smallest number of ranks that differs has the verdict; more ranks differ for the same reason.
         if cause and not verdict.cause:
@@ -181,9 +184,9 @@ def _failure(run: Sequence[PlannedProcess]) -> str:
 def _notes_of_script(record: Record) -> list[str]:
     """Return notes on what verify has changed in the script."""
     notes = []
-    if not record.of("seed"):
+    if not record.of(topics.SEED):
         notes.append(_NO_SEED)
-    layers = _layers(record.of("batch_norm"))
+    layers = _layers(record.of(topics.BATCH_NORM))
     if layers:
         notes.append(_NOT_SYNCHRONIZED.format(layers=layers))
     return notes
@@ -192,7 +195,7 @@ def _notes_of_script(record: Record) -> list[str]:
 def _notes_of_run(run: ComparedRun, cause: str) -> list[str]:
     """Return notes on what the ranks do by themselves without a difference that shows."""
     notes = []
-    layers = _layers(run.ranks[0].of("normalizes alone"))
+    layers = _layers(run.ranks[0].of(topics.NORMALIZES_ALONE))
     if layers:
         notes.append(_NORMALIZES_ALONE.format(layers=layers))
     if run.single.horovod and run.read_same_samples() and not run.shuffles_unseeded():
@@ -208,8 +211,8 @@ def _layers(calls: Sequence[RecordedCall]) -> str:
     names = list(dict.fromkeys(call.detail for call in calls))
     if not names:
         return ""
-    first_names = ", ".join(names[:3]) + ", …" * (len(names) > 3)
-    return f"{len(names)} layer(s) ({first_names})"
+    shown_names = ", ".join(names[:3]) + ", …" * (len(names) > 3)
+    return f"{len(names)} layer(s) ({shown_names})"
 
 
 def _table(run: ComparedRun) -> list[str]:

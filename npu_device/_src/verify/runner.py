@@ -25,7 +25,9 @@ from npu_device._src.verify.forking import (
     report_problem,
     run_script,
 )
-from npu_device._src.verify.plan import DONE, FAILED, FAR_MORE, PlannedProcess
+from npu_device._src.verify.plan import DONE, FAILED, PlannedProcess
+
+_MOST_TIMES_SLOWER = 10  # ranks than the single process, before they are ended
 
 
 class _VerifiedProcess(ForkingProcess):
@@ -41,6 +43,7 @@ class _VerifiedProcess(ForkingProcess):
 
     def wait(self, running: dict[int, PlannedProcess]) -> None:
         begin = time.monotonic()
+        # The run after the single process has the number of ranks that was asked for.
         _wait(running, self._runs[1], self._single_seconds)
         # Measured once, for the first run: that of one process and its twin.
         self._single_seconds = self._single_seconds or time.monotonic() - begin
@@ -56,12 +59,12 @@ def _wait(
 ) -> None:
     """Wait until each process of a run has recorded its last step or ended, and end them all.
 
-    Ranks may take a multiple of the seconds of the single process; 0 for no limit. A number of ranks that isn't the
-    requested one may be one that can't divide the batch.
+    Ranks may take a multiple of the seconds of the single process; 0 for no limit. Only a number of ranks above the
+    requested one may fail to divide the batch.
     """
     deadline = math.inf
     if single_seconds:
-        deadline = time.monotonic() + max(FAR_MORE * single_seconds, RECORDS_SECONDS)
+        deadline = time.monotonic() + max(_MOST_TIMES_SLOWER * single_seconds, RECORDS_SECONDS)
     while not all((process.folder / DONE).exists() for process in running.values()):
         time.sleep(SWEEP_SECONDS)
         is_late = time.monotonic() > deadline
@@ -71,9 +74,8 @@ def _wait(
         if pid not in running:
             continue
         process = running.pop(pid)
-        # Three ranks are tried by default, whether the batch can be divided by 3 or not.
+        # By default 3 ranks are tried as well, although 3 doesn't divide every batch.
         is_extra = process.ranks > requested[0].ranks
-        # Not a failure: 3 doesn't divide every batch.
         if status and is_extra and INDIVISIBLE in output_of(process):
             break
         _take_note_of_end(process, status)
@@ -92,7 +94,8 @@ def _take_note_of_end(process: PlannedProcess, status: int) -> None:
         report_problem(process, end)
     if status:
         (process.folder / FAILED).write_text(problem_text(process, end), encoding="utf-8")
-    (process.folder / DONE).touch()  # for those that go as far
+    # Other processes go as far as this one, and look for this file to know how far that is.
+    (process.folder / DONE).touch()
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -27,7 +27,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.collectives import job
 from npu_device._src.collectives.call import user_line
-from npu_device._src.comparison import noise
+from npu_device._src.comparison import noise, topics
 from npu_device._src.comparison.compare import Record, RecordedCall, RecordedStep, load
 from npu_device._src.gradients.reduction import send_uncompressed
 from npu_device._src.trace.trace import leading_to
@@ -81,11 +81,11 @@ class StepRecorder:
             (session, "run", self._run),
             (tf.compat.v1.train.Optimizer, "apply_gradients", self._apply),
             *((tf.random, name, functools.partial(self._drawn, name)) for name in _DRAWING_CALLS),
-            (tf.random, "set_seed", functools.partial(self._noted, "seed")),
-            (tf.compat.v1, "set_random_seed", functools.partial(self._noted, "seed")),
-            (tf.nn, "compute_average_loss", functools.partial(self._noted, "compute_average_loss")),
-            (tf, "clip_by_global_norm", functools.partial(self._noted, "clip")),
-            (tf, "clip_by_norm", functools.partial(self._noted, "clip")),
+            (tf.random, "set_seed", functools.partial(self._noted, topics.SEED)),
+            (tf.compat.v1, "set_random_seed", functools.partial(self._noted, topics.SEED)),
+            (tf.nn, "compute_average_loss", functools.partial(self._noted, topics.AVERAGE_LOSS)),
+            (tf, "clip_by_global_norm", functools.partial(self._noted, topics.CLIP)),
+            (tf, "clip_by_norm", functools.partial(self._noted, topics.CLIP)),
         )
 
     def install(self, module: Any) -> None:
@@ -112,14 +112,14 @@ class StepRecorder:
             (compiled, "compile", fixing(jit_compile=False)),  # XLA can't call Python
             (keras.callbacks.CallbackList, "on_train_batch_end", self._batch_ended),
             (keras.layers.Layer, "add_loss", self._add_loss),
-            (keras.utils, "set_random_seed", functools.partial(self._noted, "seed")),
+            (keras.utils, "set_random_seed", functools.partial(self._noted, topics.SEED)),
             *((layer, "adapt", self._adapt) for layer in adapted),
         )
         for layer in noise.noisy_layers(keras):
             layer.call = noise.quiet(layer.call)
         batch_norm = keras.layers.BatchNormalization
         batch_norm.call = noise.quiet(
-            batch_norm.call, lambda layer: self._note("batch_norm", detail=layer.name)
+            batch_norm.call, lambda layer: self._note(topics.BATCH_NORM, detail=layer.name)
         )
         wrap((batch_norm, "call", self._normalize))
 
@@ -129,7 +129,7 @@ class StepRecorder:
         outputs = original(layer, *args, **kwargs)
         # Afterwards, since a layer may get its method during its first call.
         if job.current() is not None and arguments.get("training") and is_alone(layer):
-            self._note("normalizes alone", detail=layer.name)
+            self._note(topics.NORMALIZES_ALONE, detail=layer.name)
         return outputs
 
     def _note(self, topic: str, line: str = "", detail: str = "", outcome: Any = None) -> None:
@@ -193,7 +193,7 @@ class StepRecorder:
         tensors = tf.nest.flatten(gradients, expand_composites=True)
         for operation in leading_to([tensor.op for tensor in tensors if tensor is not None]):
             if "Random" in operation.type and _SCOPE not in operation.name:
-                self._note("random", where(operation), operation.type)
+                self._note(topics.RANDOM, where(operation), operation.type)
 
     def _name_of_optimizer(self, optimizer: Any) -> str:
         """Return the name of an optimizer that makes or traces a step, and keep the calls that led to it."""
@@ -285,7 +285,7 @@ class StepRecorder:
 
     def _add_loss(self, original: Any, layer: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
         if not callable(loss) and getattr(getattr(loss, "shape", None), "rank", None):
-            self._note("add_loss")
+            self._note(topics.ADD_LOSS)
         return original(layer, loss, *args, **kwargs)
 
     def _batch_ended(self, original: Any, callbacks: Any, batch: Any, logs: Any = None) -> Any:
@@ -317,7 +317,9 @@ class StepRecorder:
         state: Any = [np.array(getattr(layer, name, None)).tolist() for name in _ADAPTED]
         if hasattr(layer, "get_vocabulary"):
             state = layer.get_vocabulary()
-        self._note("adapted", detail=repr(layer.name), outcome=zlib.crc32(repr(state).encode()))
+        self._note(
+            topics.ADAPTED, detail=repr(layer.name), outcome=zlib.crc32(repr(state).encode())
+        )
         return returned
 
     def _run(self, original: Any, session: Any, fetches: Any, *args: Any, **kwargs: Any) -> Any:
@@ -351,14 +353,16 @@ class StepRecorder:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        number = len(self._record.of("shuffle"))
-        call = RecordedCall("shuffle", user_line(), outcome=seed if seed is None else int(seed))
+        number = len(self._record.of(topics.SHUFFLE))
+        call = RecordedCall(
+            topics.SHUFFLE, user_line(), outcome=seed if seed is None else int(seed)
+        )
         self._record.calls.append(call)
         if seed is not None and self._process.ranks > 1:
             single = load(self._process.single.folder)
-            if single.of("shuffle")[number : number + 1] != [call]:  # it has a different seed
+            if single.of(topics.SHUFFLE)[number : number + 1] != [call]:  # it has a different seed
                 return original(dataset, buffer_size, seed, *args, **kwargs)
-        if seed is None and not self._record.of("seed"):
+        if seed is None and not self._record.of(topics.SEED):
             # Another object, since several datasets may be made from one that was shuffled.
             dataset = dataset.take(-1)
             self._unseeded[dataset] = call.line
@@ -367,12 +371,12 @@ class StepRecorder:
     def _divide(self, original: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         for source in compat.datasets_of(dataset):
             if source in self._unseeded:
-                self._note("unseeded", self._unseeded[source], "without a seed")
+                self._note(topics.UNSEEDED, self._unseeded[source], "without a seed")
         return original(dataset, *args, **kwargs)
 
     def _drawn(self, name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
         if tf.executing_eagerly() and compat.a_tape_records():
-            self._note("random", detail=f"tf.random.{name}")
+            self._note(topics.RANDOM, detail=f"tf.random.{name}")
         return original(*args, **kwargs)
 
     def _noted(self, topic: str, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -381,7 +385,7 @@ class StepRecorder:
 
     def _all_reduce(self, original: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
         count = sum(tensor is not None for tensor in tf.nest.flatten(values))
-        self._note("all_reduce", outcome=count)
+        self._note(topics.ALL_REDUCE, outcome=count)
         return original(values, *args, **kwargs)
 
 
