@@ -88,7 +88,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The data that the ranks need for the rendezvous; a context manager that lets the hub end."""
 
     job_id: str  # name of the job, another one in each attempt, so that leftovers of an earlier one can't join
@@ -98,7 +98,7 @@ class Meeting:
     nodes: tuple[int, ...]  # those that take part; the ranks are numbered in this order
     count: int = 0  # how often the job has been started again
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> Rendezvous:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,8 +111,8 @@ class Meeting:
             self.hub.end()
 
 
-def prepare_meeting(options: Options, count: int, nodes: Sequence[int] = ()) -> Meeting:
-    """Return the meeting of an attempt, with its hub on node 0."""
+def prepare_rendezvous(options: Options, count: int, nodes: Sequence[int] = ()) -> Rendezvous:
+    """Return the rendezvous of an attempt, with its hub on node 0."""
     nodes = tuple(nodes or range(options.nnodes))
     is_single = options.nnodes == 1
     hub_secret = secret()
@@ -147,7 +147,7 @@ def prepare_meeting(options: Options, count: int, nodes: Sequence[int] = ()) -> 
         )
         # The system may have chosen it.
         port = hub.port
-    return Meeting(job_id, port, new_secret, hub, nodes, count)
+    return Rendezvous(job_id, port, new_secret, hub, nodes, count)
 
 
 def _hub_ports(options: Options, port: int) -> tuple[int, int]:
@@ -174,14 +174,14 @@ class Listener:
 class Attempt:
     """An attempt on this node."""
 
-    def __init__(self, launch: Launch, meeting: Meeting, listener: Listener) -> None:
+    def __init__(self, launch: Launch, rendezvous: Rendezvous, listener: Listener) -> None:
         self._launch = launch
         self._options = launch.options
         self._console = launch.console
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._listener = listener
-        self._directory = os.path.join(launch.directory, f"attempt{meeting.count}")
-        self._world_size = len(meeting.nodes) * self._options.nproc_per_node
+        self._directory = os.path.join(launch.directory, f"attempt{rendezvous.count}")
+        self._world_size = len(rendezvous.nodes) * self._options.nproc_per_node
         self._processes: list[RankProcess] = []
         self._stdout: list[Pump] = []
         self._stderr: list[Pump] = []
@@ -189,11 +189,13 @@ class Attempt:
         self._started = time.time()
         self._trace = launch.options.trace
         # In a folder of its own: the trace of an earlier attempt stays as it is.
-        if self._trace is not None and meeting.count:
-            self._trace = os.path.join(self._trace, f"restart{meeting.count}")
+        if self._trace is not None and rendezvous.count:
+            self._trace = os.path.join(self._trace, f"restart{rendezvous.count}")
 
     def run(self) -> NodeOutcome:
-        self._launch.starter.tell(ATTEMPT, count=self._meeting.count, nodes=self._meeting.nodes)
+        self._launch.starter.tell(
+            ATTEMPT, count=self._rendezvous.count, nodes=self._rendezvous.nodes
+        )
         try:
             self._start()
             supervisor = self._supervise()
@@ -238,7 +240,7 @@ class Attempt:
                 self._launch.events,
                 self._options,
                 say,
-                self._meeting.count,
+                self._rendezvous.count,
                 self._listener.on_failure,
                 on_preemption,
             )
@@ -256,13 +258,15 @@ class Attempt:
 
     def _start(self) -> None:
         options = self._options
-        meeting = self._meeting
+        rendezvous = self._rendezvous
         os.mkdir(self._directory, mode=0o700)
-        table = rank_table(meeting.nodes, options.nproc_per_node, options.master_addr, meeting.port)
+        table = rank_table(
+            rendezvous.nodes, options.nproc_per_node, options.master_addr, rendezvous.port
+        )
         Path(self._directory, _TABLE).write_text(table, encoding="utf-8")
         if options.log_dir is not None:
             os.makedirs(options.log_dir, exist_ok=True)
-        if meeting.count == 0:
+        if rendezvous.count == 0:
             replaced = [
                 name for name in ("RANK_TABLE_FILE", *_OTHER_SCHEMES) if os.environ.get(name)
             ]
@@ -273,7 +277,7 @@ class Attempt:
             if options.log_dir is not None and not options.tee:
                 self._console.say(f"the output goes to {options.log_dir}{os.sep}rank*.log")
         # Nodes that were lost leave no gap in the numbers of the ranks.
-        first_rank = meeting.nodes.index(options.node_rank) * options.nproc_per_node
+        first_rank = rendezvous.nodes.index(options.node_rank) * options.nproc_per_node
         ranks = range(first_rank, first_rank + options.nproc_per_node)
         binding = self._launch.binding
         for line in binding.lines(ranks):
@@ -298,7 +302,7 @@ class Attempt:
     def _environment(self, rank: int, local_rank: int) -> dict[str, str]:
         """Return the whole environment of a rank, in which the launcher sets what Ascend's launch scripts do."""
         options = self._options
-        meeting = self._meeting
+        rendezvous = self._rendezvous
         variables = dict(os.environ)
         # A rank that starts npurun starts another job.
         for name in (*_OTHER_SCHEMES, NPU_DEVICE_RANK_PROCESS.name):
@@ -313,11 +317,11 @@ class Attempt:
             RANK_SIZE=str(self._world_size),
             ASCEND_DEVICE_ID=str(local_rank),
             DEVICE_ID=str(local_rank),
-            JOB_ID=meeting.job_id,
+            JOB_ID=rendezvous.job_id,
             NPU_DEVICE_LAUNCHER="off",  # npurun may itself be a task of Slurm's or MPI's
             NPU_DEVICE_ERROR_FILE=self._error_file(rank),
-            NPU_DEVICE_HUB=str(meeting.port),
-            NPU_DEVICE_RESTART_COUNT=str(meeting.count),
+            NPU_DEVICE_HUB=str(rendezvous.port),
+            NPU_DEVICE_RESTART_COUNT=str(rendezvous.count),
             NPU_DEVICE_PROGRESS_FILE=progress_file,
             NPU_DEVICE_PREEMPT_SIGNAL=signal.Signals(options.preempt_signal).name,
             NPU_DEVICE_PREEMPT_TIMEOUT=f"{options.preempt_timeout:g}",
@@ -329,8 +333,8 @@ class Attempt:
             variables.setdefault("PYTHONHASHSEED", str(options.seed))
         if options.shard_optimizer:
             variables.update(NPU_DEVICE_SHARD_OPTIMIZER="on")
-        if meeting.new_secret is not None:
-            variables.update(NPU_DEVICE_SECRET=meeting.new_secret)
+        if rendezvous.new_secret is not None:
+            variables.update(NPU_DEVICE_SECRET=rendezvous.new_secret)
         if options.horovod:
             variables.update(modules.variables(variables))
         if self._trace is not None:
@@ -340,8 +344,8 @@ class Attempt:
 
     def _log_file(self, log_dir: str, rank: int) -> str:
         name = f"rank{rank}"
-        if self._meeting.count:
-            name += f".restart{self._meeting.count}"
+        if self._rendezvous.count:
+            name += f".restart{self._rendezvous.count}"
         return os.path.join(log_dir, f"{name}.log")
 
     def _error_file(self, rank: int) -> str:
@@ -395,7 +399,7 @@ class Attempt:
     ) -> None:
         """Report all failures, and show the errors of the first one."""
         first_failure = ranked_failures[0]
-        nnodes = len(self._meeting.nodes)
+        nnodes = len(self._rendezvous.nodes)
         self._console.say(
             failures.summary(ranked_failures, self._world_size, nnodes, self._started)
         )

@@ -10,7 +10,7 @@ from npu_device._src.cluster.handshake import NO_SECRET
 from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.membership.schemes import secret
 from npu_device.launch.arguments import Options
-from npu_device.launch.attempt import USAGE, Attempt, Launch, Listener, prepare_meeting
+from npu_device.launch.attempt import USAGE, Attempt, Launch, Listener, prepare_rendezvous
 from npu_device.launch.binding import Binding
 from npu_device.launch.events import Events, SignalReceived
 from npu_device.launch.guard import RankGuard
@@ -67,17 +67,17 @@ def _alone(launch: Launch) -> int:
     ledger = Ledger(launch.options)
     ledger.count = launch.starter.count
     while True:
-        meeting = prepare_meeting(launch.options, ledger.count)
+        rendezvous = prepare_rendezvous(launch.options, ledger.count)
         began = time.time()
-        with meeting:
-            outcome = Attempt(launch, meeting, Listener()).run()
-        decision = ledger.add(began, meeting.nodes, [outcome], launch.step())
+        with rendezvous:
+            outcome = Attempt(launch, rendezvous, Listener()).run()
+        decision = ledger.add(began, rendezvous.nodes, [outcome], launch.step())
         if decision.wait is None:
             say(ledger.last_words(decision))
             return outcome.code
         say(decision.text)
         # A rank that is left, cut off from the others, must not go on training.
-        meeting.end()
+        rendezvous.end()
         number = launch.events.wait_for_signal(decision.wait)
         if number is not None:
             say(ledger.last_words(Decision(0, None, "")))

@@ -21,10 +21,10 @@ from npu_device.launch.attempt import (
     FAILED,
     USAGE,
     Launch,
-    Meeting,
     NodeOutcome,
+    Rendezvous,
     master_port,
-    prepare_meeting,
+    prepare_rendezvous,
 )
 from npu_device.launch.failures import Failure
 from npu_device.launch.ledger import Decision, Ledger
@@ -126,14 +126,14 @@ class Leader:
             if nodes is None:
                 return self._too_few_nodes()
             try:
-                meeting = prepare_meeting(self._options, self._ledger.count, nodes)
+                rendezvous = prepare_rendezvous(self._options, self._ledger.count, nodes)
             except (OSError, ClusterError, ValueError) as error:
                 return Decision(USAGE, None, str(error))
-            with meeting:
-                decision = self._attempt(meeting)
+            with rendezvous:
+                decision = self._attempt(rendezvous)
             if decision.wait is None or 0 in self._preempted:
                 return decision
-            meeting.end()
+            rendezvous.end()
             # Those of the last attempt are worth waiting for; others join if they come.
             self._expected = set(nodes)
             self._send(self._nodes, "say", text=decision.text)
@@ -185,9 +185,9 @@ class Leader:
     def _is_enough(self) -> bool:
         return len(self._idle) >= self._options.fewest_nodes
 
-    def _attempt(self, meeting: Meeting) -> Decision:
+    def _attempt(self, rendezvous: Rendezvous) -> Decision:
         began = time.time()
-        self._running = set(meeting.nodes)
+        self._running = set(rendezvous.nodes)
         self._idle -= self._running
         self._outcomes = {}
         self._loss = None
@@ -195,12 +195,12 @@ class Leader:
         self._is_stopping = False
         self._deadline = None
         self._send(
-            meeting.nodes,
+            rendezvous.nodes,
             "plan",
-            count=meeting.count,
-            nodes=meeting.nodes,
-            job_id=meeting.job_id,
-            port=meeting.port,
+            count=rendezvous.count,
+            nodes=rendezvous.nodes,
+            job_id=rendezvous.job_id,
+            port=rendezvous.port,
         )
         while self._running:
             if self._handle(self._deadline):
@@ -215,7 +215,7 @@ class Leader:
                 self._lose(node, "does not answer")
         return self._ledger.add(
             began,
-            meeting.nodes,
+            rendezvous.nodes,
             self._outcomes.values(),
             self._launch.step(),
             self._loss,

@@ -27,8 +27,8 @@ from npu_device.launch.attempt import (
     Attempt,
     Launch,
     Listener,
-    Meeting,
     NodeOutcome,
+    Rendezvous,
     master_port,
 )
 from npu_device.launch.events import (
@@ -173,7 +173,7 @@ class Member:
         starter = launch.starter
         self._nodes = tuple(starter.nodes or range(launch.options.nnodes))  # of the newest attempt
         self._count = starter.count  # of the next attempt, as far as this node knows
-        self._meeting: Meeting | None = None  # of the attempt that node 0 has ordered
+        self._rendezvous: Rendezvous | None = None  # of the attempt that node 0 has ordered
         self._attempt: int | None = None  # number of that attempt
         self._ending: dict[str, Any] | None = None  # the leader's last message
         self._outcome = NodeOutcome(0)  # of the newest attempt
@@ -181,12 +181,12 @@ class Member:
     def run(self) -> NoReturn:
         try:
             while True:
-                self._run_attempt(self._next_meeting())
+                self._run_attempt(self._next_rendezvous())
         finally:
             if self._link is not None:
                 self._link.close()
 
-    def _next_meeting(self) -> Meeting:
+    def _next_rendezvous(self) -> Rendezvous:
         """Wait for the order to run an attempt."""
         handlers: Handlers = {
             SignalReceived: self._on_signal,
@@ -194,14 +194,14 @@ class Member:
             TextReceived: self._on_text,
         }
         # A message that came before the last one is still handled.
-        self._meeting = None
+        self._rendezvous = None
         while self._ending is None or not self._launch.events.is_empty:
             if self._ending is None and (self._link is None or self._link.is_lost):
                 self._connect()
             if not self._launch.events.handle_next(NODE_SILENT_SECONDS, handlers):
                 self._look_for_silence()
-            if self._meeting is not None:
-                return self._meeting
+            if self._rendezvous is not None:
+                return self._rendezvous
         if self._ending["text"]:
             self._say(self._ending["text"])
         if self._ending["do"] == "leave":
@@ -225,7 +225,7 @@ class Member:
             self._say(change)
         self._nodes = nodes
         self._count = order.attempt + 1
-        self._meeting = Meeting(order.job_id, order.port, None, None, nodes, order.attempt)
+        self._rendezvous = Rendezvous(order.job_id, order.port, None, None, nodes, order.attempt)
 
     def _on_text(self, received: TextReceived) -> None:
         self._say(received.text)
@@ -242,12 +242,12 @@ class Member:
             self._link.send("interrupted", signal=received.number)
         raise SystemExit(code)
 
-    def _run_attempt(self, meeting: Meeting) -> None:
+    def _run_attempt(self, rendezvous: Rendezvous) -> None:
         link = self._link
         assert link is not None
         if link.is_lost:
             return
-        outcome = Attempt(self._launch, meeting, _LeaderListener(link)).run()
+        outcome = Attempt(self._launch, rendezvous, _LeaderListener(link)).run()
         self._outcome = outcome
         self._attempt = None
         link.send("outcome", **asdict(outcome))

@@ -287,10 +287,10 @@ class LaunchedHosts:
             self._retry(host, "not reached")
 
     def _say_that_ssh_failed(self, host: Host, code: int) -> None:
-        command = host.client[0]
-        if code == SSH_FAILED and command != "sh":
+        program = host.client[0]
+        if code == SSH_FAILED and program != "sh":
             self._console.say(
-                f"{host.name}: the connection failed or ended (exit code {code} of {command})"
+                f"{host.name}: the connection failed or ended (exit code {code} of {program})"
             )
 
     def _conclude(self, host: Host, code: int) -> None:

@@ -43,9 +43,9 @@ class AttemptFailedError(ConnectionError):
 class TimedConnection:
     """Sends and receives frames, each with a time limit."""
 
-    def __init__(self, connection: socket.socket, limit: int = frames.LIMIT) -> None:
+    def __init__(self, connection: socket.socket, max_frame_bytes: int = frames.LIMIT) -> None:
         self.connection = connection
-        self.reader = frames.Reader(limit)
+        self.reader = frames.Reader(max_frame_bytes)
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message, within ``ANSWER_SECONDS``. If that fails, ``receive`` says so."""

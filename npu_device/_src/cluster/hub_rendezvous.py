@@ -219,7 +219,7 @@ class HubRendezvous:
         """Give the clients that have come their ranks."""
         # By identity, since an arrival has no hash: its hello holds dictionaries.
         by_arrival = {id(client.arrival): client for client in self.arrivals()}
-        self.ranks = [by_arrival[id(arrival)] for arrival in self._roster.in_order()]
+        self.ranks = [by_arrival[id(arrival)] for arrival in self._roster.sorted_arrivals()]
         for rank, client in enumerate(self.ranks):
             client.state = State.RANK
             client.rank = rank

@@ -279,8 +279,8 @@ class Roster:
     def _all_arrivals(self) -> list[Arrival]:
         return [arrival for rivals in self._arrivals.values() for arrival in rivals]
 
-    def in_order(self) -> list[Arrival]:
-        """Return the arrivals by rank. Without a rank table, they get their numbers here."""
+    def sorted_arrivals(self) -> list[Arrival]:
+        """Return the arrivals by rank; by address and device where no rank table has numbered them."""
         return sorted((rivals[0] for rivals in self._arrivals.values()), key=_order)
 
     def absent_ranks(self) -> str:

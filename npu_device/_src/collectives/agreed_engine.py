@@ -28,7 +28,8 @@ class AgreedEngine:
     """The engine of one call, as the body of an operation uses it.
 
     Attributes:
-        terms: what the first transfer has to compare; None once it has, or if the ranks have agreed before.
+        terms: what the first transfer has to compare. None once a transfer has taken them: later ones carry what tells
+            the call from others. Also None if the call needs no comparison at all.
     """
 
     def __init__(
@@ -187,10 +188,10 @@ class AgreedEngine:
 
         TensorFlow's engine remembers each length forever, so it gets few.
         """
-        # Other engines keep nothing by length, and would only send more padding.
         engine = self.job.engines.of_rows(self.group, dtype)
         if engine is self.job.engines.tensorflow:
             return rounded(longest)
+        # Other engines keep nothing by length, and would only send more padding.
         return longest
 
     def compare(self) -> Sequence[tf.Tensor]:

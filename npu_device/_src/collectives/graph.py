@@ -212,13 +212,13 @@ def step_data() -> Sequence[tf.Operation]:
     new_operations = operations[count:]
     names = names + [operation.name for operation in new_operations if _may_end(graph, operation)]
     _data_reads[graph] = (len(operations), names)
-    sources = [graph.get_operation_by_name(name) for name in names]
+    control_inputs = [graph.get_operation_by_name(name) for name in names]
     if isinstance(getattr(graph, "outer_graph", None), compat.FuncGraph):
         # TensorFlow may inline the call, and then runs operations without inputs before those of the call are there.
         for tensor in graph.inputs:
             if tensor.dtype not in (tf.resource, tf.variant):
-                sources.append(tf.identity(tensor).op)
-    return sources
+                control_inputs.append(tf.identity(tensor).op)
+    return control_inputs
 
 
 def _may_end(graph: tf.Graph, operation: tf.Operation) -> bool:

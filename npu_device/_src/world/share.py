@@ -92,12 +92,12 @@ def run_of(batch: Any, total: Number, start: Number, end: Number, division: str 
     def cut(leaf: Any) -> Any:
         if not _is_divisible(leaf):
             return leaf
-        unit: Number = 1
+        unit_length: Number = 1
         if has_units:
             # An empty batch has no unit, and mustn't divide by 0.
             units = max(total, 1) if isinstance(total, int) else tf.maximum(total, 1)
-            unit = length_of(leaf) // units
-        return _cut(leaf, start * unit, end * unit)
+            unit_length = length_of(leaf) // units
+        return _cut(leaf, start * unit_length, end * unit_length)
 
     return tf.nest.map_structure(cut, batch)
 

@@ -26,7 +26,8 @@ from npu_device._src.world.world import World
 _log = logging.getLogger("npu_device")
 _NOTES = "fit"
 _INNER = "_npu_inner"
-_NUMBER = re.compile(r"_\d+(?=[/:]|$)")  # which Keras gives to further objects of a class
+# The suffix that Keras gives to further objects of a class. It depends on what a script made before.
+_KERAS_SUFFIX = re.compile(r"_\d+(?=[/:]|$)")
 
 
 class FitCheckpoint(tf.keras.callbacks.Callback):
@@ -198,7 +199,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         states = []
         for metric in compat.metrics_of(self.model):
             for variable in metric.variables:
-                states.append((_NUMBER.sub("", f"{metric.name}/{variable.name}"), variable))
+                states.append((_KERAS_SUFFIX.sub("", f"{metric.name}/{variable.name}"), variable))
         names = [name for name, _ in states]
         saved = (self._resume or {}).get("metrics", names)
         if sorted(saved) != sorted(names):

@@ -27,7 +27,7 @@ KEPT = "is kept in a variable"
 EAGER = "is in an eager step, whose Python code may decide by it"
 """Why all ranks share a draw."""
 
-_NUMBER = re.compile(r"_\d+$")  # by which TensorFlow tells operations of one name apart
+_NAME_SUFFIX = re.compile(r"_\d+$")  # by which TensorFlow tells operations of one name apart
 _RANDOM_SCOPES = ("random_", "stateful_", "stateless_")
 
 
@@ -120,7 +120,7 @@ class _Reasons:
 def _name(operation: tf.Operation) -> str:
     """Return the place of a draw in the model, without the operations that a layer consists of."""
     path = operation.name.replace(MARK, "a generator").split("/")
-    scopes = [_NUMBER.sub("", scope) for scope in path[:-1]]
+    scopes = [_NAME_SUFFIX.sub("", scope) for scope in path[:-1]]
     # TensorFlow's own functions for random numbers add these scopes, which mean nothing to the
     # user.
     while len(scopes) > 1 and scopes[-1].startswith(_RANDOM_SCOPES):

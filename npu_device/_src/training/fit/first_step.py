@@ -19,7 +19,7 @@ import tensorflow as tf
 from npu_device._src import compat, environment
 from npu_device._src.training.fit import findings, first_step_texts as texts, mixing, start, xla
 from npu_device._src.training.fit.dry_step import DryStep, NotChecked, Part, StepResults
-from npu_device._src.training.fit.mixing import Meeting
+from npu_device._src.training.fit.mixing import Mixture
 from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.fit.sums import (
     CheckedStep,
@@ -264,10 +264,10 @@ def _judge(context: StepContext, samples: Samples, checked: CheckedStep) -> _Ran
         elif _are_sums_with_more(samples, checked):
             return _RankVerdict("", texts.beside_a_sum(title, different, world))
         else:
-            meeting = _meeting(context, samples)
-            if meeting is None and lines_of_losses:
-                meeting = Meeting(f"a loss that a layer adds, {lines_of_losses[0]}", False)
-            warnings.append(texts.mixed(title, different, meeting, samples.parts, world))
+            mixture = _mixture(context, samples)
+            if mixture is None and lines_of_losses:
+                mixture = Mixture(f"a loss that a layer adds, {lines_of_losses[0]}", False)
+            warnings.append(texts.mixed(title, different, mixture, samples.parts, world))
     return _RankVerdict(_statement(samples, bool(warnings)), warning="\n".join(warnings))
 
 
@@ -298,7 +298,7 @@ def _are_sums_with_more(samples: Samples, checked: CheckedStep) -> bool:
     return findings.are_sums_with_more(checked.runs, other_cut)
 
 
-def _meeting(context: StepContext, samples: Samples) -> Meeting | None:
+def _mixture(context: StepContext, samples: Samples) -> Mixture | None:
     """Return where samples meet; None if it can't be found."""
     try:
         dry_step = DryStep(context, samples.spec, mixing.values_of_samples)

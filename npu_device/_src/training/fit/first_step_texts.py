@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from npu_device._src.training.fit.dry_step import Part
 from npu_device._src.training.fit.findings import Change, ComparedGradient
-from npu_device._src.training.fit.mixing import Meeting
+from npu_device._src.training.fit.mixing import Mixture
 from npu_device._src.world.share import shapes_of
 from npu_device._src.world.world import World
 
@@ -80,20 +80,20 @@ def set_by_samples(title: str, change: Change, world: World) -> str:
     if change.line:
         line = f"\nSet by: {change.line}"
     if change.is_by_gradients:
-        how = "changes by the gradients of its samples, without an optimizer"
+        predicate = "changes by the gradients of its samples, without an optimizer"
         remedy = "reduce the gradients first: gradients = npu.distribute.all_reduce(gradients)"
     elif change.is_sum:
-        how = "adds up values of the samples"
+        predicate = "adds up values of the samples"
         remedy = "add up over the ranks first: value = npu.distribute.all_reduce(value, 'sum')"
     elif not change.is_in_order:
-        how = "is computed from sums or means over the samples"
+        predicate = "is computed from sums or means over the samples"
         remedy = (
             "take these over all ranks: mean = npu.distribute.all_reduce(tf.reduce_mean(x, axis=0)), or "
             "npu.distribute.all_reduce(total, 'sum') for a sum or a count. If only the first batch sets it, you can "
             "also call the model on that batch before npu.distribute.replicate"
         )
     else:
-        how = "takes values of the samples, as a queue or a memory bank does"
+        predicate = "takes values of the samples, as a queue or a memory bank does"
         remedy = (
             "give it those of all ranks: value = npu.distribute.all_gather(value) before it is set"
         )
@@ -101,21 +101,21 @@ def set_by_samples(title: str, change: Change, world: World) -> str:
     if change.is_averaged:
         content = "the mean over the ranks"
     return (
-        f"{title} sets {change.name!r}: it {how}. On {world.size} ranks it would hold {content}, not what one process "
-        f"has.{line}\nWhat to do: {remedy}."
+        f"{title} sets {change.name!r}: it {predicate}. On {world.size} ranks it would hold {content}, not what one "
+        f"process has.{line}\nWhat to do: {remedy}."
     )
 
 
 def counted(title: str, change: Change, world: World) -> str:
     """Return the warning for a number that changes by the samples of one rank."""
-    how = "each rank's own"
+    content = "each rank's own"
     if change.is_averaged:
-        how = "averaged over the ranks"
+        content = "averaged over the ranks"
     line = ""
     if change.line:
         line = f" ({change.line})"
     return (
-        f"{title} changes {change.name!r} by its samples{line}. On {world.size} ranks this is {how}, not what one "
+        f"{title} changes {change.name!r} by its samples{line}. On {world.size} ranks this is {content}, not what one "
         "process has.\nWhat to do: count steps, not samples; or reduce what is added first, with "
         "npu.distribute.all_reduce."
     )
@@ -144,15 +144,15 @@ def moved(title: str, line: str, world: World) -> str:
 def mixed(
     title: str,
     different: Sequence[ComparedGradient],
-    meeting: Meeting | None,
+    mixture: Mixture | None,
     parts: Sequence[Part],
     world: World,
 ) -> str:
     """Return the warning for a step that doesn't treat samples one by one; ``parts`` are the two of the samples."""
     head = parts[0].units
     tail = parts[1].units
-    if meeting is not None and meeting.is_of_a_sample:
-        sight = f"Samples first meet in {meeting.text}"
+    if mixture is not None and mixture.is_of_a_sample:
+        sight = f"Samples first meet in {mixture.text}"
         remedy = (
             "to compare or mix the samples of all ranks, gather them first: "
             "values = npu.distribute.all_gather(values)"
@@ -162,8 +162,8 @@ def mixed(
             "No operation before the loss mixes samples: the loss isn't a mean over them, such as a mean over their "
             "valid steps, or a root or a quotient of sums"
         )
-        if meeting is not None:
-            sight += f". This begins in {meeting.text}"
+        if mixture is not None:
+            sight += f". This begins in {mixture.text}"
         remedy = (
             "to leave out steps, use a mask, ignore_class or sample_weight instead of a loss function that divides by "
             "their number; keep a loss object as an attribute of the model. Or take the sums, also that of the steps, "

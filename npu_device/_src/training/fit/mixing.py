@@ -105,7 +105,7 @@ def _may_be_of_samples(tensor: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Mixture:
     """Where a value of a step first depends on several samples."""
 
     text: str  # the operation, and its line
@@ -117,7 +117,7 @@ def where_samples_meet(
     whole: Sequence[np.ndarray],
     parts: Sequence[Sequence[np.ndarray]],
     rows: Sequence[int],
-) -> Meeting | None:
+) -> Mixture | None:
     """Return where a value first depends on several samples, unlike a mean or sum.
 
     Args:
@@ -135,7 +135,7 @@ def where_samples_meet(
         elif not _is_joined(value, values_of_parts, rows):
             # A loss of Keras multiplies the value of each sample by one over the number of valid steps.
             is_of_a_sample = not compat.is_of_loss_reduction(tensor.op)
-            return Meeting(_described(tensor.op), is_of_a_sample)
+            return Mixture(_described(tensor.op), is_of_a_sample)
     mixed = {tensor.op.name for tensor, trial in small if not _is_added_up(trial)}
     for tensor, _ in small:
         # A quotient by a number of samples, for instance, makes a mean of a sum.
@@ -143,7 +143,7 @@ def where_samples_meet(
             user.op.name for user, _ in small if any(source is tensor for source in user.op.inputs)
         }
         if tensor.op.name in mixed and users <= mixed:
-            return Meeting(_described(tensor.op), is_of_a_sample=False)
+            return Mixture(_described(tensor.op), is_of_a_sample=False)
     return None
 
 

@@ -21,7 +21,7 @@ from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
 _TABLE = re.compile(r"\d{9,}$")  # after the name of a table: a random number
-_NUMBER = "0123456789"  # after the name of a function, because of the functions that were traced before it
+_DIGITS = "0123456789"  # after the name of a function, because of the functions that were traced before it
 _USES = {"train": "training", "test": "validation", "predict": "prediction"}
 
 
@@ -166,13 +166,13 @@ def _without_seeds(graph: Any) -> Any:
                 if attribute.HasField("func"):
                     functions = [attribute.func]
                 for function in functions:
-                    function.name = function.name.rstrip(_NUMBER)
+                    function.name = function.name.rstrip(_DIGITS)
         for node in seeded:
             for name in ("seed", "seed2"):
                 if name in node.attr:
                     node.attr[name].i = 0
     for function in graph.library.function:
-        function.signature.name = function.signature.name.rstrip(_NUMBER)
+        function.signature.name = function.signature.name.rstrip(_DIGITS)
     return graph
 
 

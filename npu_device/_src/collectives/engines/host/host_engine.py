@@ -40,7 +40,12 @@ class Calls(Protocol):
     in_order: bool  # each begins when the one before it has ended
 
     def start(
-        self, operation: OnArrays, terms: Terms | None, arrays: list[np.ndarray], overlaps: bool
+        self,
+        operation: OnArrays,
+        terms: Terms | None,
+        arrays: list[np.ndarray],
+        *,
+        computes_meanwhile: bool,
     ) -> Finish: ...
 
     def close(self) -> None: ...
@@ -75,9 +80,7 @@ class ArrayEngine:
         results = []
         for operation, tensors in zip(operations, inputs):
             call_arrays = list(map(compat.to_array, tensors))
-            finish = calls.start(operation, terms, call_arrays, False)
-            # The finish is called right here, so there is no time in which TensorFlow could
-            # compute.
+            finish = calls.start(operation, terms, call_arrays, computes_meanwhile=False)
             _, arrays = finish()
             results.append(list(map(_tensor, arrays)))
             terms = terms and terms.of_later_transfers()
@@ -95,7 +98,12 @@ class ArrayEngine:
 
 
 class HostEngine(ArrayEngine):
-    """An engine whose programs Python runs; see ``engines.Engine``, and for ``background_from`` ``HostQueue``."""
+    """An engine whose programs Python runs; see ``engines.Engine``.
+
+    Args:
+        connect: makes the channel of a group, when its first operation runs: a class of channels, or what prepares one.
+        background_from: returns the bytes above which an operation goes to the background thread; see ``HostQueue``.
+    """
 
     def __init__(
         self,
@@ -384,7 +392,8 @@ class Orders:
         shapes, terms = _apart(terms)
 
         def run(shapes: Any, *arrays: np.ndarray) -> list[Any]:
-            finish = calls.start(operation, _together(terms, shapes), list(arrays), False)
+            call_terms = _together(terms, shapes)
+            finish = calls.start(operation, call_terms, list(arrays), computes_meanwhile=False)
             ended_at, results = finish()
             return [np.int64(ended_at), *results]
 
@@ -399,7 +408,8 @@ class Orders:
         def start(shapes: Any, *arrays: np.ndarray) -> list[np.int64]:
             ticket = next(self._tickets)
             call_terms = _together(terms, shapes)
-            self._pending[ticket] = calls.start(operation, call_terms, list(arrays), True)
+            finish = calls.start(operation, call_terms, list(arrays), computes_meanwhile=True)
+            self._pending[ticket] = finish
             return [np.int64(ticket)]
 
         return self._starts.call(start, [shapes, *inputs])[0]

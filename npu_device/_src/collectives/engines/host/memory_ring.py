@@ -133,10 +133,12 @@ class Layout:
 
 
 class MemoryRing:
-    """The end of one member; see ``channel.Channel``. The mapping is zeros from ``first`` on, when the first one comes.
+    """The end of one member; see ``channel.Channel``. The mapping begins as zeros from ``offset`` on.
 
     Args:
         while_waiting: called between two slices of a long wait; raises when waiting is pointless.
+        offset: where in the mapping the counters, heads and rings begin.
+        settle: called when the first operation has ended, so that all members have come, and when the channel closes.
         spins: look for a while before sleeping; with more ranks than cores, that takes the core from the awaited ones.
     """
 

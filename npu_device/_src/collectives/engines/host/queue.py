@@ -1,8 +1,9 @@
 """Run the programs of a channel: in the thread that needs a result, and in a background thread for long ones.
 
 Operations run in the order in which they were started, which is the same on all members. Starting never waits for
-others. A short operation's data is published at once, and the thread that asks for its result does the rest. A long
-one goes to a background thread, so that it proceeds while TensorFlow computes.
+others. Where TensorFlow computes between start and finish, a short operation's data is published at once, and the
+thread that asks for its result does the rest; a long one goes to a background thread. In eager mode the finish follows
+at once, and the thread of the script does all of it.
 """
 
 from __future__ import annotations
@@ -91,10 +92,16 @@ class HostQueue:
         self._settled = self._closed = False
 
     def start(
-        self, operation: OnArrays, terms: Terms | None, arrays: list[np.ndarray], overlaps: bool
+        self,
+        operation: OnArrays,
+        terms: Terms | None,
+        arrays: list[np.ndarray],
+        *,
+        computes_meanwhile: bool,
     ) -> Finish:
-        """Start an operation without waiting for others, and return the function that finishes it; ``overlaps``:
-        TensorFlow computes meanwhile.
+        """Start an operation without waiting for others, and return the function that finishes it.
+
+        ``computes_meanwhile``: TensorFlow computes before it calls that function.
         """
         act, results = operation.prepare(arrays, self._buffers)
         refuse = partial(refusal, terms, self._count.begin(terms))
@@ -102,7 +109,8 @@ class HostQueue:
         self._queue.append(pending)
         # A thread that publishes at this moment sees that it has to look again.
         self._arrivals += 1
-        if overlaps:  # else it is finished right after this, which publishes too
+        # Otherwise the finish follows at once, and publishes, too.
+        if computes_meanwhile:
             self._publish()
             size = sum(array.nbytes for array in arrays or results)
             if size > self._background_from and not pending.ended:

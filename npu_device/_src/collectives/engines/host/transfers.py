@@ -66,7 +66,12 @@ class PairCalls:
         context.peers.open(context.store)
 
     def start(
-        self, operation: OnArrays, terms: Terms | None, arrays: list[np.ndarray], overlaps: bool
+        self,
+        operation: OnArrays,
+        terms: Terms | None,
+        arrays: list[np.ndarray],
+        *,
+        computes_meanwhile: bool,
     ) -> Finish:
         assert terms is not None
         act, results = operation.prepare(arrays, self._context.buffers)
@@ -77,12 +82,12 @@ class PairCalls:
             queue.append(transfer)
             is_first = len(queue) == 1
         # A later transfer needs no thread: whoever moves the first one goes on to it.
-        if is_first and overlaps:
+        if is_first and computes_meanwhile:
             self._move_in_a_thread(queue)
 
         def finish() -> tuple[int, list[np.ndarray]]:
             try:
-                if is_first and not overlaps and self._move_first(queue):
+                if is_first and not computes_meanwhile and self._move_first(queue):
                     self._move_in_a_thread(queue)
                 return transfer.ended.result(), results
             finally:
