@@ -21,7 +21,7 @@ LIMIT = 240.0
     "cluster, module", [("ray", "ray.train"), ("spark", "spark_tensorflow_distributor")]
 )
 def test_two_workers_end_with_equal_weights(cluster: str, module: str, tmp_path: Path) -> None:
-    pytest.importorskip(module, reason=f"needs {cluster}: see docs/launching.md")
+    pytest.importorskip(module, reason=f"needs {cluster}: see docs/clusters.md")
     script = ROOT / "examples" / cluster / "train.py"
     done = subprocess.run(
         [sys.executable, str(script), "--workers", "2"],

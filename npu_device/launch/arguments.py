@@ -376,13 +376,7 @@ def _parser(is_check: bool) -> argparse.ArgumentParser:
     parser.add_argument(
         "--tune", action="store_true", help=argparse.SUPPRESS
     )  # until 0.3.0: gone since 0.2.0
-    horovod = of_script("let import horovod find npu_device.horovod")
-    _add(parser, "--horovod", action="store_true", help=horovod)
-    unchanged = of_script("train an unchanged Keras script (--seed N: the seed)")
-    _add(parser, "--replicate", action="store_true", help=unchanged)
-    divide = of_script("divide updates among the ranks")
-    _add(parser, "--shard-optimizer", action="store_true", help=divide)
-    parser.add_argument("--seed", type=types.count, default=1, help=argparse.SUPPRESS)
+    _add_changes(parser, of_script)
     _add(
         parser, "--check", action="store_true", help=argparse.SUPPRESS
     )  # until 0.3.0; since 0.2.0: npurun check
@@ -400,6 +394,17 @@ def _parser(is_check: bool) -> argparse.ArgumentParser:
         help=of_script("a .py file, a program, or with -m a module, and its arguments"),
     )
     return parser
+
+
+def _add_changes(parser: argparse.ArgumentParser, of_script: _Help) -> None:
+    """Add what changes the script that runs."""
+    horovod = of_script("let import horovod find npu_device.horovod")
+    _add(parser, "--horovod", action="store_true", help=horovod)
+    unchanged = of_script("train an unchanged Keras script (--seed N: the seed)")
+    _add(parser, "--replicate", action="store_true", help=unchanged)
+    divide = of_script("divide updates among the ranks")
+    _add(parser, "--shard-optimizer", action="store_true", help=divide)
+    parser.add_argument("--seed", type=types.count, default=1, help=argparse.SUPPRESS)
 
 
 def _add_nodes(group: argparse._ActionsContainer) -> None:

@@ -27,8 +27,8 @@ _OURS = "npu_device.horovod"
 _INSTEAD = {
     "torch": "for PyTorch, use torch.distributed with DistributedDataParallel, started by torchrun",
     "mxnet": "MXNet isn't supported",
-    "spark": "inside a Spark barrier stage, call npu.open() in each task (npurun docs launching)",
-    "ray": "start one task per rank with Ray, and call npu.open() in each (npurun docs launching)",
+    "spark": "inside a Spark barrier stage, call npu.open() in each task (npurun docs clusters)",
+    "ray": "start one task per rank with Ray, and call npu.open() in each (npurun docs clusters)",
     "runner": "start the script with npurun -np N -H a:2,b:2 --horovod train.py",
 }
 PAGE = "npurun docs from_horovod"

@@ -341,13 +341,13 @@ def _what_would_help(start: TimedProcess, setup: Setup, batch: str) -> list[str]
         )
     hosts = len({trace.host for trace in analysis.traces})
     if hosts == 1 and trace.backend != "shared_memory":
-        savings["shared memory, without NPU_DEVICE_SHARED_MEMORY=off (docs/launching.md)"] = (
+        savings["shared memory, without NPU_DEVICE_SHARED_MEMORY=off (docs/engines.md)"] = (
             1 - _SHARED_MEMORY
         ) * busiest.exposed
     size = sum(gradient.bytes for gradient in trace.gradients)
     sending = (busiest.hidden + busiest.exposed) * 1e-6
     if hosts > 1 and trace.backend == "tensorflow" and size > _NETWORK * sending:
-        savings["NPU_DEVICE_BACKEND=tcp (docs/launching.md)"] = (1 - _TCP) * busiest.exposed
+        savings["NPU_DEVICE_BACKEND=tcp (docs/engines.md)"] = (1 - _TCP) * busiest.exposed
     return [
         f"{remedy}: up to {gain:.2f} times as fast on {setup.ranks} ranks"
         for remedy, saved in savings.items()
