@@ -59,9 +59,8 @@ ranks = _of(Form(_ranks, f"{forms.COUNT.expected}, or {AUTO}"))
 nodes = _of(Form(_nodes, "a number of nodes, or MIN:MAX"))
 seconds = _of(Form(_seconds, "a number of seconds"))
 job_id = _of(Form(_job_id, "letters, digits, '-' and '_'"))
-preempt_seconds = _of(
-    environment.NPU_DEVICE_PREEMPT_TIMEOUT.form
-)  # the ranks get the limit in this variable
+# The ranks get the limit in this variable.
+preempt_seconds = _of(environment.NPU_DEVICE_PREEMPT_TIMEOUT.form)
 preempt_signal = _of(
     Form(
         lambda text: int(signal.Signals[environment.NPU_DEVICE_PREEMPT_SIGNAL.form.parse(text)]),

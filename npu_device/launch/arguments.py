@@ -86,7 +86,7 @@ class Options:
     horovod: bool
     replicate: bool
     shard_optimizer: bool
-    seed: int  # of all ranks, with ``replicate``
+    seed: int  # seed of all ranks, with ``replicate``
     bind_to: str  # one of ``core_sets.BINDINGS``
 
     @property
@@ -373,13 +373,11 @@ def _parser(is_check: bool) -> argparse.ArgumentParser:
     _add(parser, "--grace", type=types.seconds, default=5.0, metavar="S", help=grace)
     trace = of_script("write a trace of the iterations and a report to DIR")
     _add(parser, "--trace", metavar="DIR", help=trace)
-    parser.add_argument(
-        "--tune", action="store_true", help=argparse.SUPPRESS
-    )  # until 0.3.0: gone since 0.2.0
+    # Gone since 0.2.0. The parser knows it until 0.3.0, to name what replaces it.
+    parser.add_argument("--tune", action="store_true", help=argparse.SUPPRESS)
     _add_changes(parser, of_script)
-    _add(
-        parser, "--check", action="store_true", help=argparse.SUPPRESS
-    )  # until 0.3.0; since 0.2.0: npurun check
+    # Replaced by npurun check in 0.2.0, and known until 0.3.0.
+    _add(parser, "--check", action="store_true", help=argparse.SUPPRESS)
     cores = "bind ranks to core, l3cache, numa, socket, auto; none"
     _add(parser, "--bind-to", choices=BINDINGS, default=NONE, metavar="WHAT", help=cores)
     _add_nodes(

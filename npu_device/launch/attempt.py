@@ -93,7 +93,7 @@ class Rendezvous:
 
     job_id: str  # name of the job, another one in each attempt, so that leftovers of an earlier one can't join
     port: int
-    new_secret: str | None = field(repr=False)  # of a job whose user has given none
+    new_secret: str | None = field(repr=False)  # made for a job whose user has given no secret
     hub: HubProcess | None  # None if node 0 has it
     nodes: tuple[int, ...]  # those that take part; the ranks are numbered in this order
     count: int = 0  # how often the job has been started again

@@ -71,7 +71,7 @@ class Binding:
             yield
             return
         # A thread of its own is not needed: only the calling one changes.
-        before = os.sched_getaffinity(0)  # of this thread
+        before = os.sched_getaffinity(0)  # cores of this thread
         os.sched_setaffinity(0, cpus_of(self._sets[local_rank]))
         try:
             yield

@@ -39,9 +39,8 @@ class RankGuard:
     def tell(self, word: object) -> None:
         """Register a process group, or minus the number of one that has ended: its number may be reused."""
         assert self._process.stdin is not None
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # the guard was killed; the launch itself doesn't depend on it
+        # The guard may have been killed, on which the launch itself doesn't depend.
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{word}\n".encode())
             self._process.stdin.flush()
 

@@ -56,7 +56,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "preempted": bool,
         "failure": (_FAILURE, type(None)),
     },
-    # Of node 0
+    # Messages of node 0
     "plan": {"count": int, "nodes": [int], "job_id": str, "port": int},
     "stop": {"why": str},
     "say": {"text": str},
@@ -171,12 +171,14 @@ class Member:
         self._leader = (leader, master_port(launch.options))
         self._link: Link | None = None
         starter = launch.starter
-        self._nodes = tuple(starter.nodes or range(launch.options.nnodes))  # of the newest attempt
-        self._count = starter.count  # of the next attempt, as far as this node knows
-        self._rendezvous: Rendezvous | None = None  # of the attempt that node 0 has ordered
+        # The nodes of the newest attempt.
+        self._nodes = tuple(starter.nodes or range(launch.options.nnodes))
+        self._count = starter.count  # number of the next attempt, as far as this node knows
+        # Rendezvous of the attempt that node 0 has ordered.
+        self._rendezvous: Rendezvous | None = None
         self._attempt: int | None = None  # number of that attempt
         self._ending: dict[str, Any] | None = None  # the leader's last message
-        self._outcome = NodeOutcome(0)  # of the newest attempt
+        self._outcome = NodeOutcome(0)  # that of the newest attempt
 
     def run(self) -> NoReturn:
         try:

@@ -69,7 +69,7 @@ def _run(options: Options, starter: Starter) -> int:
 
 def _lines() -> Iterator[bytes]:
     """Yield the lines of standard input, without Python's buffer: a thread that waits in it would hold up the exit."""
-    beginning = b""  # of a line
+    beginning = b""  # begin of a line that hasn't ended
     while block := os.read(0, 1 << 16):
         *lines, beginning = (beginning + block).split(b"\n")
         yield from lines

@@ -96,7 +96,7 @@ class Pump:
         self._log = log
         # Colours only where a person looks.
         self._prefix = _prefix(rank, os.isatty(fd))
-        self._beginning = b""  # of a line that hasn't ended
+        self._beginning = b""  # begin of a line that hasn't ended
         self._bar = b""  # the newest refresh, if it hasn't been written
         self._bar_is_written = False  # and the line that it refreshes hasn't ended
         self._bar_written_at = time.monotonic()

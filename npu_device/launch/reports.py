@@ -24,17 +24,18 @@ class Report:
     state: str
     code: int = 0  # exit code, of LEAVING and OVER
     count: int = 0  # number of the attempt, from 0
-    nodes: Sequence[int] = ()  # that take part in the attempt
+    nodes: Sequence[int] = ()  # nodes that take part in the attempt
 
 
 @dataclass
 class Starter:
     """The npurun that was started by hand, as the npurun of a host sees it. Without a name, they are the same."""
 
-    name: str = ""  # of this host's npurun; begins each report
+    # Name of this host's npurun, with which each report begins.
+    name: str = ""
     console: Console = field(default_factory=Console)
     count: int = 0  # number of the next attempt
-    nodes: Sequence[int] = ()  # of the newest attempt; empty before any
+    nodes: Sequence[int] = ()  # nodes of the newest attempt; empty before any
     is_preempted: bool = False
 
     def tell(self, state: str, code: int = 0, count: int = 0, nodes: Sequence[int] = ()) -> None:

@@ -20,7 +20,7 @@ from npu_device._src.horovod import modules
 from npu_device._src.verify.file_shadow import COVERED
 from npu_device._src.verify.plan import PROBLEM
 
-RANK_BYTES = 2 << 30  # of a rank with TensorFlow and a small model
+RANK_BYTES = 2 << 30  # memory of a rank with TensorFlow and a small model
 _FOR_RANKS = {
     "NPU_DEVICE_STATEMENT": "off",
     "NPU_DEVICE_LAUNCHER": "off",

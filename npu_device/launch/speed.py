@@ -46,7 +46,7 @@ def _sizes(machine: Machine, slots: Sequence[tuple[str, int | None]]) -> list[in
     sizes = {len(machine.domains("numa")), *(1 << power for power in range(cores.bit_length()))}
     if not slots[0][0]:
         return sorted(size for size in sizes | {1, 2} if size <= most)
-    # Of other hosts, only the number of ranks is known that the user gives.
+    # Only the number of ranks that the user gives is known of other hosts.
     limits = [number or 1 for _, number in slots]
     per_host = {size for size in sizes if size < min(limits)} | {1, min(limits)}
     return sorted({1, *(size * len(slots) for size in per_host)})

@@ -63,7 +63,7 @@ def run(options: Options) -> int:
 def _variables() -> dict[str, str]:
     """Return the variables that every host gets."""
     names = {variable.name for variable in environment.ALL}
-    names.remove("HCCL_IF_IP")  # which differs from host to host
+    names.remove("HCCL_IF_IP")  # differs from host to host
     variables = {
         name: text
         for name, text in os.environ.items()
@@ -87,7 +87,7 @@ class Host:
     is_running: bool = False  # npurun has reported that it runs there
     attempt: int | None = None  # number of the newest attempt that has begun there
     is_preempted: bool = False
-    end: Report | None = None  # of the running npurun, if it has announced its end
+    end: Report | None = None  # the last report of the running npurun, if it has announced its end
     retry_at: float | None = None
     retries: int = 0  # in a row
     give_up_at: float | None = None
@@ -119,10 +119,10 @@ class LaunchedHosts:
         self._job = f"npurun-{secrets.token_hex(8)}"
         self._hosts = [Host(name, node, clients[node]) for node, name in enumerate(options.hosts)]
         self._count = 0  # number of the next attempt
-        self._nodes: Sequence[int] = ()  # of the newest attempt
+        self._nodes: Sequence[int] = ()  # nodes of the newest attempt
         self._node_0_losses = 0
         self._node_0_preemptions = 0
-        self._codes: list[int] = []  # of the hosts that have ended, in this order
+        self._codes: list[int] = []  # exit codes of the hosts that have ended, in this order
         self._verdict: int | None = None  # exit code of the job, if it is over
         self._signal: int | None = None
         self._is_stopping = False  # the hosts have been sent a signal

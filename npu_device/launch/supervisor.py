@@ -94,7 +94,7 @@ class RankProcess:
 
     def reap(self) -> bool:
         """Release the ended process. Return True while children of it are left in its group."""
-        self._watcher.join()  # which looks at the zombie
+        self._watcher.join()  # the watcher looks at the zombie, which ``wait`` below removes
         self._popen.wait()
         # Signal 0 only asks whether the group still has members.
         try:
@@ -182,7 +182,7 @@ class Supervisor:
         if self._deadline is not None:
             until_deadline = max(0.0, self._deadline - time.monotonic())
             seconds = min(until_deadline, seconds or until_deadline)
-        # Which ranks have ended is looked up after each event.
+        # The end of a rank needs no handler: which ranks have ended is looked up after each event.
         handlers: Handlers = {SignalReceived: self._on_signal, StopOrdered: self._on_stop}
         has_event = self._events.handle_next(seconds, handlers)
         if not has_event and self._deadline is not None and time.monotonic() >= self._deadline:

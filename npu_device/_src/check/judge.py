@@ -18,7 +18,8 @@ SIZES = {4: "4 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB", 16 << 20: "16 MiB"}
 _LEAST_MEMORY = 1 << 30  # bytes a rank; TensorFlow itself takes about half of that
 _AS_FAST = 1.1  # times the shortest time
 _SLOWER = 3  # times: 100 MiB on two ranks (docs/notes.md)
-_SLOW_LINK = 0.25  # of the speed that the interface claims; a core may be the limit of fast ones
+# Part of the speed that the interface claims; a core may be the limit of fast ones.
+_SLOW_LINK = 0.25
 
 
 @dataclass(frozen=True)
@@ -29,19 +30,17 @@ class Facts:
     machine: str  # name of its host in the system
     kernel: str  # identifies the running kernel: the same on all ranks of a machine, in whatever container
     address: str  # address at which the others reach it
-    interface: (
-        str | None
-    )  # name of the interface with this address; None if it is no address of this host
+    # Name of the interface with this address; None if it is no address of this host.
+    interface: str | None
     bits: float | None  # bits per second of the interface; None if unknown
-    versions: dict[str, str]  # of Python and of what is installed, by name
+    versions: dict[str, str]  # versions of Python and of installed packages, by name
     layout: list[list[Any]]  # the cores that the process may use, each as the attributes of a Core
     share: int  # how many of their threads are for this rank
     quota: float | None  # CPUs whose time the process gets, None for all
     memory: int  # bytes of the machine
     free: int  # bytes of memory that the machine has free
-    clock: (
-        float | None
-    )  # seconds by which the clock of the host is ahead of that of rank 0; None if unknown
+    # Seconds by which the clock of the host is ahead of that of rank 0; None if unknown.
+    clock: float | None
 
     @property
     def cores(self) -> list[int]:
@@ -59,18 +58,14 @@ class CheckedJob:
     facts: Sequence[Facts]
     engine: str = ""  # how gradients will travel, and why
     ports: str = ""  # where the ranks serve whoever reaches them; "" if nowhere
-    sharing: Sequence[
-        str
-    ] = ()  # for each rank why it can't share memory with the lowest one of its host; "" if it can
-    unreachable: Sequence[
-        dict[int, str]
-    ] = ()  # for each rank those that it can't connect to: the address, and why
-    within: Sequence[
-        float
-    ] = ()  # seconds of an all_reduce on the slowest host, by size; empty if it has one rank
-    between: dict[str, Sequence[float]] = field(
-        default_factory=dict
-    )  # the same among hosts, by engine
+    # For each rank why it can't share memory with the lowest one of its host; "" if it can.
+    sharing: Sequence[str] = ()
+    # For each rank those that it can't connect to: the address, and why.
+    unreachable: Sequence[dict[int, str]] = ()
+    # Seconds of an all_reduce on the slowest host, by size; empty if it has one rank.
+    within: Sequence[float] = ()
+    # The same among hosts, by engine.
+    between: dict[str, Sequence[float]] = field(default_factory=dict)
     in_use: str = ""  # the engine between hosts that the job uses
     # nanoseconds of an exchange between cores of two ranks of a host, the longest; None if no two ranks share a host
     distance: float | None = None

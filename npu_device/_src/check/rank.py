@@ -35,7 +35,8 @@ from npu_device._src.membership.interfaces import interface_of, speed_of
 from npu_device._src.trace.trace import measure_clock
 from npu_device._src.training.opening import device
 
-_CORES = 9  # of a host, at most, whose distances are measured: half a second each
+# At most so many cores of a host are measured, since each pair of cores takes half a second.
+_CORES = 9
 
 
 def check() -> dict[str, Any]:
@@ -250,8 +251,7 @@ def _median_seconds(job: Job, group: Group, size: int) -> float:
         return time.perf_counter() - began
 
     seconds()  # the first call makes connections
-    slowest = float(
-        all_reduce(job, tf.constant(seconds(), tf.float64), "max", group)
-    )  # the same on all ranks
+    # The slowest rank decides, so that all ranks make the same number of calls.
+    slowest = float(all_reduce(job, tf.constant(seconds(), tf.float64), "max", group))
     repeats = min(50, max(3, int(MEASURED_SECONDS / slowest)))
     return statistics.median(seconds() for _ in range(repeats))

@@ -142,10 +142,11 @@ class ControlChannel:
         until = time.monotonic() + seconds
         # The socket itself can't have a time limit, since another thread reads from it.
         poll = select.poll()
+        # An error here is no news: the thread that reads notices the loss.
         with (
             self._sending,
             contextlib.suppress(OSError, ValueError),
-        ):  # the reading thread notices the loss
+        ):
             poll.register(self._socket, select.POLLOUT)
             while frame:
                 try:

@@ -17,30 +17,24 @@ class Membership:
     scheme: str  # "rank table", "CM_*", "TF_CONFIG" or the launcher's name
     world_size: int  # number of ranks, 2 or more
     rank: int | None  # this process's rank; None if the chief numbers the ranks (CM_*)
-    host: (
-        str | None
-    )  # address at which the others reach it; None for the local end of its connection to the chief
+    # Address at which the others reach it; None for the local end of its connection to the chief.
+    host: str | None
     host_key: str  # name of this process's host, by which ranks are grouped; "" for the address that the chief sees
     device_id: int  # number of this process's device on its host
     is_chief: bool  # True for the rank on whose host the others meet
-    chief_hosts: tuple[
-        str, ...
-    ]  # addresses or names of the chief's host, in the order in which they are tried
+    # Addresses or names of the chief's host, in the order in which they are tried.
+    chief_hosts: tuple[str, ...]
     chief_port: int  # port on which the hub listens there
-    job_id: str = field(
-        default_factory=environment.JOB_ID.get
-    )  # name of the job; default ``JOB_ID``
+    # Name of the job.
+    job_id: str = field(default_factory=environment.JOB_ID.get)
     connect_timeout: float = field(default_factory=environment.HCCL_CONNECT_TIMEOUT.get)
-    expected_hosts: tuple[
-        str, ...
-    ] = ()  # host of each rank if the scheme says it, else empty; for messages
+    # Host of each rank if the scheme names it, else empty; for messages.
+    expected_hosts: tuple[str, ...] = ()
     secret: bytes = field(default=b"", repr=False)
-    under_mpiexec: bool = (
-        False  # an ``mpiexec`` started the ranks. It kills all of them when one is killed
-    )
-    candidate: int | None = (
-        None  # a process that has started this one, and may come as the rank itself
-    )
+    # True if an ``mpiexec`` started the ranks. It kills all of them when one is killed.
+    under_mpiexec: bool = False
+    # A process that has started this one, and may come as the rank itself.
+    candidate: int | None = None
 
     @property
     def starts_hub(self) -> bool:
@@ -54,9 +48,9 @@ class Cluster:
 
     rank: int
     device_id: int  # number of this process's device on its host
-    # Of each rank, as the scheme names it (server_id, IP address or name); equal names: one host.
+    # The host of each rank, as the scheme names it (server_id, IP address or name). Equal names are one host.
     hosts: tuple[str, ...]
-    addresses: tuple[str, ...]  # of each rank, as the others reach it
+    addresses: tuple[str, ...]  # address of each rank, as the others reach it
     job_id: str
     # Only ranks can have sent what comes from one: the job has a secret, or uses the loopback only.
     trusted: bool = False

@@ -72,9 +72,8 @@ class TimedConnection:
             remaining = until - time.monotonic()
             if remaining <= 0:
                 raise AttemptFailedError(silent)
-            self.connection.settimeout(
-                min(1.0, remaining)
-            )  # so that ``meanwhile`` is called each second
+            # At most a second, so that ``meanwhile`` is called in between.
+            self.connection.settimeout(min(1.0, remaining))
             try:
                 received = self.connection.recv(1 << 16)
             except socket.timeout:
@@ -188,9 +187,8 @@ def serve(
         except OSError as error:
             if error.errno in (errno.EINVAL, errno.EBADF):  # it has been shut down
                 return
-            time.sleep(
-                ACCEPT_PAUSE_SECONDS
-            )  # the client has gone, or no file descriptor is free; both are temporary
+            # The client has gone, or no file descriptor is free: both are temporary.
+            time.sleep(ACCEPT_PAUSE_SECONDS)
             continue
         unproved[connection] = None
         if len(unproved) > _MOST_UNPROVED:

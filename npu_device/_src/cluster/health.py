@@ -32,9 +32,8 @@ from npu_device._src.cluster.time_limits import (
 from npu_device._src.cluster.tracebacks import errors_of, without_libraries
 from npu_device._src.wording import counted, ranges, ranks_of
 
-GroupId = tuple[
-    str, tuple[int, ...]
-]  # name and members: disjoint sets of ranks may use the same name
+# Name and members, since disjoint sets of ranks may use the same name.
+GroupId = tuple[str, tuple[int, ...]]
 
 
 class Health:
@@ -46,9 +45,8 @@ class Health:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._failure: str | None = None
-        self._departed: dict[
-            int, dict[str, int]
-        ] = {}  # ranks whose script has ended: calls they issued in each group
+        # The ranks whose script has ended, each with the number of calls that it issued in each group.
+        self._departed: dict[int, dict[str, int]] = {}
         self._stoppers: list[Callable[[str], None]] = []
         self._answers: dict[str, Callable[[Any], Any]] = {}  # by the topic of a question
         self.on_question("alive", lambda _: True)
@@ -58,9 +56,8 @@ class Health:
         self._gave_up: str | None = None  # why this rank stopped on its own
         # Returns how many collectives this rank has begun in each group.
         self.count_calls: Callable[[], dict[GroupId, int]] = dict
-        self.symptoms: list[
-            Callable[[BaseException], bool]
-        ] = []  # tell errors that failures of others cause
+        # Each recognizes errors that only follow from the failure of another rank.
+        self.symptoms: list[Callable[[BaseException], bool]] = []
         self._previous_hook = sys.excepthook
 
     def start(self) -> None:

@@ -29,9 +29,8 @@ from npu_device._src.cluster.services import Services
 from npu_device._src.cluster.timers import Timers
 
 _FEWEST_UNPROVED = 256  # limit on simultaneous unproved connections, if larger than two per rank
-_LONGEST_OUTBOX = (
-    1 << 28
-)  # bytes; a rank that reads nothing while this much is waiting for it is dropped
+# Bytes that may wait for a rank which doesn't read. Beyond that it is dropped, or the hub would fill its memory.
+_LONGEST_OUTBOX = 1 << 28
 _SILENT = "sent nothing that a rank would send"
 
 
@@ -115,9 +114,8 @@ class Hub:
             OSError
         ) as error:  # the client has gone, or no file descriptor is free; both are temporary
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                time.sleep(
-                    limits.ACCEPT_PAUSE_SECONDS
-                )  # the listener stays ready, and the hub would spin
+                # The listener stays ready, so that the hub would spin without a pause.
+                time.sleep(limits.ACCEPT_PAUSE_SECONDS)
             return
         accepted.setblocking(False)
         frames.keep_alive(accepted)

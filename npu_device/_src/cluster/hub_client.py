@@ -18,17 +18,16 @@ class State(enum.Enum):
     PROVED = enum.auto()  # it hasn't sent its hello
     ARRIVED = enum.auto()  # it waits for the other ranks
     RANK = enum.auto()  # it has met them
-    CHILD = (
-        enum.auto()
-    )  # a rank has started this process: it waits to be told of which rank it is a child
+    # A rank has started this process: it waits to be told of which rank it is a child.
+    CHILD = enum.auto()
 
 
 class Client:
     """A client with its connection. It is closed as soon as ``outbox`` has been sent if it ``is_ending``."""
 
-    arrival: Arrival  # of a client that has ARRIVED, and of a RANK
-    rank: int  # of a RANK
-    parent: Client  # of a CHILD: the client that has started it, which may be a child, too
+    arrival: Arrival  # set once the client has ARRIVED, and for a RANK
+    rank: int  # set for a RANK
+    parent: Client  # set for a CHILD: the client that has started it, which may be a child, too
 
     def __init__(self, connection: socket.socket, address: str, secret: bytes) -> None:
         self.state = State.UNPROVED

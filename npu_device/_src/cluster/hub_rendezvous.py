@@ -35,7 +35,7 @@ class HubRendezvous:
         self._send = send
         self._send_last = send_last
         self._roster = Roster(settings["job_id"], settings["expected_hosts"])
-        self._address = "127.0.0.1"  # of the host of the hub, as other hosts reach it
+        self._address = "127.0.0.1"  # address of the hub's host, as other hosts reach it
         self._began: float | None = None  # when the first rank came
         self._contradictory_since: float | None = None
         self._next_progress = 0.0
@@ -85,9 +85,8 @@ class HubRendezvous:
                 client.parent = rival
                 self._tell_child(client)
                 return
-        children = [
-            rival for rival in rivals if rival.arrival.hello.is_child_of(hello)
-        ]  # they came before it
+        # These have come before the process that started them.
+        children = [rival for rival in rivals if rival.arrival.hello.is_child_of(hello)]
         if self.ranks and children:
             self._send_last(client, {"refused": hello.too_late})
         elif self.ranks:
@@ -99,9 +98,8 @@ class HubRendezvous:
 
     def _rivals(self, arrival: Arrival) -> list[Client]:
         """Return the clients that have come as the same rank."""
-        if not self._roster.has(
-            arrival
-        ):  # as a rule: don't go through all clients for each of them
+        # As a rule no other client has come as this rank, which saves a search through all clients.
+        if not self._roster.has(arrival):
             return []
         return [
             client
@@ -128,9 +126,8 @@ class HubRendezvous:
         if reference is self._roster.reference:
             self._send_wait(client)
             return
-        for (
-            waiting
-        ) in self.arrivals():  # the new reference may wait for longer or shorter than the old one
+        # The new reference may wait for longer or shorter than the old one, so that all get a new limit.
+        for waiting in self.arrivals():
             self._send_wait(waiting)
 
     def _send_wait(self, client: Client) -> None:

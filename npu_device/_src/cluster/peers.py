@@ -42,9 +42,8 @@ class Peers:
         self._owning = threading.Lock()
         self._arrival = threading.Condition()
         self._arrived: defaultdict[tuple[int, int], deque[socket.socket]] = defaultdict(deque)
-        self._owned: frozenset[socket.socket] = (
-            frozenset()
-        )  # replaced, so that others may go through it
+        # Replaced, never changed, so that another thread may iterate over it.
+        self._owned: frozenset[socket.socket] = frozenset()
         myself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_fork(myself()))
 
@@ -158,9 +157,8 @@ class Peers:
     def _owned_by_caller(self, connection: socket.socket) -> socket.socket:
         """Return a connection that doesn't block, and waits for a rank that is stopped; close it with the others."""
         connection.setblocking(False)
-        connection.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0
-        )  # the hub detects a lost host
+        # The hub detects a lost host, so that this connection needs no time limit of its own.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
         with self._owning:
             still_open = [owned for owned in self._owned if owned.fileno() >= 0]
             self._owned = frozenset([connection, *still_open])

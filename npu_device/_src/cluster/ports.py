@@ -36,9 +36,8 @@ def addresses_of_this_host() -> list[str]:
     """Return addresses at which other hosts may reach this one, the best guess first; no loopback address."""
     addresses = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(
-            ("192.0.2.1", 9)
-        )  # sends nothing; the kernel chooses the interface of the default route
+        # A datagram socket sends nothing here: the kernel only chooses the interface of the default route.
+        probe.connect(("192.0.2.1", 9))
         addresses.append(str(probe.getsockname()[0]))
     with contextlib.suppress(OSError):
         infos = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)

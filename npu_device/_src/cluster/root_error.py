@@ -20,13 +20,11 @@ _NUMBERED = re.compile(r"\s+\(\d+\) [A-Z_ ]+:\s+")  # one of several root errors
 _IN_A_DATA_SET = re.compile(
     r"Error in user-defined function passed to \S+ \w+ with iterator: \S+: (/dev/null/)?"
 )
-_END = re.compile(
-    r"Traceback \(most recent call last\):|\s*\[\[\{\{node |; Not a directory"
-)  # see ``sessions``
+# What follows the error's own text, in tracebacks, graphs and the paths of ``sessions``.
+_END = re.compile(r"Traceback \(most recent call last\):|\s*\[\[\{\{node |; Not a directory")
 _TYPE = re.compile(r"[\w.]*[A-Z]\w+: ")
-_INTERNAL = re.compile(
-    r"^npu_device\._src\.[\w.]+\.(?=\w)"
-)  # the module of an error of this package
+# The module of an error of this package, which says nothing to a user.
+_INTERNAL = re.compile(r"^npu_device\._src\.[\w.]+\.(?=\w)")
 _IN_A_LAYER = re.compile(r"(?P<kind>[\w.]+): Exception encountered when calling (?P<layer>.+)\.$")
 _PLACE_IN_CODE = re.compile(r'File "|\s|$')  # a frame, its source line, an empty line
 _BOLD = re.compile(r"\x1b\[\d*m")  # Keras 3

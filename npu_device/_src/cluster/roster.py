@@ -41,9 +41,8 @@ class Hello:
     machine: str  # host name of the system that it runs on
     pid: int
     started: str = ""  # when that process started, for its children
-    ancestors: tuple[
-        tuple[int, str], ...
-    ] = ()  # number and start time of the processes that have started it
+    # Number and start time of the processes that have started it.
+    ancestors: tuple[tuple[int, str], ...] = ()
     candidate: int | None = None  # one of them, which may come as the rank itself
 
     @classmethod
@@ -146,9 +145,8 @@ def parent_and_start(pid: int) -> tuple[int, str]:
     """Return the parent and the start time of a process; 0 and "" if unknown."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
-            fields = (
-                file.read().rpartition(")")[2].split()
-            )  # behind the name of the program (man proc_pid_stat)
+            # The program's name is in parentheses, and may hold spaces and parentheses itself (man proc_pid_stat).
+            fields = file.read().rpartition(")")[2].split()
         return int(fields[1]), fields[19]
     except (OSError, IndexError, ValueError):
         return 0, ""
@@ -186,7 +184,7 @@ class Roster:
         self._unknown_clients: dict[str, str] = {}
         self._chief: Hello | None = None
         self._earliest: Hello | None = None
-        self._count = 0  # of all arrivals
+        self._count = 0  # number of all arrivals
 
     @property
     def reference(self) -> Hello | None:
@@ -303,9 +301,8 @@ class Roster:
                 f"{self.reference.seconds:g} s (HCCL_CONNECT_TIMEOUT):"
             )
         else:
-            problems = [
-                problem for problem in problems if problem != "missing"
-            ]  # the others would be wrong anyway
+            # Where ranks contradict each other, the count of the missing ones would be wrong anyway.
+            problems = [problem for problem in problems if problem != "missing"]
             headline = (
                 f"the ranks that came to job {self._job_id!r} don't match ({', '.join(problems)}):"
             )

@@ -65,9 +65,8 @@ class Services:
     _questions: dict[str, _Question] = field(default_factory=dict)
     _open_questions: dict[int, _Question] = field(default_factory=dict)
     _questions_asked: int = 0
-    _departures: dict[int, str] = field(
-        default_factory=dict
-    )  # ranks whose script ended: calls issued, as JSON
+    # The ranks whose script has ended, each with the calls that it issued, as JSON.
+    _departures: dict[int, str] = field(default_factory=dict)
     _absent: set[int] = field(default_factory=set)
     _unreported_departures: list[int] = field(default_factory=list)
     _unreported_losses: list[int] = field(default_factory=list)
@@ -168,9 +167,8 @@ class Services:
         self._post_bytes += len(text) - len(posted.get(rank, ""))
         posted[rank] = text
         answer = b"[]"
-        if len(posted) == len(
-            self.hosts
-        ):  # only then the values are of use, and many ranks post at once
+        # Only when all have posted are the values of use, and many ranks post at once.
+        if len(posted) == len(self.hosts):
             answer = frames.joined(posted)
         self._answer_text(rank, request, answer)
         while len(self._posts) > _POSTS_KEPT or self._post_bytes > _POST_BYTES_KEPT:

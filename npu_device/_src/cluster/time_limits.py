@@ -11,37 +11,31 @@ from npu_device._src.environment import NPU_DEVICE_TIME_LIMITS
 CHECK_SECONDS = 0.1  # the longest that it sleeps, or waits for a message, before it checks whether the others are alive
 SPIN_SECONDS = 1e-4  # it looks for a result so long before it sleeps: being woken takes longer than most messages
 NEWS_SECONDS = 5.0  # after the end of its connection: for the hub to tell which rank is gone
-LATEST_ANSWER_SECONDS = (
-    60.0  # while a job starts or a group connects: for what another rank is about to send
-)
+# While a job starts or a group connects: for what another rank is about to send.
+LATEST_ANSWER_SECONDS = 60.0
 DETAILS_SECONDS = 2.0  # for the descriptions of the others, when calls differ
-THREAD_SILENT_SECONDS = (
-    5.0  # for threads that do the same, to show in which group each of them calls
-)
-THREAD_ORDER_SECONDS = (
-    2.0  # for another thread of the function to appear, if what one does differs among the ranks
-)
+# For threads that do the same, to show in which group each of them calls.
+THREAD_SILENT_SECONDS = 5.0
+# For another thread of the function to appear, if what one does differs among the ranks.
+THREAD_ORDER_SECONDS = 2.0
 THREAD_LOOK_SECONDS = 0.001  # between two looks at the threads
-QUEUE_CHECK_SECONDS = (
-    0.5  # in a session, for the turn of a collective, before it checks whether the others are alive
-)
+# In a session, for the turn of a collective, before it checks whether the others are alive.
+QUEUE_CHECK_SECONDS = 0.5
 STALL_POLL_SECONDS = 0.2  # between two looks at whether it waits in a collective, and for whom
 WHERE_SECONDS = 2.0  # after a long wait: for the others to say where they are
 
 # MPI, which proceeds only if a thread tests its requests
 MPI_LONGEST_SLEEP_SECONDS = 500e-6
 MPI_TICK_SECONDS = 0.02  # between two calls of MPI while no operation is in progress
-MPI_GRACE_SECONDS = (
-    3.0  # before a rank of a failed job ends all ranks: they say why they end in that time
-)
+# Before a rank of a failed job ends all ranks: the ranks report why they end in that time.
+MPI_GRACE_SECONDS = 3.0
 
 # Shared memory
 MEMORY_RETRY_SECONDS = 0.2  # between two attempts to make, or to find, the memory of a group
 
 # The ranks' connections to each other
-ATTEMPT_SECONDS = (
-    10.0  # one attempt to reach a rank; then the health of the job is checked before the next one
-)
+# One attempt to reach a rank; then the health of the job is checked before the next one.
+ATTEMPT_SECONDS = 10.0
 ATTEMPT_PAUSE_SECONDS = 0.2
 DELIVER_SECONDS = 60.0  # for the hosts of the others to have what a rank that leaves has sent
 DELIVER_TICK_SECONDS = 0.005  # between two looks at that
@@ -49,13 +43,11 @@ DELIVER_TICK_SECONDS = 0.005  # between two looks at that
 # Reaching the hub
 ANSWER_SECONDS = 3.0  # for the hub, which should answer at once
 CONNECT_SECONDS = 3.0  # one attempt to connect to an address
-ACCEPT_PAUSE_SECONDS = (
-    0.1  # after a failed accept: the client has gone, or no file descriptor is free
-)
+# After a failed accept: the client has gone, or no file descriptor is free.
+ACCEPT_PAUSE_SECONDS = 0.1
 VERDICT_MARGIN_SECONDS = 5.0  # how much longer than the hub says a rank waits for the roster
-LONGEST_WAIT_SECONDS = (
-    86400.0  # the longest wait for the other ranks that a hub or a rank may ask for
-)
+# The longest wait for the other ranks that a hub or a rank may ask for.
+LONGEST_WAIT_SECONDS = 86400.0
 OLD_HUB_SECONDS = 1.0  # for the hub of an earlier job to end after its ranks have left
 OLD_HUB_PAUSE_SECONDS = 0.2
 FIRST_PAUSE_SECONDS = 0.05  # between two attempts; each pause is twice the one before
@@ -65,24 +57,20 @@ NEXT_PROGRESS_SECONDS = 30.0  # until it is reported again
 
 # Talking to the hub
 SHORT_SECONDS = 10.0  # for requests that the hub answers at once
-MARGIN_SECONDS = (
-    5.0  # how much longer than the limit of a request, which the hub enforces, a rank waits
-)
+# A rank waits for so much longer than the limit of a request, which the hub enforces.
+MARGIN_SECONDS = 5.0
 KEEPALIVE_AFTER_SECONDS = 3  # until the kernel asks whether the other host is still there
 UNACKNOWLEDGED_MILLISECONDS = 10_000  # until it takes a connection for lost
 FINISHED_NOTICE_SECONDS = 10.0  # until a rank that has finished says that it waits for others
 ALIVE_SECONDS = 10.0  # for those to say that they are alive
 
 # The hub
-PROOF_SECONDS = (
-    5.0  # a client that hasn't proved the secret and sent its hello by then is not a rank
-)
-CONTRADICTION_SECONDS = (
-    1.5  # after a contradiction: ranks that are just connecting get the error, too
-)
-CANDIDATE_SECONDS = (
-    30.0  # once all have come: for a process that has started one of them, and may be the rank
-)
+# A client that hasn't proved the secret and sent its hello by then is not a rank.
+PROOF_SECONDS = 5.0
+# After a contradiction: ranks that are just connecting get the error, too.
+CONTRADICTION_SECONDS = 1.5
+# Once all have come: for a process that has started one of them, and may be the rank.
+CANDIDATE_SECONDS = 30.0
 LAST_MESSAGE_SECONDS = 5.0  # for a client that is turned away to read why
 LEFT_TOGETHER_SECONDS = 0.1  # ranks that leave within this time are reported in one message
 ANSWERS_KEPT_SECONDS = 5.0  # a rank that asks the same within this time gets the same answers
@@ -94,65 +82,55 @@ CHECK_OTHERS_SECONDS = 120.0  # for another rank of ``npurun check``, which meas
 
 # npurun and its ranks
 SWEEP_SECONDS = 0.02  # between two looks at processes, or at files that they write
-RANKS_NOTICE_SECONDS = (
-    2.0  # after a failure: for the other ranks to raise errors that say what they were doing
-)
+# After a failure: for the other ranks to raise errors that name what they were doing.
+RANKS_NOTICE_SECONDS = 2.0
 KILL_SECONDS = 10.0  # a process that outlives SIGKILL so long is stuck in the kernel (network file system, driver)
-SAME_SIGNAL_SECONDS = (
-    0.5  # Ctrl-C can come twice: from the terminal, and from what started npurun (uv run)
-)
+# Ctrl-C can come twice: from the terminal, and from what started npurun (uv run).
+SAME_SIGNAL_SECONDS = 0.5
 LONGEST_BACKOFF_SECONDS = 60.0  # the longest pause between two attempts
 TICK_SECONDS = 0.5  # between two looks at the output
 REFRESH_SECONDS = 5.0  # between two lines of a progress bar
-READER_SECONDS = (
-    5.0  # by so much a reader that is stopped delays the end of an npurun that was sent a signal
-)
+# A reader that is stopped delays the end of an npurun that was sent a signal by so much.
+READER_SECONDS = 5.0
 
 # npurun on several nodes or hosts
 NODE_CONNECT_SECONDS = 10.0  # one attempt of a node to reach node 0
 NODE_PAUSE_SECONDS = 0.3  # between two of them
 NODE_ALIVE_SECONDS = 5.0  # between the messages with which node 0 says that it isn't frozen
-NODE_SILENT_SECONDS = (
-    4 * NODE_ALIVE_SECONDS
-)  # after which a node that only waits takes npurun on node 0 for frozen
+# After this silence, a node that only waits takes npurun on node 0 for frozen.
+NODE_SILENT_SECONDS = 4 * NODE_ALIVE_SECONDS
 NODE_NOTICE_SECONDS = 5.0  # until node 0 reports that it waits for other nodes
 NODE_LAST_MESSAGE_SECONDS = 3.0  # for the other nodes to read why they end
-NODE_STOP_SECONDS = (
-    30.0  # for nodes to stop, besides the time of the ranks: notice, kill, the last lines of output
-)
+# For nodes to stop, besides the time of the ranks: notice, kill, the last lines of output.
+NODE_STOP_SECONDS = 30.0
 HOST_NAME_SECONDS = 3.0  # for the name of a host to be resolved, to see whether it is this one
 HOST_RETRY_SECONDS = 1.0  # before a lost host is tried first; each further try waits twice as long
-HOSTS_NOTICE_SECONDS = (
-    3.0  # after the npurun of one host has ended: for those of the others to notice
-)
+# After the npurun of one host has ended: for those of the others to notice.
+HOSTS_NOTICE_SECONDS = 3.0
 HOSTS_END_SECONDS = 15.0  # for killing ranks, and for reports, after the grace period
 
 # Training
 PROGRESS_REPORT_SECONDS = 5.0  # one report of progress to Kubeflow
 PROGRESS_PAUSE_SECONDS = 5.0  # between two of them at the least, as its guide asks
-LEAST_INPUT_WAIT_SECONDS = (
-    0.01  # a shorter wait for a batch raises no alarm: the machine may only be busy
-)
+# A shorter wait for a batch raises no alarm: the machine may only be busy.
+LEAST_INPUT_WAIT_SECONDS = 0.01
 FIRST_SAVE_CHECK_SECONDS = 0.5  # until a rank asks again how far rank 0 is, at first
 LONGEST_SAVE_CHECK_SECONDS = 5.0  # and at last
 SAVE_ANSWER_SECONDS = 10.0  # for the answer
 SAVE_LEFT_SECONDS = 1.0  # for news of a rank that has left
 SAVE_PAUSE_SECONDS = 0.05  # between two looks at files
-LAST_WORD_SECONDS = (
-    0.7  # for comparing the variables at the end of a rank; what is left then isn't compared
-)
-SAME_PREEMPTION_SECONDS = (
-    1.0  # a launcher and the cluster manager may both send a preemption signal
-)
+# For comparing the variables at the end of a rank; what is left then isn't compared.
+LAST_WORD_SECONDS = 0.7
+# A launcher and the cluster manager may both send a preemption signal.
+SAME_PREEMPTION_SECONDS = 1.0
 PREEMPTION_JOIN_SECONDS = 5.0  # for the thread that waits for the ranks
 
 # Tests of users, and the soak
 POOL_START_SECONDS = 120.0  # for ranks to start
 POOL_GRACE_SECONDS = 2.0  # after the first error: for ranks that fail by themselves
 POOL_RELEASE_SECONDS = 5.0  # for ranks that wait for one that has left, to notice that
-POOL_LOOK_SECONDS = (
-    1.0  # between two looks at whether ranks that are to connect have ended; for one that has
-)
+# Between two looks at whether a rank that is to connect has ended.
+POOL_LOOK_SECONDS = 1.0
 STACKS_SECONDS = 0.5  # for ranks to write where they are
 COLLECTING_SECONDS = 120.0  # for the ranks to collect the tests
 SETTLED_SECONDS = 2.0  # for what a test has closed to be gone

@@ -104,7 +104,7 @@ def _frames(stack: Iterable[FrameSummary]) -> list[Block]:
     blocks = []
     for _, equal_frames in itertools.groupby(stack, lambda frame: (frame.filename, frame.lineno)):
         frames = list(equal_frames)
-        # Of a recursion, three frames, and the number of the others below the third.
+        # A recursion is shortened to three frames, and the number of the others below the third.
         texts = StackSummary.from_list(frames).format()
         texts[2:] = ["".join(texts[2:])]
         for frame, text in zip(frames, texts):
@@ -141,7 +141,8 @@ def parse(lines: Iterable[str]) -> list[PrintedError]:
 
 def _blocks(lines: Iterable[str]) -> list[Block]:
     blocks: list[Block] = []
-    indent = None  # of a frame; the lines that belong to it are indented further, or empty
+    # Indentation of a frame; the lines that belong to it are indented further, or empty.
+    indent = None
     for line in lines:
         code = line.lstrip(" |")
         depth = len(line) - len(code)

@@ -46,12 +46,12 @@ class Call:
     """
 
     operation: str
-    kinds: tuple[str, ...]  # of each value, its dtype and whether it is sparse, or ``None``
+    kinds: tuple[str, ...]  # dtype of each value and whether it is sparse, or ``None``
     shapes: tuple[Optional[tf.TensorShape], ...]
-    names: tuple[str, ...]  # of the values, for the message only; they may differ among ranks
+    names: tuple[str, ...]  # names of the values, for the message only; they may differ among ranks
     # Whatever else must be the same on all ranks: reduction, root, tag, …
     details: tuple[tuple[str, str], ...]
-    line: str  # of the script, for the message only
+    line: str  # line of the script, for the message only
     thread: str
 
     @property

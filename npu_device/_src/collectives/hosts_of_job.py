@@ -17,10 +17,11 @@ NCCL_DTYPES = (tf.float16, tf.float32, tf.float64)
 class JobHosts:
     """What the ranks know of each other, the same on every rank."""
 
-    leaders: tuple[int, ...]  # of each rank: the lowest rank with which it shares memory, or itself
-    devices: tuple[Device, ...]  # of each rank
+    # For each rank, the lowest rank with which it shares memory, or itself.
+    leaders: tuple[int, ...]
+    devices: tuple[Device, ...]  # one for each rank
     late: tuple[int, ...]  # ranks on which TensorFlow has already made its devices
-    # Of each rank: why it can't share memory with the lowest rank of its host; "" if it can.
+    # Why each rank can't share memory with the lowest rank of its host; "" if it can.
     problems: tuple[str, ...]
     engine: str = ""  # the one between hosts (``engine_choice``)
     no_nccl: str = ""  # why floating-point tensors don't go from GPU to GPU; "" if they do

@@ -49,7 +49,7 @@ def count_cores(running: Job) -> None:
         sharing = [group for _, group in answers.values()].count(quota.group)
         share = min(share, Fraction(quota.cpus) / sharing)
     running.has_own_core = share >= 1
-    # Of a core with two threads, npurun counts one.
+    # npurun counts a core with two threads once.
     running.cores = environment.NPU_DEVICE_CORES.get() or max(1, int(share))
 
 

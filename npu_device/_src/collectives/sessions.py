@@ -39,10 +39,11 @@ class InSession(NamedTuple):
     group: Group
     call: Call
     inputs: Sequence[tf.Tensor]  # flat
-    specs: Sequence[tf.TensorSpec]  # of the results, at least one
+    specs: Sequence[tf.TensorSpec]  # specs of the results, at least one
     # Runs the collective eagerly, given the values of the inputs.
     run: Callable[..., Sequence[tf.Tensor]]
-    gradient: Callable[..., Sequence[tf.Tensor]]  # of the inputs, given those of the results
+    # Returns the gradients of the inputs for those of the results.
+    gradient: Callable[..., Sequence[tf.Tensor]]
     from_first: FromFirst
 
 
@@ -186,7 +187,7 @@ class SessionOrder:
             line = self._queues[numbers[0]][0].call.line
         if self._group.size == 1:
             return numbers
-        # Of one length, since each member has others in its queue.
+        # All members send the same number of entries, since each has others in its queue.
         padded = tf.constant(numbers + [_NOTHING] * (_SENT_AT_ONCE - len(numbers)))
         call = Call("session.run", (), (), (), (), line, calling_thread())
         sent = self._from_first(self._group, call, padded)
@@ -232,7 +233,7 @@ class SessionOrder:
 # fit each other are a FailedPreconditionError. So is reading a path below a file, whose message has the path
 # (``tracebacks`` takes it out again). Can go when TensorFlow keeps the code of an OpError.
 _READABLE = "/dev/null"
-_MOST_BYTES = 3500  # of a text in a path; a path above 4096 bytes is another error
+_MOST_BYTES = 3500  # the longest text in a path: one above 4096 bytes is another error
 
 
 def _shortened(text: str) -> str:

@@ -27,17 +27,18 @@ from npu_device._src.cluster.tracebacks import is_user_file
 # Names that Python gives to threads: with numbers of a process, which differ among the ranks.
 _COUNTED_NAME = re.compile(r"^(Thread|ThreadPoolExecutor|asyncio)[-_]\d+(?:_\d+)?")
 _NUMBER_IN_POOL = re.compile(r"_\d+$")
+# The modules whose functions the threads of pools run.
 _POOLS = (
     "concurrent.futures.thread",
     "multiprocessing.pool",
-)  # the modules of what their threads run
+)
 _OWN_PACKAGE = "npu_device-"
 
 _ATTRIBUTES = frozenset(vars(threading.Thread()))
 _PLAIN = (bool, int, float, complex, str, bytes)
-_MOST_ELEMENTS = 64  # of a list that is compared, and levels below
+_MOST_ELEMENTS = 64  # parts of a list, or an object, that are compared
 _MOST_LEVELS = 4
-_MOST_NUMBERS = 1024  # of an array that is compared
+_MOST_NUMBERS = 1024  # a larger array is compared by its shape only
 
 Place = tuple[CodeType, int]
 """The instruction of the script that a thread is at."""
@@ -293,7 +294,7 @@ def _work_in_pool(thread: threading.Thread) -> Work | None:
     if given is None or is_done:
         queue = names.get("work_queue", names.get("inqueue"))
         return IDLE if queue is not None and queue.empty() else None
-    if isinstance(given, tuple):  # of multiprocessing.pool
+    if isinstance(given, tuple):  # work of multiprocessing.pool
         job, number, function, arguments, keywords = given
         identity: Hashable = (job, number)
         if getattr(function, "__module__", None) in _POOLS and arguments:

@@ -24,13 +24,14 @@ UPDATE = "update"
 STATE = "state"
 
 _FILE = "record.pickle"
-# Of a tensor's norm: float32's own rounding in sums of a few hundred terms.
+# Part of a tensor's norm: float32's own rounding in sums of a few hundred terms.
 _TOLERANCE = 1e-6
 # The same of sessions, whose inputs aren't changed, and of averages, which may travel in 16 bits.
 _TOLERANCE_UNPERTURBED = 1e-3
-_ROUNDINGS = 4 * 2.0**-23  # of the norm of the weights: float32 rounds them at each update
-_MAJORITY = 0.75  # of the variables; what moves these may move any
-_PURE = 0.1  # of a tensor's norm: less is left when the other run's is scaled, so it is a multiple
+_ROUNDINGS = 4 * 2.0**-23  # part of the norm of the weights: float32 rounds them at each update
+_MAJORITY = 0.75  # part of the variables; what moves these may move any
+# Part of a tensor's norm: what is left when the other run's is scaled is less, if it is a multiple.
+_PURE = 0.1
 # A change of inputs in the last bit that moves a tensor by this part of its norm shows that it is rounding altogether.
 _ALL_ROUNDING = 0.01
 
@@ -44,13 +45,14 @@ class RecordedStep:
     """A step of an optimizer in one process."""
 
     optimizer: str = ""
-    number: int = 0  # of the optimizer's steps, from 1; not all of them are recorded
+    number: int = 0  # number among the optimizer's steps, from 1; not all of them are recorded
     phase: str = ""  # the optimizer's class, and the line that trains
-    # Of the variables: those that are trained, then those that no optimizer trains.
+    # Names of the variables: those that are trained, then those that no optimizer trains.
     names: Sequence[str] = ()
     # A row of projections for each variable that is trained.
     gradients: np.ndarray = field(default_factory=_no_tensors)
-    weights: np.ndarray = field(default_factory=_no_tensors)  # of all before the step
+    # Projections of all variables before the step.
+    weights: np.ndarray = field(default_factory=_no_tensors)
     # The samples that were read since the previous step.
     rows: Counter[int] = field(default_factory=Counter)
     # With Horovod's names: sums of what tapes gave since the previous step, by the number of gradients.
@@ -70,7 +72,7 @@ class RecordedCall:
     topic: str
     line: str
     detail: str = ""
-    outcome: Any = None  # which processes may have to share
+    outcome: Any = None  # result of the call, which may have to be the same on all processes
 
     def __str__(self) -> str:
         return ", ".join(filter(None, (self.detail, self.line)))
@@ -91,7 +93,7 @@ class Record:
     metrics: set[str] = field(default_factory=set)  # names of those of the models in ``fit``
     joined: bool = False  # it was a rank of a job
     horovod: bool = False  # by Horovod's names
-    last_bit: float = 0.0  # of the dtype in which its models compute
+    last_bit: float = 0.0  # last bit of the coarsest dtype in which its models compute
 
     def of(self, topic: str) -> list[RecordedCall]:
         """Return the calls on a topic."""
@@ -173,9 +175,8 @@ class Deviation:
     step: int  # from 1
     quantity: str  # GRADIENT, UPDATE, or STATE for the value of a variable that no optimizer trains
     variable: str
-    ratio: (
-        float | None
-    )  # the multiple of that of one process; None if it isn't scaled, or by less than a tenth
+    # The multiple of that of one process; None if it isn't scaled, or by less than a tenth.
+    ratio: float | None
     off: float  # the difference, relative to the norm of one process
     allowed: float  # what rounding explains
 

@@ -36,9 +36,8 @@ def variables_read() -> list[tuple[Any, tf.Tensor]]:
     The order in which they are read may differ among ranks: one may look at a variable first.
     """
     graph = graph_being_built()
-    watched = getattr(
-        graph, "_watched_variables", ()
-    )  # ``FuncGraph.variables`` is filled at the end only
+    # ``FuncGraph.variables`` is filled only when the function is complete.
+    watched = getattr(graph, "_watched_variables", ())
     if not watched:  # not a function, or nothing has been read
         return []
     handles = {id(outer): inner for outer, inner in graph.captures}
@@ -137,9 +136,8 @@ def through_outer_graphs(tensor: Any) -> Any:
     Can go when it can.
     """
     function, inner = _graphs_of_function()
-    if not inner or not isinstance(
-        function, FuncGraph
-    ):  # no branch, or a branch in the graph of a session
+    # There is no branch or loop to pass through, or it is one of a session's graph.
+    if not inner or not isinstance(function, FuncGraph):
         return tensor
     with function.as_default():  # where TensorFlow puts the placeholder
         tensor = function.capture(tensor)
@@ -285,9 +283,8 @@ def replace_input(operation: Any, index: int, tensor: Any) -> None:
 
 def set_seed_of(operation: Any, seed: int) -> None:
     """Set the graph-level part of the seed of a random operation, in a graph that has not run yet."""
-    operation._set_attr(
-        "seed", attr_value_pb2.AttrValue(i=seed % (2**31 - 1))
-    )  # as random_seed.get_seed does
+    # In the range of seeds that random_seed.get_seed gives.
+    operation._set_attr("seed", attr_value_pb2.AttrValue(i=seed % (2**31 - 1)))
 
 
 def random_generator_of_process() -> Any:
@@ -314,9 +311,8 @@ def computed_again(tensor: Any, replacements: Mapping[str, Any]) -> Any:
     copies: dict[str, Any] = dict(replacements)
     sources = tensors_behind([tensor], lambda source: source.name in replacements)
     operation_names = {source.op.name for source in sources}
-    for (
-        operation
-    ) in tensor.graph.get_operations():  # in the order in which they were created, inputs first
+    # In the order in which they were created, so that inputs come first.
+    for operation in tensor.graph.get_operations():
         if operation.name not in operation_names or not any(
             source.name in copies for source in operation.inputs
         ):
@@ -376,9 +372,8 @@ def is_generated(dataset: Any) -> bool:
     """Return True if the elements of a ``tf.data.Dataset`` come from a Python generator; also of anything else."""
     if not isinstance(dataset, tf.data.Dataset):
         return True
-    function = getattr(
-        getattr(dataset, "_map_func", None), "function", None
-    )  # from_generator is a flat_map
+    # ``from_generator`` is a flat_map, too.
+    function = getattr(getattr(dataset, "_map_func", None), "function", None)
     if function is not None:
         operations = function.graph.get_operations()
         if any(operation.type == "GeneratorDataset" for operation in operations):
@@ -457,9 +452,8 @@ def without_noise(graph: Any) -> None:
 
 def what_remains(graph: Any) -> tuple[str, Any] | None:
     """Return what a traced function does that can't be undone or repeated, and the operation; None if nothing."""
-    for (
-        operation
-    ) in graph.get_operations():  # first those of the graph itself, which the error can point at
+    # The graph's own operations first, since the error can point at their lines.
+    for operation in graph.get_operations():
         if _DRAWS.match(operation.type):
             return "draws random numbers that can't be held fixed", operation
         if not _is_known(operation.type) and _is_stateful(operation):
@@ -474,9 +468,8 @@ def what_remains(graph: Any) -> tuple[str, Any] | None:
 
 def _is_stateful(operation: Any) -> bool:
     if operation.type not in _stateful:
-        _stateful[operation.type] = bool(
-            operation.op_def.is_stateful
-        )  # read anew for each operation
+        # Cached by type, since TensorFlow reads the definition anew for each operation.
+        _stateful[operation.type] = bool(operation.op_def.is_stateful)
     return _stateful[operation.type]
 
 

@@ -55,7 +55,7 @@ def session_backend() -> Any:
     It is tf-keras's if tf.keras is Keras 2; under Keras 3 it is the one inside TensorFlow, which models don't use.
     """
     backend = tf.compat.v1.keras.backend
-    if hasattr(backend, "set_session"):  # of tf-keras
+    if hasattr(backend, "set_session"):  # only tf-keras has sessions
         return backend
     from tensorflow.python.keras import backend as inside_tensorflow
 

@@ -120,9 +120,8 @@ def _flat(metric: Any) -> Iterator[Any]:
 
 def compiled_losses(model: Any) -> list[Any]:
     """Return the loss objects of ``compile``, as far as they exist; those of functions and names, too."""
-    compiled = getattr(
-        model, "_compile_loss", None
-    )  # Keras 3; before 3.7 with the objects themselves
+    # Keras 3 has this container: of loss objects before 3.7, of wrapped ones later.
+    compiled = getattr(model, "_compile_loss", None)
     built = getattr(compiled, "_flat_losses", None) or getattr(compiled, "flat_losses", None) or []
     losses = [getattr(wrapped, "loss", wrapped) for wrapped in built]
     container: Any = getattr(model, "compiled_loss", None)  # tf-keras; in Keras 3 a method
@@ -226,9 +225,8 @@ def _not_trained(layer: Any) -> list[Any]:
 
 def steps_per_call(model: Any) -> int:
     """Return how many batches a function of the model takes at a time (``steps_per_execution``), now."""
-    current = getattr(
-        model, "_steps_per_execution", None
-    )  # tf-keras: a variable, less at the end of an epoch
+    # A variable in tf-keras, which sets it lower at the end of an epoch.
+    current = getattr(model, "_steps_per_execution", None)
     if current is None:
         current = getattr(model, "steps_per_execution", 1)
     if current is None:
@@ -263,7 +261,8 @@ def _unique(objects: Iterable[Any]) -> list[Any]:
     return list({id(instance): instance for instance in objects}.values())
 
 
-_MOMENTS_METHODS = ("_sync_calculate_mean_and_var", "_moments")  # of tf-keras, of Keras 3
+# Tf-keras's name, and that of Keras 3.
+_MOMENTS_METHODS = ("_sync_calculate_mean_and_var", "_moments")
 
 
 def moments_method(layer: Any) -> str:
@@ -359,7 +358,7 @@ def learning_rate_of(optimizer: Any) -> Any:
     rate = getattr(optimizer, "_learning_rate", None)
     if hasattr(rate, "get_config") and not hasattr(rate, "assign"):  # a schedule
         return rate
-    return optimizer.learning_rate  # of a legacy optimizer, this may be a schedule as well
+    return optimizer.learning_rate  # may also be a schedule, with a legacy optimizer
 
 
 def function_of_metric(metric: Any) -> Any:

@@ -45,7 +45,7 @@ def random_state() -> tuple[int | None, Any]:
 
 def set_random_state(state: tuple[int | None, Any]) -> None:
     seed, position = state
-    tf.random.set_seed(seed)  # which starts the state anew
+    tf.random.set_seed(seed)  # starts the state anew, so that the position has to be set after it
     if position is not None:
         _context.context()._rng.setstate(position)
 
@@ -56,9 +56,8 @@ def to_tensor(value: Any) -> tf.Tensor:
     TensorFlow keeps 0.7 KB forever for each new Python number that becomes a tensor in eager mode, but not for a list
     of numbers (2.20; ROCm/tensorflow-upstream#1149 explains it). Can go when it doesn't.
     """
-    if (
-        isinstance(value, (int, float, complex)) and tf.executing_eagerly()
-    ):  # a list of one, made a scalar
+    # Through a list of one number, for which TensorFlow keeps nothing.
+    if isinstance(value, (int, float, complex)) and tf.executing_eagerly():
         return tf.reshape(tf.convert_to_tensor([value]), [])
     return tf.convert_to_tensor(value)
 
@@ -92,7 +91,8 @@ def renew_context_of_graphs() -> None:
     afterwards the collective runtime can't be configured any more. Nothing else lives in such a context.
     """
     if _context.default_execution_mode == _context.GRAPH_MODE and context_is_initialized():
-        # Which graphs the threads are in: a script may build one in ``with graph.as_default()``, and leaves it later.
+        # The switches hold which graphs the threads are in: a script may build one in ``with graph.as_default()``, and
+        # leaves it later.
         switches = _context.context()._context_switches
         _context._reset_context()
         _context.context()._context_switches = switches

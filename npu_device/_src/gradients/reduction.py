@@ -48,7 +48,7 @@ class ReductionOptions:
     fusion_id: int = -1  # or with ``fusion=2`` any number from 0
     # The 16 bits that are sent of float32 and float64, which are added up in their own dtype.
     compression: str | None = None
-    # Of ``tf.IndexedSlices``: add up the rows of the same index, where their user does so anyway.
+    # Add up the rows of ``tf.IndexedSlices`` that have the same index, where their user does so anyway.
     adds_rows: bool = False
 
     def __post_init__(self) -> None:
@@ -113,7 +113,8 @@ def reduce_list(
     other tensors; see ``agreed_engine.has_owners``.
     """
     tracer = None
-    if options.reduction in ("mean", "sum"):  # of gradients; a trace has no other reductions
+    # Only gradients have these; a trace has no other reductions.
+    if options.reduction in ("mean", "sum"):
         tracer = job.part(Tracer)
     segments: Sequence[Sequence[int]] = [[0]]
     sparse: list[int] = []

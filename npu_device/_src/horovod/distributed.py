@@ -132,7 +132,7 @@ def _with_old_names(original: Any) -> Any:
     rate = property(
         lambda self: self.learning_rate, lambda self, rate: setattr(self, "learning_rate", rate)
     )
-    # Of Keras's own property, which this one hides.
+    # From Keras's own property, which this one hides.
     variables = property(lambda self: _CallableList(original.variables.fget(self)))
     names = {"lr": rate, "variables": variables, "__module__": original.__module__}
     return type(original.__name__, (original,), names)

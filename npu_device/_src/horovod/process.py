@@ -46,7 +46,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if is_first:
         _ask_for_timeline()
     device.open()
-    if hasattr(comm, "Get_size"):  # of mpi4py; others give a list of ranks
+    if hasattr(comm, "Get_size"):  # a communicator of mpi4py; other callers give a list of ranks
         wanted = comm.Get_size()
     else:
         wanted = len(comm or ()) or ranks.size()

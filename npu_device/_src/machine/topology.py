@@ -70,7 +70,7 @@ def read_machine(root: Path = Path("/"), cpus: Collection[int] | None = None) ->
         root: of the files, another one in tests.
         cpus: that may be used, instead of those of this thread.
     """
-    # Of this thread: a launcher, or a cpuset, may allow it fewer than the host has.
+    # A launcher, or a cpuset, may allow this thread fewer CPUs than the host has.
     if cpus is None:
         cpus = os.sched_getaffinity(0)
     # Each CPU has a folder of its own; only nodes list theirs.

@@ -244,7 +244,8 @@ def require_single() -> None:
             )
 
 
-_VARIABLES_OF_MPI = (  # of rank, size, local rank, local size, and name of the job
+# The variables of rank, size, local rank, local size, and name of the job.
+_VARIABLES_OF_MPI = (
     (
         "Open MPI",
         environment.OMPI_COMM_WORLD_RANK,

@@ -39,9 +39,8 @@ class RankTable:
 
     path: str
     devices: tuple[TableDevice, ...]  # by rank
-    of_pods: (
-        bool  # True for the forms with ``group_list``, in which a process may be named by its pod
-    )
+    # True for the forms with ``group_list``, in which a process may be named by its pod.
+    of_pods: bool
     checksum: int  # the same for equal tables, whatever their formatting
 
     @property

@@ -17,7 +17,7 @@ import tensorflow as tf
 from npu_device._src import compat
 
 _LOGGER = logging.getLogger("npu_device")
-_LENGTH = 8  # of the flag, as on the NPU; the first number counts
+_LENGTH = 8  # numbers in the flag, as on the NPU; the first one counts
 
 # The sigmoid in place of the normal distribution's integral: Hendrycks and Gimpel 2016, section 2.
 _SLOPE = 1.702

@@ -17,14 +17,12 @@ class Rule:
 
     name: str
     effect: str  # what it does here, for the documentation page
-    default: Any = (
-        None  # value if nothing was assigned; None means unset, and then any type may be assigned
-    )
+    # Value if nothing was assigned; None means unset, and then any type may be assigned.
+    default: Any = None
     allowed: tuple[Any, ...] = ()  # the values that may be assigned; empty means any
     between: tuple[int, int] | None = None  # smallest and largest number that may be assigned
-    bool_words: bool = (
-        False  # a bool may be assigned too and becomes the text ``"true"`` or ``"false"``
-    )
+    # A bool may be assigned too and becomes the text ``"true"`` or ``"false"``.
+    bool_words: bool = False
     deprecated: bool = False  # assigning it logs a warning
 
     def checked(self, path: str, value: Any) -> Any:

@@ -89,9 +89,8 @@ def _problem(options: argparse.Namespace) -> str:
         return f"no such file or folder: {root}"
     if output and (output.is_file() or (output.is_dir() and any(output.iterdir()))):
         return f"{output} has files already; nothing is overwritten. Name a new folder"
-    if (
-        output and root.is_dir() and root.resolve() in output.resolve().parents
-    ):  # it would be copied into itself
+    # Otherwise the output would be copied into itself.
+    if output and root.is_dir() and root.resolve() in output.resolve().parents:
         return f"{output} is in {root}. Name a folder beside it"
     folder = root if root.is_dir() else root.parent
     if options.main and not folder.joinpath(options.main).is_file():
@@ -112,7 +111,7 @@ def _port_all(options: argparse.Namespace) -> list[Any]:
             sources[path] = Source(path)
         except Refused as error:
             files.append(PortedFile(str(path), refused=str(error)))
-    # Which files a job may start with is known only when all have been read.
+    # Only all files together show which of them a job may start with.
     starts = entries(sources.values())
     if options.main and root.is_dir():
         starts = [root.joinpath(options.main)]

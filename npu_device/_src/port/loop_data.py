@@ -43,11 +43,12 @@ def _batch(port: Port, node: Any, depth: int = 0) -> Any:
         return None
     if method(node) in WORDS["batches"]:
         return node
+    # A call such as enumerate(data) gives the elements of its argument.
     if (
         isinstance(node, cst.Call)
         and node.args
         and port.called_word(node) in WORDS["passes data on"]
-    ):  # enumerate(data)
+    ):
         return _batch(port, node.args[0].value, depth + 1)
     if method(node) and not port.name(node.func) and not port.functions(node.func, node):
         return _batch(port, node.func.value, depth + 1)  # a method of the dataset, such as prefetch
@@ -92,9 +93,8 @@ def _resize(port: Port, size: str, training: list[Any]) -> None:
         if not uses or not any(port.runs(loop.body, [call]) for loop in training):
             continue
         if method(call) in WORDS["draws"]:
-            port.replace(
-                call, "{}" + SHARE
-            )  # all ranks draw the same numbers, and each takes its own
+            # All ranks draw the same numbers, and each takes its own.
+            port.replace(call, "{}" + SHARE)
         else:  # all ones are alike, and fewer of them are enough
             port.replace(uses[0], "{} // npu.distribute.size()")
         port.report(DONE, "batch size in a shape", call)

@@ -51,9 +51,8 @@ class Port(Script):
         self.imports: list[str] = []
         self.opened_after: list[Any] = []
         self.replicated: set[tuple[str, Any]] = set()
-        self._inserted: dict[
-            tuple[Any, bool], dict[str, None]
-        ] = {}  # by statement and whether the lines follow it
+        # Lines to insert, by statement and whether they follow it.
+        self._inserted: dict[tuple[Any, bool], dict[str, None]] = {}
         self._replaced: dict[Any, str] = {}
         self._guards: dict[Any, Guard] = {}
 

@@ -89,9 +89,8 @@ def scripts(folder: Path) -> Iterator[Path]:
         if "pyvenv.cfg" in names or "site-packages" in folders:
             folders.clear()
             continue
-        folders[:] = sorted(
-            name for name in folders if name[0] not in "._"
-        )  # os.walk goes into these only
+        # Changed in place: os.walk goes into these folders only.
+        folders[:] = sorted(name for name in folders if name[0] not in "._")
         for name in sorted(names):
             if name.endswith((".py", ".ipynb")):
                 yield Path(path, name)
@@ -231,7 +230,7 @@ def files(port: Port) -> None:
             continue
         if rule.action != "note" and _guard(port, call, rule.action):
             port.report(DONE, rule.name, call)
-        elif rule.action != "print":  # that all ranks print is no problem
+        elif rule.action != "print":  # printing on all ranks is no problem
             port.report(NOTE, rule.name, call)
 
 

@@ -118,7 +118,7 @@ class _Reader:
     def _of_reduction(self, call: Any, word: str, operand: Any, depth: int) -> Scale:
         inner = self.scale(operand, depth + 1)
         if inner in (Scale.MEAN, Scale.SUM, Scale.SHARED):
-            return inner  # of a single number
+            return inner  # a reduction of a single number changes nothing
         axis = argument(call, "axis", 1) or argument(call, "reduction_indices")
         if axis is not None and "0" not in self._port.text(axis):
             return Scale.EACH  # the samples, which are axis 0, stay
@@ -137,7 +137,8 @@ class _Reader:
         if name.startswith(("keras.", "tensorflow.", "numpy.")):
             return Scale.EACH  # most functions work on each sample
         if word in ("compiled_loss", "compute_loss") and not self._port.callees(call):
-            return Scale.MEAN  # of the model: Keras's
+            # Keras's own method of the model, whose result is a mean.
+            return Scale.MEAN
         if self._port.maker(call.func).startswith("keras.losses."):
             return self._of_loss_object(call)
         return self._of_all(self._port.origins(call), depth)
@@ -167,9 +168,8 @@ def _divided(dividend: Scale, divisor: Scale) -> Scale:
         return dividend
     if dividend is Scale.EACH and divisor is Scale.EACH:
         return Scale.EACH
-    return (
-        Scale.UNKNOWN
-    )  # such as a quotient of two sums, which isn't the sum or mean of the ranks' quotients
+    # Such as a quotient of two sums, which isn't the sum or mean of the ranks' quotients.
+    return Scale.UNKNOWN
 
 
 def _multiplied(left_scale: Scale, right_scale: Scale) -> Scale:
@@ -191,6 +191,5 @@ def _added(left_scale: Scale, right_scale: Scale) -> Scale:
         return Scale.MEAN  # with a regularization term, whose mean over the ranks is itself
     if Scale.EACH in scales and Scale.SUM not in scales:
         return Scale.EACH
-    return (
-        Scale.UNKNOWN
-    )  # such as a sum over the samples, with a term that each rank would add once more
+    # Such as a sum over the samples, with a term that each rank would add once more.
+    return Scale.UNKNOWN

@@ -38,7 +38,7 @@ class Portion(NamedTuple):
     """Which part of an assigned value a name gets: the whole, or one element, or something that isn't known."""
 
     is_known: bool
-    position: int | None = None  # of the element of a tuple
+    position: int | None = None  # position of the element, if a tuple is assigned
 
 
 _WHOLE = Portion(True)
@@ -78,9 +78,8 @@ class Script:
         self._functions = self.of(cst.FunctionDef)
         self.classes = {node.name.value: node for node in self.of(cst.ClassDef)}
         self.imported: list[tuple[str, Any]] = []
-        self._aliases: dict[
-            str, str
-        ] = {}  # local qualified names of what is assigned an import: keras = tf.keras
+        # By local qualified name, the import that it is assigned: keras = tf.keras.
+        self._aliases: dict[str, str] = {}
         self._assignments: dict[str, list[Assignment]] = {}
         for node in self._nodes:
             if isinstance(node, (cst.Import, cst.ImportFrom)):
@@ -88,9 +87,8 @@ class Script:
             elif isinstance(node, cst.Assign):
                 for target in node.targets:
                     self._read_assignment(target.target, node.value, node, _WHOLE)
-            elif isinstance(
-                node, (cst.For, cst.AugAssign)
-            ):  # the name has another value than that of the expression
+            # A loop or += gives the name another value than that of the expression.
+            elif isinstance(node, (cst.For, cst.AugAssign)):
                 self._read_assignment(node.target, node, node, _UNKNOWN)
 
     def _read_import(self, node: Any) -> None:
@@ -192,7 +190,7 @@ class Script:
         names = [
             name.name for name in self._qualified(node) if name.source is QualifiedNameSource.IMPORT
         ]
-        # Of several, in try and except for example, the last import in the script.
+        # The last import counts where there are several, in try and except for example.
         return max(names, key=self._import_index, default="")
 
     def _import_index(self, name: str) -> tuple[int, str]:
@@ -358,6 +356,6 @@ class Script:
             candidates = [
                 function for function in named if not isinstance(self.scope(function), cst.ClassDef)
             ]
-        # Of several definitions, the last one before the call.
+        # The last definition before the call counts.
         earlier = [function for function in candidates if self.line(function) < self.line(call)]
         return (earlier or candidates)[-1:]

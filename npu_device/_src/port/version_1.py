@@ -40,9 +40,8 @@ def sessions(port: Port, is_v1: bool) -> None:
         return
     _import_version_1(port, opened, is_v1)
     port.imports.append("from npu_bridge.npu_init import NPUDistributedOptimizer")
-    switches = [
-        call for call in port.calls if method(call).startswith("disable_")
-    ]  # then seeds are those of the graph
+    # The job opens after what switches version 2 off, so that its seed becomes the graph's.
+    switches = [call for call in port.calls if method(call).startswith("disable_")]
     imports = [node for name, node in port.imported if name.startswith("tensorflow")]
     port.opened_after += [port.statement(node) for node in [*imports, *switches]]
     for call in optimizers:
@@ -105,9 +104,8 @@ def _port_steps(port: Port) -> None:
     for call in port.calls:
         if method(call) != "run" or not call.args:
             continue
-        if port.maker(call.args[0].value).endswith(
-            WORDS["initializes"]
-        ):  # session.run(tf.global_variables_initializer())
+        # The run initializes: session.run(tf.global_variables_initializer()).
+        if port.maker(call.args[0].value).endswith(WORDS["initializes"]):
             port.imports.append(f"{_HOOKS}broadcast_global_variables")
             port.insert(
                 port.statement(call),

@@ -86,9 +86,8 @@ def _replicate_trained(port: Port, call: Any) -> None:
         return
     trainee = _trainee(port, model)
     if trainee is _Trainee.COMPILED:
-        port.replicated.add(
-            (port.text(model), port.scope(call))
-        )  # in that function, by the loop over compile
+        # The loop over compile, which calls this, must not replicate the model again in this function.
+        port.replicated.add((port.text(model), port.scope(call)))
     elif trainee is _Trainee.MODEL:
         assignment = port.assigned(model)
         if assignment is not None and assignment.scope is port.scope(call):
@@ -195,9 +194,8 @@ def _is_of_keras(port: Port, call: Any) -> bool:
         if not isinstance(owner, cst.ClassDef):
             continue
         methods = {node.name.value for node in owner.body.body if isinstance(node, cst.FunctionDef)}
-        if port.inherits(
-            owner, ("Optimizer",)
-        ):  # one around another, which applies what it was given
+        # An optimizer around another one applies what it was given.
+        if port.inherits(owner, ("Optimizer",)):
             return True
         # fit calls the train step, and replicate reduces its gradients.
         if "train_step" in methods and port.inherits(owner, _MODEL_CLASSES):
@@ -244,9 +242,8 @@ def _gradient(port: Port, node: Any, depth: int = 0) -> Any:
         return node
     if isinstance(node, cst.Name):
         assignment = port.assigned(node)
-        if assignment is not None and _is_clipped(
-            assignment
-        ):  # reduced before, so that all ranks clip alike
+        # Reduced before the clip, so that all ranks clip alike.
+        if assignment is not None and _is_clipped(assignment):
             return _gradient(port, assignment.value.args[0].value, depth + 1)
     if depth >= 20:  # assignments may go round in a circle
         return None
@@ -303,14 +300,12 @@ def _applied_variables(port: Port, call: Any) -> Any:
 def _start_of_loop(port: Port, names: list[Any], call: Any) -> Any:
     """Return the statement after the assignments of all names that leads to a call; None if there isn't one."""
     assignments = [assignment for assignment in map(port.assigned, names) if assignment is not None]
-    if (
-        len({assignment.scope for assignment in assignments}) != 1
-    ):  # no line is known that all of them reach
+    # With assignments in several scopes, no line is known that all of them reach.
+    if len({assignment.scope for assignment in assignments}) != 1:
         return None
     latest = max(assignments, key=lambda assignment: port.line(assignment.statement))
-    if isinstance(
-        latest.scope, cst.ClassDef
-    ):  # a class attribute: no statement after it is in the loop
+    # No statement after a class attribute is in the loop.
+    if isinstance(latest.scope, cst.ClassDef):
         return None
     block = next(node for node in port.around(latest.statement) if hasattr(node, "body"))
     for statement in block.body:
@@ -327,9 +322,8 @@ def _is_built(port: Port, node: Any, user: Any) -> bool:
         return True
     if isinstance(node, cst.Call):
         maker = port.name(node.func)
-        if maker.endswith(
-            "Sequential"
-        ):  # its layers are built with it if the shape of the input is known
+        # A Sequential builds its layers at once if the shape of the input is known.
+        if maker.endswith("Sequential"):
             return "Input(" in port.text(node) or "input_shape=" in port.text(node)
         if maker.startswith(WORDS["makers of models"]):
             return True

@@ -30,7 +30,8 @@ _OTHER_CALLS = (
     "hccl",
     "horovod",
 )
-_STEPS = 10  # of a training loop of the script's own; before, it may be one that only makes slots
+# Steps after which a loop of the script's own counts as training: a shorter one may only make slots.
+_STEPS = 10
 _PORT = "npurun port shows what to add to such a script, which then runs without --replicate."
 
 
@@ -44,7 +45,7 @@ class Models:
         self._methods: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
         self._is_open = False
-        self._steps = 0  # that train the models outside of fit
+        self._steps = 0  # steps that train the models outside of fit
         if seed is not None:
             random.seed(seed)
             # numpy takes 32 bits.

@@ -16,7 +16,7 @@ from npu_device._src.trace.records import Iteration, RankTrace
 WARM_UP = 2
 """Recorded iterations at the beginning that don't count: they compile, and fill caches."""
 
-_EVEN = 0.02  # of a step: a rank that is not later than this is as fast as the others
+_EVEN = 0.02  # part of a step: a rank that is not later than this is as fast as the others
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def amount(size: float) -> str:
     return f"{size / 1e3:.1f} kB"
 
 
-_NEGLIGIBLE = 0.02  # of a step: not worth a change
-_MAJORITY = 0.9  # of the bytes
+_NEGLIGIBLE = 0.02  # part of a step that isn't worth a change
+_MAJORITY = 0.9  # part of the bytes
 _EQUAL = 4
 """Segments of equal bytes to try: about as fast as the best split that a model finds (docs/notes.md)."""
 _NETWORK = 0.2e9
@@ -257,7 +257,7 @@ def _ms(microseconds: float) -> str:
 
 @dataclass(frozen=True)
 class Analysis:
-    traces: tuple[RankTrace, ...]  # of all ranks, with the iterations that count
+    traces: tuple[RankTrace, ...]  # traces of all ranks, with the iterations that count
     ranks: tuple[RankFigures, ...]  # where the time of each rank goes
     slowest: Slowest | None  # the rank that the others wait for
     shown: int  # number of the iteration to draw

@@ -19,7 +19,7 @@ COLOURS = {
 }
 _PHASES_HEIGHT = 26  # pixels
 _LANE_HEIGHT = 14  # pixels
-_MOST_LANES = 8  # of reductions at the same time; the last lane has all others
+_MOST_LANES = 8  # lanes for simultaneous reductions; the last lane has all others
 _TICKS = 8
 _SHOWN = 16  # ranks
 _STYLE = """
@@ -143,9 +143,8 @@ class _RankPicture:
         for segment in sorted(range(len(intervals)), key=intervals.__getitem__):
             start, end = intervals[segment]
             free_lanes = [lane for lane, free_from in enumerate(lanes) if free_from <= start]
-            lane = min(
-                [*free_lanes, len(lanes), _MOST_LANES - 1]
-            )  # the highest free one, else a new one below
+            # The highest lane that is free, else a new one below.
+            lane = min([*free_lanes, len(lanes), _MOST_LANES - 1])
             lanes[lane : lane + 1] = [end]
             top = _PHASES_HEIGHT + lane * _LANE_HEIGHT
             title = self._title(segment, end - start)

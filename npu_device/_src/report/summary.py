@@ -48,9 +48,8 @@ def _notes(analysis: Analysis) -> list[str]:
 def _clocks(traces: Sequence[RankTrace]) -> str:
     if len({trace.host for trace in traces}) == 1:
         return "all ranks read the clock of the same host"
-    if any(
-        trace.clock_error_us is None for trace in traces
-    ):  # a rank of another host didn't get an answer
+    # A rank of another host didn't get an answer from rank 0.
+    if any(trace.clock_error_us is None for trace in traces):
         return "the clocks of the hosts could not be compared: times of different hosts don't fit together"
     error = max(trace.clock_error_us or 0.0 for trace in traces)
     return f"the clocks of the hosts were compared at the start, to ±{error / 1e3:.2f} ms"

@@ -27,12 +27,12 @@ _DOUBT = 0.08
 """The chance that the spread misses the true median, at most: with five rounds, the spread is all of them."""
 
 _OUT_OF_STEP = 1.2  # times as many steps a second as another rank
-_TOLERANCE = 0.25  # of the rows of a batch, whose last one may be shorter
+_TOLERANCE = 0.25  # part of the rows of a batch, whose last batch may be shorter
 _WORTH_IT = 1.05  # the gain from which something is recommended
 _DISTURBED = 0.1  # cores that other programs take, from which they may have decided
 _NETWORK = 0.2e9  # bytes a second between hosts: what is slower is bound by the network, whatever the engine
 
-# Of the time of TensorFlow's ring, for 100 MiB on two ranks (docs/benchmarks.md).
+# Part of the time of TensorFlow's ring, for 100 MiB on two ranks (docs/benchmarks.md).
 _SHARED_MEMORY = 0.3
 _TCP = 0.45
 
@@ -297,7 +297,7 @@ def _parts(analysis: Analysis | None) -> dict[str, float]:
     busiest = max(analysis.ranks, key=lambda rank: rank.busy)
     idlest = min(analysis.ranks, key=lambda rank: rank.busy)
     computing = busiest.alone + busiest.hidden
-    # Of the rank that is ready first.
+    # The rank that is ready first waits for the busiest one.
     waiting = busiest.busy - idlest.busy
     times = (busiest.input_wait, computing, busiest.update, busiest.exposed, waiting)
     return {name: microseconds / 1e3 for name, microseconds in zip(_PARTS, times)}

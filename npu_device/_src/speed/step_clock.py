@@ -44,7 +44,7 @@ class _Mark:
     """A moment between two steps."""
 
     time: float
-    steps: int  # that have been made
+    steps: int  # number of steps that have been made
     rows: int
     ends_epoch: bool
 
@@ -56,12 +56,12 @@ class StepClock:
         self._process = process
         # Keras has equality by content for some objects, and optimizers may end with their model.
         self._optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._rows: tf.Variable | None = None  # of the batches so far
-        self._depth = 0  # of models that call models
-        self._begin: _Mark | None = None  # of the timed steps
+        self._rows: tf.Variable | None = None  # number of rows in the batches so far
+        self._depth = 0  # depth of calls among models that call models
+        self._begin: _Mark | None = None  # begin of the timed steps
         self._restarts = 0
         self._has_short_epochs = False
-        self._epoch_steps = 0  # of the latest epoch
+        self._epoch_steps = 0  # steps of the latest epoch
         self._first_step = 0  # before that epoch
         self._is_done = False
         wrap((tf.Graph, "__init__", self._trace_function))

@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 _HERE = os.path.dirname(__file__)
-sys.path[:] = [
-    path for path in sys.path if path != _HERE
-]  # where Python puts it: this isn't a folder of modules
+# Python puts the folder of the program there, which isn't a folder of modules.
+sys.path[:] = [path for path in sys.path if path != _HERE]
 
 _left_whole: dict[str, types.ModuleType] = {}
 

@@ -100,9 +100,8 @@ class ForkedProcess:
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
-            with contextlib.suppress(
-                ProcessLookupError
-            ):  # it has just ended, and its server knows already
+            # It may just have ended, which its server knows already.
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:

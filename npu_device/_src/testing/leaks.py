@@ -78,7 +78,7 @@ def _descriptors() -> dict[int, str]:
     # TensorFlow 2.15 keeps this one from when it makes its devices, 2.20 doesn't. Can go with TensorFlow 2.15.
     kept_by_tensorflow = f"/proc/{os.getpid()}/cmdline"
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the listing itself
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
             path = os.readlink(f"/proc/self/fd/{number}")
             if path != kept_by_tensorflow:
                 descriptors[int(number)] = path

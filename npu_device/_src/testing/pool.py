@@ -34,7 +34,7 @@ from npu_device._src.testing.short_path import short_path
 _WORKER = str(Path(__file__).parent / "worker.py")
 _TAIL_LINES = 40
 _LEFT_OUT = ("/_pytest/", "/pluggy/", f'"{Path(__file__).parent}/')  # files of frames
-_RANK_BYTES = 400 << 20  # that a rank needs to itself, at the least
+_RANK_BYTES = 400 << 20  # the least memory that a rank needs to itself
 
 
 class Pool:

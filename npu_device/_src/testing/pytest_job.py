@@ -80,9 +80,8 @@ class _Sessions(Pool):
 
 def _worker_input(config: pytest.Config) -> dict[str, Any]:
     """Return what other plugins want to know of the process that has started a worker."""
-    own_input: Mapping[str, Any] = getattr(
-        config, "workerinput", {}
-    )  # if pytest-xdist has started it
+    # pytest-xdist gives its workers this attribute.
+    own_input: Mapping[str, Any] = getattr(config, "workerinput", {})
     worker_input = {
         "workerid": own_input.get("workerid", ""),
         # For pytest-cov: the ranks save beside this process.

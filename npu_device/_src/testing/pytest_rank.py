@@ -72,7 +72,8 @@ class _Rank:
         self._reports = []
         self._warnings = []
         config = item.config
-        if self._announced is not item:  # which may need other fixtures
+        # The announced test may need other fixtures than this one.
+        if self._announced is not item:
             self.session._setupstate.teardown_exact(item)
         self._announced = self._items.get(successor or "")
         config.hook.pytest_runtest_protocol(item=item, nextitem=self._announced)

@@ -14,7 +14,7 @@ from npu_device._src.testing.faults import Armed, Fault
 from npu_device._src.testing.pool import Pool, packed
 
 _PoolKey = tuple[Any, ...]
-_LIVE_RANKS = 6  # that are alive at once: each takes some 500 MB
+_LIVE_RANKS = 6  # ranks that are alive at once, each of which takes some 500 MB
 
 _pools: dict[_PoolKey, Pool] = {}  # the last used one is the last
 

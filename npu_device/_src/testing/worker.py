@@ -46,7 +46,8 @@ class Start:
         tf.config.run_functions_eagerly(False)
         for keras, floatx, image_format, policy in self._keras:
             try:
-                keras.backend.clear_session(free_memory=False)  # that can take long
+                # A collection of garbage can take long.
+                keras.backend.clear_session(free_memory=False)
             except TypeError:  # Keras 2, and the first Keras 3
                 keras.backend.clear_session()
             keras.backend.set_floatx(floatx)
@@ -105,7 +106,7 @@ def packed(answer: Answer) -> bytes:
 
 _calls: Connection
 _over = False  # there are no more calls
-_error: BaseException | None = None  # of the last call
+_error: BaseException | None = None  # error of the last call
 
 
 def is_rank() -> bool:
@@ -141,9 +142,8 @@ def main() -> None:
     with _calls:
         handle = device.open().as_default()
         with open(f"{stacks}{handle.worker_id}", "w") as file:
-            faulthandler.register(
-                signal.SIGUSR1, file
-            )  # a pool asks where a rank is that doesn't answer
+            # A pool asks by this signal where a rank is that doesn't answer.
+            faulthandler.register(signal.SIGUSR1, file)
             _calls.send((handle.worker_id, os.getpid()))
             answer_calls(Start().restore)
             if (
@@ -155,14 +155,12 @@ def main() -> None:
             device.close()
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
-            os._exit(
-                0
-            )  # for Python to take all graphs apart would be seconds; jobs test how a rank ends
+            # Python would take seconds to free all graphs. How a rank ends is tested by jobs, not by pools.
+            os._exit(0)
 
 
 if __name__ == "__main__":
-    sys.path[:] = [
-        path for path in sys.path if path != os.path.dirname(__file__)
-    ]  # not a folder of modules
+    # Python puts this file's folder there, which isn't a folder of modules.
+    sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
     # As a module of its own name, so that functions that the test sends find the same globals.
     importlib.import_module("npu_device._src.testing.worker").main()  # as calls import it

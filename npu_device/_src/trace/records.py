@@ -43,12 +43,10 @@ class Iteration:
     bp_end: float  # backward has produced its last gradient
     iteration_end: float
     allreduce: tuple[tuple[float, float], ...]
-    ready: tuple[
-        float, ...
-    ]  # when each gradient was there, in the order of ``RankTrace.gradients``
-    previous_end: float | None = (
-        None  # ``iteration_end`` of the iteration before, recorded or not; None for the first
-    )
+    # When each gradient was there, in the order of ``RankTrace.gradients``.
+    ready: tuple[float, ...]
+    # ``iteration_end`` of the iteration before, recorded or not; None for the first.
+    previous_end: float | None = None
 
     @property
     def input_wait(self) -> float | None:
@@ -97,15 +95,13 @@ class RankTrace:
     host: str
     pid: int
     clock_offset_us: float  # the correction added to its own clock, in microseconds
-    clock_error_us: (
-        float | None
-    )  # the uncertainty of that; 0 on the host of rank 0, None when it could not be measured
+    # The uncertainty of that; 0 on the host of rank 0, None when it could not be measured.
+    clock_error_us: float | None
     model: str = ""
     backend: str = ""
     group: str = ""
-    gradients: tuple[
-        GradientRecord, ...
-    ] = ()  # in the order of production; those of one segment stand together
+    # In the order of production; those of one segment stand together.
+    gradients: tuple[GradientRecord, ...] = ()
     segments: tuple[tuple[int, int], ...] = ()  # first and last gradient of each segment
     iterations: tuple[Iteration, ...] = ()
 
@@ -192,12 +188,10 @@ class PointSchema:
     group: str
     backend: str
     has_start: bool = True
-    has_bp_end: bool = (
-        False  # the end of backward is a point of its own; otherwise it is the last gradient
-    )
-    has_end: bool = (
-        False  # the end of the update is known; otherwise the last reduction ends the iteration
-    )
+    # The end of backward is a point of its own; otherwise it is the last gradient.
+    has_bp_end: bool = False
+    # The end of the update is known; otherwise the last reduction ends the iteration.
+    has_end: bool = False
     waits_for_all: bool = False  # no segment starts before all gradients are there
 
     @cached_property
@@ -300,10 +294,11 @@ class TraceFile:
             self._iteration = 0  # what was recorded isn't of this model
             self._previous_end = None
         self._schema = schema
+        # Only another cut or model is written: a function that was traced again has the same.
         if old is None or (old.model, old.segments) != (
             schema.model,
             schema.segments,
-        ):  # else it was traced again
+        ):
             self._write(self._header(schema))
         return True
 
@@ -375,7 +370,7 @@ class Sampling:
 @dataclass(frozen=True)
 class Settings:
     output: Path  # directory, made when it is missing
-    sampling: Sampling = field(default_factory=Sampling)  # which iterations are recorded
+    sampling: Sampling = field(default_factory=Sampling)  # chooses the iterations that are recorded
     fp_point: str = ""  # name of the operation with which forward starts; "" finds it
     bp_point: str = ""  # name of the operation with which backward ends; "" finds it
     storage_limit: int | None = None  # bytes that a rank may write

@@ -69,9 +69,8 @@ class Tracer:
         times = tf.stack(points)
         fetched = fetchable_call(lambda array: self._file.add(schema, array.tolist()), times)
         if fetched is None:  # not in a session
-            self._schemas.append(
-                schema
-            )  # a queue takes tensors only: the number stands for the schema
+            # A queue takes tensors only, so that the number stands for the schema.
+            self._schemas.append(schema)
             components = [tf.constant(len(self._schemas) - 1), times]
             compat.run_independently(
                 tf.raw_ops.QueueEnqueueV2(handle=self._queue.queue_ref, components=components)
@@ -321,9 +320,8 @@ def iteration() -> Iterator[None]:
     A reduction without this block, or without eager mode, is an iteration by itself.
     """
     has_eager_mode = tf.compat.v1.executing_eagerly_outside_functions()
-    if (
-        running() is None or _current.iteration is not None or not has_eager_mode
-    ):  # no trace, or a block in a block
+    # Without a trace, and for a block within a block, there is nothing to record.
+    if running() is None or _current.iteration is not None or not has_eager_mode:
         yield
         return
     open_iteration = _OpenIteration(compat.graph_being_built())

@@ -89,8 +89,8 @@ class ComparedRun:
             ]
         # Later steps follow from the first one whose gradients or updates deviate.
         deviating = [deviation.step for deviation in self.deviations if deviation.quantity != STATE]
-        self.first_number = min(deviating, default=0)  # of that step, from 1; 0 without one
-        self.index = max(self.first_number, 1) - 1  # of that step, or of the first step
+        self.first_number = min(deviating, default=0)  # number of that step, from 1; 0 without one
+        self.index = max(self.first_number, 1) - 1  # index of that step, or of the first step
 
     @property
     def step(self) -> ComparedStep:

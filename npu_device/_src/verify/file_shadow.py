@@ -52,7 +52,7 @@ _CALLS = {
 _PATHS = re.compile(
     "path|file|filenames?|file_prefix|save_path|logdir|export_dir|directory|src|name|checkpoint_dir|file_pattern|ckpt_dir_or_file"
 )
-_MOST_FILES = 20_000  # whose changes are looked for
+_MOST_FILES = 20_000  # files whose changes are looked for
 
 
 class Redirection:

@@ -85,7 +85,7 @@ class ForkingProcess(ABC):
         type(os.environ).__getitem__ = self._read_variable  # type: ignore[method-assign]
         sys.stdout.flush()
         sys.stderr.flush()
-        random_state = random.getstate()  # which Python sets anew in every fork
+        random_state = random.getstate()  # Python sets it anew in every fork
         # The ranks of a run need each other; runs would compete for memory.
         for processes in self.runs():
             # Each run begins with the files that were written before the fork.

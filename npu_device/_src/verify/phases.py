@@ -26,9 +26,8 @@ from npu_device._src.comparison.compare import Record, load
 from npu_device._src.replicate import main_program
 from npu_device._src.verify.plan import DONE, PlannedProcess
 
-_RARE = (
-    10  # times as many steps of another optimizer of its model: then an optimizer isn't waited for
-)
+# An optimizer isn't waited for once another one of its model has made so many times the steps.
+_RARE = 10
 _TRAINING_CALLS = ("fit", "fit_generator", "train_on_batch", "apply_gradients", "minimize")
 
 Stack = tuple[str, ...]

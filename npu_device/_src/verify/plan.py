@@ -25,13 +25,13 @@ START = "start"
 class PlannedProcess:
     """What one process is to be."""
 
-    directory: str  # of all runs
-    steps: int  # of every optimizer
+    directory: str  # folder of all runs
+    steps: int  # steps of every optimizer to record
     module: bool = False  # the script is the name of a module
     replicate: bool = False  # ranks replicate the models of the script
     seconds: float = 30.0  # after its first step, in which the single process begins further phases
     run: str = START  # name of its run
-    ranks: int = 1  # of its run; 1 for a process without a job
+    ranks: int = 1  # number of ranks of its run; 1 for a process without a job
     rank: int = 0
     perturbed: bool = False  # the single process's twin, whose inputs are changed in their last bit
 

@@ -13,7 +13,7 @@ import numpy as np
 from npu_device._src.comparison.compare import PROJECTIONS
 from npu_device._src.training.watching.digests import checksum
 
-_WIDTH = 1024  # of the matrix that a tensor is for its projections
+_WIDTH = 1024  # most columns of the matrix as which a tensor is projected
 
 
 def projected(arrays: Sequence[Any]) -> np.ndarray:

@@ -54,7 +54,7 @@ class Verdict:
     table: list[str] = field(default_factory=list)  # a line for each step and number of ranks
     notes: list[str] = field(default_factory=list)
     ranks: int = 0  # on how many it was seen
-    # Of the first deviating gradients, as in ``Deviation``.
+    # Ratios of the first deviating gradients, as in ``Deviation``.
     ratios: dict[str, float | None] = field(default_factory=dict)
     missed: list[str] = field(default_factory=list)  # what the comparison hasn't reached
 

@@ -64,7 +64,7 @@ class StepRecorder:
         self._states: dict[str, list[Any]] = {}  # untrained variables, by the optimizer's name
         # The lines that shuffle without a seed, by the dataset.
         self._unseeded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self._model_depth = 0  # of models that call models
+        self._model_depth = 0  # depth of calls among models that call models
         self._optimizer_count = 0
         self._is_recorded = False  # the latest step is
         atexit.register(self._record.save, process.folder)
@@ -295,8 +295,8 @@ class StepRecorder:
         self._keep_logs(numbers)
         returned = original(callbacks, batch, numbers)
         model = self._phases.end_fit()
-        # Keras adds a metric for the loss, whatever the step returns.
-        if model is not None:  # whose loss isn't its tracker's, if its step returns another
+        # Keras adds a metric for the loss, which isn't the loss that a step of the script's own returns.
+        if model is not None:
             self._record.metrics.update(
                 metric.name for metric in compat.metrics_of(model) if metric.name != "loss"
             )
@@ -328,7 +328,7 @@ class StepRecorder:
         # Only a run that made a step.
         if len(self._record.steps) > steps:
             arrays = fetched
-            if isinstance(fetched, dict):  # whose keys may be hooks
+            if isinstance(fetched, dict):  # the keys may be hooks
                 arrays = list(fetched.values())
             leaves = tf.nest.flatten(arrays)
             numbers = [float(leaf) for leaf in leaves if isinstance(leaf, np.floating)]

@@ -30,9 +30,8 @@ class Sums:
 
     # By name; without those of which nothing is known.
     numbers: dict[str, bool] = field(default_factory=dict)
-    reductions: set[Any] = field(
-        default_factory=set
-    )  # of optimizers all of whose gradients are sums
+    # The reductions of optimizers all of whose gradients are sums.
+    reductions: set[Any] = field(default_factory=set)
     are_all: bool = False  # those are all optimizers of the step
 
 
@@ -46,7 +45,7 @@ class CurrentStep:
     # Its gradient is the sum of all ranks' incoming gradients.
     gather: Callable[[tf.Tensor], tf.Tensor]
     sums: Sums
-    is_dry_run: bool = False  # of the first-step check, in which no Python may run
+    is_dry_run: bool = False  # a step of the first-step check, in which no Python may run
     # Reductions of optimizers that have multiplied a loss by this rank's weight, so that its gradients needn't be.
     weighing: set[Any] = field(default_factory=set)
     reduced: list[Any] = field(default_factory=list)  # results that the step has asked for itself

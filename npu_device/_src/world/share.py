@@ -25,9 +25,10 @@ Number = Union[int, tf.Tensor]
 
 @dataclass(frozen=True)
 class Share:
-    # Of the model's step; without units samples that don't count, so that the step has something to work on.
+    # What the model's step gets. Without units, these are samples that don't count, so that the step has something to
+    # work on.
     data: Any
-    units: Number  # that count, on this rank
+    units: Number  # units that count, on this rank
     total: Number  # on all ranks together
 
     @property

@@ -306,7 +306,7 @@ class Engines:
     def __init__(self, context: EngineContext) -> None:
         self._context = context
         orders = Orders(context)
-        # Of each engine on arrays: what connects a group, and above how many bytes it works in the background.
+        # Each engine on arrays gets what connects a group, and above how many bytes it works in the background.
         self.shared_memory = HostEngine(context, orders, _ring_of, _background_from)
         self.messages = HostEngine(context, orders, SmallMessages, lambda _: sys.maxsize)
         # These send segments in the background, whatever their size: TensorFlow computes meanwhile.

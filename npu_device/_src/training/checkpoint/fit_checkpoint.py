@@ -84,7 +84,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             self._directory, model=self.model, metrics=self._metrics, **named, **self._options
         )
         self._epoch = 0
-        self._step = 0  # of the epoch
+        self._step = 0  # step within the epoch
         self._total = 0  # steps of all epochs
         self._begins = False
         knows_length = (self.params or {}).get("steps") is not None

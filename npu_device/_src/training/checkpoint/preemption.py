@@ -48,7 +48,8 @@ class Preemption:
         self._changed = threading.Condition()
         self._steps = 0
         self._holds_at: int | None = None
-        self._asking: set[str] = set()  # who has asked for a step and not told yet which it is
+        # Ranks that have asked for a step and not yet told which one it is.
+        self._asking: set[str] = set()
         self._last_step: int | None = None
         self._deadline: float | None = None
         self._code = 128 + number

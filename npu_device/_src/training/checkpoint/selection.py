@@ -23,7 +23,7 @@ class Chosen(NamedTuple):
     is_complete: bool
     shared: list[str]  # names of the shared part's files
     variables: list[str]  # paths of the shared part's variables
-    notes: dict[str, Any]  # of rank 0
+    notes: dict[str, Any]  # what rank 0 has noted
     not_kept: tuple[str, ...]
 
 
@@ -131,7 +131,7 @@ def _chosen(
         manifest = folder.manifest_of(directory, step)
     if world is not None:
         manifest = world.object_from_root(manifest, holder)
-    # Of the holder, whose manifest may be that of another host than this rank's.
+    # The holder's manifest counts: this rank's may be that of another host.
     shared = sorted(name for name in manifest["files"] if name.startswith(f"{folder.SHARED}."))
     variables = manifest["variables"]
     return Chosen(step, holder, not lost, shared, variables, manifest["notes"], tuple(lost))

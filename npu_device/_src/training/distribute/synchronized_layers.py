@@ -38,7 +38,7 @@ _as_it_is = tf.autograph.experimental.do_not_convert
 
 _GROUP = "_npu_normalizes_over"  # the attribute of a layer that got a method: the name of its group
 _CHECKS = 16  # kinds of reductions at which layers are looked for
-_SEARCHES = 64  # of a job at most: a loop may broadcast in each step
+_SEARCHES = 64  # most searches of a job: a loop may broadcast in each step
 
 _REMEDY = "; or use npu.distribute.SyncBatchNormalization(...) instead of BatchNormalization(synchronized=True, ...)."
 _ALONE = (

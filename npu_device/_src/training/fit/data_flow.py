@@ -23,8 +23,8 @@ class Reach:
     """What tensors depend on."""
 
     draws: set[str]  # their names
-    inputs: set[int]  # of the graph, by position
-    samples: bool = False  # of this rank
+    inputs: set[int]  # positions of inputs of the graph
+    samples: bool = False  # the samples of this rank are among them
 
 
 class DataFlow:

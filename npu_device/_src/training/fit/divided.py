@@ -43,7 +43,8 @@ _REMEDIES = {
     "shuffle": "shuffle the source",
     "cache": "cache the source",
 }
-_SETTINGS = ("workers", "use_multiprocessing", "max_queue_size")  # of a PyDataset in Keras 3
+# Settings of a PyDataset in Keras 3.
+_SETTINGS = ("workers", "use_multiprocessing", "max_queue_size")
 
 
 class Divided:

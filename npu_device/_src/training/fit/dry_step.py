@@ -45,8 +45,8 @@ class StepResults:
 
     # The gradients that reached the optimizers, weighted; a pair of values and indices for rows of a table.
     gradients: list[Any]
-    losses: list[Any]  # that layers have added
-    state: list[np.ndarray]  # of the variables that the step has changed
+    losses: list[Any]  # losses that layers have added
+    state: list[np.ndarray]  # values of the variables that the step has changed
     # Losses, and what metrics and logs are given; see ``CurrentStep.is_sum``.
     numbers: dict[str, float]
     chosen: list[np.ndarray]  # tensors that were asked for
@@ -61,10 +61,10 @@ class DryStep:
         """Trace the step of a built model; ``choose`` returns tensors of the graph whose values are wanted, too."""
         self._context = context
         self._choose = choose
-        self.variables: list[Any] = []  # whose gradients the optimizers got
-        self.gradients: list[Any] = []  # that the optimizers got
+        self.variables: list[Any] = []  # variables whose gradients the optimizers got
+        self.gradients: list[Any] = []  # gradients that the optimizers got
         self.reductions: list[Any] = []  # by which the optimizers reduce those; None without one
-        self.losses: list[Any] = []  # that layers have added
+        self.losses: list[Any] = []  # losses that layers have added
         self.numbers: dict[str, Any] = {}
         self.chosen: list[Any] = []
         self.step: CurrentStep

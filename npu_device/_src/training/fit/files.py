@@ -63,7 +63,7 @@ _SaveOutcome = tuple[bool, Optional[tuple[str, str]]]
 class _Save:
     """The newest save of a path by a rank."""
 
-    moment: _Moment  # of its beginning
+    moment: _Moment  # when the save began
     is_over: bool = False
     wrote: bool = False  # this rank has written the file, and hasn't waited for another one
     error: tuple[str, str] | None = None  # type and text
@@ -83,9 +83,8 @@ class Saves:
         self._numbers = itertools.count()  # so that no two questions are the same to the hub
         self._lock = threading.Lock()
         self._saves: dict[str, _Save] = {}
-        self._asked: dict[
-            int, tuple[str, _Moment, Future[_SaveOutcome]]
-        ] = {}  # by the rank that waits
+        # The saves that wait for an answer, by the rank that asks.
+        self._asked: dict[int, tuple[str, _Moment, Future[_SaveOutcome]]] = {}
         job.health.on_question(_OVER, self._answer)
         job.health.on_question(_SEES, lambda body: os.path.exists(body[0]))
 

@@ -17,7 +17,7 @@ from npu_device._src.training.fit.losses import ADDED_LOSS, LOSS
 from npu_device._src.training.fit.mixing import is_of_gradients, setters_of
 from npu_device._src.training.watching.digests import variable_name
 
-_CLEARLY = 1e-3  # of a number: what is nearer is equal, where no tolerance has been measured
+_CLEARLY = 1e-3  # part of a number: what is nearer is equal, where no tolerance has been measured
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Runs:
 class ComparedGradient:
     """A gradient of all samples, compared with those of the parts."""
 
-    name: str  # of its variable
-    reduction: Any  # of its optimizer
+    name: str  # name of its variable
+    reduction: Any  # reduction of its optimizer
     error: float  # the difference from the mean over the parts, relative to the gradient
     is_mean: bool  # it is the mean over the parts, as a gradient of 0 is
     is_sum: bool  # it is the sum over the parts, as a gradient of 0 is
@@ -190,7 +190,7 @@ class Change:
     """A variable that the step changes by the samples, so that the ranks' values aren't those of one process."""
 
     name: str
-    line: str  # that changes it; "" if unknown
+    line: str  # line that changes it; "" if unknown
     is_sum: bool  # its increments are sums over the samples
     is_number: bool  # it is a number, or counts
     is_averaged: bool  # the ranks' increments are averaged; else each rank keeps its own
@@ -216,7 +216,8 @@ def changes(
             errors = list(map(trial.distance, trial.parts))
             if is_averaged:
                 errors = [trial.error_of_mean]
-            if not max(errors) > allowed:  # which NaN isn't, either
+            # ^NaN counts as no change, since it isn't above the limit.
+            if not max(errors) > allowed:
                 continue
             is_sum = trial.is_sum(allowed)
         setters = setters_of(handle, dry_step.graph)

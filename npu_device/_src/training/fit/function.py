@@ -115,7 +115,7 @@ class Function(StepContext):
         is_training = self.mode == "train"
         self.checksum.take()  # what an interrupted call has left
         pulled = batches
-        is_iterator = not isinstance(batches, list)  # which is what Keras 3 predicts
+        is_iterator = not isinstance(batches, list)  # Keras 3 predicts lists
         if is_iterator:
             pulled = sources.pull(batches, compat.steps_per_call(self.model))
         self.has_own_data = bool(pulled) and is_divided(pulled[0])

@@ -75,7 +75,7 @@ class Metrics:
         """Return what stands in for ``update_state``; None where increments simply add up."""
         if _needs_whole_batch(metric):
             return partial(self._update_with_all_ranks, name)
-        # Of numbers, which the step itself works out.
+        # A metric of another class gets numbers that the step itself has worked out.
         if type(metric).update_state not in (classes.Mean.update_state, classes.Sum.update_state):
             return None
         if isinstance(metric, classes.Sum):

@@ -13,9 +13,9 @@ from npu_device._src.training.watching import training_state
 class ModelParts:
     """Found before the first step."""
 
-    metrics: list[Any]  # that have variables of their own
+    metrics: list[Any]  # metrics that have variables of their own
     trackers: list[Any]  # the metrics to which Keras itself passes losses
-    losses: list[Any]  # that reduce: the compiled ones, and those that a step can reach
+    losses: list[Any]  # losses that reduce: the compiled ones, and those that a step can reach
     layers: list[Any]  # and the model
     regularized: list[Any]  # layers whose activity regularizer is a sum over the samples
     # Floating-point variables that the step moves, but no optimizer, such as moving averages.

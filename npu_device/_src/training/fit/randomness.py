@@ -31,8 +31,8 @@ class NumbersOfRank:
         self._offset = world.rank * _SEED_DISTANCE
         self._generators = generators
         self._replaced = replaced
-        self._graph: Any = None  # that is being traced
-        self._first_operation = 0  # of the step, in the graph
+        self._graph: Any = None  # the graph that is being traced
+        self._first_operation = 0  # position in the graph where the step begins
         self._graph_seed: int | None = None
         self._eager_state: Any = None  # before the step
 

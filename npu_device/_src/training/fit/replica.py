@@ -63,9 +63,8 @@ class Replica:
         self.test = Function(self.state, "test")
         self.predict = Function(self.state, "predict")
         for name, method in {**self._methods(), _REPLICA: self}.items():
-            object.__setattr__(
-                model, name, method
-            )  # past Keras's own __setattr__, which tracks what is to be saved
+            # Past Keras's own __setattr__, which would track the method as something to save.
+            object.__setattr__(model, name, method)
         files.save_parts_once(world, model)
 
     def _methods(self) -> dict[str, Any]:
@@ -119,9 +118,8 @@ class Replica:
             if self.train.begins:  # no epoch was left to train
                 start.synchronise(self.world, self.model, training=True)
             weights = training_state.common(self.model, training_state.weights(self.model))
-            warn_if_different(
-                self.world, [*weights, *training_state.loose_variables(self.model)]
-            )  # and so waits for rank 0's files
+            # The comparison waits for rank 0, and so for the files that rank 0 writes.
+            warn_if_different(self.world, [*weights, *training_state.loose_variables(self.model)])
             return history
 
         return fit
@@ -300,7 +298,7 @@ def callbacks_of_rank(
         """
 
         def on_train_begin(self, logs: Any = None) -> None:
-            # Of Keras 3, whose BackupAndRestore may have set it on rank 0.
+            # Keras 3's BackupAndRestore may have set it on rank 0.
             if hasattr(model, "_initial_epoch"):
                 model._initial_epoch = world.object_from_root(model._initial_epoch)
 

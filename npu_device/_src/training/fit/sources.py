@@ -177,8 +177,8 @@ def _without_seeds(graph: Any) -> Any:
 
 
 _LOOKS = (20, 200, 2000)  # calls of the train function before the waits are timed
-_CALLS = 5  # that are timed in a row: one that fills a buffer doesn't count
-_SHARE = 0.25  # of a step
+_CALLS = 5  # calls that are timed in a row: one that fills a buffer doesn't count
+_SHARE = 0.25  # part of a step
 
 _WHOLE = (
     "Each rank prepares the whole batch and keeps its share.\nWhat to do: let each rank prepare its own samples only, "
@@ -205,7 +205,7 @@ def pull(batches: Any, count: int) -> list[Any]:
 def again(batches: Any, pulled: list[Any]) -> Any:
     """Return an iterator of the same kind that begins with what was pulled, so that a function isn't traced again."""
     if not pulled:
-        return batches  # whose end Keras handles
+        return batches  # Keras handles the end of an iterator
     if not isinstance(batches, tf.data.Iterator):
         return iter(pulled)
     # Not a generator: its Python calls can wait for ever on a rank with one thread, and each one stays in memory.
@@ -222,7 +222,7 @@ class InputWait:
         self.is_over = False  # the warning is given, or no look is left
         self._calls = 0
         self._looks = list(_LOOKS)
-        self._times: list[tuple[float, float]] = []  # of the wait, and of the call with it
+        self._times: list[tuple[float, float]] = []  # seconds of the wait, and of the call with it
 
     def call(self, function: Callable[[Any], Any], batches: Any, steps: int, own_data: bool) -> Any:
         """Call Keras's train function; ``own_data`` if each rank prepares its own samples only."""

@@ -58,7 +58,8 @@ def build(
     """Trace a step, of Keras or the user, on what ``divide`` returns of a batch, to make all variables it needs."""
     is_training = mode == "train"
     if is_training and not compat.belongs_to_keras(own_step):
-        _trace(model, own_step, spec, divide)  # which may create anything
+        # A user's step may create anything, so that only tracing it tells.
+        _trace(model, own_step, spec, divide)
         return
     is_built = compat.is_built(model)
     if mode == "predict":

@@ -54,7 +54,7 @@ def train_or_test_step(
         batch = _take(context, data)
         share = divide(context.world, batch)
         with _begin(context, share) as divided_step:
-            logs = own_step(share.data)  # whose optimizers reduce the gradients
+            logs = own_step(share.data)  # the optimizers in it reduce the gradients
         return divided_step.results_of_all(logs)
 
     return step

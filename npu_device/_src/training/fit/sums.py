@@ -43,7 +43,7 @@ class Samples(NamedTuple):
     whole: Part
     parts: list[Part]
     positions: list[int]  # in the batch
-    total: int  # of the batch
+    total: int  # samples of the whole batch
 
 
 class CheckedStep(NamedTuple):
@@ -51,7 +51,7 @@ class CheckedStep(NamedTuple):
 
     dry_step: DryStep
     runs: Runs
-    sums: dict[str, bool]  # of all numbers, and of all optimizers
+    sums: dict[str, bool]  # for each number, and each optimizer, whether it is a sum
 
 
 def set_sums(context: StepContext, sums_of_ranks: Sequence[dict[str, bool]]) -> None:

@@ -42,7 +42,7 @@ _TO_BE_A_RANK = (
     "To make it a rank of another job, start it with npurun, or with that job's variables and NPU_DEVICE_RANK_PROCESS "
     "unset."
 )
-_LARGEST_SEED = (1 << 32) - 1  # that numpy takes
+_LARGEST_SEED = (1 << 32) - 1  # the largest seed that numpy takes
 _log = logging.getLogger("npu_device")
 
 

@@ -159,7 +159,7 @@ class GradientReduction:
         self._are_equal = False
         self._compared = True
         self._audit: Audit | None = None
-        self._pair: Pair | None = None  # of the gradients that were reduced last
+        self._pair: Pair | None = None  # the gradients that were reduced last, and their results
         self._waits_for_update: dict[int, bool] = {}  # see ``accumulation.add_up``
         self.requested_division: bool | None = None  # by an argument
         self.division: DividedUpdate | None = None
@@ -190,9 +190,8 @@ class GradientReduction:
                 # Slots that are made later would be made amid the step, where TensorFlow can't give them values first.
                 _build(optimizer, keras, variables)
             # The optimizer's own variables, such as the number of steps.
-            states = unique(
-                compat.optimizer_variables(optimizer, variables)
-            )  # names may have other numbers on each rank
+            # By order, not by name: names may have other numbers on each rank.
+            states = unique(compat.optimizer_variables(optimizer, variables))
             self._compared = make_equal(self._world, variables, level=level)
             self._are_equal = self._compared and make_equal(self._world, states, level=level)
 
@@ -475,17 +474,17 @@ def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> An
 @_as_it_is
 def _aggregate_gradients(self: Any, grads_and_vars: Any) -> Any:
     optimizer_class: Any = type(self)
+    # The second is that of legacy optimizers.
     aggregate = (
         getattr(optimizer_class, "aggregate_gradients", None)
         or optimizer_class._aggregate_gradients
-    )  # the latter: legacy
+    )
     gradients, variables = _lists(grads_and_vars)
     reduction = getattr(self, REDUCTION)
     reduction.begin(self, variables)
     pairs = list(aggregate(self, list(zip(reduction.reduce_once(self, gradients), variables))))
-    reduction.remember(
-        gradient for gradient, _ in pairs
-    )  # in eager steps TensorFlow's strategy has copied them
+    # In eager steps TensorFlow's strategy has copied the gradients, so that the copies are noted, too.
+    reduction.remember(gradient for gradient, _ in pairs)
     return pairs
 
 

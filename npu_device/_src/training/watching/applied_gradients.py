@@ -44,14 +44,15 @@ from npu_device._src.training.watching.wrapped_optimizers import reduction_of
 
 _log = logging.getLogger("npu_device")
 
-_MOST_STARTS = 32  # of optimizers whose variables are compared
+# Only so many first variables of optimizers are compared.
+_MOST_STARTS = 32
 
 
 @dataclass
 class _OptimizerCall:
     """One call of an optimizer."""
 
-    gradients: list[Any]  # that are there
+    gradients: list[Any]  # gradients that aren't None
     targets: list[Any]  # the variable of each
     variables: list[Any]  # all of the call
     graph: Any = None  # around the step, if XLA compiles it
@@ -164,7 +165,7 @@ class AppliedGradients:
                 targets.append(variable)
         # Within a strategy of TensorFlow, one rank has several values of a variable.
         has_replicas = tf.distribute.get_strategy().num_replicas_in_sync != 1
-        has_inner = hasattr(optimizer, "inner_optimizer")  # which is asked itself
+        has_inner = hasattr(optimizer, "inner_optimizer")  # the inner optimizer is asked itself
         if not gradients or not can_compare() or has_replicas or has_inner:
             return None
         step = _OptimizerCall(gradients, targets, [variable for _, variable in pairs])

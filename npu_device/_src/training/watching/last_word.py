@@ -32,7 +32,7 @@ from npu_device._src.training.watching.schedule import can_compare
 _log = logging.getLogger("npu_device")
 
 _PIECE = 1 << 20  # bytes
-_PIECES = 32  # of a large variable, from its beginning to its end
+_PIECES = 32  # pieces of a large variable, from its beginning to its end
 
 _ALONE = (
     "nothing was reduced, broadcast or gathered in this job of %d ranks: each of them ran by itself. If they trained, "
@@ -57,7 +57,8 @@ class _Noted:
     key: str  # what the ranks call it
     reference: weakref.ref[Any]
     name: str
-    calls: int | None = None  # of reductions before it was made equal; None if it only may be
+    # Number of reductions before it was made equal; None if it only may be.
+    calls: int | None = None
 
 
 class LastWord:

@@ -28,7 +28,8 @@ from npu_device._src.training.watching.watched_optimizer import (
 _log = logging.getLogger("npu_device")
 
 _MOST_POSTS = 32  # optimizers of a signature, and signatures
-_ROUNDING = 1e-3  # of the sum of a gradient's absolute values: hosts with other processors round differently
+# Part of the sum of a gradient's absolute values: hosts with other processors round differently.
+_ROUNDING = 1e-3
 _LAST_LOOK = 1000  # steps, when ranks that have posted nothing are not waited for any more
 
 _NOT_REDUCED = (

@@ -41,7 +41,7 @@ from npu_device._src.world.world import World, value_of
 
 _log = logging.getLogger("npu_device")
 
-# Of the time, so that audits that take twice as long as expected cost less than 0.1 %.
+# Part of the time that audits may take. If they take twice as long as expected, they still cost less than 0.1 %.
 _SHARE = 0.0005
 
 _ADVICE = (

@@ -18,9 +18,9 @@ from npu_device._src.gradients.reduction import Gradient
 _log = logging.getLogger("npu_device")
 
 _LOOKS = 3  # in a row with the same gradients before the warning
-_FEWEST_NUMBERS = 8  # of a gradient; fewer could be the same by chance
+_FEWEST_NUMBERS = 8  # numbers of a gradient; fewer could be the same by chance
 _MOST_NUMBERS = 1 << 16
-_ROUNDING = 1e-5  # of a gradient's largest number: the sum of more than two ranks is rounded
+_ROUNDING = 1e-5  # part of a gradient's largest number: the sum of more than two ranks is rounded
 
 
 class Pair(NamedTuple):

@@ -39,7 +39,7 @@ _HOOK = (
     "npu_bridge.npu_init.NPUBroadcastGlobalVariablesHook(0) to the hooks of the session; or run the operation "
     "npu_bridge.estimator.npu.npu_hook.broadcast_global_variables(0) once, after the variables have got their values."
 )
-_GRAPHS = 100  # of sessions, whose variables are compared
+_GRAPHS = 100  # graphs of sessions whose variables are compared, at most
 _TAPE = "gradient_tape/"  # before the name of the operation that the gradient is of
 
 

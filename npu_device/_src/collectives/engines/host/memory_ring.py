@@ -166,7 +166,7 @@ class MemoryRing:
         self._step = 0
         self._while_waiting = while_waiting
         self._spins = spins
-        # Of each member: how many slots it has written, and how many it has read.
+        # How many slots each member has written, and how many it has read.
         self._written = []
         self._read = []
         for member in range(size):

@@ -12,7 +12,7 @@ class MpiWorld:
     """MPI as all ranks share it."""
 
     mpi: Any  # mpi4py's module
-    comm: Any  # of all ranks, in the order of the ranks of the job, in which groups meet
+    comm: Any  # communicator of all ranks, in the order of the ranks of the job; groups meet in it
     tags: int  # the number that MPI has
     library: str
     ended: threading.Event = field(default_factory=threading.Event)  # set when this rank leaves

@@ -150,7 +150,8 @@ class _WireFormat:
     """The form in which members send each other the results of a shared reduction."""
 
     dtype: np.dtype  # in which they travel
-    sum_dtype: Optional[np.dtype] = None  # of the sums, if they are rounded to 16 bits to travel
+    # Dtype of the sums, if they are rounded to 16 bits to travel.
+    sum_dtype: Optional[np.dtype] = None
     scale: int = 1  # by which such sums are divided, so that they fit
 
     @property
@@ -276,7 +277,7 @@ def _pipelined(blocks: Iterable[tuple[Iterable[Round], Round]], ahead: int) -> I
     it follows ``ahead`` rounds later, so that nobody waits for it.
     """
     endings: deque[Round] = deque()
-    count = 0  # of rounds so far
+    count = 0  # number of rounds so far
     for beginning, ending in blocks:
         for exchange in beginning:
             yield exchange

@@ -96,7 +96,7 @@ def connect(
 def _offer(
     context: EngineContext, group: Group, key: str, size: int
 ) -> tuple[mmap.mmap, Callable[[], None]] | None:
-    withdrawal = contextlib.ExitStack()  # which runs once
+    withdrawal = contextlib.ExitStack()  # runs what it holds once, however often it is closed
     offer = Offer(FIRST_BYTE + size)
     withdrawal.callback(offer.withdraw)
     offer.memory[_TOKEN_BYTES + group.rank] = 1  # has come

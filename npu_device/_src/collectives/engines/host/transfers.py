@@ -38,7 +38,7 @@ _CONTENT = struct.Struct("<iiiq")
 class _Transfer(NamedTuple):
     """One send or receive of this rank: flat bytes, to be sent or to be filled; the future is when it ended."""
 
-    number: int  # of the group, the tag and the direction
+    number: int  # identifies the group, the tag and the direction
     sends: bool
     data: np.ndarray
     content: bytes

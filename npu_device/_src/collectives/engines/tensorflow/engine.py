@@ -22,7 +22,8 @@ from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.tensorflow.kernels import MOVE_DTYPES, Kernels
 from npu_device._src.collectives.group import Group, counts_of
 
-# Of a broadcast, approximately: enough for the full bandwidth, and not so many as to double a large model's memory.
+# A broadcast is cut into transfers of about this size: enough for the full bandwidth, and not so many bytes as to
+# double a large model's memory.
 TRANSFER_BYTES = 64 << 20
 
 # Sums and products are cast back to the narrow dtype afterwards, which wraps around just as the narrow dtype would.

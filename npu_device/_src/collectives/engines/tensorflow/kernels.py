@@ -168,8 +168,8 @@ class Kernels:
                 tf.raw_ops.CollectiveBcastRecvV2, shape=tf.shape(tensor), T=tensor.dtype
             )
         result = self._run(tensor, group, ("broadcast", root_rank), kernel, is_ordered=False)
-        # Of all collectives TensorFlow drops only broadcasts whose result isn't used (``ASYNC_STATEFUL_OPS`` of its
-        # automatic control dependencies, TensorFlow 2.20), and the ranks that do use it would wait forever. An
+        # TensorFlow drops broadcasts whose result isn't used, unlike all other collectives (``ASYNC_STATEFUL_OPS`` of
+        # its automatic control dependencies, TensorFlow 2.20), and the ranks that do use it would wait forever. An
         # operation that writes to a variable is never dropped. Can go when TensorFlow keeps broadcasts, too.
         if not tf.executing_eagerly():
             with tf.control_dependencies([result]):
