@@ -14,6 +14,7 @@ from launcher import npurun, script
 from npu_device._src.machine.core_sets import core_sets, cpus_of, described, threads_of_rank
 from npu_device._src.machine.topology import Machine, Quota, read_machine
 from npu_device._src.wording import ranges
+from npu_device.launch import argument_types, arguments, speed
 
 Place = tuple[int, int, int]  # socket, NUMA node, L3 cache
 Made = Callable[[Callable[[Path], Machine]], Machine]
@@ -269,3 +270,41 @@ def test_more_ranks_than_cores_are_refused(tmp_path: Path) -> None:
 def test_a_wrong_word_is_refused(tmp_path: Path) -> None:
     done = npurun("-n", "2", "--bind-to", "thread", script(tmp_path, SHOWS))
     assert done.returncode == 2 and b"invalid choice: 'thread'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [(two_sockets, "2 NUMA nodes"), (epyc, "4 NUMA nodes"), (laptop, ""), (without_sys, "")],
+)
+def test_one_rank_by_default_names_speed_where_more_may_be_faster(
+    machine: Any,
+    expected: str,
+    made: Made,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(arguments, "read_machine", lambda: made(machine))
+    monkeypatch.setattr(argument_types, "visible_gpus", int)
+    assert arguments.parse([__file__]).nproc_per_node == 1
+    hint = capsys.readouterr().err
+    assert hint.count("npurun speed measures that") == bool(expected)
+    assert expected in hint
+    # Whoever gives the number has chosen.
+    assert arguments.parse(["-n", "1", __file__]).nproc_per_node == 1
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [
+        (two_sockets, ["1", "2", "2 bound", "3", "4", "4 bound", "8", "8 bound"]),
+        (epyc, ["1", "2", "3", "4", "4 bound", "8", "8 bound"]),
+        (laptop, ["1", "2", "3", "4", "8"]),
+    ],
+)
+def test_speed_tries_ranks_bound_and_not(machine: Any, expected: list[str], made: Made) -> None:
+    options = speed._parser().parse_args([__file__])
+    setups = speed._setups(made(machine), [1, 2, 3, 4, 8], options)
+    assert [setup.label for setup in setups] == expected
+    options.bind_to = "core"
+    assert len(speed._setups(made(machine), [1, 2, 3, 4, 8], options)) == 5

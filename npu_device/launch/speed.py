@@ -13,7 +13,7 @@ from pathlib import Path
 
 from npu_device._src.machine.core_sets import AUTO, BINDINGS, NONE, core_sets
 from npu_device._src.machine.topology import Machine, read_machine
-from npu_device._src.speed.timed_process import LEFT_OUT, Setup, TimedProcess
+from npu_device._src.speed.timed_process import Setup, TimedProcess
 from npu_device._src.wording import counted
 from npu_device.launch import script_runs
 from npu_device.launch.argument_types import parse_hosts, positive
@@ -101,17 +101,12 @@ def _measure(options: argparse.Namespace, setups: Sequence[Setup], directory: Pa
     # Here, since numpy takes a while.
     from npu_device._src.speed import outcome
 
-    left_out = {}
-    path = directory / LEFT_OUT
-    if path.exists():
-        left_out = json.loads(path.read_text())
-    timed_setups = [setup for setup in setups if setup.label not in left_out]
-    measured = outcome.outcome(start, timed_setups, left_out)
+    measured = outcome.outcome(start, setups)
     if measured.problem:
         _say(measured.problem)
         return 3
     if not measured.speedups and not code:
-        reasons = "; ".join(f"{label} ranks: {why}" for label, why in left_out.items())
+        reasons = "; ".join(f"{label} ranks: {why}" for label, why in measured.left_out.items())
         _say(
             f"there was no whole round in {options.minutes:g} minutes (--minutes). {reasons}".strip()
         )

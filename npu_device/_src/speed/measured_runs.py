@@ -22,15 +22,15 @@ from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.cluster.time_limits import OTHERS_FAIL_SECONDS, SWEEP_SECONDS
-from npu_device._src.machine.core_sets import core_sets, cpus_of
+from npu_device._src.machine.core_sets import core_sets, cpus_of, threads_of_rank
 from npu_device._src.machine.topology import read_machine
 from npu_device._src.speed.outcome import LEAST_ROUNDS, outcome
 from npu_device._src.speed.timed_process import (
-    LEFT_OUT,
     TRACED,
     Setup,
     TimedProcess,
     Usage,
+    leave_out,
     load_times,
     memory_of,
     save_usage,
@@ -77,7 +77,6 @@ class _SpeedProcess(ForkingProcess):
         self._setups = list(setups)
         self._deadline = time.monotonic() + seconds
         self._seconds_of_run: dict[Setup, float] = {}
-        self._left_out: dict[str, str] = {}
         # The standard error of npurun: this process soon has a file instead, as its script prints what it likes.
         self._console = os.dup(2)  # for progress
         super().__init__(start, words[0])
@@ -120,7 +119,10 @@ class _SpeedProcess(ForkingProcess):
         sets = core_sets(machine, process.ranks, process.binding)
         if sets:
             os.sched_setaffinity(0, cpus_of(sets[process.rank]))
-            environment.NPU_DEVICE_CORES.set(str(len(sets[process.rank])))
+        threads = threads_of_rank(machine, process.ranks, sets)
+        # As npurun does it, also where a quota is smaller than the host.
+        if process.ranks > 1 and threads is not None:
+            environment.NPU_DEVICE_CORES.set(str(threads))
 
     def _run(self, setup: Setup, round_name: str) -> Iterator[Sequence[PlannedProcess]]:
         """Yield the processes of a run, unless npurun starts them."""
@@ -184,8 +186,7 @@ class _SpeedProcess(ForkingProcess):
 
     def _leave_out(self, setup: Setup, reason: str) -> None:
         self._setups.remove(setup)
-        self._left_out[setup.label] = reason
-        Path(self._start.directory, LEFT_OUT).write_text(json.dumps(self._left_out))
+        leave_out(self._start, setup, reason)
 
     def _is_over(self, rounds: int) -> bool:
         """Return True if these rounds are enough."""

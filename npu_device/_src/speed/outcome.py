@@ -14,6 +14,7 @@ from npu_device._src.speed.timed_process import (
     Setup,
     TimedProcess,
     Times,
+    load_left_out,
     load_times,
     load_usage,
 )
@@ -31,10 +32,7 @@ _TOLERANCE = 0.25  # part of the rows of a batch, whose last batch may be shorte
 _WORTH_IT = 1.05  # the gain from which something is recommended
 _DISTURBED = 0.1  # cores that other programs take, from which they may have decided
 _NETWORK = 0.2e9  # bytes a second between hosts: what is slower is bound by the network, whatever the engine
-
-# Part of the time of TensorFlow's ring, for 100 MiB on two ranks (docs/benchmarks.md).
-_SHARED_MEMORY = 0.3
-_TCP = 0.45
+_TCP = 0.45  # part of the time of TensorFlow's ring, for 100 MiB at 10 Gbit/s (docs/benchmarks.md)
 
 
 @dataclass(frozen=True)
@@ -84,10 +82,10 @@ class Outcome:
     problem: str = ""
 
 
-def outcome(
-    start: TimedProcess, setups: Sequence[Setup], left_out: Mapping[str, str] | None = None
-) -> Outcome:
+def outcome(start: TimedProcess, planned_setups: Sequence[Setup]) -> Outcome:
     """Return what the rounds show that are complete."""
+    left_out = load_left_out(start)
+    setups = [setup for setup in planned_setups if setup.label not in left_out]
     rounds = _complete_rounds(start, setups)
     rows = {setup: _rows(start, setup) for setup in setups}
     rows_of_one = rows[setups[0]]
@@ -112,7 +110,7 @@ def outcome(
     ]
     problem = next(filter(None, problems), "")
     batch = next(iter(kinds.values()), _UNKNOWN)
-    return Outcome(speedups, dict(left_out or {}), batch, advice, lost_cores, problem)
+    return Outcome(speedups, left_out, batch, advice, lost_cores, problem)
 
 
 def _lost_cores(start: TimedProcess, setup: Setup, rounds: int) -> float:
@@ -340,10 +338,6 @@ def _what_would_help(start: TimedProcess, setup: Setup, batch: str) -> list[str]
             0.75 * busiest.exposed, busiest.alone
         )
     hosts = len({trace.host for trace in analysis.traces})
-    if hosts == 1 and trace.backend != "shared_memory":
-        savings["shared memory, without NPU_DEVICE_SHARED_MEMORY=off (docs/engines.md)"] = (
-            1 - _SHARED_MEMORY
-        ) * busiest.exposed
     size = sum(gradient.bytes for gradient in trace.gradients)
     sending = (busiest.hidden + busiest.exposed) * 1e-6
     if hosts > 1 and trace.backend == "tensorflow" and size > _NETWORK * sending:

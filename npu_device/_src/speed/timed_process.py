@@ -18,9 +18,7 @@ LEAST_SECONDS = 1.0
 """Short steps are timed for this long, whatever their number, since times are read every few milliseconds."""
 
 TRACED = "traced"
-LEFT_OUT = "left_out.json"
-"""The labels of setups that aren't measured, with the reasons."""
-
+_LEFT_OUT = "left_out.json"
 _TIMES = "times.json"
 _USAGE = "usage.json"
 _MARK = "npurun speed of a rank: "
@@ -133,6 +131,20 @@ def load_times(process: PlannedProcess) -> Times | None:
     if not path.exists():
         return None
     return Times(**json.loads(path.read_text()))
+
+
+def leave_out(process: PlannedProcess, setup: Setup, reason: str) -> None:
+    """Take note that a setup isn't measured."""
+    reasons = {**load_left_out(process), setup.label: reason}
+    Path(process.directory, _LEFT_OUT).write_text(json.dumps(reasons))
+
+
+def load_left_out(process: PlannedProcess) -> dict[str, str]:
+    """Return the labels of setups that aren't measured, with the reasons."""
+    path = Path(process.directory, _LEFT_OUT)
+    if not path.exists():
+        return {}
+    return dict(json.loads(path.read_text()))
 
 
 @dataclass(frozen=True)
