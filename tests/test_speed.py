@@ -393,7 +393,8 @@ def test_wrong_usage(
 def test_ranks_on_hosts_are_a_job_and_one_process_is_here(
     options: tuple[str, ...], tmp_path: Path
 ) -> None:
-    words = ["--hosts", "localhost:1,127.0.0.1:1", "--steps", "3", *options, "--json"]
+    hosts = ("--hosts", "localhost:1,127.0.0.1:1")
+    words = [*hosts, "--steps", "3", "--rounds", "1", *options, "--json"]
     done = npurun("speed", *words, script(tmp_path, LOOP), limit=300.0)
     assert done.returncode == 0, done.stderr.decode()
     single, both = json.loads(done.stdout)["speedups"]

@@ -139,10 +139,8 @@ class _SpeedProcess(ForkingProcess):
         first = processes[0]
         first.folder.mkdir(parents=True)
         settings = json.dumps({**vars(first), "setups": (), "limit": 0, "rounds": 0})
-        per_host = first.ranks // len(first.hosts.split(","))
-        options = ["--hosts", first.hosts, "-n", str(per_host), "--bind-to", first.binding]
-        options += ["--grace", "1", *["--horovod"] * first.horovod]
-        options += [*["--shard-optimizer"] * first.shard_optimizer, "-m", _MODULE, settings]
+        options = [*first.launch_words(first.ranks, first.binding), *["--horovod"] * first.horovod]
+        options += ["--grace", "1", "-m", _MODULE, settings]
         npurun = subprocess.Popen(
             [sys.executable, "-m", "npu_device.launch", *options, *self._words],
             env=self._variables,
@@ -192,8 +190,10 @@ class _SpeedProcess(ForkingProcess):
         """Return True if these rounds are enough."""
         if rounds < self._rounds:
             return False
-        return self._rounds < LEAST_ROUNDS or all(
-            speedup.verdict for speedup in outcome(self._start, self._setups).speedups[1:]
+        # Further rounds don't help against other programs.
+        return self._rounds < LEAST_ROUNDS or not any(
+            speedup.low <= 1 <= speedup.high
+            for speedup in outcome(self._start, self._setups).speedups[1:]
         )
 
     def wait(self, running: dict[int, PlannedProcess]) -> None:

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from npu_device._src.machine.core_sets import NONE
 from npu_device._src.report.analysis import Analysis, analyse
 from npu_device._src.speed.timed_process import (
     TRACED,
@@ -99,7 +98,7 @@ def outcome(start: TimedProcess, planned_setups: Sequence[Setup]) -> Outcome:
             if kinds.get(setup) in (_PER_RANK, _UNKNOWN_PER_RANK):
                 share = setup.ranks
             speedups.append(_speedup(start, setup, rounds, share, rows_of_one, lost_cores))
-    advice = _choice(speedups)
+    advice = _choice(start, speedups)
     # Remedies are for the number of ranks that is the fastest so far.
     best = max(speedups[1:], key=lambda speedup: speedup.ratio, default=None)
     if best is not None:
@@ -304,13 +303,13 @@ def _parts(analysis: Analysis | None) -> dict[str, float]:
 # What would help
 
 
-def _choice(speedups: Sequence[Speedup]) -> list[str]:
+def _choice(start: TimedProcess, speedups: Sequence[Speedup]) -> list[str]:
     """Return which number of ranks to choose, if that is certain."""
     faster = [speedup for speedup in speedups if speedup.verdict == "faster"]
     if faster:
         best = max(faster, key=lambda speedup: speedup.ratio)
-        option = f" --bind-to {best.binding}" * (best.binding != NONE)
-        return [f"npurun -n {best.ranks}{option}: {best.ratio:.2f} times as fast as one process"]
+        words = start.launch_words(best.ranks, best.binding)
+        return [f"npurun {' '.join(words)}: {best.ratio:.2f} times as fast as one process"]
     if speedups[1:] and all(speedup.verdict == "slower" for speedup in speedups[1:]):
         return ["stay with one process: it is faster than any number of ranks that was measured"]
     return []

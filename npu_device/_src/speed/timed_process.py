@@ -95,6 +95,15 @@ class TimedProcess(PlannedProcess):
             }
         return variables
 
+    def launch_words(self, ranks: int, binding: str) -> list[str]:
+        """Return the options with which npurun starts so many ranks."""
+        words = ["-n", str(ranks)]
+        if self.hosts:
+            words = ["--hosts", self.hosts, "-n", str(ranks // len(self.hosts.split(",")))]
+        if binding != NONE:
+            words += ["--bind-to", binding]
+        return [*words, *["--shard-optimizer"] * self.shard_optimizer]
+
     def here(self) -> TimedProcess:
         """Return what this process is to be, a rank that npurun has started on a host."""
         # The folder of the rank table, which npurun removes.

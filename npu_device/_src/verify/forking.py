@@ -148,10 +148,10 @@ def run_script(process: ForkingProcess, words: Sequence[str]) -> None:
         run_main(words[0], start.module)
     except BaseException:
         # Errors of a child are the script's, and end it as without verify.
-        if process.plan is not start:
+        if process.plan.run != START:
             raise
         traceback.print_exc()
-    if process.plan is start:
+    if process.plan.run == START:
         report_problem(start, "ended before its first step")
 
 
