@@ -20,10 +20,9 @@ from npu_device._src.speed.timed_process import (
     Setup,
     TimedProcess,
     Times,
-    Usage,
     load_times,
+    save_lost_cores,
     save_times,
-    save_usage,
 )
 from npu_device._src.trace.records import GradientRecord, Iteration, RankTrace
 from npu_device.launch import speed
@@ -152,7 +151,7 @@ def measured(
             for rank in process.run_of(Setup(ranks), name):
                 rank.folder.mkdir(parents=True)
                 save_times(rank, Times(10, seconds, counted))
-            save_usage(rank, Usage(ranks << 30, lost_cores))
+            save_lost_cores(rank, lost_cores)
     for rank in process.run_of(Setup(2), TRACED):
         rank.trace_file.parent.mkdir(parents=True)
         rank.trace_file.touch()
@@ -280,7 +279,9 @@ def test_remedies_are_for_parts_that_take_time(tmp_path: Path) -> None:
     assert [remedy.partition("up to ")[2][:4] for remedy in remedies] == gains
     # Each only where it isn't done yet.
     divided = TimedProcess(str(tmp_path), 10, shard_optimizer=True)
-    assert not any("--shard" in line for line in outcome.outcome(divided, setups).advice)
+    choice, *others = outcome.outcome(divided, setups).advice
+    assert choice.startswith("npurun -n 2 --shard-optimizer: 1.50 times")
+    assert others == [remedy for remedy in remedies if "--shard" not in remedy]
 
 
 def test_bound_ranks_are_proposed_where_they_are_the_fastest(tmp_path: Path) -> None:
@@ -291,7 +292,6 @@ def test_bound_ranks_are_proposed_where_they_are_the_fastest(tmp_path: Path) -> 
         for rank in process.run_of(bound, name):
             rank.folder.mkdir(parents=True)
             save_times(rank, Times(10, 0.5, 40))
-        save_usage(rank, Usage(2 << 30, 0.0))
     found = outcome.outcome(process, [Setup(1), Setup(2), bound])
     assert found.advice[0] == "npurun -n 2 --bind-to auto: 2.00 times as fast as one process"
 
@@ -312,7 +312,7 @@ def test_with_horovod_the_batch_is_per_rank_where_no_model_is_called(tmp_path: P
         (
             LOOP.replace("repeat(1000)", "repeat(6)"),
             (),
-            "as one process, the script ended before 3 steps could be timed",
+            "as one process, the script ended before 3 steps of a Keras optimizer could be timed",
         ),
         pytest.param(
             f"{LOOP}    if npu.distribute.size() == 2: raise ValueError('no')",

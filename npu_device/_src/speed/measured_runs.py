@@ -29,11 +29,9 @@ from npu_device._src.speed.timed_process import (
     TRACED,
     Setup,
     TimedProcess,
-    Usage,
     leave_out,
     load_times,
-    memory_of,
-    save_usage,
+    save_lost_cores,
     take_report,
 )
 from npu_device._src.verify.forking import (
@@ -156,21 +154,19 @@ class _SpeedProcess(ForkingProcess):
             self._deadline - time.monotonic(), npurun.send_signal, [signal.SIGINT]
         )
         limit.start()
-        sizes = []
+        reports = 0
         with (first.folder / LOG).open("w") as log:
             for line in npurun.stdout:
-                size = take_report(first, line)
-                if size is None:
+                if not take_report(first, line):
                     log.write(line)
                     continue
-                sizes.append(size)
+                reports += 1
                 # A rank that is done goes on training, so that the others aren't disturbed.
-                if len(sizes) == len(processes):
+                if reports == len(processes):
                     npurun.send_signal(signal.SIGINT)
         limit.cancel()
         code = npurun.wait()
-        save_usage(first, Usage(sum(sizes), 0.0))
-        if len(sizes) < len(processes) and time.monotonic() < self._deadline:
+        if reports < len(processes) and time.monotonic() < self._deadline:
             self._look_at_end(first, code)
         else:
             self._tell(processes)
@@ -214,8 +210,7 @@ class _SpeedProcess(ForkingProcess):
                 deadline = min(deadline, time.monotonic() + OTHERS_FAIL_SECONDS)
             if time.monotonic() > deadline:
                 break
-        usage = Usage(sum(map(memory_of, running)), self._lost_cores.mean())
-        save_usage(processes[0], usage)
+        save_lost_cores(processes[0], self._lost_cores.mean())
         end_all(list(running))
         self._tell(processes)
 
@@ -229,8 +224,8 @@ class _SpeedProcess(ForkingProcess):
         end = f"failed with exit code {code}"
         if not code:
             end = (
-                f"ended before {process.steps} steps could be timed; the first ones, and all until its functions are "
-                "traced, don't count.\nWhat to do: let it train longer, or give fewer --steps"
+                f"ended before {process.steps} steps of a Keras optimizer could be timed; the first ones, and all "
+                "until its functions are traced, don't count.\nWhat to do: let it train longer, or give fewer --steps"
             )
         report_problem(process, end)
 

@@ -14,8 +14,8 @@ from npu_device._src.speed.timed_process import (
     TimedProcess,
     Times,
     load_left_out,
+    load_lost_cores,
     load_times,
-    load_usage,
 )
 from npu_device._src.trace.records import read
 from npu_device._src.wording import counted
@@ -114,9 +114,8 @@ def outcome(start: TimedProcess, planned_setups: Sequence[Setup]) -> Outcome:
 
 def _lost_cores(start: TimedProcess, setup: Setup, rounds: int) -> float:
     """Return how many cores other programs took from the runs with a number of ranks."""
-    runs = [load_usage(start.run_of(setup, str(number + 1))[0]) for number in range(rounds)]
-    usages = [usage.lost_cores for usage in runs if usage is not None]
-    return statistics.median(usages or [0.0])
+    runs = [start.run_of(setup, str(number + 1))[0] for number in range(rounds)]
+    return statistics.median([load_lost_cores(run) for run in runs] or [0.0])
 
 
 def _problem(
@@ -160,13 +159,12 @@ def _speedup(
     samples = None
     if rows is not None:
         samples = share * rows * rate
-    usage = load_usage(start.run_of(setup, "1")[0])
-    assert usage is not None  # the round is complete
+    memory = sum(rank.memory for rank in _times_of_run(start, setup, TRACED) or ())
     verdict = _verdict(low, high, len(rounds), lost_cores)
     parts = _parts(_analysis(start, setup))
     ratio = statistics.median(ratios)
     place = (setup.ranks, setup.binding, len(rounds))
-    return Speedup(*place, rate, samples, ratio, low, high, verdict, usage.memory, parts)
+    return Speedup(*place, rate, samples, ratio, low, high, verdict, memory, parts)
 
 
 def spread(ratios: Sequence[float]) -> tuple[float, float]:
@@ -382,7 +380,7 @@ def text(measured: Outcome, steps: int) -> str:
 def _cells(speedup: Speedup) -> list[str]:
     samples = "-"
     if speedup.samples_per_second is not None:
-        samples = f"{speedup.samples_per_second:.4g}"
+        samples = f"{speedup.samples_per_second:.1f}"
     cells = [
         speedup.label,
         samples,

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -158,7 +159,11 @@ class StepClock:
         if count < self._process.steps or self._is_done:
             return
         # Also before the least time is over: the script may end now.
-        save_times(self._process, Times(count, seconds, mark.rows - begin.rows or None))
+        memory = 0
+        # Reading it takes a while.
+        if self._process.round == TRACED:
+            memory = _memory()
+        save_times(self._process, Times(count, seconds, mark.rows - begin.rows or None, memory))
         if seconds >= LEAST_SECONDS:
             self._is_done = True
             finish(self._process)
@@ -177,3 +182,12 @@ class StepClock:
         if self._rows is None:
             return 0
         return int(self._rows.numpy())
+
+
+def _memory() -> int:
+    """Return the bytes of memory of this process, its part of what it shares with others."""
+    # Forks of one process share most pages of TensorFlow, which resident sizes would count twice.
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) << 10
+    return 0

@@ -20,7 +20,7 @@ LEAST_SECONDS = 1.0
 TRACED = "traced"
 _LEFT_OUT = "left_out.json"
 _TIMES = "times.json"
-_USAGE = "usage.json"
+_LOST_CORES = "lost_cores.json"
 _MARK = "npurun speed of a rank: "
 _TRACED_ITERATIONS = "1-40"  # fewer bytes than npurun forwards in a line
 
@@ -119,11 +119,14 @@ class TimedProcess(PlannedProcess):
 
 @dataclass(frozen=True)
 class Times:
-    """What a process has measured: ``steps`` took ``seconds``, and had ``rows`` of samples, if they were counted."""
+    """What a process has measured: ``steps`` took ``seconds``, and had ``rows`` of samples, if they were counted;
+    in the first round also its ``memory``, in bytes.
+    """
 
     steps: int
     seconds: float
     rows: int | None = None
+    memory: int = 0
 
 
 def save_times(process: PlannedProcess, times: Times) -> None:
@@ -156,24 +159,17 @@ def load_left_out(process: PlannedProcess) -> dict[str, str]:
     return dict(json.loads(path.read_text()))
 
 
-@dataclass(frozen=True)
-class Usage:
-    """What a run has used: ``memory`` of all ranks, in bytes; and how many cores others took that it lacked."""
-
-    memory: int
-    lost_cores: float
+def save_lost_cores(process: PlannedProcess, cores: float) -> None:
+    """Take note of how many cores other programs took that the run of a process lacked."""
+    (process.folder.parent / _LOST_CORES).write_text(json.dumps(cores))
 
 
-def save_usage(process: PlannedProcess, usage: Usage) -> None:
-    (process.folder.parent / _USAGE).write_text(json.dumps(vars(usage)))
-
-
-def load_usage(process: PlannedProcess) -> Usage | None:
-    """Return what the run of a process has used; None if it isn't over."""
-    path = process.folder.parent / _USAGE
+def load_lost_cores(process: PlannedProcess) -> float:
+    """Return that number; 0.0 if nobody has noted it."""
+    path = process.folder.parent / _LOST_CORES
     if not path.exists():
-        return None
-    return Usage(**json.loads(path.read_text()))
+        return 0.0
+    return float(json.loads(path.read_text()))
 
 
 def finish(process: TimedProcess) -> None:
@@ -184,29 +180,17 @@ def finish(process: TimedProcess) -> None:
             for path in (process.folder / _TIMES, process.trace_file)
             if path.exists()
         }
-        report = json.dumps({"memory": memory_of(os.getpid()), "files": files})
         # In one call, as other output of the script may come at any time.
-        os.write(1, f"\n{_MARK}{report}\n".encode())
+        os.write(1, f"\n{_MARK}{json.dumps(files)}\n".encode())
     (process.folder / DONE).touch()
 
 
-def take_report(process: PlannedProcess, line: str) -> int | None:
-    """Keep what a rank on a host has printed, and return its memory; None for any other line."""
+def take_report(process: PlannedProcess, line: str) -> bool:
+    """Keep the files that a rank on a host has printed; return False for any other line."""
     _, mark, text = line.partition(_MARK)
-    if not mark:
-        return None
-    report = json.loads(text)
-    for name, content in report["files"].items():
+    files = json.loads(text or "{}")
+    for name, content in files.items():
         path = Path(process.directory, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-    return int(report["memory"])
-
-
-def memory_of(pid: int) -> int:
-    """Return the bytes of memory of a process, its part of what it shares with others."""
-    # Forks of one process share most pages of TensorFlow, which resident sizes would count twice.
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) << 10
-    return 0
+    return bool(mark)
