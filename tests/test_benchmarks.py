@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from launcher import environment
 
-from benchmarks import cases, cores, docs_page, sides, start
+from benchmarks import cases, cores, docs_page, sides, speed, start
 from benchmarks.__main__ import main
 from benchmarks.cases import ALONE, GLOO, MIRRORED, MPICH, TWO_RANKS, Case, Rival
 from benchmarks.cores import APART, SHARED, UNKNOWN
@@ -226,3 +227,24 @@ def test_without_a_gpu_the_benchmark_of_gpus_says_so(
         main(["--gpu", "--output", str(tmp_path)])
     shown = capsys.readouterr().err
     assert "sees no GPU" in shown and "--on-cpu" in shown
+
+
+def test_the_cases_that_may_gain_are_functions_of_their_script() -> None:
+    body = ast.parse(speed.SCRIPT.read_text()).body
+    assert {*speed.CASES} <= {node.name for node in body if isinstance(node, ast.FunctionDef)}
+
+
+def test_a_row_of_a_case_that_may_gain() -> None:
+    lines = [
+        {"samples_per_second": 100.0, "steps_per_second": 10.0},
+        {
+            "samples_per_second": None,
+            "steps_per_second": 15.0,
+            "ratio": 1.5,
+            "low": 1.4,
+            "high": 1.6,
+        },
+    ]
+    lines[1]["verdict"] = "faster"  # type: ignore[assignment]
+    row = speed._row("case", {"problem": "", "speedups": lines, "lost_cores": 0.5})
+    assert row == "| case | 100 | 15 | 1.50 (1.40–1.60) | faster; others took 0.5 cores |"

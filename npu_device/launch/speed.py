@@ -84,6 +84,8 @@ def _measure(options: argparse.Namespace, setups: Sequence[Setup], directory: Pa
         options.steps,
         options.module,
         options.replicate,
+        60.0 * options.minutes,
+        rounds=options.rounds,
         horovod=options.horovod,
         shard_optimizer=options.shard_optimizer,
         hosts=hosts,
@@ -120,11 +122,9 @@ def _measure(options: argparse.Namespace, setups: Sequence[Setup], directory: Pa
 
 def _run(options: argparse.Namespace, start: TimedProcess, setups: Sequence[Setup]) -> str:
     """Run all processes of a script; return what is wrong, "" if nothing is."""
-    limit = 60.0 * options.minutes
-    settings = asdict(start)
-    settings.update(setups=list(map(astuple, setups)), limit=limit, rounds=options.rounds)
+    settings = {**asdict(start), "setups": list(map(astuple, setups))}
     try:
-        return script_runs.run(_RUNNER, settings, options, limit + _END_SECONDS)
+        return script_runs.run(_RUNNER, settings, options, start.seconds + _END_SECONDS)
     except subprocess.TimeoutExpired:
         return ""  # what has been measured is there
 

@@ -50,30 +50,17 @@ _NO_TIME = "no time (see --minutes)"
 
 
 class _SpeedProcess(ForkingProcess):
-    """A process of ``npurun speed``.
+    """A process of ``npurun speed``; the first of ``setups`` is one process."""
 
-    Args:
-        setups: one process first.
-        seconds: in which all runs have to end.
-        rounds: at least; with fewer than ``LEAST_ROUNDS``, nothing is decided.
-    """
-
-    def __init__(
-        self,
-        start: TimedProcess,
-        setups: Sequence[Setup],
-        seconds: float,
-        rounds: int,
-        words: Sequence[str],
-    ) -> None:
-        self._rounds = rounds
+    def __init__(self, start: TimedProcess, setups: Sequence[Setup], words: Sequence[str]) -> None:
+        self._rounds = start.rounds
         self._start = start
         # As npurun --hosts has to find them, whatever the script does to them.
         self._variables = dict(os.environ)
         self._folder = os.getcwd()
         self._words = words
         self._setups = list(setups)
-        self._deadline = time.monotonic() + seconds
+        self._deadline = time.monotonic() + start.seconds
         self._seconds_of_run: dict[Setup, float] = {}
         # The standard error of npurun: this process soon has a file instead, as its script prints what it likes.
         self._console = os.dup(2)  # for progress
@@ -136,7 +123,7 @@ class _SpeedProcess(ForkingProcess):
         """Let npurun start the ranks, and end them when all have printed their times."""
         first = processes[0]
         first.folder.mkdir(parents=True)
-        settings = json.dumps({**vars(first), "setups": (), "limit": 0, "rounds": 0})
+        settings = json.dumps({**vars(first), "setups": ()})
         options = [*first.launch_words(first.ranks, first.binding), *["--horovod"] * first.horovod]
         options += ["--grace", "1", "-m", _MODULE, settings]
         npurun = subprocess.Popen(
@@ -299,13 +286,11 @@ def main(arguments: Sequence[str]) -> None:
     """Run a script as all processes, and time their steps."""
     settings = json.loads(arguments[0])
     setups = [Setup(*setup) for setup in settings.pop("setups")]
-    limit = settings.pop("limit")
-    rounds = settings.pop("rounds")
     start = TimedProcess(**settings)
     if start.run != START:
         start = start.here()
     words = arguments[1:]
-    run_script(_SpeedProcess(start, setups, limit, rounds, words), words)
+    run_script(_SpeedProcess(start, setups, words), words)
 
 
 if __name__ == "__main__":

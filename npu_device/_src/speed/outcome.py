@@ -282,9 +282,6 @@ def _analysis(start: TimedProcess, setup: Setup) -> Analysis | None:
     return None
 
 
-_PARTS = ("input", "computing", "update", "communication", "waiting")
-
-
 def _parts(analysis: Analysis | None) -> dict[str, float]:
     """Return where the step of the rank goes for which the others wait."""
     if analysis is None:
@@ -294,8 +291,14 @@ def _parts(analysis: Analysis | None) -> dict[str, float]:
     computing = busiest.alone + busiest.hidden
     # The rank that is ready first waits for the busiest one.
     waiting = busiest.busy - idlest.busy
-    times = (busiest.input_wait, computing, busiest.update, busiest.exposed, waiting)
-    return {name: microseconds / 1e3 for name, microseconds in zip(_PARTS, times)}
+    microseconds = {
+        "input": busiest.input_wait,
+        "computing": computing,
+        "update": busiest.update,
+        "communication": busiest.exposed,
+        "waiting": waiting,
+    }
+    return {name: time / 1e3 for name, time in microseconds.items()}
 
 
 # What would help

@@ -43,11 +43,13 @@ class Setup:
 class TimedProcess(PlannedProcess):
     """One process, whose steps are timed; in the first round, it also tells where their time goes.
 
-    ``steps`` is how many are timed at least, and ``hosts`` are those of ``npurun --hosts``, which starts the ranks if
-    there are any.
+    ``steps`` is how many are timed at least, ``seconds`` the limit of all runs, ``rounds`` the least number of
+    rounds; with fewer than five, nothing is decided. ``hosts`` are those of ``npurun --hosts``, which starts the ranks
+    if there are any.
     """
 
     round: str = TRACED
+    rounds: int = 5
     binding: str = NONE
     horovod: bool = False
     shard_optimizer: bool = False
