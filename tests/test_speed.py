@@ -237,14 +237,14 @@ def test_remedies_are_for_parts_that_take_time(tmp_path: Path) -> None:
             begin + 7e4,
             begin + 1e5,
             ((begin + 7e4, begin + 9e4),),
-            (begin + 7e4,),
+            (begin + 7e4,) * 2,
             begin,
         )
         for number, begin in enumerate(1e5 * step for step in range(9))
     ]
     for rank in range(2):
         # So many that the network isn't the limit.
-        gradients = (GradientRecord("w", "float32", 10 << 20),)
+        gradients = (GradientRecord("w", "float32", 5 << 20),) * 2
         head = RankTrace(
             rank,
             2,
@@ -256,7 +256,7 @@ def test_remedies_are_for_parts_that_take_time(tmp_path: Path) -> None:
             "tensorflow",
             "world",
             gradients,
-            ((0, 0),),
+            ((0, 1),),
         )
         lines = [head.header(), *(iteration.__dict__ for iteration in iterations)]
         path = TimedProcess(str(tmp_path), 10).run_of(Setup(2), TRACED)[rank].trace_file

@@ -29,6 +29,7 @@ from npu_device._src.speed.timed_process import (
     TRACED,
     Setup,
     TimedProcess,
+    finish,
     leave_out,
     load_times,
     save_lost_cores,
@@ -291,6 +292,9 @@ def main(arguments: Sequence[str]) -> None:
         start = start.here()
     words = arguments[1:]
     run_script(_SpeedProcess(start, setups, words), words)
+    # A script that ends soon, on a host: forks leave their files anyway.
+    if load_times(start) is not None and not (start.folder / DONE).exists():
+        finish(start)
 
 
 if __name__ == "__main__":
