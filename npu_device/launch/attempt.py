@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from npu_device._src.environment import NPU_DEVICE_RANK_PROCESS
 from npu_device._src.horovod import modules
 from npu_device._src.membership.rank_environment import rank_table
 from npu_device._src.membership.schemes import secret
+from npu_device._src.training.checkpoint.memory_slots import Memory
 from npu_device._src.wording import ranges
 from npu_device.launch import failures
 from npu_device.launch.arguments import DEFAULT_PORT, Options
@@ -73,18 +75,23 @@ class Launch:
     events: Events
     starter: Starter
     binding: Binding
+    memory: Memory | None  # for copies of checkpoints, on a single host
 
     @property
     def progress_file(self) -> str:
         return os.path.join(self.directory, "progress")
 
     def step(self) -> str | None:
-        """Return the step of the newest checkpoint, as far as rank 0, on this node, has reported it."""
-        try:
-            progress = Path(self.progress_file).read_text(encoding="utf-8", errors="replace")
-            return progress.strip()[:40] or None
-        except OSError:
-            return None
+        """Return the step of the newest checkpoint, as far as rank 0, on this node, has reported it, or of a copy."""
+        progress = None
+        with contextlib.suppress(OSError):
+            text = Path(self.progress_file).read_text(encoding="utf-8", errors="replace")
+            progress = text.strip()[:40] or None
+        copied = None if self.memory is None else self.memory.step()
+        # A script may write anything into the file.
+        if copied is None or (progress is not None and not progress.isdecimal()):
+            return progress
+        return str(max(copied, int(progress or 0)))
 
 
 @dataclass(frozen=True)
@@ -328,6 +335,9 @@ class Attempt:
             PYTHONUNBUFFERED="1",  # else a rank's output would come in blocks, and a killed rank's last block never
         )
         variables.update(self._launch.binding.variables())
+        variables.pop(environment.NPU_DEVICE_MEMORY_COPIES.name, None)
+        if self._launch.memory is not None:
+            variables.update(NPU_DEVICE_MEMORY_COPIES=self._launch.memory.address)
         if options.replicate:
             # Ranks that iterate over sets of strings would otherwise do so in different orders.
             variables.setdefault("PYTHONHASHSEED", str(options.seed))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 
 from npu_device._src.cluster.handshake import NO_SECRET
 from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.membership.schemes import secret
+from npu_device._src.training.checkpoint.memory_slots import Memory
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import USAGE, Attempt, Launch, Listener, prepare_rendezvous
 from npu_device.launch.binding import Binding
@@ -19,6 +23,8 @@ from npu_device.launch.ledger import Decision, Ledger
 from npu_device.launch.member import Member
 from npu_device.launch.output import Console
 from npu_device.launch.reports import Starter
+
+_WRITER = "npu_device._src.training.checkpoint.memory_copies"
 
 
 def run(options: Options, starter: Starter | None = None) -> int:
@@ -31,12 +37,18 @@ def run(options: Options, starter: Starter | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix=prefix) as directory, RankGuard(directory) as guard:
         try:
             binding = Binding(options)
-            launch = Launch(options, console, guard, directory, events, starter, binding)
+            memory = None
+            if options.nnodes == 1:
+                memory = Memory(options.nproc_per_node)
+            launch = Launch(options, console, guard, directory, events, starter, binding, memory)
             job_secret = secret()
             if options.nnodes > 1 and options.node_rank == 0 and not job_secret:
                 console.say(NO_SECRET)
             if not options.nodes_meet:
-                return _alone(launch)
+                try:
+                    return _alone(launch)
+                finally:
+                    _write_copies(launch)
             if options.node_rank > 0:
                 return Member(launch, job_secret, options.master_addr).run()
             with Leader(launch, job_secret) as leader:
@@ -44,6 +56,23 @@ def run(options: Options, starter: Starter | None = None) -> int:
         except (OSError, ClusterError, ValueError) as error:
             console.say(str(error))
             return USAGE
+
+
+def _write_copies(launch: Launch) -> None:
+    """Write copies in memory that are newer than the checkpoints on the disk, in a process that has TensorFlow."""
+    memory = launch.memory
+    if memory is None:
+        return
+    try:
+        if memory.is_newer_than_disk():
+            launch.console.say("the newest copy in memory is written to the disk")
+            command = [sys.executable, "-m", _WRITER, memory.address]
+            variables = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+            # In a session of its own, so that Ctrl-C doesn't end it.
+            subprocess.run(command, env=variables, start_new_session=True, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        launch.console.say(f"the newest copy in memory could not be written to the disk: {error}")
+    memory.close()
 
 
 def signals(options: Options, console: Console) -> Events:

@@ -5,6 +5,7 @@ and Keras. Its files are called by what they know. A docstring names the upstrea
 known otherwise. It also says when the function can go, or else it stays until there is a public counterpart.
 """
 
+from npu_device._src.compat.checkpoints import *  # noqa: F403
 from npu_device._src.compat.graph_walk import producers as producers, walk as walk
 from npu_device._src.compat.graphs import *  # noqa: F403
 from npu_device._src.compat.keras import *  # noqa: F403

@@ -124,6 +124,13 @@ def begin_fit_at(model: Any, epoch: int | None) -> None:
             model._training_state = None
 
 
+def count_train_steps(model: Any, steps: int) -> None:
+    """Let tf-keras count the steps of ``fit`` from a number on, by which its summaries are written."""
+    counter = getattr(model, "_train_counter", None)
+    if counter is not None:
+        counter.assign(steps)
+
+
 def iterators_made(model: Any, used: int, knows_length: bool) -> list[int]:
     """Return how many iterators of its data ``fit`` may have made when it has ``used`` some, most likely one last."""
     # From Keras 3.7 on, an epoch ends by making an iterator; the next one uses it only if steps_per_epoch is given.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable
 
@@ -11,6 +12,8 @@ import tensorflow as tf
 
 from npu_device._src.compat.keras import SHARE, belongs_to_keras, is_share, keras_of
 
+HELD_ELSEWHERE = object()
+_thread = threading.local()
 _STATE_IN_SLOTS = (
     "SGD",
     "Adam",
@@ -191,6 +194,16 @@ def with_averages(optimizer: Any, indices: Sequence[int], act: Callable[[list[An
         vars(optimizer)["_model_variables_moving_average"] = averages
 
 
+@contextlib.contextmanager
+def of_this_rank() -> Iterator[None]:
+    """Let slots that other ranks hold be ``HELD_ELSEWHERE`` in what the block reads for a checkpoint."""
+    _thread.is_of_rank = True
+    try:
+        yield
+    finally:
+        _thread.is_of_rank = False
+
+
 def make_remote(variable: Any, initializer: Any = None) -> None:
     """Free the memory of a slot; its ``SHARE`` tells what reading it gives. Given the initializer that has given it its
     value, the variable has that value until it is assigned another one; what a checkpoint has given it stays.
@@ -272,6 +285,8 @@ def _remote_class(variable_class: Any) -> Any:
             return str(self.name)
 
         def _serialize_to_tensors(self) -> dict[str, Any]:
+            if self._value is None and getattr(_thread, "is_of_rank", False):
+                return {"VARIABLE_VALUE": HELD_ELSEWHERE}
             return {"VARIABLE_VALUE": tf.convert_to_tensor(self.value)}
 
         def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:

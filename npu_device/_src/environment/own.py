@@ -199,6 +199,11 @@ NPU_DEVICE_PROGRESS_FILE = optional(
     "file in which rank 0 writes the step of each complete checkpoint, so that `npurun` can tell progress from a "
     "script that fails at the same place again and again. `npurun` sets this on node 0.",
 )
+NPU_DEVICE_MEMORY_COPIES = optional(
+    "NPU_DEVICE_MEMORY_COPIES",
+    forms.TEXT,
+    "where `npurun` holds memory for the copies of `memory_every`. `npurun` sets this.",
+)
 NPU_DEVICE_PREEMPT_SIGNAL = Variable(
     "NPU_DEVICE_PREEMPT_SIGNAL",
     forms.one_of(

@@ -126,17 +126,17 @@ def _numbers(path: Path) -> list[int]:
 
 def read_quota(root: Path = Path("/")) -> Quota | None:
     """Return the smallest quota of the control groups of this process; None if there is none."""
-    quotas = [quota for folder in _groups(root) if (quota := _quota_of(folder))]
+    quotas = [quota for folder in groups_of("cpu", root) if (quota := _quota_of(folder))]
     return min(quotas, key=lambda quota: quota.cpus, default=None)
 
 
-def _groups(root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's control groups for CPU time, and of all above them."""
+def groups_of(controller: str, root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's control groups for a controller such as ``cpu``, and of all above them."""
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             # Version 2 has no controllers in the line, and version 1 a hierarchy for some of them.
-            if controllers and "cpu" not in controllers.split(","):
+            if controllers and controller not in controllers.split(","):
                 continue
             mount = root / "sys/fs/cgroup" / controllers
             folder = mount / path.lstrip("/")

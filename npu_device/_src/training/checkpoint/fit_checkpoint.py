@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.training.checkpoint.callback_states import CallbackStates
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.job_checkpoint import JobCheckpoint
 from npu_device._src.training.checkpoint.selection import gather
@@ -36,6 +37,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
     Args:
         directory: directory of the checkpoints, one for each ``fit`` of a script; see ``JobCheckpoint``.
         every: steps between checkpoints; None for none within an epoch.
+        memory_every: steps between copies in memory that npurun holds; see ``JobCheckpoint``.
         each_epoch: save after each epoch, when the callbacks have been called and the next epoch has begun.
         keep: number of checkpoints to keep, above 0.
         preemption: stop all ranks after the same step, with a checkpoint and exit code 75, when any of them is sent
@@ -45,13 +47,14 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         not_kept: what could not be restored, one sentence each.
 
     Raises:
-        ValueError: ``every`` or ``keep`` is not positive; when ``fit`` begins.
+        ValueError: ``every``, ``memory_every`` or ``keep`` is not positive; when ``fit`` begins.
         CheckpointError: there are checkpoints, but none can be used, or it doesn't fit the model, or this ``fit`` has
             less data; from ``fit``.
 
     Call ``fit`` with the same arguments again. It starts in the epoch of the checkpoint, whose finished steps read
     their batches and call other callbacks, but compute nothing. Then weights, optimizers, learning rates, metrics and
-    random states are those of the checkpoint, but not what other callbacks remember (``EarlyStopping``, ``History``).
+    random states are those of the checkpoint, and so is what callbacks remember: those of Keras, and those of the
+    script that have ``get_state()`` and ``set_state(state)``, for states of numbers, strings and arrays.
 
     Put it after callbacks that change the model when ``fit`` ends (``EarlyStopping(restore_best_weights=True)``). With
     a seed that is set before the data are made, the batches come in the same order again; if not, a warning tells it.
@@ -63,6 +66,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         directory: str | os.PathLike[str],
         *,
         every: int | None = None,
+        memory_every: int | None = None,
         each_epoch: bool = True,
         keep: int = 3,
         preemption: bool = True,
@@ -71,7 +75,12 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self.not_kept: tuple[str, ...] = ()
         self._directory = directory
         self._each_epoch = each_epoch
-        self._options: dict[str, Any] = {"every": every, "keep": keep, "preemption": preemption}
+        self._options: dict[str, Any] = {
+            "every": every,
+            "memory_every": memory_every,
+            "keep": keep,
+            "preemption": preemption,
+        }
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Look for a checkpoint, and let ``fit`` begin in its epoch."""
@@ -80,18 +89,26 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         named = {f"optimizer{number}": optimizer for number, optimizer in enumerate(optimizers)}
         self._metrics: list[Any] = []
         self._metric_names: list[str] = []
+        self._callbacks = CallbackStates(self)
         self._job = JobCheckpoint(
-            self._directory, model=self.model, metrics=self._metrics, **named, **self._options
+            self._directory,
+            model=self.model,
+            metrics=self._metrics,
+            best_weights=self._callbacks.arrays,
+            per_rank={"callbacks": self._callbacks},
+            **named,
+            **self._options,
         )
         self._epoch = 0
         self._step = 0  # step within the epoch
         self._total = 0  # steps of all epochs
         self._begins = False
+        self._has_files = False
         knows_length = (self.params or {}).get("steps") is not None
         self._position = _DataPosition(current_world(), self.model, knows_length)
         self._resume = self._position_to_resume()
         if self._resume is None:
-            self._job.restore()  # nothing; from now on it may save
+            self._job._restore_state()  # nothing; from now on it may save
         else:
             compat.begin_fit_at(self.model, self._resume["epoch"])
         # An interrupted ``fit`` may have left its wrapper on the model.
@@ -107,6 +124,16 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             self._must_have_resumed()
         self._epoch = epoch
         self._begins = True
+        # By now all callbacks have begun.
+        if not self._has_files:
+            self._has_files = True
+            self._callbacks.begin_files()
+        if self._resume is not None:
+            self._callbacks.hide()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Let Keras call the other callbacks again, when the ``fit`` of the checkpoint had ended."""
+        self._callbacks.show()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Save the last checkpoint."""
@@ -114,6 +141,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self.model.train_function = self._inner
         self._must_have_resumed()
         self._job.try_to_save(self._total, self._notes(ended_of=self.params["epochs"]))
+        self._callbacks.end()
         self._job.close()
 
     # In place of the model's train function, since saving and resuming happen at the same point between its steps: no
@@ -162,6 +190,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
                 _log.warning(text, self._epoch + 1, problem)
         if pulled:
             self._build(keras_iterator, pulled[0])
+            self._job._reserve()
         # Here the state is that of the end of the epoch before, with what callbacks did there.
         if self._resume is None and self._each_epoch and self._total:
             self._job.try_to_save(self._total, self._notes())
@@ -178,8 +207,10 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         # If the length is unknown, the last call of an epoch has counted as many steps as the others.
         if self._resume is None or math.ceil(self._step / count) * count < self._resume["step"]:
             return {}
+        had_ended = False
         if self._resume["ended_of"] >= self.params["epochs"]:  # also if it ended early
             self.model.stop_training = True
+            had_ended = True
             if is_main():
                 _log.warning(
                     "the fit whose checkpoints are in %s had ended: its last state is restored, and nothing is trained."
@@ -187,6 +218,9 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
                     self._directory,
                 )
         self._restore()
+        # The states of an ended ``fit`` have its last epoch's end in them.
+        if had_ended:
+            self._callbacks.hide()
         return self.model.get_metrics_result()
 
     def _build(self, batches: Any, batch: Any) -> None:
@@ -241,8 +275,14 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
 
     def _restore(self) -> None:
         self._resume = None
-        self._total = self._job.restore()
+        self._total = self._job._restore_state()
+        compat.count_train_steps(self.model, self._total)
         self.not_kept += self._job.not_kept
+        self._callbacks.show()
+        lost = self._callbacks.resume(max(0, self._step - 1))
+        if lost and is_main():
+            _log.warning("the training is resumed, except for\n  %s", "\n  ".join(lost))
+        self.not_kept += tuple(lost)
 
     def _must_have_resumed(self) -> None:
         if self._resume is not None:

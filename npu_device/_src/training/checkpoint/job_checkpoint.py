@@ -19,13 +19,22 @@ from npu_device._src import environment
 from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.training.checkpoint import folder, selection
 from npu_device._src.training.checkpoint.folder import CheckpointError
+from npu_device._src.training.checkpoint.memory_copies import (
+    Copier,
+    bytes_of_rank,
+    copier_of,
+    tensors_of,
+    to_disk,
+)
 from npu_device._src.training.checkpoint.parts import (
     Digests,
     RankState,
     SharedState,
+    variables_of,
     with_hidden_random_state,
 )
 from npu_device._src.training.checkpoint.preemption import Preemption
+from npu_device._src.training.checkpoint.progress import note_progress
 from npu_device._src.training.checkpoint.selection import Storage, gather, on_all_ranks
 from npu_device._src.training.opening import device
 from npu_device._src.training.opening.current_world import current_world
@@ -43,6 +52,9 @@ class JobCheckpoint:
         directory: directory of the checkpoints, the same path on every rank; created if it doesn't exist. Hosts that
             don't share it each write a complete checkpoint.
         every: steps between checkpoints that ``step_done`` writes; None: only the last one, when asked to stop.
+        memory_every: steps between copies in memory that npurun holds until it ends; None for none. A restart by
+            npurun resumes from the newest copy if it is newer than the checkpoints on the disk. See "Copies in memory"
+            in docs/reliability.md.
         keep: number of checkpoints to keep, above 0.
         preemption: stop all ranks after the same step, with a checkpoint, when any of them is sent the signal that
             ``NPU_DEVICE_PREEMPT_SIGNAL`` names (SIGTERM by default); see ``step_done``. The handler of the
@@ -57,7 +69,7 @@ class JobCheckpoint:
         not_kept: what ``restore`` could not restore, one sentence each.
 
     Raises:
-        ValueError: ``every`` or ``keep`` is not positive.
+        ValueError: ``every``, ``memory_every`` or ``keep`` is not positive.
         TypeError: something that can't be in a checkpoint.
 
     The random states of Python, numpy and TensorFlow's eager operations are kept for each rank, and so are variables
@@ -73,6 +85,7 @@ class JobCheckpoint:
         directory: str | os.PathLike[str],
         *,
         every: int | None = None,
+        memory_every: int | None = None,
         keep: int = 3,
         preemption: bool = True,
         per_rank: Mapping[str, Any] | None = None,
@@ -80,10 +93,19 @@ class JobCheckpoint:
     ) -> None:
         if keep < 1 or (every is not None and every < 1):
             raise ValueError(f"keep and every must be at least 1; found keep={keep}, every={every}")
+        if memory_every is not None and (type(memory_every) is not int or memory_every < 1):
+            raise ValueError(
+                "memory_every must be None, for no copies in memory, or a number of steps of at least 1; found "
+                f"memory_every={memory_every!r}"
+            )
         self.notes: dict[str, Any] = {}
         self.not_kept: tuple[str, ...] = ()
         self._directory = Path(directory).absolute()
         self._interval = every
+        self._memory_interval = memory_every
+        self._copier: Copier | None = None
+        self._copied_step = 0
+        self._has_reserved = False
         self._keep = keep
         self._shared = SharedState(shared)
         self._own_state = RankState(per_rank or {})
@@ -114,7 +136,10 @@ class JobCheckpoint:
         self.close()
 
     def close(self) -> None:
-        """Restore the handler of the signal; also at the end of a ``with`` block."""
+        """Restore the handler of the signal, and end the copies in memory; also at the end of a ``with`` block."""
+        if self._copier is not None:
+            self._copier.close()
+            self._copier = None
         if self._preemption is not None:
             self._preemption.close()
 
@@ -145,6 +170,10 @@ class JobCheckpoint:
         # Not by remainder, because a step may stand for several.
         if self._interval is not None and step // self._interval > last_step // self._interval:
             self.try_to_save(step, notes)
+        elif self._memory_interval is not None:
+            newest = max(last_step, self._copied_step)
+            if step // self._memory_interval > newest // self._memory_interval:
+                self._copy(step, dict(notes or {}))
 
     def try_to_save(self, step: int, notes: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint now, as ``save`` does; if it can't be written, warn instead of raising CheckpointError.
@@ -188,6 +217,7 @@ class JobCheckpoint:
                 f"the notes of a checkpoint must be values for JSON: {error}"
             ) from error
         world, storage = self._prepare()
+        self._own_state.collect()
         differing = self._compare(world, storage, step)
         parts = {} if world is None else self._shared.parts()
         means = means_of([*parts.values()])
@@ -206,15 +236,10 @@ class JobCheckpoint:
             if storage.is_keeper:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
+        self._own_state.has_saved()
         self._last_step = step
-        progress = environment.NPU_DEVICE_PROGRESS_FILE.get()
-        if progress is not None and (world is None or world.is_main):
-            try:
-                # Written beside and renamed: npurun may read at any moment.
-                Path(f"{progress}.part").write_text(f"{step}\n", encoding="utf-8")
-                os.replace(f"{progress}.part", progress)
-            except OSError as error:
-                _log.warning("npurun can't be told of the checkpoint of step %d: %s", step, error)
+        if world is None or world.is_main:
+            note_progress(step)
 
     def peek(self) -> dict[str, Any] | None:
         """Return the notes of the checkpoint that ``restore`` will restore; None if there is none.
@@ -223,12 +248,18 @@ class JobCheckpoint:
             CheckpointError: there are checkpoints, but none can be used.
         """
         world, storage = self._prepare()
+        self._copies_to_disk(world, storage)
         if storage.is_keeper:
             _warn_each(folder.tidy(self._directory, but=storage.token))
             self._named = _latest(self._directory)
         self._chosen = selection.newest_whole(world, storage, self._directory)
         if self._chosen is None:
             return None
+        own_prefix = None
+        if self._chosen.is_complete:
+            own_folder = self._directory / folder.name_of(self._chosen.step)
+            own_prefix = own_folder / folder.own_prefix(storage.rank)
+        self._own_state.expect(own_prefix, self._chosen.callbacks)
         return self._chosen.notes
 
     @for_all_ranks()
@@ -244,12 +275,20 @@ class JobCheckpoint:
         A damaged checkpoint is left out with a warning that names the file. With another number of ranks, what all
         ranks share is restored, and a warning says what could not be kept.
         """
+        step = self._restore_state()
+        self._reserve()
+        return step
+
+    @for_all_ranks()
+    def _restore_state(self) -> int:
+        """Restore, and leave it to the caller to ``_reserve`` memory when all variables exist."""
         if self._chosen is None:
             # A restore without a look before it takes the newest one.
             self.peek()
         chosen = self._chosen
         self._chosen = None
         world, storage = self._prepare()
+        self._copied_step = 0
         if chosen is None:
             self._last_step = 0
             return 0
@@ -298,6 +337,67 @@ class JobCheckpoint:
             )
         return chosen.step
 
+    # Copies in memory
+
+    def _reserve(self) -> None:
+        """Check, before the first step, that the host has memory for the copies of all variables.
+
+        Raises:
+            CheckpointError: it has less; on all ranks.
+        """
+        world, storage = self._prepare()
+        if self._copier is None or self._has_reserved:
+            return
+        self._has_reserved = True
+        variables = list(self._shared.variables().values())
+        sizes = gather(world, bytes_of_rank(variables, is_first=storage.rank == 0))
+        self._copier.require_memory(world, sum(sizes), self._memory_interval or 0)
+
+    def _copy(self, step: int, notes: dict[str, Any]) -> None:
+        """Begin a copy of this step in memory, unless a rank is still busy with the one before."""
+        world, storage = self._prepare()
+        if self._copier is None:
+            return
+        reports = gather(world, (step, self._copier.is_busy, self._copier.take_problem()))
+        self._copier.report([problem for _, _, problem in reports])
+        is_one_step = len({rank_step for rank_step, _, _ in reports}) == 1
+        # Between two updates, what one process has would take a reduction: the copy comes after the next update.
+        if not is_one_step or any(is_busy for _, is_busy, _ in reports) or self._shared.parts():
+            return
+        self._own_state.collect()
+        checkpoint = self._shared.checkpoint()
+        variables = variables_of(checkpoint)
+        paths = {id(variable): path for path, variable in variables.items()}
+        header = {"step": step, "directory": str(self._directory), "keep": self._keep}
+        # After a restart, the same step may have other bits, and isn't part of the same copy.
+        header["attempt"] = environment.NPU_DEVICE_RESTART_COUNT.get()
+        header["manifest"] = self._manifest(storage, notes, list(variables))
+        files = self._own_state.files(folder.own_prefix(storage.rank))
+        self._copier.copy(header, tensors_of(checkpoint, paths), files)
+        self._own_state.has_saved()
+        self._copied_step = step
+
+    def _copies_to_disk(self, world: World | None, storage: Storage) -> None:
+        """Let the first rank write the newest copy of an attempt that has failed as a checkpoint."""
+        copier = self._copier
+        if copier is None:
+            return
+
+        def write() -> int | None:
+            if storage.rank > 0:
+                return None
+            return to_disk(copier.slots, self._directory, storage.token)
+
+        try:
+            step, *_ = on_all_ranks(world, write, "the newest copy in memory can't be written:")
+        except CheckpointError as error:
+            if storage.rank == 0:
+                _log.warning("%s\nThe job resumes from the disk.", error)
+            return
+        # Only on the first rank.
+        if step is not None:
+            note_progress(step)
+
     # Parts of saving
 
     def _prepare(self) -> tuple[World | None, Storage]:
@@ -309,6 +409,8 @@ class JobCheckpoint:
         if self._storage is None:
             self._world = current_world()
             self._storage = selection.find_storage(self._world, self._directory)
+            if self._memory_interval is not None:
+                self._copier = copier_of(self._world)
             self._named = _latest(self._directory)
             names = self._warned
             self._warned = []
@@ -395,13 +497,8 @@ class JobCheckpoint:
         files: Any,
         notes: Any,
     ) -> None:
-        manifest = {
-            "world_size": len(storage.keepers),
-            "versions": {"npu_device": __version__, "tensorflow": tf.__version__},
-            "notes": notes,
-            "variables": sorted(self._shared.variables()),
-            "files": files,
-        }
+        manifest = self._manifest(storage, notes, list(self._shared.variables()))
+        manifest["files"] = files
         problem = f"the checkpoint of step {step} could not be completed in {self._directory}:"
 
         def finish() -> None:
@@ -422,6 +519,15 @@ class JobCheckpoint:
         # The checkpoint is whole on all hosts before any of them names it.
         for stage in (finish, name_latest):
             on_all_ranks(world, stage if storage.is_keeper else lambda: None, problem)
+
+    def _manifest(self, storage: Storage, notes: Any, paths: list[str]) -> dict[str, Any]:
+        return {
+            "world_size": len(storage.keepers),
+            "versions": {"npu_device": __version__, "tensorflow": tf.__version__},
+            "notes": notes,
+            "callbacks": self._own_state.callbacks,
+            "variables": sorted(paths),
+        }
 
 
 def _latest(directory: Path) -> int | None:

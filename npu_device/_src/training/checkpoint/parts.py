@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.training.checkpoint.callback_states import NO_CALLBACKS, CallbackStates
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.optimizers.accumulation import note_accumulators
 from npu_device._src.training.watching import training_state
@@ -42,7 +44,7 @@ class SharedState:
         # It misses the random states of layers (Keras 3.15, tf-keras 2.20); they are added until both track them.
         named = {name: trackable(component, name) for name, component in self._trackables.items()}
         # By object: the same variable has another path in each view.
-        tracked = set(map(id, _variables(tf.train.Checkpoint(**named)).values()))
+        tracked = set(map(id, variables_of(tf.train.Checkpoint(**named)).values()))
         listed = [
             variable for component in self._trackables.values() for variable in _listed(component)
         ]
@@ -53,7 +55,7 @@ class SharedState:
 
     def variables(self) -> dict[str, Any]:
         """Return the variables by the path on which ``checkpoint`` reaches them."""
-        return _variables(self.checkpoint())
+        return variables_of(self.checkpoint())
 
     def digests(self) -> Digests:
         numbers = {}
@@ -95,7 +97,7 @@ class SharedState:
                 if hasattr(component, "apply_gradients"):
                     compat.build_optimizer(component, models[0].trainable_variables)
         checkpoint = self.checkpoint()
-        absent = sorted(set(paths) - set(_variables(checkpoint)))
+        absent = sorted(set(paths) - set(variables_of(checkpoint)))
         # tf-keras reads variables that don't exist yet when they are made.
         if absent and any(map(_of_keras_3, components)):
             raise CheckpointError(
@@ -166,7 +168,8 @@ def _of_keras_3(component: Any) -> bool:
     return "keras" in roots and compat.is_keras_3(compat.keras_of(component))
 
 
-def _variables(root: Any) -> dict[str, Any]:
+def variables_of(root: Any) -> dict[str, Any]:
+    """Return the variables of a ``tf.train.Checkpoint`` by the paths on which it reaches them."""
     variables: dict[str, Any] = {}
     # Objects refer to each other in circles.
     visited = {id(root)}
@@ -193,10 +196,14 @@ class RankState:
     def __init__(self, components: Mapping[str, Any]) -> None:
         plain = (random.Random, np.random.Generator)
         self._generators = {}
+        self._callbacks: CallbackStates | None = None
+        self.callbacks = NO_CALLBACKS  # their states, when they were last collected
         self._trackables = {}
         for name, component in components.items():
             if isinstance(component, plain):
                 self._generators[name] = component
+            elif isinstance(component, CallbackStates):
+                self._callbacks = component
             else:
                 self._trackables[name] = trackable(component, name)
 
@@ -206,6 +213,24 @@ class RankState:
         if not names:
             return []
         return [f"{names} (per_rank): as this script has made them; an optimizer begins at step 0"]
+
+    def collect(self) -> None:
+        """Ask callbacks for their states, whose best weights are among the shared variables from now on."""
+        if self._callbacks is not None:
+            self.callbacks = self._callbacks.collect()
+
+    def has_saved(self) -> None:
+        """Drop the variables that were needed for a checkpoint only."""
+        if self._callbacks is not None:
+            self._callbacks.arrays.clear()
+
+    def expect(self, prefix: Path | None, callbacks: str) -> None:
+        """Give callbacks the states that are about to be restored: this rank's own, or without a file given ones."""
+        if prefix is not None:
+            record = from_json(Path(f"{prefix}.json").read_text(encoding="utf-8"))
+            callbacks = record.get("callbacks", callbacks)
+        if self._callbacks is not None:
+            self._callbacks.expect(callbacks)
 
     def write(self, prefix: Path, differing: Mapping[str, Any], parts: Sequence[str]) -> None:
         """Write everything, and the shared variables whose values differ from those written there, by path.
@@ -229,11 +254,18 @@ class RankState:
                 states[name] = generator.bit_generator.state
         record = {
             "random": random_states(),
+            "callbacks": self.callbacks,
             "generators": states,
             "differing": list(differing),
             "parts": list(parts),
         }
         Path(f"{prefix}.json").write_text(to_json(record), encoding="utf-8")
+
+    def files(self, name: str) -> dict[str, bytes]:
+        """Return what ``write`` writes under a name, without any shared variables."""
+        with tempfile.TemporaryDirectory() as directory:
+            self.write(Path(directory) / name, {}, [])
+            return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir())}
 
     def read(self, prefix: Path, variables: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Read what ``write`` has written, given the shared variables by path.

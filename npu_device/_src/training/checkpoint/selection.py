@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional
 
 from npu_device._src.training.checkpoint import folder
+from npu_device._src.training.checkpoint.callback_states import NO_CALLBACKS
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.wording import counted
 from npu_device._src.world.world import World
@@ -24,6 +25,7 @@ class Chosen(NamedTuple):
     shared: list[str]  # names of the shared part's files
     variables: list[str]  # paths of the shared part's variables
     notes: dict[str, Any]  # what rank 0 has noted
+    callbacks: str  # their states on the holder, for ranks without an own part
     not_kept: tuple[str, ...]
 
 
@@ -134,7 +136,10 @@ def _chosen(
     # The holder's manifest counts: this rank's may be that of another host.
     shared = sorted(name for name in manifest["files"] if name.startswith(f"{folder.SHARED}."))
     variables = manifest["variables"]
-    return Chosen(step, holder, not lost, shared, variables, manifest["notes"], tuple(lost))
+    callbacks = manifest.get("callbacks", NO_CALLBACKS)
+    return Chosen(
+        step, holder, not lost, shared, variables, manifest["notes"], callbacks, tuple(lost)
+    )
 
 
 _PIECE = 1 << 22  # bytes that are sent at a time, as text where pickle isn't read

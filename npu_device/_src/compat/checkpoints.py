@@ -1,0 +1,43 @@
+"""What a ``tf.train.Checkpoint`` is about to write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from npu_device._src.compat.optimizer_slots import HELD_ELSEWHERE, of_this_rank
+
+
+class SavedTensor(NamedTuple):
+    owner: Any  # a variable, another trackable, or None for the graph of objects
+    key: str
+    part: str  # of a divided variable, as TensorFlow's files name it; else ""
+    tensor: tf.Tensor
+
+
+def tensors_of_checkpoint(checkpoint: tf.train.Checkpoint) -> list[SavedTensor]:
+    """Return the tensors that a checkpoint would write now, without those of slots that other ranks hold.
+
+    They are the buffers of variables, not copies: TensorFlow gives a variable another buffer when it changes.
+    """
+    with of_this_rank():
+        by_owner, *_ = checkpoint._saver._gather_serialized_tensors()
+        return list(_tensors(by_owner))
+
+
+def _tensors(by_owner: dict[Any, dict[str, Any]]) -> Iterator[SavedTensor]:
+    for owner, by_key in by_owner.items():
+        for key, value in by_key.items():
+            by_part = value if isinstance(value, dict) else {"": value}
+            for part, saved in by_part.items():
+                if saved is HELD_ELSEWHERE:
+                    continue
+                # Older kinds of trackables tell their tensors in objects of their own.
+                tensor = getattr(saved, "tensor", saved)
+                if callable(tensor):
+                    tensor = tensor()
+                # A variable without a value yet has none.
+                if tensor is not None:
+                    yield SavedTensor(owner, key, part, tensor)

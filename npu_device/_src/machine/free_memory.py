@@ -1,0 +1,49 @@
+"""How much memory processes of this host or container may still take."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import NamedTuple
+
+from npu_device._src.machine.topology import groups_of
+
+
+class _Names(NamedTuple):
+    """The files of a control group that tell its memory, and the row of its cache in ``memory.stat``."""
+
+    limit: str
+    usage: str
+    cache: str
+
+
+_VERSION_1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = _Names("memory.max", "memory.current", "inactive_file")
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Return the bytes that the host has, or a control group leaves, whichever is less; None if nothing tells it."""
+    free = []
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        kilobytes = _table(root / "proc/meminfo")["MemAvailable:"]
+        free.append(kilobytes << 10)
+    for folder in groups_of("memory", root):
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            free.append(_free_of(folder))
+    return max(0, min(free)) if free else None
+
+
+def _free_of(folder: Path) -> int:
+    names = _VERSION_2 if (folder / _VERSION_2.limit).exists() else _VERSION_1
+    # ValueError if version 2 has no limit, "max".
+    left = int((folder / names.limit).read_text()) - int((folder / names.usage).read_text())
+    # The kernel drops pages of files that nobody has read lately before it refuses memory.
+    return left + _table(folder / "memory.stat").get(names.cache, 0)
+
+
+def _table(path: Path) -> dict[str, int]:
+    rows = {}
+    for line in path.read_text().splitlines():
+        words = line.split()
+        rows[words[0]] = int(words[1])
+    return rows

@@ -1,0 +1,196 @@
+"""What the callbacks of a ``fit`` remember: Keras's own, and those of a script with ``get_state`` and ``set_state``.
+
+Keras gives a callback no list of the others, so the list is found in the call that begins the training.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.world.sent_objects import from_json, to_json
+
+_log = logging.getLogger("npu_device")
+# Attributes that a training changes; some exist in one Keras only.
+_ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "CSVLogger": ("keys",),
+    "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
+    "History": ("epoch", "history"),
+    "ModelCheckpoint": (
+        "best",
+        "epochs_since_last_save",
+        "_batches_seen_since_last_saving",
+        "_last_batch_seen",
+    ),
+    "ReduceLROnPlateau": ("wait", "cooldown_counter", "best"),
+    "SwapEMAWeights": ("_ema_weights_in_model",),
+    "TensorBoard": ("_global_train_batch", "_global_test_batch"),
+}
+NO_CALLBACKS = to_json({})
+_WEIGHTS = "best_weights"
+_ATTRIBUTE = "attributes"
+_OWN = "state"
+_CONTENT = "content"
+_SKIPPED = "%s isn't kept in checkpoints: its state %s\nWhat to do: let get_state return numbers, strings and arrays."
+
+
+class CallbackStates:
+    """The callbacks beside a ``FitCheckpoint`` whose state is kept, by class and number among those of a class.
+
+    Attributes:
+        arrays: the best weights, as variables while a checkpoint is saved or restored; most often equal on all ranks.
+    """
+
+    def __init__(self, checkpoint: Any) -> None:
+        self.arrays: list[tf.Variable] = []
+        self._list = _list_with(checkpoint)
+        self._kept: dict[str, Any] = {}
+        self._all: list[Any] = []
+        self._found: dict[str, Any] = {}
+        self._warned: set[str] = set()
+        if self._list is not None:
+            self._all = self._list.callbacks
+        for callback in self._all:
+            has_state = hasattr(callback, "get_state") and hasattr(callback, "set_state")
+            if callback is not checkpoint and (has_state or _kind(callback) is not None):
+                class_name = type(callback).__name__
+                number = sum(name.startswith(f"{class_name}.") for name in self._kept)
+                self._kept[f"{class_name}.{number}"] = callback
+
+    # For the part of each rank in a checkpoint
+
+    def collect(self) -> str:
+        """Return what the callbacks remember, as text; the best weights go to ``arrays`` until they are saved."""
+        states = {}
+        for name, callback in self._kept.items():
+            state = _state_of(callback)
+            weights = state[_ATTRIBUTE].get(_WEIGHTS)
+            if weights is not None:
+                state[_ATTRIBUTE][_WEIGHTS] = [[a.dtype.name, list(a.shape)] for a in weights]
+            try:
+                to_json(state)
+            except TypeError as error:
+                if name not in self._warned:
+                    self._warned.add(name)
+                    _log.warning(_SKIPPED, type(callback).__name__, error)
+                continue
+            self.arrays.extend(map(tf.Variable, weights or ()))
+            states[name] = state
+        return to_json(states)
+
+    def expect(self, text: str) -> None:
+        """Take the states of a checkpoint, and make the variables into which its best weights are going to be read."""
+        self._found = from_json(text)
+        self.arrays.clear()
+        for state in self._found.values():
+            for dtype, shape in state[_ATTRIBUTE].get(_WEIGHTS) or ():
+                self.arrays.append(tf.Variable(tf.zeros(shape, dtype)))
+
+    # In a resumed ``fit``, in this order
+
+    def begin_files(self) -> None:
+        """Give files that grow with the training the content that they had at the checkpoint, if there is one."""
+        for name, callback in self._kept.items():
+            if _kind(callback) != "CSVLogger":
+                continue
+            content = self._found.get(name, {}).get(_CONTENT)
+            if not callback.append:
+                # Keras has emptied it, or will do so with this write. Ranks that share it write the same bytes.
+                callback.csv_file.write(content or "")
+                callback.csv_file.flush()
+                callback.append_header = not content
+            elif content is not None:
+                callback.csv_file.close()
+                with tf.io.gfile.GFile(callback.filename, "w") as file:
+                    file.write(content)
+                # Opens the file again, at its end.
+                callback.on_train_begin()
+
+    def hide(self) -> None:
+        """Let Keras not call the callbacks: the steps that are passed over are in their states already."""
+        if self._list is not None:
+            hidden = {id(self._kept[name]) for name in self._found if name in self._kept}
+            # A new list, since Keras may be in a loop over this one.
+            self._list.callbacks = [each for each in self._all if id(each) not in hidden]
+
+    def show(self) -> None:
+        """Let Keras call all callbacks again."""
+        if self._list is not None:
+            self._list.callbacks = self._all
+
+    def end(self) -> None:
+        """Let callbacks begin their files with a header again, in another ``fit``."""
+        for callback in self._kept.values():
+            if _kind(callback) == "CSVLogger":
+                callback.append_header = True
+
+    def resume(self, step: int) -> list[str]:
+        """Give the callbacks their states, within a step of the epoch; return what isn't kept, a sentence each."""
+        lost = [name.partition(".")[0] for name in self._kept if name not in self._found]
+        arrays = iter(self.arrays)
+        for name, state in self._found.items():
+            attributes = dict(state[_ATTRIBUTE])
+            if attributes.get(_WEIGHTS) is not None:
+                attributes[_WEIGHTS] = [next(arrays).numpy() for _ in attributes[_WEIGHTS]]
+            if name in self._kept:
+                _set_state_of(self._kept[name], {**state, _ATTRIBUTE: attributes}, step)
+        self.arrays.clear()
+        if not lost:
+            return []
+        return [f"{', '.join(lost)}: not in the checkpoint; begins afresh"]
+
+
+def _list_with(callback: Any) -> Any:
+    """Return Keras's list of callbacks that is calling one of them; None if something else calls it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        callbacks = getattr(owner, "callbacks", None)
+        if isinstance(callbacks, list) and any(each is callback for each in callbacks):
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _kind(callback: Any) -> str | None:
+    """Return the name of the class of Keras whose state a callback has, also through a subclass in the script."""
+    for cls in type(callback).__mro__:
+        if cls.__name__ in _ATTRIBUTES and compat.belongs_to_keras(cls):
+            return cls.__name__
+    return None
+
+
+def _state_of(callback: Any) -> dict[str, Any]:
+    kind = _kind(callback)
+    names = _ATTRIBUTES.get(kind or "", ())
+    state: dict[str, Any] = {
+        _ATTRIBUTE: {name: getattr(callback, name) for name in names if hasattr(callback, name)}
+    }
+    if kind == "CSVLogger" and tf.io.gfile.exists(callback.filename):
+        with tf.io.gfile.GFile(callback.filename) as file:
+            state[_CONTENT] = file.read()
+    if kind == "TensorBoard":
+        # A killed process would lose what has been written before this checkpoint.
+        for writer in callback._writers.values():
+            writer.flush()
+    if hasattr(callback, "get_state"):
+        state[_OWN] = callback.get_state()
+    return state
+
+
+def _set_state_of(callback: Any, state: dict[str, Any], step: int) -> None:
+    kind = _kind(callback)
+    if _OWN in state and hasattr(callback, "set_state"):
+        # The step has begun while the callback was hidden, and it may measure from there.
+        callback.on_train_batch_begin(step)
+        callback.set_state(state[_OWN])
+    for name, value in state[_ATTRIBUTE].items():
+        setattr(callback, name, value)
+    if kind == "TensorBoard" and callback._global_train_batch > 0:
+        # Its writer is told the number of a step when the step begins, and counts it then.
+        callback._global_train_batch -= 1
+        callback.on_train_batch_begin(step)

@@ -1,0 +1,29 @@
+"""What callbacks remember in a ``fit`` that ``FitCheckpoint`` resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import callback_bodies as bodies
+import pytest
+from compared import same_bits
+from pool import Pool
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_resumed_fit_stops_where_an_undisturbed_one_does(
+    keras_two_ranks: Pool, tmp_path: Path
+) -> None:
+    results = keras_two_ranks.run(bodies.body, str(tmp_path / "fit"))
+    assert results[0]["whole"]["table"].count("\n") == 6 and results[0]["whole"]["board"]
+    for ran in results:
+        whole = ran.pop("whole")
+        assert whole["epochs"] == [0, 1, 2, 3, 4] and whole["stopped"] == 4
+        assert whole["steps"] == 25
+        rates = whole["history"].get("learning_rate") or whole["history"]["lr"]
+        assert len(set(rates)) > 1
+        for name, resumed in ran.items():
+            same_bits(whole["values"], resumed.pop("values"))
+            for key, value in resumed.items():
+                assert value == whole[key], (name, key)

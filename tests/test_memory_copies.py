@@ -1,0 +1,94 @@
+"""``memory_every``: copies of checkpoints in memory that npurun holds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import memory_bodies as bodies
+import pytest
+from compared import same_bits
+from pool import Pool
+
+from npu_device._src.machine.free_memory import free_memory
+from npu_device._src.training.checkpoint.memory_slots import SLOTS, Memory, Slot, copies
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_newest_complete_copy_is_resumed(two_ranks: Pool, tmp_path: Path) -> None:
+    memory = Memory(2)
+    try:
+        directory = str(tmp_path / "fit")
+        printed = two_ranks.run(bodies.body_interrupted, memory.address, directory, 9)
+        assert "copies in memory every 2 steps: 2 x " in printed[0] and not printed[1]
+        # What all ranks share is held once.
+        sizes = [slot.size for slot in memory.slots]
+        assert max(sizes[SLOTS:]) < min(sizes[:SLOTS])
+        # As if rank 1 had been killed while it wrote its newest copy.
+        newest, older = copies(memory.slots, directory)
+        assert 9 >= newest[0].header["step"] > older[0].header["step"] > 0
+        newest[1].clear()
+        step = older[0].header["step"]
+        assert memory.step() == step and memory.is_newer_than_disk()
+        resumed = two_ranks.run(bodies.body_whole, memory.address, directory)
+        steps = sorted(os.listdir(directory))
+        assert steps == ["latest.json", f"step-{step:08d}", "step-00000015"], steps
+        assert not memory.is_newer_than_disk()
+        whole = two_ranks.run(bodies.body_undisturbed, str(tmp_path / "whole"))
+        for rank, ran in enumerate(resumed):
+            assert ran["not_kept"] == () and list(ran["logs"])[-2:] == [1, 2]
+            same_bits(whole[rank]["values"], ran["values"])
+        told = [text for text in whole[0]["warnings"] if "memory_every has no effect" in text]
+        assert len(told) == 1 and "What to do: start the job with npurun" in told[0]
+        # Before npurun ends.
+        other = str(tmp_path / "other")
+        two_ranks.run(bodies.body_interrupted, memory.address, other, 5)
+        two_ranks.run(bodies.body_to_disk, memory.address)
+        [_, written] = sorted(os.listdir(other))
+        assert "step-00000002" <= written <= "step-00000005"
+    finally:
+        memory.close()
+
+
+def test_a_slot_takes_what_is_complete_only() -> None:
+    slot = Slot(os.memfd_create("test"))
+    try:
+        assert not slot.look()
+        content = memoryview(bytes(range(256)) * 20_000)
+        header = {"step": 3, "records": [{"bytes": len(content), "crc": 0}]}
+        slot.write(header, [content])
+        assert slot.look() and slot.header == header
+        # Another checksum than that of the content.
+        assert slot.read() is None
+        slot.clear()
+        assert not slot.look() and slot.size > len(content)
+    finally:
+        os.close(slot.descriptor)
+
+
+def test_free_memory_is_what_the_smallest_group_leaves(tmp_path: Path) -> None:
+    def write(name: str, text: str) -> None:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    write("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable: 5000 kB\n")
+    assert free_memory(tmp_path) == 5000 << 10
+    write("proc/self/cgroup", "0::/job/task\n")
+    write("sys/fs/cgroup/job/memory.max", "4096000")
+    write("sys/fs/cgroup/job/memory.current", "1096000")
+    write("sys/fs/cgroup/job/memory.stat", "anon 7\ninactive_file 500000\n")
+    write("sys/fs/cgroup/job/task/memory.max", "max")
+    assert free_memory(tmp_path) == 3_500_000
+    write("proc/self/cgroup", "4:memory:/\n")
+    for name, number in (("limit", 3_000_000), ("usage", 2_000_000)):
+        write(f"sys/fs/cgroup/memory/memory.{name}_in_bytes", str(number))
+    write("sys/fs/cgroup/memory/memory.stat", "total_inactive_file 1000")
+    assert free_memory(tmp_path) == 1_001_000
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "10"])
+def test_bad_values_are_errors(single: Pool, wrong: object, tmp_path: Path) -> None:
+    [text] = single.run(bodies.body_wrong, str(tmp_path), wrong)
+    assert text.startswith("ValueError: memory_every must be None") and repr(wrong) in text

@@ -1,0 +1,138 @@
+"""Bodies of ``test_callbacks_resume.py``: a ``fit`` whose callbacks decide, interrupted and not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fit_checkpoint_bodies as bodies
+import numpy as np
+import tensorflow as tf
+
+import npu_device as npu
+from npu_device._src import compat
+
+EPOCHS = 8
+NEVER = 100.0  # an improvement that no epoch brings
+
+
+class Count(tf.keras.callbacks.Callback):
+    """A callback of a script, which counts the steps that it has seen from their begin to their end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self._begun = False
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._begun = True
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        assert self._begun
+        self.steps += 1
+        self._begun = False
+
+    def get_state(self) -> Any:
+        return {"steps": self.steps, "array": np.arange(3)}
+
+    def set_state(self, state: Any) -> None:
+        assert state["array"].tolist() == [0, 1, 2]
+        self.steps = state["steps"]
+
+
+def fit(place: Path, copies: Any = None, last: bool = True) -> dict[str, Any]:
+    """One run of a script; its files are beside the checkpoints, so that a copy has them, too."""
+    callbacks = tf.keras.callbacks
+    is_main = npu.distribute.is_main()
+    # Of two ranks, each with a file of its own.
+    rank = npu.distribute.rank()
+    files = place / f"files{rank}"
+    files.mkdir(parents=True, exist_ok=True)
+    suffix = "weights.h5"
+    stopping = callbacks.EarlyStopping(
+        "loss", patience=4, min_delta=NEVER, restore_best_weights=True
+    )
+    plateau = callbacks.ReduceLROnPlateau(
+        "loss", patience=1, cooldown=1, min_delta=NEVER, min_lr=1e-9
+    )
+    best = callbacks.ModelCheckpoint(
+        str(files / f"best.{suffix}"), "loss", save_best_only=True, save_weights_only=True
+    )
+    often = callbacks.ModelCheckpoint(
+        str(files / ("{epoch}-{batch}." + suffix)), save_freq=4, save_weights_only=True
+    )
+    table = callbacks.CSVLogger(str(files / "table.csv"))
+    board = callbacks.TensorBoard(str(files / "board"), update_freq=1, write_graph=False)
+    count = Count()
+    named = [plateau, best, often, table, board, count, stopping]
+    swaps = getattr(callbacks, "SwapEMAWeights", None)
+    if swaps is not None:
+        named.insert(0, swaps(swap_on_epoch=True))
+    model = bodies.make_model(3, wrapped=False)
+    if swaps is not None:
+        model.optimizer.use_ema = True
+    checkpoint = npu.train.FitCheckpoint(place, every=3, preemption=False)
+    named.insert(len(named) * last, checkpoint)
+    if copies is not None:
+        named.append(copies)
+    data = bodies.make_data("dataset", 3)
+    history = model.fit(**data, epochs=EPOCHS, verbose=0, callbacks=named)
+    state = compat.optimizer_variables(model.optimizer, model.weights)
+    return {
+        "values": [*map(np.asarray, model.get_weights()), *map(np.asarray, state)],
+        "history": history.history,
+        "epochs": history.epoch,
+        "stopped": stopping.stopped_epoch,
+        "plateau": [plateau.wait, plateau.cooldown_counter, plateau.best],
+        "best": best.best,
+        "steps": count.steps,
+        "table": (files / "table.csv").read_text() if is_main else "",
+        "files": sorted(path.name for path in files.glob(f"*.{suffix}")),
+        "board": points(files / "board") if is_main else {},
+        "not_kept": checkpoint.not_kept,
+    }
+
+
+def points(board: Path) -> dict[str, float]:
+    """What TensorBoard shows: of the points of a curve and step, the one that was written last."""
+    from tensorflow.core.util import event_pb2
+
+    found = {}
+    for path in sorted(board.glob("*/events*"), key=lambda path: path.stat().st_mtime):
+        for record in tf.data.TFRecordDataset(str(path)):
+            event = event_pb2.Event.FromString(record.numpy())
+            for value in event.summary.value:
+                if value.HasField("tensor") and value.tensor.dtype == 1:
+                    number = float(tf.make_ndarray(value.tensor))
+                    found[f"{path.parent.name} {value.tag} {event.step}"] = number
+    return found
+
+
+class Copies(tf.keras.callbacks.Callback):
+    """Keep what a fit has written after some steps, as if all ranks had been killed."""
+
+    def __init__(self, place: Path, names: dict[int, str]) -> None:
+        super().__init__()
+        self._place = place
+        self._names = names
+        self._steps = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._steps += 1
+        if self._steps in self._names:
+            # Files of other ranks grow, too.
+            npu.distribute.barrier()
+            bodies.copy(self._place, self._names[self._steps])
+            npu.distribute.barrier()
+
+
+def body(directory: str) -> dict[str, Any]:
+    """Train without a break, with one within the third epoch, one after it, and once more when it has ended."""
+    place = bodies.fresh(directory)
+    copies = Copies(place, {13: "within", 16: "between"})
+    return {
+        "whole": fit(place / "whole", copies),
+        "within": fit(place / "within"),
+        "between": fit(place / "between", last=False),
+        "ended": fit(place / "whole"),
+    }

@@ -1,0 +1,63 @@
+"""Bodies of ``test_memory_copies.py``: a ``fit`` that copies its state into memory and is interrupted."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stderr
+from typing import Any
+
+import fit_checkpoint_bodies as bodies
+import pytest
+from heard import error_of, settings, warnings_of_package
+
+import npu_device as npu
+from npu_device._src.training.checkpoint import memory_copies
+
+
+class Interrupted(Exception):
+    pass
+
+
+def body_interrupted(address: str, directory: str, after: int) -> str:
+    """Train until some steps are done; return what is printed."""
+
+    def interrupt() -> None:
+        raise Interrupted
+
+    output = io.StringIO()
+    with (
+        settings(NPU_DEVICE_MEMORY_COPIES=address),
+        redirect_stderr(output),
+        pytest.raises(Interrupted),
+    ):
+        watch = bodies.Watch(after, interrupt)
+        _fit(directory, watch=watch, memory_every=2)
+    return output.getvalue()
+
+
+def body_whole(address: str, directory: str) -> dict[str, Any]:
+    """Go on to the end."""
+    with settings(NPU_DEVICE_MEMORY_COPIES=address):
+        return _fit(directory, memory_every=2)
+
+
+def body_undisturbed(directory: str) -> dict[str, Any]:
+    """Train without npurun, which is told once."""
+    with warnings_of_package() as texts:
+        ran = _fit(directory, memory_every=2)
+    return {**ran, "warnings": texts}
+
+
+def _fit(directory: str, **options: Any) -> dict[str, Any]:
+    # Seed generators of dropout differ between the ranks, and so do moving statistics.
+    return bodies.fit(directory, "own", preemption=False, each_epoch=False, **options)
+
+
+def body_to_disk(address: str) -> None:
+    """Write the copies as npurun lets a process do before it ends."""
+    if npu.distribute.is_main():
+        memory_copies.main(address)
+
+
+def body_wrong(directory: str, wrong: Any) -> str:
+    return error_of(npu.train.JobCheckpoint, directory, memory_every=wrong)
