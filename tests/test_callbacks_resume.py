@@ -12,6 +12,7 @@ from pool import Pool
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.parametrize("keras", ["3", pytest.param("2", marks=pytest.mark.full)], indirect=True)
 def test_a_resumed_fit_stops_where_an_undisturbed_one_does(
     keras_two_ranks: Pool, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import memory_bodies as bodies
 import pytest
 from compared import same_bits
+from launcher import npurun
 from pool import Pool
 
 from npu_device._src.machine.free_memory import free_memory
@@ -49,6 +50,21 @@ def test_the_newest_complete_copy_is_resumed(two_ranks: Pool, tmp_path: Path) ->
         assert "step-00000002" <= written <= "step-00000005"
     finally:
         memory.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size, victim", [(1, 0), (2, 0), (2, 1), (3, 2)])
+@pytest.mark.parametrize("options", [(), ("--shard-optimizer",)], ids=["", "divided"])
+def test_a_killed_rank_costs_few_steps(
+    size: int, victim: int, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    launched = ("-n", str(size), "--max-restarts", "1", "--restart-backoff", "0.1", *options)
+    done = npurun(*launched, bodies.__file__, str(tmp_path), str(victim), limit=180)
+    told = done.stderr.decode()
+    assert done.returncode == 0 and "killed by SIGKILL" in told, told
+    # Steps are shorter than copies here: up to two copies were on their way when the rank was killed after step 8.
+    steps = sorted(path.name for path in (tmp_path / "parts").glob("step-*"))
+    assert "step-00000002" <= steps[0] <= "step-00000008", steps
 
 
 def test_a_slot_takes_what_is_complete_only() -> None:

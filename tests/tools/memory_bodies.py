@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
+import sys
 from contextlib import redirect_stderr
 from typing import Any
 
 import fit_checkpoint_bodies as bodies
 import pytest
+from compared import same_bits
 from heard import error_of, settings, warnings_of_package
 
 import npu_device as npu
@@ -61,3 +65,20 @@ def body_to_disk(address: str) -> None:
 
 def body_wrong(directory: str, wrong: Any) -> str:
     return error_of(npu.train.JobCheckpoint, directory, memory_every=wrong)
+
+
+def main() -> None:
+    """Train under npurun; a rank is killed right after a copy has begun, and the job goes on with the same bits."""
+    directory, victim = sys.argv[1:]
+    npu.open().as_default()
+    is_first = os.environ["NPU_DEVICE_RESTART_COUNT"] == "0"
+    is_hit = is_first and npu.distribute.rank() == int(victim)
+    watch = bodies.Watch(8 if is_hit else 0, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    parts = _fit(f"{directory}/parts", watch=watch, memory_every=2)
+    whole = _fit(f"{directory}/whole")
+    assert parts["not_kept"] == (), parts["not_kept"]
+    same_bits(whole["values"], parts["values"])
+
+
+if __name__ == "__main__":
+    main()
