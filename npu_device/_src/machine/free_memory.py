@@ -36,9 +36,9 @@ def free_memory(root: Path = Path("/")) -> int | None:
 def _free_of(folder: Path) -> int:
     names = _VERSION_2 if (folder / _VERSION_2.limit).exists() else _VERSION_1
     # ValueError if version 2 has no limit, "max".
-    left = int((folder / names.limit).read_text()) - int((folder / names.usage).read_text())
+    unused = int((folder / names.limit).read_text()) - int((folder / names.usage).read_text())
     # The kernel drops pages of files that nobody has read lately before it refuses memory.
-    return left + _table(folder / "memory.stat").get(names.cache, 0)
+    return unused + _table(folder / "memory.stat").get(names.cache, 0)
 
 
 def _table(path: Path) -> dict[str, int]:

@@ -115,7 +115,9 @@ class CallbackStates:
         if self._list is not None:
             hidden = {id(self._kept[name]) for name in self._found if name in self._kept}
             # A new list, since Keras may be in a loop over this one.
-            self._list.callbacks = [each for each in self._all if id(each) not in hidden]
+            self._list.callbacks = [
+                callback for callback in self._all if id(callback) not in hidden
+            ]
 
     def show(self) -> None:
         """Let Keras call all callbacks again."""
@@ -150,7 +152,7 @@ def _list_with(callback: Any) -> Any:
     while frame is not None:
         owner = frame.f_locals.get("self")
         callbacks = getattr(owner, "callbacks", None)
-        if isinstance(callbacks, list) and any(each is callback for each in callbacks):
+        if isinstance(callbacks, list) and any(member is callback for member in callbacks):
             return owner
         frame = frame.f_back  # type: ignore[assignment]
     return None

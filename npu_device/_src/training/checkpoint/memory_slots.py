@@ -164,17 +164,17 @@ def directories(slots: Sequence[Slot]) -> list[str]:
 
 def copies(slots: Sequence[Slot], directory: str) -> list[list[Slot]]:
     """Return the copies that are complete on every rank, newest first: the slots of each, by rank."""
-    found: dict[Key, dict[int, Slot]] = {}
+    by_key: dict[Key, dict[int, Slot]] = {}
     for index, slot in enumerate(slots):
         if slot.look() and slot.header["directory"] == directory:
-            found.setdefault(slot.key, {})[index // SLOTS] = slot
+            by_key.setdefault(slot.key, {})[index // SLOTS] = slot
     ranks = range(len(slots) // SLOTS)
-    complete = [key for key, by_rank in found.items() if len(by_rank) == len(ranks)]
-    return [[found[key][rank] for rank in ranks] for key in sorted(complete, reverse=True)]
+    complete = [key for key, by_rank in by_key.items() if len(by_rank) == len(ranks)]
+    return [[by_key[key][rank] for rank in ranks] for key in sorted(complete, reverse=True)]
 
 
 def newer_copies(slots: Sequence[Slot], directory: Path) -> list[list[Slot]]:
     """Return the complete copies for a directory that are newer than its newest checkpoint, newest first."""
     on_disk = folder.latest(directory) or 0
-    found = copies(slots, str(directory))
-    return [by_rank for by_rank in found if by_rank[0].header["step"] > on_disk]
+    complete = copies(slots, str(directory))
+    return [by_rank for by_rank in complete if by_rank[0].header["step"] > on_disk]
