@@ -282,9 +282,9 @@ def batch_normalizations() -> list[Any]:
     classes = set(_with_subclasses(_batch_normalizations()))
     if not classes:  # then it isn't worth going through all objects
         return []
-    # An object refers to its class. By the type alone: an attribute of any object could be computed, such as that of a
-    # module that loads late.
-    return [instance for instance in gc.get_referrers(*classes) if type(instance) in classes]
+    # By the type alone: an attribute of any object could be computed, such as that of a module that loads late. Not by
+    # ``gc.get_referrers``, which is faster, but ends the process (SIGSEGV) with extension modules such as scikit-learn's.
+    return [instance for instance in gc.get_objects() if type(instance) in classes]
 
 
 def normalization_at_work() -> tuple[Any, Any] | None:
