@@ -282,8 +282,8 @@ def batch_normalizations() -> list[Any]:
     classes = set(_with_subclasses(_batch_normalizations()))
     if not classes:  # then it isn't worth going through all objects
         return []
-    # By the type alone: an attribute of any object could be computed, such as that of a module that loads late. Not by
-    # ``gc.get_referrers``, which is faster, but ends the process (SIGSEGV) with extension modules such as scikit-learn's.
+    # By the type alone: an attribute of any object could be computed, such as that of a module that loads late. The
+    # faster ``gc.get_referrers`` ends the process (SIGSEGV) if extension modules such as scikit-learn's are loaded.
     return [instance for instance in gc.get_objects() if type(instance) in classes]
 
 
