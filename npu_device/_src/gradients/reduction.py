@@ -11,7 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional, Union, cast
+from typing import Any, Optional, Union
 
 import tensorflow as tf
 
@@ -154,11 +154,7 @@ def reduce_list(
             for position, reduced_here in zip(positions, operation.run(job)):
                 reduced[position] = reduced_here
         for position in sparse:
-            # With what the graph knows of the shape, unlike a session's operation.
-            rows: Any = reduced[position]
-            reduced[position] = tf.IndexedSlices(
-                rows.values, rows.indices, cast(Any, tensors[position]).dense_shape
-            )
+            reduced[position] = _with_shape_of(tensors[position], reduced[position])
         if trace is not None:
             for segment in (*segments, *([position] for position in sparse)):
                 trace.segment(_own_or_last(segment, reduced, tensors))
@@ -166,6 +162,12 @@ def reduce_list(
         reduced = trace.recorded_with(reduced)
     job.made(ReducedTensors).add(reduced)
     return reduced
+
+
+def _with_shape_of(tensor: Any, rows: Any) -> tf.IndexedSlices:
+    """Return reduced rows with the dense shape of the tensor that went in."""
+    # A session's operation returns a shape of which the graph knows nothing.
+    return tf.IndexedSlices(rows.values, rows.indices, tensor.dense_shape)
 
 
 def _own_or_last(
