@@ -31,7 +31,7 @@ _KEY = struct.Struct("<3q")
 _LENGTH = struct.Struct("<q")
 _REFUSED = -1
 _TOPIC = "bytes"
-# Numbers of the connections.
+# The numbers by which ``Peers`` tells the two kinds of connections apart.
 _ASKING = 0x6E70_7501
 _HANDING_OVER = 0x6E70_7502
 
@@ -120,7 +120,7 @@ class BytesOnRequest:
                 except OSError as error:
                     connection.close()
                     del self._connections[rank]
-                    # It may have ended in between.
+                    # The rank may have ended since the first look, and handed its bytes over.
                     handed = self._handed_by(rank)
                     if handed is None:
                         self._peers.raise_for(rank, str(error))
@@ -166,7 +166,8 @@ class BytesOnRequest:
             for key, content in self._holder.all_bytes():
                 self._send(connection, key, content)
             self._send(connection, (0, 0, 0), None)
-            self._move_all(connection.recv_into, bytearray(1))  # rank 0 has it
+            # Rank 0 confirms that it has the bytes.
+            self._move_all(connection.recv_into, bytearray(1))
 
     def _handed_by(self, rank: int) -> Handed | None:
         thread = self._arriving.get(rank)

@@ -110,7 +110,7 @@ class ControlChannel:
         number = next(self._numbers)
         limit = seconds + MARGIN_SECONDS  # the hub enforces the time itself, unless it is stopped
         reply: Future[dict[str, Any] | None] = Future()
-        # Before the request is sent, as the answer may come at once.
+        # The reply is registered before the request is sent, as the answer may come at once.
         self._waiting[number] = reply
         answer = None
         try:
@@ -154,7 +154,8 @@ class ControlChannel:
                 except BlockingIOError:
                     if not poll.poll(1000 * max(0.0, until - time.monotonic())):
                         self._problem = _stopped(f"has received nothing for {seconds:g} s")
-                        self._socket.shutdown(socket.SHUT_RDWR)  # half a message may have been sent
+                        # Half a message may have been sent, so nothing can follow.
+                        self._socket.shutdown(socket.SHUT_RDWR)
                         return
 
     def _read(
@@ -177,8 +178,7 @@ class ControlChannel:
                         _log.exception("could not handle a message from the hub of the job")
         except (OSError, ValueError, LookupError, TypeError) as error:
             reason = f"the connection to the hub of the job broke: {error!r}"
-        # Before the requests are woken: one that isn't in the list yet finds the problem once it
-        # has sent.
+        # The problem is set before the requests are woken: one that isn't in the list yet finds it after sending.
         self._problem = self._problem or reason
         for reply in list(self._waiting.values()):
             reply.set_result(None)

@@ -102,7 +102,7 @@ def proof(
     text = f"npu_device {side} {client_nonce} {hub_nonce}"
     if said:
         text += " " + json.dumps(said, sort_keys=True, separators=(",", ":"))
-    # JSON allows text that UTF-8 doesn't: a stranger's nonce must not raise.
+    # A stranger's nonce may be text that JSON allows and UTF-8 doesn't, which must not raise.
     return hmac.new(secret, text.encode(errors="surrogatepass"), hashlib.sha256).hexdigest()
 
 

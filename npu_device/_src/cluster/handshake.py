@@ -164,7 +164,7 @@ def serve(
     admitted: Callable[[TimedConnection, dict[str, Any]], None],
 ) -> None:
     """Accept connections until the listener is shut down. Of too many without a proof, the oldest is closed."""
-    unproved: dict[socket.socket, None] = {}  # the oldest first
+    unproved: dict[socket.socket, None] = {}  # the oldest one comes first
 
     def let_in(connection: socket.socket) -> None:
         try:
@@ -177,7 +177,7 @@ def serve(
             unproved.pop(connection, None)
         try:
             admitted(timed, said)
-        except Exception as error:  # it doesn't say what this job's processes say
+        except Exception as error:  # a stranger, which doesn't speak this protocol
             connection.close()
             _log.debug("refused a connection: %r", error)
 
@@ -185,7 +185,7 @@ def serve(
         try:
             connection, _ = listener.accept()
         except OSError as error:
-            if error.errno in (errno.EINVAL, errno.EBADF):  # it has been shut down
+            if error.errno in (errno.EINVAL, errno.EBADF):  # the listener has been shut down
                 return
             # The client has gone, or no file descriptor is free: both are temporary.
             time.sleep(ACCEPT_PAUSE_SECONDS)

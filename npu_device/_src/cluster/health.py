@@ -48,12 +48,13 @@ class Health:
         # The ranks whose script has ended, each with the number of calls that it issued in each group.
         self._departed: dict[int, dict[str, int]] = {}
         self._stoppers: list[Callable[[str], None]] = []
-        self._answers: dict[str, Callable[[Any], Any]] = {}  # by the topic of a question
+        # Answering functions, by the topic of the question.
+        self._answers: dict[str, Callable[[Any], Any]] = {}
         self.on_question("alive", lambda _: True)
         self.on_question("clock", lambda _: time.time())
         self.is_closed = False  # True once this rank leaves
         self._others_have_ended = threading.Event()
-        self._gave_up: str | None = None  # why this rank stopped on its own
+        self._gave_up: str | None = None  # the reason, if this rank has stopped on its own
         # Returns how many collectives this rank has begun in each group.
         self.count_calls: Callable[[], dict[GroupId, int]] = dict
         # Each recognizes errors that only follow from the failure of another rank.
@@ -104,7 +105,7 @@ class Health:
 
     def on_stop(self, act: Callable[[str], None]) -> None:
         """Call a function with the error text when the collectives of this rank are stopped."""
-        # Under the lock of `_abort`, so that each function is called once: there or here.
+        # The lock is that of `_abort`, so that each function is called once: there or here.
         with self._lock:
             self._stoppers.append(act)
             failure = self._failure
@@ -275,7 +276,7 @@ class Health:
     def _report_failure(self, record: dict[str, Any]) -> None:
         event = dict(record)
         text, _ = without_libraries(event.pop("errors"))
-        # Enough to see where it failed; the output of the rank has all of it.
+        # The last lines are enough to see where it failed; the output of the rank has all of it.
         event["traceback"] = "\n".join(text.rstrip().splitlines()[-12:])
         self._channel.notify("failed", event=event)
 
@@ -285,7 +286,7 @@ class Health:
         if path is None:
             return
         try:
-            # By rename, so that the launcher never reads half a record.
+            # The record comes into place by a rename, so that the launcher never reads half of it.
             with open(path + ".part", "w", encoding="utf-8") as file:
                 json.dump(record, file)
             os.replace(path + ".part", path)

@@ -57,7 +57,7 @@ class Hub:
             self._settings, clients, self._send_message, self._send_last
         )
         self._services: Services | None = None
-        self._timers_of_job = Timers()  # those of an earlier job go with it
+        self._timers_of_job = Timers()  # timers of an earlier job go with their object
         self._by_rank: list[Client | None] = []
 
     def run(self) -> None:
@@ -66,7 +66,7 @@ class Hub:
                 for key, events in self._selector.select(self._seconds_to_wait()):
                     if key.data is not None:
                         key.data()
-                    elif key.fileobj in self._clients:  # else it has just been closed
+                    elif key.fileobj in self._clients:  # the client may just have been closed
                         self._serve(self._clients[key.fileobj], events)
                 self._act(time.monotonic())
         except BaseException:
@@ -79,7 +79,7 @@ class Hub:
         """Do what is due, once all that has been received is handled."""
         self._timers.run(time_now)
         self._timers_of_job.run(time_now)
-        # In the order in which they came; all have the same time, so the first one is due first.
+        # Clients stand in the order in which they came, and all have the same time, so the first one is due first.
         while self._unproved and (oldest := next(iter(self._unproved))).until <= time_now:
             self._close(oldest, _SILENT)
         if self._services is not None:
@@ -195,7 +195,7 @@ class Hub:
     def _say(self, text: str) -> None:
         if self._settings["speaks"] and sys.stderr:
             with contextlib.suppress(OSError):
-                if select.select([], [sys.stderr], [], 0)[1]:  # else it may block
+                if select.select([], [sys.stderr], [], 0)[1]:  # a full pipe would block the hub
                     print(f"npu_device: {text}", file=sys.stderr, flush=True)
 
     def _send_to_rank(self, rank: int, frame: bytes) -> None:

@@ -29,7 +29,7 @@ class HubProcess:
         self._pid = os.getpid()
         errors: int | None = subprocess.DEVNULL
         if speaks:
-            errors = None  # those of this process
+            errors = None  # the hub inherits this process's standard error
         self._process = subprocess.Popen(
             # -I and -S: neither the user's settings nor installed packages delay the start.
             [sys.executable, "-I", "-S", "-c", _CODE, str(_ROOT)],

@@ -214,7 +214,7 @@ class HubRendezvous:
 
     def number_ranks(self) -> None:
         """Give the clients that have come their ranks."""
-        # By identity, since an arrival has no hash: its hello holds dictionaries.
+        # Arrivals are told apart by identity, since they have no hash: a hello holds dictionaries.
         by_arrival = {id(client.arrival): client for client in self.arrivals()}
         self.ranks = [by_arrival[id(arrival)] for arrival in self._roster.sorted_arrivals()]
         for rank, client in enumerate(self.ranks):

@@ -78,7 +78,7 @@ class Peers:
             threading.Thread(
                 target=serve, args=serving, name="npu_device-peers", daemon=True
             ).start()
-            # Last, as `addresses` takes it for the sign that the key is set.
+            # Set last, as `addresses` takes the listener for the sign that the key is set.
             self._listener = listener
 
     def _port_and_token(self, rank: int) -> tuple[int, str]:
@@ -138,7 +138,7 @@ class Peers:
     def close(self) -> None:
         in_fork = os.getpid() != self._pid
         for connection in filter(None, [self._listener, *self._owned]):
-            if not in_fork:  # or the connection of the rank itself would end, too
+            if not in_fork:  # in a fork, the connection of the rank itself would end, too
                 with contextlib.suppress(OSError):  # wakes the thread that reads from it
                     connection.shutdown(socket.SHUT_RDWR)
             connection.close()
@@ -187,7 +187,7 @@ def _is_over(connection: socket.socket) -> bool:
 def _undelivered(connection: socket.socket) -> int:
     """Return how many bytes of a connection the other host hasn't acknowledged; 0 where the system doesn't say."""
     count = array.array("i", [0])
-    with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+    with contextlib.suppress(OSError, ValueError):  # the listener may have been closed meanwhile
         fcntl.ioctl(connection, termios.TIOCOUTQ, count)
     return count[0]
 

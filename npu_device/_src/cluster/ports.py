@@ -97,8 +97,8 @@ class ReservedPort:
 
     def leave_to_server(self) -> None:
         """Let a server bind the port explicitly, with SO_REUSEADDR as gRPC and the hub do."""
-        with contextlib.suppress(OSError):  # it doesn't listen
-            self._socket.shutdown(socket.SHUT_RDWR)  # it stays bound
+        with contextlib.suppress(OSError):  # a reserved port that doesn't listen yet
+            self._socket.shutdown(socket.SHUT_RDWR)  # the port stays bound
 
     def close(self) -> None:
         self._socket.close()
@@ -122,8 +122,9 @@ def _bound_at(host: str, port: int, listens: bool = True) -> socket.socket:
     bound = socket.socket(family)
     try:
         if host == "::":
-            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # IPv4 too
-        # An earlier connection may be in TIME_WAIT.
+            # The socket takes IPv4, too.
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        # The port of an earlier connection may still be in TIME_WAIT.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
         if listens:

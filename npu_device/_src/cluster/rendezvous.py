@@ -205,7 +205,8 @@ class _Search:
             return self._await_roster(timed)
         except (
             BaseException
-        ) as error:  # above all Ctrl-C: the others need not wait until the time is up
+            # Above all Ctrl-C, which must not leave the others waiting until the time is up.
+        ) as error:
             if self._hello.is_chief and not isinstance(
                 error, (AttemptFailedError, RendezvousError, ChildOfRankError)
             ):
@@ -252,7 +253,7 @@ class _Search:
                 raise AttemptFailedError(str(said))
             elif verdict == "child_of":
                 raise _child(said)
-            elif verdict == "rank":  # the roster follows
+            elif verdict == "rank":  # the roster follows in a message of its own
                 rank = int(_number(said, MOST_RANKS))
             elif verdict == "roster" and rank is not None and _is_roster(said, rank):
                 return rank, said, ControlChannel(timed.connection, timed.reader)

@@ -16,7 +16,7 @@ _IN_A_GRAPH = re.compile(
 )
 _IN_A_TRACED_FUNCTION = re.compile(r"[\w.]+: in user code:")
 _PLACE = re.compile(r"Detected at node |Node: |<stack traces|\d+ root error\(s\) found|\s|$")
-_NUMBERED = re.compile(r"\s+\(\d+\) [A-Z_ ]+:\s+")  # one of several root errors
+_NUMBERED = re.compile(r"\s+\(\d+\) [A-Z_ ]+:\s+")  # the head of one of several root errors
 _IN_A_DATA_SET = re.compile(
     r"Error in user-defined function passed to \S+ \w+ with iterator: \S+: (/dev/null/)?"
 )
@@ -27,7 +27,7 @@ _TYPE = re.compile(r"[\w.]*[A-Z]\w+: ")
 _INTERNAL = re.compile(r"^npu_device\._src\.[\w.]+\.(?=\w)")
 _IN_A_LAYER = re.compile(r"(?P<kind>[\w.]+): Exception encountered when calling (?P<layer>.+)\.$")
 _PLACE_IN_CODE = re.compile(r'File "|\s|$')  # a frame, its source line, an empty line
-_BOLD = re.compile(r"\x1b\[\d*m")  # Keras 3
+_BOLD = re.compile(r"\x1b\[\d*m")  # Keras 3 prints titles in bold
 
 
 def root_error(error: str) -> str:

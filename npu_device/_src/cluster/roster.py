@@ -19,7 +19,7 @@ _UNKNOWN_SHOWN = 5
 _MISSING_SHOWN = 100
 _MOST_GONE = 1000  # ranks of which it is remembered that they came and left, and of other jobs
 
-# Must be unique in the job: the rank, or host and device if the hub numbers the ranks.
+# The key is unique in the job: the rank, or host and device if the hub numbers the ranks.
 _Key = Union[int, tuple[str, int]]
 
 
@@ -177,7 +177,8 @@ class Roster:
     def __init__(self, job_id: str, expected_hosts: Sequence[str]) -> None:
         self._job_id = job_id
         self._expected_hosts = expected_hosts
-        self._arrivals: dict[_Key, list[Arrival]] = {}  # several of one key are a contradiction
+        # Several arrivals of one key are a contradiction.
+        self._arrivals: dict[_Key, list[Arrival]] = {}
         self._departures: dict[_Key, Arrival] = {}
         self._signatures: Counter[tuple[Any, ...]] = Counter()
         self._strangers: dict[str, None] = {}  # ranks of other jobs, as lines of the error
@@ -241,7 +242,7 @@ class Roster:
             self._chief = next((hello for hello in hellos if hello.is_chief), None)
 
     def note_unknown_client(self, address: str, behaviour: str) -> None:
-        # To the end, as the newest ones are shown.
+        # Put at the end of the dictionary, of which the newest entries are shown.
         self._unknown_clients.pop(address, None)
         self._unknown_clients[address] = behaviour
         if len(self._unknown_clients) > _UNKNOWN_SHOWN:
@@ -401,7 +402,7 @@ def _different(of_rank: Mapping[str, str], of_chief: Mapping[str, str]) -> Itera
             yield f"{name} {text} (the chief: {expected})"
 
 
-# Most important first.
+# The most important contradiction comes first, and decides the remedy.
 _REMEDIES = {
     "doubled rank": (
         "Two processes were started as the same rank. What to do: give each process its own RANK_ID (with CM_*: its "

@@ -19,7 +19,7 @@ from npu_device._src.cluster.time_limits import (
 )
 from npu_device._src.wording import ranges, ranks_of
 
-_POSTS_KEPT = 200  # names; the oldest go
+_POSTS_KEPT = 200  # most names that are kept; the oldest go
 _POST_BYTES_KEPT = 1 << 26
 _SHOWN = 10
 
@@ -43,7 +43,7 @@ class _Question:
     pending: set[int]
     answers: dict[int, str] = field(default_factory=dict)
     waiting: list[tuple[int, int]] = field(default_factory=list)  # ranks and their requests
-    joined_answers: bytes | None = None  # once the question is closed
+    joined_answers: bytes | None = None  # set once the question is closed
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Services:
     _send: Callable[[int, bytes], None]
     _later: Callable[[float, Callable[[], None]], Callable[[], object]]
     _say: Callable[[str], None]
-    # By rank and request; each cancels the limit of that request.
+    # The function that cancels the time limit of a request, by rank and request.
     _cancels: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
     _store: dict[str, str] = field(default_factory=dict)
     _readers: dict[str, dict[tuple[int, int], None]] = field(default_factory=dict)
@@ -224,7 +224,7 @@ class Services:
 
     def _end_if_hopeless(self, name: str, gather: _Gather) -> None:
         absent = gather.ranks & self._absent.difference(gather.texts)
-        # A partial one goes on as long as a rank that hasn't come still may.
+        # A partial gather goes on as long as a rank that hasn't come still may.
         if not absent or (gather.partial and len(absent) + len(gather.texts) < len(gather.ranks)):
             return
         del self._gathers[name]
@@ -310,7 +310,7 @@ class Services:
     def _report_departures(self) -> None:
         ranks = self._unreported_departures
         self._unreported_departures = []
-        if not ranks:  # the last one has reported them
+        if not ranks:  # an earlier report has told of all ranks
             return
         departures = frames.joined({rank: self._departures[rank] for rank in ranks})
         self._push(frames.join(b'{"push":"left","left":', departures, b"}"))
@@ -332,7 +332,7 @@ class Services:
         if rank in self._absent:
             return
         self._absent.add(rank)
-        # Those that end are deleted on the way.
+        # A copy of the table, since gathers that end are deleted on the way.
         for name, gather in list(self._gathers.items()):
             self._end_if_hopeless(name, gather)
         for question in list(self._open_questions.values()):
@@ -378,7 +378,7 @@ class Services:
             cancel()
 
 
-# By what a message says is to be done ("do").
+# The handler of each message, by what it asks for ("do").
 _HANDLERS: dict[str, Callable[[Services, int, dict[str, Any]], None]] = {
     "set": Services._do_set,
     "get": Services._do_get,

@@ -38,11 +38,12 @@ MPI_GRACE_SECONDS = 3.0
 MEMORY_RETRY_SECONDS = 0.2  # between two attempts to make, or to find, the memory of a group
 
 # The ranks' connections to each other
+
 # One attempt to reach a rank; then the health of the job is checked before the next one.
 ATTEMPT_SECONDS = 10.0
 ATTEMPT_PAUSE_SECONDS = 0.2
 DELIVER_SECONDS = 60.0  # for the hosts of the others to have what a rank that leaves has sent
-DELIVER_TICK_SECONDS = 0.005  # between two looks at that
+DELIVER_TICK_SECONDS = 0.005  # between two looks at whether the hosts have it
 
 # Reaching the hub
 ANSWER_SECONDS = 3.0  # for the hub, which should answer at once
@@ -69,6 +70,7 @@ FINISHED_NOTICE_SECONDS = 10.0  # until a rank that has finished says that it wa
 ALIVE_SECONDS = 10.0  # for those to say that they are alive
 
 # The hub
+
 # A client that hasn't proved the secret and sent its hello by then is not a rank.
 PROOF_SECONDS = 5.0
 # After a contradiction: ranks that are just connecting get the error, too.
@@ -119,8 +121,8 @@ PROGRESS_PAUSE_SECONDS = 5.0  # between two of them at the least, as its guide a
 # A shorter wait for a batch raises no alarm: the machine may only be busy.
 LEAST_INPUT_WAIT_SECONDS = 0.01
 FIRST_SAVE_CHECK_SECONDS = 0.5  # until a rank asks again how far rank 0 is, at first
-LONGEST_SAVE_CHECK_SECONDS = 5.0  # and at last
-SAVE_ANSWER_SECONDS = 10.0  # for the answer
+LONGEST_SAVE_CHECK_SECONDS = 5.0  # until a rank asks again after a long wait
+SAVE_ANSWER_SECONDS = 10.0  # for rank 0's answer to that
 SAVE_LEFT_SECONDS = 1.0  # for news of a rank that has left
 SAVE_PAUSE_SECONDS = 0.05  # between two looks at files
 # For comparing the variables at the end of a rank; what is left then isn't compared.

@@ -13,12 +13,14 @@ class Timers:
 
     def __init__(self) -> None:
         self._times: list[tuple[float, int]] = []
-        self._acts: dict[int, Callable[[], None]] = {}  # those that haven't been cancelled
+        # Functions of timers that haven't been cancelled.
+        self._acts: dict[int, Callable[[], None]] = {}
         self._numbers = itertools.count()
 
     def later(self, seconds: float, act: Callable[[], None]) -> Callable[[], object]:
         """Call a function after some seconds; return a function that cancels that."""
-        number = next(self._numbers)  # also of equal times, the earlier call comes first
+        # Tells timers of equal times apart: the earlier call comes first.
+        number = next(self._numbers)
         if len(self._times) > 2 * len(self._acts) + 16:
             # Most have been cancelled: without them, the heap stays as small as the number of open requests.
             self._times = [(due, number) for due, number in self._times if number in self._acts]

@@ -131,7 +131,7 @@ def parse(lines: Iterable[str]) -> list[PrintedError]:
             link = ""
         elif block.text in (_CAUSE, _CONTEXT):
             link = block.text
-            # The empty lines around it belong to it.
+            # The empty lines around a block belong to it.
             if blocks and not blocks[-1].text:
                 blocks.pop()
         elif block.text or not link:

@@ -52,7 +52,7 @@ class AgreedEngine:
 
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
             require_differentiable("all_reduce", reduction)
-            # Through the same method, so that second derivatives work.
+            # The gradient goes through the same method, so that second derivatives work.
             return later.all_reduce([upstream], reduction, wire)[0]
 
         # One call of an engine for each kind, however many segments it has.
@@ -64,7 +64,7 @@ class AgreedEngine:
             terms = self._take_terms()
             reduced = engine.all_reduce(terms, lists, reduction, self.group, sent_dtype)
             for position, tensors in zip(positions, reduced):
-                # Each segment separately: its results can be used while others are still in progress.
+                # Each segment gets its gradient by itself: its results can be used while others are still in progress.
                 if is_floating:
                     results[position] = differentiable(tensors, backward, segments[position])
                 else:
@@ -105,7 +105,7 @@ class AgreedEngine:
         """Return all tensors, of any dtypes and known shapes, on every rank, given those that this rank owns and the
         specs of the others.
         """
-        # As bytes, on the way of integers; see ``broadcast``.
+        # Sent as bytes by the engine for integers; see ``broadcast``.
         if self.job.engines.has_owners(self.group, tf.int32):
             engine = self._engine_of_owners(tf.int32)
             return engine.broadcast_from_owners(self._take_terms(), tensors, owners, self.group)
@@ -153,7 +153,7 @@ class AgreedEngine:
 
     def broadcast(self, tensors: Tensors, root: int) -> list[tf.Tensor]:
         """Return the tensors of the root on every rank, of any dtypes."""
-        # Tensors of all dtypes travel as bytes, on the way of integers, which NCCL doesn't take.
+        # Tensors of all dtypes travel as bytes, by the engine for integers, since NCCL takes no bytes.
         return self._engine(tf.int32).broadcast(self._take_terms(), tensors, root, self.group)
 
     def gather(self, row: tf.Tensor) -> tf.Tensor:
@@ -320,7 +320,7 @@ def route_of(
     is_dense = all(isinstance(tensor, (tf.Tensor, tf.TensorSpec)) for tensor in tensors)
     if uses_nccl or ragged or has_owners or not is_dense:
         return None
-    # Between hosts: small data needs no second message.
+    # Small data between hosts travels in the message that compares, and needs no second one.
     is_small = fits(job, group.size, tensors)
     if is_small is False:
         return None

@@ -130,7 +130,7 @@ def shapes_number(call: Call, tensors: Sequence[Any], ragged: bool) -> int | tf.
         table = tf.constant(weights, tf.int32)
         count = tf.size(sizes)
         dynamic.append(tf.reduce_sum(sizes * table[:count]) + count * table[-1])
-    # Into the range of int32, where the graph's additions wrap around as well.
+    # Wrapped into the range of int32, where the graph's additions wrap around as well.
     total = (number + (1 << 31)) % (1 << 32) - (1 << 31)
     if not dynamic:
         return total
@@ -245,7 +245,7 @@ def _differences(rows: Sequence[dict[str, Any]]) -> list[str]:
     texts = [row["tensors"] for row in rows]
     if len(set(map(len, texts))) > 1:
         differences.append("number of tensors")
-    # Compared only among the same numbers of tensors: otherwise positions mean nothing.
+    # Tensors are compared by position, which needs the same number of them on all ranks.
     elif any(len(set(same_position)) > 1 for same_position in zip(*texts)):
         tensors = ", ".join(f"tensor {position}" for position in _positions_to_show(rows))
         differences.append(f"dtype, shape or kind of {tensors}")

@@ -62,7 +62,7 @@ class TransferCount:
         # The stall watch may run while another thread builds a graph.
         with compat.eager_mode():
             ended = int(self._ended)
-            started = int(self._started)  # read last: it is never behind
+            started = int(self._started)  # read last, so that it is never behind the first number
         return {"begun": started, "waiting": started > ended, "call": _TRANSFER}
 
 
@@ -96,7 +96,7 @@ class CallCounts:
 
     def of_all(self) -> list[tuple[Group, Count]]:
         """Return the groups with their counts."""
-        # A copy: other threads add groups meanwhile.
+        # A copy is returned, since other threads add groups meanwhile.
         return list(self._counts.items())
 
     def find(self, group: Group) -> Count | None:

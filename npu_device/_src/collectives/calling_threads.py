@@ -93,7 +93,7 @@ def _place_of(thread: threading.Thread) -> int:
     if is_pooled(thread):
         return 0
     name = own_name(thread)
-    # Python lists threads as they have started.
+    # Python lists threads in the order in which they have started.
     return [living for living in threading.enumerate() if own_name(living) == name].index(thread)
 
 
@@ -106,17 +106,17 @@ class CallingThreads:
     """The threads of this rank that call collectives."""
 
     def __init__(self) -> None:
-        # By group and tag: the thread that is in an eager call.
+        # The thread that is in an eager call, by group and tag.
         self._calling: dict[tuple[Group, int | None], threading.Thread] = {}
         self._callers: weakref.WeakKeyDictionary[threading.Thread, _Caller] = (
             weakref.WeakKeyDictionary()
         )
         self._lock = threading.Lock()
-        # What threads run whose arguments differ among the ranks, and that were alone.
+        # The work of threads whose arguments differ among the ranks, and that were alone.
         self._differing: set[str] = set()
-        # By group, what threads run that came in different orders.
+        # The work of threads that came in different orders, with the group.
         self._disordered: set[tuple[str, int]] = set()
-        # By name and group: how many threads have called, those that have ended or been refused included.
+        # The number of threads that have called, by name and group, ended and refused ones included.
         self._numbers_of_callers: Counter[tuple[str, int]] = Counter()
 
     @contextlib.contextmanager
@@ -274,7 +274,7 @@ class CallingThreads:
             if work.function in self._differing and not is_silent:
                 return False
             if time.monotonic() >= end:
-                # Threads that have started in another order.
+                # Silent threads whose rows differ have started in a different order on other ranks.
                 return is_silent and len({row[3] for row in rows}) > 1
             time.sleep(THREAD_LOOK_SECONDS)
 

@@ -151,9 +151,8 @@ def fold_arrays(
             combine(rows[0], rows[1], out=total, dtype=total.dtype, casting="unsafe")
         for row in rows[2:]:
             combine(total, row, out=total, dtype=total.dtype, casting="unsafe")
-        # The reciprocal of a power of two is exact.
+        # A multiplication by the reciprocal gives the bits of the division if the divisor is a power of two.
         if reduction == "mean" and divisor & (divisor - 1) == 0:
-            # The bits of a division, but faster.
             np.multiply(total, total.dtype.type(1.0 / divisor), out=total)
         elif reduction == "mean":
             np.divide(total, divisor, out=total)

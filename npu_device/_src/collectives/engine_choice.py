@@ -35,10 +35,10 @@ class Candidate(NamedTuple):
             the same on all ranks. Empty if it can.
     """
 
-    name: str  # in ``NPU_DEVICE_BACKEND``
+    name: str  # its name in ``NPU_DEVICE_BACKEND``
     title: str
     problems: Callable[[Job, JobHosts], Sequence[str]]
-    remedy: str  # if it has been named and can't be used
+    remedy: str  # what to do if it has been named and can't be used
 
 
 def _problems_of_nccl(job: Job, hosts: JobHosts) -> Sequence[str]:
@@ -57,7 +57,7 @@ def _problems_of_mpi(job: Job, _: JobHosts) -> Sequence[str]:
 
 
 def _problems_of_server(job: Job, hosts: JobHosts) -> Sequence[str]:
-    if hosts.share_memory:  # and none is needed
+    if hosts.share_memory:  # on one host, the network isn't needed
         return []
     return _late(job, hosts)
 
@@ -135,7 +135,7 @@ def choose_engine(job: Job, hosts: JobHosts) -> JobHosts:
     no_nccl = ""
     if engine.name != "nccl":
         no_nccl = why_no_nccl(hosts.devices, job.cluster.hosts, wanted)
-    # Only where an mpiexec has started the ranks, since others don't expect MPI.
+    # The problem matters only where an mpiexec has started the ranks: other jobs don't expect MPI.
     if "mpi" in against and launchers.read_mpi() is not None:
         job.why_no_mpi = against["mpi"].split("\n")[0].strip()
     return replace(hosts, engine=engine.name, no_nccl=no_nccl)

@@ -24,7 +24,7 @@ def engine_name(job: Job, group: Group, dtypes: Iterable[tf.DType]) -> str:
         return "nccl"
     if hosts.number_of(group.ranks) == 1:
         return "shared_memory"
-    # ^With NCCL between hosts, all other dtypes take TensorFlow's ring.
+    # With NCCL between hosts, all other dtypes take TensorFlow's ring.
     if hosts.engine == "nccl":
         return "tensorflow"
     return hosts.engine

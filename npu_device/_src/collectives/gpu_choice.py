@@ -50,7 +50,7 @@ def own_instance(cuda: str | None, nvidia: str | None, device_id: int) -> str | 
     names = visible_names(nvidia if cuda is None else cuda) or ()
     if len(names) < 2 or not all(name.startswith("MIG-") for name in names):
         return None
-    # Modulo, since a launcher may number the ranks of a host beyond its instances.
+    # A launcher may number the ranks of a host beyond its instances, which then share them in turn.
     return names[device_id % len(names)]
 
 

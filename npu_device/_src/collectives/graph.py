@@ -279,7 +279,7 @@ def differentiable(
         return [None] * count + list(backward(*_dense(upstream[:count])))
 
     _gradients[number] = gradients
-    # In an attribute, not a table: if the function refers to tensors of the graph, both go together.
+    # The functions hang on the graph, not in a table: if they refer to its tensors, both go together.
     setattr(graph, _GRADIENTS_ATTRIBUTE, [*getattr(graph, _GRADIENTS_ATTRIBUTE, []), gradients])
     arguments = [*results, *tensors]
     with graph.gradient_override_map({"IdentityN": _GRADIENT}):

@@ -76,7 +76,7 @@ class Job(EngineContext):
 
     def forget_group(self, name: str) -> None:
         """Free what is held for a group that is destroyed, and for the groups made for its operations."""
-        # First, so that nobody finds the group any more while its parts are freed.
+        # The group leaves the table first, so that nobody gets it while its parts are freed.
         del self.groups[name]
         self.sessions.forget(name)
         self.engines.forget(name)
@@ -105,12 +105,12 @@ class Job(EngineContext):
 
     def finish(self) -> None:
         """Close the parts, and let what this rank has sent arrive."""
-        # In reverse: a later part may use an earlier one.
+        # Parts end in reverse order, since a later part may use an earlier one.
         for part_type in reversed(list(self._parts)):
             self.end(part_type)
         for act in self.before_leaving:
             act(self)
-        # Last, as closing the parts may still send data.
+        # Delivered last, as closing the parts may still send data.
         self.peers.deliver()
 
     def leave(self) -> None:
@@ -149,7 +149,7 @@ def start(
     global _current
     _current = Job(cluster, channel, serves_others, secret)
     _current.health.start()
-    # At exit also if the script never calls ``close``.
+    # Python's exit closes the job if the script never calls ``close``.
     atexit.register(_exit)
     _log.info("rank %d of %d on host %s is ready", cluster.rank, cluster.world_size, cluster.host)
     return _current

@@ -96,7 +96,7 @@ def all_to_all_v(
         counts = engine.gather(tf.concat([outgoing.counts, incoming.counts], axis=0)[tf.newaxis])
         sent = counts[:, :size]
         expected = tf.transpose(counts[:, size:])
-        # Before any block is sent, so that nothing arrives that doesn't fit.
+        # The counts are compared before any block is sent, so that nothing arrives that doesn't fit.
         with tf.control_dependencies(_require_equal(sent, expected)):
             longest = engine.row_length(vector.dtype, tf.reduce_max(sent))
         rows = engine.exchange(pad_blocks(vector, outgoing, longest))
@@ -108,7 +108,7 @@ def all_to_all_v(
 
 
 def _require_equal(sent: tf.Tensor, expected: tf.Tensor) -> list[Any]:
-    # Row i, column j: the elements from rank i to rank j.
+    # In row i and column j is the number of elements from rank i to rank j.
     text = "all_to_all_v: what a rank sends to another (send_counts) is not what the other expects (recv_counts)"
     if not tf.executing_eagerly():
         is_equal = tf.reduce_all(sent == expected)
@@ -225,7 +225,7 @@ def _pair_of(group: Group, source: int, destination: int, tag: int) -> Group:
 def gather_ragged(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:
     """Return all ranks' tensors one after the other, [n, …] into [sum of n, …]; part of a call that is agreed on."""
     row_shape = tf.shape(tensor)[1:]
-    # The numbers of rows first: the engine needs one length for all ranks.
+    # The numbers of rows travel first, since the engine needs one length for all ranks.
     all_rows = engine.gather(tf.shape(tensor)[tf.newaxis, :1])[:, 0]
     counts = all_rows * tf.reduce_prod(row_shape)
     flat = tf.reshape(tensor, [1, -1])
@@ -235,7 +235,7 @@ def gather_ragged(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:
     runs = [gathered[rank, : counts[rank]] for rank in range(engine.group.size)]
     shape = tf.concat([[tf.reduce_sum(all_rows)], row_shape], axis=0)
     joined = tf.reshape(tf.concat(runs, axis=0), shape)
-    # A shape that is wholly unknown can't be merged with.
+    # Only a known rank can be merged with: a shape that is wholly unknown has no dimensions.
     if tensor.shape.rank:
         joined.set_shape([None, *tensor.shape[1:]])
     return joined
@@ -320,7 +320,7 @@ def checked_blocks(
     counts, displacements = map(tf.get_static_value, blocks)
     if counts is None or displacements is None:
         return blocks
-    # In the order of the buffer, in which two that overlap follow each other.
+    # Sorted by their position in the buffer, so that two blocks that overlap follow each other.
     located = sorted(zip(map(int, displacements), map(int, counts), range(number)))
     end = 0
     last_rank = -1

@@ -65,7 +65,7 @@ class Operation:
         group = self.group
         inputs = self._body_inputs()
         _require_no_xla(job, call)
-        # Nothing to compare or to send.
+        # A rank alone has nothing to compare or to send.
         if group.size == 1:
             return self.body(AgreedEngine(job, group), *inputs)
         if tf.executing_eagerly():
@@ -99,7 +99,7 @@ class Operation:
                     engine.compare()
                 return results
             finally:
-                # They refer to the graph, which what the body has made may outlive.
+                # The terms refer to the graph, which what the body has made may outlive.
                 engine.terms = None
 
     def _body_inputs(self) -> Sequence[Any]:
@@ -117,7 +117,7 @@ class Operation:
             row = {**call.row(), "overlaps": are_several}
             error = mismatch(job.cluster, job.store, group, row, position)
             if not is_eager:
-                # The rest of the graph may already have started other collectives.
+                # This stops the rank, since the rest of the graph may already have started other collectives.
                 job.health.stop(f"{type(error).__name__}: {error}")
             return error
 
@@ -197,7 +197,7 @@ class _ExchangeOfThreads:
         except PeerError as error:
             if not self._in_function:
                 raise
-            # As TensorFlow reports an error of the function itself.
+            # The error has the type that TensorFlow gives to errors of the function itself.
             text = f"{type(error).__name__}: {error}"
             raise tf.errors.UnknownError(None, None, text) from error
         return [[int(number) for number in row] for row in rows.numpy()]

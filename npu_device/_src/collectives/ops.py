@@ -67,8 +67,7 @@ def reduce(job: Job, tensor: tf.Tensor, reduction: str, root_rank: int, group: G
     def body(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:
         reduced = engine.reduce(tensor, reduction, root_rank)
         if group.rank != root_rank:
-            # This rank takes part, although its result is zeros.
-            # The zeros must not exist before the rank has taken part.
+            # This rank takes part although its result is zeros, which must not exist before.
             with tf.control_dependencies([reduced]):
                 reduced = tf.zeros_like(reduced)
 

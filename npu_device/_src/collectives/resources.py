@@ -43,7 +43,7 @@ def count_cores(running: Job) -> None:
     key = f"cores/{cluster.neighbours[0]}"
     answers = running.store.gather_from(key, own_answer, cluster.neighbours, LATEST_ANSWER_SECONDS)
     users = Counter(core for cores, _ in answers.values() for core in cores)
-    # As fractions, which add up to whole cores exactly.
+    # Fractions add up to whole cores exactly.
     share = sum((Fraction(1, users[core]) for core in own_cores), Fraction())
     if quota is not None:
         sharing = [group for _, group in answers.values()].count(quota.group)

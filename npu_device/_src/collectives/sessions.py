@@ -38,7 +38,7 @@ class InSession(NamedTuple):
 
     group: Group
     call: Call
-    inputs: Sequence[tf.Tensor]  # flat
+    inputs: Sequence[tf.Tensor]  # inputs of the collective, as a flat list
     specs: Sequence[tf.TensorSpec]  # specs of the results, at least one
     # Runs the collective eagerly, given the values of the inputs.
     run: Callable[..., Sequence[tf.Tensor]]
@@ -96,7 +96,7 @@ class SessionCollectives:
         """End the order of a group that is destroyed, and those of groups made for its operations."""
         with self._lock:
             groups = [group for group in self._orders if name in (group.name, group.parent)]
-            # Taken out under the lock, and ended outside of it: an order may be in a collective.
+            # Orders leave the table under the lock, and end outside of it: an order may be in a collective.
             closed = [self._orders.pop(group) for group in groups]
         for order in closed:
             order.close()
@@ -137,7 +137,7 @@ class SessionOrder:
         self._from_first = from_first
         self._changed = threading.Condition()
         self._closed = False
-        # By the number of a collective in its graph: executions whose inputs are ready.
+        # Executions whose inputs are ready, by the number of the collective in its graph.
         self._queues: dict[int, deque[_Queued]] = {}
         threading.Thread(
             target=self._run, name=f"npu_device-session-{group.name}", daemon=True
@@ -174,7 +174,7 @@ class SessionOrder:
                     self._refuse(self._destroyed())
                     return
                 try:
-                    # Outside of the lock: while a collective runs, others are queued.
+                    # No lock is held here: while a collective runs, others are queued.
                     for number in self._order():
                         self._next(number).run()
                 except Exception as error:
@@ -239,7 +239,7 @@ _MOST_BYTES = 3500  # the longest text in a path: one above 4096 bytes is anothe
 def _shortened(text: str) -> str:
     """Return a text of at most ``_MOST_BYTES``: from the middle of a longer one, ranks are left out."""
     encoded = text.encode()
-    # In bytes, since a path is limited in bytes.
+    # Cut in bytes, since a path is limited in bytes.
     if len(encoded) <= _MOST_BYTES:
         return text
     ends = (encoded[: _MOST_BYTES // 2], encoded[-_MOST_BYTES // 2 :])
@@ -308,7 +308,7 @@ def in_first_run(
     name: str, function: Callable[..., None], inputs: Callable[[], Sequence[tf.Tensor]]
 ) -> tf.Tensor:
     """Return a tensor that is there when a function has been called with inputs as arrays, once in each session."""
-    # By name, so that each session has a flag of its own.
+    # The variable is found by its name, so that each session has a flag of its own.
     has_run = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name=f"npu_device {name}")
 
     def run(*arrays: np.ndarray) -> list[Any]:

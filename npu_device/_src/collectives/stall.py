@@ -71,7 +71,7 @@ class StallWatch:
         return {"begun": position["begun"] + 1, "waiting": True, "call": held, "held": True}
 
     def _run(self) -> None:
-        # By count, since a group that is destroyed and made again has another one, which counts from the start.
+        # Kept by the object that counts, since a group that is destroyed and made again has a new one.
         since: weakref.WeakKeyDictionary[Count, tuple[int, float, bool]] = (
             weakref.WeakKeyDictionary()
         )
@@ -89,7 +89,7 @@ class StallWatch:
                     if waited > self._give_up_after:
                         self._health.stop(self._text(group, position, waited, final=True))
                     elif waited > self._warn_after and not warned:
-                        # Said once for each call.
+                        # The mark has each call reported once.
                         since[count] = (started, began, True)
                         _log.warning("%s", self._text(group, position, waited, final=False))
             time.sleep(STALL_POLL_SECONDS)
@@ -142,7 +142,7 @@ def _table(
     group: Group, hosts: Sequence[str], answers: Mapping[int, dict[str, Any]], wanted: int
 ) -> list[str]:
     """Return one line per rank; for a large group, list only some of the ranks that have come."""
-    # More calls than wanted: the rank has gone on to a later one.
+    # A rank that has begun more calls than wanted has gone on to a later one.
     arrived = [rank for rank in group.ranks if rank in answers and answers[rank]["begun"] >= wanted]
     # All of those that haven't come are shown, for they are what the reader looks for.
     omitted = arrived[max(0, _MOST_LINES - (group.size - len(arrived))) :]

@@ -34,7 +34,7 @@ def start(job: Job) -> None:
             f"{cluster.name} finds no free port for TensorFlow's server: {error.strerror}.\n"
             "What to do: let NPU_DEVICE_PORT_RANGE have two ports for each rank of a host, plus one."
         ) from error
-    # Reserved until all ranks know it, so that no other process takes it meanwhile.
+    # The port stays reserved until all ranks know it, so that no other process takes it meanwhile.
     with contextlib.closing(reserved):
         ports = job.store.gather("server/ports", reserved.number, timeout)
         reserved.leave_to_server()

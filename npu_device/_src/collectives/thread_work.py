@@ -106,7 +106,7 @@ def is_at(thread: threading.Thread, place: Place | None) -> bool:
 def is_at_work(thread: threading.Thread) -> bool:
     """Return True unless a thread waits in a library, such as a timer, or has ended."""
     code = _code_of(thread)
-    # It may have been started, and not run anything yet.
+    # A thread may have been started, and not run anything yet.
     is_of_script = code is not None and is_user_file(code.co_filename)
     is_at_work = is_pooled(thread) or is_of_script or any(_frames_of_script(thread))
     return thread.is_alive() and is_at_work
@@ -165,7 +165,8 @@ def work_of(thread: threading.Thread) -> Work | None:
     """
     if is_pooled(thread):
         return _work_in_pool(thread)
-    # Not what has begun: a thread that has just been started has all this, too.
+    # The work is read from what a thread was given, not from what it runs: a thread that has just been started has all
+    # this, too.
     if thread not in _works:
         own = {name: vars(thread)[name] for name in list(vars(thread)) if name not in _ATTRIBUTES}
         arguments = [*getattr(thread, "_args", ()), *_values(getattr(thread, "_kwargs", {}))]

@@ -136,6 +136,7 @@ def load(folder: Path) -> Record:
 
 def aligned(records: Sequence[Record]) -> list[Record]:
     """Return records with the steps that all of them have, each optimizer's in their order."""
+    # Steps are matched by optimizer: optimizers may take turns in a different order on a rank.
     tables = []
     for record in records:
         counts: Counter[str] = Counter()
@@ -283,6 +284,7 @@ def deviation(
     distance = trial.distance(rank)
     if distance <= allowed:
         return []
+    # The multiple of the single process's tensor that is nearest to the rank's.
     ratio = float(np.dot(rank, single) / max(np.dot(single, single), 1e-60))
     if not _is_multiple(rank, single, ratio, size, allowed / size):
         return [Deviation(step, quantity, name, None, distance / size, allowed / size)]

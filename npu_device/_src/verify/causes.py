@@ -70,6 +70,7 @@ def discarded_result(run: ComparedRun) -> str | None:
     """Return the reduction of as many tensors as the optimizer trains variables, on ranks that apply their own."""
     if not run.applied_apart():
         return None
+    # A reduction of all gradients was made, so that only its result can have been dropped.
     trained = run.step.ranks[0].trained
     return next((str(call) for call in run.reductions() if call.outcome == trained), None)
 

@@ -141,6 +141,7 @@ def run_script(process: ForkingProcess, words: Sequence[str]) -> None:
     """Run a script, of which these are path and arguments, in a process that forks."""
     start = process.plan
     sys.argv = list(words)
+    # Seeded before the script runs, so that all processes draw alike also where it sets no seed.
     random.seed(SEED)
     np.random.seed(SEED)
     AfterImport(process.imported, "npu_device.distribute")

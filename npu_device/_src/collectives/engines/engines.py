@@ -94,7 +94,7 @@ class TwoLevelEngine:
         """
         host, _ = self._levels(group)
         results: list[list[tf.Tensor]] = []
-        reduced: list[list[tf.Tensor]] = []  # between the hosts, and not spread yet
+        reduced: list[list[tf.Tensor]] = []  # reduced between the hosts, and not spread on them yet
         for segment in segments:
             reduced.append(self._reduce(segment, reduction, group, wire))
             if len(reduced) > 1:
@@ -321,7 +321,7 @@ class Engines:
             "tensorflow": self.tensorflow,
             "tcp": tcp,
         }
-        # Those that hold something for each group.
+        # The engines that hold something for each group, which has to be freed with it.
         self._on_arrays = (self.shared_memory, self.messages, mpi, tcp, self.pairs)
 
     def of(self, group: Group, dtype: tf.DType) -> Engine:

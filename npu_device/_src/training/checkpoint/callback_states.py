@@ -107,7 +107,7 @@ class CallbackStates:
                 callback.csv_file.close()
                 with tf.io.gfile.GFile(callback.filename, "w") as file:
                     file.write(content)
-                # Opens the file again, at its end.
+                # Called once more, since it opens the file again, at its end.
                 callback.on_train_begin()
 
     def hide(self) -> None:
@@ -176,7 +176,7 @@ def _state_of(callback: Any) -> dict[str, Any]:
         with tf.io.gfile.GFile(callback.filename) as file:
             state[_CONTENT] = file.read()
     if kind == "TensorBoard":
-        # A killed process would lose what has been written before this checkpoint.
+        # Written out now: a killed process would lose what came before this checkpoint.
         for writer in callback._writers.values():
             writer.flush()
     if hasattr(callback, "get_state"):

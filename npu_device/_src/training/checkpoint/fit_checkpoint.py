@@ -85,7 +85,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Look for a checkpoint, and let ``fit`` begin in its epoch."""
         optimizers = training_state.optimizers(self.model)
-        # By number, since two optimizers may be of one class.
+        # Optimizers get names by their numbers, since two of them may be of one class.
         named = {f"optimizer{number}": optimizer for number, optimizer in enumerate(optimizers)}
         self._metrics: list[Any] = []
         self._metric_names: list[str] = []
@@ -108,12 +108,12 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self._position = _DataPosition(current_world(), self.model, knows_length)
         self._resume = self._position_to_resume()
         if self._resume is None:
-            self._job._restore_state()  # nothing; from now on it may save
+            self._job._restore_state()  # restores nothing, but from now on the checkpoint may save
         else:
             compat.begin_fit_at(self.model, self._resume["epoch"])
         # An interrupted ``fit`` may have left its wrapper on the model.
         self._inner = getattr(self.model.train_function, _INNER, self.model.train_function)
-        # A partial, since a bound method takes no attributes.
+        # A partial takes attributes, unlike a bound method.
         outer = functools.partial(self._call)
         setattr(outer, _INNER, self._inner)
         self.model.train_function = outer
@@ -144,8 +144,8 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self._callbacks.end()
         self._job.close()
 
-    # In place of the model's train function, since saving and resuming happen at the same point between its steps: no
-    # other callback comes in between, and a model is built by its first batch.
+    # A callback's step stands in place of the model's train function, since saving and resuming happen at the same
+    # point between its steps: no other callback comes in between, and a model is built by its first batch.
 
     def _call(self, keras_iterator: Any) -> Any:
         count = compat.steps_per_call(self.model)
@@ -302,10 +302,11 @@ class _DataPosition:
         self._model = model
         self._knows_length = knows_length
         self.keras_iterator: Any = None
-        self.used: Any = None  # the same one, or after resuming the one at the right position
-        self.number = 0  # iterators before this one
-        self.passed = 0  # batches that earlier epochs took from it
-        # By rank, the checksum of the first batch, which a resumed fit must find again.
+        # The iterator that is used: Keras's own, or after resuming the one at the right position.
+        self.used: Any = None
+        self.number = 0  # number of iterators before this one
+        self.passed = 0  # number of batches that earlier epochs took from it
+        # The checksum of each rank's first batch, which a resumed fit must find again.
         self.checksums: list[int] = []
 
     def begin_epoch(self, keras_iterator: Any, count: int, steps_before: int) -> list[Any]:

@@ -92,7 +92,7 @@ def latest(directory: Path) -> int | None:
 
 
 def name_latest(directory: Path, step: int) -> None:
-    # Renamed when it is complete: a reader never sees half a file.
+    # The file gets its name when it is complete: a reader never sees half of it.
     beside = directory / f".{_LATEST}.part"
     _write_json(beside, {"step": step})
     os.replace(beside, directory / _LATEST)
@@ -101,7 +101,7 @@ def name_latest(directory: Path, step: int) -> None:
 
 def steps(directory: Path) -> tuple[list[int], str | None]:
     """Return the finished steps up to the latest, newest first, and what is wrong with the name of the latest."""
-    # One that is newer than the latest was never named, or a user has named an older one to go back to it.
+    # A checkpoint that is newer than the latest was never named, or a user has named an older one to go back to it.
     finished = _finished(directory)
     try:
         named = latest(directory)
@@ -158,14 +158,14 @@ def keep_only(directory: Path, latest: int, keep: int) -> list[str]:
     """Remove checkpoints beyond the newest ``keep``, and those newer than the latest; return what remains in spite."""
     finished = _finished(directory)
     newest = [step for step in finished if step <= latest][:keep]
-    # Newer ones than the latest belong to a training that went back to an older one.
+    # Checkpoints above the latest go, too: they belong to a training that went back to an older one.
     return _remove(directory / name_of(step) for step in finished if step not in newest)
 
 
 def tidy(directory: Path, but: str = "") -> list[str]:
     """Remove what killed jobs have left half-written, but not a given job's; return what could not be removed."""
     leftovers = []
-    # The new one of a step before the old one.
+    # Sorted, so that the new folder of a step comes before the old one.
     for match in sorted(_matches(directory, _PARTIAL), key=lambda match: match[0]):
         step = int(match["step"])
         target = directory / name_of(step)
@@ -175,7 +175,8 @@ def tidy(directory: Path, but: str = "") -> list[str]:
         if not target.exists():
             # A complete folder gets its name: the job was killed while it replaced a checkpoint of the same step.
             with contextlib.suppress(CheckpointError):
-                manifest_of(directory, step, match[0])  # written after all other files
+                # The manifest is written after all other files.
+                manifest_of(directory, step, match[0])
                 os.replace(folder, target)
                 continue
         leftovers.append(folder)
@@ -219,7 +220,7 @@ def _write_json(path: Path, value: Any) -> None:
     with path.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=1)
         file.flush()
-        # A rename could otherwise reach the disk before the content.
+        # The content has to be on the disk first, which a rename could otherwise reach before it.
         os.fsync(file.fileno())
 
 

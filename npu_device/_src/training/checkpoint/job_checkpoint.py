@@ -114,8 +114,9 @@ class JobCheckpoint:
         self._storage: Storage | None = None
         # The step of the newest checkpoint; None before restore and save.
         self._last_step: int | None = None
-        self._named: int | None = None  # by latest.json, when this job last read or wrote it
-        self._chosen: selection.Chosen | None = None  # by peek, for restore
+        # Step that latest.json names, when this job last read or wrote it.
+        self._named: int | None = None
+        self._chosen: selection.Chosen | None = None  # what ``peek`` has chosen for ``restore``
         self._preemption: Preemption | None = None
         if preemption and device.parent_of_this_process() is None:
             world = current_world()
@@ -167,7 +168,7 @@ class JobCheckpoint:
             _log.info("stopped after step %d, as asked", step)
             raise SystemExit(RESUMABLE)
         last_step = self._last_step or 0
-        # Not by remainder, because a step may stand for several.
+        # Intervals are compared, not remainders, because a step may stand for several.
         if self._interval is not None and step // self._interval > last_step // self._interval:
             self.try_to_save(step, notes)
         elif self._memory_interval is not None:
@@ -188,7 +189,7 @@ class JobCheckpoint:
         try:
             self.save(step, notes)
         except CheckpointError as error:
-            # Not tried again before the next interval.
+            # A failed save isn't tried again before the next interval.
             self._last_step = step
             if self._world is None or self._world.is_main:
                 _log.warning("%s\nTraining goes on; the newest checkpoint is an older one.", error)
@@ -394,7 +395,7 @@ class JobCheckpoint:
             if storage.rank == 0:
                 _log.warning("%s\nThe job resumes from the disk.", error)
             return
-        # Only on the first rank.
+        # The first rank alone is asked for a step.
         if step is not None:
             note_progress(step)
 
@@ -428,7 +429,7 @@ class JobCheckpoint:
         own_digests: Digests = {} if world is None else self._shared.digests()
         existing = []
         if storage.is_keeper and self._last_step is None:
-            # Only before the first save: what this job has written itself is no obstacle.
+            # Checked only before the first save: what this job has written itself is no obstacle.
             existing = folder.steps(self._directory)[0][:1]
         sent_digests = own_digests if storage.is_keeper else None
         answers = gather(world, (step, existing, sent_digests))
@@ -502,7 +503,7 @@ class JobCheckpoint:
         problem = f"the checkpoint of step {step} could not be completed in {self._directory}:"
 
         def finish() -> None:
-            # Looked at before each change, since two jobs may have been given one directory.
+            # The file is read before each change, since two jobs may have been given one directory.
             named = _latest(self._directory)
             if named != self._named:
                 raise CheckpointError(

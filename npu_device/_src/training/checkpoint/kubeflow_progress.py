@@ -32,7 +32,7 @@ class KubeflowProgress(tf.keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Remember the time."""
         self._began = time.monotonic()
-        # So that the first epoch is reported in any case.
+        # In the past, so that the first epoch is reported in any case.
         self._reported = -PROGRESS_PAUSE_SECONDS
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -67,10 +67,10 @@ _FILE = "file"
 class SharedTensor(NamedTuple):
     """A tensor of what all ranks share."""
 
-    key: str  # in the files of TensorFlow
-    part: str  # of a divided variable, as TensorFlow names it; else ""
+    key: str  # name in the files of TensorFlow
+    part: str  # part of a divided variable, as TensorFlow names it; else ""
     tensor: tf.Tensor
-    path: str | None  # of a variable, by which each rank's own values are read
+    path: str | None  # path of a variable, by which each rank's own values are read
     is_alone: bool  # no other rank has it
 
 
@@ -79,7 +79,7 @@ class Copier:
 
     def __init__(self, slots: Sequence[Slot], rank: int) -> None:
         self.slots = slots
-        self._problem: str | None = None  # of the last copy
+        self._problem: str | None = None  # problem of the last copy
         self._is_told = False
         self._own = slots[SLOTS * rank : SLOTS * (rank + 1)]
         self._first = slots[:SLOTS]
@@ -181,7 +181,7 @@ class Copier:
         return {**record, "kind": _DIFFERING, "name": shared.path}
 
     def _checksums_of_first(self, header: dict[str, Any]) -> dict[str, int]:
-        # It writes its copy at this moment, so that this is a short wait.
+        # The first rank writes its copy at this moment, so that this is a short wait.
         deadline = time.monotonic() + COPY_WAIT_SECONDS
         while time.monotonic() < deadline:
             for slot in self._first:
@@ -256,7 +256,7 @@ def bytes_of_rank(variables: Sequence[Any], is_first: bool) -> int:
     size = 0
     for variable in variables:
         is_apart = compat.is_share(variable) and getattr(variable, compat.SHARE).is_apart
-        # Of a divided optimizer, the owner alone has memory for a slot.
+        # The owner alone has memory for a slot of a divided optimizer.
         is_copied = is_first
         if is_apart:
             is_copied = compat.has_memory(variable)

@@ -25,7 +25,7 @@ from npu_device._src.training.checkpoint import folder
 _MARK = b"npucopy1"
 _START = struct.Struct("<8sQI")
 _CHUNK = 1 << 22
-SLOTS = 2  # of a rank
+SLOTS = 2  # slots of a rank: one to write, one with the copy before
 
 Key = tuple[int, int]
 """The attempt and the step of a copy: after a restart, the same step may have other bits."""
@@ -86,7 +86,7 @@ class Slot:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.header: dict[str, Any] = {}
-        self._data = 0  # where it begins
+        self._data = 0  # position where the data begins
 
     @property
     def key(self) -> Key:

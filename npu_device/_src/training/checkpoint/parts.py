@@ -43,7 +43,7 @@ class SharedState:
         """Return a ``tf.train.Checkpoint`` of all variables that exist now."""
         # It misses the random states of layers (Keras 3.15, tf-keras 2.20); they are added until both track them.
         named = {name: trackable(component, name) for name, component in self._trackables.items()}
-        # By object: the same variable has another path in each view.
+        # Variables are compared as objects: the same one has another path in each view.
         tracked = set(map(id, variables_of(tf.train.Checkpoint(**named)).values()))
         listed = [
             variable for component in self._trackables.values() for variable in _listed(component)
@@ -127,7 +127,7 @@ def trackable(component: Any, name: str) -> Any:
     """Return what ``tf.train.Checkpoint`` takes for a thing, or raise TypeError."""
     state = getattr(component, "state", None)
     if hasattr(state, "assign") and not isinstance(component, tf.random.Generator):
-        return state  # a seed generator of Keras 3
+        return state  # a variable of a Keras 3 seed generator
     if isinstance(component, (list, tuple, dict)) or compat.is_trackable(component):
         return component
     raise TypeError(
@@ -163,7 +163,7 @@ def _listed(component: Any) -> list[Any]:
 
 
 def _of_keras_3(component: Any) -> bool:
-    # Also of a subclass in the script: its base tells.
+    # The base tells the Keras, also of a subclass in the script.
     roots = {cls.__module__.split(".", 1)[0] for cls in type(component).__mro__}
     return "keras" in roots and compat.is_keras_3(compat.keras_of(component))
 
@@ -197,7 +197,7 @@ class RankState:
         plain = (random.Random, np.random.Generator)
         self._generators = {}
         self._callbacks: CallbackStates | None = None
-        self.callbacks = NO_CALLBACKS  # their states, when they were last collected
+        self.callbacks = NO_CALLBACKS  # states of the callbacks, when they were last collected
         self._trackables = {}
         for name, component in components.items():
             if isinstance(component, plain):

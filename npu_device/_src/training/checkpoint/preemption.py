@@ -64,11 +64,12 @@ class Preemption:
                 number.name,
             )
             _current.close()
-        self._previous = signal.signal(number, _ignore_signal)  # raises in other threads
-        # Only now, as ``signal.signal`` fails in other threads, and then nothing may have changed.
+        # This raises in other threads than the main one.
+        self._previous = signal.signal(number, _ignore_signal)
+        # Set only now, as ``signal.signal`` fails in other threads, and then nothing may have changed.
         _current = self
         self._reader, self._writer = os.pipe()
-        # ``set_wakeup_fd`` takes no other.
+        # ``set_wakeup_fd`` takes no descriptor that blocks.
         os.set_blocking(self._writer, False)
         self._previous_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         if health is not None:
@@ -127,7 +128,7 @@ class Preemption:
             if name != self._name or self._is_closed:
                 return _NEVER
             if self._last_step is not None:
-                return self._last_step  # so that all who ask find the same step
+                return self._last_step  # all who ask have to find the same step
             self._asking.add(asker)
             # The first answer counts for all who ask later: this rank has promised to wait at that
             # step.
@@ -197,7 +198,7 @@ class Preemption:
             self._answer_stop([self._name, asker, last_step])
             return last_step
         ranks = range(self._size)
-        # For two questions, and some time to write the checkpoint.
+        # A third of the limit, for two questions and some time to write the checkpoint.
         seconds = self._limit / 3
         answers = self._health.ask(_STEP, [self._name, asker], ranks, seconds).values()
         # A rank that has left, or that doesn't answer, will not come to any step.
@@ -222,8 +223,8 @@ def _ignore_signal(number: int, frame: Any) -> None:
     """Handle the signal in Python: the thread does everything."""
 
 
-# A signal that a forked child gets before it has its default behaviour back would count as the parent's: the child has
-# the parent's descriptor. So it waits for that.
+# Signals are masked in a fork until the child has the default behaviour back: the child has the parent's descriptor,
+# and a signal that it gets earlier would count as the parent's.
 _mask_before_fork = threading.local()
 
 

@@ -25,11 +25,11 @@ class Chosen(NamedTuple):
     shared: list[str]  # names of the shared part's files
     variables: list[str]  # paths of the shared part's variables
     notes: dict[str, Any]  # what rank 0 has noted
-    callbacks: str  # their states on the holder, for ranks without an own part
+    callbacks: str  # states of the callbacks on the holder, for ranks without an own part
     not_kept: tuple[str, ...]
 
 
-# What is wrong with the shared part, and the own; world size.
+# What is wrong with the shared part, or None; the same for this rank's own part; the world size.
 _View = tuple[Optional[str], Optional[str], int]
 
 
@@ -203,7 +203,7 @@ def find_storage(world: World | None, directory: Path) -> Storage:
 
     try:
         on_all_ranks(world, leave_mark, f"can't write checkpoints to {directory}:")
-        # By name, since a network file system may show an old list of a directory's entries.
+        # Files are looked for by name, since a network file system may show an old list of a directory's entries.
         keeper = next(member for member in range(size) if mark(member).exists())
         return Storage(token, tuple(gather(world, keeper)), rank)
     finally:

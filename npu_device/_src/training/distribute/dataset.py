@@ -15,7 +15,7 @@ from npu_device._src.training.opening import device
 from npu_device._src.training.watching.digests import SHOWN_RANKS
 
 _log = logging.getLogger("npu_device")
-_SEEDS_COMPARED = 100  # datasets
+_SEEDS_COMPARED = 100  # most datasets whose seeds are compared
 
 
 def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
@@ -65,7 +65,7 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
             f"rank {rank}: expected a tf.data.Dataset to shard; found type {type(dataset).__name__}"
         )
     if batch_size <= 0 or batch_size % world_size:
-        # The multiple below, or the smallest that gives each rank one.
+        # Advice for the user: the multiple below, or the smallest that gives each rank one.
         below = max(batch_size // world_size, 1) * world_size
         raise ValueError(
             f"rank {rank}: the global batch size must be divisible by the number of ranks; found {batch_size} on "
@@ -125,7 +125,7 @@ def _compare_shuffles(job: Job, dataset: Any) -> None:
         name = f"shuffled before division {divided.count}"
         answers = job.store.post(name, [list(pair) for pair in seeds])
     except ClusterError:
-        return  # the next collective tells
+        return  # the next collective raises the error of a lost rank
     is_last = len(answers) == job.cluster.world_size
     if is_last and any(answer != answers[0] for answer in answers.values()):
         rows = {}

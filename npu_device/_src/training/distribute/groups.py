@@ -76,7 +76,7 @@ def create_group(group: str, rank_num: int, rank_ids: list[int]) -> None:
             f"{where}rank {rank} is not among rank_ids {rank_ids}; expected a group to which the calling rank "
             "belongs.\nWhat to do: let each rank make only the groups that it is a member of."
         )
-    # After all checks, so that a refused call leaves nothing.
+    # Registered after all checks, so that a refused call leaves nothing.
     groups = _own_groups()
     if group in groups:
         raise ValueError(

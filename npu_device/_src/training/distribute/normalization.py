@@ -76,8 +76,8 @@ def moments(
     # Numbers of samples have no gradient.
     number = tf.stop_gradient(number)
     mean = tf.math.divide_no_nan(total, number)
-    # Around the common mean: the difference of mean squares would lose digits. Deviations from the mean add up to 0, so
-    # the gradient needn't pass through it once more.
+    # The spread is taken around the common mean: the difference of mean squares would lose digits. Deviations from the
+    # mean add up to 0, so the gradient needn't pass through it once more.
     spread = tf.reduce_sum(tf.square(wide - tf.stop_gradient(mean)) * valid, axes, keepdims=True)
     [spread] = of_all_ranks(spread)
     variance = tf.math.divide_no_nan(spread, number)
@@ -137,9 +137,10 @@ class Loops:
 
     def __init__(self) -> None:
         self._by_samples = False
-        # The same, as a variable: functions are traced before it is known.
+        # The same as ``_was_uneven``, as a variable: functions are traced before it is known.
         self._in_graphs: Any = None
-        self._was_uneven = False  # in the last eager backward pass
+        # The ranks' numbers of samples differed in the last eager backward pass.
+        self._was_uneven = False
         # Gradients have passed through an exchange, and nothing was reduced since then.
         self._is_open = False
 
@@ -164,7 +165,8 @@ class Loops:
         """Return how the ranks exchange sums in a step in which this rank has so many samples."""
 
         def add_up(sums: tf.Tensor) -> tf.Tensor:
-            number = tf.reshape(tf.cast(samples, sums.dtype), [1])  # travels along
+            # The number of samples travels with the sums.
+            number = tf.reshape(tf.cast(samples, sums.dtype), [1])
             sent = _with_gradient(
                 tf.concat([sums, number], 0), lambda upstream: upstream / weight()
             )

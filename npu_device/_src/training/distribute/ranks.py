@@ -172,8 +172,7 @@ def rank_zero_first() -> Iterator[bool]:
             problem = f"{type(error).__name__}: {error}"
             raise
         finally:
-            # Also after an error, or the other ranks would wait for this one.
-            # The text is empty if all went well.
+            # Sent after an error, too, or the other ranks would wait for this one. The text is empty if all went well.
             world.object_from_root(problem)
         return
     problem = world.object_from_root("")
@@ -259,7 +258,7 @@ def metric_results(metrics: Any) -> dict[str, Any]:
     results = {}
     for metric in metrics:
         variables = list(metric.variables)
-        # Kept, and assigned again: later batches add to the state of this rank.
+        # The rank's own state is kept, and assigned again: later batches add to it.
         own_states = [tf.convert_to_tensor(variable) for variable in variables]
         try:
             if world is not None:

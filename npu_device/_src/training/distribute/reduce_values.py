@@ -111,7 +111,7 @@ def reduce_by_hand(
 
 
 def _by_samples(step: CurrentStep, tensors: list[Any], options: ReductionOptions) -> list[Any]:
-    # In the step of a replicated model, in which a rank counts by its samples.
+    # A rank counts by its samples in the step of a replicated model.
     weight = step.counts
     if options.reduction == "mean":
         tensors = [with_values(tensor, floating) for tensor in tensors]
@@ -120,7 +120,7 @@ def _by_samples(step: CurrentStep, tensors: list[Any], options: ReductionOptions
     # The weights have made a mean into a sum.
     sums = step.reduce(terms, replace(options, reduction="sum"))
     reduced = list(map(step.exchanged, sums))
-    # Noted, so that the optimizer doesn't reduce these once more.
+    # The results are noted, so that the optimizer doesn't reduce them once more.
     step.reduced += reduced
     return reduced
 

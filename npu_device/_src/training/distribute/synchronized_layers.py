@@ -58,7 +58,7 @@ _TRACED_ALONE = (
 def _moments_method(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Stand in for the method of a layer that computes mean and variance."""
     own = getattr(type(self), compat.moments_method(self)).__get__(self)
-    if jobs.current() is None:  # closed
+    if jobs.current() is None:  # the job is closed
         return own(*args, **kwargs)
     return moments_of_all_ranks(self, own, getattr(self, _GROUP), *args, **kwargs)
 
@@ -73,7 +73,7 @@ def _all_reduce(self: Any, reduce_op: Any, value: Any, options: Any = None) -> A
     if layers is not None and caller is not None:
         layer, inputs = caller
         sums = layers.sums_of_all_ranks(layer, inputs, value)
-    # Others may use the context, too.
+    # Other callers may use the context, too, and get TensorFlow's own method.
     if sums is None:
         return type(self).all_reduce(self, reduce_op, value, options)
     return sums
@@ -100,8 +100,8 @@ class SynchronizedLayers:
     """The layers with ``synchronized=True`` in loops of the script; a part of the job."""
 
     def __init__(self) -> None:
-        self._group = WORLD_GROUP  # over which layers normalize
-        self._replica_context: Any = None  # with a method of ours, as the strategy
+        self._group = WORLD_GROUP  # group over which layers normalize
+        self._replica_context: Any = None  # TensorFlow's context, with a method of ours
         self._strategy: Any = None
         self._creation: Any = None  # the scope in which later variables are made
         # The layers of models whose variables are made after all layers are built.

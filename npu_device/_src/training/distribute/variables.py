@@ -184,7 +184,7 @@ def grouping_gradients_apply(
     pairs = list(grads_and_vars)
     variables = [variable for _, variable in pairs]
     own_share = shares(variables, world.size)[world.rank]
-    # Counted before: what the call adds belongs to this rank.
+    # Counted before the call, since what the call adds belongs to this rank.
     count = len(tf.compat.v1.global_variables())
     # A bound method knows its optimizer.
     optimizer: Any = getattr(apply_func, "__self__", None)
@@ -200,7 +200,7 @@ def grouping_gradients_apply(
         own_pairs = _finite_if_all_are(own_pairs, [gradient for gradient, _ in pairs])
     with compat.clipped_with_all(optimizer, pairs, own_share):
         applied = apply_func(own_pairs, *args, **kwargs)
-    for variable in tf.compat.v1.global_variables()[count:]:  # none but in a session's graph
+    for variable in tf.compat.v1.global_variables()[count:]:  # empty but in a session's graph
         tf.compat.v1.add_to_collection(VARIABLES_OF_ONE_RANK, variable)
     with after(applied):
         return grouping_broadcast(variables)
@@ -280,12 +280,12 @@ def shares(variables: Sequence[Any], count: int) -> list[range]:
     return runs
 
 
-# What layers hold outside variables, which is compared, not sent: tables, what they adapted to, constant tensors.
+# Layers hold more than variables, which is compared, not sent: tables, what they adapted to, constant tensors.
 
-# Attributes for ``adapt`` only: samples that differ may well give the same result.
+# Attributes that only ``adapt`` reads: samples that differ may well give the same result.
 _WHILE_ADAPTING = ("summary",)
 
-# By the name of an attribute, what to call it in a message, and a checksum.
+# What to call an attribute in a message, and its checksum, by its name.
 State = dict[str, tuple[str, int]]
 
 
@@ -317,7 +317,7 @@ def state_of(layer: Any, constants: bool = True) -> State:
     """Return what a layer holds outside variables; see ``require_same_state``."""
     state: State = {}
     if hasattr(layer, "get_vocabulary"):
-        # A copy, which is counted and digested.
+        # Keras returns a copy, which is counted and digested.
         words = list(layer.get_vocabulary())
         state["vocabulary"] = counted(len(words), "word"), zlib.crc32(repr(words).encode())
     adapts = hasattr(layer, "adapt")
@@ -339,10 +339,10 @@ def _of_table(table: Any) -> tuple[str, int]:
         keys, values = tf.raw_ops.LookupTableExportV2(
             table_handle=table.resource_handle, Tkeys=table.key_dtype, Tvalues=table.value_dtype
         )
-    except (tf.errors.OpError, ValueError):  # not initialized yet, or of a graph
+    except (tf.errors.OpError, ValueError):  # a table that isn't initialized yet, or is of a graph
         return "a table", 0
     keys = map(repr, keys.numpy().tolist())
-    # Tables have no order.
+    # Sorted, since tables have no order.
     pairs = sorted(zip(keys, map(repr, values.numpy().tolist())))
     return f"a table with {counted(len(pairs), 'key')}", zlib.crc32(repr(pairs).encode())
 

@@ -14,7 +14,7 @@ class RunningChecksum:
     """Two ranks' checksums are equal if they were given the same batches in the same order, except by chance."""
 
     def __init__(self) -> None:
-        # A variable: steps add to it in graphs, without handing every batch to Python.
+        # In a variable, so that steps add to it in graphs, without handing every batch to Python.
         self._checksum = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     def add(self, batch: Any) -> None:
@@ -49,8 +49,8 @@ def _checksum(tensor: tf.Tensor) -> tf.Tensor | int:
     if flat.dtype == tf.string:
         flat = tf.strings.to_hash_bucket_fast(flat, 1 << 31)
     elif flat.dtype.is_floating:
-        # The bits, so that values that are nearly equal have different checksums; float64 first
-        # loses its last ones.
+        # Bits are added up, so that values that are nearly equal have different checksums; float64 first loses its last
+        # ones.
         flat = tf.bitcast(tf.cast(flat, tf.float32), tf.int32)
     # Each value counts with a weight of its position, so that the order counts.
     return tf.reduce_sum(tf.cast(flat, tf.int64) * (2 * tf.range(tf.size(flat, tf.int64)) + 1))

@@ -67,7 +67,7 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         if device.unless_child() is None:
             return
         replica = replica_of(self.model)
-        # It sends everything itself, once the first batch has built the model.
+        # The replica sends everything itself, once the first batch has built the model.
         if replica is not None:
             replica.state.root_rank = self._root_rank
             return
@@ -90,7 +90,7 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         train_function = model.train_function
 
         def send_and_train(iterator: Any) -> Any:
-            # Put back first: only the first call sends.
+            # The function is put back first, since only the first call sends.
             model.train_function = train_function
             if model.run_eagerly:
                 # The batch is looked at, and has to be trained on all the same.
@@ -110,7 +110,7 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         if are_alike:
             broadcast(training_state.training_variables(self.model), self._root_rank)
             self._sent = shapes
-        # The optimizers differ, but the weights have to be the same to begin with.
+        # No optimizer state is sent where optimizers differ, but the weights have to be the same to begin with.
         else:
             broadcast(training_state.weights(self.model), self._root_rank)
             self._sent = []

@@ -11,10 +11,10 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.training.fit.random_operations import is_draw
 
-# What the other ranks know, too: the result of a transfer depends on no rank's numbers.
+# Transfers end the search: their results are known to the other ranks, too, and depend on no rank's numbers.
 _TRANSFERS = ("PyFunc", "PyFuncStateless", "EagerPyFunc", "Collective")
 
-# AssignVariableOp, AssignAddVariableOp; ResourceApplyAdam, ResourceScatterAdd.
+# Operations such as AssignVariableOp, AssignAddVariableOp, ResourceApplyAdam and ResourceScatterAdd begin so.
 _ASSIGNMENTS = ("Assign", "Resource")
 
 
@@ -22,7 +22,7 @@ _ASSIGNMENTS = ("Assign", "Resource")
 class Reach:
     """What tensors depend on."""
 
-    draws: set[str]  # their names
+    draws: set[str]  # names of the draws
     inputs: set[int]  # positions of inputs of the graph
     samples: bool = False  # the samples of this rank are among them
 
@@ -40,7 +40,7 @@ class DataFlow:
             if functions:
                 self._calls[operation.name] = _Call(operation, functions)
 
-    # Dependencies.
+    # What tensors depend on
 
     def reach(self, tensors: Sequence[tf.Tensor]) -> Reach:
         """Return what tensors depend on; no more than that, once it is known that they depend on samples."""
@@ -75,7 +75,7 @@ class DataFlow:
                 draws |= reach.draws
         return draws
 
-    # What a step does with values.
+    # What a step decides by values, and what it assigns
 
     def decisions(self) -> Iterator[list[tf.Tensor]]:
         """Yield tensors of this graph by which its branches and loops, and those inside them, decide."""

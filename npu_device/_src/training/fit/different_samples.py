@@ -29,7 +29,7 @@ def different_samples(batch: Any, total: int, count: int) -> list[int]:
         # The extremes come first, because later positions are dropped where there are too many.
         positions += [int(feature.argmin()), int(feature.argmax())]
     positions += np.linspace(0, total - 1, count).round().astype(int).tolist()
-    # Filled up with all the others, for batches in which these positions coincide.
+    # The list is filled up with all other positions, for batches in which these coincide.
     positions += range(total)
     chosen = list(dict.fromkeys(positions))[:count]
     return sorted(
@@ -47,7 +47,7 @@ def _features(leaf: Any, total: int) -> Iterator[np.ndarray]:
     elif tf.TensorShape(leaf.shape).rank:
         samples = _per_sample(np.asarray(leaf), total)
         samples = samples[:, :: max(1, samples.shape[1] // _MOST_ELEMENTS)]
-        # As they are in padding: 0, or what is common at the end of the samples.
+        # Padding is 0, or what is common at the end of the samples.
         yield (samples == _padding(samples)).sum(axis=1)
         ends = samples[:, -1:]
         different_ends = np.unique(ends[: 2 * _MOST_ELEMENTS])

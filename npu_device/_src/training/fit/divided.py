@@ -194,7 +194,7 @@ class Pipeline(Divided):
 
     def __init__(self, tagged: tf.data.Dataset, are_full: bool) -> None:
         self._tagged = tagged  # the rows' tags and the rows
-        self._are_full = are_full  # all batches
+        self._are_full = are_full  # all batches have the same number of rows
         rows_of_batch = _rows_that_count
         if are_full:
             rows_of_batch = _all_rows

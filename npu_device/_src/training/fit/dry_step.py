@@ -63,7 +63,8 @@ class DryStep:
         self._choose = choose
         self.variables: list[Any] = []  # variables whose gradients the optimizers got
         self.gradients: list[Any] = []  # gradients that the optimizers got
-        self.reductions: list[Any] = []  # by which the optimizers reduce those; None without one
+        # Reductions by which the optimizers reduce those; None without one.
+        self.reductions: list[Any] = []
         self.losses: list[Any] = []  # losses that layers have added
         self.numbers: dict[str, Any] = {}
         self.chosen: list[Any] = []
@@ -93,7 +94,7 @@ class DryStep:
 
         number = tf.TensorSpec([], tf.int32)
         flag = tf.TensorSpec([], tf.bool)
-        # As each Keras traces the step itself.
+        # AutoGraph is on where Keras itself traces the step with it.
         autograph = not compat.is_keras_3(compat.keras_of(self._context.model))
         function = tf.function(step, autograph=autograph)
         return function.get_concrete_function(spec, number, number, flag)
@@ -215,7 +216,7 @@ class DryStep:
         try:
             gradients, losses, sent, numbers, chosen = self._function(part.data, *counts)
             state = self.state()
-        # Also if the step fails: the model of the user must be as before.
+        # Restored also if the step fails: the model of the user must be as before.
         finally:
             for handle, before in zip(self.handles, state_before):
                 tf.raw_ops.AssignVariableOp(resource=handle, value=before)
@@ -279,9 +280,9 @@ def _at(operation: Any) -> str:
     return f" ({line})"
 
 
-# Ranks that exist only in the trace. A step is traced once, as one rank. It runs for one part after the other, so that
-# none of them knows what the others send. So it runs several times: each time the exchanges have the results of what
-# was sent the last time, until they no longer change.
+# Virtual ranks exist only in the trace. A step is traced once, as one rank. It runs for one part after the other, so
+# that none of them knows what the others send. So it runs several times: each time the exchanges have the results of
+# what was sent the last time, until they no longer change.
 
 
 @dataclass
@@ -335,7 +336,7 @@ class _VirtualRanks:
         tensor = tf.convert_to_tensor(tensor)
         if not compat.is_in(self.graph, tensor):
             raise NotChecked("the ranks exchange values in a branch or a loop of the step")
-        # Outside of the graph, so that the values remain from one run to the next.
+        # Made outside of the graph, so that the values remain from one run to the next.
         with tf.init_scope():
             received = compat.plain_variable(
                 np.zeros([0], tensor.dtype.as_numpy_dtype), shape=tf.TensorShape(None)
@@ -368,7 +369,7 @@ class _VirtualRanks:
             if exchange.joins:
                 received = np.concatenate(arrays)
             elif len({array.shape for array in arrays}) > 1:
-                is_settled = False  # for lack of what they exchange before
+                is_settled = False  # the exchange depends on others that have no results yet
                 continue
             else:
                 received = sum(arrays[1:], arrays[0])

@@ -43,7 +43,7 @@ METHODS = ("save", "save_weights", "export")
 _IS_REPLACED = "_npu_writes_once"
 _OVER = "save is over"
 _SEES = "sees file"
-_REMEMBERED = 1000  # paths
+_REMEMBERED = 1000  # most paths whose saves are remembered
 
 _log = logging.getLogger("npu_device")
 _thread = threading.local()  # ``saves`` is True while a method of a model saves
@@ -53,7 +53,7 @@ _BY_FUNCTION = (
     "call the function under `if npu.distribute.is_main():` only. A copy of the model in memory needs no change."
 )
 
-# Number of collectives before a save, and of saves of the path since then.
+# How many collectives came before a save, and how many saves of the path came since then.
 _Moment = tuple[int, int]
 # Whether the rank has written the path; its error's type and text.
 _SaveOutcome = tuple[bool, Optional[tuple[str, str]]]
@@ -66,7 +66,7 @@ class _Save:
     moment: _Moment  # when the save began
     is_over: bool = False
     wrote: bool = False  # this rank has written the file, and hasn't waited for another one
-    error: tuple[str, str] | None = None  # type and text
+    error: tuple[str, str] | None = None  # type and text of the error of the save
 
     @property
     def outcome(self) -> _SaveOutcome:
@@ -80,7 +80,7 @@ class Saves:
         self._job = job
         self._rank = job.cluster.rank
         self._calls = job.counts.of(job.group(WORLD_GROUP))
-        self._numbers = itertools.count()  # so that no two questions are the same to the hub
+        self._numbers = itertools.count()  # no two questions may be the same to the hub
         self._lock = threading.Lock()
         self._saves: dict[str, _Save] = {}
         # The saves that wait for an answer, by the rank that asks.
@@ -117,7 +117,7 @@ class Saves:
         except BaseException as error:
             save.error = type(error).__name__, str(error)
             raise
-        # Also after an error, which the waiting ranks raise, too.
+        # The end is told also after an error, which the waiting ranks raise, too.
         finally:
             self._end(path, save)
         return None
@@ -131,7 +131,7 @@ class Saves:
                 if asked_path == path and outcome is not None:
                     del self._asked[rank]
                     answers.append((answer, outcome))
-        # Outside of the lock, since a future runs its callbacks at once.
+        # Answered outside of the lock, since a future runs its callbacks at once.
         for answer, outcome in answers:
             answer.set_result(outcome)
 
@@ -155,7 +155,7 @@ class Saves:
             if outcome is not None:
                 return outcome
             answer: Future[_SaveOutcome] = Future()
-            # In place of one that the rank no longer waits for.
+            # This replaces a question for which the rank no longer waits.
             self._asked[rank] = (path, moment, answer)
         return answer
 
@@ -164,7 +164,7 @@ class Saves:
     def _writers(self) -> list[int]:
         """Return the ranks that may write for this one, in the order in which they are asked."""
         hosts = self._job.cluster.hosts
-        # Lower ranks only, so that no two ranks ever wait for each other.
+        # Ranks wait for lower ones only, so that no two ever wait for each other.
         return [rank for rank in sorted({0, hosts.index(hosts[self._rank])}) if rank < self._rank]
 
     def _is_written_by(self, writer: int, path: str, moment: _Moment) -> bool:
@@ -216,7 +216,7 @@ class Saves:
         """Return True if this rank sees the same directory as another one: a new file of the one appears to both."""
         # A new name, because a network file system may remember that an old one wasn't there.
         name = f".npu_device-{secrets.token_hex(8)}"
-        # Relative to each rank's own working directory.
+        # The path stays relative to each rank's own working directory.
         neighbour = os.path.join(os.path.dirname(path), name)
         try:
             with open(neighbour, "x"):
@@ -274,7 +274,7 @@ def saving(world: World, method: Callable[..., Any]) -> Callable[..., Any]:
     job = world.job
     saves = job.part(Saves)
     if saves is None:
-        # One for the whole job, whatever the number of models: paths are counted together.
+        # One object serves the whole job, whatever the number of models: paths are counted together.
         saves = Saves(job)
         job.add(saves)
 
@@ -314,6 +314,6 @@ def _like(class_name: str, text: str) -> Exception:
     """Return an error of a type of Python's own, so that a script that handles it does so on all ranks."""
     error_class = getattr(builtins, class_name, None)
     if isinstance(error_class, type) and issubclass(error_class, Exception):
-        with contextlib.suppress(TypeError):  # it takes other arguments
+        with contextlib.suppress(TypeError):  # the method takes other arguments
             return error_class(text)
     return RuntimeError(text)

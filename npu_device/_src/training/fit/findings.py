@@ -82,7 +82,7 @@ def are_repeatable(run: StepResults, again: StepResults) -> bool:
     pairs = [_dense(pair) for pair in zip(run.gradients, again.gradients)]
     if all(np.array_equal(gradient, repeat) for gradient, repeat in pairs):
         return True
-    # Some gradients are nearly 0, and their rounding is that of the others: hence the size of all.
+    # The size is that of all gradients: some are nearly 0, and their rounding is that of the others.
     size = np.sqrt(sum(norm(gradient) ** 2 for gradient, _ in pairs))
     return all(
         norm(gradient - repeat) <= 0.01 * (norm(gradient) + size) for gradient, repeat in pairs
@@ -216,7 +216,7 @@ def changes(
             errors = list(map(trial.distance, trial.parts))
             if is_averaged:
                 errors = [trial.error_of_mean]
-            # ^NaN counts as no change, since it isn't above the limit.
+            # NaN counts as no change, since it isn't above the limit.
             if not max(errors) > allowed:
                 continue
             is_sum = trial.is_sum(allowed)
@@ -248,7 +248,7 @@ def _dense(gradients: Sequence[Any]) -> list[np.ndarray]:
     """Return gradients of one variable as arrays of one shape; of tables only the rows that any of them has."""
     if not isinstance(gradients[0], (tuple, list)):
         return list(map(_wide, gradients))
-    # Only rows that some run has touched: whole tables may be huge.
+    # Only rows that some run has touched are made dense: whole tables may be huge.
     rows = np.unique(np.concatenate([np.asarray(indices) for _, indices in gradients]))
     arrays = []
     for slices, indices in gradients:

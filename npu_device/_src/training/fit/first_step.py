@@ -44,7 +44,7 @@ class _RankVerdict(NamedTuple):
     error: str = ""
     warning: str = ""
     sums: dict[str, bool] = {}  # noqa: RUF012  # see ``Sums.numbers``; and for each optimizer, by its place
-    added: str = ""  # what of the gradients is added up, in words
+    added: str = ""  # in words, which gradients are added up
 
 
 def check(context: StepContext, batch: Any) -> str:
@@ -99,7 +99,7 @@ def look_for_sums(context: StepContext, batch: Any) -> str:
                 sums = checked_step(context, samples, is_repeated=False).sums
         except Exception:  # the user's step, which may rely on what a few samples don't have
             _log.debug("sums of a test step", exc_info=True)
-    # Also after a failure on this rank, because the others take part.
+    # The ranks exchange after a failure, too, because the others take part.
     if not is_off:
         set_sums(context, context.world.objects(sums, "sums of a test step"))
     return "looked at"
@@ -119,7 +119,7 @@ def require_divisible(
     context: StepContext, spec: Any, share: Any, batch: Any, error: Exception
 ) -> None:
     """Raise an error that says what is divided, if a step can be traced with the batch, but not with a share of it."""
-    # The share first: what has been traced with the batch counts as built, and wouldn't be traced again.
+    # The share is traced first: what has been traced with the batch counts as built, and wouldn't be traced again.
     if _can_be_traced(context, spec, share) or not _can_be_traced(
         context, spec, lambda whole: whole
     ):
@@ -174,7 +174,7 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> 
     batch = without_optional(batch)
     total = int(units_of(batch))
     count = total // max(2, context.world.size)
-    # As much as a rank gets, so that a fixed size inside the step may still fit.
+    # A part is as large as what a rank gets, so that a fixed size inside the step may still fit.
     parts = [
         Part(run_of(batch, total, first, first + count), count, 2 * count, not first)
         for first in (0, count)
@@ -304,7 +304,7 @@ def _mixture(context: StepContext, samples: Samples) -> Mixture | None:
         dry_step = DryStep(context, samples.spec, mixing.values_of_samples)
         [whole] = dry_step.run([samples.whole])
         parts = dry_step.run(samples.parts)
-    except Exception:  # the check itself has been made
+    except Exception:  # the search failed, but the check itself has been made
         return None
     return mixing.where_samples_meet(
         dry_step.chosen,

@@ -62,7 +62,8 @@ class Function(StepContext):
     def make(self, force: bool = False) -> Function:
         """Make the function of the model, unless it is there; Keras calls this at the beginning of each ``fit``."""
         self._state.prepare(self.mode)
-        if getattr(self.model, self._name) is not self or force:  # also after compile
+        # A new function is made also after compile.
+        if getattr(self.model, self._name) is not self or force:
             self.begins = True
             self._is_built = False
             self._checked = ""
@@ -113,7 +114,7 @@ class Function(StepContext):
     def _start(self, batches: Any) -> Any:
         """Make the ranks ready: all variables made, equal on all ranks, and the first batch compared."""
         is_training = self.mode == "train"
-        self.checksum.take()  # what an interrupted call has left
+        self.checksum.take()  # drops what an interrupted call has left
         pulled = batches
         is_iterator = not isinstance(batches, list)  # Keras 3 predicts lists
         if is_iterator:

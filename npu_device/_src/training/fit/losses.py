@@ -59,7 +59,8 @@ class Losses:
     ) -> Any:
         """Return what Keras is to reduce: values of the samples, times what makes their sum that of the whole batch."""
         losses = call(y_true, y_pred)
-        loss_mask = getattr(losses, "_keras_mask", None)  # by ignore_class
+        # A loss with ignore_class leaves this mask.
+        loss_mask = getattr(losses, "_keras_mask", None)
         masks = [_mask_of(y_pred), loss_mask]
         mask = _all_of(masks)
         loss.reduction = reduction
@@ -121,7 +122,7 @@ class Losses:
         if weights is None and mask is None:
             return None
         if weights is None:
-            # Losses for each element of the mask.
+            # A loss may have several numbers for each element of the mask.
             per_step = tf.maximum(tf.size(losses) / tf.size(mask), 1.0)
             return tf.cast(per_step, tf.float64) * self._sum_of_all_ranks(mask)
         weights = tf.cast(weights, tf.float64)

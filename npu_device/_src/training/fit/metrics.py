@@ -185,7 +185,7 @@ class Metrics:
         tensor = tf.convert_to_tensor(argument)
         if tensor.shape.rank == 0:
             weight = self._step.counts if is_sum else self._step.weight
-            # In float64: a large count in float32 would lose its last digit in a sum.
+            # Added up in float64: a large count in float32 would lose its last digit.
             total = self._world.add_up(tf.cast(tensor, tf.float64) * weight)
             return tf.cast(total, tensor.dtype)
         gathered = self._world.gather(self._step.share.counted(tensor))

@@ -21,7 +21,7 @@ _NOT_LINEAR = {
     "Tanh",
 }  # fmt: skip
 _MOST_TENSORS = 3000
-_SMALL = 4096  # elements of a vector
+_SMALL = 4096  # most elements of a vector that is fetched
 
 
 def setters_of(handle: Any, graph: Any) -> list[Any]:
@@ -87,7 +87,7 @@ def values_of_samples(graph: Any) -> list[Any]:
         if _is_by_tape(operation) or sources & of_gradients:
             of_gradients.add(operation.name)
         is_used = operation.name in used
-        # What is computed of used values without gradients, such as the loss.
+        # Values without gradients count if they are computed of used ones, such as the loss.
         is_beside = bool(sources & used) and operation.name not in of_gradients
         if not _is_by_tape(operation) and (is_used or is_beside):
             tensors += filter(_may_be_of_samples, operation.outputs)
@@ -168,11 +168,11 @@ def _is_joined(whole: np.ndarray, parts: Sequence[np.ndarray], rows: Sequence[in
     if any(part.shape[1:] != whole.shape[1:] for part in parts):
         return False
     if len(whole) != sum(map(len, parts)):
-        return True  # its first axis isn't samples
+        return True  # the first axis isn't that of samples
     orders = [np.concatenate(parts)]
     views = len(whole) // sum(rows)
     if views > 1 and [len(part) for part in parts] == [views * count for count in rows]:
-        # Several views of the batch, one after the other, of which each has all samples.
+        # The parts may be several views of the batch, one after the other, of which each has all samples.
         split = [part.reshape(views, count, *whole.shape[1:]) for part, count in zip(parts, rows)]
         orders.append(np.concatenate(split, axis=1).reshape(whole.shape))
     wide = whole.astype(np.float64)

@@ -16,11 +16,11 @@ class ModelParts:
     metrics: list[Any]  # metrics that have variables of their own
     trackers: list[Any]  # the metrics to which Keras itself passes losses
     losses: list[Any]  # losses that reduce: the compiled ones, and those that a step can reach
-    layers: list[Any]  # and the model
+    layers: list[Any]  # all layers, and the model itself
     regularized: list[Any]  # layers whose activity regularizer is a sum over the samples
     # Floating-point variables that the step moves, but no optimizer, such as moving averages.
     statistics: list[Any]
-    generators: list[Any]  # from which the step draws random numbers
+    generators: list[Any]  # generators from which the step draws random numbers
 
 
 def generators_of(model: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from npu_device._src.training.fit.random_operations import MARK
 from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.world.world import World
 
-# Between the seeds of neighbouring ranks; the seeds of a script are closer together.
+# Distance between the seeds of neighbouring ranks; the seeds of a script are closer together.
 _SEED_DISTANCE = 1_000_003
 _SHOWN = 4
 
@@ -34,7 +34,7 @@ class NumbersOfRank:
         self._graph: Any = None  # the graph that is being traced
         self._first_operation = 0  # position in the graph where the step begins
         self._graph_seed: int | None = None
-        self._eager_state: Any = None  # before the step
+        self._eager_state: Any = None  # eager random state before the step
 
     def begin(self) -> None:
         """Mix the rank into what generators return, and into the seed of the graph that is being traced."""

@@ -85,7 +85,7 @@ class Replica:
             "predict": self._evaluate_or_predict(self.predict, model.predict),
         }
         for name in files.METHODS:
-            if hasattr(model, name):  # a file is written once
+            if hasattr(model, name):  # saving methods write a file once for the job
                 methods[name] = files.saving(self.world, getattr(model, name))
         counters = getattr(model, compat.COUNTERS_METHOD, None)
         if counters is not None:  # tf-keras: fit begins with the epoch of rank 0's backup
@@ -104,7 +104,7 @@ class Replica:
             )
             arguments.set("callbacks", callbacks)
             self.state.callbacks = callbacks
-            # Before Keras draws the order in which it shuffles.
+            # Shared before Keras draws the order in which it shuffles.
             start.share_random_state(self.world)
             self.train.begins = self.test.begins = True
             # A callback may call ``fit`` itself.

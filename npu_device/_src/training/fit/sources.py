@@ -131,7 +131,7 @@ def _pipeline(source: Any) -> int | None:
     if b"ShardDataset" in graph or b"PyFunc" in graph:
         return None
     definition = _without_seeds(tf.compat.v1.GraphDef.FromString(graph))
-    # Functions come in any order.
+    # Sorted, since functions come in any order.
     functions = sorted(
         function.SerializeToString(deterministic=True) for function in definition.library.function
     )
@@ -144,7 +144,8 @@ def _without_seeds(graph: Any) -> Any:
     for nodes in [graph.node, *(function.node_def for function in graph.library.function)]:
         seeded = [node for node in nodes if "Shuffle" in node.op or "Random" in node.op]
         inputs = {name.split(":")[0] for node in seeded for name in node.input}
-        # Random generators and counters that a map uses, such as those of Keras 3's layers, with their values now.
+        # Compared with their values now: random generators and counters that a map uses, such as those of Keras 3's
+        # layers.
         set_here = [node for node in nodes if node.op == "AssignVariableOp"]
         states = {
             name
@@ -208,10 +209,11 @@ def again(batches: Any, pulled: list[Any]) -> Any:
         return batches  # Keras handles the end of an iterator
     if not isinstance(batches, tf.data.Iterator):
         return iter(pulled)
-    # Not a generator: its Python calls can wait for ever on a rank with one thread, and each one stays in memory.
+    # A dataset of tensors, not of a generator, whose Python calls can wait for ever on a rank with one thread, and stay
+    # in memory.
     parts = map(tf.data.Dataset.from_tensors, pulled)
     variant = tf.data.experimental.to_variant(functools.reduce(tf.data.Dataset.concatenate, parts))
-    # The type of the iterator, which may have unknown dimensions.
+    # The type is that of the iterator, which may have unknown dimensions.
     return iter(tf.data.experimental.from_variant(variant, batches.element_spec))
 
 
@@ -219,7 +221,7 @@ class InputWait:
     """Times some calls of a train function, in which the batches are taken here instead of in the function."""
 
     def __init__(self) -> None:
-        self.is_over = False  # the warning is given, or no look is left
+        self.is_over = False  # no look is left, or the warning is given
         self._calls = 0
         self._looks = list(_LOOKS)
         self._times: list[tuple[float, float]] = []  # seconds of the wait, and of the call with it

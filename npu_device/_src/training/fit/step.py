@@ -45,7 +45,8 @@ def train_or_test_step(
 ) -> Callable[[Any], Any]:
     """Return a model's ``train_step`` or ``test_step``, given its own one: Keras's or the user's."""
 
-    # tf-keras has AutoGraph rewrite this, for the sake of the user's step inside. So it holds no more than the road.
+    # tf-keras has AutoGraph rewrite this, for the sake of the user's step inside, so that it only calls other
+    # functions.
     @functools.wraps(own_step)
     def step(data: Any) -> Any:
         # A step that the step of another model calls works on the share of that one.
@@ -76,7 +77,7 @@ def predict_step(context: StepContext, own_step: Callable[[Any], Any]) -> Callab
     return step
 
 
-# Taken and checked.
+# The batch, taken and checked
 
 
 @_as_it_is
@@ -89,7 +90,7 @@ def _take(context: StepContext, batch: Any) -> Any:
         context.checksum.add(batch)
         return batch
     leaves = tf.nest.flatten(batch)
-    # These travel in one call; for the rest, each size has to be sent first.
+    # Plain tensors travel in one call; for the rest, each size has to be sent first.
     plain = [leaf for leaf in leaves if _is_sent_as_it_is(leaf)]
     arrived = iter(context.world.from_root(plain))
     as_bytes = functools.partial(_sent_as_bytes, context.world)
@@ -125,7 +126,7 @@ def _sent_as_bytes(world: World, tensor: Any) -> Any:
     return tf.ensure_shape(tf.io.parse_tensor(text, tensor.dtype), tensor.shape)
 
 
-# Divided.
+# The share of this rank
 
 
 @_as_it_is
@@ -137,7 +138,7 @@ def divide(world: World, batch: Any) -> Share:
     return share_of_batch(batch, world.rank, world.size, environment.NPU_DEVICE_DIVISION.get())
 
 
-# Stepped.
+# The step itself
 
 
 @_as_it_is
@@ -174,7 +175,7 @@ class Step:
     def __enter__(self) -> Step:
         self._running = running(self._current)
         self._running.__enter__()
-        _ = self._current.weight  # in this graph, before a branch of the step needs it
+        _ = self._current.weight  # computed in this graph, before a branch of the step needs it
         if self._numbers is not None:
             self._numbers.begin()
         return self
@@ -216,7 +217,7 @@ class Step:
     def _add_up_numbers(self, leaves: Sequence[Any], are_sums: Sequence[bool | None]) -> list[Any]:
         """Return scalars of the logs of all ranks: sums added up, other numbers averaged by samples."""
         numbers = list(map(_float_as_tensor, leaves))
-        # What this rank contributes, by position. They travel together, since each is small.
+        # Contributions of this rank, by position, which travel together, since each is small.
         contributions: dict[int, tf.Tensor] = {}
         for position, (number, is_sum) in enumerate(zip(numbers, are_sums)):
             if not tf.is_tensor(number) or number.shape.rank != 0:
@@ -243,7 +244,7 @@ def _begin(context: StepContext, share: Share) -> Step:
     return Step(context, share)
 
 
-# Reduced.
+# Variables that are reduced by their increments
 
 
 class Increments:
@@ -257,7 +258,7 @@ class Increments:
         factors = {id(factor): factor for _, factor in variables}
         for variable, factor in variables:
             groups.setdefault((tf.as_dtype(variable.dtype), id(factor)), []).append(variable)
-        # Packed, since a step has hundreds of such variables and few operations to spare for each.
+        # Variables are packed, since a step has hundreds of them and few operations to spare for each.
         self._groups = [
             (dtype, members, factors[key], _packed(members))
             for (dtype, key), members in groups.items()
@@ -276,7 +277,7 @@ class Increments:
             sizes = [tf.TensorShape(member.shape).num_elements() for member in members]
             for member, flat in zip(members, tf.split(total, sizes)):
                 member.assign(_reshaped(flat, member.shape))
-        # From here on, for a step that reads results halfway.
+        # Increments count from here on, for a step that reads results halfway.
         self._groups = [
             (dtype, members, factor, _packed(members)) for dtype, members, factor, _ in self._groups
         ]
@@ -304,7 +305,7 @@ def _times(increment: tf.Tensor, factor: Any) -> tf.Tensor:
     return tf.where(factor > 0, increment, tf.zeros_like(increment))
 
 
-# Logged.
+# The logs
 
 
 @_as_it_is

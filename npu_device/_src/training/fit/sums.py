@@ -39,10 +39,10 @@ class Indivisible(Exception):
 class Samples(NamedTuple):
     """Some samples of a batch, and two parts of them."""
 
-    spec: Any  # with which the step is traced
+    spec: Any  # spec with which the step is traced
     whole: Part
     parts: list[Part]
-    positions: list[int]  # in the batch
+    positions: list[int]  # positions of the samples in the batch
     total: int  # samples of the whole batch
 
 
@@ -83,7 +83,7 @@ def samples_of(batch: Any) -> Samples:
         raise NotChecked("the first batch has one sample")
     positions = different_samples(batch, total, min(total, _SAMPLES))
     count = len(positions)
-    # Uneven: means of even parts could hide a sum that isn't weighted.
+    # The parts are uneven: means of even parts could hide a sum that isn't weighted.
     split = min(count // 2 + 1, count - 1)
     chosen = units_at(batch, total, positions)
     whole = Part(chosen, count, count, True)
@@ -110,7 +110,7 @@ def checked_step(context: StepContext, samples: Samples, is_repeated: bool) -> C
         numbers = findings.sums_among_numbers(runs)
         sums = {name for name, is_sum in numbers.items() if is_sum}
         losses = {name for name in sums if name.startswith((LOSS, ADDED_LOSS))}
-        if not losses <= added_names:  # first these: the penalties beside them are no sums
+        if not losses <= added_names:  # losses come first: the penalties beside them are no sums
             added_names |= losses
             continue
         # Once an optimizer adds up, its gradients count as they are, and the others may look different.
@@ -208,7 +208,7 @@ def _moved(variables: Sequence[Any], precision: float) -> Iterator[None]:
     tensors = list(map(tf.convert_to_tensor, moved))
     for variable, tensor in zip(moved, tensors):
         array = tensor.numpy()
-        # Up and down in turns, as rounding does.
+        # Numbers move up and down in turns, as rounding does.
         signs = np.where(np.arange(array.size).reshape(array.shape) % 2, 1.0, -1.0)
         variable.assign((array.astype(np.float64) * (1 + precision * signs)).astype(array.dtype))
     try:

@@ -128,7 +128,7 @@ def _weighted_loss(optimizer: Any, loss: Any) -> Any:
     step = current_step()
     if step is None or not isinstance(reduction, WeightedReduction):
         return loss
-    # So that its gradients don't get the weight once more.
+    # Noted, so that its gradients don't get the weight once more.
     step.weighing.add(reduction)
     return loss * tf.cast(reduction.weight_in(step, optimizer), loss.dtype)
 

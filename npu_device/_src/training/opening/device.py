@@ -145,12 +145,12 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
         try:
             cluster = _join(membership, seed)
         except ChildOfRankError as child:
-            # It was started before its parent's open, or without its parent's mark.
+            # The child was started before its parent's open, or without its parent's mark.
             parent_rank.mark_as_child(child.parent)
             return open(device_id)
         _handle = NpuDeviceHandle(cluster.device_id, cluster.world_size, cluster.rank)
     _tf_config = environment.TF_CONFIG.raw()
-    # From now on, options are read.
+    # Options can't change any more: they are read from now on.
     global_options().freeze()
     _set_seed(seed)
     return _handle
@@ -185,7 +185,7 @@ def _join(membership: Membership, seed: int | None) -> Cluster:
         jobs.require_unclosed()
         compat.renew_context_of_graphs()
         cluster, channel = rendezvous.meet(membership)
-        # Before TensorFlow's threads start: C programs may read the environment.
+        # Marked before TensorFlow's threads start: C programs may read the environment.
         parent_rank.mark(cluster)
         job = jobs.start(cluster, channel, membership.starts_hub, membership.secret)
         _begin(job, trace_settings, seed)
@@ -194,7 +194,7 @@ def _join(membership: Membership, seed: int | None) -> Cluster:
     except (ClusterError, TimeoutError) as error:
         raise type(error)(f"Failed open npu device {membership.device_id}: {error}") from error
     path = environment.NPU_DEVICE_ERROR_FILE.get()
-    if path is not None:  # for the launcher
+    if path is not None:  # the launcher reads it
         with contextlib.suppress(OSError):
             Path(environment.opened_mark(path)).touch()
     return cluster
@@ -239,7 +239,7 @@ def _checked(seed: Any) -> int:
 
 
 def _require_same_seed(running: Job, seed: int | None) -> None:
-    # The same on all ranks, also None: a seed on some only would be found much later.
+    # Compared also where a rank passed None: a seed on some ranks only would be found much later.
     """Compare the seeds that the ranks have passed; every rank of the job makes this call."""
     seeds = running.store.gather("seed", seed, environment.HCCL_CONNECT_TIMEOUT.get())
     if seeds.count(seeds[0]) < len(seeds):
@@ -302,7 +302,7 @@ def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
             trace.start(job, trace_settings)
             # Rank 0 writes the report on all ranks.
             job.serves_others = job.serves_others or job.cluster.rank == 0
-            # So runs before the cluster's own shutdown, which is registered at its start.
+            # Registered here, it runs before the cluster's own shutdown, which is registered at its start.
             atexit.register(close)
         last_word = LastWord(job)
         job.add(last_word)

@@ -64,8 +64,10 @@ def add_up(
         waits_for_update: by the id of a variable, whether its first gradient was reduced in the update only. Kept here.
     """
     late = []  # positions of gradients that are reduced in the update
-    early = []  # and of those that are reduced now
-    summed = []  # and of the latter whose accumulators may hold parts of this rank: dense ones, before this sparse one
+    early = []  # positions of those that are reduced now
+    # Positions of gradients reduced now whose accumulators may hold parts of this rank: dense ones, before this sparse
+    # one.
+    summed = []
     for position, (part, variable) in enumerate(zip(parts, variables)):
         if part is None:
             continue
@@ -106,10 +108,10 @@ def _reduced_in_update(
 
     The first accumulators are those of the parts; others have no part in this step.
     """
-    scale = optimizer.loss_scale_factor  # by which Keras divides before it adds up
+    scale = optimizer.loss_scale_factor  # Keras divides by this before it adds up
 
     def reduce_sums() -> list[tf.Tensor]:
-        # Inside the branch: the accumulators must have the values of this step.
+        # Read inside the branch: the accumulators must have the values of this step.
         sums = list(map(tf.convert_to_tensor, accumulators))
         for position, part in enumerate(parts):
             unscaled = part if scale is None else part / scale
@@ -117,7 +119,7 @@ def _reduced_in_update(
         with iteration():
             for accumulator, mean in zip(accumulators, reduce(sums)):
                 accumulator.assign(mean)
-        # Zeros, since the accumulators have everything already.
+        # Zeros are handed on, since the accumulators have everything already.
         return [tf.zeros_like(part) for part in parts]
 
     if not accumulators:

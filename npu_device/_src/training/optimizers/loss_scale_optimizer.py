@@ -19,7 +19,7 @@ from npu_device._src.training.distribute.reduce_values import all_reduce
 from npu_device._src.training.watching.wrapped_optimizers import is_wrapped, reduction_of
 
 _INITIAL_SCALE, _GROWTH_STEPS = 2.0**15, 2000
-# The second is just below the largest float32.
+# The factor of growth, and the largest scale, just below the largest float32.
 _FACTOR, _LARGEST = 2.0, 3.4e38
 
 _as_it_is = tf.autograph.experimental.do_not_convert
@@ -149,7 +149,7 @@ def _discard(result: object) -> None:
     """Return None: both branches of a condition must return the same, and their operations have run by then."""
 
 
-# In each Keras.
+# The optimizer in each Keras
 
 
 class _KerasFamily(_Keras):
@@ -157,7 +157,7 @@ class _KerasFamily(_Keras):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # In something that isn't tracked, so that the variable stays out of checkpoints.
+        # Held by something that isn't tracked, so that the variable stays out of checkpoints.
         self._last_step = SimpleNamespace(
             finite=compat.plain_variable(False, name="npu_last_step_finite")
         )
@@ -174,8 +174,8 @@ class _KerasFamily(_Keras):
 
     def _step(self, gradients: Sequence[Any], apply: Callable[[Sequence[Any]], Any]) -> None:
         """Apply the gradients if they are finite on all ranks, else only count the step; then update the scale."""
-        # Those of a wrapped inner optimizer are reduced here already, while backward still produces others; the inner
-        # one recognises them. Reduced gradients are the same everywhere, so no agreement is needed.
+        # Gradients of a wrapped inner optimizer are reduced here already, while backward still produces others; the
+        # inner one recognises them. Reduced gradients are the same everywhere, so no agreement is needed.
         inner = reduction_of(self.inner_optimizer)
         if inner is not None and inner.adds_up(self.inner_optimizer):
             finite = inner.agree(all_finite(gradients))
@@ -188,7 +188,7 @@ class _KerasFamily(_Keras):
                 finite = on_all_ranks(finite)
 
         def settle(finite: tf.Tensor, apply: Callable[[], Any]) -> None:
-            # As a condition of the graph: the other branch must not move variables.
+            # A condition of the graph decides: the other branch must not move variables.
             tf.cond(finite, lambda: _discard(apply()), lambda: _discard(self._skip()))
             self._last_step.finite.assign(finite)
             if self.dynamic:
@@ -347,7 +347,7 @@ class _TfKerasFamily(_KerasFamily):
 
 
 @functools.cache
-# Cached: saved models and ``isinstance`` compare classes.
+# A family has one class, since saved models and ``isinstance`` compare classes.
 def _class_of_family(public_class: type, family: type, base: type) -> type:
     attributes = {"__module__": public_class.__module__, "__doc__": public_class.__doc__}
     return type(public_class.__name__, (public_class, family, base), attributes)

@@ -122,7 +122,7 @@ def npu_distributed_keras_optimizer_wrapper(
     """
     if optimizer is None:
         raise TypeError("expected a Keras optimizer, or a name such as 'sgd'; found None")
-    # Checked first, so that wrong arguments are an error on a single device, too.
+    # Options are checked first, so that wrong arguments are an error on a single device, too.
     options = ReductionOptions(reduce_reduction, fusion, fusion_id, compression=compression)
     if isinstance(optimizer, (str, dict)):
         optimizer = tf.keras.optimizers.get(optimizer)
@@ -161,11 +161,11 @@ class GradientReduction:
         self._audit: Audit | None = None
         self._pair: Pair | None = None  # the gradients that were reduced last, and their results
         self._waits_for_update: dict[int, bool] = {}  # see ``accumulation.add_up``
-        self.requested_division: bool | None = None  # by an argument
+        self.requested_division: bool | None = None  # requested by an argument; None without one
         self.division: DividedUpdate | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
-        # Without what was reduced: the copy's gradients are others.
+        # The copy begins without what was reduced: its gradients are others.
         return GradientReduction(self._world, self.options)
 
     def divide(self, optimizer: Any, requested: bool | None) -> None:
@@ -437,8 +437,8 @@ def install(optimizer: Any, keras: Any, reduction: Any) -> None:
         setattr(optimizer, name, MethodType(hook, optimizer))
 
 
-# All. A custom class may clip, and thereby create new tensors, before the base class goes on to `apply` or to
-# aggregation: gradients inside `apply_gradients` have been reduced.
+# Methods of all optimizers. A custom class may clip, and thereby create new tensors, before the base class goes on to
+# `apply` or to aggregation: gradients inside `apply_gradients` have been reduced.
 
 
 @_as_it_is
@@ -451,7 +451,7 @@ def _apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) 
     return getattr(self, REDUCTION).apply(self, apply, gradients, variables)
 
 
-# Keras 3. `apply_gradients` and `fit` go through `apply`, which clips, accumulates and updates.
+# Methods for Keras 3: `apply_gradients` and `fit` go through `apply`, which clips, accumulates and updates.
 
 
 @_as_it_is
@@ -467,8 +467,9 @@ def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> An
     return getattr(self, REDUCTION).apply(self, apply, list(grads), variables)
 
 
-# tf-keras. `fit` and `minimize` go through `apply_gradients`; a loss-scale optimizer calls its inner optimizer's
-# aggregation first, decides whether the gradients are finite, and then has them applied without aggregation.
+# Methods for tf-keras: `fit` and `minimize` go through `apply_gradients`; a loss-scale optimizer calls its inner
+# optimizer's aggregation first, decides whether the gradients are finite, and then has them applied without
+# aggregation.
 
 
 @_as_it_is
@@ -526,7 +527,7 @@ def _checked(
 
         return call_now(tell, [faults_of_ranks, steps], [tf.TensorSpec([], tf.int64)])[0]
 
-    # Only if something is wrong do the ranks exchange where.
+    # The ranks exchange where the values are only if something is wrong.
     good = tf.cond(all_finite(reduced), lambda: tf.constant(0, tf.int64), report)
     with tf.control_dependencies([good]):  # or variables would be updated before the error
         return [with_values(gradient, tf.identity) for gradient in reduced]

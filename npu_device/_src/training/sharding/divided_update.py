@@ -149,7 +149,7 @@ class DividedUpdate:
         if not undivided:
             return ""
         self.undo()
-        # Three tell what it is about.
+        # The first three names tell what it is about.
         names = ", ".join(variable.path for variable in undivided[:3])
         return f"it keeps state that isn't that of one variable: {names}"
 
@@ -267,7 +267,7 @@ class DividedUpdate:
         rank = self._world.rank
         owned = [variable for variable, owner in zip(inner, owners) if owner == rank]
         received = self._from_owners([variable.read_value() for variable in owned], specs, owners)
-        # An owner has its own values already.
+        # The owner has its own values already.
         for variable, owner, new in zip(inner, owners, received):
             if owner != rank:
                 variable.assign(new)

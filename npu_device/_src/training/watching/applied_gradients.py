@@ -55,7 +55,7 @@ class _OptimizerCall:
     gradients: list[Any]  # gradients that aren't None
     targets: list[Any]  # the variable of each
     variables: list[Any]  # all of the call
-    graph: Any = None  # around the step, if XLA compiles it
+    graph: Any = None  # the graph around the step, if XLA compiles it
 
 
 class AppliedGradients:
@@ -68,12 +68,12 @@ class AppliedGradients:
         self._watched: weakref.WeakKeyDictionary[Any, WatchedOptimizer] = (
             weakref.WeakKeyDictionary()
         )
-        # In the script's own loops, which XLA compiles.
+        # The optimizers of the script's own loops that XLA compiles, by graph.
         self._compiled: weakref.WeakKeyDictionary[Any, WatchedOptimizer] = (
             weakref.WeakKeyDictionary()
         )
         self._pair: Pair | None = None
-        self._reduced_count = 0  # tensors since the last eager step
+        self._reduced_count = 0  # number of tensors reduced since the last eager step
         self._starts: Counter[str] = Counter()  # by signature
         self._averaged: set[int] = set()  # the ids of variables that are reduced themselves
 
@@ -143,7 +143,7 @@ class AppliedGradients:
         if is_wrapped or not (unreduced or tf.executing_eagerly()):
             return
         if step.graph is not None and is_new:
-            # Outside of the graph that XLA compiles, where values can be read.
+            # Read outside of the graph that XLA compiles, where values can be read.
             with tf.init_scope():
                 watched.values_before = arrays_of(step.variables)
         reduces_all = self._reduced_count >= len(step.gradients)
@@ -261,7 +261,7 @@ class AppliedGradients:
         def look(count: int) -> int:
             if watched.values_before:
                 return self._posted_sums.compare(watched, int(count), arrays_of(watched.living()))
-            # After the first step, behind which a script may broadcast.
+            # Read after the first step, behind which a script may broadcast.
             watched.values_before = arrays_of(watched.living())
             return next_look(int(count), NEVER)
 

@@ -83,17 +83,17 @@ def different_start(
     try:
         answers = job.store.post(name, list(map(list, zip(*checksums))))
     except ClusterError:
-        return None  # the next collective tells
+        return None  # the next collective raises the error of a lost rank
     rows = [answers[rank] for rank in sorted(answers)]
     if len(rows) < cluster.world_size or any(len(row) != len(names) for row in rows):
         return None
-    # By variable, then by rank, the checksums at all times.
+    # The checksums at all times, by variable and then by rank.
     columns = list(zip(*rows))
     # Variables that were equal at any time were made so by the script.
     apart = [all(len(set(ranks)) > 1 for ranks in zip(*column)) for column in columns]
     starts = []
     for row in rows:
-        # 0 for those that aren't reported: they compare as equal.
+        # Variables that aren't reported get 0, by which they compare as equal.
         starts.append([times[0] if is_apart else 0 for times, is_apart in zip(row, apart)])
     difference = differences(cluster, range(cluster.world_size), names, starts)
     if difference is None:

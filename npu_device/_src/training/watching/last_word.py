@@ -31,7 +31,7 @@ from npu_device._src.training.watching.schedule import can_compare
 
 _log = logging.getLogger("npu_device")
 
-_PIECE = 1 << 20  # bytes
+_PIECE = 1 << 20  # bytes of a piece
 _PIECES = 32  # pieces of a large variable, from its beginning to its end
 
 _ALONE = (
@@ -67,7 +67,7 @@ class LastWord:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._noted: dict[int, _Noted] = {}  # by id
-        # Each with what it trains, by the key of the first.
+        # References to each optimizer and to what it trains, by the key of its first variable.
         self._optimizers: dict[str, list[weakref.ref[Any]]] = {}
         self._calls = 0
 
@@ -79,7 +79,8 @@ class LastWord:
         if not label:
             self._calls += 1
         for position, variable in enumerate(variables):
-            inner = compat.inner_variable(variable)  # by which a function knows one of Keras
+            # A function knows a variable of Keras by its inner one.
+            inner = compat.inner_variable(variable)
             if id(inner) not in noted:
                 forget = functools.partial(noted.pop, id(inner))
                 # A variable that goes takes its note along; ids are used again.
@@ -120,10 +121,10 @@ class LastWord:
         with compat.eager_mode(), contextlib.suppress(ClusterError, tf.errors.OpError):
             candidates = self._candidates()
             checksums = {}
-            # Large models would hold up the end of the job.
+            # The time is limited, or large models would hold up the end of the job.
             until = time.monotonic() + LAST_WORD_SECONDS
             for key, variable, _, _ in candidates:
-                # What is without a value, or a graph's, is left out, and what there is no time for.
+                # Variables without a value, or of a graph, are left out, and those for which there is no time.
                 with contextlib.suppress(tf.errors.OpError, NotImplementedError, ValueError):
                     if time.monotonic() < until:
                         checksums[key] = _checksum(compat.to_array(tf.convert_to_tensor(variable)))
@@ -167,7 +168,7 @@ class LastWord:
         for level, wanted in ((logging.WARNING, True), (logging.INFO, False)):
             names = {}
             for key, _, name, must_be_equal in candidates:
-                # What nobody refers to any more may be gone on some ranks only.
+                # A variable that nobody refers to any more may be gone on some ranks only.
                 is_common = all(key in by_key for by_key in checksums)
                 if is_common and must_be_equal is wanted:
                     names[key] = name

@@ -23,14 +23,14 @@ class OptimizerHook:
 
     def __init__(self, job: Job, last_word: LastWord) -> None:
         job.add(AppliedGradients(job, last_word))
-        # Class, name, the method before, and the wrapper.
+        # The class, the method's name, the method before, and its wrapper.
         self._replaced: list[tuple[type, str, Any, Any]] = []
         self._unwrapped = {"keras", "tf_keras"}
         self.find_keras()
 
     def find_keras(self) -> None:
         """Wrap the methods of each Keras that has been imported since the last call."""
-        # At each call: there are thousands of modules.
+        # A search in the names of both Kerases: there are thousands of modules to go through otherwise.
         if sys.modules.keys().isdisjoint(self._unwrapped):
             return
         wrapped = {(owner, name) for owner, name, _, _ in self._replaced}

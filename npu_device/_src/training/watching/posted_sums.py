@@ -27,7 +27,7 @@ from npu_device._src.training.watching.watched_optimizer import (
 
 _log = logging.getLogger("npu_device")
 
-_MOST_POSTS = 32  # optimizers of a signature, and signatures
+_MOST_POSTS = 32  # most optimizers of a signature, and most signatures
 # Part of the sum of a gradient's absolute values: hosts with other processors round differently.
 _ROUNDING = 1e-3
 _LAST_LOOK = 1000  # steps, when ranks that have posted nothing are not waited for any more
@@ -70,7 +70,7 @@ class PostedSums:
         ``unreduced`` has ids and names of their variables, if other gradients of the step were reduced. Return the step
         of the next look.
         """
-        # Whoever watches never ends a training; another rank may have told.
+        # Errors are dropped, since whoever watches never ends a training; another rank may have told.
         with contextlib.suppress(Exception):
             # float64 adds up millions of numbers without losing the small ones.
             changes = [array.astype(np.float64) for array in arrays]
@@ -147,7 +147,7 @@ class PostedSums:
         if None in calls_before or self._are_equal_otherwise(watched):
             return
         models = min(map(len, distinct.values()))
-        # Fails on a second rank, so that one of them warns.
+        # The key can be set once, so that this fails on a second rank, and one of them warns.
         self._job.store.set(f"told about {models} models of {signature}", "")
         names = ""
         if unreduced:

@@ -78,7 +78,7 @@ class Audit:
         self._began = 0.0
         self._audit_seconds = 0.0
         self._step_seconds = 0.0
-        self._previous: tuple[int, float] | None = None  # steps and time at the audit before
+        self._previous: tuple[int, float] | None = None  # steps and time at the previous audit
 
     def step(
         self, variables: Sequence[Any], optimizer: Any = None, pair: Pair | None = None
@@ -113,7 +113,7 @@ class Audit:
         if pair is not None and not self._samples.is_over:
             gradients = [pair.gradient, pair.reduced]
             scale = pair.scale
-        gradient_count = len(gradients)  # what is called must not keep tensors
+        gradient_count = len(gradients)  # the function below must not keep the tensors themselves
 
         def digest(count: Any, steps: Any, *arrays: np.ndarray) -> list[Any]:
             audit = _audit_of(myself)
@@ -148,11 +148,11 @@ class Audit:
         self._previous = (count, time_now)
         self._began = time_now
         applied = self._world.job.part(AppliedGradients)
-        # While it isn't known to apply the gradients that it has reduced by hand.
+        # This rank is silent while it isn't known to apply the gradients that it has reduced by hand.
         is_silent = applied is not None and any(
             applied.leaves_unreduced(reference()) for reference in by_hand
         )
-        # Small enough for int64 with its sign: a CRC has 32 bits.
+        # A CRC has 32 bits, so that it fits into int64 with its sign.
         checksum = zlib.crc32(repr(digests).encode())
         # Those who wait for the last rank don't work: the shortest of the ranks' audits is what one costs.
         times = [-self._audit_seconds * 1e9, -self._step_seconds * 1e9]
@@ -193,7 +193,7 @@ class Audit:
         for array, (_, _, number) in zip(reading.arrays, reading.digests):
             norm = np.linalg.norm(np.abs(array).astype(np.float64))
             texts.append(f"norm {norm:.9g}, digest {number:08x}")
-        # This rank's own, if the others can't be asked.
+        # This rank's own answer stays if the others can't be asked.
         answers = {cluster.rank: texts}
         with contextlib.suppress(ClusterError):
             members = self._world.group.ranks

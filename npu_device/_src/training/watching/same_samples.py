@@ -17,7 +17,7 @@ from npu_device._src.gradients.reduction import Gradient
 
 _log = logging.getLogger("npu_device")
 
-_LOOKS = 3  # in a row with the same gradients before the warning
+_LOOKS = 3  # looks in a row with the same gradients before the warning
 _FEWEST_NUMBERS = 8  # numbers of a gradient; fewer could be the same by chance
 _MOST_NUMBERS = 1 << 16
 _ROUNDING = 1e-5  # part of a gradient's largest number: the sum of more than two ranks is rounded
@@ -66,7 +66,7 @@ class SameSamples:
         """Warn if the gradients of all ranks were the same in this look and the two before."""
         largest = np.abs(gradient).max()
         if self.is_over or not largest > 0 or not np.isfinite(largest):
-            # NaN, too: all comparisons with it are false.
+            # NaN ends here, too, since all comparisons with it are false.
             return
         differ = bool(np.any(np.abs(scale * gradient - reduced) > _ROUNDING * scale * largest))
         self._alike += 1

@@ -129,7 +129,7 @@ def note_equal(world: World, variables: Sequence[Any]) -> None:
         last_word.add([variable for variable in variables if not compat.is_share(variable)])
 
 
-# Weakly: a variable that is gone gives its id to another one.
+# References are weak: a variable that is gone gives its id to another one.
 _compared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 
 
@@ -205,7 +205,7 @@ def _differences(world: World, variables: Sequence[Any]) -> tuple[list[int], str
     answers = world.objects(own_digests, "digests of variables")
     shapes = [[(shape, dtype) for shape, dtype, _ in row] for row in answers]
     if any(signature != shapes[0] for signature in shapes):
-        return None  # the reduction names what differs
+        return None  # the reduction itself names what differs
     checksums = [[number for _, _, number in row] for row in answers]
     names = list(map(variable_name, variables))
     return differences(world.job.cluster, world.group.ranks, names, checksums)

@@ -79,7 +79,7 @@ class Schedule:
         overdue, due = self._variables()
         # A step that ends for lack of data must count on no rank.
         with tf.device(self._device), tf.control_dependencies(step_data()):
-            # Minus the number of steps until the look, before this one is counted.
+            # Counts up from minus the number of steps until the look, and returns it before this step is counted.
             earlier = tf.raw_ops.ResourceCountUpTo(resource=overdue.handle, limit=NEVER, T=tf.int64)
 
         def look_now() -> tf.Tensor:

@@ -30,7 +30,7 @@ def weights(model: Any) -> list[Any]:
     """Return the weights of the model, as far as they exist."""
     try:
         variables = model.weights
-    except ValueError:  # tf-keras: a part isn't built
+    except ValueError:  # a part of a tf-keras model isn't built
         variables = compat.variables_of(model)
     return unique(weight for weight in variables if not compat.is_vocabulary(weight))
 
@@ -94,7 +94,7 @@ def build_optimizer(model: Any) -> None:
 
 def trace_step(model: Any, step: Callable[[Any], Any], batch_spec: Any) -> None:
     """Make all variables that a step of a model makes by tracing it with a ``tf.TypeSpec``; nothing is computed."""
-    # As each Keras traces the step itself.
+    # AutoGraph is on where Keras itself traces the step with it.
     autograph = not compat.is_keras_3(compat.keras_of(model))
     with only_building():
         tf.function(step, autograph=autograph).get_concrete_function(batch_spec)
@@ -214,7 +214,7 @@ def _used_by(function: types.FunctionType) -> list[Any]:
         return [wrapped]
     nodes = [wrapped, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # not yet assigned
+        with contextlib.suppress(ValueError):  # a cell may not be assigned yet
             nodes.append(cell.cell_contents)
     names = [name for name in _names(function.__code__) if name in function.__globals__]
     return [*nodes, *map(function.__globals__.get, names)]

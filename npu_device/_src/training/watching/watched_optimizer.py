@@ -17,7 +17,7 @@ from npu_device._src.gradients.reduction import dense_of
 from npu_device._src.training.watching.same_samples import SameSamples
 from npu_device._src.training.watching.schedule import FIRST_LOOKS, Schedule
 
-_SUMMED = 16  # gradients, the smallest ones
+_SUMMED = 16  # number of gradients that are added up, the smallest ones
 
 Sums = list[list[float]]
 """For each gradient its sum, and that of its absolute values."""
@@ -74,7 +74,7 @@ class WatchedOptimizer:
 def smallest(gradients: Iterable[Any]) -> list[Any]:
     """Return the tensors of the smallest gradients, or variables, with floating-point numbers."""
     tensors = [tensor for tensor in map(dense_of, gradients) if tensor.dtype.is_floating]
-    # Those of unknown size come last.
+    # Tensors of unknown size come last.
     size = lambda tensor: tensor.shape.num_elements() or sys.maxsize  # noqa: E731
     return sorted(tensors, key=size)[:_SUMMED]
 

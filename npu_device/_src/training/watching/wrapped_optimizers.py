@@ -12,7 +12,7 @@ REDUCTION = "_npu_gradient_reduction"
 
 def reduction_of(optimizer: Any) -> Any:
     """Return the ``GradientReduction`` of a wrapped optimizer; None for an unwrapped one."""
-    # Not by ``getattr``: a wrapper may pass on the attributes of what is inside.
+    # Read from the dictionary: a wrapper may pass on the attributes of what is inside to ``getattr``.
     return getattr(optimizer, "__dict__", {}).get(REDUCTION)
 
 

@@ -28,7 +28,7 @@ Head = Sequence[int]
 """A member's description of a call, in 32-bit words. It must be the same on all members."""
 
 HEAD_WORDS = 4
-_AGREED, _COMPARES, _OVERLAPS = range(3)  # its last word
+_AGREED, _COMPARES, _OVERLAPS = range(3)  # the last word of a head
 
 
 class Mismatch(Exception):
@@ -218,7 +218,7 @@ class Wait(enum.Enum):
 
     NOT = enum.auto()
     SLEEPING = enum.auto()
-    SPINNING = enum.auto()  # for a while before it sleeps, as it needs the result
+    SPINNING = enum.auto()  # spins for a while before it sleeps, as it needs the result
 
 
 class Channel(Protocol):

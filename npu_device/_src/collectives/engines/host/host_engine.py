@@ -144,7 +144,7 @@ class HostEngine(ArrayEngine):
         [results] = self.run(terms, group, [operation], [tensors])
         if group.rank == root:
             return results
-        # Any values of the shapes and dtype of the result: only the root's are used.
+        # Values of the right shapes and dtype are enough, since only the root's are used.
         return [tf.cast(tensor, reduced_dtype(tensor.dtype, reduction)) for tensor in tensors]
 
     def reduce_to_owners(
@@ -322,7 +322,7 @@ def _broadcast(tensors: Tensors, root: int, sends: bool) -> OnArrays:
         if not arrays:
             shapes = [tuple(spec.shape.as_list()) for spec in specs]
         sizes = [(math.prod(shape) * dtype.itemsize,) for shape, dtype in zip(shapes, dtypes)]
-        # Bytes, so that tensors of all dtypes are one stream.
+        # As bytes, tensors of all dtypes are one stream.
         if sends:
             flats = [array.reshape(-1).view(np.uint8) for array in arrays]
             stream = Stream(sizes, np.dtype(np.uint8), flats)
@@ -339,7 +339,8 @@ def _broadcast(tensors: Tensors, root: int, sends: bool) -> OnArrays:
 
 def _tensor(array: np.ndarray) -> tf.Tensor:
     """Return an aligned array as a tensor, without a copy; numpy's own dtypes only."""
-    if array.dtype.kind in "Vb" or array.size == 0:  # no bool in TensorFlow 2.15; can go with it
+    # TensorFlow 2.15 takes no bool by DLPack; can go with it.
+    if array.dtype.kind in "Vb" or array.size == 0:
         return tf.constant(array)
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 
@@ -378,7 +379,7 @@ class Orders:
                 return [self._call(calls, operations[0], inputs[0], terms)]
             # A graph carries only tensors: a number stands for the operation in progress.
             tickets = []
-            # All start before the first is waited for.
+            # All operations start before the first is waited for, so that they travel together.
             for operation, tensors in zip(operations, inputs):
                 tickets.append(self._start(calls, operation, tensors, terms))
                 terms = terms and terms.of_later_transfers()
@@ -416,7 +417,7 @@ class Orders:
 
     def _finish(self, operation: OnArrays, ticket: tf.Tensor) -> list[tf.Tensor]:
         def finish(ticket: Any) -> list[Any]:
-            # Taken out, or the results would live as long as this object.
+            # The finish is taken out of the table, or the results would live as long as this object.
             ended_at, results = self._pending.pop(int(ticket))()
             return [np.int64(ended_at), *results]
 

@@ -43,8 +43,8 @@ _ALL = 0x7FFFFFFF
 _HALF = 1 << 31
 _MASK = (1 << 32) - 1
 
-# Only for processors whose stores become visible to other processes in program order: Python has no memory
-# barriers. The number is that of the system call.
+# Other processors may show stores to other processes out of order, and Python has no memory barriers. The number is
+# that of the system call.
 _SYSTEM_CALLS = {"x86_64": 202}
 _slice = (ctypes.c_long * 2)(0, int(CHECK_SECONDS * 1e9))  # a timespec: seconds and nanoseconds
 _number = 0
@@ -95,7 +95,7 @@ class Counter:
                 return True
         current = self._word.value
         if (current - number) & _MASK >= _HALF:
-            # Returns at once if the counter has moved on since: the kernel compares it with ``current``.
+            # The call returns at once if the counter has moved on since: the kernel compares it with ``current``.
             _system_call(_number, self._address, _WAIT, current, _slice_address)  # type: ignore[misc]
         return self.has_reached(number)
 
@@ -103,10 +103,10 @@ class Counter:
 # The ring
 
 _PAGE = 4096
-# A cache line: counters of two members in one line would slow down both.
+# The size of a cache line: counters of two members in one line would slow down both.
 _COUNTER_BYTES = 64
 _SLOT_BYTES = 512 << 10
-# For a group, whatever its size: more members get smaller slots.
+# The bytes of all rings of a group, whatever its size: more members get smaller slots.
 _BUDGET_BYTES = 32 << 20
 _MOST_SLOTS = 8
 _FEWEST_SLOTS = 4
@@ -184,7 +184,7 @@ class MemoryRing:
         """Run rounds: in each, members publish a slot, and all read what they need of it. With a head, no member
         publishes a second slot before all heads agree.
         """
-        published: deque[Round] = deque()  # and not read yet
+        published: deque[Round] = deque()  # rounds that this member has published and not yet read
         rounds_read = 0
         upcoming = next(rounds, None)
         while upcoming is not None or published:
@@ -216,8 +216,7 @@ class MemoryRing:
             head = None
 
     def _publish(self, step: int, head: Head | None) -> None:
-        # Written before the counter: on x86-64, whoever sees the counter sees the head and the
-        # slot, too.
+        # The head and the slot are written before the counter: on x86-64, whoever sees the counter sees them, too.
         if head is not None:
             self._heads[self.rank, step % self.slots] = head
         self._written[self.rank].advance_to(step + 1)
@@ -225,11 +224,11 @@ class MemoryRing:
     def _read_oldest(self, exchange: Round, head: Head | None) -> None:
         """Compare the heads, if there is one, read what this member needs of all slots, and give its own back."""
         slot = self._step % self.slots
-        # Counted before reading, so that a failed comparison leaves all members at the same step.
+        # The step is counted before reading, so that a failed comparison leaves all members at the same one.
         self._step += 1
         try:
             if head is not None:
-                # A few numbers: faster than with numpy.
+                # For a few numbers, lists are faster than numpy.
                 require_same(self._heads[:, slot].tolist())
             exchange.take(self._rings.view(exchange.dtype)[:, slot], self.rank)
         finally:

@@ -11,9 +11,9 @@ import numpy as np
 from npu_device._src.collectives.engines.host.buffers import BufferPool
 from npu_device._src.collectives.engines.host.channel import Head, Program, Round
 
-# A member's share of a slot, so that it stays in the cache (docs/notes.md).
+# A member's share of a slot, small enough to stay in the cache (docs/notes.md).
 _MEMBER_BYTES = 512 << 10
-# Many members would otherwise need buffers for a whole slot each, in every round under way.
+# A limit for many members, which would need buffers for a whole slot each, in every round under way.
 _MOST_SLOT_BYTES = 8 << 20
 
 

@@ -218,7 +218,7 @@ def _start(context: EngineContext, on_exit: OnExit) -> str:
     starts = not mpi.Is_initialized()
     if starts:
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
-    # Before anything can fail: MPI that was started has to be ended even if it isn't used.
+    # Registered before anything can fail: MPI that was started has to be ended even if it isn't used.
     on_exit(lambda: _end(context, mpi, starts))
     library = _library(mpi)
     card = [mpi.Get_processor_name(), ""]

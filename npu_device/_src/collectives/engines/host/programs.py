@@ -142,7 +142,7 @@ def _reduce_alone(
         yield Round(stream.dtype, [(start, end)], members, stream, readers, read=read)
 
 
-# A reduction whose work the members share: blocks, what travels, and rounds that overlap
+# A reduction whose work the members share: how values travel, its blocks, and rounds that overlap
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class _SharedReduction:
     def _block(self, start: int, end: int) -> tuple[Iterable[Round], Round]:
         """Return the rounds that scatter a block, and the one that gathers its results."""
         size = self._channel.size
-        # By multiplication, so that the pieces differ by at most one element.
+        # The bounds come from a multiplication first, so that the pieces differ by at most one element.
         bounds = [start + (end - start) * member // size for member in range(size + 1)]
         if self._result is None or self._wire.rounds_results:
             # This member has no result, or gets it rounded first.
@@ -259,7 +259,7 @@ class _SharedReduction:
         targets = {}
         read: Callable[..., None] = ignore
         if self._result is not None:
-            # Its own piece is there already.
+            # A member's own piece is in place already.
             targets = {member: pieces[member] for member in _other_members(self._channel, rank)}
             if self._wire.rounds_results:
                 read = partial(self._decode, block, self._result[start : start + len(block)])

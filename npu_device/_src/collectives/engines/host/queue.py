@@ -83,11 +83,15 @@ class HostQueue:
         self._background_from = background_from
         self._channel: Channel | None = None
         self._queue: deque[PendingOperation] = deque()
+        # Counts all operations, so that the thread that drives notices those that came while it looked.
         self._arrivals = 0
+        # Held by the only thread that advances the channel at this moment.
         self._driving = threading.Lock()
+        # Set while the background thread has something to run.
         self._work = threading.Event()
         self._ended = threading.Condition()
         self._thread: threading.Thread | None = None
+        # The first error that isn't a mismatch: all later operations fail with it.
         self._broken: BaseException | None = None
         self._settled = self._closed = False
 
@@ -107,7 +111,7 @@ class HostQueue:
         refuse = partial(refusal, terms, self._count.begin(terms))
         pending = PendingOperation(partial(act, head=head_of(terms)), results, refuse)
         self._queue.append(pending)
-        # A thread that publishes at this moment sees that it has to look again.
+        # Counted after the append, so that a thread which publishes at this moment looks again.
         self._arrivals += 1
         # Otherwise the finish follows at once, and publishes, too.
         if computes_meanwhile:
@@ -174,8 +178,7 @@ class HostQueue:
                 with self._driving:
                     if self._queue:
                         self._drive_first(Wait.SLEEPING)
-            # Cleared before the last look: an operation that is started after it sets the event
-            # again.
+            # The event is cleared before the last look: an operation that is started after it sets it again.
             self._work.clear()
             if self._queue:  # started in between
                 self._work.set()
@@ -186,7 +189,7 @@ class HostQueue:
         try:
             if self._broken is not None:
                 raise _broken_by(self._broken)
-            # Connected at the first operation, since members may never use a group that they made.
+            # The channel is made at the first operation, since members may never use a group that they made.
             channel = self._channel = self._channel or self._connect()
             if pending.program is None:
                 pending.program = pending.make(channel)
@@ -201,7 +204,7 @@ class HostQueue:
                 channel.settle()
         except BaseException as error:
             pending.error = error
-            # The members are no longer at the same step.
+            # After any other error the members are no longer at the same step, so that the channel is useless.
             self._broken = self._broken or error
         self._queue.popleft()
         # The program holds views of the results; without it they are free as soon as the caller

@@ -64,7 +64,8 @@ class Direction:
         self._peers = peers
         self._rank = rank
         self.sends = sends
-        self.connection: socket.socket  # set once, before the first message; doesn't block
+        # Set once, before the first message; a send or receive never blocks.
+        self.connection: socket.socket
         self.messages: deque[SocketMessage] = deque()
         # Why the connection has ended. That is an error only for those who still wait for a message: the other member
         # may have destroyed the group after its last one.
@@ -78,7 +79,7 @@ class Direction:
             self.advance()
         if not message.ended and self.lost is None:
             self._busy.add(self)
-        # Registered only if something is left to move: most small messages have gone by now.
+        # The message waits for the network only if something is left to move: most small messages have gone by now.
         return message
 
     def advance(self) -> None:
@@ -171,7 +172,7 @@ class SocketMesh(MessageChannel):
         self._ranks = group.ranks
         self._number = group.number ^ purpose
         self._spins = context.has_own_core
-        # Shared by all directions, so that waiting for one message advances the others.
+        # One for all directions, so that waiting for one message advances the others.
         self._busy = Busy()
         other_members = self._neighbours()
         direction = partial(Direction, self._busy, self._peers)
@@ -186,12 +187,11 @@ class SocketMesh(MessageChannel):
         self._problem: BaseException | None = None
         self._closing = threading.Lock()
         self._closed = False
-        # In a thread: members come when they first use the group.
+        # A thread connects, since members come only when they first use the group.
         threading.Thread(target=self._connect, name="npu_device-connect", daemon=True).start()
 
     def _connect(self) -> None:
-        # Outgoing ones first: a thread of ``Peers`` takes what comes, whether or not this one waits
-        # for it.
+        # Outgoing connections come first: a thread of ``Peers`` takes incoming ones, whether or not this one waits.
         try:
             for member, direction in self._outgoing.items():
                 connect = partial(self._peers.connect, self._ranks[member], self._number)
@@ -231,7 +231,7 @@ class SocketMesh(MessageChannel):
             if wait is Wait.NOT:
                 return False
             spins = wait is Wait.SPINNING and self._spins
-            # Only for the first news of a message: those of a slow link come later anyway.
+            # It spins only for the first news of a message: those of a slow link come later anyway.
             while not message.ended:
                 if not self._busy.advance(CHECK_SECONDS, spins):
                     self._health.require_running()
@@ -265,7 +265,7 @@ class SocketMesh(MessageChannel):
 _HEAD = struct.Struct(f"<{channel.HEAD_WORDS}i")
 _PURPOSE = 1
 _ROOM_OF_ALL_BYTES = 64 << 10
-_LEAST_ROOM_BYTES = ALIGNMENT  # a scalar's
+_LEAST_ROOM_BYTES = ALIGNMENT  # room for a scalar
 
 
 def room(context: EngineContext, members: int) -> int:

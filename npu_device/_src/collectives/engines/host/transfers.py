@@ -135,7 +135,7 @@ class PairCalls:
     def _send(self, transfer: _Transfer) -> bool:
         """Send; return whether the other rank expected that."""
         patience = environment.NPU_DEVICE_STALL_TIMEOUT.get()
-        # Popped: a connection that fails must not be used again.
+        # A connection leaves the table while it is used: one that fails must not be used again.
         idle = self.idle.pop(transfer.number, None)
         connection = idle or self._context.peers.connect(self._rank, transfer.number, patience)
         with contextlib.ExitStack() as closing:
@@ -148,10 +148,11 @@ class PairCalls:
                     raise
                 return self._send(transfer)  # the other rank had closed its end
             self._check()
-            self._move_all(connection.send, b"\1")  # not withdrawn meanwhile
+            self._move_all(connection.send, b"\1")  # this side hasn't withdrawn meanwhile
             if agrees:
                 self._move_all(connection.send, transfer.data)
-            self._move_all(connection.recv_into, bytearray(1))  # the other rank has it
+            # The other rank confirms that it has the data.
+            self._move_all(connection.recv_into, bytearray(1))
             self._keep(transfer.number, connection, closing)
             return bool(agrees)
 

@@ -143,7 +143,7 @@ class TensorFlowEngine:
         def narrow(values: tf.Tensor, divisor: int) -> tf.Tensor:
             if divisor != 1:
                 values = values / divisor
-            # What the kernels move; also for bits of bfloat16.
+            # The kernels move float16, so that bfloat16 travels as its bits.
             return tf.bitcast(tf.cast(values, wire), tf.float16)
 
         def widen(values: tf.Tensor, factor: int) -> tf.Tensor:
@@ -194,7 +194,7 @@ def _carried(rows: tf.Tensor, move: _Move, size: int) -> tf.Tensor:
         moved = move(carrier)
     else:
         length = tf.shape(carrier)[1]
-        # Decided by the graph, because a shape that isn't static may turn out empty.
+        # The graph decides on the padding, because a shape that isn't static may turn out empty.
         padding = tf.cast(length == 0, tf.int32)
         moved = move(tf.pad(carrier, [[0, 0], [0, padding]]))[:, :length]
     if not native:

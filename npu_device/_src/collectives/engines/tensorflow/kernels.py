@@ -42,15 +42,15 @@ class KeySequence:
     """The keys of one group on one of its members."""
 
     def __init__(self, device: str) -> None:
-        # Outside of the function that is being traced, which may be the first to use the group.
+        # Made outside of the function that is being traced, which may be the first to use the group.
         with tf.init_scope(), tf.device(device):
             self._lanes = [compat.plain_variable(tf.constant(0, tf.int32)) for _ in range(_LANES)]
         self._order = Order(device)
         self._used = 0
         self._lock = threading.Lock()
-        # For each signature, the first key of its ring and a count.
+        # The first key of the ring of each signature, and how many were drawn.
         self._drawn: dict[Hashable, list[int]] = {}
-        # For each graph, kind and dtype, the names of the collectives.
+        # The names of the collectives of each graph, by kind and dtype.
         self._names: weakref.WeakKeyDictionary[tf.Graph, defaultdict[Hashable, list[str]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -182,7 +182,7 @@ class Kernels:
 
     def sequence_of(self, group: Group) -> KeySequence:
         """Return the keys of a group."""
-        with self._context.making:  # or two threads might each make one
+        with self._context.making:  # two threads must not both make one
             if group not in self._sequences:
                 self._sequences[group] = KeySequence(self._context.device("CPU"))
             return self._sequences[group]
@@ -241,6 +241,6 @@ class Kernels:
         with self._context.making:
             if self._nccl_order is None:
                 with tf.init_scope(), tf.device(self._context.device("GPU")):
-                    # Not every release has integers there.
+                    # A number of any dtype will do, and not every release has integers on GPUs.
                     self._nccl_order = compat.plain_variable(tf.constant(0.0))
             return compat.through_outer_graphs(self._nccl_order.handle)
