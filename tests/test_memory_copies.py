@@ -67,6 +67,23 @@ def test_a_killed_rank_costs_few_steps(
     assert "step-00000002" <= steps[0] <= "step-00000008", steps
 
 
+def test_too_little_memory_is_an_error_and_a_full_one_a_warning(
+    single: Pool, tmp_path: Path
+) -> None:
+    memory = Memory(1)
+    try:
+        [text] = single.run(bodies.body_too_large, memory.address)
+        assert text.startswith("CheckpointError: there is too little memory for memory_every")
+        assert "two copies of 1,125,899,906.8 MB" in text and "What to do: give the job" in text
+        directory = tmp_path / "full"
+        [texts] = single.run(bodies.body_full, memory.address, str(directory))
+        [text] = texts
+        assert "a copy in memory has failed" in text and "rank 0: OSError" in text
+        assert (directory / "step-00000003").is_dir() and memory.step() is None
+    finally:
+        memory.close()
+
+
 def test_a_slot_takes_what_is_complete_only() -> None:
     slot = Slot(os.memfd_create("test"))
     try:

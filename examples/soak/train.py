@@ -41,6 +41,7 @@ def main():
     )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=10)
+    parser.add_argument("--memory_every", type=int, help="steps between copies in memory")
     given = parser.parse_args()
     keras.utils.set_random_seed(1)
     model = make_model(given.model, given.image)
@@ -70,13 +71,19 @@ def main():
     with npu.train.JobCheckpoint(
         os.path.join(given.directory, "checkpoints"),
         every=given.every,
+        memory_every=given.memory_every,
         model=model,
         optimizer=optimizer,
         per_rank={"iterator": iterator},
     ) as checkpoint:
-        for done in range(checkpoint.restore(), given.steps):
-            step(*next(iterator))
-            checkpoint.step_done(done + 1)
+        resumed = checkpoint.restore()
+        # How many steps each failure has cost.
+        with open(os.path.join(given.directory, f"steps{npu.distribute.rank()}"), "a") as log:
+            print("resumed", resumed, file=log, flush=True)
+            for done in range(resumed, given.steps):
+                step(*next(iterator))
+                print(done + 1, file=log, flush=True)
+                checkpoint.step_done(done + 1)
     if npu.distribute.is_main():
         path = os.path.join(given.directory, "weights.npy")
         with open(path + ".part", "wb") as file:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import signal
 import sys
+import time
 from contextlib import redirect_stderr
 from typing import Any
 
 import fit_checkpoint_bodies as bodies
 import pytest
+import tensorflow as tf
 from compared import same_bits
 from heard import error_of, settings, warnings_of_package
 
@@ -65,6 +68,41 @@ def body_to_disk(address: str) -> None:
 
 def body_wrong(directory: str, wrong: Any) -> str:
     return error_of(npu.train.JobCheckpoint, directory, memory_every=wrong)
+
+
+def body_too_large(address: str) -> str:
+    """Return the error of a state that no host has memory for."""
+    with settings(NPU_DEVICE_MEMORY_COPIES=address):
+        copier = memory_copies.copier_of(None)
+    assert copier is not None
+    text = error_of(copier.require_memory, None, 1 << 50, 10)
+    copier.close()
+    return text
+
+
+def body_full(address: str, directory: str) -> list[str]:
+    """Train with files that may not grow, as if the memory were full; return what is warned of."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    variable = tf.Variable(tf.zeros([100_000]))
+    with (
+        settings(NPU_DEVICE_MEMORY_COPIES=address),
+        warnings_of_package() as texts,
+        npu.train.JobCheckpoint(
+            directory, memory_every=1, preemption=False, v=variable
+        ) as checkpoint,
+    ):
+        checkpoint.restore()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+        try:
+            for step in range(1, 4):
+                checkpoint.step_done(step)
+                # The copy fails in its thread.
+                while checkpoint._copier is not None and checkpoint._copier.is_busy:
+                    time.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        checkpoint.save(3)
+    return texts
 
 
 def main() -> None:
