@@ -21,12 +21,14 @@ from npu_device._src import compat
 from npu_device._src.speed.timed_process import (
     LEAST_SECONDS,
     TRACED,
+    WARM_UP_SECONDS,
     WARM_UP_STEPS,
     TimedProcess,
     Times,
     finish,
     save_times,
 )
+from npu_device._src.training.watching.schedule import FIRST_LOOKS
 from npu_device._src.verify.wrapping import wrap
 from npu_device._src.world.current_step import current_step
 
@@ -60,6 +62,7 @@ class StepClock:
         self._rows: tf.Variable | None = None  # number of rows in the batches so far
         self._depth = 0  # depth of calls among models that call models
         self._begin: _Mark | None = None  # begin of the timed steps
+        self._warm_since = 0.0  # time of the first step that may be timed
         self._restarts = 0
         self._has_short_epochs = False
         self._epoch_steps = 0  # steps of the latest epoch
@@ -152,7 +155,11 @@ class StepClock:
         begin = self._begin
         if begin is None:
             if mark.steps >= WARM_UP_STEPS:
-                self._begin = mark
+                self._warm_since = self._warm_since or mark.time
+                is_warm = mark.time - self._warm_since >= WARM_UP_SECONDS
+                # Short steps are held up when the ranks compare what they train.
+                if is_warm or mark.steps > FIRST_LOOKS[-1]:
+                    self._begin = mark
             return
         count = mark.steps - begin.steps
         seconds = mark.time - begin.time

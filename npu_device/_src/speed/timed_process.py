@@ -14,6 +14,9 @@ from npu_device._src.verify.plan import DONE, PlannedProcess
 WARM_UP_STEPS = 5
 """Steps that aren't timed: they trace functions, fill caches, and are checked."""
 
+WARM_UP_SECONDS = 2.0
+"""After those steps, at most: the ranks compare what they train in some of the first twenty steps."""
+
 LEAST_SECONDS = 1.0
 """Short steps are timed for this long, whatever their number, since times are read every few milliseconds."""
 
