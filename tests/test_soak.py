@@ -49,10 +49,10 @@ GATHERING = """
 """
 
 
-def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
+def soak(*arguments: str, limit: int = 120) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "npu_device.testing.soak", *arguments]
     return subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=120, check=False
+        command, env=environment(), capture_output=True, text=True, timeout=limit, check=False
     )
 
 
@@ -123,3 +123,24 @@ def test_wrong_usage_is_refused() -> None:
         in soak("--faults", "drop", "--", "train.py").stderr
     )
     assert "expected some of kill,stop,drop" in soak("--faults", "burn", "--", "train.py").stderr
+
+
+@pytest.mark.full
+def test_copies_in_memory_keep_the_cost_of_kills_low(tmp_path: Path) -> None:
+    """Ranks are killed at random times; without checkpoints on the disk, each kill costs few steps."""
+    every = 10
+    train = Path(__file__).parents[1] / "examples" / "soak" / "train.py"
+    faults = ("--faults", "kill", "--mtbf", "15", "--for", "60", "--dir", str(tmp_path / "soak"))
+    job = ("-n", "2", "--restart-backoff", "0.05", str(train), "--directory", "{dir}")
+    steps = ("--steps", "6000", "--every", "1000000", "--memory_every", str(every))
+    done = soak(*faults, "--result", "{dir}/weights.npy", "--", *job, *steps, limit=500)
+    assert done.returncode == 0 and "the results are the same" in done.stdout, done.stdout
+    last = 0
+    costs = []
+    for line in (tmp_path / "soak" / "disturbed" / "steps0").read_text().splitlines():
+        word, _, number = line.partition(" ")
+        if word == "resumed":
+            costs.append(last - int(number))
+        last = int(number or word)
+    # A copy takes as long as some of these short steps, and the newest one may not be complete.
+    assert costs and max(costs) <= 3 * every, costs
