@@ -212,6 +212,6 @@ def test_examples(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     try:
         failed, tried = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     finally:
-        split_strategy._strategies.clear()
+        split_strategy.forget_strategies()
     assert tried
     assert not failed, "see the output for what came instead"

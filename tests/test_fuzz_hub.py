@@ -211,7 +211,7 @@ def test_a_rank_and_any_answers_at_the_hubs_address(pieces: list[bytes], proves:
                 connection, _ = listener.accept()
                 with connection:
                     if proves:
-                        handshake._admit(connection, SECRET)
+                        handshake.admit(connection, SECRET)
                     send(connection, pieces)
                     ends(connection, SOON)
 

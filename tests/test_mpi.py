@@ -26,7 +26,7 @@ def body_stopped() -> str:
     """Rank 1 stops until rank 0 has given up waiting for it. (If it is killed, mpiexec kills rank 0, too.)"""
     running, big = current(), tf.ones([1_000_000])
     other = npu.distribute.broadcast_object(os.getpid(), root_rank=1)
-    running.stall_watch._warn_after, running.stall_watch._give_up_after = 1.0, 2.0
+    running.stall_watch.warn_after, running.stall_watch.give_up_after = 1.0, 2.0
     if running.cluster.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     try:

@@ -32,7 +32,7 @@ def body_script(name: str, *arguments: str) -> Any:
         ]
     finally:
         sys.argv = before
-        split_strategy._strategies.clear()  # a script ends with its process, but for the ones here
+        split_strategy.forget_strategies()  # a script ends with its process, but for the ones here
         assert npu.open().worker_id == int(os.environ.get("RANK_ID", "0"))
 
 

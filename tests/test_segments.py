@@ -63,11 +63,11 @@ def body_strategies() -> Any:
         found["by size"] = trace()
         found["alone"] = trace(fusion=0)
         found["one"] = trace(fusion=2, fusion_id=3)
-        split_strategy._strategies.clear()
+        split_strategy.forget_strategies()
         set_split_strategy_by_idx([1, 8])
         found["error"] = error_of(trace)
     finally:
-        split_strategy._strategies.clear()
+        split_strategy.forget_strategies()
     return found
 
 
@@ -143,7 +143,7 @@ def body_times(overlap: bool, cores: int) -> Any:
             step(tf.ones([1024, WIDTH]))
     finally:
         npu.global_options().hcom_parallel = True
-        split_strategy._strategies.clear()
+        split_strategy.forget_strategies()
         destroy_group("overlapping")
         running.cores = real
     return [first - last for first, last in zip(times["first reduced"], times["last made"])][1:]
@@ -222,10 +222,10 @@ def body_bits() -> set[bytes]:
     values = [tf.random.stateless_normal([50], [npu.open().worker_id, place]) for place in range(8)]
     found = set()
     for ends in ([7], [0, 7], [2, 5, 7], list(range(8))):
-        split_strategy._strategies.clear()
+        split_strategy.forget_strategies()
         set_split_strategy_by_idx(ends)
         found.add(tf.concat(npu.distribute.all_reduce(values, "mean"), axis=0).numpy().tobytes())
-    split_strategy._strategies.clear()
+    split_strategy.forget_strategies()
     return found
 
 

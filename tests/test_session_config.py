@@ -18,7 +18,7 @@ import tensorflow as tf
 from ranks import free_port
 
 from npu_device._src import compat
-from npu_device._src.options import GlobalOptions, global_options
+from npu_device._src.options import global_options, option_group
 from npu_device._src.tf1 import config as tf1, run_config
 from npu_device._src.tf1.config import RewriterConfig, SessionConfigBuilder, npu_config_proto
 from npu_device._src.tf1.run_config import (
@@ -39,10 +39,10 @@ has_none = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh() -> Iterator[None]:
     """Each test begins with the options of a new process, and closes what TensorFlow's Estimator leaves open."""
-    monkeypatch.setattr("npu_device._src.options.option_group._options", GlobalOptions())
-    yield
+    with option_group.new_options():
+        yield
     tf.compat.v1.summary.FileWriterCache.clear()
 
 

@@ -13,6 +13,7 @@ from npu_bridge import npu_init
 from npu_device import npu_device
 from npu_device._src.no_effect import modes
 from npu_device._src.options import global_options
+from npu_device._src.training.fit import small_names
 from npu_device._src.training.fit.small_names import npu_compat_function
 from npu_device.configs import npu_run_context, run_context_options
 from npu_device.utils import scope
@@ -21,8 +22,8 @@ from npu_device.utils import scope
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test begins as a new process would."""
-    monkeypatch.setattr("npu_device._src.no_effect.modes._loop_size", None)
-    monkeypatch.setattr("npu_device._src.training.fit.small_names._warned", False)
+    modes.forget_loop_size()
+    small_names.forget_warning()
     monkeypatch.delenv("NPU_LOOP_SIZE", raising=False)
 
 

@@ -145,7 +145,7 @@ def test_ends_ascend_and_reach_the_last_gradient() -> None:
         some = [int(10 ** chance.uniform(0, 8)) for _ in range(chance.randint(1, 200))]
         sizes = chance.choice([some, [10**9] * 3 + some, [0, 0, 4], [4] * 160])
         percentages = chance.choice([None, [100], [0, 100], [1, 59, 40], [90, 0, 8, 2], [12.5] * 8])
-        split_strategy._strategies.clear()
+        split_strategy.forget_strategies()
         if percentages:
             set_split_strategy_by_size(percentages)
         ends = segments(sizes, WORLD_GROUP)
@@ -187,7 +187,7 @@ def from_the_environment() -> dict[str, Any]:
     found |= {"percentages": cut_with("50%, 50%", [8] * 6), "auto": cut_with("auto", [8] * 5)}
     set_split_strategy_by_size([50, 50])
     found["own"] = cut_with("1,3,5", [8] * 6)
-    split_strategy._strategies.clear()
+    split_strategy.forget_strategies()
     return found
 
 

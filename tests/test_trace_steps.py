@@ -79,7 +79,7 @@ def _train(directory: str) -> list[str]:
         ]
         return [before.type for op in stamps for before in op.control_inputs]
     finally:
-        split_strategy._strategies.clear()
+        split_strategy.forget_strategies()
         tracing.stop()
 
 

@@ -123,7 +123,7 @@ def loop(steps: int, segments: int, compiled: bool) -> list[float]:
     model, optimizer = _model(tf.keras), tf.keras.optimizers.SGD(0.1, momentum=0.9)
     npu.distribute.broadcast(model.variables)
     x, y = _data(handle.worker_id, handle.workers_num)
-    split_strategy._strategies.clear()
+    split_strategy.forget_strategies()
     if segments > 1:
         set_split_strategy_by_size([100 / segments] * segments)
 
@@ -137,7 +137,7 @@ def loop(steps: int, segments: int, compiled: bool) -> list[float]:
     made = tf.function(step) if compiled else step
     for _ in range(steps):
         made()
-    split_strategy._strategies.clear()
+    split_strategy.forget_strategies()
     return [float(tf.reduce_sum(weights)) for weights in model.trainable_variables]
 
 
@@ -201,7 +201,7 @@ def traced_loop(directory: str) -> None:
     for _ in range(10):
         step()
     trace.stop()
-    split_strategy._strategies.clear()
+    split_strategy.forget_strategies()
 
 
 def memory(steps: int) -> dict[str, float]:

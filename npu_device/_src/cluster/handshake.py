@@ -168,7 +168,7 @@ def serve(
 
     def let_in(connection: socket.socket) -> None:
         try:
-            timed, said = _admit(connection, secret)
+            timed, said = admit(connection, secret)
         except OSError as error:
             connection.close()
             _log.debug("refused a connection: %s", error)
@@ -205,7 +205,7 @@ def serve(
             connection.close()
 
 
-def _admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, dict[str, Any]]:
+def admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, dict[str, Any]]:
     """Do the other side's part of ``authenticate``; return what else the client has said, too."""
     frames.keep_alive(connection)
     handshake = ServerHandshake(secret, frames.LIMIT)

@@ -196,6 +196,10 @@ class CallingThreads:
             )
         return overlaps or group.key in own.mixed_up
 
+    def remembered_callers(self) -> int:
+        """Return for how many names of threads, in each group, the number of callers is remembered."""
+        return len(self._numbers_of_callers)
+
     def _note(self, thread: threading.Thread, group: Group, place: Place | None) -> _Caller:
         work = None if is_clear(thread) else work_of(thread)
         with self._lock:

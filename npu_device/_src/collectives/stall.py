@@ -44,8 +44,9 @@ class StallWatch:
         self._counts = context.counts
         self._groups = groups
         self._held = held
-        self._warn_after = environment.NPU_DEVICE_STALL_WARNING.get()
-        self._give_up_after = environment.NPU_DEVICE_STALL_TIMEOUT.get()
+        # In seconds of a wait.
+        self.warn_after = environment.NPU_DEVICE_STALL_WARNING.get()
+        self.give_up_after = environment.NPU_DEVICE_STALL_TIMEOUT.get()
         context.health.on_question("where", self._answer)
         context.health.count_calls = self._started
         threading.Thread(target=self._run, name="npu_device-stall", daemon=True).start()
@@ -86,9 +87,9 @@ class StallWatch:
                     since[count] = (position["begun"], time.monotonic(), False)
                 else:
                     waited = time.monotonic() - began
-                    if waited > self._give_up_after:
+                    if waited > self.give_up_after:
                         self._health.stop(self._text(group, position, waited, final=True))
-                    elif waited > self._warn_after and not warned:
+                    elif waited > self.warn_after and not warned:
                         # The mark has each call reported once.
                         since[count] = (started, began, True)
                         _log.warning("%s", self._text(group, position, waited, final=False))
@@ -117,7 +118,7 @@ class StallWatch:
             )
         else:
             lines.append(
-                f"It keeps waiting for up to {self._give_up_after:g} s (NPU_DEVICE_STALL_TIMEOUT)."
+                f"It keeps waiting for up to {self.give_up_after:g} s (NPU_DEVICE_STALL_TIMEOUT)."
             )
         return "\n".join(lines)
 

@@ -237,6 +237,11 @@ def _check_list(name: str, numbers: Any) -> None:
         )
 
 
+def forget_strategies() -> None:
+    """Forget what the script has set, as for a script that begins in this process."""
+    _strategies.clear()
+
+
 def _store(name: str, numbers: list[Any], group: str) -> None:
     previous = _strategies.get((name, group))
     if previous is not None and previous != numbers:

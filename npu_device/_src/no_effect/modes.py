@@ -53,6 +53,12 @@ def set_npu_loop_size(loop_size: int) -> None:
     _loop_size = size
 
 
+def forget_loop_size() -> None:
+    """Return to ``NPU_LOOP_SIZE``, as for a script that begins in this process."""
+    global _loop_size
+    _loop_size = None
+
+
 def get_npu_loop_size() -> int:
     """Return the loop size: as set, else ``NPU_LOOP_SIZE``, else 1; malformed it counts as 1, as on Ascend."""
     if _loop_size is not None:

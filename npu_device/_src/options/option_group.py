@@ -167,6 +167,18 @@ class GlobalOptions(OptionGroup):
 _options = GlobalOptions()
 
 
+@contextlib.contextmanager
+def new_options() -> Iterator[None]:
+    """Give the block the options of a new process, and put those of this one back after it."""
+    global _options
+    before = _options
+    _options = GlobalOptions()
+    try:
+        yield
+    finally:
+        _options = before
+
+
 def global_options() -> GlobalOptions:
     """Return the options of this process, the same object at every call; set them before ``npu.open()``.
 
