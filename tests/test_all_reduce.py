@@ -50,7 +50,7 @@ def body_kinds() -> dict[str, Any]:
     }
 
 
-def test_kinds_of_values(ranks: Pool) -> None:
+def test_scalars_lists_and_16_bits_are_reduced_in_their_structure(ranks: Pool) -> None:
     n = ranks.size
     total = n * (n + 1) / 2
     for result in ranks.run(body_kinds):
@@ -95,7 +95,9 @@ def body_slices(reduction: str, length: int) -> Any:
 
 @pytest.mark.parametrize("length", [6, 1000])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_indexed_slices(several_ranks: Pool, reduction: str, length: int) -> None:
+def test_reduced_slices_have_the_rows_of_all_ranks_in_their_order(
+    several_ranks: Pool, reduction: str, length: int
+) -> None:
     """The rows of all ranks are returned in their order, as one process has them."""
     n = several_ranks.size
     indices = [index for rank in range(n) for index in (0, *range(rank + 1))]
@@ -140,7 +142,7 @@ def body_lookups(kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["combined", "weighted combined", "plain and combined"])
-def test_rows_of_lookups(several_ranks: Pool, kind: str) -> None:
+def test_lookups_have_the_rows_that_one_process_has(several_ranks: Pool, kind: str) -> None:
     """A lookup with a combiner has one row for each index of the whole batch, a plain one one for each occurrence."""
     for together, alone in several_ranks.run(body_lookups, kind):
         np.testing.assert_array_equal(together[0], alone[0])
@@ -169,7 +171,7 @@ def body_compressed_slices(length: int) -> list[list[float]]:
 
 @pytest.mark.more_engines("tcp", "mpi", length=[1000])
 @pytest.mark.parametrize("length", [2, 1000])
-def test_compression_of_indexed_slices(several_ranks: Pool, length: int) -> None:
+def test_compressed_slices_are_summed_in_full_precision(several_ranks: Pool, length: int) -> None:
     n = several_ranks.size
     assert several_ranks.run(body_compressed_slices, length) == [[[n, n], [n, n], [1.0, 1.0]]] * n
 
@@ -204,7 +206,7 @@ def body_gradient_through_control_flow() -> list[list[float]]:
     return [[float(one) for one in traced(tf.ones([3]), function)] for function in (branch, loop)]
 
 
-def test_differentiable_through_control_flow(ranks: Pool) -> None:
+def test_gradients_pass_through_reductions_in_branches_and_loops(ranks: Pool) -> None:
     n = ranks.size
     assert ranks.run(body_gradient_through_control_flow) == [[[n, n], [n**3 + 3 * n, n**3]]] * n
 

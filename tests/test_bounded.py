@@ -54,7 +54,7 @@ def body_new_numbers() -> int:
 
 
 @pytest.mark.both_backends
-def test_python_numbers(two_ranks: Pool) -> None:
+def test_new_python_numbers_take_no_memory(two_ranks: Pool) -> None:
     # TensorFlow kept 0.7 KB for each: 140 KB.
     assert max(two_ranks.run(body_new_numbers)) < 60 << 10
 
@@ -98,7 +98,7 @@ def body_rings(calls: int) -> tuple[list[float], int, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tensorflow_ranks", [2], indirect=True)
-def test_keys_of_tensorflow(tensorflow_ranks: Pool) -> None:
+def test_calls_without_end_take_one_ring_of_keys(tensorflow_ranks: Pool) -> None:
     for sums, rings, of_lengths in tensorflow_ranks.run(body_rings, 20):
         assert sums == [2 * number for number in range(33)]
         assert rings == 1
@@ -179,7 +179,7 @@ def body_graphs(known: bool) -> tuple[dict[str, int], int, int]:
 
 
 @pytest.mark.both_backends
-def test_traced_graphs_go(two_ranks: Pool, backend: str) -> None:
+def test_graphs_that_are_traced_anew_are_released(two_ranks: Pool, backend: str) -> None:
     for alive, called, left in two_ranks.run(body_graphs, backend == "tensorflow"):
         assert max(alive.values()) <= 1, alive  # TensorFlow keeps the latest
         assert left <= 20 < called
@@ -221,7 +221,9 @@ def body_tags_and_groups(tags: int, length: int, groups: int) -> list[bool]:
 
 @pytest.mark.both_backends
 @pytest.mark.parametrize(("tags", "length", "groups"), [(600, 1, 40), (40, 300_000, 12)])
-def test_tags_and_groups(several_ranks: Pool, tags: int, length: int, groups: int) -> None:
+def test_many_tags_and_groups_leave_nothing_behind(
+    several_ranks: Pool, tags: int, length: int, groups: int
+) -> None:
     assert (
         several_ranks.run(body_tags_and_groups, tags, length, groups)
         == [[True, True]] * several_ranks.size

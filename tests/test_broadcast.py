@@ -58,7 +58,7 @@ def body_models() -> Any:
     return before, after, model.get_weights()
 
 
-def test_keras_models(keras_two_ranks: Pool) -> None:
+def test_a_broadcast_keras_model_has_the_same_bits_on_every_rank(keras_two_ranks: Pool) -> None:
     (root, *sent), (before, *received) = keras_two_ranks.run(body_models)
     assert not np.array_equal(before[0], root[0]), (
         "the ranks must start from other weights for the test to mean much"

@@ -63,7 +63,9 @@ def body_gradients(graph: bool) -> dict[str, list[Any]]:
 
 @pytest.mark.both_backends
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
-def test_gradients(several_ranks: Pool, graph: bool) -> None:
+def test_gradients_of_collectives_agree_with_finite_differences(
+    several_ranks: Pool, graph: bool
+) -> None:
     found = several_ranks.run(body_gradients, graph)
     for name in found[0]:
         along, losses, results, seconds = zip(*(ranks[name] for ranks in found))

@@ -352,7 +352,9 @@ def body_empty(mode: str) -> dict[str, Any]:
 
 @pytest.mark.more_engines("tcp", "mpi", mode=["eager"])
 @pytest.mark.parametrize("mode", ["eager", "unknown shapes"])
-def test_without_elements(several_ranks: Pool, mode: str) -> None:
+def test_tensors_without_elements_keep_their_shape_and_dtype(
+    several_ranks: Pool, mode: str
+) -> None:
     n = several_ranks.size
     none, wide = (0, 3), (2, 0, 3)
     shapes = [none, (2 * n, 0, 3), none, none, (0,), none, wide, none, none, none]
@@ -388,7 +390,7 @@ def body_unknown() -> tuple[str, list[np.ndarray]]:
 
 
 @pytest.mark.slow
-def test_unknown_static_shapes(several_ranks: Pool) -> None:
+def test_shapes_that_only_the_graph_knows_are_checked_when_it_runs(several_ranks: Pool) -> None:
     n = several_ranks.size
     tensors = [np.arange(n * 3).reshape(n, 3) + rank for rank in range(n)]
     for rank, (refusal, found) in enumerate(several_ranks.run(body_unknown)):
@@ -426,7 +428,7 @@ def body_large() -> list[tuple[float, float, bool]]:
     return found
 
 
-def test_200_mb(two_ranks: Pool) -> None:
+def test_200_mb_are_reduced_in_time_and_little_memory(two_ranks: Pool) -> None:
     for found in two_ranks.run(body_large):
         for elapsed, peak, right in found:
             assert right and elapsed < 25

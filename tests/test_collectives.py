@@ -111,7 +111,7 @@ def moved(ranks: tuple[int, ...], me: int, dtype: str) -> dict[str, np.ndarray]:
     [("world", "eager", EVERY_DTYPE), ("world", "graph", ("bool",)), ("sub", "graph", ("int8",))],
     ids=["world-eager", "world-graph", "sub-graph"],
 )
-def test_moves(
+def test_moved_values_arrive_at_the_right_ranks(
     several_ranks: Pool, kind: str, mode: str, dtypes: tuple[str, ...], backend: str
 ) -> None:
     dtypes = dtypes if backend in BACKENDS else FEW_DTYPES
@@ -144,7 +144,7 @@ def body_loop() -> Any:
 
 
 @pytest.mark.more_engines("tcp", "mpi")
-def test_in_a_loop(several_ranks: Pool) -> None:
+def test_collectives_run_in_each_round_of_a_loop(several_ranks: Pool) -> None:
     n = several_ranks.size
     expected = np.zeros(n)
     for step in range(5):
@@ -167,7 +167,7 @@ def body_barrier() -> tuple[float, float, int, int]:
 
 
 @pytest.mark.more_engines("tcp", "mpi")
-def test_barrier(several_ranks: Pool) -> None:
+def test_a_rank_leaves_a_barrier_after_all_have_come(several_ranks: Pool) -> None:
     results = several_ranks.run(body_barrier)
     last_call = max(called_at for called_at, *_ in results)
     for _, left_at, came, came_in_graph in results:
@@ -255,5 +255,5 @@ def body_refusals() -> list[str]:
     )
 
 
-def test_refusals(several_ranks: Pool) -> None:
+def test_wrong_arguments_of_collectives_are_errors_on_every_rank(several_ranks: Pool) -> None:
     assert several_ranks.run(body_refusals) == [[]] * several_ranks.size

@@ -326,7 +326,7 @@ def two_hosts(directory: Path) -> list[dict[str, str]]:
     return environments
 
 
-def test_rank_0_has_left(tmp_path: Path) -> None:
+def test_a_rank_writes_a_file_after_rank_0_has_left(tmp_path: Path) -> None:
     text = """
 path = sys.argv[0] + ".keras"
 if rank:

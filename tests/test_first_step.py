@@ -307,7 +307,9 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("kind", [*ERRORS, "fixed size, local bank", "pairs of any number"])
-def test_errors(keras_two_ranks: Pool, kind: str) -> None:
+def test_steps_that_are_trained_wrongly_are_errors_on_each_rank(
+    keras_two_ranks: Pool, kind: str
+) -> None:
     for rank, (error, _, said) in enumerate(keras_two_ranks.run(body_check, kind)):
         assert error.startswith(f"rank {rank}: ")
         for part in ERRORS[kind.removeprefix("fixed size, ").removesuffix(" of any number")]:
@@ -354,7 +356,7 @@ def _marked(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", list(map(_marked, WARNINGS)))
-def test_warnings(keras_two_ranks: Pool, kind: str) -> None:
+def test_doubtful_steps_are_named_in_one_warning(keras_two_ranks: Pool, kind: str) -> None:
     (error, statement, [warning]), others = keras_two_ranks.run(body_check, kind)
     assert (error, others) == ("", ("", "", []))
     assert statement.startswith("checked, with a warning: ")
@@ -374,7 +376,9 @@ STATEMENTS = {
 
 
 @pytest.mark.parametrize("kind", list(STATEMENTS))
-def test_what_cannot_be_checked(keras_two_ranks: Pool, kind: str) -> None:
+def test_steps_that_cannot_be_checked_are_named_with_the_reason(
+    keras_two_ranks: Pool, kind: str
+) -> None:
     error, statement, said = keras_two_ranks.run(body_check, kind)[0]
     assert (error, said) == ("", [])
     assert statement.startswith(STATEMENTS[kind])

@@ -91,7 +91,9 @@ def body_fit(kind: str) -> Any:
         "accumulation",
     ],
 )
-def test_in_a_step(several_keras_ranks: Pool, keras_single: Pool, kind: str) -> None:
+def test_gathering_in_a_step_trains_as_one_process(
+    several_keras_ranks: Pool, keras_single: Pool, kind: str
+) -> None:
     compare(several_keras_ranks, keras_single, body_fit, kind)
 
 
@@ -113,7 +115,7 @@ def body_outside() -> Any:
     return [[value.numpy() for value in way()] for way in (gradient, tf.function(gradient))], whole
 
 
-def test_in_a_loop(several_keras_ranks: Pool) -> None:
+def test_gathering_in_a_loop_has_the_gradient_of_each_rank(several_keras_ranks: Pool) -> None:
     for found, whole in several_keras_ranks.run(body_outside):
         for everything, gradient in found:
             np.testing.assert_array_equal(everything, 2 * whole)

@@ -154,7 +154,7 @@ def body_roads_of_nccl() -> Any:
 
 
 @pytest.mark.parametrize("tensorflow_ranks", [3], indirect=True)
-def test_the_roads_of_nccl(tensorflow_ranks: Pool) -> None:
+def test_values_that_nccl_cannot_move_take_tensorflows_ring(tensorflow_ranks: Pool) -> None:
     """TensorFlow's NCCL has no bfloat16, and its all-to-all doesn't exchange anything (seen on an H200)."""
     size = tensorflow_ranks.size
     for rank, (found, rows) in enumerate(tensorflow_ranks.run(body_roads_of_nccl)):

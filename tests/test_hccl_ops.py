@@ -86,7 +86,7 @@ def body_results(mode: str) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_results(ranks: Pool, mode: str) -> None:
+def test_hccl_operators_give_the_results_of_ascend(ranks: Pool, mode: str) -> None:
     n = ranks.size
     everybody = np.array([[rank + 1.0, rank + 2.0] for rank in range(n)])
     total = everybody.sum(axis=0)
@@ -177,5 +177,5 @@ def body_refusals() -> list[str]:
     )
 
 
-def test_refusals(ranks: Pool) -> None:
+def test_hccl_operators_refuse_wrong_arguments_on_every_rank(ranks: Pool) -> None:
     assert ranks.run(body_refusals) == [[]] * ranks.size

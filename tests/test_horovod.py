@@ -81,7 +81,7 @@ def body_operations() -> None:
     )
 
 
-def test_operations(keras_ranks: Pool) -> None:
+def test_operations_of_horovod_give_its_results(keras_ranks: Pool) -> None:
     keras_ranks.run(body_operations)
 
 
@@ -235,7 +235,7 @@ def body_numbers_as_tensors(graph: bool) -> Any:
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
-def test_numbers_as_tensors(keras_ranks: Pool, graph: bool) -> None:
+def test_rank_and_size_are_tensors_in_graphs(keras_ranks: Pool, graph: bool) -> None:
     size = keras_ranks.size
     for rank, found in enumerate(keras_ranks.run(body_numbers_as_tensors, graph)):
         assert found == ([rank, size, rank, size], [size - 1.0] * 2)
@@ -289,7 +289,9 @@ def body_local_sources(said: list[str], graph: bool, scales: bool) -> Any:
 
 
 @pytest.mark.parametrize(("graph", "scales"), [(False, True), (True, False)])
-def test_local_sources(keras_ranks: Pool, graph: bool, scales: bool) -> None:
+def test_gradients_of_local_variables_stay_on_their_rank(
+    keras_ranks: Pool, graph: bool, scales: bool
+) -> None:
     size = keras_ranks.size
     mean = (size + 1) / 2
     for rank, found in enumerate(keras_ranks.run(body_local_sources, graph, scales)):
@@ -298,7 +300,7 @@ def test_local_sources(keras_ranks: Pool, graph: bool, scales: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["function", "eager", "function, optimizer", "eager, optimizer"])
-def test_loop(keras_ranks: Pool, kind: str) -> None:
+def test_loops_with_horovods_names_train_all_ranks_alike(keras_ranks: Pool, kind: str) -> None:
     weights = keras_ranks.run(body_loop, kind)
     assert all(other == weights[0] for other in weights)
 
@@ -342,7 +344,7 @@ def body_session() -> Any:
     return end, gradients
 
 
-def test_session(several_ranks: Pool) -> None:
+def test_gradients_in_sessions_are_the_same_as_in_horovod(several_ranks: Pool) -> None:
     """Gradients are those of Horovod, also of what Ascend doesn't differentiate."""
     size = several_ranks.size
     mean, numbers = (size + 1) / 2, [float(rank + 1) for rank in range(size)]

@@ -144,7 +144,9 @@ def test_what_the_script_no_longer_has_is_told(single: Pool, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("several_ranks", [3], indirect=True)
-def test_another_number_of_ranks(several_ranks: Pool, two_ranks: Pool, copied: Path) -> None:
+def test_a_checkpoint_restores_on_another_number_of_ranks(
+    several_ranks: Pool, two_ranks: Pool, copied: Path
+) -> None:
     for text in two_ranks.run(bodies.body_forgotten, str(copied)):  # saving over another run
         assert "the newest of step 6" in text and "call restore() before the first step" in text
     before = two_ranks.run(bodies.body_restore, str(copied))
@@ -162,7 +164,9 @@ def test_another_number_of_ranks(several_ranks: Pool, two_ranks: Pool, copied: P
     )
 
 
-def test_a_full_disk(two_ranks: Pool, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_latest_checkpoint_as_it_was(
+    two_ranks: Pool, tmp_path: Path
+) -> None:
     results = two_ranks.run(bodies.body_full_disk, str(tmp_path))
     for result in results:
         assert result["latest"] == 1

@@ -251,7 +251,7 @@ def test_each_rank_and_its_children_have_a_core(tmp_path: Path) -> None:
 
 
 @needs_two_cores
-def test_nothing_is_bound_otherwise(tmp_path: Path) -> None:
+def test_ranks_are_bound_only_where_it_is_asked_for(tmp_path: Path) -> None:
     path = script(tmp_path, SHOWS)
     done = npurun("-n", "2", path)
     assert done.stdout.decode().count("cpus 0 1 None") == 2 and b": cores" not in done.stderr

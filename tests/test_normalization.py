@@ -158,7 +158,9 @@ FOUND_BY = ["wrapped", "wrapped before the model", "broadcast", "its class", *MA
 
 
 @pytest.mark.parametrize(("found_by", "mode"), combinations(FOUND_BY, MODES))
-def test_loop(several_keras_ranks: Pool, keras_single: Pool, found_by: str, mode: str) -> None:
+def test_a_normalizing_loop_is_trained_exactly_as_one_process(
+    several_keras_ranks: Pool, keras_single: Pool, found_by: str, mode: str
+) -> None:
     compare(several_keras_ranks, keras_single, body_loop, found_by, mode == "function")
 
 
@@ -189,7 +191,9 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize(("variant", "mode"), combinations(list(VARIANTS), MODES))
-def test_variant(several_keras_ranks: Pool, keras_single: Pool, variant: str, mode: str) -> None:
+def test_variants_of_normalization_train_as_in_one_process(
+    several_keras_ranks: Pool, keras_single: Pool, variant: str, mode: str
+) -> None:
     reduced_by, uneven, options = VARIANTS[variant]
     tolerance = 5e-3 if "mixed" in variant else TOLERANCE
     arguments = "its class", mode == "function", reduced_by, uneven, options

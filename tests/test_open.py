@@ -144,7 +144,7 @@ def body_handle() -> None:
     )
 
 
-def test_the_handle(ranks: Pool) -> None:
+def test_the_handle_describes_the_job_until_it_is_closed(ranks: Pool) -> None:
     ranks.run(body_handle)
 
 

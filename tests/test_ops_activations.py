@@ -267,7 +267,9 @@ def _with_variables(mode: str, step: Any) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("body", [body_dropout, body_float_status, body_steps])
-def test_in_each_mode(single: Pool, body: Callable[[str], None], mode: str) -> None:
+def test_activations_have_their_formulas_in_each_mode(
+    single: Pool, body: Callable[[str], None], mode: str
+) -> None:
     single.run(body, mode)
 
 

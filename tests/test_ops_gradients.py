@@ -152,7 +152,9 @@ def body_gru(mode: str, seq_length: list[int] | None) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("body", [body_activations, body_lstm_cell])
-def test_gradients(single: Pool, body: Callable[[str], None], mode: str) -> None:
+def test_gradients_of_operators_agree_with_their_formulas(
+    single: Pool, body: Callable[[str], None], mode: str
+) -> None:
     single.run(body, mode)
 
 
@@ -179,7 +181,7 @@ def body_refusals() -> None:
     )
 
 
-def test_refusals(single: Pool) -> None:
+def test_operators_refuse_wrong_arguments(single: Pool) -> None:
     single.run(body_refusals)
 
 
@@ -206,7 +208,7 @@ def body_masks(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_masks(single: Pool, mode: str) -> None:
+def test_masks_keep_the_wanted_part_of_the_values(single: Pool, mode: str) -> None:
     single.run(body_masks, mode)
 
 

@@ -94,7 +94,9 @@ def body_operators(mode: str, seq_length: list[int] | None) -> None:
 
 
 @pytest.mark.parametrize(("mode", "seq_length"), [("function", [1, 3]), ("session", None)])
-def test_operators(single: Pool, mode: str, seq_length: list[int] | None) -> None:
+def test_recurrent_operators_agree_with_their_formulas(
+    single: Pool, mode: str, seq_length: list[int] | None
+) -> None:
     single.run(body_operators, mode, seq_length)
 
 

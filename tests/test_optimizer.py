@@ -171,7 +171,7 @@ def body_none_and_sparse() -> None:
         )
 
 
-def test_none_and_sparse_gradients(keras_ranks: Pool) -> None:
+def test_missing_and_sparse_gradients_are_trained_as_one_process(keras_ranks: Pool) -> None:
     """Keras 3's Adagrad squares each row of an index by itself."""
     keras_ranks.run(body_none_and_sparse)
 
@@ -250,7 +250,9 @@ def body_rows_of_a_table(graph: bool) -> None:
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_rows_of_a_table(several_keras_ranks: Pool, graph: bool) -> None:
+def test_rows_of_a_table_are_updated_as_in_one_process(
+    several_keras_ranks: Pool, graph: bool
+) -> None:
     """A word that occurs more than once has as many rows, which some optimizers square, and clipping clips, singly."""
     several_keras_ranks.run(body_rows_of_a_table, graph)
 
@@ -315,7 +317,7 @@ def body_save(directory: str) -> None:
     same_bits(loaded.get_weights(), model.get_weights())
 
 
-def test_saving_and_loading(keras_two_ranks: Pool, tmp_path: Any) -> None:
+def test_a_saved_optimizer_is_loaded_with_its_wrapper(keras_two_ranks: Pool, tmp_path: Any) -> None:
     keras_two_ranks.run(body_save, str(tmp_path))
 
 
@@ -351,5 +353,5 @@ def body_refusals_and_copies() -> list[str]:
     return wrong_refusals(*cases)
 
 
-def test_refusals_and_copies(keras_ranks: Pool) -> None:
+def test_copies_of_optimizers_reduce_and_wrong_ones_are_errors(keras_ranks: Pool) -> None:
     assert keras_ranks.run(body_refusals_and_copies) == [[]] * keras_ranks.size

@@ -407,11 +407,13 @@ KERAS_2, KERAS_3 = pytest.mark.only_keras("2"), pytest.mark.only_keras("3")
         (body_step, "synchronised, of another model"),
     ],
 )
-def test_steps(several_keras_ranks: Pool, keras_single: Pool, body: Any, kind: str) -> None:
+def test_steps_of_the_script_train_like_one_process(
+    several_keras_ranks: Pool, keras_single: Pool, body: Any, kind: str
+) -> None:
     compare(several_keras_ranks, keras_single, body, kind)
 
 
-def test_float64(several_keras_ranks: Pool, keras_single: Pool) -> None:
+def test_a_step_in_float64_keeps_its_digits(several_keras_ranks: Pool, keras_single: Pool) -> None:
     compare(several_keras_ranks, keras_single, body_float64, tolerance=1e-13)
 
 
@@ -436,7 +438,7 @@ def test_the_division_of_0_1(keras_two_ranks: Pool) -> None:
     assert keras_two_ranks.run(body_old_division) == [(2, 2), (2, 2)]
 
 
-def test_the_statement(keras_two_ranks: Pool, keras: str) -> None:
+def test_the_statement_tells_batch_and_learning_rate(keras_two_ranks: Pool, keras: str) -> None:
     for kind in ("new", *(["legacy"] if keras == "2" else [])):
         lines = keras_two_ranks.run(body_statement, kind)[0]
         assert "  global batch   8 samples, 4 per rank; 1 steps per epoch" in lines

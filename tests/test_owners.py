@@ -105,13 +105,17 @@ def body_owners(graph: bool, same_bits: bool, alone: bool = False) -> list[str]:
 
 
 @pytest.mark.parametrize(("count", "graph"), combinations([1, 2, 3, 4], [True, False]))
-def test_in_shared_memory(pool_with: Callable[..., Pool], count: int, graph: bool) -> None:
+def test_owners_alone_get_their_sums_in_shared_memory(
+    pool_with: Callable[..., Pool], count: int, graph: bool
+) -> None:
     ranks = pool_with(max(2, count), "3")
     assert ranks.run(body_owners, graph, True, count == 1) == [[]] * ranks.size
 
 
 @pytest.mark.parametrize(("count", "graph"), combinations([2, 3], [False, True]))
-def test_through_sockets(pool_with: Callable[..., Pool], count: int, graph: bool) -> None:
+def test_owners_get_their_sums_through_sockets(
+    pool_with: Callable[..., Pool], count: int, graph: bool
+) -> None:
     ranks = pool_with(count, "3", **all_through("tcp"))
     assert ranks.run(body_owners, graph, False) == [[]] * count
 
@@ -133,7 +137,7 @@ def body_little_data() -> Any:
         ]
 
 
-def test_little_data_through_sockets(pool_with: Callable[..., Pool]) -> None:
+def test_owners_get_little_data_in_a_message_of_their_own(pool_with: Callable[..., Pool]) -> None:
     ranks = pool_with(3, "3", **all_through("tcp"))
     assert ranks.run(body_little_data) == [[[3.0] * 3, [3.0]]] * 3
 
@@ -156,7 +160,7 @@ def test_ranks_with_different_owners_are_told(pool_with: Callable[..., Pool]) ->
 
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py")
-def test_through_mpi() -> None:
+def test_owners_get_their_sums_through_mpi() -> None:
     with contextlib.closing(MpiPool(3, "MPICH")) as ranks:
         for graph in (False, True):
             assert ranks.run(body_owners, graph, False) == [[]] * 3
@@ -191,5 +195,5 @@ def body_two_levels() -> list[str]:
     return wrong
 
 
-def test_on_two_levels(pool_with: Callable[..., Pool]) -> None:
+def test_owners_get_their_sums_on_two_levels(pool_with: Callable[..., Pool]) -> None:
     assert pool_with(3, "3").run(body_two_levels) == [[]] * 3

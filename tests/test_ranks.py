@@ -29,7 +29,7 @@ def body_objects() -> tuple[int, int, bool]:
 
 
 @pytest.mark.both_backends
-def test_objects(ranks: Pool, size: int) -> None:
+def test_an_object_of_each_rank_reaches_all_ranks(ranks: Pool, size: int) -> None:
     assert ranks.run(body_objects) == [(rank, size, rank == 0) for rank in range(size)]
 
 
@@ -49,7 +49,7 @@ def body_zero_first(directory: str) -> Any:
     return (*found, error_of(fails))
 
 
-def test_rank_zero_first(ranks: Pool, size: int, tmp_path: Path) -> None:
+def test_rank_zero_prepares_before_the_others_read(ranks: Pool, size: int, tmp_path: Path) -> None:
     results = ranks.run(body_zero_first, str(tmp_path))
     assert [result[:2] for result in results] == [(rank == 0, "ready") for rank in range(size)]
     assert results[0][2] == "OSError: disk full"
@@ -84,7 +84,9 @@ def body_weighted(graph: bool) -> Any:
 
 @pytest.mark.both_backends
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
-def test_weighted_mean(ranks: Pool, size: int, graph: bool) -> None:
+def test_a_weighted_mean_counts_each_rank_by_its_weight(
+    ranks: Pool, size: int, graph: bool
+) -> None:
     mean = sum(rank * (rank + 1) for rank in range(size)) / sum(rank + 1 for rank in range(size))
     for found in ranks.run(body_weighted, graph):
         assert found[:3] == pytest.approx([10 * mean, 7, 0.1], rel=1e-14)

@@ -40,7 +40,9 @@ def body_recipe(name: str, directory: str = "") -> Any:
 @pytest.mark.parametrize(
     "name", ["contrastive", "custom_loop", "data", "gan", "keras_fit", "memory_bank"]
 )
-def test_recipe(keras_two_ranks: Pool, keras_single: Pool, name: str, tmp_path: Path) -> None:
+def test_a_recipe_is_trained_as_one_process(
+    keras_two_ranks: Pool, keras_single: Pool, name: str, tmp_path: Path
+) -> None:
     pytest.importorskip("sklearn")
     # The some two hundred steps of keras_fit let rounding grow.
     tolerance = 2e-3 if name == "keras_fit" else TOLERANCE

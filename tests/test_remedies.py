@@ -563,7 +563,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("number", "remedy"), KINDS)
-def test_in_fit(
+def test_the_remedy_of_each_message_makes_fit_right(
     several_keras_ranks: Pool, keras_single: Pool, keras: str, number: int, remedy: str
 ) -> None:
     message, remark = list(FIT)[number]
@@ -752,7 +752,9 @@ def body_loop(global_batch: int) -> tuple[dict[str, Any], int]:
     return outcome, len(list(dataset.batch(batch)))
 
 
-def test_in_a_loop(several_keras_ranks: Pool, keras_single: Pool) -> None:
+def test_the_remedy_of_a_message_in_a_loop_makes_ranks_train_like_one_process(
+    several_keras_ranks: Pool, keras_single: Pool
+) -> None:
     global_batch = {2: 8, 3: 9}[several_keras_ranks.size]
     [(alone, _)] = keras_single.run(body_loop, global_batch)
     for outcome, batches in several_keras_ranks.run(body_loop, global_batch):

@@ -16,7 +16,9 @@ from pool import Pool
 
 
 @pytest.mark.parametrize("kind", ["functional", "own step", "subclassed", "unbuilt", "loaded"])
-def test_arrays(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path) -> None:
+def test_fit_on_arrays_trains_as_one_process(
+    several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_path: Path
+) -> None:
     compare(several_keras_ranks, keras_single, fit_bodies.body_arrays, kind, directory=tmp_path)
 
 
@@ -30,7 +32,9 @@ def test_arrays(several_keras_ranks: Pool, keras_single: Pool, kind: str, tmp_pa
     ],
     ids=["datasets", "sequences", "nothing"],
 )
-def test_kinds_of_data(keras_two_ranks: Pool, keras_single: Pool, kinds: tuple[str, ...]) -> None:
+def test_fit_on_each_kind_of_data_is_trained_like_one_process(
+    keras_two_ranks: Pool, keras_single: Pool, kinds: tuple[str, ...]
+) -> None:
     compare(keras_two_ranks, keras_single, fit_bodies.body_data, *kinds)
 
 
@@ -49,12 +53,16 @@ def test_kinds_of_data(keras_two_ranks: Pool, keras_single: Pool, kinds: tuple[s
         pytest.param("words, clipvalue", marks=pytest.mark.full),
     ],
 )
-def test_what_is_compiled(keras_two_ranks: Pool, keras_single: Pool, kind: str) -> None:
+def test_what_a_script_compiles_is_trained_as_one_process(
+    keras_two_ranks: Pool, keras_single: Pool, kind: str
+) -> None:
     compare(keras_two_ranks, keras_single, fit_bodies.body_compiled, kind)
 
 
 @pytest.mark.parametrize("kind", ["masked", "ignored class", "own loss", "synchronised"])
-def test_masks(several_keras_ranks: Pool, keras_single: Pool, kind: str) -> None:
+def test_masked_models_train_as_one_process(
+    several_keras_ranks: Pool, keras_single: Pool, kind: str
+) -> None:
     compare(several_keras_ranks, keras_single, fit_step_bodies.body_masked, kind)
 
 
@@ -67,12 +75,16 @@ def test_masks(several_keras_ranks: Pool, keras_single: Pool, kind: str) -> None
         (fit_step_bodies.body_sent_as_bytes, "strings and rows in another order"),
     ],
 )
-def test_other_trainings(keras_two_ranks: Pool, keras_single: Pool, body: Any, kind: str) -> None:
+def test_further_trainings_equal_one_process(
+    keras_two_ranks: Pool, keras_single: Pool, body: Any, kind: str
+) -> None:
     compare(keras_two_ranks, keras_single, body, kind)
 
 
 @pytest.mark.slow
-def test_metrics(keras_two_ranks: Pool, keras_single: Pool) -> None:
+def test_metrics_of_a_replica_are_like_those_of_one_process(
+    keras_two_ranks: Pool, keras_single: Pool
+) -> None:
     compare(keras_two_ranks, keras_single, fit_bodies.body_metrics)
 
 
@@ -81,7 +93,9 @@ def test_the_callback_chooses_the_rank_that_sends(several_keras_ranks: Pool) -> 
     same_bits(results[-1][0], *(weights for _, weights in results))
 
 
-def test_divided_data(several_keras_ranks: Pool, keras_single: Pool) -> None:
+def test_data_divided_by_the_script_trains_as_one_process(
+    several_keras_ranks: Pool, keras_single: Pool
+) -> None:
     compare(several_keras_ranks, keras_single, fit_bodies.body_divided)
 
 
@@ -94,7 +108,7 @@ def test_another_order_on_each_rank_becomes_rank_0s(
     assert ["Rank 0's batches are sent to all" in text for text in said] == [True]
 
 
-def test_logs(keras_two_ranks: Pool) -> None:
+def test_logs_that_are_no_mean_are_named(keras_two_ranks: Pool) -> None:
     for rank, found in enumerate(keras_two_ranks.run(fit_step_bodies.body_logs)):
         assert found["number"] == [0.5]  # the mean
         assert "called reset_state of its metric 'loss'" in found["reset"]

@@ -274,7 +274,7 @@ def gradients_of(kind: str) -> list[Any]:
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled one by one"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_a_graph(kind: str, scaled: bool) -> None:
+def test_gradients_of_a_graph_are_ordered_by_their_production(kind: str, scaled: bool) -> None:
     with tf.Graph().as_default():
         gradients = [gradient / 8.0 if scaled else gradient for gradient in gradients_of(kind)]
         assert production_order(gradients) == KINDS[kind][2]

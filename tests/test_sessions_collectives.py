@@ -49,7 +49,7 @@ def operators(shape: tuple[int, ...]) -> dict[str, Any]:
             return session.run(fetches, {fed: mine, one: mine[0]})  # type: ignore[no-any-return]
 
 
-def test_operators(ranks: Pool) -> None:
+def test_operators_in_sessions_give_the_results_of_every_rank(ranks: Pool) -> None:
     shape = (2, 3)
     everybody = [values(rank, shape) for rank in range(ranks.size)]
     last, gathered = everybody[-1], np.concatenate([value[0] for value in everybody])
@@ -103,7 +103,7 @@ def send_both_ways() -> np.ndarray:
             return session.run([received, sent])[0]
 
 
-def test_send_and_receive(two_ranks: Pool) -> None:
+def test_two_ranks_send_to_each_other_in_one_session_run(two_ranks: Pool) -> None:
     first, second = two_ranks.run(send_both_ways)
     assert (first.tolist(), second.tolist()) == ([2.0, 2.0], [1.0, 1.0])
 
@@ -121,7 +121,7 @@ def gradient(kind: str) -> Any:
             return session.run(slope).tolist()
 
 
-def test_gradients(two_ranks: Pool) -> None:
+def test_sums_have_gradients_in_sessions_and_maxima_none(two_ranks: Pool) -> None:
     for kind, expected in (("sum", 9.0), ("mean", 4.5)):
         assert two_ranks.run(gradient, kind) == [[expected] * 2] * 2
     for kind in ("max", "broadcast"):

@@ -113,7 +113,7 @@ def refusals() -> list[str]:
     )
 
 
-def test_what_is_refused(two_ranks: Pool) -> None:
+def test_optimizers_in_sessions_raise_for_wrong_arguments(two_ranks: Pool) -> None:
     assert two_ranks.run(refusals) == [[]] * 2
 
 

@@ -232,7 +232,9 @@ def body_group() -> list[Any]:
     return bits
 
 
-def test_within_a_group(pool_with: Callable[..., Pool]) -> None:
+def test_divided_updates_within_a_group_end_in_the_bits_of_whole_ones(
+    pool_with: Callable[..., Pool],
+) -> None:
     [none, *bits] = pool_with(3, "3").run(body_group)
     assert none == []
     for whole, divided in bits:
@@ -329,7 +331,7 @@ def body_fit(name: str, compiled: dict[str, Any], built: bool) -> tuple[int, lis
         pytest.param("averages", {"jit_compile": True}, False, marks=full),
     ],
 )
-def test_fit(
+def test_divided_updates_in_fit_end_in_the_bits_of_whole_ones(
     pool_with: Callable[..., Pool], name: str, compiled: dict[str, Any], built: bool, count: int
 ) -> None:
     assert_divided(pool_with(count, "3").run(body_fit, name, compiled, built), name)
@@ -547,7 +549,7 @@ def body_other_assignments() -> tuple[list[bool], str]:
     return found[0] == found[1], error
 
 
-def test_other_assignments(pool_with: Callable[..., Pool]) -> None:
+def test_different_assignments_to_a_share_are_an_error(pool_with: Callable[..., Pool]) -> None:
     found = pool_with(3, "3").run(body_other_assignments)
     assert all(is_same for is_same, _ in found), found
     errors = [error for _, error in found if "have assigned" in error]
@@ -606,7 +608,9 @@ def test_what_cannot_be_divided_is_not(pool_with: Callable[..., Pool], kind: str
 
 
 @pytest.mark.parametrize("graph", [pytest.param(False, marks=full), True], ids=["eager", "graph"])
-def test_through_sockets(pool_with: Callable[..., Pool], graph: bool) -> None:
+def test_divided_updates_through_sockets_have_the_bits_of_whole_ones(
+    pool_with: Callable[..., Pool], graph: bool
+) -> None:
     ranks = pool_with(3, "3", **all_through("tcp"))
     found = ranks.run(body_same_bits, "adam", graph, SHAPES, ["float32"], 1, False)
     assert_divided(found, "adam")

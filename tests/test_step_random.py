@@ -253,7 +253,7 @@ def test_outside_of_steps_all_ranks_draw_the_same(keras_two_ranks: Pool) -> None
     assert first == second
 
 
-def test_eager_steps(several_keras_ranks: Pool) -> None:
+def test_eager_steps_draw_different_numbers_on_each_rank(several_keras_ranks: Pool) -> None:
     own = several_keras_ranks.keras == "3"  # tf-keras's dropout draws from tf.random
     times = 1.0 if own else several_keras_ranks.size**0.5
     for rank, found in enumerate(
@@ -265,12 +265,12 @@ def test_eager_steps(several_keras_ranks: Pool) -> None:
         assert ("tf.random: is in an eager step" in text) == (rank == 0 and not own)
 
 
-def test_the_switch(keras_two_ranks: Pool) -> None:
+def test_the_switch_makes_all_ranks_draw_the_same_numbers(keras_two_ranks: Pool) -> None:
     for [deviation], _ in keras_two_ranks.run(body_chosen, ("dropout",), "same", False):
         assert deviation == pytest.approx(2**0.5 * ONE_PROCESS, rel=0.12)
 
 
-def test_the_statement_names_exceptions(keras_two_ranks: Pool) -> None:
+def test_a_statement_names_random_numbers_that_are_not_of_the_rank(keras_two_ranks: Pool) -> None:
     text, others = keras_two_ranks.run(body_statement)
     assert "random_uniform: decides what the step does" in text
     assert "own_noise" in text and "some_dropout" in text

@@ -114,7 +114,9 @@ WITHOUT_MODEL = LOOP.replace(
     ],
     ids=["loop", "without model", "function, tf-keras", "npu_device", "horovod"],
 )
-def test_refused(text: str, keras: str, expected: str, tmp_path: Path) -> None:
+def test_scripts_that_replicate_cannot_serve_are_errors(
+    text: str, keras: str, expected: str, tmp_path: Path
+) -> None:
     ended = run(tmp_path / "ranks", 2, keras, text)
     assert all(rank.code == 1 and expected in rank.output for rank in ended), ended[0].output
     assert all(

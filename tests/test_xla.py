@@ -101,7 +101,7 @@ def body_fit(
     return result, " ".join(message for message in messages if "jit_compile" in message)
 
 
-def test_fit(keras_two_ranks: Pool) -> None:
+def test_fit_with_xla_trains_after_a_broadcast_or_replicated(keras_two_ranks: Pool) -> None:
     """Without a GPU only ``jit_compile=True`` turns XLA on; on a GPU Keras 3 does so by itself."""
     for result, _ in keras_two_ranks.run(body_fit, True, False, False):
         assert REMEDY in result
@@ -147,7 +147,9 @@ def body_compiled_call(
 
 
 @pytest.mark.parametrize("kind", ["plain", "normalised"])
-def test_compiled_call(keras_two_ranks: Pool, keras_single: Pool, kind: str) -> None:
+def test_the_call_of_a_replica_is_compiled_with_the_results_of_one_process(
+    keras_two_ranks: Pool, keras_single: Pool, kind: str
+) -> None:
     """XLA compiles the call of a replicated model, forward and backward, unless its layers communicate; with the
     results of one process.
     """
