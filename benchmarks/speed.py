@@ -2,6 +2,7 @@
 
     python -m benchmarks.speed gains    a table of all cases, by npurun speed: some 12 minutes on 2 cores
     python -m benchmarks.speed truth    npurun speed against five alternations by hand, 200 steps each: some 25 minutes
+                                        (all figures are off if other programs take cores; it prints how many)
     python -m benchmarks.speed load     20 verdicts with a load on one core, against those of truth: up to 60 minutes
 
 ``truth`` and ``load`` end with exit code 1 if a figure is off or a verdict is wrong. Nothing else may run meanwhile.
@@ -146,7 +147,8 @@ def truth(options: argparse.Namespace, notebook: Notebook) -> int:
         code = max(code, int(is_off))
         print(
             f"{case}, {keras}: npurun speed {both['ratio']:.3f} ({both['low']:.3f} to {both['high']:.3f}), by hand "
-            f"{hand:.3f} ({min(ratios):.3f} to {max(ratios):.3f}): off by {off:+.1%}{' WRONG' * is_off}",
+            f"{hand:.3f} ({min(ratios):.3f} to {max(ratios):.3f}): off by {off:+.1%}{' WRONG' * is_off}; other "
+            f"programs took {report['lost_cores']:.1f} cores",
             flush=True,
         )
     return code

@@ -132,8 +132,8 @@ def test_short_epochs_are_timed_whole_but_for_the_first_ones(legacy: str, tmp_pa
     subprocess.run(command, env=variables, check=True, timeout=100)
     times = load_times(TimedProcess(str(tmp_path), 6))
     assert times is not None and times.steps >= 8 and times.steps % 4 == 0
-    # An epoch waits for four steps and a validation; functions are traced for longer than that.
-    assert 0.07 < times.seconds / times.steps < 0.12
+    # An epoch waits for four steps and a validation, the first one for two seconds more.
+    assert 0.07 < times.seconds / times.steps < 0.2
 
 
 def measured(

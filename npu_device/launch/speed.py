@@ -107,12 +107,10 @@ def _measure(options: argparse.Namespace, setups: Sequence[Setup], directory: Pa
     if measured.problem:
         _say(measured.problem)
         return 3
-    if not measured.speedups and not code:
+    if not measured.speedups:
         reasons = "; ".join(f"{label} ranks: {why}" for label, why in measured.left_out.items())
-        _say(
-            f"there was no whole round in {options.minutes:g} minutes (--minutes). {reasons}".strip()
-        )
-        return 3
+        _say(f"there was no whole round (--minutes {options.minutes:g}). {reasons}".strip())
+        return code or 3
     if options.json:
         print(json.dumps(asdict(measured)))
     else:
