@@ -46,7 +46,7 @@ def main() -> None:
     sys.exit(launcher.run(options))
 
 
-def tune_is_gone() -> None:  # until 0.3.0; also what npu-tune runs
+def tune_is_gone() -> None:  # kept until 0.3.0; npu-tune runs this, too
     """Exit with a message."""
     print(f"npurun tune and npu-tune are gone. {arguments.INSTEAD_OF_TUNING}", file=sys.stderr)
     sys.exit(2)

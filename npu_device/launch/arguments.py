@@ -75,7 +75,8 @@ class Options:
     grace: float
     trace: str | None
     check: bool
-    fewest_nodes: int  # with which the job goes on; ``nnodes`` unless the user says otherwise
+    # Number of nodes with which the job goes on; ``nnodes`` unless the user says otherwise.
+    fewest_nodes: int
     max_restarts: int
     max_preemptions: int | None  # how often a job outlives them; None for any number
     restart_backoff: float  # seconds before the first restart; each further one without a new checkpoint doubles them
@@ -113,7 +114,7 @@ def parse(argv: Sequence[str]) -> Options:
     parser = _parser(is_check=list(argv[:1]) == ["--check"])
     namespace = parser.parse_args(argv)
     slots = _hosts(parser, namespace)
-    # Before the platform's variables, which describe a job that is started on every node.
+    # Hosts are read before the platform's variables, which describe a job that is started on every node.
     if not slots:
         _take_from_platform(parser, namespace)
     fewest_nodes, nnodes = namespace.nnodes
@@ -138,7 +139,7 @@ def parse(argv: Sequence[str]) -> Options:
             namespace.nproc_per_node = types.ranks_per_node()
             if not namespace.check and not types.visible_gpus():
                 _hint_at_more_ranks()
-    # Only for a job of one rank: whoever has asked for more has put the option in the right place.
+    # The hint is for a job of one rank: whoever has asked for more has put the option in the right place.
     if namespace.nproc_per_node == 1 == nnodes:
         _hint_at_options_after_script(namespace.module, namespace.script)
     namespace.node_rank = namespace.node_rank or 0

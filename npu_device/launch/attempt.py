@@ -75,7 +75,7 @@ class Launch:
     events: Events
     starter: Starter
     binding: Binding
-    memory: Memory | None  # for copies of checkpoints, on a single host
+    memory: Memory | None  # memory for copies of checkpoints, on a single host
 
     @property
     def progress_file(self) -> str:
@@ -195,7 +195,7 @@ class Attempt:
         self._logs: list[BinaryIO] = []
         self._started = time.time()
         self._trace = launch.options.trace
-        # In a folder of its own: the trace of an earlier attempt stays as it is.
+        # The trace has a folder of its own: that of an earlier attempt stays as it is.
         if self._trace is not None and rendezvous.count:
             self._trace = os.path.join(self._trace, f"restart{rendezvous.count}")
 
@@ -297,7 +297,7 @@ class Attempt:
             variables = self._environment(rank, local_rank)
             with binding.on_cores(local_rank):
                 process = RankProcess(rank, options.command, variables, self._launch.events)
-            # At once, since the launcher may be killed between two ranks.
+            # The guard learns of each process at once, since the launcher may be killed between two ranks.
             self._launch.guard.tell(process.pid)
             self._processes.append(process)
             console = None
@@ -314,7 +314,7 @@ class Attempt:
         # A rank that starts npurun starts another job.
         for name in (*_OTHER_SCHEMES, NPU_DEVICE_RANK_PROCESS.name):
             variables.pop(name, None)
-        # Only on the node of rank 0, which reports the step.
+        # Only the node of rank 0 reports the step.
         progress_file = ""
         if options.node_rank == 0:
             progress_file = self._launch.progress_file
@@ -332,7 +332,8 @@ class Attempt:
             NPU_DEVICE_PROGRESS_FILE=progress_file,
             NPU_DEVICE_PREEMPT_SIGNAL=signal.Signals(options.preempt_signal).name,
             NPU_DEVICE_PREEMPT_TIMEOUT=f"{options.preempt_timeout:g}",
-            PYTHONUNBUFFERED="1",  # else a rank's output would come in blocks, and a killed rank's last block never
+            # With a buffer, a rank's output would come in blocks, and a killed rank's last block never.
+            PYTHONUNBUFFERED="1",
         )
         variables.update(self._launch.binding.variables())
         variables.pop(environment.NPU_DEVICE_MEMORY_COPIES.name, None)

@@ -26,7 +26,7 @@ class Binding:
         self._machine = read_machine()
         ranks = options.nproc_per_node
         self._sets = core_sets(self._machine, ranks, options.bind_to)
-        # Only a set of whole cores, or a quota, is better known here than in the rank.
+        # None unless the ranks have sets of cores, or a quota, which the ranks themselves know less well.
         self._threads = threads_of_rank(self._machine, ranks, self._sets)
 
     def lines(self, ranks: Sequence[int]) -> list[str]:

@@ -90,7 +90,7 @@ class Connection:
                 pump.finish()
             with contextlib.suppress(BrokenPipeError):
                 self._input.close()  # if npurun lives on there, it learns that the connection has ended
-            # As a shell reports a signal.
+            # Numbered as a shell reports a signal.
             if code < 0:
                 code = 128 - code
             closed(code)

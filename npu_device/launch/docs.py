@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-_INSTALLED = "share/doc/npu_device/*.md"  # as in pyproject.toml
+_INSTALLED = "share/doc/npu_device/*.md"  # the same path as in pyproject.toml
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    # It prints plain text if the output is no terminal.
+    # The pager prints plain text if the output is no terminal.
     pydoc.pager(pages[name].read_text(encoding="utf-8"))
     return 0
 

@@ -26,7 +26,7 @@ class StopOrdered:
     """The attempt has failed on another node."""
 
     why: str
-    attempt: int | None  # its number
+    attempt: int | None  # number of the attempt
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ Event = Union[
     HostReported,
     HostClosed,
 ]
-Handlers = Mapping[type[Any], Callable[[Any], object]]  # by type of event
+Handlers = Mapping[type[Any], Callable[[Any], object]]  # the handler for each type of event
 
 
 class Events:

@@ -37,13 +37,14 @@ class Failure:
     rank: int
     host: str
     end: str  # how its process ended
-    code: int  # to report: 1, as for an exception, if the rank had raised before the launcher killed it
+    # Exit code to report: 1, as for an exception, if the rank had raised before the launcher killed it.
+    code: int
     stopped: bool  # the process ended after the launcher asked it to
     recorded: bool  # the rank has left a record
     is_consequence: bool  # the failure of another rank, or the launcher, made this rank fail
     time: float  # seconds since the epoch
     error: str  # the line that says most about its error: type and message; "" if no exception is known
-    origin: str | None  # where in the script it failed; None if the script isn't to blame
+    origin: str | None  # line of the script where it failed; None if the script isn't to blame
 
     def __str__(self) -> str:
         text = f"rank {self.rank} on host {self.host}: {self.end}"
@@ -69,7 +70,8 @@ def examine(
     recorded = True
     try:
         record = _read(record_file)
-    except (OSError, ValueError, KeyError, TypeError):  # it left none, or an unusable one
+    # The rank left no record, or an unusable one.
+    except (OSError, ValueError, KeyError, TypeError):
         recorded = False
         errors = _last_errors(stderr)
         description = ""
@@ -91,7 +93,7 @@ def examine(
         innermost = (user_frames or frames)[-1]
         origin = f"{innermost.file}:{innermost.line} ({error_type})"
     code = ended.code
-    # It raised, and hung at its exit: its error counts, not the signal of npurun.
+    # A rank that raised, and hung at its exit, has its error counted, not the signal of npurun.
     if recorded and stopped:
         code = 1
     failure = Failure(

@@ -31,7 +31,7 @@ def run(options: Options, starter: Starter | None = None) -> int:
     """Run the job on this node; return the exit code."""
     starter = starter or Starter()
     console = starter.console
-    # First, so that no signal is lost.
+    # Signals are received before anything is started, so that none is lost.
     events = signals(options, console)
     prefix = f"{starter.name or 'npurun'}-"
     with tempfile.TemporaryDirectory(prefix=prefix) as directory, RankGuard(directory) as guard:
@@ -68,7 +68,7 @@ def _write_copies(launch: Launch) -> None:
             launch.console.say("the newest copy in memory is written to the disk")
             command = [sys.executable, "-m", _WRITER, memory.address]
             variables = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-            # In a session of its own, so that Ctrl-C doesn't end it.
+            # The command has a session of its own, so that Ctrl-C doesn't end it.
             subprocess.run(command, env=variables, start_new_session=True, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         launch.console.say(f"the newest copy in memory could not be written to the disk: {error}")

@@ -44,7 +44,7 @@ class Leader:
         self._secret = secret
         self._ledger = Ledger(launch.options)
         port = master_port(launch.options)
-        # At once: a port in use is an error of the start.
+        # The port is taken at once: one in use is an error of the start.
         self._listener = ports.listen((launch.options.master_addr,), (port, port))
         self._events: queue.Queue[tuple[Link, dict[str, Any] | None]] = queue.Queue(_MOST_EVENTS)
         self._nodes: dict[int, Link] = {}
@@ -134,7 +134,7 @@ class Leader:
             if decision.wait is None or 0 in self._preempted:
                 return decision
             rendezvous.end()
-            # Those of the last attempt are worth waiting for; others join if they come.
+            # Nodes of the last attempt are worth waiting for; others join if they come.
             self._expected = set(nodes)
             self._send(self._nodes, "say", text=decision.text)
             wait = decision.wait
@@ -163,7 +163,7 @@ class Leader:
         time_now = began
         is_told = False
         while self._signal is None and not self._is_leaving and time_now < deadline:
-            # As soon as the job can go on, nodes that are away aren't waited for.
+            # Nodes that are away aren't waited for as soon as the job can go on.
             absent = self._all - self._idle
             if self._is_enough():
                 absent = self._expected - self._idle
@@ -268,7 +268,7 @@ class Leader:
             self._stop(f"node {node}: {message['what']}")
         elif message["do"] == "preempted" and self._options.outlives_preemption:
             # The outcome follows: the ranks still write their checkpoints.
-            self._preempted.add(node)  # its ranks end the attempt, resumable or not
+            self._preempted.add(node)  # the node's ranks end the attempt, resumable or not
         elif message["do"] == "outcome":
             failure = None
             if message["failure"]:
@@ -304,7 +304,7 @@ class Leader:
             link.send("say", text=at_work)
         elif hello["count"] > self._ledger.count:  # this launcher has been started again
             self._ledger.count = hello["count"]
-            # From the member, since this launcher knows nothing of the attempts before it started.
+            # The member tells who took part, since this launcher knows nothing of the attempts before it started.
             self._expected = self._all.intersection(hello["nodes"])
 
     def _mismatch(self, hello: dict[str, Any]) -> str:

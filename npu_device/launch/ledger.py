@@ -29,7 +29,7 @@ class PastAttempt:
     interrupted: bool  # a launcher received a signal that ends the job
     preempted: tuple[int, ...]  # the nodes that were taken away, if that has ended the attempt
     why: str  # the rank or node that failed first, and how
-    origin: str | None  # where in the script it failed; None if the script isn't to blame
+    origin: str | None  # line of the script where it failed; None if the script isn't to blame
     step: str | None  # step of the newest checkpoint at its end, None if unknown
 
     def line(self, with_nodes: bool) -> str:

@@ -41,11 +41,11 @@ from npu_device.launch.events import (
 from npu_device.launch.failures import Failure
 
 _LARGEST = 1e10  # numbers, and times in seconds since the epoch
-# By the text of the annotation, which is what a dataclass keeps with postponed evaluation.
+# The form is found by the text of the annotation, which a dataclass keeps with postponed evaluation.
 _FORMS = {"int": int, "float": float, "str": str, "bool": bool, "str | None": (str, type(None))}
 _FAILURE = {name: _FORMS[annotation] for name, annotation in Failure.__annotations__.items()}
 _FIELDS: dict[str, dict[str, Any]] = {
-    # To node 0
+    # Messages to node 0
     "hello": {"node": int, "nproc": int, "most": int, "version": str, "count": int, "nodes": [int]},
     "failed": {"what": str},
     "preempted": {},
@@ -135,7 +135,7 @@ def _fits(field: Any, form: Any) -> bool:
         return all(_fits(field[name], form[name]) for name in form)
     # JSON writes a float without a fraction as an integer.
     if form in (int, float) and type(field) in (int, form):
-        return abs(field) < _LARGEST  # nor NaN
+        return abs(field) < _LARGEST  # this comparison refuses NaN, too
     return type(field) is form
 
 
@@ -259,7 +259,7 @@ class Member:
     def _connect(self) -> None:
         if self._outcome.interrupted:
             raise SystemExit(self._outcome.code)
-        # As long as the leader waits for nodes.
+        # A node waits as long as the leader waits for nodes.
         seconds = self._options.rejoin_timeout
         if self._link is not None:
             self._link.close()

@@ -34,12 +34,12 @@ def main() -> None:
     serial = int(sys.argv[2])
     lines = _lines()
     order = json.loads(next(lines))
-    # Before anything reads them.
+    # Set before anything reads them.
     os.environ.update(order["variables"])
     options = Options(
         **{**order["options"], "command": tuple(order["options"]["command"]), "hosts": ()}
     )
-    # Here, since only the host knows its GPUs.
+    # Resolved here, since only the host knows its GPUs.
     if options.nproc_per_node == 0:
         options = dataclasses.replace(options, nproc_per_node=argument_types.ranks_per_node())
     starter = Starter(name, Console(), order["count"], tuple(order["nodes"]))
@@ -83,7 +83,7 @@ def _obey(lines: Iterator[bytes], options: Options, starter: Starter) -> None:
     if not options.restarts_hosts:
         os.kill(os.getpid(), signal.SIGHUP)
         return
-    # In a job with restarts, the host is lost, and a signal would end the job on the other hosts, too.
+    # A job with restarts loses this host only: it is killed, since a signal would end the job on the other hosts, too.
     if starter.is_preempted:  # the host shuts down, and its ranks are writing a checkpoint
         time.sleep(options.preempt_timeout + NODE_STOP_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)  # the guard ends the ranks
@@ -105,10 +105,10 @@ def _problem_on_host(name: str, serial: int) -> str:
     guards = [
         pid for pid, line in words.items() if os.path.basename(line[-1]).startswith(f"{name}-")
     ]
-    _send(signal.SIGSTOP, older)  # so that they start no more processes
-    # Their hub would live as long as ranks on other hosts are connected to it.
+    _send(signal.SIGSTOP, older)  # stopped first, so that they start no more processes
+    # The hub of earlier ranks would live as long as ranks on other hosts are connected to it, so it is killed, too.
     killed = [*older, *(pid for pid in _children(older) if pid not in guards)]
-    # With the start time, since the number of a process may be used again.
+    # The start time goes with the number of a process, which may be used again.
     ending = {pid: start_time(pid) for pid in [*killed, *guards]}
     _send(signal.SIGKILL, killed)
     deadline = time.monotonic() + KILL_SECONDS

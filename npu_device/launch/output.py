@@ -98,7 +98,7 @@ class Pump:
         self._prefix = _prefix(rank, os.isatty(fd))
         self._beginning = b""  # begin of a line that hasn't ended
         self._bar = b""  # the newest refresh, if it hasn't been written
-        self._bar_is_written = False  # and the line that it refreshes hasn't ended
+        self._bar_is_written = False  # a bar is written, and its line hasn't ended
         self._bar_written_at = time.monotonic()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -14,9 +14,9 @@ from npu_device.launch.output import Console, Pump
 
 RUNNING = "running"  # npurun runs on the host, alone
 ATTEMPT = "attempt"  # an attempt begins there
-PREEMPTED = "preempted"  # it got the signal that takes the host away
-LEAVING = "leaving"  # it ends, and the job continues
-OVER = "over"  # it ends, and so does the job
+PREEMPTED = "preempted"  # the host got the signal that takes it away
+LEAVING = "leaving"  # the host ends, and the job continues
+OVER = "over"  # the host ends, and so does the job
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ReportPump(Pump):
     ) -> None:
         self._prefix_of_reports = name.encode() + b" "
         self._report = report
-        # Last, because it starts the thread that reads.
+        # Called last, because it starts the thread that reads.
         super().__init__(pipe, console, 2)
 
     def _write(self, lines: list[bytes]) -> None:

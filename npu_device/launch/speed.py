@@ -19,7 +19,7 @@ from npu_device.launch import script_runs
 from npu_device.launch.argument_types import parse_hosts, positive
 
 _RUNNER = "npu_device._src.speed.measured_runs"
-_END_SECONDS = 30  # after the limit of time, for processes that are about to end
+_END_SECONDS = 30  # grace after the limit of time, for processes that are about to end
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -57,7 +57,7 @@ def _setups(machine: Machine, sizes: Sequence[int], options: argparse.Namespace)
     binding = options.bind_to
     if binding is not None:
         return [Setup(ranks, binding if ranks > 1 else NONE) for ranks in sizes]
-    # Hosts of one cache and node have nothing to bind to.
+    # ``core_sets`` is empty for hosts of one cache and node, which have nothing to bind to.
     setups = []
     for ranks in sizes:
         setups.append(Setup(ranks))
@@ -100,7 +100,7 @@ def _measure(options: argparse.Namespace, setups: Sequence[Setup], directory: Pa
     if problem:
         _say(problem)
         return 3
-    # Here, since numpy takes a while.
+    # Imported here, since numpy takes a while.
     from npu_device._src.speed import outcome
 
     measured = outcome.outcome(start, setups)

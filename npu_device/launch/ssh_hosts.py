@@ -43,7 +43,7 @@ def run(options: Options) -> int:
     try:
         variables = _variables()
         with ThreadPoolExecutor(len(options.hosts)) as resolvers:
-            # At the same time, since looking up a name may take seconds.
+            # Names are looked up at the same time, since each may take seconds.
             clients = list(resolvers.map(connection.client, options.hosts))
         hosts = LaunchedHosts(options, console, events, variables, clients)
         hosts.start()
@@ -79,7 +79,7 @@ def _variables() -> dict[str, str]:
 class Host:
     """The state of one host: npurun runs there, is to be started again at a time, or has ended for good."""
 
-    name: str  # as in the list
+    name: str  # name of the host as in the list
     node: int
     client: Sequence[str]  # command line
     connection: Connection | None = None
@@ -89,7 +89,7 @@ class Host:
     is_preempted: bool = False
     end: Report | None = None  # the last report of the running npurun, if it has announced its end
     retry_at: float | None = None
-    retries: int = 0  # in a row
+    retries: int = 0  # failed attempts in a row
     give_up_at: float | None = None
 
     def wakes_at(self) -> float | None:
@@ -126,7 +126,8 @@ class LaunchedHosts:
         self._verdict: int | None = None  # exit code of the job, if it is over
         self._signal: int | None = None
         self._is_stopping = False  # the hosts have been sent a signal
-        self._deadline: float | None = None  # for the hosts to end by themselves, or after a signal
+        # Time by which the hosts have to end by themselves, or after a signal.
+        self._deadline: float | None = None
 
     def start(self) -> None:
         for host in self._hosts:
@@ -249,7 +250,7 @@ class LaunchedHosts:
         # A job without restarts has no node that speaks for all. And a node that doesn't match node 0 is turned away.
         if report.state == OVER and self._options.restarts_hosts and report.code != USAGE:
             self._end_job(report.code)
-            # Those of the newest attempt know from node 0. The others may be waiting for it.
+            # Hosts of the newest attempt learn it from node 0. The others may be waiting for it.
             newest = self._count - 1
             waiting = [
                 waiting_host
@@ -311,7 +312,7 @@ class LaunchedHosts:
         wait = None
         if is_leaving:
             cause = "taken away"
-            wait = self._options.preempt_timeout  # until then, it can often be reached
+            wait = self._options.preempt_timeout  # the host can often be reached until then
         problem = ""
         if host.node == 0:
             problem = self._problem_of_node_0(is_leaving)

@@ -35,7 +35,7 @@ class Exit:
 
     @property
     def code(self) -> int:
-        # As a shell reports it.
+        # Numbered as a shell reports a signal.
         if self.status < 0:
             return 128 - self.status
         return self.status
@@ -131,7 +131,7 @@ class Supervisor:
     _events: Events
     _options: Options
     _say: Callable[[str], object]
-    _attempt: int  # its number
+    _attempt: int  # number of the attempt
     _on_failure: Callable[[str], None]
     _on_preemption: Callable[[], None]
     signal: int | None = None  # the signal that ended the attempt
@@ -166,7 +166,7 @@ class Supervisor:
         failures = [failure for failure in exits if failure[2].status not in (0, RESUMABLE)]
         if failures and self._stage < _Stage.FAILED:
             self._enter(_Stage.FAILED, RANKS_NOTICE_SECONDS)
-            # By time, so that the rank is named that failed first.
+            # The earliest failure counts, so that the rank is named that failed first.
             _, rank, end = min(failures)
             self._on_failure(f"rank {rank} failed ({end})")
             if self._running():
@@ -189,7 +189,7 @@ class Supervisor:
             self._escalate()
 
     def _on_stop(self, stop: StopOrdered) -> None:
-        # Otherwise it comes late.
+        # A stop that comes late, or belongs to another attempt, is dropped.
         if self._stage < _Stage.FAILED and stop.attempt == self._attempt:
             self._enter(_Stage.FAILED, RANKS_NOTICE_SECONDS)
             self._say(f"{stop.why}; stopping the ranks of this node")
@@ -201,7 +201,7 @@ class Supervisor:
         self.preempted = is_request and (self.preempted or not self.interrupted)
         self.interrupted = True
         if is_request:
-            self._on_preemption()  # before any rank ends because of it
+            self._on_preemption()  # told before any rank ends because of it
         if self._stage < _Stage.FAILED:
             self.signal = number
         if self._stage < _Stage.ASKED:

@@ -57,10 +57,10 @@ class CheckedJob:
 
     facts: Sequence[Facts]
     engine: str = ""  # how gradients will travel, and why
-    ports: str = ""  # where the ranks serve whoever reaches them; "" if nowhere
-    # For each rank why it can't share memory with the lowest one of its host; "" if it can.
+    ports: str = ""  # addresses at which the ranks serve whoever reaches them; "" if nowhere
+    # Why each rank can't share memory with the lowest one of its host; "" if it can.
     sharing: Sequence[str] = ()
-    # For each rank those that it can't connect to: the address, and why.
+    # The ranks that each rank can't connect to: the address, and why.
     unreachable: Sequence[dict[int, str]] = ()
     # Seconds of an all_reduce on the slowest host, by size; empty if it has one rank.
     within: Sequence[float] = ()

@@ -70,7 +70,7 @@ def _connected(job: Job) -> CheckedJob:
     failures = {**_unreachable(job, job.peers.addresses), **_unreachable(job, job.server_addresses)}
     unreachable = []
     for failures_of_rank in _gather(job, "unreachable", failures):
-        # In JSON, numbers as keys are texts.
+        # JSON makes texts of numbers that are keys.
         unreachable.append({int(rank): failure for rank, failure in failures_of_rank.items()})
     engine = explained(job, job.group(WORLD_GROUP))
     return CheckedJob(facts, engine, open_ports(job), job.hosts.problems, unreachable)

@@ -33,7 +33,8 @@ class Client:
         self.state = State.UNPROVED
         self.socket = connection
         self.address = address
-        self.until = time.monotonic() + limits.PROOF_SECONDS  # for the handshake and the hello
+        # End of the time for the handshake and the hello.
+        self.until = time.monotonic() + limits.PROOF_SECONDS
         self.handshake = ServerHandshake(secret, frames.LIMIT_OF_HELLO)
         self.reader = frames.Reader(self.handshake.limit)
         self.outbox = bytearray()

@@ -52,7 +52,7 @@ def meet(membership: Membership) -> tuple[Cluster, ControlChannel]:
 
     Raises RendezvousError, on all ranks that came with the same text, or ChildOfRankError.
     """
-    search = _Search(membership, _hello(membership))
+    search = _HubSearch(membership, _hello(membership))
     if membership.starts_hub:
         rank, roster, channel = _start_hub(membership, search)
     else:
@@ -97,7 +97,7 @@ def installed_versions() -> dict[str, str]:
 _Met = tuple[int, dict[str, Any], ControlChannel]  # rank, roster
 
 
-def _start_hub(membership: Membership, search: _Search) -> _Met:
+def _start_hub(membership: Membership, search: _HubSearch) -> _Met:
     if membership.secret == b"" and not all(map(is_loopback, membership.chief_hosts)):
         _log.warning("%s", NO_SECRET)
     copied = ("job_id", "world_size", "expected_hosts", "host_key")
@@ -158,7 +158,7 @@ def _child(parent: Any) -> Exception:
     return ChildOfRankError(description)
 
 
-class _Search:
+class _HubSearch:
     """The attempts of a rank to reach the hub."""
 
     def __init__(self, membership: Membership, hello: Hello) -> None:

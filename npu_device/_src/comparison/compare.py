@@ -55,7 +55,7 @@ class RecordedStep:
     weights: np.ndarray = field(default_factory=_no_tensors)
     # The samples that were read since the previous step.
     rows: Counter[int] = field(default_factory=Counter)
-    # With Horovod's names: sums of what tapes gave since the previous step, by the number of gradients.
+    # Sums of what tapes gave since the previous step, by the number of gradients; only with Horovod's names.
     tape_gradients: dict[int, np.ndarray] = field(default_factory=dict)
     logs: dict[str, float] = field(default_factory=dict)  # what the script sees of the step
 
@@ -92,7 +92,7 @@ class Record:
     unreached: list[str] = field(default_factory=list)  # lines that would have trained after that
     metrics: set[str] = field(default_factory=set)  # names of those of the models in ``fit``
     joined: bool = False  # it was a rank of a job
-    horovod: bool = False  # by Horovod's names
+    horovod: bool = False  # the script uses Horovod's names
     last_bit: float = 0.0  # last bit of the coarsest dtype in which its models compute
 
     def of(self, topic: str) -> list[RecordedCall]:
@@ -162,7 +162,7 @@ def average_of(ranks: Sequence[Record]) -> Record:
         computed = [step.tape_gradients.get(step.trained) for step in steps_of_ranks]
         gradients = [array for array in computed if array is not None]
         average = step.gradients
-        # Otherwise a rank has taken its gradients from somewhere else.
+        # If a rank has computed none, it has taken its gradients from somewhere else.
         if len(gradients) == len(steps_of_ranks):
             average = np.mean(gradients, axis=0)
         steps.append(replace(step, gradients=average, rows=union(steps_of_ranks)))

@@ -46,7 +46,7 @@ def variables_read() -> list[tuple[Any, tf.Tensor]]:
         for variable in watched
         if id(variable.handle) in handles
     ]
-    # By number of the handle, which grows with each variable that is made.
+    # Sorted by the number of the handle, which grows with each variable that is made.
     return sorted(read, key=lambda pair: int(pair[0].handle._id))
 
 
@@ -88,7 +88,7 @@ def functions_that_update(variables: Iterable[Any]) -> list[list[str]]:
     for index, variable in enumerate(variables):
         indices[id(inner_variable(variable).handle)] = index
         names.append(set())
-    # By type: asking objects for attributes may run code.
+    # Found by their type: asking objects for attributes may run code.
     graphs = [instance for instance in gc.get_objects() if type(instance) is FuncGraph]
     for graph in graphs:
         captured = [(outer, inner) for outer, inner in graph.captures if id(outer) in indices]
@@ -139,7 +139,7 @@ def through_outer_graphs(tensor: Any) -> Any:
     # There is no branch or loop to pass through, or it is one of a session's graph.
     if not inner or not isinstance(function, FuncGraph):
         return tensor
-    with function.as_default():  # where TensorFlow puts the placeholder
+    with function.as_default():  # TensorFlow puts the placeholder into this graph
         tensor = function.capture(tensor)
     return _captured(inner, tensor)
 
@@ -234,7 +234,7 @@ def keep_whole(output: tf.Tensor) -> None:
 def run_independently(operation: Any) -> None:
     """Keep automatic control dependencies from running a stateful operation of a tf.function after others."""
     manager = operation.graph.experimental_acd_manager
-    if manager is not None:  # else there are no such dependencies
+    if manager is not None:  # without a manager there are no such dependencies
         manager.run_independently(operation)
 
 
@@ -283,7 +283,7 @@ def replace_input(operation: Any, index: int, tensor: Any) -> None:
 
 def set_seed_of(operation: Any, seed: int) -> None:
     """Set the graph-level part of the seed of a random operation, in a graph that has not run yet."""
-    # In the range of seeds that random_seed.get_seed gives.
+    # Kept in the range of the seeds that random_seed.get_seed gives.
     operation._set_attr("seed", attr_value_pb2.AttrValue(i=seed % (2**31 - 1)))
 
 
@@ -311,7 +311,7 @@ def computed_again(tensor: Any, replacements: Mapping[str, Any]) -> Any:
     copies: dict[str, Any] = dict(replacements)
     sources = tensors_behind([tensor], lambda source: source.name in replacements)
     operation_names = {source.op.name for source in sources}
-    # In the order in which they were created, so that inputs come first.
+    # Operations stand in the order in which they were created, so that inputs come first.
     for operation in tensor.graph.get_operations():
         if operation.name not in operation_names or not any(
             source.name in copies for source in operation.inputs
@@ -354,7 +354,7 @@ def place_without_order() -> str | None:
     while graph is not None:
         if getattr(graph, "name", "").startswith("Dataset_"):
             return f"the function of a dataset ({graph.name})"
-        # While tracing, only the name shows it (``pfor``, TensorFlow 2.20); when it runs, it is a loop like any other.
+        # Only the name shows ``pfor`` while it is traced (TensorFlow 2.20); when it runs, it is a loop like any other.
         loop = re.match(r"(.*/)?loop_body(_\d+)?(?=/|$)", graph.get_name_scope())
         names = {operation.name for operation in graph.get_operations()}
         if loop and f"{loop[0]}/PlaceholderWithDefault" in names:
@@ -439,7 +439,7 @@ def without_noise(graph: Any) -> None:
             operation._set_attr("output_stream", attr_value_pb2.AttrValue(s=b"file:///dev/null"))
         if operation.type in _HELD:
             output = operation.outputs[0]
-            users = output.consumers()  # before the constant is one
+            users = output.consumers()  # looked up before the constant is a user itself
             number = _HELD[operation.type]
             if number is None:
                 number = operation.inputs[-2]  # the least integer that it draws
@@ -526,7 +526,7 @@ def changed_by(graph: Any) -> tuple[list[Any], Any]:
 def _sets(operation: Any, handle: Any) -> bool:
     if _READS.match(operation.type):
         return False
-    if not _CALLING.match(operation.type):  # to be safe
+    if not _CALLING.match(operation.type):  # any other operation may set it
         return True
     try:
         only_read = set(operation.get_attr("_read_only_resource_inputs"))

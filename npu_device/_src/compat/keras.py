@@ -189,7 +189,8 @@ def is_set_by_gradient(variable: Any) -> bool:
 def steps_made(optimizer: Any) -> Any:
     """Return the variable in which an optimizer counts steps, also those that only add up gradients."""
     if hasattr(optimizer, "gradient_accumulation_steps"):
-        return inner_variable(optimizer._iterations)  # its property counts updates
+        # The public property counts updates, not steps.
+        return inner_variable(optimizer._iterations)
     return optimizer.iterations
 
 
@@ -231,7 +232,7 @@ def optimizer_variables(optimizer: Any, weights: Any) -> list[Any]:
     if hasattr(optimizer, "_hyper"):  # legacy
         if tf.executing_eagerly():
             optimizer._create_hypers()
-        # By name, as their order depends on when they were made.
+        # Sorted by name, as their order depends on when they were made.
         candidates += [
             optimizer.iterations,
             *(optimizer._hyper[name] for name in sorted(optimizer._hyper)),

@@ -238,7 +238,7 @@ def forward_of_training(model: Any, batch: Any) -> None:
     """Do what Keras's own ``train_step`` does, with the same arguments, but for the gradients and the optimizer."""
     keras = keras_of(model)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    if not is_keras_3(keras):  # as in Model.train_step of each release
+    if not is_keras_3(keras):  # the same call as in Model.train_step of each release
         y_pred = model(x, training=True)
         model.compute_loss(x, y, y_pred, sample_weight)
     else:
@@ -280,7 +280,7 @@ def is_batch_normalization(layer: Any) -> bool:
 def batch_normalizations() -> list[Any]:
     """Return the batch normalizations that exist in this process, of either Keras."""
     classes = set(_with_subclasses(_batch_normalizations()))
-    if not classes:  # then it isn't worth going through all objects
+    if not classes:  # without such a class, a search through all objects isn't worth it
         return []
     # By the type alone: an attribute of any object could be computed, such as that of a module that loads late. The
     # faster ``gc.get_referrers`` ends the process (SIGSEGV) if extension modules such as scikit-learn's are loaded.
@@ -338,7 +338,7 @@ def _batch_normalizations() -> list[Any]:
     for name in ("keras", "tf_keras"):
         layers: Any = getattr(sys.modules.get(name), "layers", None)
         exported = getattr(layers, "BatchNormalization", None)
-        if exported is not None:  # else not imported, or just being imported
+        if exported is not None:  # a Keras may not be imported, or just being imported
             classes.append(class_with(exported, moments_method(exported)))
     return classes
 

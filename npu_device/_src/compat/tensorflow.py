@@ -56,7 +56,7 @@ def to_tensor(value: Any) -> tf.Tensor:
     TensorFlow keeps 0.7 KB forever for each new Python number that becomes a tensor in eager mode, but not for a list
     of numbers (2.20; ROCm/tensorflow-upstream#1149 explains it). Can go when it doesn't.
     """
-    # Through a list of one number, for which TensorFlow keeps nothing.
+    # A list of one number is converted, for which TensorFlow keeps nothing.
     if isinstance(value, (int, float, complex)) and tf.executing_eagerly():
         return tf.reshape(tf.convert_to_tensor([value]), [])
     return tf.convert_to_tensor(value)
@@ -79,7 +79,8 @@ def context_is_initialized() -> bool:
 
 def let_idle_threads_sleep() -> None:
     """Let the threads that TensorFlow is going to make sleep when idle; by default they use a core to look for work."""
-    tf.config.get_visible_devices()  # or TensorFlow would take the visible GPUs from this configuration
+    # Asked first, or TensorFlow would take the visible GPUs from this configuration.
+    tf.config.get_visible_devices()
     sleepy = config_pb2.ConfigProto.Experimental(disable_thread_spinning=True)
     _context.context()._config = config_pb2.ConfigProto(experimental=sleepy)
 

@@ -52,7 +52,7 @@ def _with_hint(name: str, names: Collection[str]) -> str:
 
 def settings_everywhere() -> dict[str, str]:
     """Return the variables that must be the same on all ranks and don't have their defaults, by name."""
-    # As read, so that two spellings of one value are equal.
+    # Values are compared as they are read, so that two spellings of one are equal.
     variables = [
         variable for variable in ALL if variable.everywhere and variable.get() != variable.default
     ]

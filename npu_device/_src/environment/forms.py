@@ -177,7 +177,7 @@ def audit(text: str) -> int | str:
 def seconds(high: float) -> Form[float]:
     def parse(text: str) -> float:
         number = float(text)
-        if not 0 < number <= high:  # also refuses nan
+        if not 0 < number <= high:  # this comparison also refuses nan
             raise ValueError(text)
         return number
 

@@ -35,7 +35,7 @@ _LARGEST_FUSION_ID = 0x7FFFFFFF
 WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 _DTYPES_IN_USE = dict(WIRE_DTYPES)
 _LATEST = 4096  # eager results that are remembered
-_TAPE = "gradient_tape/"  # before the name of an operation that computes a gradient
+_TAPE = "gradient_tape/"  # prefix of the names of operations that compute gradients
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ReductionOptions:
     reduction: str
     # 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment per dtype.
     fusion: int = 1
-    fusion_id: int = -1  # or with ``fusion=2`` any number from 0
+    fusion_id: int = -1  # with ``fusion=2`` also any number from 0
     # The 16 bits that are sent of float32 and float64, which are added up in their own dtype.
     compression: str | None = None
     # Add up the rows of ``tf.IndexedSlices`` that have the same index, where their user does so anyway.
@@ -113,7 +113,7 @@ def reduce_list(
     other tensors; see ``agreed_engine.has_owners``.
     """
     tracer = None
-    # Only gradients have these; a trace has no other reductions.
+    # Only gradients are summed or averaged; a trace has no other reductions.
     if options.reduction in ("mean", "sum"):
         tracer = job.part(Tracer)
     segments: Sequence[Sequence[int]] = [[0]]
@@ -348,7 +348,7 @@ class ReducedTensors:
         return self._missing_by_graph(gradients)
 
     def _missing_by_identity(self, gradients: Sequence[Any]) -> list[Any]:
-        # By object: an eager tensor doesn't tell what it was made of.
+        # Found by object: an eager tensor doesn't tell what it was made of.
         reduced = {id(tensor) for reference in self._eager if (tensor := reference()) is not None}
         return [gradient for gradient in gradients if id(dense_of(gradient)) not in reduced]
 

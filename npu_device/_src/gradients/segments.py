@@ -111,7 +111,7 @@ def cut(
         if len(ordered) == 1 or fusion == 2 or reduction not in ("sum", "mean"):
             joined.append(ordered)
             continue
-        # In bytes, as percentages are of bytes.
+        # Sizes are in bytes, as percentages are of bytes.
         sizes = [tensors[position].shape.num_elements() * dtype.size for position in ordered]
         ends = segments(sizes, group)
         if _log.isEnabledFor(logging.INFO):

@@ -65,7 +65,8 @@ class TableRows:
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the rows of all ranks by lookup, added up where a lookup has one for each index."""
         lookups = len(self._is_distinct)
-        counts = tf.reshape(engine.gather(own_counts[tf.newaxis]), [-1])  # by rank, then by lookup
+        # Counts by rank, then by lookup.
+        counts = tf.reshape(engine.gather(own_counts[tf.newaxis]), [-1])
         row_runs = tf.split(rows, counts, num=engine.group.size * lookups)
         index_runs = tf.split(indices, counts, num=engine.group.size * lookups)
         merged_rows = []
@@ -128,7 +129,7 @@ def add_up_slices(
     def dense() -> tuple[tf.Tensor, tf.Tensor]:
         table = tf.math.unsorted_segment_sum(own_rows, own_indices, length)
         [[total]] = engine.all_reduce([[table]], reduction, wire)
-        # Not all rows: an optimizer may move those that it is given, even by a gradient of 0.
+        # Only picked rows are sent: an optimizer may move those that it is given, even by a gradient of 0.
         gathered_indices, _ = tf.unique(gather_ragged(engine, own_indices))
         return tf.gather(total, gathered_indices), gathered_indices
 

@@ -130,7 +130,7 @@ def _cut_by_environment(sizes: Sequence[int], group: str) -> list[int] | None:
     split = environment.NPU_DEVICE_SPLIT.get()
     if split is None:
         return None
-    if split == "auto":  # until 0.3.0; since 0.2.0: percentages
+    if split == "auto":  # accepted until 0.3.0; percentages replace it since 0.2.0
         text = (
             "NPU_DEVICE_SPLIT=auto has no effect any more: saved splits are gone. What to do: set it to the "
             "percentages such as 25%,25%,25%,25%"
@@ -202,7 +202,8 @@ def cut_by_size(sizes: Sequence[int], percentages: Sequence[float]) -> list[int]
                 return ends
             placed = running[end]
             goal = target - placed
-            if np.float32(sizes[end + 1]) - goal > _CLOSE:  # else the remainder is a segment, too
+            # A remainder that isn't close to 0 is a segment, too.
+            if np.float32(sizes[end + 1]) - goal > _CLOSE:
                 break
         remainder = goal
     # Gradients that are too small to change the 32-bit sum can be left over; they go into the last segment.

@@ -93,7 +93,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: A
     npu_distributed_keras_optimizer_wrapper(
         optimizer, options.reduction, compression=options.compression, shard_optimizer=False
     )
-    if reduction := reduction_of(carrier(optimizer)):  # with several ranks
+    if reduction := reduction_of(carrier(optimizer)):  # only several ranks have one
         # ``replicate`` refuses such an optimizer: each rank has batches of its own.
         reduction.own_batches = True
         tell_if_asked(world_unless_child(), "it is a DistributedOptimizer of Horovod")
@@ -132,7 +132,7 @@ def _with_old_names(original: Any) -> Any:
     rate = property(
         lambda self: self.learning_rate, lambda self, rate: setattr(self, "learning_rate", rate)
     )
-    # From Keras's own property, which this one hides.
+    # Keras's own property gives the list, since this one hides it.
     variables = property(lambda self: _CallableList(original.variables.fget(self)))
     names = {"lr": rate, "variables": variables, "__module__": original.__module__}
     return type(original.__name__, (original,), names)

@@ -103,7 +103,7 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
         if logs:
             # Sorted: Keras may log metrics in another order on each rank.
             names = sorted(logs)
-            # In float64, as numpy adds up: logs are Python's numbers.
+            # Added up in float64, as numpy does: logs are Python's numbers.
             with compat.eager_mode():
                 means = all_reduce([np.asarray([logs[name] for name in names], np.float64)])[0]
             logs.update(zip(names, np.asarray(means).tolist()))
@@ -149,7 +149,7 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self.current_epoch = start_epoch
-        self._momentum: float | None = None  # to be restored after the batch
+        self._momentum: float | None = None  # the momentum to restore after the batch
 
     def on_train_begin(self, logs: _Logs = None) -> None:
         if self.initial_lr is None:
@@ -231,7 +231,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self, initial_lr: Any = None, warmup_epochs: int = 5, *, verbose: int = 0, **arguments: Any
     ) -> None:
         def multiplier(epoch: float) -> float:
-            # So that an epoch ends with a round number, as in Horovod.
+            # An epoch ends with a round number, as in Horovod.
             epoch += 1 / self.steps_per_epoch
             return (epoch * (ranks.size() - 1) / warmup_epochs + 1) / ranks.size()
 

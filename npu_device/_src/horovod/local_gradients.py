@@ -31,7 +31,7 @@ class LocalSources:
         self._variables: list[Any] = []
 
     def add(self, variable: Any) -> None:
-        # By the inner variable: Keras wraps it anew where a script asks for it.
+        # Kept by the inner variable: Keras wraps it anew where a script asks for it.
         self._variables.append(compat.inner_variable(variable))
 
     def has(self, variable: Any) -> bool:
@@ -65,7 +65,7 @@ class LocalGradients:
         self._divisor = 1
         if average_aggregated_gradients:
             self._divisor = backward_passes_per_step
-        self._sums: dict[int, Any] = {}  # by the id of the trained variable
+        self._sums: dict[int, Any] = {}  # sums by the id of the trained variable
         self._count: Any = None
         self._is_inside = False
 
@@ -84,7 +84,7 @@ class LocalGradients:
             return
         if self.passes > 1:
             self._keep_sums(optimizer)
-        # Taken before they are replaced below.
+        # The optimizer's own methods, taken before they are replaced below.
         apply_pairs: Any = optimizer.apply_gradients
         apply_lists: Any = getattr(optimizer, "apply", None)
 
@@ -193,14 +193,14 @@ class LocalGradients:
                 new.append(variable)
         if not new:
             return
-        # In checkpoints, so that a resumed run updates after the same batch.
+        # The count is in checkpoints, so that a resumed run updates after the same batch.
         if self._count is None:
             self._count = tf.Variable(0, trainable=False)
             compat.keep_in_checkpoints(optimizer, "npu_passes", [self._count])
         sums = []
         for variable in new:
             sums.append(tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False))
-        # By number: variables may be added when a model is built in parts.
+        # Named by a number: variables may be added when a model is built in parts.
         compat.keep_in_checkpoints(optimizer, f"npu_sums_{len(self._sums)}", sums)
         self._sums.update(zip(map(id, new), sums))
         reduction = reduction_of(carrier(optimizer))

@@ -38,7 +38,7 @@ def variables(inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables with which a process of this environment, and its children, import these modules."""
     folder = str(Path(__file__).parent / "path")
     paths = (inherited.get("PYTHONPATH") or folder).split(os.pathsep)
-    # First on the path: an installed Horovod must not be found before.
+    # The folder comes first on the path: an installed Horovod must not be found before.
     other_paths = [path for path in paths if path != folder]
     return {
         environment.NPU_DEVICE_HOROVOD.name: "1",
@@ -61,7 +61,7 @@ def main() -> None:
 
 def take_over() -> None:
     """Let ``horovod`` and its submodules be those of this package, in this process. ``import horovod`` calls this."""
-    # Under both names, or a script would have two copies of the module's state.
+    # Registered under both names, or a script would have two copies of the module's state.
     sys.modules[_THEIRS] = importlib.import_module(_OURS)
     _Finder.replaces = True
 
@@ -113,9 +113,9 @@ class _Finder:
     @staticmethod
     def create_module(spec: ModuleSpec) -> ModuleType:
         """Return the module that is meant."""
-        # Under its own name, so that both names stand for one module with one state.
+        # Imported under its own name, so that both names stand for one module with one state.
         module = importlib.import_module(spec.name.replace(_THEIRS, _OURS, 1))
-        # Kept where ``exec_module`` finds it again.
+        # The spec is kept where ``exec_module`` finds it again.
         spec.loader_state = module.__spec__
         return module
 

@@ -54,7 +54,7 @@ def described(call: Any) -> Any:
     lines = [text]
     if "\nArgs:" not in text:
         lines += ["", "Args:"]
-    # On the object, so that ``help()`` shows it.
+    # The text is set on the object, so that ``help()`` shows it.
     call.__doc__ = "\n".join([*lines, *shared, _RAISES])
     return call
 

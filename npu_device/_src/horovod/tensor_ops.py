@@ -238,7 +238,7 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None) -> Any:
         raise tf.errors.InvalidArgumentError(None, None, f"alltoall: {problem}")
     if world is None:
         return tensor if splits is None else (tensor, sent)
-    # In a graph, nothing else compares the shapes of the rows.
+    # The name of the call holds the shape of the rows, which nothing else compares in a graph.
     matrix = tf.reshape(
         world.gather(sent, f"alltoall of rows with shape {tensor.shape[1:]}"), [count, count]
     )

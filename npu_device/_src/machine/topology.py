@@ -100,7 +100,7 @@ def _numa_nodes(root: Path) -> dict[int, int]:
 
 def _l3cache(folder: Path) -> int:
     """Return the first CPU that shares the last-level cache of a CPU; -1 if that isn't known."""
-    # Their numbers differ from their levels: data and instructions may have a cache each.
+    # The numbers of caches differ from their levels: data and instructions may have a cache each.
     for index in (folder / "cache").glob("index[0-9]*"):
         if _number(index / "level") == 3:
             return next(iter(_numbers(index / "shared_cpu_list")), _UNKNOWN)

@@ -68,7 +68,7 @@ def interface_of(address: str) -> str | None:
     except ValueError:
         return None
     interfaces = _ipv4() + _ipv6()
-    # By value, as one IPv6 address has several spellings.
+    # Addresses are compared by value, as one IPv6 address has several spellings.
     return next(
         (name for name, interface_address in interfaces if interface_address == wanted), None
     )

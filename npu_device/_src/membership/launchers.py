@@ -30,7 +30,7 @@ class Launched:
     variable: str  # name of the variable that holds the rank, for messages
     size: int  # number of ranks, 1 or more
     rank: int
-    local_rank: int | None = None  # its number among the ranks of its host; None if unknown
+    local_rank: int | None = None  # number of the rank among those of its host; None if unknown
     on_one_host: bool = False  # True if all ranks are known to be on this host
     node: str = ""  # name that the launcher gives this host; "" if it has none
     job: str = ""  # text that only the ranks of this job share; "" if there is none
@@ -135,7 +135,7 @@ def _slurm() -> Launched | None:
         size=size,
         rank=rank,
         local_rank=environment.SLURM_LOCALID.get(),
-        # Without brackets or commas, the list is that one node.
+        # A list without brackets or commas is one node.
         on_one_host=node_of_task_0 == nodes,
         node=environment.SLURMD_NODENAME.get() or "",
         job=f"{environment.SLURM_JOB_ID.get()}.{environment.SLURM_STEP_ID.get()}",
@@ -351,7 +351,7 @@ def _ask_mpi(launched: Launched) -> tuple[tuple[str, ...], int, bytes]:
         port = ReservedPort(environment.NPU_DEVICE_PORT_RANGE.get())
         # Rank 0 itself must not listen there: the hub does.
         port.leave_to_server()
-        _reserved.append(port)  # until the hub, which this rank starts, has it, and longer
+        _reserved.append(port)  # held until the hub, which this rank starts, has it, and longer
         hosts = [socket.gethostname(), *addresses_of_this_host()]
         announced = announced_address()
         if announced:

@@ -30,7 +30,7 @@ OMPI_COMM_WORLD_RANK PMIX_NAMESPACE PMI_SIZE PMI_RANK MPI_LOCALRANKID MPI_LOCALN
 NPU_DEVICE_LAUNCHER NPU_DEVICE_HUB
 """
 _OF_A_RANK = tuple(variable for variable in environment.ALL if variable.name in _NAMES.split())
-# They tell ranks apart only where nothing numbers these. Elsewhere a rank may give a child another device.
+# Devices tell ranks apart only where nothing numbers these. Elsewhere a rank may give a child another device.
 _DEVICES = (environment.ASCEND_DEVICE_ID, environment.DEVICE_ID)
 
 
@@ -68,7 +68,7 @@ def mark(cluster: Cluster) -> None:
 
 def mark_as_candidate() -> None:
     """Mark the environment of this process, which may become a rank, unless its parent is a rank or a candidate."""
-    if not any(variable.is_set() for variable in _OF_A_RANK):  # it can't become one
+    if not any(variable.is_set() for variable in _OF_A_RANK):  # this process can't become a rank
         return
     mark = _mark_of_another_process()
     if mark is None or ("rank" not in mark and not _is_running(mark)):
@@ -89,7 +89,7 @@ def mark_as_child(parent: dict[str, Any]) -> None:
 
 
 def _mark(pid: int, **fields: Any) -> None:
-    # With its start time, since the number of a process may be used again.
+    # The start time goes with the number of a process, which may be used again.
     fields = {"since": start_time(pid), "variables": _fingerprint(), "pid": pid, **fields}
     environment.NPU_DEVICE_RANK_PROCESS.set(json.dumps(fields, separators=(",", ":")))
 
@@ -133,7 +133,7 @@ def _mark_of_another_process() -> dict[str, Any] | None:
         AttributeError,
     ):  # not written by this version of the package
         return None
-    if (pid, started) == (os.getpid(), start_time(os.getpid())):  # its own mark
+    if (pid, started) == (os.getpid(), start_time(os.getpid())):  # the process sees its own mark
         return None
     if variables != _fingerprint():  # a launcher has made this process a rank of another job
         return None

@@ -30,7 +30,7 @@ class TableDevice:
     device_ip: str | None  # address of the device, if given
     host_port: int | None  # port of the server for this rank, if given
     pod: str | None  # name of its pod, in tables of pods
-    location: str  # where it is in the file, for messages
+    location: str  # place in the file, for messages
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RankTable:
     """A valid table."""
 
     path: str
-    devices: tuple[TableDevice, ...]  # by rank
+    devices: tuple[TableDevice, ...]  # devices by rank
     # True for the forms with ``group_list``, in which a process may be named by its pod.
     of_pods: bool
     checksum: int  # the same for equal tables, whatever their formatting
@@ -101,7 +101,7 @@ def _read_servers(table: Fields) -> list[TableDevice]:  # versions 1.0 and 1.2
     names: list[str] = []
     for server in servers:
         name = server.text("server_id", "text of 1 to 64 characters", limit=64)
-        if name in names:  # else the ranks of one server would be taken for those of two
+        if name in names:  # the ranks of one server would be taken for those of two
             raise server.wrong(
                 "server_id", f"another one: server_list[{names.index(name)}] has the same"
             )

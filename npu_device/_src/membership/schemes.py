@@ -201,7 +201,7 @@ def _from_rank_table(size: int, device_id: int | None) -> Membership:
         host_key=device.server,
         device_id=device_id,
         is_chief=device.rank == 0,
-        # Without repetitions, as an id of a server is often its address.
+        # Repetitions are dropped, as an id of a server is often its address.
         chief_hosts=tuple(dict.fromkeys(host for host in chief_hosts if host)),
         chief_port=chief.host_port or _computed_port(zlib.crc32(job_id.encode(), table.checksum)),
         job_id=job_id,
@@ -294,7 +294,7 @@ def _without_table(size: int, device_id: int) -> Membership:
             "expected addresses of one family, IPv4 or IPv6.\n"
             "What to do: give both in the family that the hosts use to reach each other."
         )
-    if worker_ip is None:  # then the host tells, by its addresses
+    if worker_ip is None:  # the addresses of this host then tell which worker it is
         on_chief_host = _is_local(chief_ip)
     else:
         on_chief_host = worker_ip == chief_ip

@@ -44,7 +44,7 @@ def read(device_id: int | None = None) -> Membership | None:
     if not cluster:  # a process that runs alone
         return None
     task_type, index = _task(config)
-    if task_type == "evaluator":  # it runs beside the training, by itself
+    if task_type == "evaluator":  # an evaluator runs beside the training, by itself
         return None
     rank, addresses = _job(cluster, task_type, index)
     hosts = tuple(host for host, _ in addresses)
@@ -127,7 +127,7 @@ def _task(config: dict[str, Any]) -> tuple[str, int]:
         raise _fault(
             f"has the task type {task_type!r}; expected chief, master, worker or evaluator"
         )
-    if isinstance(index, bool) or not str(index).isdecimal():  # it may be written as text
+    if isinstance(index, bool) or not str(index).isdecimal():  # the index may be written as text
         raise _fault(f"has the task index {index!r}; expected a whole number from 0")
     return task_type, int(index)
 

@@ -86,7 +86,7 @@ def prelu(x: Any, weight: Any, name: str | None = None) -> tf.Tensor:
     """
     with tf.name_scope(name or "PRelu"):
         x = tf.convert_to_tensor(x)
-        # Without a condition, so that the gradient of the weight comes by itself.
+        # Two terms instead of a condition, so that the gradient of the weight comes by itself.
         return tf.nn.relu(x) - weight * tf.nn.relu(-x)
 
 

@@ -202,7 +202,7 @@ def lars_v2(
         decay = scalar(weight_decay, weight.dtype)
         norm = tf.norm(weight)
         rate = hyperpara * norm / (tf.norm(gradient) + decay * norm + epsilon)
-        # In units of the learning rate, which the optimizer multiplies by.
+        # The bound is in units of the learning rate, which the optimizer multiplies by.
         if use_clip:
             rate = tf.minimum(rate / scalar(learning_rate, weight.dtype), 1)
         return rate * (gradient + decay * weight)

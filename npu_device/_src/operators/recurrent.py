@@ -371,7 +371,7 @@ class _Recurrent(tf.Module):
     def _weights(self, name: str, rows: int, gates: int) -> tf.Variable:
         """Return uniformly random weights, with the limit of recurrent layers in torch and cuDNN."""
         limit = 1 / math.sqrt(self._hidden_size)
-        # In a function that draws the initial values, only a callable is run outside of it.
+        # A function that draws the initial values runs outside of the graph only as a callable.
         shape = [rows, gates * self._hidden_size]
         return tf.Variable(
             lambda: tf.random.uniform(shape, -limit, limit, self._dtype), name=f"{self.name}/{name}"

@@ -16,7 +16,7 @@ refused; 2: usage."""
 
 def main(arguments: Sequence[str] | None = None, name: str = "npu-port") -> int:
     options = _options(arguments, name)
-    try:  # only here, so that the usage can be shown without LibCST
+    try:  # imported only here, so that the usage can be shown without LibCST
         from npu_device._src.port import port_report
     except ModuleNotFoundError:
         print(
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None, name: str = "npu-port") -> int:
         print(port_report.as_json(files))
     else:
         if not options.write and not options.output:
-            # Before the report on stderr, if both go to one terminal.
+            # The diff comes before the report on stderr, if both go to one terminal.
             print("".join(file.diff for file in files), end="", flush=True)
         print(port_report.text(files), file=sys.stderr)
     if options.report:

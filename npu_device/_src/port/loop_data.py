@@ -17,7 +17,7 @@ def divide(port: Port, steps: list[Any]) -> None:
     """Let each rank read its share of the dataset, or take its share of the arrays, that lead to the steps."""
     training = [loop for loop in port.of(cst.For) if port.runs(loop.body, steps)]
     sources = [loop.iter for loop in training]
-    for loop in training:  # for _ in range(steps): x, y = next(iterator)
+    for loop in training:  # a loop such as: for _ in range(steps): x, y = next(iterator)
         sources += [node for node in walk(loop.body) if is_call_of(node, "next")]
     # Loops over epochs read the same dataset.
     batches = {_batch(port, source) for source in sources} - {None}
@@ -95,7 +95,7 @@ def _resize(port: Port, size: str, training: list[Any]) -> None:
         if method(call) in WORDS["draws"]:
             # All ranks draw the same numbers, and each takes its own.
             port.replace(call, "{}" + SHARE)
-        else:  # all ones are alike, and fewer of them are enough
+        else:  # ones are alike, so that fewer of them are enough
             port.replace(uses[0], "{} // npu.distribute.size()")
         port.report(DONE, "batch size in a shape", call)
 

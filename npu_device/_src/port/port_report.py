@@ -58,7 +58,7 @@ def _lines(file: PortedFile) -> list[str]:
             lines += [f"    - {choice}" for choice in finding.choices]
         elif finding.kind == NOTE:
             by_rule.setdefault(("look at", finding.rule), []).append(finding)
-        elif file.code == 0:  # else nothing was done after all
+        elif file.code == 0:  # without a change, nothing was done after all
             by_rule.setdefault(("done:", finding.rule), []).append(finding)
     for (head, rule), findings in sorted(by_rule.items()):
         numbers = ", ".join(str(finding.line) for finding in findings)
@@ -101,7 +101,7 @@ def _diff_line(line: str) -> str:
 
 
 def diff(before: str, after: str, name: str) -> str:
-    # As in git: lines without an end are marked, or the diff couldn't be applied.
+    # Lines without an end are marked as in git, or the diff couldn't be applied.
     lines = difflib.unified_diff(
         before.splitlines(True), after.splitlines(True), f"a/{name}", f"b/{name}"
     )

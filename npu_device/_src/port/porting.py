@@ -55,7 +55,7 @@ class Source:
                 f"a notebook. Save it as a script first: jupyter nbconvert --to script {path.name}"
             )
         raw = path.read_bytes()
-        # As Python reads it: the first line may name another encoding.
+        # Read as Python reads it: the first line may name another encoding.
         try:
             self._encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
             self.text = raw.decode(self._encoding)
@@ -99,7 +99,7 @@ def scripts(folder: Path) -> Iterator[Path]:
 def entries(sources: Collection[Source]) -> list[Path]:
     """Return the files with which a job may start: those that ask for it, and those that no other file imports."""
     imports = [line for source in sources for line in re.findall(r".*\bimport\b.*", source.text)]
-    # By word, as a module may be imported from a package, or under another name.
+    # Compared by word, as a module may be imported from a package, or under another name.
     imported_words = {word for line in imports for word in re.findall(r"\w+", line)}
     starting = [s for s in sources if _IS_MAIN.search(s.text) or s.path.stem not in imported_words]
     return [source.path for source in starting]
@@ -125,7 +125,7 @@ def port_text(
         models(port)
         loops(port)
         sessions(port, is_v1)
-        if port or port.is_open:  # else it doesn't train, and other scripts may use it
+        if port or port.is_open:  # a file that doesn't train stays: other scripts may use it
             files(port)
     if distribution and distribution != _distribution(port, is_horovod):
         port.report(OPEN, "other distribution", port.module)
@@ -191,13 +191,13 @@ def _open(port: Port, is_entry: bool) -> None:
 def _anchor(port: Port) -> Any:
     """Return the statement after which the job is opened; None for the top of the script."""
     statements = port.module.body
-    if len(statements) < 2:  # nothing would come after it
+    if len(statements) < 2:  # with one statement, nothing would come after the guard
         return None
     candidates = [statement for statement in port.opened_after if statement in statements]
     introduction = _last_of_introduction(port)
     if introduction is not None:
         candidates.append(introduction)
-    # After the later one: all of them have to come before the job is opened.
+    # The later candidate counts: all of them have to come before the job is opened.
     return max(candidates, key=port.line, default=None)
 
 
@@ -261,7 +261,8 @@ def _rule(port: Port, call: Any) -> PortingRule | None:
         # saver.save(…), where saver = tf.train.Saver()
         if dotted(call.func.value) and port.maker(call.func.value):
             name = f"{port.maker(call.func.value)}().{method(call)}"
-    if name == "open" and not re.search("[wax+]", port.text(argument(call, "mode", 1))):  # to read
+    # A file that is only read.
+    if name == "open" and not re.search("[wax+]", port.text(argument(call, "mode", 1))):
         return None
     is_replicated = receiver in dict(port.replicated)
     for rule in RULES.values():
@@ -292,9 +293,9 @@ def _guardable(port: Port, call: Any) -> Any:
     statement = port.statement(call)
     if isinstance(statement, cst.With):
         managers = [with_item.item for with_item in statement.items]
-        is_guardable = call in managers  # with open(…) as file:
+        is_guardable = call in managers  # a context manager: with open(…) as file
     elif any(isinstance(node, (cst.Lambda, cst.CompFor)) for node in walk(statement)):
-        is_guardable = False  # it isn't known when, and how often, the call is made
+        is_guardable = False  # nothing shows when, and how often, the call is made
     elif not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
         is_guardable = False
     else:

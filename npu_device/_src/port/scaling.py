@@ -76,7 +76,7 @@ class _Reader:
         if scale is Scale.COUNT and self._is_size_of_all_data(node):
             return Scale.SHARED
         if scale is Scale.UNKNOWN and _NUMBER.match(last_word(dotted(node))):
-            return Scale.SHARED  # by its name: config.batch_size, an argument alpha
+            return Scale.SHARED  # its name tells: config.batch_size, an argument alpha
         return scale
 
     def _of_all(self, origins: Iterable[Any], depth: int) -> Scale:
@@ -103,7 +103,7 @@ class _Reader:
         if word in ("reduce_mean", "reduce_sum"):
             return self._of_reduction(call, word, operand, depth)
         if word == "compute_average_loss":
-            # It divides by the global batch size if it is told that: then the ranks' losses add up.
+            # The call divides by the global batch size if it is told that: then the ranks' losses add up.
             if argument(call, "global_batch_size", 2) is None:
                 return Scale.MEAN
             return Scale.SUM
@@ -149,7 +149,8 @@ class _Reader:
         if not isinstance(maker, cst.Call):
             maker = self._port.origins(maker)[0]
         text = self._port.text(argument(maker, "reduction"))
-        reduction = last_word(text.lower().strip("\"'"))  # also of tf.keras.losses.Reduction.SUM
+        # The last word also of tf.keras.losses.Reduction.SUM.
+        reduction = last_word(text.lower().strip("\"'"))
         return {"none": Scale.EACH, "sum": Scale.SUM}.get(reduction, Scale.MEAN)
 
 
@@ -188,7 +189,7 @@ def _added(left_scale: Scale, right_scale: Scale) -> Scale:
         return left_scale
     scales = {left_scale, right_scale}
     if scales == {Scale.MEAN, Scale.SHARED}:
-        return Scale.MEAN  # with a regularization term, whose mean over the ranks is itself
+        return Scale.MEAN  # a mean with a regularization term, whose mean over the ranks is itself
     if Scale.EACH in scales and Scale.SUM not in scales:
         return Scale.EACH
     # Such as a sum over the samples, with a term that each rank would add once more.

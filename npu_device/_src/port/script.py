@@ -78,7 +78,7 @@ class Script:
         self._functions = self.of(cst.FunctionDef)
         self.classes = {node.name.value: node for node in self.of(cst.ClassDef)}
         self.imported: list[tuple[str, Any]] = []
-        # By local qualified name, the import that it is assigned: keras = tf.keras.
+        # The import that a name is assigned, by its local qualified name: keras = tf.keras.
         self._aliases: dict[str, str] = {}
         self._assignments: dict[str, list[Assignment]] = {}
         for node in self._nodes:
@@ -96,7 +96,8 @@ class Script:
         if isinstance(node, cst.ImportFrom):
             package = dotted(node.module)
         if isinstance(node.names, cst.ImportStar) or getattr(node, "relative", False):
-            self.imported.append((package, node))  # its names aren't known, or are the user's
+            # Names of other packages aren't known, or are the user's.
+            self.imported.append((package, node))
             return
         for alias in node.names:
             name = ".".join(filter(None, (package, dotted(alias.name))))
@@ -229,7 +230,7 @@ class Script:
             candidates = [a for a in assignments if a.scope is scope or is_attribute]
             if depth == 0:
                 candidates = [a for a in candidates if self.line(a.statement) < line]
-            # In a scope around it, the lines below may run before it, when the function isn't called yet.
+            # Lines below in an outer scope may run before the name is used, when the function isn't called yet.
             if candidates:
                 return candidates[-1]
         return None

@@ -123,7 +123,7 @@ def _add_hook(port: Port, call: Any) -> None:
     hook = "NPUBroadcastGlobalVariablesHook(0)"
     hooks = argument(call, "hooks")
     if hooks is not None:
-        port.replace(hooks, f"[{hook}, *{{}}]")  # before the others, which may read variables
+        port.replace(hooks, f"[{hook}, *{{}}]")  # comes before the others, which may read variables
     elif call.args:
         port.replace(call.args[-1], f"{{}}, hooks=[{hook}]")
     else:
@@ -207,17 +207,18 @@ def _is_reduce(port: Port, call: Any) -> bool:
 
 def _port_strategy(port: Port, call: Any, name: str) -> None:
     module, _, class_name = dotted(call.func).partition(".distribute.")
-    if "TPU" in name:  # it is there for another machine
+    if "TPU" in name:  # a TPU's optimizer is there for another machine
         port.report(NOTE, "TPU", call)
     elif class_name and "ParameterServer" not in name:
         port.replace(call, f"{module}.distribute.get_strategy()")
         port.report(DONE, "strategy", call)
-    else:  # from tensorflow.distribute import MirroredStrategy
+    else:  # imported by from tensorflow.distribute import MirroredStrategy
         port.report(OPEN, "unsupported strategy calls", call)
 
 
 def _port_reduce(port: Port, call: Any) -> None:
-    if port.text(argument(call, "axis", 2)) not in ("", "None"):  # it also reduces over the samples
+    # The metric also reduces over the samples.
+    if port.text(argument(call, "axis", 2)) not in ("", "None"):
         port.report(OPEN, "unsupported strategy calls", call)
         return
     reduction = "sum"

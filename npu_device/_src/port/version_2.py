@@ -30,7 +30,7 @@ class _Trainee(enum.Enum):
 
 def models(port: Port) -> None:
     """Replicate every model that the script compiles, or trains without compiling it here."""
-    # Without functions of modules, such as re.compile and tf.compat.v1.test.compile.
+    # Functions of modules are left out, such as re.compile and tf.compat.v1.test.compile.
     calls = [call for call in port.calls if method(call) and not port.name(call.func.value)]
     for call in calls:
         # A class that compiles itself is replicated where it is made.
@@ -73,7 +73,7 @@ def _replicate(port: Port, node: Any, model: Any, after: bool = True) -> None:
         return
     port.replicated.add(key)
     line = f"npu.distribute.replicate({name})"
-    if dotted(model) and after:  # else replicate changes the model in place
+    if dotted(model) and after:  # otherwise replicate changes the model in place
         line = f"{name} = {line}"
     port.insert(port.statement(node), line, after)
     port.report(DONE, "fit", node)
@@ -92,7 +92,7 @@ def _replicate_trained(port: Port, call: Any) -> None:
         assignment = port.assigned(model)
         if assignment is not None and assignment.scope is port.scope(call):
             _replicate(port, assignment.statement, model)
-        else:  # its name isn't this function's to assign
+        else:  # the model's name isn't this function's to assign
             _replicate(port, call, model, after=False)
     elif trainee is _Trainee.UNKNOWN and dotted(model) and _looks_like_training(call):
         _replicate(port, call, model, after=False)
@@ -151,7 +151,8 @@ def loops(port: Port) -> None:
     """Port every loop that applies gradients of a tape."""
     _ask_where_tapes_go(port)
     applies = []
-    if any(method(call) == "gradient" for call in port.calls):  # else they aren't of a tape
+    # Without a call of gradient, they aren't of a tape.
+    if any(method(call) == "gradient" for call in port.calls):
         applies = [
             call
             for call in port.calls
@@ -281,7 +282,7 @@ def _broadcast(port: Port, call: Any) -> None:
         return
     text = port.text(variables)
     if is_of_model:
-        text = f"{port.text(names[0])}.variables"  # also those that aren't trained
+        text = f"{port.text(names[0])}.variables"  # all variables, also those that aren't trained
     port.insert(start, f"npu.distribute.broadcast({text}, root_rank=0)", after=False)
     port.report(DONE, "broadcast", start)
 

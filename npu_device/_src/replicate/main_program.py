@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> None:
 def run_main(script: str, is_module: bool) -> None:
     """Run the path of a script or the name of a module as the main program."""
     if is_module:
-        # As ``python -m`` does.
+        # The working directory is on the path, as with ``python -m``.
         sys.path.insert(0, os.getcwd())
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:

@@ -43,7 +43,8 @@ class Models:
         # Keras's methods, by the Model class.
         self._keras_methods: dict[type, dict[str, Callable[..., Any]]] = {}
         self._methods: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
-        self._models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
+        # Models by their ids.
+        self._models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._is_open = False
         self._steps = 0  # steps that train the models outside of fit
         if seed is not None:
@@ -81,7 +82,7 @@ class Models:
         from npu_device._src.training.opening import device
 
         device.open()
-        # From now on: npu_device itself has been imported before.
+        # Calls are refused from now on: npu_device itself has been imported before.
         sys.meta_path.insert(0, _NoOtherCalls())
         if self._seed is not None:
             tf.random.set_seed(self._seed)
@@ -167,7 +168,7 @@ class Models:
                 # Past Keras's own ``__setattr__``, which tracks what is to be saved.
                 object.__setattr__(model, name, MethodType(methods[name], model))
             replicate(model)
-            # Left there, they would hide methods of a subclass, which call Keras's by ``super``.
+            # The methods are taken off the model: they would hide those of a subclass, which call Keras's by ``super``.
             self._methods[model] = {name: vars(model).pop(name) for name in _TRAIN}
         return self._methods[model]
 

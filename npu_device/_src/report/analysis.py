@@ -24,7 +24,7 @@ class RankFigures:
     rank: int
     host: str
     step: float  # the whole step, from the end of the one before it
-    input_wait: float  # before forward begins
+    input_wait: float  # wait for input, before forward begins
     alone: float  # forward and backward while nothing is reduced
     hidden: float  # forward and backward while segments are reduced
     exposed: float  # reduction after backward
@@ -157,7 +157,7 @@ def diagnose(traces: Sequence[RankTrace], ranks: Sequence[RankFigures]) -> Diagn
         )
     situation, remedy, reasons = _situation(trace, busiest)
     call = None
-    if len(trace.segments) != _EQUAL:  # else that has been tried
+    if len(trace.segments) != _EQUAL:  # equal segments have been tried already
         call = _split_call(trace.group)
     expectation = "npurun trace A B compares the steps of two traces." + _send_less(traces, busiest)
     return Diagnosis(f"{situation}: {remedy}.", reasons, call, expectation)
@@ -184,7 +184,7 @@ def _situation(trace: RankTrace, rank: RankFigures) -> tuple[str, str, str]:
     shares = [trace.bytes_of(segment) / total for segment in order]
     backward = rank.alone + rank.hidden
     overhang = _overhang(rank)
-    if max(shares) >= _MAJORITY:  # then it matters little where the others are cut
+    if max(shares) >= _MAJORITY:  # with one such tensor, it matters little where the others are cut
         segment = "The only segment has all"
         if len(order) > 1:
             segment = f"One of {len(order)} segments has {max(shares):.0%}"

@@ -56,7 +56,7 @@ class _SpeedProcess(ForkingProcess):
     def __init__(self, start: TimedProcess, setups: Sequence[Setup], words: Sequence[str]) -> None:
         self._rounds = start.rounds
         self._start = start
-        # As npurun --hosts has to find them, whatever the script does to them.
+        # The variables as npurun --hosts has to find them, whatever the script does to them.
         self._variables = dict(os.environ)
         self._folder = os.getcwd()
         self._words = words
@@ -91,7 +91,7 @@ class _SpeedProcess(ForkingProcess):
 
     def redirect_output(self, process: PlannedProcess) -> None:
         assert isinstance(process, TimedProcess)
-        # Otherwise npurun takes what ranks print.
+        # On other hosts, npurun takes what ranks print.
         if not process.is_on_hosts:
             super().redirect_output(process)
 
@@ -100,13 +100,13 @@ class _SpeedProcess(ForkingProcess):
         assert isinstance(process, TimedProcess)
         if process.is_on_hosts:
             return  # npurun has bound it
-        # In this process, TensorFlow is imported, but has made no threads yet.
+        # TensorFlow is imported in this process, but has made no threads yet.
         machine = read_machine()
         sets = core_sets(machine, process.ranks, process.binding)
         if sets:
             os.sched_setaffinity(0, cpus_of(sets[process.rank]))
         threads = threads_of_rank(machine, process.ranks, sets)
-        # As npurun does it, also where a quota is smaller than the host.
+        # Limited as npurun does it, also where a quota is smaller than the host.
         if process.ranks > 1 and threads is not None:
             environment.NPU_DEVICE_CORES.set(str(threads))
 
@@ -193,7 +193,7 @@ class _SpeedProcess(ForkingProcess):
                     end_all(list(running))
                     self._look_at_end(process, os.waitstatus_to_exitcode(status))
                     return
-                # It has ended after its last step, while the others may still write down theirs.
+                # The process has ended after its last step, while the others may still write down theirs.
                 (process.folder / DONE).touch()
                 deadline = min(deadline, time.monotonic() + OTHERS_FAIL_SECONDS)
             if time.monotonic() > deadline:

@@ -66,7 +66,7 @@ class StepClock:
         self._restarts = 0
         self._has_short_epochs = False
         self._epoch_steps = 0  # steps of the latest epoch
-        self._first_step = 0  # before that epoch
+        self._first_step = 0  # number of steps before that epoch
         self._is_done = False
         wrap((tf.Graph, "__init__", self._trace_function))
         threading.Thread(target=self._watch, name="npu_speed", daemon=True).start()
@@ -130,7 +130,7 @@ class StepClock:
     def _end_epoch(self, original: Any, callbacks: Any, *args: Any, **kwargs: Any) -> None:
         original(callbacks, *args, **kwargs)
         self._epoch_steps = self._steps() - self._first_step
-        # After the validation, and what callbacks write.
+        # The epoch begins after the validation, and what callbacks write.
         if self._has_short_epochs:
             self._look(ends_epoch=True)
 
@@ -165,7 +165,7 @@ class StepClock:
         seconds = mark.time - begin.time
         if count < self._process.steps or self._is_done:
             return
-        # Also before the least time is over: the script may end now.
+        # Times are left also before the least time is over: the script may end now.
         memory = 0
         # Reading it takes a while.
         if self._process.round == TRACED:

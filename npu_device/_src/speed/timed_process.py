@@ -86,7 +86,7 @@ class TimedProcess(PlannedProcess):
         if self.ranks == 1:
             return {}
         variables = {}
-        # Otherwise npurun has set those of the job.
+        # On hosts, npurun has set the variables of the job.
         if not self.hosts:
             variables = super().environment()
             if self.shard_optimizer:
@@ -185,7 +185,7 @@ def finish(process: TimedProcess) -> None:
             for path in (process.folder / _TIMES, process.trace_file)
             if path.exists()
         }
-        # In one call, as other output of the script may come at any time.
+        # Written in one call, as other output of the script may come at any time.
         os.write(1, f"\n{_MARK}{json.dumps(files)}\n".encode())
     (process.folder / DONE).touch()
 

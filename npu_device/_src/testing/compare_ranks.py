@@ -189,7 +189,7 @@ def _train(
     from npu_device._src.training.fit.replica import replicate
 
     keras: Any = tf.keras
-    # So that weights begin alike in each process.
+    # Seeded, so that weights begin alike in each process.
     keras.utils.set_random_seed(_SEED)
     training = _Training()
     options: dict[str, Any] = {"epochs": settings["epochs"], "shuffle": False, "verbose": 0}

@@ -41,8 +41,8 @@ class Fault:
 def strike(kind: str, pid: int, seconds: float | None = None) -> None:
     """Make one of ``SIGNALS`` happen to a process; one that is stopped continues after some seconds, or never."""
     if kind == "stop" and seconds is not None:
-        # From outside, since this process may be the one that stops.
-        # The shell goes on, whatever happens to this process.
+        # A shell wakes it, since this process may be the one that stops. The shell goes on, whatever happens to this
+        # process.
         subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {pid} 2> /dev/null"])
     os.kill(pid, SIGNALS[kind])
 

@@ -30,7 +30,7 @@ sys.path[:] = [path for path in sys.path if path != _HERE]
 _left_whole: dict[str, types.ModuleType] = {}
 
 
-@atexit.register  # before those of the modules below, and so called after them
+@atexit.register  # registered before those of the modules below, and so called after them
 def _leave_modules_whole() -> None:
     """Spare forks a third of their time: Python would clear thousands of modules at exit, and so copy their memory. The
     modules of the package are cleared, as in every program.
@@ -123,7 +123,7 @@ def become(order: dict[str, Any]) -> types.ModuleType:
     os.close(output)
     os.environ.clear()
     os.environ.update(order["environment"])
-    mark_as_candidate()  # these two as the import of the package would
+    mark_as_candidate()  # these two calls are made by the import of the package elsewhere
     warn_at_exit()
     os.chdir(order["directory"])
     script = order["arguments"][0]
@@ -133,7 +133,7 @@ def become(order: dict[str, Any]) -> types.ModuleType:
     if folder != _HERE:
         sys.path.insert(0, folder)
     tempfile.tempdir = None  # the import of TensorFlow has looked it up
-    np.random.seed()  # else every process would draw the same numbers
+    np.random.seed()  # seeded anew, or every process would draw the same numbers
     module = types.ModuleType("__main__")
     module.__file__ = script
     sys.modules["__main__"] = module

@@ -27,11 +27,11 @@ _SERVER = Path(__file__).parent / "fork_server.py"
 # There is a server for each combination of variables with these prefixes, without those that are read later.
 _READ_BY_IMPORT = ("TF_", "XLA_", "KERAS_", "NPU_DEVICE_TIME_LIMITS")
 _READ_LATER = ("TF_CONFIG", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
-_KERAS_3 = ("TF_USE_LEGACY_KERAS", "0")  # as without the variable
+_KERAS_3 = ("TF_USE_LEGACY_KERAS", "0")  # the value that counts without the variable
 
 _servers: dict[frozenset[tuple[str, str]], subprocess.Popen[str]] = {}
 _numbers = itertools.count()
-_running: dict[int, ForkedProcess] = {}  # by process number, until their end has been seen
+_running: dict[int, ForkedProcess] = {}  # processes by their numbers, until their end has been seen
 
 
 @functools.cache
@@ -164,7 +164,7 @@ def servers() -> list[subprocess.Popen[str]]:
 def close() -> None:
     atexit.unregister(close)
     for server in _servers.values():
-        # It ends when its input ends, and its ranks with it.
+        # The server ends when its input ends, and its ranks with it.
         server.communicate()
     _servers.clear()
     _directory().cleanup()

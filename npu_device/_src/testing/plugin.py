@@ -57,7 +57,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(PARAMETER, sizes, indirect=True, ids=ids, scope="session")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+@pytest.hookimpl(tryfirst=True)  # called before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     sizes = config.option.npu_ranks
     has_xdist = config.pluginmanager.hasplugin("xdist")
@@ -110,7 +110,7 @@ def pytest_runtestloop() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        # Not imported if no test had the mark.
+        # The module isn't imported if no test had the mark.
         if job := sys.modules.get("npu_device._src.testing.pytest_job"):
             job.close()
 

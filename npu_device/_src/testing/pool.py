@@ -61,7 +61,7 @@ class Pool:
             _require_memory(size)
             with (
                 short_path(address) as name,
-                # As many at once as there are ranks: none may be refused.
+                # The backlog has room for all ranks: none may be refused.
                 Listener(name, family="AF_UNIX", backlog=size) as listener,
             ):
                 arguments = [_WORKER, address, str(directory / "stacks")]
@@ -91,7 +91,7 @@ class Pool:
                 ranks[rank] = (connection, pid)
             except (OSError, EOFError):
                 continue  # no rank yet, or one that ended while it opened its device
-        # By rank: they connect in any order.
+        # Sorted by rank, since ranks connect in any order.
         for rank in range(self.size):
             connection, pid = ranks[rank]
             self._connections.append(connection)
@@ -266,7 +266,7 @@ class _Packing(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Raise _NotImportable for them; all else is packed as usual."""
-        # Only these are sent by name, which the ranks have to import.
+        # Only classes and functions are sent by name, which the ranks have to import.
         if isinstance(obj, (type, types.FunctionType)):
             if obj.__module__ == "__main__":
                 raise _NotImportable(
@@ -299,7 +299,7 @@ def packed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
 
 
 def _require_memory(size: int) -> None:
-    # In KiB.
+    # Sizes in /proc/meminfo are in KiB.
     sizes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(sizes["MemAvailable"].split()[0]) << 10
     if size * _RANK_BYTES > available:

@@ -30,7 +30,7 @@ _OPTIONS_OF_RANKS: dict[str, Any] = {
     "failedfirst": False,
     "newfirst": False,
     "stepwise": False,
-    # They run in this one process, without a debugger.
+    # Ranks run without a terminal, and so without a debugger.
     "usepdb": False,
     "trace": False,
     "dist": "no",
@@ -84,7 +84,7 @@ def _worker_input(config: pytest.Config) -> dict[str, Any]:
     own_input: Mapping[str, Any] = getattr(config, "workerinput", {})
     worker_input = {
         "workerid": own_input.get("workerid", ""),
-        # For pytest-cov: the ranks save beside this process.
+        # pytest-cov has the ranks save beside this process.
         "cov_master_host": socket.gethostname(),
         "cov_master_topdir": os.getcwd(),
         "cov_master_rsync_roots": [],

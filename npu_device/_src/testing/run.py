@@ -86,7 +86,7 @@ def _run_with_restarts(
         try:
             return pool.run(armed, *arguments, timeout=limit)
         except RankError:
-            # As npurun does, with what the ranks have saved.
+            # Started again as npurun does, with what the ranks have saved.
             if attempt >= restarts:
                 raise
         finally:
@@ -108,7 +108,7 @@ def pool_key(ranks: int, keras: object, environment: Mapping[str, str]) -> _Pool
 
 def pool_of(key: _PoolKey, pool_class: type[Pool] = Pool) -> Any:
     """Return ranks that wait for a call; those that have not been used for longest end when there are too many."""
-    # Taken out and put back at the end, so that the order is that of the last use.
+    # The pool is taken out and put back at the end, so that the order is that of the last use.
     pool = _pools.pop(key, None)
     if pool is None or not pool.alive:
         if pool is not None:

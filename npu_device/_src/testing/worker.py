@@ -82,7 +82,7 @@ def answer_to(call: bytes) -> tuple[Answer, BaseException | None]:
 
 def _traceback(error: BaseException) -> str:
     frames = error.__traceback__
-    # From the function's own frames on: those of this file are the same in each error.
+    # The traceback begins with the function's own frames: those of this file are the same in each error.
     while (
         frames is not None
         and frames.tb_frame.f_code.co_filename == __file__
@@ -162,5 +162,5 @@ def main() -> None:
 if __name__ == "__main__":
     # Python puts this file's folder there, which isn't a folder of modules.
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
-    # As a module of its own name, so that functions that the test sends find the same globals.
+    # Imported as a module of its own name, so that functions that the test sends find the same globals.
     importlib.import_module("npu_device._src.testing.worker").main()  # as calls import it

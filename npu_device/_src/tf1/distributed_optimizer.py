@@ -107,7 +107,7 @@ def npu_distributed_optimizer_wrapper(optimizer: Any) -> Any:
     tell_if_asked(world_unless_child(), "it is an optimizer of TensorFlow 1")
     # Marked, so that a second wrapper is noticed.
     setattr(optimizer, _WRAPPED, True)
-    # On the object: other optimizers of its class stay as they are.
+    # Replaced on the object: other optimizers of its class stay as they are.
     optimizer.compute_gradients = MethodType(_compute_gradients, optimizer)
     return optimizer
 

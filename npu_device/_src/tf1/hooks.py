@@ -74,7 +74,7 @@ class NPUBroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         job = device.unless_child()
         if job is not None and job.cluster.world_size > 1:
             _warn_if_unreduced(job)
-            # Here, since the graph takes no operations once the session has been made.
+            # Added here, since the graph takes no operations once the session has been made.
             self._broadcast = broadcast_global_variables(self._root_rank, self._index)
 
     def after_create_session(self, session: Any, coord: Any) -> None:

@@ -26,7 +26,7 @@ _RunConfig: Any = getattr(_estimator, "RunConfig", object)
 _Estimator: Any = getattr(_estimator, "Estimator", object)
 _EstimatorSpec: Any = getattr(_estimator, "EstimatorSpec", object)
 
-# In Ascend's order, since scripts may give them by position.
+# The parameters stand in Ascend's order, since scripts may give them by position.
 _DEFAULTS = """
 iterations_per_loop=1 profiling_config=None model_dir=None tf_random_seed=None save_summary_steps=0
 save_checkpoints_steps=None save_checkpoints_secs=None session_config=None keep_checkpoint_max=5
@@ -194,7 +194,7 @@ class NPURunConfig(_RunConfig):
             settings["save_checkpoints_steps"] = 100
         if settings["session_config"] is not None:
             settings["session_config"] = npu_session_config_init(settings["session_config"])
-        # Only what the script has passed: a default must not overwrite an option that is set.
+        # Options are set only by what the script has passed: a default must not overwrite one that is set.
         for name in by_position.keys() | keywords.keys():
             set_option(name, settings[name])
         if settings["profiling_config"] is not None:
@@ -304,7 +304,7 @@ class NPUEstimator(_Estimator):
     ) -> Any:
         hooks = list(hooks or ())
         if unless_child() is not None and not self.config.horovod_mode:
-            # First, so that the other hooks find the variables of the root.
+            # The hook comes first, so that the other hooks find the variables of the root.
             hooks.insert(0, NPUBroadcastGlobalVariablesHook(0))
         return super().train(input_fn, hooks=hooks, **keywords)
 

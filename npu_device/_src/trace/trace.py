@@ -165,7 +165,7 @@ def _ask(job: Job, number: int, timeout: float) -> tuple[float, float]:
     answered = time.time()
     if clock is None:
         raise TimeoutError("rank 0 doesn't answer")
-    # As if rank 0 had read its clock in the middle of the round trip.
+    # Taken as if rank 0 had read its clock in the middle of the round trip.
     return answered - asked, clock - (asked + answered) / 2
 
 
@@ -238,7 +238,7 @@ def _named(graph: tf.Graph, name: str) -> tf.Operation | None:
 def _read(operations: Sequence[tf.Operation], graph: tf.Graph) -> tf.Tensor:
     with graph.as_default():
         if getattr(graph, "building_function", False):
-            # Otherwise a block of control dependencies around the caller would apply.
+            # A block of control dependencies around the caller must not apply here.
             with tf.control_dependencies(None), tf.control_dependencies(operations):
                 point = tf.timestamp()
         else:
@@ -269,7 +269,7 @@ class TracedReduction:
         self._tracer = tracer
         self._schema = schema
         self._points = [*points]
-        self._recording: tf.Operation | None = None  # in a session
+        self._recording: tf.Operation | None = None  # the operation that records, in a session
 
     def segment(self, gradients: Sequence[Any]) -> None:
         """Note that a segment has been reduced to these tensors; in the order of the segments."""
@@ -372,7 +372,7 @@ def traced_reduction(
         has_bp_end=end is not None,
         waits_for_all=waits_for_all,
     )
-    # In the order that PointSchema describes; the ends of segments follow.
+    # Points stand in the order that PointSchema describes; the ends of segments follow.
     points = [point for point in (start, end) if point is not None]
     points += [when([gradient]) for gradient in ordered]
     reduction = TracedReduction(tracer, schema, points)

@@ -151,7 +151,7 @@ def global_batch_size(run: ComparedRun) -> str | None:
 
 def sum_averaged(run: ComparedRun) -> str | None:
     """Recognize gradients that are too small by the number of ranks."""
-    # After the causes that have the same ratio and a line to name.
+    # This cause comes after those that have the same ratio and a line to name.
     if run.is_ratio(1 / run.size):
         return ""
     return None

@@ -87,7 +87,7 @@ class ComparedRun:
             self.deviations += [
                 deviation for deviation in deviations if deviation.quantity == STATE
             ]
-        # Later steps follow from the first one whose gradients or updates deviate.
+        # The first step whose gradients or updates deviate is the one to explain: later ones follow from it.
         deviating = [deviation.step for deviation in self.deviations if deviation.quantity != STATE]
         self.first_number = min(deviating, default=0)  # number of that step, from 1; 0 without one
         self.index = max(self.first_number, 1) - 1  # index of that step, or of the first step

@@ -168,7 +168,7 @@ class Redirection:
             if self._redirected(pattern) is None:
                 return matching(pattern)
             text = os.fsdecode(pattern)
-            start = "./" * (not os.path.dirname(text))  # as TensorFlow gives them
+            start = "./" * (not os.path.dirname(text))  # TensorFlow's listings begin so
             return sorted(start + path for path in glob.glob(text))
 
         gfile.GetChildren = listed
@@ -205,7 +205,8 @@ class Redirection:
                 if access == "open" and _writes(arguments.get(position + 1, mode)):
                     change = self._to_change
                 arguments[key] = change(path)
-                if name in _REMOVERS and _is_only_at(path, arguments[key]):  # it is the user's
+                # The file is the user's.
+                if name in _REMOVERS and _is_only_at(path, arguments[key]):
                     return None
             by_position = [arguments.pop(number) for number in range(len(args))]
             returned = original(*by_position, **arguments)

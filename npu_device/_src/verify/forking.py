@@ -81,7 +81,7 @@ class ForkingProcess(ABC):
         """Become the processes of all runs, one run after the other; return in each of them."""
         if self.plan.run != START:
             return
-        # Put back before the fork: the script's further questions are no reason to fork.
+        # The method is put back before the fork: the script's further questions are no reason to fork.
         type(os.environ).__getitem__ = self._read_variable  # type: ignore[method-assign]
         sys.stdout.flush()
         sys.stderr.flush()

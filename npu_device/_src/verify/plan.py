@@ -29,7 +29,8 @@ class PlannedProcess:
     steps: int  # steps of every optimizer to record
     module: bool = False  # the script is the name of a module
     replicate: bool = False  # ranks replicate the models of the script
-    seconds: float = 30.0  # after its first step, in which the single process begins further phases
+    # Seconds after its first step in which the single process begins further phases.
+    seconds: float = 30.0
     run: str = START  # name of its run
     ranks: int = 1  # number of ranks of its run; 1 for a process without a job
     rank: int = 0

@@ -28,7 +28,7 @@ def projected(arrays: Sequence[Any]) -> np.ndarray:
 def _projection(flat: np.ndarray, position: int) -> np.ndarray:
     """Return the projections of an array on directions that are the same in every process."""
     generator = np.random.default_rng([position, flat.size])
-    # As a matrix, a tensor needs random numbers for its rows and columns only.
+    # A tensor is taken as a matrix, which needs random numbers for its rows and columns only.
     width = min(flat.size, _WIDTH) or 1
     matrix = np.pad(flat, (0, -flat.size % width)).reshape(-1, width)
     rows = generator.standard_normal((PROJECTIONS, len(matrix)))

@@ -49,11 +49,11 @@ class Verdict:
     """The outcome."""
 
     code: int  # exit code
-    cause: str  # its name; "" if it is the same
+    cause: str  # name of the cause; "" if it is the same
     text: str  # what it means, and what to do
     table: list[str] = field(default_factory=list)  # a line for each step and number of ranks
     notes: list[str] = field(default_factory=list)
-    ranks: int = 0  # on how many it was seen
+    ranks: int = 0  # number of ranks on which it was seen
     # Ratios of the first deviating gradients, as in ``Deviation``.
     ratios: dict[str, float | None] = field(default_factory=dict)
     missed: list[str] = field(default_factory=list)  # what the comparison hasn't reached

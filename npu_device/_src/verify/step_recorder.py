@@ -45,7 +45,7 @@ from npu_device._src.world.current_step import current_step
 _SCOPE = "npu_verify"  # the name scope of the operations that record
 _DRAWING_CALLS = ("normal", "uniform", "truncated_normal", "categorical", "shuffle")
 _ADAPTED = ("mean", "variance", "bin_boundaries")
-_LARGE_CHANGE = 0.125  # by which inputs of ranks differ where nothing is compared with one process
+_LARGE_CHANGE = 0.125  # relative change of inputs where nothing is compared with one process
 
 
 class StepRecorder:
@@ -58,7 +58,7 @@ class StepRecorder:
         self._next_step = RecordedStep()
         self._lock = threading.RLock()
         self._phases = Phases(process, self._record, self._lock)
-        self._calls: list[RecordedCall] = []  # since the last step that was made or traced
+        self._calls: list[RecordedCall] = []  # calls since the last step that was made or traced
         self._optimizer_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._models: list[Any] = []
         self._states: dict[str, list[Any]] = {}  # untrained variables, by the optimizer's name
@@ -197,7 +197,7 @@ class StepRecorder:
 
     def _name_of_optimizer(self, optimizer: Any) -> str:
         """Return the name of an optimizer that makes or traces a step, and keep the calls that led to it."""
-        # By object: names of optimizers repeat.
+        # Optimizers are known by object, since their names repeat.
         with self._lock:
             if optimizer not in self._optimizer_names:
                 self._optimizer_names[optimizer] = f"optimizer {self._optimizer_count}"
@@ -220,7 +220,7 @@ class StepRecorder:
             weights = projected(arrays[trained:])
             step = replace(self._next_step, names=names, gradients=gradients, weights=weights)
             self._record.steps.append(replace(step, **phase))
-            # At each step, since the process may be killed after any.
+            # Saved at each step, since the process may be killed after any.
             self._record.save(self._process.folder)
         self._is_recorded = phase is not None
         self._next_step = RecordedStep()
@@ -260,7 +260,7 @@ class StepRecorder:
             rows = step.share.rows * tf.cast(step.share.counts, tf.int32)
         with self._keep_before([rows, *tensors], self._keep_rows):
             if args and not tf.executing_eagerly():
-                # Without this, a function may count the rows in the next step.
+                # The inputs depend on the count, or a function may count the rows in the next step.
                 args = (tf.nest.map_structure(_identity, args[0]), *args[1:])
         last_bit = noise.last_bit(model.compute_dtype)
         self._record.last_bit = max(self._record.last_bit, last_bit)
@@ -325,7 +325,7 @@ class StepRecorder:
     def _run(self, original: Any, session: Any, fetches: Any, *args: Any, **kwargs: Any) -> Any:
         steps = len(self._record.steps)
         fetched = original(session, fetches, *args, **kwargs)
-        # Only a run that made a step.
+        # A run that made no step has no logs of one.
         if len(self._record.steps) > steps:
             arrays = fetched
             if isinstance(fetched, dict):  # the keys may be hooks
@@ -360,7 +360,8 @@ class StepRecorder:
         self._record.calls.append(call)
         if seed is not None and self._process.ranks > 1:
             single = load(self._process.single.folder)
-            if single.of(topics.SHUFFLE)[number : number + 1] != [call]:  # it has a different seed
+            # This rank shuffles with a different seed.
+            if single.of(topics.SHUFFLE)[number : number + 1] != [call]:
                 return original(dataset, buffer_size, seed, *args, **kwargs)
         if seed is None and not self._record.of(topics.SEED):
             # Another object, since several datasets may be made from one that was shuffled.

@@ -20,7 +20,7 @@ from npu_device._src.collectives.graph import differentiable
 from npu_device._src.gradients.reduction import ReductionOptions
 from npu_device._src.world.share import Share
 
-# By thread, since a script may train models in several.
+# Kept by thread, since a script may train models in several.
 _running = threading.local()
 
 
@@ -28,11 +28,11 @@ _running = threading.local()
 class Sums:
     """What of a step is a sum over its samples, not a mean, as the first-step check has found."""
 
-    # By name; without those of which nothing is known.
+    # Whether a number is a sum, by its name; unknown ones are left out.
     numbers: dict[str, bool] = field(default_factory=dict)
     # The reductions of optimizers all of whose gradients are sums.
     reductions: set[Any] = field(default_factory=set)
-    are_all: bool = False  # those are all optimizers of the step
+    are_all: bool = False  # the reductions are those of all optimizers of the step
 
 
 @dataclass
@@ -42,7 +42,7 @@ class CurrentStep:
     share: Share
     is_from_script: bool  # the script has written the step, not Keras
     reduce: Callable[[Sequence[Any], ReductionOptions], list[Any]]
-    # Its gradient is the sum of all ranks' incoming gradients.
+    # Gathers; its gradient is the sum of all ranks' incoming gradients.
     gather: Callable[[tf.Tensor], tf.Tensor]
     sums: Sums
     is_dry_run: bool = False  # a step of the first-step check, in which no Python may run
@@ -143,7 +143,7 @@ def _tensors(structure: Any) -> list[Any]:
     return [leaf for leaf in leaves if leaf is not None]
 
 
-_SOURCES = (
+_OUTSIDE_SOURCES = (
     "Random",
     "Stateless",
     "Stateful",
@@ -180,7 +180,7 @@ def _comes_from(tensor: Any, reduced: set[int], samples: set[int]) -> bool:
         if node.dtype == tf.resource:
             is_known = _is_only_assigned(node)
         else:
-            is_known = not node.op.type.startswith(_SOURCES)
+            is_known = not node.op.type.startswith(_OUTSIDE_SOURCES)
         if not is_known:
             return False
     return has_reduced

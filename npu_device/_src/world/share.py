@@ -29,7 +29,7 @@ class Share:
     # work on.
     data: Any
     units: Number  # units that count, on this rank
-    total: Number  # on all ranks together
+    total: Number  # units on all ranks together
 
     @property
     def rows(self) -> Number:
@@ -39,7 +39,7 @@ class Share:
     @property
     def weight(self) -> np.float64 | tf.Tensor:
         """Return the part of this rank in all samples, in float64: a tensor of shape [] if not known yet."""
-        # Without a graph where the numbers are known: most batches are.
+        # Python's numbers need no operations in a graph, and most batches have them.
         if isinstance(self.units, int) and isinstance(self.total, int):
             return np.float64(self.units / max(self.total, 1))
         units = tf.cast(self.units, tf.float64)
@@ -65,7 +65,7 @@ def share_of_batch(batch: Any, rank: int, size: int, division: str = "alike") ->
     """Cut this rank's run of units out of a batch; ``"first"`` cuts by the length of the first tensor, as 0.1 did."""
     rows = rows_of(batch)
     total = rows if division == "first" else units_of(batch)
-    # As whole numbers, so that shares differ by one unit at most and leave none out.
+    # The bounds are whole numbers, so that shares differ by one unit at most and leave none out.
     start = rank * total // size
     end = (rank + 1) * total // size
     # A rank without units works on one that doesn't count.

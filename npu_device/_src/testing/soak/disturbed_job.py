@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     base = Path(options.dir or tempfile.mkdtemp(prefix="npu_soak_"))
     print(f"soak: outputs and results are in {base}", flush=True)
-    # In this order: the undisturbed run shows first whether the script works at all.
+    # The order matters: the undisturbed run shows first whether the script works at all.
     names = list(_RUNS)
     if options.no_reference:
         names.remove("undisturbed")
@@ -161,14 +161,14 @@ def _network(options: argparse.Namespace) -> type[network.Here]:
 
 def _run(options: argparse.Namespace, directory: Path, seconds: float) -> tuple[int, RandomFaults]:
     """Run the job once, with faults for some seconds; return its exit code, of the first node that failed."""
-    # Not by ``format``, since a script's arguments may have braces of their own.
+    # Replaced by hand, not by ``format``, since a script's arguments may have braces of their own.
     words = [word.replace("{dir}", str(directory)) for word in options.command]
     environment = dict(os.environ)
     if options.hosts > 1:
         # Nodes need a common secret, which npurun makes by itself on a single node only.
         environment.setdefault("NPU_DEVICE_SECRET", secrets.token_hex(32))
     over = threading.Event()
-    # So that the network between the hosts is removed.
+    # SIGTERM raises, so that the network between the hosts is removed.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with contextlib.ExitStack() as stack:
         between = stack.enter_context(_network(options)(options.hosts))
@@ -210,7 +210,7 @@ def _outcome(options: argparse.Namespace, directory: Path) -> bytes | None:
     """Return the result of a run; None if there is none."""
     if options.result is None:
         lines = (directory / "output").read_bytes().splitlines()
-        # Only rank 0's lines, since the order of lines of different ranks is chance.
+        # Lines of rank 0 alone are compared, since the order of lines of different ranks is chance.
         return next((line for line in reversed(lines) if line.startswith(b"[0] ")), None)
     path = Path(options.result.replace("{dir}", str(directory)))
     if not path.exists():

@@ -39,7 +39,7 @@ class Here:
         if fault == "reset":
             disturb = connections.reset
         if disturb(pids) == 0:
-            # As if the fault hadn't happened: the soak then doesn't count it.
+            # The error stands for a fault that hasn't happened: the soak then doesn't count it.
             raise ProcessLookupError
 
     def end(self, fault: str, node: int) -> None:

@@ -74,7 +74,7 @@ class RandomFaults:
         self._mtbf = mtbf
         self._random = random.Random(seed)
         self._faults = list(faults)
-        self._longest = longest
+        self._longest_seconds = longest
         self._say = say
         self._began = 0.0
         self._settled = 0.0
@@ -95,7 +95,7 @@ class RandomFaults:
             # Drawn before it is known how many ranks run, so that the seed alone decides.
             fault = self._random.choice(self._faults)
             share = self._random.random()
-            seconds_of_fault = self._random.uniform(0.1, self._longest)
+            seconds_of_fault = self._random.uniform(0.1, self._longest_seconds)
             self._watch(due, over)
             ranks = self._all_ranks(over)
             if not over.is_set() and ranks:
@@ -139,7 +139,7 @@ class RandomFaults:
         self._watch(time.monotonic() + disturbance.seconds, over)
         if fault not in SIGNALS:
             self._network.end(fault, node)
-            # Until then, an attempt may still end of it.
+            # An attempt may still end of the fault until then.
             self._settled = time.monotonic() + SETTLING_SECONDS
 
     def _is_settled(self) -> bool:

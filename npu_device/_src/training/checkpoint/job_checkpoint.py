@@ -395,7 +395,7 @@ class JobCheckpoint:
             if storage.rank == 0:
                 _log.warning("%s\nThe job resumes from the disk.", error)
             return
-        # The first rank alone is asked for a step.
+        # Only the first rank was given a step, by which npurun knows how far the job is.
         if step is not None:
             note_progress(step)
 

@@ -101,7 +101,7 @@ class Losses:
             is_sum = self._step.is_sum(name, loss)
         else:
             length = loss.shape[0]
-            # Another length is that of values of something else.
+            # A loss of another length hasn't one value per sample, and stays as it is.
             is_sum = length is None or length == self._step.share.rows
         return self._of_the_whole(loss, 1.0) if is_sum else loss
 

@@ -366,7 +366,7 @@ def _is_one_of(names: Sequence[str], callback: Any, keras: Any) -> bool:
 
 
 def _require_equal_rates(world: World, rates: Sequence[list[float]]) -> None:
-    if len(set(map(repr, rates))) == 1:  # NaN equals NaN
+    if len(set(map(repr, rates))) == 1:  # compared as texts, in which NaN equals NaN
         return
     lines = world.lines(", ".join(f"{rate:g}" for rate in rates_of_rank) for rates_of_rank in rates)
     raise RuntimeError(

@@ -20,7 +20,7 @@ from npu_device._src.wording import counted
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
-_TABLE = re.compile(r"\d{9,}$")  # after the name of a table: a random number
+_TABLE_NUMBER = re.compile(r"\d{9,}$")  # number that TensorFlow draws for the name of a table
 _DIGITS = "0123456789"  # after the name of a function, because of the functions that were traced before it
 _USES = {"train": "training", "test": "validation", "predict": "prediction"}
 
@@ -160,8 +160,8 @@ def _without_seeds(graph: Any) -> Any:
             node.device = ""
             for name in ("metadata", "config", "config_proto"):
                 node.attr.pop(name, None)
-            node.name = _TABLE.sub("", node.name)
-            node.input[:] = [_TABLE.sub("", name) for name in node.input]
+            node.name = _TABLE_NUMBER.sub("", node.name)
+            node.input[:] = [_TABLE_NUMBER.sub("", name) for name in node.input]
             for attribute in node.attr.values():
                 functions = list(attribute.list.func)
                 if attribute.HasField("func"):

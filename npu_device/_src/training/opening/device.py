@@ -239,8 +239,8 @@ def _checked(seed: Any) -> int:
 
 
 def _require_same_seed(running: Job, seed: int | None) -> None:
-    # Compared also where a rank passed None: a seed on some ranks only would be found much later.
     """Compare the seeds that the ranks have passed; every rank of the job makes this call."""
+    # Compared also where a rank passed None: a seed on some ranks only would be found much later.
     seeds = running.store.gather("seed", seed, environment.HCCL_CONNECT_TIMEOUT.get())
     if seeds.count(seeds[0]) < len(seeds):
         lines = []

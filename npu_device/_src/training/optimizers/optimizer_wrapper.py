@@ -410,8 +410,8 @@ def _build(optimizer: Any, keras: Any, variables: Sequence[Any]) -> None:
 
 
 def install(optimizer: Any, keras: Any, reduction: Any) -> None:
-    # The public method of all Keras optimizers, which scripts call.
     """Make an optimizer reduce its gradients by a ``GradientReduction``; raise TypeError for an unknown kind."""
+    # The public method of all Keras optimizers, which scripts call.
     hooks: dict[str, Callable[..., Any]] = {"apply_gradients": _apply_gradients}
     if compat.is_keras_3(keras) and isinstance(optimizer, keras.optimizers.Optimizer):
         hooks["apply"] = _apply_keras_3

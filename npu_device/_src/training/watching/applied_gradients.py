@@ -110,8 +110,8 @@ class AppliedGradients:
     # What an optimizer applies
 
     def skips(self, optimizer: Any) -> bool:
-        # In all but a few steps, this is all that watching costs.
         """Return True for an eager step in which nothing is to be looked at, which is counted here."""
+        # In all but a few steps, this is all that watching costs.
         watched = self._watched.get(optimizer)
         if watched is None or not tf.executing_eagerly() or watched.schedule.is_due():
             return False

@@ -30,7 +30,7 @@ class OptimizerHook:
 
     def find_keras(self) -> None:
         """Wrap the methods of each Keras that has been imported since the last call."""
-        # A search in the names of both Kerases: there are thousands of modules to go through otherwise.
+        # A cheap test comes first, since this runs often, and a search goes through thousands of modules.
         if sys.modules.keys().isdisjoint(self._unwrapped):
             return
         wrapped = {(owner, name) for owner, name, _, _ in self._replaced}
