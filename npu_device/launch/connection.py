@@ -31,8 +31,8 @@ def is_this_host(host: str) -> bool:
     if "@" in host:
         return False
     with contextlib.suppress(OSError):  # a name that only ssh knows
-        found = handshake.resolve(host, 0, HOST_NAME_SECONDS)
-        if any(_is_own(str(address[0])) for _, address in found):
+        addresses = handshake.resolve(host, 0, HOST_NAME_SECONDS)
+        if any(_is_own(str(address[0])) for _, address in addresses):
             return True
     with contextlib.suppress(OSError):  # a host that doesn't know its full name
         # Behind a router that translates addresses, the name leads to one that no interface has.

@@ -13,7 +13,7 @@ from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import CANNOT_START, FAILED, NodeOutcome
 from npu_device.launch.failures import in_order
 
-_LISTED = 100  # attempts in the end
+_LISTED = 100  # attempts that are listed in the end, at most
 
 
 @dataclass(frozen=True)

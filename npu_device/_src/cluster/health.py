@@ -310,7 +310,7 @@ class Health:
     def _wait_for_others(self) -> None:
         """Wait for the others to leave, but not for one that is silent for as long as a collective would wait."""
         limit = environment.NPU_DEVICE_STALL_TIMEOUT.get()
-        answered = time.monotonic()
+        answered_at = time.monotonic()
         notice = f"npu_device: rank {self._cluster.rank} has finished and is waiting for"
         try:
             while not self._others_have_ended.wait(FINISHED_NOTICE_SECONDS):
@@ -325,8 +325,8 @@ class Health:
                     )
                     notice = ""
                 if self._channel.ask("alive", None, waiting, ALIVE_SECONDS):
-                    answered = time.monotonic()
-                elif time.monotonic() - answered > limit:
+                    answered_at = time.monotonic()
+                elif time.monotonic() - answered_at > limit:
                     return
         except ClusterError:
             return  # the hub is gone; there is no rank to wait for

@@ -14,10 +14,10 @@ from npu_device._src.cluster.server_handshake import ServerHandshake
 class State(enum.Enum):
     """What a client is to the hub; most become a rank, step by step."""
 
-    UNPROVED = enum.auto()  # its handshake isn't over
-    PROVED = enum.auto()  # it hasn't sent its hello
-    ARRIVED = enum.auto()  # it waits for the other ranks
-    RANK = enum.auto()  # it has met them
+    UNPROVED = enum.auto()  # the handshake isn't over
+    PROVED = enum.auto()  # the client hasn't sent its hello
+    ARRIVED = enum.auto()  # the client waits for the other ranks
+    RANK = enum.auto()  # the client has met the other ranks
     # A rank has started this process: it waits to be told of which rank it is a child.
     CHILD = enum.auto()
 

@@ -31,7 +31,7 @@ class HubRendezvous:
     ) -> None:
         self.ranks: list[Client] = []
         self._settings = settings
-        self._clients = clients  # all that are connected; the hub changes them
+        self._clients = clients  # clients that are connected, which the hub adds and removes
         self._send = send
         self._send_last = send_last
         self._roster = Roster(settings["job_id"], settings["expected_hosts"])

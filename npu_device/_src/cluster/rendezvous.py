@@ -125,13 +125,14 @@ def _start_hub(membership: Membership, search: _HubSearch) -> _Met:
                 raise
             time.sleep(limits.OLD_HUB_PAUSE_SECONDS)
             continue
-        if hub.host in ("::", "0.0.0.0"):  # it listens at all addresses of this host
+        if hub.host in ("::", "0.0.0.0"):  # the hub listens at all addresses of this host
             return search.search(("127.0.0.1",))
         return search.search((hub.host,))
 
 
 def _number(claim: Any, limit: float) -> float:
-    if not isinstance(claim, (int, float)) or not 0 <= claim <= limit:  # nor NaN
+    # This comparison refuses NaN, too.
+    if not isinstance(claim, (int, float)) or not 0 <= claim <= limit:
         raise AttemptFailedError(ANOTHER_PROGRAM)
     return claim
 

@@ -40,7 +40,7 @@ class Hello:
     settings: dict[str, str]
     machine: str  # host name of the system that it runs on
     pid: int
-    started: str = ""  # when that process started, for its children
+    started: str = ""  # start time of that process, for its children
     # Number and start time of the processes that have started it.
     ancestors: tuple[tuple[int, str], ...] = ()
     candidate: int | None = None  # one of them, which may come as the rank itself
@@ -58,7 +58,7 @@ class Hello:
             raise ValueError("no such world size")
         if fields["rank"] is not None and not 0 <= fields["rank"] < fields["world_size"]:
             raise ValueError("no such rank")
-        if not 0 <= fields["seconds"] <= LONGEST_WAIT_SECONDS:  # nor NaN
+        if not 0 <= fields["seconds"] <= LONGEST_WAIT_SECONDS:  # this comparison refuses NaN, too
             raise ValueError("no such time")
         # Other versions may send more fields, or fewer of the following; the versions show the difference.
         started = str(fields.get("started", ""))
@@ -158,7 +158,7 @@ class Arrival:
 
     hello: Hello
     host: str  # name of its host
-    seen_at: str | None  # its address as the hub sees it; None when it is on the hub's host
+    seen_at: str | None  # address of the rank as the hub sees it; None when it is on the hub's host
 
     @property
     def name(self) -> str:

@@ -365,7 +365,7 @@ class Services:
 
     def _answer_text(self, rank: int, request: int, text: bytes) -> None:
         self._cancel_limit(rank, request)
-        # It is JSON already, encoded once for all ranks that get it.
+        # The text is JSON already, encoded once for all ranks that get it.
         self._send(rank, frames.join(b'{"id":%d,"value":' % request, text, b"}"))
 
     def _refuse(self, rank: int, request: int, error: str, text: str) -> None:
@@ -395,7 +395,7 @@ _HANDLERS: dict[str, Callable[[Services, int, dict[str, Any]], None]] = {
 
 def _seconds_of(message: dict[str, Any]) -> float:
     seconds = float(message["seconds"])
-    if not -1.0 <= seconds <= LONGEST_REQUEST_SECONDS:  # nor NaN
+    if not -1.0 <= seconds <= LONGEST_REQUEST_SECONDS:  # this comparison refuses NaN, too
         raise ValueError("no such time")
     return seconds
 

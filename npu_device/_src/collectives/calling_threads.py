@@ -246,7 +246,7 @@ class CallingThreads:
             raise
         if self._is_twin_silent(thread, work):
             return True
-        if work.is_told and all(list(other[:3]) == row[:3] for other in rows):
+        if work.is_told and all(list(rank_row[:3]) == row[:3] for rank_row in rows):
             return has_company()
         if (work.function, group.key) in self._disordered:
             return True
@@ -272,7 +272,9 @@ class CallingThreads:
         end = time.monotonic() + THREAD_ORDER_SECONDS
         while True:
             works = [*map(work_of, _namesakes(thread))]
-            if has_company() or any(other and other.number in elsewhere for other in works):
+            if has_company() or any(
+                twin_work and twin_work.number in elsewhere for twin_work in works
+            ):
                 return True
             is_silent = bool(self._silent(thread, work))
             if work.function in self._differing and not is_silent:
@@ -288,7 +290,8 @@ class CallingThreads:
         """
         end = time.monotonic() + THREAD_SILENT_SECONDS
         while any(
-            other is None or other.number == work.number for other in self._silent(thread, work)
+            twin_work is None or twin_work.number == work.number
+            for twin_work in self._silent(thread, work)
         ):
             if time.monotonic() > end:
                 return True
@@ -302,11 +305,11 @@ class CallingThreads:
         silent = []
         for living in _namesakes(thread):
             caller = self._callers.get(living)
-            other = work_of(living)
-            has_called = caller is not None and other is not None and caller.work == other
-            is_same = other is None or other.function == work.function
+            twin_work = work_of(living)
+            has_called = caller is not None and twin_work is not None and caller.work == twin_work
+            is_same = twin_work is None or twin_work.function == work.function
             if is_same and not has_called and is_at_work(living):
-                silent.append(other)
+                silent.append(twin_work)
         return silent
 
 

@@ -95,7 +95,7 @@ class Operation:
             try:
                 results = self.body(engine, *inputs)
                 if engine.terms is not None:
-                    # There was nothing to send, such as in a list without gradients.
+                    # A body that had nothing to send, such as a list without gradients, has compared nothing.
                     engine.compare()
                 return results
             finally:

@@ -94,7 +94,8 @@ def choose_device(cluster: Cluster) -> Device:
     gpus = tf.config.get_visible_devices("GPU")
     if not gpus:
         return Device("CPU", gpu_choice.why_none(cuda, nvidia))
-    gpu = gpus[cluster.device_id % len(gpus)]  # in turn if there are fewer GPUs than devices
+    # Ranks take turns if there are fewer GPUs than devices.
+    gpu = gpus[cluster.device_id % len(gpus)]
     if late and (len(gpus) > 1 or instance is not None):
         names = ", ".join(gpu.name for gpu in gpus)
         raise ClusterError(

@@ -269,7 +269,7 @@ def call_python(
     def body(*components: tf.Tensor) -> Any:
         # TensorFlow 2.15 warns of a parameter named "_", which is no name of a node.
         path, *results = tf.numpy_function(call, list(components[1:]), [tf.string, *dtypes])
-        # Only what is checked is really read.
+        # A read whose result is checked can't be dropped from the graph.
         tf.raw_ops.Assert(condition=tf.equal(tf.io.read_file(path), ""), data=[path])
         return results
 

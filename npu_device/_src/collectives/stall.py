@@ -44,7 +44,7 @@ class StallWatch:
         self._counts = context.counts
         self._groups = groups
         self._held = held
-        # In seconds of a wait.
+        # Both limits are seconds of a wait.
         self.warn_after = environment.NPU_DEVICE_STALL_WARNING.get()
         self.give_up_after = environment.NPU_DEVICE_STALL_TIMEOUT.get()
         context.health.on_question("where", self._answer)

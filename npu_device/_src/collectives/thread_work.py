@@ -299,7 +299,7 @@ def _work_in_pool(thread: threading.Thread) -> Work | None:
         job, number, function, arguments, keywords = given
         identity: Hashable = (job, number)
         if getattr(function, "__module__", None) in _POOLS and arguments:
-            [(function, *arguments)] = arguments  # its map has a function of its own
+            [(function, *arguments)] = arguments  # the pool's map has a function of its own
     else:
         identity = weakref.ref(given)
         function, arguments, keywords = given.fn, given.args, given.kwargs

@@ -91,7 +91,7 @@ class Record:
     ended_at: str = ""  # the line where the limit of time ended the script
     unreached: list[str] = field(default_factory=list)  # lines that would have trained after that
     metrics: set[str] = field(default_factory=set)  # names of those of the models in ``fit``
-    joined: bool = False  # it was a rank of a job
+    joined: bool = False  # the process was a rank of a job
     horovod: bool = False  # the script uses Horovod's names
     last_bit: float = 0.0  # last bit of the coarsest dtype in which its models compute
 

@@ -154,7 +154,7 @@ def _order(orders: FirstOrders, tensors: Sequence[tf.Tensor], group: str) -> lis
     if not isinstance(graph, compat.FuncGraph):
         return production_order(tensors)
     # TensorFlow numbers the graphs of a function.
-    name = re.sub(r"\d+", "", graph.name)  # without the number of the trace
+    name = re.sub(r"\d+", "", graph.name)  # name of the graph without the number of the trace
     key = (name, group, *(f"{tensor.dtype.name}{tensor.shape}" for tensor in tensors))
     if key not in orders:
         if len(orders) == _MAX_REMEMBERED:

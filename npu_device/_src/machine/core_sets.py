@@ -27,7 +27,7 @@ def core_sets(machine: Machine, ranks: int, binding: str) -> list[CoreSet]:
         level = _widest(machine, ranks)
     if level == NONE or ranks == 1:
         return []
-    # For ``core`` there is one domain, the host.
+    # The domain of ``core`` is the whole host.
     domains = machine.domains(level)
     noun = _DOMAINS.get(level, "host")
     if ranks % len(domains):

@@ -69,7 +69,7 @@ class Source:
     def write(self, text: str, path: Path) -> None:
         """Write another text in the encoding and with the mode of this file; by rename, so that nothing is lost."""
         target = path.resolve()
-        # Beside the target, since a rename doesn't cross file systems.
+        # The draft lies beside the target, since a rename doesn't cross file systems.
         draft = target.with_name(f".{target.name}.{os.getpid()}")
         try:
             with draft.open("xb") as file:

@@ -133,7 +133,8 @@ class Models:
                 if not self._methods or any(id(variable) in weights for _, variable in pairs):
                     if compat.is_keras_3(compat.keras_of(optimizer)):
                         # A step that is refused must not have made variables.
-                        with tf.init_scope():  # or its variables would depend on the count
+                        # Outside of the function, or its variables would depend on the count.
+                        with tf.init_scope():
                             compat.build_optimizer(optimizer, [variable for _, variable in pairs])
                     count = functools.partial(self._count, type(optimizer).__name__)
                     steps = _STEPS if compat.compiled_by_xla() else 1

@@ -258,7 +258,7 @@ def _ms(microseconds: float) -> str:
 @dataclass(frozen=True)
 class Analysis:
     traces: tuple[RankTrace, ...]  # traces of all ranks, with the iterations that count
-    ranks: tuple[RankFigures, ...]  # where the time of each rank goes
+    ranks: tuple[RankFigures, ...]  # figures of where the time of each rank goes
     slowest: Slowest | None  # the rank that the others wait for
     shown: int  # number of the iteration to draw
     diagnosis: Diagnosis  # what the split does, and what to do

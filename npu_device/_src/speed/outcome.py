@@ -333,7 +333,7 @@ def _what_would_help(start: TimedProcess, setup: Setup, batch: str) -> list[str]
     if not start.shard_optimizer:
         savings["--shard-optimizer (docs/faster.md)"] = others * busiest.update
     if len(trace.segments) == 1 < len(trace.gradients):
-        # They hide in the backward pass, and the last one can't.
+        # Reductions of segments hide in the backward pass, but the last one can't.
         savings["NPU_DEVICE_SPLIT=25%,25%,25%,25%, four segments (docs/faster.md)"] = min(
             0.75 * busiest.exposed, busiest.alone
         )

@@ -68,7 +68,7 @@ class Tracer:
             return None
         times = tf.stack(points)
         fetched = fetchable_call(lambda array: self._file.add(schema, array.tolist()), times)
-        if fetched is None:  # not in a session
+        if fetched is None:  # outside of a session
             # A queue takes tensors only, so that the number stands for the schema.
             self._schemas.append(schema)
             components = [tf.constant(len(self._schemas) - 1), times]

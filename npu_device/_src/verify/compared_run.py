@@ -73,12 +73,10 @@ class ComparedRun:
         self.single = single
         self.ranks = ranks
         self.size = len(ranks)
-        self.steps = [
-            ComparedStep(number, single_step, perturbed_step, on_ranks)
-            for number, (single_step, perturbed_step, *on_ranks) in enumerate(
-                zip(single.steps, perturbed.steps, *(record.steps for record in ranks)), start=1
-            )
-        ]
+        self.steps: list[ComparedStep] = []
+        steps_of_all = zip(single.steps, perturbed.steps, *(record.steps for record in ranks))
+        for number, (single_step, perturbed_step, *on_ranks) in enumerate(steps_of_all, start=1):
+            self.steps.append(ComparedStep(number, single_step, perturbed_step, on_ranks))
         self.deviations = compare.compare(single, perturbed, ranks[0])
         for rank in ranks[1:]:
             # Variables that no optimizer trains may deviate on any rank. For gradients and updates,

@@ -42,7 +42,7 @@ from npu_device._src.verify.projections import digests_of, projected
 from npu_device._src.verify.wrapping import fixing, wrap
 from npu_device._src.world.current_step import current_step
 
-_SCOPE = "npu_verify"  # the name scope of the operations that record
+_SCOPE = "npu_verify"  # name scope of the operations that record
 _DRAWING_CALLS = ("normal", "uniform", "truncated_normal", "categorical", "shuffle")
 _ADAPTED = ("mean", "variance", "bin_boundaries")
 _LARGE_CHANGE = 0.125  # relative change of inputs where nothing is compared with one process
@@ -81,11 +81,11 @@ class StepRecorder:
             (session, "run", self._run),
             (tf.compat.v1.train.Optimizer, "apply_gradients", self._apply),
             *((tf.random, name, functools.partial(self._drawn, name)) for name in _DRAWING_CALLS),
-            (tf.random, "set_seed", functools.partial(self._noted, topics.SEED)),
-            (tf.compat.v1, "set_random_seed", functools.partial(self._noted, topics.SEED)),
-            (tf.nn, "compute_average_loss", functools.partial(self._noted, topics.AVERAGE_LOSS)),
-            (tf, "clip_by_global_norm", functools.partial(self._noted, topics.CLIP)),
-            (tf, "clip_by_norm", functools.partial(self._noted, topics.CLIP)),
+            (tf.random, "set_seed", self._noting(topics.SEED)),
+            (tf.compat.v1, "set_random_seed", self._noting(topics.SEED)),
+            (tf.nn, "compute_average_loss", self._noting(topics.AVERAGE_LOSS)),
+            (tf, "clip_by_global_norm", self._noting(topics.CLIP)),
+            (tf, "clip_by_norm", self._noting(topics.CLIP)),
         )
 
     def install(self, module: Any) -> None:
@@ -112,7 +112,7 @@ class StepRecorder:
             (compiled, "compile", fixing(jit_compile=False)),  # XLA can't call Python
             (keras.callbacks.CallbackList, "on_train_batch_end", self._batch_ended),
             (keras.layers.Layer, "add_loss", self._add_loss),
-            (keras.utils, "set_random_seed", functools.partial(self._noted, topics.SEED)),
+            (keras.utils, "set_random_seed", self._noting(topics.SEED)),
             *((layer, "adapt", self._adapt) for layer in adapted),
         )
         for layer in noise.noisy_layers(keras):
@@ -127,7 +127,7 @@ class StepRecorder:
         """Note a layer that trains by the samples of one rank, despite ``synchronized=True``."""
         arguments = inspect.signature(original).bind(layer, *args, **kwargs).arguments
         outputs = original(layer, *args, **kwargs)
-        # Afterwards, since a layer may get its method during its first call.
+        # The layer is asked after its call, since it may get its method during the first one.
         if job.current() is not None and arguments.get("training") and is_alone(layer):
             self._note(topics.NORMALIZES_ALONE, detail=layer.name)
         return outputs
@@ -379,6 +379,10 @@ class StepRecorder:
         if tf.executing_eagerly() and compat.a_tape_records():
             self._note(topics.RANDOM, detail=f"tf.random.{name}")
         return original(*args, **kwargs)
+
+    def _noting(self, topic: str) -> Callable[..., Any]:
+        """Return a hook that notes a call on a topic."""
+        return functools.partial(self._noted, topic)
 
     def _noted(self, topic: str, original: Any, *args: Any, **kwargs: Any) -> Any:
         self._note(topic)

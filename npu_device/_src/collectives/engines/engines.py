@@ -261,7 +261,7 @@ class TwoLevelEngine:
         host = Group(f"{group.name}/host", neighbours, neighbours.index(rank), group.name)
         # Only the lowest rank of a host communicates with other hosts.
         if rank != neighbours[0]:
-            return host, None  # it waits for the host's lowest rank
+            return host, None  # the others wait for the host's lowest rank
         lowest = tuple(sorted(ranks[0] for ranks in hosts.values()))
         # A mean divides by all ranks, so each leader has to count for the ranks of its host.
         counts = tuple(len(hosts[leaders[member]]) for member in lowest)

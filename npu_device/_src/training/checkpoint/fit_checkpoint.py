@@ -191,7 +191,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         if pulled:
             self._build(keras_iterator, pulled[0])
             self._job._reserve()
-        # Here the state is that of the end of the epoch before, with what callbacks did there.
+        # The state at this point is that of the end of the epoch before, with what callbacks did there.
         if self._resume is None and self._each_epoch and self._total:
             self._job.try_to_save(self._total, self._notes())
         # A checkpoint of step 0 is that of the end of the epoch before: no batch has to be passed
@@ -208,7 +208,8 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         if self._resume is None or math.ceil(self._step / count) * count < self._resume["step"]:
             return {}
         had_ended = False
-        if self._resume["ended_of"] >= self.params["epochs"]:  # also if it ended early
+        # An epoch that ended early counts, too.
+        if self._resume["ended_of"] >= self.params["epochs"]:
             self.model.stop_training = True
             had_ended = True
             if is_main():

@@ -70,7 +70,7 @@ def finish(directory: Path, partial: str, step: int, manifest: dict[str, Any]) -
     # renamed.
     _sync(folder)
     target = directory / name_of(step)
-    # Its name fits ``_PARTIAL``, so that ``tidy`` finds it after a kill.
+    # The old folder's name fits ``_PARTIAL``, so that ``tidy`` finds it after a kill.
     old = directory / f"{partial}0"
     # A folder can't replace one that has files, so the old one is moved aside first.
     if target.exists():

@@ -41,7 +41,8 @@ class SharedState:
 
     def checkpoint(self) -> Any:
         """Return a ``tf.train.Checkpoint`` of all variables that exist now."""
-        # It misses the random states of layers (Keras 3.15, tf-keras 2.20); they are added until both track them.
+        # TensorFlow's view misses the random states of layers (Keras 3.15, tf-keras 2.20); they are added until both
+        # track them.
         named = {name: trackable(component, name) for name, component in self._trackables.items()}
         # Variables are compared as objects: the same one has another path in each view.
         tracked = set(map(id, variables_of(tf.train.Checkpoint(**named)).values()))
@@ -78,8 +79,8 @@ class SharedState:
             return
         adding = [
             carrier(optimizer)
-            for thing in self._trackables.values()
-            for optimizer in training_state.optimizers(thing)
+            for trackable_object in self._trackables.values()
+            for optimizer in training_state.optimizers(trackable_object)
         ]
         for optimizer in unique(adding):
             if compat.accumulation_steps(optimizer) > 1:

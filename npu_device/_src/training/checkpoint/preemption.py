@@ -158,7 +158,7 @@ class Preemption:
             if self._deadline is not None:
                 timeout = 1000 * max(0.0, self._deadline - time.monotonic())
             if not poll.poll(timeout):
-                # After this the process doesn't go on: ``_end`` leaves it.
+                # The process doesn't go on after this: ``_end`` leaves it.
                 self._end(f"the step and its checkpoint were not finished within {self._limit:g} s")
             # One byte for each signal that has come; none when the writer is closed.
             numbers = os.read(self._reader, 4096)

@@ -107,7 +107,7 @@ def _judge(directory: Path, step: int, storage: Storage) -> _View:
     if storage.is_keeper:
         shared = folder.damage(directory, step, files, folder.SHARED)
     own_part = None
-    if size == len(storage.keepers):  # else no rank gets its own part back
+    if size == len(storage.keepers):  # with another number of ranks, none gets its own part back
         own_part = folder.damage(directory, step, files, folder.own_prefix(storage.rank))
     return shared, own_part, size
 

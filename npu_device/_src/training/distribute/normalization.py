@@ -38,20 +38,25 @@ _UNEVEN_START = (
 
 
 def moments(
-    exchange: Exchange, counts: Any, layer: Any, inputs: tf.Tensor, *rest: Any, mask: Any = None
+    exchange: Exchange,
+    counts: Any,
+    layer: Any,
+    inputs: tf.Tensor,
+    *axes_or_mask: Any,
+    mask: Any = None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Return mean and variance over the samples of all ranks, with the arguments of the method of Keras's layer.
 
     ``counts`` is 1, or 0 if the samples of this rank don't count.
     """
     # Keras 3 passes the mask; tf-keras passes the axes and whether to keep their dimensions.
-    if len(rest) == 2:
-        axes, keeps_axes = rest
+    if len(axes_or_mask) == 2:
+        axes, keeps_axes = axes_or_mask
     else:
         axes = compat.reduction_axes(layer)
         keeps_axes = False
-    if len(rest) == 1:
-        [mask] = rest
+    if len(axes_or_mask) == 1:
+        [mask] = axes_or_mask
     # 16 bits are too narrow for sums of squares.
     wide = tf.cast(inputs, sum_dtype(inputs.dtype))
     valid = tf.cast(counts, wide.dtype)
@@ -93,16 +98,21 @@ def exchange_of_step(step: CurrentStep, add_up: Exchange) -> Exchange:
 
 
 def moments_of_all_ranks(
-    layer: Any, own: Callable[..., Any], group: str, inputs: tf.Tensor, *rest: Any, **named: Any
+    layer: Any,
+    own: Callable[..., Any],
+    group: str,
+    inputs: tf.Tensor,
+    *axes_or_mask: Any,
+    **named: Any,
 ) -> Any:
     """Return mean and variance over the ranks of a group; what ``own`` returns where there is only one process."""
     world = normalizing_world(group)
     if world is None:
-        return own(inputs, *rest, **named)
+        return own(inputs, *axes_or_mask, **named)
     step = current_step()
     # In a loop of the script, every sample counts.
     counts = 1.0 if step is None else step.counts
-    return moments(exchange_in(world, step, inputs), counts, layer, inputs, *rest, **named)
+    return moments(exchange_in(world, step, inputs), counts, layer, inputs, *axes_or_mask, **named)
 
 
 def normalizing_world(group: str) -> World | None:
@@ -119,7 +129,7 @@ def normalizing_world(group: str) -> World | None:
 
 def exchange_in(world: World, step: CurrentStep | None, inputs: tf.Tensor) -> Exchange:
     """Return how the ranks exchange sums for the inputs of a layer, in a step of ``fit`` or in a loop (None)."""
-    # In a loop, its reductions decide how ranks are weighted.
+    # The reductions of a loop decide how its ranks are weighted.
     if step is None:
         return world.job.made(Loops).exchange(world, tf.shape(inputs)[0])
     # The layer isn't part of the replicated model, or ``fit`` had replaced its method.

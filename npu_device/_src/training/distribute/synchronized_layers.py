@@ -158,7 +158,7 @@ class SynchronizedLayers:
 
     def sums_of_all_ranks(self, layer: Any, inputs: Any, sums: Any) -> Any:
         """Return the sums over the ranks for which a layer asks in its first call; None if it is to use its own."""
-        # Its next call takes the method, with fewer transfers.
+        # The layer's next call takes the method, with fewer transfers.
         self.install([layer])
         world = normalizing_world(vars(layer).get(_GROUP, self._group))
         if world is None:

@@ -27,7 +27,7 @@ KEPT = "is kept in a variable"
 EAGER = "is in an eager step, whose Python code may decide by it"
 """Why all ranks share a draw."""
 
-_NAME_SUFFIX = re.compile(r"_\d+$")  # by which TensorFlow tells operations of one name apart
+_NAME_SUFFIX = re.compile(r"_\d+$")  # suffix by which TensorFlow tells operations of one name apart
 _RANDOM_SCOPES = ("random_", "stateful_", "stateless_")
 
 

@@ -288,7 +288,7 @@ def _at(operation: Any) -> str:
 @dataclass
 class _VirtualExchange:
     sent: tf.Tensor
-    joins: bool  # all that is sent, one after the other; else adds it up
+    joins: bool  # the exchange joins what parts send; otherwise it adds that up
     received: Any  # a variable that holds what comes of it
     is_received: Any  # a variable, False while each part has what it has sent itself
 

@@ -15,7 +15,7 @@ from npu_device._src import compat
 from npu_device._src.comparison.trial import Trial
 from npu_device._src.training.fit.graph_lines import where
 
-_TAPE = "gradient_tape/"  # before the name of an operation that a tape has made
+_TAPE = "gradient_tape/"  # prefix of the names of operations that a tape has made
 _NOT_LINEAR = {
     "ClipByValue", "L2Loss", "Maximum", "Minimum", "Pow", "Rsqrt", "Sign", "Sqrt", "Square", "SquaredDifference",
     "Tanh",

@@ -21,7 +21,8 @@ from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
 _TABLE_NUMBER = re.compile(r"\d{9,}$")  # number that TensorFlow draws for the name of a table
-_DIGITS = "0123456789"  # after the name of a function, because of the functions that were traced before it
+# Digits after the name of a function count the functions that were traced before it.
+_DIGITS = "0123456789"
 _USES = {"train": "training", "test": "validation", "predict": "prediction"}
 
 

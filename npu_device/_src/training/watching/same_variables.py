@@ -40,7 +40,7 @@ _HOOK = (
     "npu_bridge.estimator.npu.npu_hook.broadcast_global_variables(0) once, after the variables have got their values."
 )
 _GRAPHS = 100  # graphs of sessions whose variables are compared, at most
-_TAPE = "gradient_tape/"  # before the name of the operation that the gradient is of
+_TAPE = "gradient_tape/"  # prefix of the name of the operation that a gradient is of
 
 
 def make_equal(

@@ -45,7 +45,7 @@ class _Lease:
         self._returned = returned
 
     def __del__(self) -> None:
-        # In whichever thread drops the last tensor, also amid ``take``: no lock, and nothing that waits.
+        # This runs in whichever thread drops the last tensor, also amid ``take``: no lock, and nothing that waits.
         self._returned.append(self._buffer)
 
 
@@ -54,7 +54,7 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: defaultdict[int, list[_Buffer]] = defaultdict(list)  # by size
+        self._free: defaultdict[int, list[_Buffer]] = defaultdict(list)  # free buffers by size
         self._returned: deque[_Buffer] = deque()
         self._last_used: dict[int, int] = {}
         self._round = 0
@@ -77,8 +77,8 @@ class BufferPool:
             if self._free[size]:
                 buffer = self._free[size].pop()
             else:
-                # Only when memory is about to grow, so that a steady training loop never pays for
-                # the search.
+                # Idle buffers go only when memory is about to grow, so that a steady training loop never pays for the
+                # search.
                 self._forget_idle()
                 buffer = _Buffer(size)
         return np.asarray(_Lease(buffer, self._returned))
@@ -89,6 +89,6 @@ class BufferPool:
 
     def _forget_idle(self) -> None:
         used = self._last_used.items()
-        for size in [size for size, last in used if self._round - last > _IDLE_ROUNDS]:
+        for size in [size for size, last_round in used if self._round - last_round > _IDLE_ROUNDS]:
             del self._last_used[size]
             self._free.pop(size, None)

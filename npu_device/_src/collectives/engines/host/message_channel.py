@@ -22,7 +22,7 @@ class _StartedRound(NamedTuple):
 
     messages: list[Any]
     round: Round
-    rows: list[Optional[np.ndarray]]  # by member, where its values will be
+    rows: list[Optional[np.ndarray]]  # memory for the values of each member
 
 
 class MessageChannel:

@@ -205,7 +205,7 @@ def _problem(context: EngineContext, wanted: bool) -> str:
     try:
         mpi4py: Any = importlib.import_module("mpi4py")
         if "mpi4py.MPI" not in sys.modules:
-            mpi4py.rc.initialize = False  # it would wait for ranks on which the import may fail
+            mpi4py.rc.initialize = False  # MPI would wait for ranks on which the import may fail
         importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:  # RuntimeError: it finds no library of MPI
         return f"mpi4py can't be imported: {error}"
@@ -282,7 +282,7 @@ def _end(context: EngineContext, mpi: Any, starts: bool) -> None:
     if context.health.has_failed:
         sys.stdout.flush()
         sys.stderr.flush()
-        time.sleep(limits.MPI_GRACE_SECONDS)  # in which the other ranks say why they end
+        time.sleep(limits.MPI_GRACE_SECONDS)  # the other ranks say why they end in this time
         mpi.COMM_WORLD.Abort(1)
     if starts and not mpi.Is_finalized():
         mpi.Finalize()

@@ -149,10 +149,10 @@ def _reduce_alone(
 class _WireFormat:
     """The form in which members send each other the results of a shared reduction."""
 
-    dtype: np.dtype  # in which they travel
+    dtype: np.dtype  # dtype in which the values travel
     # Dtype of the sums, if they are rounded to 16 bits to travel.
     sum_dtype: Optional[np.dtype] = None
-    scale: int = 1  # by which such sums are divided, so that they fit
+    scale: int = 1  # divisor of such sums, so that they fit
 
     @property
     def rounds_results(self) -> bool:

@@ -99,7 +99,7 @@ def _offer(
     withdrawal = contextlib.ExitStack()  # runs what it holds once, however often it is closed
     offer = Offer(FIRST_BYTE + size)
     withdrawal.callback(offer.withdraw)
-    offer.memory[_TOKEN_BYTES + group.rank] = 1  # has come
+    offer.memory[_TOKEN_BYTES + group.rank] = 1  # marks that this member has come
     try:
         context.store.set(key, f"{offer.token} {offer.path}")
     except BaseException as error:
