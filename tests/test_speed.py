@@ -88,7 +88,10 @@ def test_two_ranks_that_need_half_of_the_time_are_faster(
     single, both = report["speedups"]
     assert (single["ranks"], both["ranks"]) == (1, 2)
     assert both["ratio"] > 1 and single["rounds"] >= rounds
-    assert both["verdict"] == ("" if rounds == 1 else "faster")
+    assert both["verdict"] != "slower"
+    # Other tests may take the cores.
+    if rounds == 1 or report["lost_cores"] < 0.1:
+        assert both["verdict"] == ("" if rounds == 1 else "faster")
     assert min(single["memory"], both["memory"]) > 50 << 20
     assert set(both["parts"]) == {"input", "computing", "update", "communication", "waiting"}
     if options:
@@ -345,10 +348,10 @@ def test_scripts_that_cannot_be_measured(
 
 @pytest.mark.full
 def test_a_number_of_ranks_that_cannot_divide_the_batch_is_left_out(tmp_path: Path) -> None:
-    words = ["-n", "2,3", "--steps", "3", script(tmp_path, LOOP)]
+    words = ["-n", "2,3", "--steps", "3", "--rounds", "1", script(tmp_path, LOOP)]
     done = npurun("speed", *words, limit=100.0)
     assert "not measured on 3 ranks: they can't divide the batch" in done.stdout.decode()
-    assert done.returncode == 0 and "faster" in done.stdout.decode()
+    assert done.returncode == 0 and re.search(rb"^ +2 ", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.full
