@@ -40,8 +40,8 @@ _numbers = itertools.count()
 def hub() -> Iterator[HubProcess]:
     running = fuzzing.hub_of_two(stays=True)
     yield running
-    assert running._process.poll() is None, "the hub has ended"
-    assert fuzzing.memory_of(running._process.pid) < 600 << 20
+    assert running.process.poll() is None, "the hub has ended"
+    assert fuzzing.memory_of(running.process.pid) < 600 << 20
     running.end()
 
 
@@ -178,7 +178,7 @@ def test_a_refused_process_that_goes_on_sending(hub: HubProcess) -> None:
         while time.monotonic() < began + 1:
             line.connection.sendall(chunk)
     _proved(hub).connection.close()
-    assert fuzzing.memory_of(hub._process.pid) < 60 << 20
+    assert fuzzing.memory_of(hub.process.pid) < 60 << 20
 
 
 def test_a_world_that_nobody_has(hub: HubProcess) -> None:

@@ -119,8 +119,8 @@ def test_any_messages_of_node_0(tmp_path: Path) -> None:
             @given(streams(*_TO_MEMBER))
             def send_anything(pieces: list[bytes]) -> None:
                 link = links.get(timeout=_SOON)
-                send(link._connection, pieces)
-                ends(link._connection)  # it connects again
+                send(link.connection, pieces)
+                ends(link.connection)  # it connects again
                 link.close()
 
             send_anything()

@@ -95,7 +95,7 @@ def body_lost(elements: int) -> tuple[str, float]:
     running = current()
     npu.distribute.all_reduce(tf.ones([elements]), "sum")
     began = time.monotonic()
-    for connection in running.peers._owned:
+    for connection in running.peers.owned_connections:
         if connection.fileno() >= 0:
             connection.shutdown(socket.SHUT_RDWR)
     try:

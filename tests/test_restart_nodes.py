@@ -144,12 +144,12 @@ def test_a_node_stops_an_attempt_that_it_is_told_to_begin_and_to_stop_at_once(
         finally:
             listener.shutdown(socket.SHUT_RDWR)
             serving.join()
-        link._connection.settimeout(LIMIT)
+        link.connection.settimeout(LIMIT)
         messages = link.messages()
         hello = next(messages)
         assert (hello["do"], hello["node"]) == ("hello", 1)
         plan = {"do": "plan", "count": 0, "nodes": [0, 1], "job_id": "job", "port": free_port()}
-        link._connection.sendall(
+        link.connection.sendall(
             b"".join(map(frames.encode, (plan, {"do": "stop", "why": "a rank failed"})))
         )
         outcome = next(messages)

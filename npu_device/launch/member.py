@@ -82,9 +82,9 @@ class Link:
     def __init__(self, line: handshake.TimedConnection) -> None:
         self.is_lost = False
         self.received_at = time.monotonic()  # when the newest message came
-        self._connection = line.connection
+        self.connection = line.connection
         # The handshake has a time limit; a connection between nodes may be silent for long.
-        self._connection.settimeout(None)
+        self.connection.settimeout(None)
         self._reader = line.reader
         self._reader.limit = frames.LIMIT_FROM_RANK
         self._sending = threading.Lock()
@@ -93,12 +93,12 @@ class Link:
         message = frames.encode({"do": do, **fields})
         # The thread that reads notices that a connection is broken.
         with self._sending, contextlib.suppress(OSError):
-            self._connection.sendall(message)
+            self.connection.sendall(message)
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """Yield messages until the other side closes, or breaks the protocol; then this side, as half may be lost."""
         with contextlib.suppress(OSError, frames.FrameError):
-            for message in self._reader.messages(self._connection):
+            for message in self._reader.messages(self.connection):
                 self.received_at = time.monotonic()
                 fields = _FIELDS.get(str(message.get("do")))
                 # What a message holds is used unchecked.
@@ -115,12 +115,12 @@ class Link:
         self.send(do, **fields)
         # The other side still reads what was sent before.
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_WR)
+            self.connection.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
 
 
 def _fits(field: Any, form: Any) -> bool:

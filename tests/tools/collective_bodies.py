@@ -75,8 +75,8 @@ def small_data_in_messages() -> Iterator[int]:
     def let(most: int) -> None:
         job.most_message_bytes = most
         for group, queue in job.engines.messages.calls.items():
-            if queue._channel is not None:
-                queue._channel.slot_bytes = sockets.room(job, group.size)
+            if queue.channel is not None:
+                queue.channel.slot_bytes = sockets.room(job, group.size)
 
     usual = job.most_message_bytes
     let(1024)

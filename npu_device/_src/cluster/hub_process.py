@@ -30,7 +30,7 @@ class HubProcess:
         errors: int | None = subprocess.DEVNULL
         if speaks:
             errors = None  # the hub inherits this process's standard error
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             # -I and -S: neither the user's settings nor installed packages delay the start.
             [sys.executable, "-I", "-S", "-c", _CODE, str(_ROOT)],
             stdin=subprocess.PIPE,
@@ -39,16 +39,18 @@ class HubProcess:
             start_new_session=True,  # neither Ctrl-C nor the end of the starter's process group ends it
         )
         settings.update(secret=secret.hex(), speaks=speaks)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with self._process.stdout as stdout:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with self.process.stdout as stdout:
             with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.write(json.dumps(settings).encode() + b"\n")
-                self._process.stdin.flush()
+                self.process.stdin.write(json.dumps(settings).encode() + b"\n")
+                self.process.stdin.flush()
             answer = stdout.readline()
         reply = json.loads(answer or "{}")
         if "port" not in reply:
             self.close()
-            crash = f"the hub of the job could not be started: it ended with code {self._process.wait()}"
+            crash = (
+                f"the hub of the job could not be started: it ended with code {self.process.wait()}"
+            )
             text = reply.get("error", crash)
             if reply.get("taken"):
                 raise PortTakenError(text)
@@ -59,14 +61,14 @@ class HubProcess:
 
     def close(self) -> None:
         """Let the hub end as soon as no rank is connected to it."""
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self.process.stdin.close()
         if os.getpid() == self._pid:
-            self._process.poll()
+            self.process.poll()
 
     def end(self) -> None:
         """End the hub at once. A rank that is still connected loses it."""
         self.close()
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()

@@ -43,7 +43,7 @@ class Peers:
         self._arrival = threading.Condition()
         self._arrived: defaultdict[tuple[int, int], deque[socket.socket]] = defaultdict(deque)
         # Replaced, never changed, so that another thread may iterate over it.
-        self._owned: frozenset[socket.socket] = frozenset()
+        self.owned_connections: frozenset[socket.socket] = frozenset()
         myself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_fork(myself()))
 
@@ -129,7 +129,7 @@ class Peers:
         """Wait until the hosts of the others have what this rank has sent: its own host may go away with it."""
         until = time.monotonic() + limits.DELIVER_SECONDS
         while (
-            any(map(_undelivered, self._owned))
+            any(map(_undelivered, self.owned_connections))
             and not self._health.has_failed
             and time.monotonic() < until
         ):
@@ -137,7 +137,7 @@ class Peers:
 
     def close(self) -> None:
         in_fork = os.getpid() != self._pid
-        for connection in filter(None, [self._listener, *self._owned]):
+        for connection in filter(None, [self._listener, *self.owned_connections]):
             if not in_fork:  # in a fork, the connection of the rank itself would end, too
                 with contextlib.suppress(OSError):  # wakes the thread that reads from it
                     connection.shutdown(socket.SHUT_RDWR)
@@ -160,8 +160,8 @@ class Peers:
         # The hub detects a lost host, so that this connection needs no time limit of its own.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
         with self._owning:
-            still_open = [owned for owned in self._owned if owned.fileno() >= 0]
-            self._owned = frozenset([connection, *still_open])
+            still_open = [owned for owned in self.owned_connections if owned.fileno() >= 0]
+            self.owned_connections = frozenset([connection, *still_open])
         return connection
 
     def raise_for(self, rank: int, reason: str) -> NoReturn:

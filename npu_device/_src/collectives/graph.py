@@ -106,7 +106,7 @@ def origin(tensor: tf.Tensor) -> tf.Tensor:
 # the graph holds the tensor, and when the tensor goes, so does the function. A weak reference to the graph would go too
 # early: another graph may have inlined it. Can go when ``tf.numpy_function`` releases the function with the graph.
 _CAPTURED_FROM = 129  # elements: TensorFlow copies smaller tensors (``capture_container._EAGER_CONST_THRESHOLD``)
-_functions: dict[int, Callable[..., Any]] = {}
+functions_by_number: dict[int, Callable[..., Any]] = {}
 
 
 def python_call(
@@ -119,8 +119,8 @@ def python_call(
     number = next(_numbers)
     with tf.init_scope(), tf.device("CPU:0"):
         captured = tf.fill([_CAPTURED_FROM], np.int64(number))  # see compat.to_tensor
-    _functions[number] = function
-    weakref.finalize(captured, _functions.pop, number, None)
+    functions_by_number[number] = function
+    weakref.finalize(captured, functions_by_number.pop, number, None)
     # In nested functions a capture has to pass through each graph in between.
     inputs = [compat.through_outer_graphs(captured), *inputs]
     return tf.raw_ops.PyFuncStateless(input=inputs, token=_registered()[0], Tout=list(dtypes))
@@ -172,7 +172,7 @@ def call_now(
 
 
 def _call(captured: Any, *arrays: Any) -> Any:
-    return _functions[int(captured[0])](*arrays)
+    return functions_by_number[int(captured[0])](*arrays)
 
 
 @functools.cache

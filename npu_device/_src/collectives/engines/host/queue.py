@@ -81,7 +81,7 @@ class HostQueue:
         self._count = count
         self._buffers = buffers
         self._background_from = background_from
-        self._channel: Channel | None = None
+        self.channel: Channel | None = None
         self._queue: deque[PendingOperation] = deque()
         # Counts all operations, so that the thread that drives notices those that came while it looked.
         self._arrivals = 0
@@ -152,9 +152,9 @@ class HostQueue:
         self._closed = True
         self._work.set()  # the background thread ends, too
         with self._driving:
-            if self._channel is not None:
-                self._channel.close()
-            self._channel = None
+            if self.channel is not None:
+                self.channel.close()
+            self.channel = None
             self._broken = RuntimeError("its group was destroyed on this rank")
             # With ``_broken`` set, each one fails at once, and its waiting thread gets the error.
             while self._queue:
@@ -190,7 +190,7 @@ class HostQueue:
             if self._broken is not None:
                 raise _broken_by(self._broken)
             # The channel is made at the first operation, since members may never use a group that they made.
-            channel = self._channel = self._channel or self._connect()
+            channel = self.channel = self.channel or self._connect()
             if pending.program is None:
                 pending.program = pending.make(channel)
             try:
