@@ -178,7 +178,7 @@ class Member:
         self._rendezvous: Rendezvous | None = None
         self._attempt: int | None = None  # number of that attempt
         self._ending: dict[str, Any] | None = None  # the leader's last message
-        self._outcome = NodeOutcome(0)  # that of the newest attempt
+        self._outcome = NodeOutcome(0)  # outcome of the newest attempt
 
     def run(self) -> NoReturn:
         try:

@@ -13,7 +13,7 @@ from npu_device._src.compat.optimizer_slots import HELD_ELSEWHERE, of_this_rank
 class SavedTensor(NamedTuple):
     owner: Any  # a variable, another trackable, or None for the graph of objects
     key: str
-    part: str  # of a divided variable, as TensorFlow's files name it; else ""
+    part: str  # part of a divided variable, as TensorFlow's files name it; else ""
     tensor: tf.Tensor
 
 

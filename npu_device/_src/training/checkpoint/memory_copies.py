@@ -307,7 +307,7 @@ def _write_files(partial: Path, by_rank: Sequence[Slot], contents: Sequence[Any]
         prefix = folder.own_prefix(rank)
         if differing:
             _save(partial / f"{prefix}.differing", differing)
-        # Which variables differ was found after the record of the rank had been made.
+        # The list of variables that differ was found after the record of the rank had been made.
         record = from_json(files[f"{prefix}.json"])
         record["differing"] = [record["name"] for record, _ in differing]
         files[f"{prefix}.json"] = to_json(record).encode()
