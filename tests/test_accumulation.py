@@ -178,9 +178,9 @@ def body_fit(kind: str) -> Any:
     [
         "momentum, weights",
         "clipped, eager",
-        "averaged, two steps",
+        pytest.param("averaged, two steps", marks=pytest.mark.full),
         "scaled, own step",
-        "Keras's loss scale, weights",
+        pytest.param("Keras's loss scale, weights", marks=pytest.mark.full),
         "loss scale, own step",
     ],
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 import job
 import numpy as np
 import pytest
+from combinations import some
 from launcher import ROOT, npurun, script
 
 from npu_device._src.comparison import compare
@@ -182,7 +183,7 @@ def verified(
     return verdict
 
 
-@pytest.mark.parametrize("kind", list(WRONG))
+@pytest.mark.parametrize("kind", some(list(WRONG)))
 def test_causes_in_a_loop(kind: str, tmp_path: Path) -> None:
     cause, _, seed = kind.partition(", ")
     source = LOOP.format(
@@ -267,7 +268,7 @@ FITS = {
 }
 
 
-@pytest.mark.parametrize("name", list(FITS))
+@pytest.mark.parametrize("name", some(list(FITS)))
 def test_causes_in_fit(name: str, tmp_path: Path) -> None:
     cause, step, model, optimizer = FITS[name]
     eager, batch = (

@@ -9,6 +9,14 @@ from typing import Any
 import pytest
 
 
+def some(values: Sequence[Any], step: int = 2) -> list[Any]:
+    """Return all values as parameters. All but every second one, or another step, are marked as ``full``."""
+    return [
+        pytest.param(value, marks=[] if number % step == 0 else [pytest.mark.full])
+        for number, value in enumerate(values)
+    ]
+
+
 def combinations(*values: Sequence[Any], usual: int = 0) -> list[Any]:
     """Return every combination as a parameter. Those beyond the usual number, by default of the longest sequence, are
     marked as ``full``.
