@@ -6,6 +6,7 @@ import math
 import statistics
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Callable
 
 from benchmarks.cases import (
@@ -17,10 +18,11 @@ from benchmarks.cases import (
     RING_BETWEEN,
     START,
     TCP_BETWEEN,
+    TWO_DEVICES,
     TWO_RANKS,
     WHOLE,
 )
-from benchmarks.cores import STATES, UNKNOWN
+from benchmarks.cores import STATES
 from benchmarks.results import NOT_INSTALLED, CaseResult, Results, RoundResult, Timing
 
 _FAILED = "failed"
@@ -179,22 +181,34 @@ def _model_in_state(results: Results, state: str) -> str:
 
 
 def summary(results: Results) -> str:
-    """Return how many times as fast two ranks are as one process, in a sentence."""
-    for case in results.of("faster"):  # the first state with figures
-        ratios = []
+    """Return who gains from two ranks: for the same batch, how many times as fast they are as what stands beside."""
+    rows = [["samples per second", "one process", "two ranks", "gain", "`tf.distribute`"]]
+    for case in results.of("faster")[:1]:
         for each in case.rounds:
-            alone, two = each.median(ONE_PROCESS), each.median(TWO_RANKS)
-            if alone and two:
-                ratios.append(f"{alone / two:.2f} ({_NAMES[each.label]})")
-        if not ratios:
-            continue
-        state = "" if case.cores == UNKNOWN else f" ({case.cores})"
-        text = (
-            f"On one host with {results.machine.cores} cores{state}, two ranks process {', '.join(ratios)} times the "
-            f"samples per second of one process ({results.date})."
-        )
-        return textwrap.fill(text, _WIDTH, break_on_hyphens=False)
-    return ""
+            name = f"{_NAMES[each.label]}, one host of {results.machine.cores} cores"
+            rows.append(_gain(name, each, each.median(ONE_PROCESS), TWO_RANKS, TWO_DEVICES))
+    for case in results.of("hosts_resnet50")[:1]:
+        samples = next(each.size for each in results.of("faster")[0].rounds)
+        for each in case.rounds:
+            name = f"{_NAMES['resnet50']}, two hosts of one core, {each.gbit:g} Gbit/s, `tcp`"
+            alone = each.median(ALONE)
+            # A host has the whole batch then: twice the samples of a rank.
+            whole = 2 * alone if alone else None
+            rows.append(_gain(name, replace(each, size=samples), whole, TCP_BETWEEN, None))
+    return _markdown([row for row in rows if row]) if len(rows) > 1 else ""
+
+
+def _gain(
+    name: str, each: RoundResult, alone: float | None, rival: str, other: str | None
+) -> list[str]:
+    """Return a row: samples a second of one process, and of two ranks, their ratio, and that of TensorFlow's way."""
+    two = each.median(rival)
+    if not alone or not two:
+        return []
+    mirrored = each.median(other) if other else None
+    other_ratio = f"{alone / mirrored:.2f}×" if mirrored else _NOT_MEASURED
+    samples = (f"{float(f'{each.size / seconds:.3g}'):g}" for seconds in (alone, two))
+    return [name, *samples, f"**{alone / two:.2f}×**", other_ratio]
 
 
 def reading(results: Results) -> str:

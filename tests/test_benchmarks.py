@@ -115,9 +115,7 @@ def test_tables() -> None:
         "faster", "mlp", Timing(cases.ONE_PROCESS, [0.04]), Timing(TWO_RANKS, [0.02])
     )
     assert f"| {TWO_RANKS} | 400 |" in tables(results)
-    assert "(shared cache), two ranks process 2.00 (MLP) times the samples" in FIGURES["summary"](
-        results
-    )
+    assert "| 200 | 400 | **2.00×** | not measured |" in FIGURES["summary"](results)
 
 
 def test_a_state_of_the_cores_that_did_not_occur_was_not_measured() -> None:
