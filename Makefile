@@ -93,8 +93,8 @@ release-check:
 docs: $(STAMP)
 	$(BIN)/python tests/tools/public_names.py
 	$(BIN)/python tests/tools/tables.py
-	sed -i '/^## Rules/q' docs/porting.md && (echo; cat npu_device/_src/port/rules.md) >> docs/porting.md
-	sed -i '/^\[when results differ/q' docs/verify.md && (echo; cat npu_device/_src/verify/causes.md) >> docs/verify.md
+	sed -i '/^## Rules/q' docs/porting_rules.md && (echo; cat npu_device/_src/port/rules.md) >> docs/porting_rules.md
+	sed -i '/^## Causes/q' docs/verdicts.md && (echo; cat npu_device/_src/verify/causes.md) >> docs/verdicts.md
 	$(BIN)/python tests/tools/messages.py
 
 # Then each page has to load without a network; with CI set, in Chromium too.

@@ -19,7 +19,7 @@ from npu_device._src.port.__main__ import main
 from npu_device._src.port.porting import port_text as port
 from npu_device._src.port.rules import PAGE, RULES
 
-DOCS = Path(__file__).parent.parent / "docs" / "porting.md"
+DOCS = Path(__file__).parent.parent / "docs" / "porting_rules.md"
 
 OPEN = "+import npu_device as npu\n+npu.open(seed=1).as_default()\n"
 HEAD = (

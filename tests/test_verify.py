@@ -22,7 +22,7 @@ from npu_device._src.verify.compared_run import ComparedRun
 from npu_device._src.verify.plan import PROBLEM, PlannedProcess
 from npu_device.launch import verify
 
-DOCS = ROOT / "docs" / "verify.md"
+DOCS = ROOT / "docs" / "verdicts.md"
 
 LOOP = """
 import glob, os

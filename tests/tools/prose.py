@@ -30,7 +30,7 @@ LIMITS = {
     "possessives in docstrings and messages": 200,
 }  # on things
 
-_GENERATED_FROM = {"porting.md": "\n## Rules", "verify.md": "\n[when results differ"}
+_GENERATED_FROM = {"porting_rules.md": "\n## Rules", "verdicts.md": "\n## Causes"}
 _MOST_WORDS = 30  # in a sentence
 _WIDE = 120  # characters of a line outside of tables
 _NAMES = "Ascend|Keras|TensorFlow|Horovod|Python|MPI|NCCL|Kubeflow|Slurm|Ray|Spark|PyTorch|glibc|Linux|gRPC"
