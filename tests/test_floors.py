@@ -223,6 +223,7 @@ PRIVATE = {
     "_DummyThread",
     "_ActionsContainer",
     "_asdict",
+    "_fields",
     "_replace",
     "_tmp_path_factory",
     "_setupstate",

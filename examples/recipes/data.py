@@ -49,6 +49,12 @@ def main():
     model.fit(npu.distribute.divided(part), epochs=2, verbose=0)
     results["divided"] = model.evaluate(x, y, verbose=0)
 
+    # One copy per host: one rank loads and prepares, and all ranks of its host map the arrays.
+    shared_x, shared_y = npu.distribute.load_once(lambda: (x.copy(), y.copy()))
+    model = make_model()
+    model.fit(shared_x, shared_y, batch_size=BATCH, epochs=2, verbose=0)
+    results["load_once"] = model.evaluate(shared_x, shared_y, verbose=0)
+
     predicted = model.predict(x[:101], verbose=0)  # of all samples, in order, on every rank
     if npu.distribute.is_main():
         print(

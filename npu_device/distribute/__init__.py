@@ -6,6 +6,7 @@ from typing import Any as _Any
 from npu_device._src.training.distribute.dataset import (
     shard_and_rebatch_dataset as shard_and_rebatch_dataset,
 )
+from npu_device._src.training.distribute.load_once import load_once as load_once
 from npu_device._src.training.distribute.ranks import (
     barrier as barrier,
     broadcast_object as broadcast_object,

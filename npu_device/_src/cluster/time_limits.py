@@ -37,6 +37,11 @@ MPI_GRACE_SECONDS = 3.0
 # Shared memory
 MEMORY_RETRY_SECONDS = 0.2  # between two attempts to make, or to find, the memory of a group
 
+LOAD_CHECK_SECONDS = (
+    1.0  # in load_once, before a waiting rank checks whether the loading one is alive
+)
+LOAD_NOTICE_SECONDS = 30.0  # in load_once, between two lines of a rank that waits
+
 # The ranks' connections to each other
 
 # One attempt to reach a rank; then the health of the job is checked before the next one.

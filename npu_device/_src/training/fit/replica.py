@@ -36,7 +36,7 @@ from typing import Any, Callable
 
 from npu_device._src import compat
 from npu_device._src.training.distribute.variables import require_no_strategy
-from npu_device._src.training.fit import files, start
+from npu_device._src.training.fit import files, shared_data, start
 from npu_device._src.training.fit.divided import Divided, Pipeline, rows_of_rank, with_equal_length
 from npu_device._src.training.fit.function import Function
 from npu_device._src.training.fit.replica_state import ReplicaState
@@ -97,8 +97,10 @@ class Replica:
     def _fit(self, own_fit: Callable[..., Any]) -> Callable[..., Any]:
         def fit(*args: Any, **kwargs: Any) -> Any:
             arguments = self._arguments(self.train, own_fit, args, kwargs)
+            shared_data.split(arguments)
             self.test.source = arguments.get("validation_data")
             self._set_data(arguments, "validation_data")
+            shared_data.pass_as_tensors(self.world, arguments)
             callbacks = callbacks_of_rank(
                 self.world, self.model, arguments.get("callbacks"), self._compare_batches
             )
@@ -115,6 +117,8 @@ class Replica:
                     history = arguments.call()
             finally:
                 self.state.in_fit = was_in_fit
+                # The data may go before the model does.
+                self.train.source = self.test.source = None
             if self.train.begins:  # no epoch was left to train
                 start.synchronise(self.world, self.model, training=True)
             weights = training_state.common(self.model, training_state.weights(self.model))
@@ -136,8 +140,10 @@ class Replica:
                     arguments.set("verbose", 0)
                 return arguments.call()
             arguments = self._arguments(function, own_method, args, kwargs)
+            shared_data.pass_as_tensors(self.world, arguments)
             function.begins = True
             returned = arguments.call()
+            function.source = None
             self._compare_batches()
             return returned
 

@@ -51,13 +51,21 @@ class Offer:
             os.close(self._descriptor)
 
 
-def attach(path: str, size: int, token: str) -> mmap.mmap:
+class ReadOnlyMemory(mmap.mmap):
+    """Memory that this process can't write to; a class of its own, by which arrays that lie in it are recognized."""
+
+
+def attach(path: str, size: int, token: str, read_only: bool = False) -> mmap.mmap:
     """Map the memory behind the path of another process; raise OSError if it can't be opened, and ValueError if it is
     too small or has another token.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    access = os.O_RDONLY if read_only else os.O_RDWR
+    descriptor = os.open(path, access | os.O_CLOEXEC)
     try:
-        memory = mmap.mmap(descriptor, size)
+        if read_only:
+            memory: mmap.mmap = ReadOnlyMemory(descriptor, size, prot=mmap.PROT_READ)
+        else:
+            memory = mmap.mmap(descriptor, size)
     finally:
         os.close(descriptor)
     if memory[:_TOKEN_BYTES] != token.encode():

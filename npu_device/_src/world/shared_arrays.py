@@ -1,0 +1,134 @@
+"""Arrays in memory that several processes of a host map, none of which can write to it.
+
+The memory is an anonymous file (``sharing.Offer``), which the others open through ``/proc/<pid>/fd``: at the start of a
+job its ranks have proved that they can (``host_detection``), so that no socket has to hand descriptors around.
+It lives as long as an array, in whichever process, and no SIGKILL leaves anything behind.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import mmap
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from npu_device._src.collectives.engines.host.sharing import (
+    FIRST_BYTE,
+    Offer,
+    ReadOnlyMemory,
+    attach,
+)
+
+ALIGNMENT = 64
+"""TensorFlow copies arrays that begin elsewhere: the strictest that its builds ask for."""
+
+
+class Place(NamedTuple):
+    """Where an array lies in the memory, made of values that any job can send."""
+
+    offset: int
+    shape: tuple[int, ...]
+    order: str  # "C" or "F"
+    dtype: np.ndarray  # an empty array: dtypes alone can't be sent without a pickle
+
+
+class Address(NamedTuple):
+    """How another process of this host finds the memory."""
+
+    path: str
+    size: int
+    token: str
+
+
+def places_of(arrays: Sequence[np.ndarray]) -> list[Place]:
+    """Return places for arrays one after the other."""
+    places = []
+    offset = FIRST_BYTE
+    for array in arrays:
+        flags = array.flags
+        order = "F" if flags.f_contiguous and not flags.c_contiguous else "C"
+        places.append(Place(offset, array.shape, order, np.empty(0, array.dtype)))
+        offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    return places
+
+
+def published(
+    arrays: Sequence[np.ndarray], places: Sequence[Place], content: bytes = b""
+) -> tuple[Offer, Address]:
+    """Copy arrays to their places in new memory, and any bytes behind them."""
+    end = FIRST_BYTE
+    if places:
+        end = places[-1].offset + arrays[-1].nbytes
+    offer = Offer(end + len(content))
+    for array, place in zip(arrays, places):
+        array_at(offer.memory, place)[...] = array
+    offer.memory[end:] = content
+    # From here on, this process has no more access than the others.
+    offer.memory.close()
+    return offer, Address(offer.path, end + len(content), offer.token)
+
+
+def mapped(address: Address) -> mmap.mmap:
+    """Map published memory; raise OSError or ValueError if it is gone."""
+    return attach(*address, read_only=True)
+
+
+def array_at(memory: mmap.mmap, place: Place) -> np.ndarray:
+    offset, shape, order, dtype = place
+    numbers = np.ndarray(tuple(shape), dtype.dtype, memory, offset, order=order)  # type: ignore[arg-type]
+    return numbers
+
+
+def is_shared(array: Any) -> bool:
+    """Return True for an array that lies in such memory, also for a part or another shape of one."""
+    while isinstance(array, np.ndarray):
+        array = array.base
+    return isinstance(array, ReadOnlyMemory)
+
+
+def with_arrays(
+    value: Any, replace: Callable[[np.ndarray, str], Any], name: str = "the result"
+) -> Any:
+    """Return a value whose arrays are replaced: it may be one, or tuples, lists, dicts and dataclasses of them.
+
+    ``replace`` gets each array, and its name in the value. Subclasses of arrays may hold more than numbers, and stay.
+    """
+    if type(value) in (np.ndarray, np.memmap):
+        return replace(value, name)
+    if type(value) is dict:
+        return {
+            key: with_arrays(member, replace, f"{name}[{key!r}]") for key, member in value.items()
+        }
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        fields = zip(value._fields, value)
+        return type(value)(
+            *(with_arrays(member, replace, f"{name}.{field}") for field, member in fields)
+        )
+    if type(value) in (list, tuple):
+        members = enumerate(value)
+        return type(value)(
+            with_arrays(member, replace, f"{name}[{number}]") for number, member in members
+        )
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        replaced = copy.copy(value)
+        for attribute in dataclasses.fields(value):
+            member = with_arrays(
+                getattr(value, attribute.name), replace, f"{name}.{attribute.name}"
+            )
+            # The dataclass may be frozen.
+            object.__setattr__(replaced, attribute.name, member)
+        return replaced
+    return value
+
+
+def require_numbers(array: np.ndarray, name: str) -> None:
+    """Raise TypeError for an array of Python objects, which have no place in shared memory."""
+    if array.dtype.hasobject:
+        raise TypeError(
+            f"load_once: {name} is an array of Python objects ({array.dtype}, shape {array.shape}), which can't lie in "
+            "shared memory.\nWhat to do: convert it to numbers or fixed-length strings in the function, for instance "
+            "array.astype('U'); or return a list."
+        )

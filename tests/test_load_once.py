@@ -1,0 +1,219 @@
+"""``npu.distribute.load_once``: data exist once on each host, also while a replicated model trains on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import signal
+import time
+from collections import namedtuple
+from pathlib import Path
+from typing import Any, Callable
+
+import job
+import numpy as np
+import pytest
+from compared import same_bits
+from fit_models import CLASS_WEIGHT, compile_model, make_model, outcome, samples
+from heard import error_of
+from pool import Pool
+from ranks import all_through, time_limits
+
+import npu_device as npu
+
+_MIB = 1 << 20
+
+
+def _pss() -> float:
+    """Return the memory of this process in MiB; what several processes map counts in parts."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith("Pss:")]
+    return int(line.split()[1]) / 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Data as scripts keep them."""
+
+    images: np.ndarray
+    names: list[str]
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+def _parts(rank_of_loader: int) -> Any:
+    assert npu.distribute.rank() == rank_of_loader
+    images = np.arange(24, dtype="f4").reshape(2, 3, 4)
+    return {
+        "part": Part(images, ["a", "b"]),
+        "pair": Pair(images.T, images[:, ::2]),
+        "list": [np.array(3), (np.zeros([0, 2]), {"text": np.array(["ä", "b"])}), None],
+        "labels": images[0] > 3,
+    }
+
+
+def _failing() -> None:
+    raise ValueError("no such file")
+
+
+def body_results() -> Any:
+    """Return what the ranks get, and how they fail."""
+    loaded = npu.distribute.load_once(_parts, 0)
+    arrays = [loaded["part"].images, *loaded["pair"], loaded["labels"], loaded["list"][1][0]]
+    own = [_parts.__globals__["Part"], Pair]
+    assert [type(loaded["part"]), type(loaded["pair"])] == own
+    writes = {error_of(lambda one=array: one.__setitem__(..., 0)) for array in arrays}
+    thaw = error_of(setattr, arrays[0].flags, "writeable", True)
+    failed = error_of(npu.distribute.load_once, _failing)
+    objects = error_of(npu.distribute.load_once, lambda: {"rows": [np.array([print])]})
+    again = npu.distribute.load_once(lambda: "no arrays")
+    contents = [loaded["part"].names, *[array.tolist() for array in arrays]]
+    return contents, writes, thaw, failed, objects, again
+
+
+def test_every_rank_gets_the_result_and_its_errors(several_ranks: Pool, single: Pool) -> None:
+    read_only = {"ValueError: assignment destination is read-only"}
+    [alone] = single.run(body_results)
+    for rank, found in enumerate(several_ranks.run(body_results)):
+        contents, writes, thaw, failed, objects, again = found
+        assert contents == alone[0] and writes == alone[1] == read_only
+        assert again == "no arrays" and "WRITEABLE" in thaw
+        assert "TypeError: load_once: the result['rows'][0] is an array of Python obj" in objects
+        assert "What to do: convert it to numbers" in objects
+        assert alone[4] in objects and alone[3] in failed
+        if rank:
+            assert "function that load_once called failed on rank 0:\nTraceback" in failed
+            assert ", in _failing\n" in failed and "What to do: fix the error on rank 0." in failed
+
+
+def _train(load: Callable[[Callable[[], Any]], Any], kind: str) -> Any:
+    def prepared() -> Any:
+        x, y = samples()
+        if kind == "float64":
+            x = x.astype("f8")
+        return x, y, np.linspace(0.5, 1.5, len(x)).astype("f4")
+
+    x, y, weights = load(prepared)
+    model = make_model("functional")
+    compile_model(model, "adam")
+    npu.distribute.replicate(model)
+    given: dict[str, Any] = {"validation_split": 0.2}
+    if kind == "weights":
+        given = {"sample_weight": weights, "validation_data": (x[50:], y[50:], weights[50:])}
+    elif kind == "classes":
+        given["class_weight"] = CLASS_WEIGHT
+    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0, **given)
+    scores = model.evaluate(x[3:], y[3:], batch_size=20, verbose=0, return_dict=True)
+    predicted = model.predict(x, batch_size=10, verbose=0)
+    return outcome(model, history, scores=scores, predicted=predicted)
+
+
+def body_fit(*kinds: str) -> Any:
+    """Train on shared arrays and on arrays of each rank."""
+    npu.open()
+    return [
+        [_train(load, kind) for load in (npu.distribute.load_once, lambda function: function())]
+        for kind in kinds
+    ]
+
+
+def test_training_on_shared_arrays_has_the_same_bits(keras_two_ranks: Pool) -> None:
+    for ranks in zip(*keras_two_ranks.run(body_fit, "plain", "float64", "weights", "classes")):
+        for shared, own in ranks:
+            same_bits(shared, own)
+
+
+def body_memory(mebibytes: int) -> Any:
+    """Return the growth of this rank with loaded data, in a ``fit``, and without them."""
+    import tensorflow as tf
+
+    keras = tf.keras
+    model = keras.Sequential([keras.layers.Input((2048,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    npu.distribute.replicate(model)
+    small = np.zeros([1 << 11, 2048], np.float32)
+    model.fit(small, small[:, 0], batch_size=32, verbose=0)
+    grown = []
+
+    class Look(keras.callbacks.Callback):  # type: ignore[name-defined,misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 10:
+                grown.append(_pss() - before)
+
+    npu.distribute.barrier()
+    before = _pss()
+    rows = mebibytes * 128
+    x, y = npu.distribute.load_once(lambda: (np.ones([rows, 2048], "f4"), np.ones(rows, "f4")))
+    assert x.min() == 1  # has read all of it
+    npu.distribute.barrier()
+    grown.append(_pss() - before)
+    npu.distribute.barrier()
+    model.fit(x, y, batch_size=32, steps_per_epoch=40, verbose=0, callbacks=[Look()])
+    npu.distribute.barrier()
+    del x, y
+    # numpy's arrays in tensors are let go when the next one is made.
+    tf.raw_ops.Identity(input=small)
+    model.fit(small, small[:, 0], batch_size=32, verbose=0)
+    gc.collect()
+    npu.distribute.barrier()
+    return [*grown, _pss() - before]
+
+
+def test_memory_of_four_ranks(pool_with: Callable[..., Pool]) -> None:
+    loaded, fitting, freed = map(sum, zip(*pool_with(4, "3").run(body_memory, 256)))
+    assert loaded < 1.1 * 256 and fitting < 1.1 * 256, (loaded, fitting)
+    # What TensorFlow keeps for itself is less than half of that.
+    assert freed < 0.5 * 256
+
+
+def body_hosts(kind: str) -> Any:
+    """Load on ranks that share no memory, as ranks of several hosts."""
+    calls = []
+
+    def load() -> Any:
+        calls.append(1)
+        rank = npu.distribute.rank() if kind == "different" else 0
+        return {"same": np.ones(3), "x": np.full([2, 2 + rank], rank)}
+
+    problem = error_of(npu.distribute.load_once, load)
+    return len(calls), problem
+
+
+def test_hosts_are_compared(pool_with: Callable[..., Pool]) -> None:
+    ranks = pool_with(2, "3", **all_through("tensorflow"))
+    assert ranks.run(body_hosts, "equal") == [(1, "")] * 2
+    for count, problem in ranks.run(body_hosts, "different"):
+        assert count == 1 and "the hosts have loaded different arrays:\n" in problem
+        lines = [line for line in problem.splitlines() if "rank " in line]
+        assert len(lines) == 2 and "same" not in problem.replace("the same files", "")
+        assert "the result['x'] is int64 of shape (2, 2), checksum " in lines[0]
+        assert "(2, 3), checksum " in lines[1] and "What to do: seed generators" in problem
+
+
+_SLOW = """
+import os, signal, time
+import npu_device as npu
+npu.open()
+def load():
+    print("loads", flush=True)
+    time.sleep(1.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+npu.distribute.load_once(load)
+"""
+
+
+@pytest.mark.full
+def test_the_others_wait_until_the_loading_rank_ends(tmp_path: Path) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    began = time.monotonic()
+    ended = job.run(
+        tmp_path, 3, _SLOW, **time_limits(LOAD_NOTICE_SECONDS=0.4, LOAD_CHECK_SECONDS=0.2)
+    )
+    assert ended[0].code == -signal.SIGKILL and ended[1].code == ended[2].code == 1
+    assert "have waited 1 s for the function on rank 0" in ended[1].output
+    assert "have waited" not in ended[2].output
+    for rank in ended[1:]:
+        assert "rank 0" in rank.output and "is gone" in rank.output
+    assert time.monotonic() - began < 60
+    assert set(Path("/dev/shm").iterdir()) <= before
