@@ -238,6 +238,7 @@ class _Exchange:
 
 def _in_memory(result: Any, memory: Any) -> Any:
     """Return the result of the function itself, with its arrays as they lie in the memory."""
+    # The order is the one in which they were published, so that the places are the same.
     arrays: list[np.ndarray] = []
     with_arrays(result, lambda array, name: arrays.append(array))
     places = iter(places_of(arrays))
@@ -258,6 +259,7 @@ def _fact(name: str, array: np.ndarray) -> str:
 
 def _line(world: World, notes: dict[int, dict[str, Any]]) -> str:
     """Return the line at the start."""
+    # Ranks in containers of their own share a host, but no memory.
     leaders = list(notes)
     hosts = world.job.cluster.hosts
     if len(leaders) == 1:

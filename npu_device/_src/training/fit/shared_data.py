@@ -46,6 +46,7 @@ def split(arguments: _Arguments) -> None:
     for name, structure in zip(_DATA, part(0, border)):
         if structure is not None:
             arguments.set(name, structure)
+    # Keras takes a tuple without the weights if there are none.
     held_out = part(border, length)
     while held_out[-1] is None:
         held_out.pop()
@@ -66,6 +67,7 @@ def pass_as_tensors(world: World, arguments: _Arguments) -> None:
 
 def _tensor(world: World, array: np.ndarray) -> Any:
     """Return an array as a tensor in shared memory; the array itself if Keras or TensorFlow would convert it anyhow."""
+    # Strings and TensorFlow's own dtypes have no form that both sides read.
     if array.dtype.kind not in "biuf":
         return array
     dtype = array.dtype
