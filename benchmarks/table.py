@@ -148,10 +148,9 @@ def model(results: Results) -> str:
 def _model_in_state(results: Results, state: str) -> str:
     head = f"ms per step, {state}"
     rows = [[head, "computing", "sending", "sum", "measured", "one process or host"]]
-    one = {
-        each.label: each.median(ONE_PROCESS)
-        for case in results.in_state("faster", state)
-        for each in case.rounds
+    # The same steps as in the table of samples, so that both pages show one figure for them.
+    same_work = {
+        each.label: each for case in results.in_state("faster", state) for each in case.rounds
     }
     steps_of = [("", "resnet50", FUNCTION), ("", "bert", FUNCTION)]
     steps_of += [("hosts_", "resnet50", rival) for rival in (RING_BETWEEN, TCP_BETWEEN)]
@@ -168,9 +167,16 @@ def _model_in_state(results: Results, state: str) -> str:
         for case in results.in_state(hosts + name, state)[:1]:
             for each in case.rounds:
                 computing, measured = each.median(ALONE), each.median(rival)
+                alone = 2 * computing if hosts and computing else None
+                if not hosts and name in same_work:
+                    work = same_work[name]
+                    computing, measured = (
+                        work.median(f"{TWO_RANKS}, {ALONE}"),
+                        work.median(TWO_RANKS),
+                    )
+                    alone = work.median(ONE_PROCESS)
                 if computing and measured and each.gbit in per_byte:
                     sending = each.size * per_byte[each.gbit]
-                    alone = 2 * computing if hosts else one.get(name)
                     label = f"{_NAMES[name]}, one host"
                     if hosts:
                         label = f"{_NAMES[name]}, two hosts, {each.gbit:g} Gbit/s, {rival}"
