@@ -614,3 +614,67 @@ def test_divided_updates_through_sockets_have_the_bits_of_whole_ones(
     ranks = pool_with(3, "3", **all_through("tcp"))
     found = ranks.run(body_same_bits, "adam", graph, SHAPES, ["float32"], 1, False)
     assert_divided(found, "adam")
+
+
+def body_disagree() -> tuple[str, str]:
+    """Return the errors of two calls, and of two ranks, that don't agree on dividing an optimizer."""
+    optimizer = wrap(tf.keras.optimizers.SGD(0.1), shard_optimizer=True)
+    model = tf.keras.Sequential([tf.keras.Input([2]), tf.keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    model = npu.distribute.replicate(model, shard_optimizer=False)
+    try:
+        model.fit(np.ones([4, 2]), np.ones([4, 1]), batch_size=4, verbose=0)
+        of_calls = ""
+    except ValueError as error:
+        of_calls = str(error)
+    variables = _variables(SHAPES[:3], ["float32"])
+    optimizer = wrap(tf.keras.optimizers.SGD(0.1), shard_optimizer=npu.distribute.rank() == 0)
+    try:
+        _trained(optimizer, variables, False)
+        return of_calls, ""
+    except RuntimeError as error:
+        return of_calls, str(error)
+
+
+def test_calls_and_ranks_that_disagree_are_an_error(pool_with: Callable[..., Pool]) -> None:
+    for of_calls, of_ranks in pool_with(2, "3").run(body_disagree):
+        assert "What to do: pass the same value to both, or to one." in of_calls
+        assert "called different collective operations" in of_ranks
+
+
+def body_saved(directory: str) -> list[bytes]:
+    """Train 7 steps with divided updates, and save on rank 0; return the state of all slots."""
+    variables = _variables(SHAPES, ["float32"])
+    optimizer = wrap(_optimizers()["adam"](), shard_optimizer=True)
+    _trained(optimizer, variables, True, 7)
+    state = _bits([*variables, *optimizer.variables])
+    if npu.distribute.rank() == 0:
+        tf.train.Checkpoint(optimizer=optimizer, variables=variables).write(f"{directory}/saved")
+    npu.distribute.barrier()
+    return state
+
+
+def body_loaded(directory: str, is_built: bool) -> list[bytes]:
+    """Return the state that the file holds for this number of ranks."""
+    variables = _variables(SHAPES, ["float32"])
+    optimizer = wrap(_optimizers()["adam"](), shard_optimizer=True)
+    if is_built:
+        optimizer.build(variables)
+    checkpoint = tf.train.Checkpoint(optimizer=optimizer, variables=variables)
+    checkpoint.read(f"{directory}/saved")
+    optimizer.build(variables)
+    npu.distribute.barrier()
+    state = _bits([*variables, *optimizer.variables])
+    npu.distribute.barrier()
+    return state
+
+
+@full
+@pytest.mark.parametrize("is_built", [True, False], ids=["built", "not built"])
+@pytest.mark.parametrize(("saving", "loading"), [(2, 3), (4, 1), (1, 2)])
+def test_files_are_loaded_on_another_number_of_ranks(
+    pool_with: Callable[..., Pool], tmp_path: Any, saving: int, loading: int, is_built: bool
+) -> None:
+    saved = pool_with(saving, "3").run(body_saved, str(tmp_path))
+    loaded = pool_with(loading, "3").run(body_loaded, str(tmp_path), is_built)
+    assert loaded == saved[:1] * loading
