@@ -118,8 +118,15 @@ def body_fit(*kinds: str) -> Any:
     ]
 
 
-def test_training_on_shared_arrays_has_the_same_bits(keras_two_ranks: Pool) -> None:
-    for ranks in zip(*keras_two_ranks.run(body_fit, "plain", "float64", "weights", "classes")):
+@pytest.mark.parametrize(
+    "kinds",
+    [["plain", "float64"], pytest.param(["weights", "classes"], marks=pytest.mark.full)],
+    ids=" and ".join,
+)
+def test_training_on_shared_arrays_has_the_same_bits(
+    keras_two_ranks: Pool, kinds: list[str]
+) -> None:
+    for ranks in zip(*keras_two_ranks.run(body_fit, *kinds)):
         for shared, own in ranks:
             same_bits(shared, own)
 
