@@ -642,7 +642,7 @@ def test_calls_and_ranks_that_disagree_are_an_error(pool_with: Callable[..., Poo
         assert "called different collective operations" in of_ranks
 
 
-def body_saved(directory: str) -> list[bytes]:
+def body_file_of_shares(directory: str) -> list[bytes]:
     """Train 7 steps with divided updates, and save on rank 0; return the state of all slots."""
     variables = _variables(SHAPES, ["float32"])
     optimizer = wrap(_optimizers()["adam"](), shard_optimizer=True)
@@ -654,7 +654,7 @@ def body_saved(directory: str) -> list[bytes]:
     return state
 
 
-def body_loaded(directory: str, is_built: bool) -> list[bytes]:
+def body_shares_of_file(directory: str, is_built: bool) -> list[bytes]:
     """Return the state that the file holds for this number of ranks."""
     variables = _variables(SHAPES, ["float32"])
     optimizer = wrap(_optimizers()["adam"](), shard_optimizer=True)
@@ -675,6 +675,6 @@ def body_loaded(directory: str, is_built: bool) -> list[bytes]:
 def test_files_are_loaded_on_another_number_of_ranks(
     pool_with: Callable[..., Pool], tmp_path: Any, saving: int, loading: int, is_built: bool
 ) -> None:
-    saved = pool_with(saving, "3").run(body_saved, str(tmp_path))
-    loaded = pool_with(loading, "3").run(body_loaded, str(tmp_path), is_built)
+    saved = pool_with(saving, "3").run(body_file_of_shares, str(tmp_path))
+    loaded = pool_with(loading, "3").run(body_shares_of_file, str(tmp_path), is_built)
     assert loaded == saved[:1] * loading
