@@ -13,10 +13,15 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("keras", ["3", pytest.param("2", marks=pytest.mark.full)], indirect=True)
+@pytest.mark.parametrize(
+    "resumed",
+    [["within"], pytest.param(["within", "between", "ended"], marks=pytest.mark.full)],
+    ids=len,
+)
 def test_a_resumed_fit_stops_where_an_undisturbed_one_does(
-    keras_two_ranks: Pool, tmp_path: Path
+    keras_two_ranks: Pool, tmp_path: Path, resumed: list[str]
 ) -> None:
-    results = keras_two_ranks.run(bodies.body, str(tmp_path / "fit"))
+    results = keras_two_ranks.run(bodies.body, str(tmp_path / "fit"), *resumed)
     assert results[0]["whole"]["table"].count("\n") == 6 and results[0]["whole"]["board"]
     for ran in results:
         whole = ran.pop("whole")

@@ -50,7 +50,9 @@ def started(engine: HostQueue, program: Callable[[MemoryRing], Any], background:
         return program(channel)
 
     terms = Terms((1, 2), 3, dict, False, lambda position: ValueError("heads differ"))
-    return engine.start(OnArrays([], lambda arrays, buffers: (act, [])), terms, [], background)
+    return engine.start(
+        OnArrays([], lambda arrays, buffers: (act, [])), terms, [], computes_meanwhile=background
+    )
 
 
 def summed(

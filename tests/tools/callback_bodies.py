@@ -126,13 +126,12 @@ class Copies(tf.keras.callbacks.Callback):
             npu.distribute.barrier()
 
 
-def body(directory: str) -> dict[str, Any]:
-    """Train without a break, with one within the third epoch, one after it, and once more when it has ended."""
+def body(directory: str, *resumed: str) -> dict[str, Any]:
+    """Train without a break, and with one within the third epoch, with one after it, or once more when it has ended."""
     place = bodies.fresh(directory)
     copies = Copies(place, {13: "within", 16: "between"})
-    return {
-        "whole": fit(place / "whole", copies),
-        "within": fit(place / "within"),
-        "between": fit(place / "between", last=False),
-        "ended": fit(place / "whole"),
-    }
+    results = {"whole": fit(place / "whole", copies)}
+    for name in resumed:
+        folder = "whole" if name == "ended" else name
+        results[name] = fit(place / folder, last=name != "between")
+    return results
