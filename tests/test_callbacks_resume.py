@@ -29,7 +29,7 @@ def test_a_resumed_fit_stops_where_an_undisturbed_one_does(
         assert whole["steps"] == 25
         rates = whole["history"].get("learning_rate") or whole["history"]["lr"]
         assert len(set(rates)) > 1
-        for name, resumed in ran.items():
-            same_bits(whole["values"], resumed.pop("values"))
-            for key, value in resumed.items():
+        for name, result in ran.items():
+            same_bits(whole["values"], result.pop("values"))
+            for key, value in result.items():
                 assert value == whole[key], (name, key)
