@@ -69,6 +69,7 @@ class BytesOnRequest:
         self._asking = threading.Lock()
         self._handed: dict[int, Handed] = {}
         self._arriving: dict[int, threading.Thread] = {}
+        self._is_ending = False
         self._is_closed = False
         health.on_question(_TOPIC, self._reply)
 
@@ -113,18 +114,25 @@ class BytesOnRequest:
         """Call a function with the connection to a rank, or another one with what that has handed over."""
         with self._asking:
             handed = self._handed_by(rank)
-            if handed is None:
-                connection = self._connection(rank)
-                try:
-                    return act(connection)
-                except OSError as error:
+            if handed is not None:
+                return after_end(handed)
+            try:
+                return act(self._connection(rank))
+            except (OSError, PeerError) as error:
+                connection = self._connections.pop(rank, None)
+                if connection is not None:
                     connection.close()
-                    del self._connections[rank]
-                    # The rank may have ended since the first look, and handed its bytes over.
-                    handed = self._handed_by(rank)
-                    if handed is None:
-                        self._peers.raise_for(rank, str(error))
-            return after_end(handed)
+                # The rank may have ended since the first look, and handed its bytes over.
+                handed = self._handed_by(rank)
+                if handed is not None:
+                    return after_end(handed)
+                # If the rank has failed, the hub's news of that says more.
+                self._health.wait_for_news()
+                raise PeerError(
+                    f"{self._cluster.name} asks {self._cluster.name_of(rank)} for what only that holds, and gets no "
+                    f"answer: it has ended, or is stopped ({error}).\nWhat to do: read and save on rank "
+                    "0 alone; or, if every rank does, call npu.distribute.barrier() on all ranks after that."
+                ) from error
 
     def _send(self, connection: socket.socket, key: Key, content: memoryview | None) -> None:
         length = _REFUSED
@@ -147,10 +155,12 @@ class BytesOnRequest:
 
     def close(self) -> None:
         """Hand the bytes of this rank over to rank 0, if that goes on."""
-        self._is_closed = True
+        self._is_ending = True
         with contextlib.suppress(ClusterError, OSError):
             if self._cluster.rank != 0 and not self._health.is_over:
                 self._hand_over()
+        # Until here this rank answers: one that gets no answer finds the bytes on rank 0.
+        self._is_closed = True
         for connection in self._connections.values():
             connection.close()
 
@@ -181,11 +191,7 @@ class BytesOnRequest:
             question = {"rank": self._cluster.rank, "hands over": False}
             answers = self._health.ask(_TOPIC, question, [rank], SHORT_SECONDS)
             if not answers.get(rank):
-                self._health.require_running()
-                raise PeerError(
-                    f"{self._cluster.name} asks {self._cluster.name_of(rank)} for what only that holds, and gets no "
-                    "answer: it has ended, or is stopped."
-                )
+                raise ConnectionError("it doesn't answer")
             connection = self._peers.connect(rank, _ASKING)
             connection.settimeout(CHECK_SECONDS)
             self._connections[rank] = connection
@@ -194,15 +200,16 @@ class BytesOnRequest:
     def _reply(self, question: dict[str, Any]) -> bool:
         # The thread of the channel must not wait, so that another one does.
         if self._is_closed:
-            # The bytes are with rank 0, or going there.
+            # Rank 0 has the bytes.
             return False
         rank = int(question["rank"])
         hands_over = question["hands over"]
         target = (self._serve, self._take_over)[hands_over]
         thread = threading.Thread(target=target, args=(rank,), name="npu_device-bytes", daemon=True)
+        thread.start()
+        # A thread can be joined only after its start. A look before this line asks the rank, which still answers.
         if hands_over:
             self._arriving[rank] = thread
-        thread.start()
         return True
 
     def _serve(self, rank: int) -> None:
@@ -225,7 +232,8 @@ class BytesOnRequest:
                     self._move_all(connection.send, answer)
 
     def _taken(self, rank: int, key: Key, content: bytearray) -> memoryview | None:
-        if self._holder.take(rank, key, content):
+        # What would be taken now might miss the hand-over.
+        if not self._is_ending and self._holder.take(rank, key, content):
             return memoryview(b"")
         return None
 
