@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from npu_device._src.collectives.agreed_engine import AgreedEngine, require_differentiable
 from npu_device._src.collectives.dtypes import reduced_dtype
+from npu_device._src.collectives.engine_text import say_that_float16_may_be_slow
 from npu_device._src.collectives.graph import in_one_or_apart, origin
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
@@ -116,6 +117,8 @@ def reduce_list(
     # Only gradients are summed or averaged; a trace has no other reductions.
     if options.reduction in ("mean", "sum"):
         tracer = job.part(Tracer)
+    if options.compression == "fp16":
+        say_that_float16_may_be_slow(job, group)
     segments: Sequence[Sequence[int]] = [[0]]
     sparse: list[int] = []
     # Each operation's positions in the list, and its segments among the values there.
