@@ -25,8 +25,8 @@ Number = Union[int, tf.Tensor]
 
 @dataclass(frozen=True)
 class Share:
-    # What the model's step gets. Without units, these are samples that don't count, so that the step has something to
-    # work on.
+    # What the model's step gets. Without units, it is a real sample that another rank counts, so that the step has
+    # something to work on.
     data: Any
     units: Number  # units that count, on this rank
     total: Number  # units on all ranks together
@@ -47,7 +47,7 @@ class Share:
 
     @property
     def counts(self) -> np.float64 | tf.Tensor:
-        """Return 1 when this rank has samples, 0 when it works on one that doesn't count; in float64."""
+        """Return the factor 1 when this rank has samples, 0 when it works on one that doesn't count; in float64."""
         if isinstance(self.units, int):
             return np.float64(self.units > 0)
         return tf.cast(self.units > 0, tf.float64)

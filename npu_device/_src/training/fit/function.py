@@ -112,7 +112,11 @@ class Function(StepContext):
                 say(randomness.lines(self.model, draws))
 
     def _start(self, batches: Any) -> Any:
-        """Make the ranks ready: all variables made, equal on all ranks, and the first batch compared."""
+        """Make the ranks ready at the first call of a ``fit``, and return the batches with the first one put back.
+
+        The first batch is taken, all variables are built from it and sent by rank 0, the first batches are compared,
+        and the first step is checked with variables that are equal by then.
+        """
         is_training = self.mode == "train"
         self.checksum.take()  # drops what an interrupted call has left
         pulled = batches
@@ -158,7 +162,9 @@ class Function(StepContext):
         return None
 
     def send_from_root(self, sent: bool) -> None:
-        """Let the batches of rank 0 be sent to all ranks from now on, or not any more."""
+        """Let the batches of rank 0 be sent to all ranks from now on, or not any more, with a new function of Keras:
+        the traced one has this setting in it. The batch that was taken already is sent, too.
+        """
         if sent != self.from_root:
             self.from_root = sent
             self._make_anew()

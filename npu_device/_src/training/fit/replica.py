@@ -9,9 +9,9 @@ save a model call: a warning says that each rank writes (``files``).
 For good, on each optimizer that a step can reach (``weighting``, ``optimizer_wrapper``):
 
 - ``apply_gradients``, ``apply``, ``aggregate_gradients``, ``_aggregate_gradients``: they reduce gradients first
-- ``scale_loss``, ``minimize``: a loss that passes through is weighted by the samples of the rank, which costs less
+- ``scale_loss``, ``minimize``: in Keras's own step, the loss is weighted by the samples of the rank, which costs less
 
-While a step runs (``step.Replaced`` gives everything back):
+While a step runs (``replaced.Replaced`` gives everything back):
 
 - ``call`` of losses, and ``compute_loss`` of a Keras 3 model: another denominator than the number of samples is that of
   all ranks (``losses``)

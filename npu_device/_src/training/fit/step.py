@@ -1,4 +1,5 @@
-"""The road of one batch through a replicated model: taken, checked, divided, stepped, reduced, logged.
+"""The road of one batch through a replicated model: taken and counted in the checksum, divided, stepped (the optimizer
+reduces the gradients inside), metrics and moving averages added up, logged.
 
 ``train_or_test_step`` and ``predict_step`` below are the road. They stand in for the model's own steps; the rest of the
 file is what they call, in that order. How losses, metrics, layers and optimizers take part is in ``losses``,

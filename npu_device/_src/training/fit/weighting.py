@@ -1,4 +1,14 @@
-"""Optimizers in a step of a replicated model: they add up gradients over the ranks, each weighted by its samples."""
+"""Optimizers in a step of a replicated model: they add up gradients over the ranks, each weighted by its samples.
+
+The weight is that of the loss or of the gradients, never of both:
+
+- Keras's own step: ``scale_loss`` or ``minimize`` weights the loss, which costs nothing.
+- A step of the script: its gradients are weighted when the optimizer reduces them.
+- A step of the script that calls ``minimize`` of tf-keras: that weights the loss.
+
+The way to the reduction: the optimizer's ``apply`` or ``apply_gradients`` (``optimizer_wrapper``), ``reduce_once``, and
+``WeightedReduction.reduce``.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +35,8 @@ from npu_device._src.world.world import World
 class WeightedReduction(GradientReduction):
     """Adds up the gradients of the ranks' shares of a batch; outside a step it takes the mean, as elsewhere.
 
-    Weighting the loss costs nothing; gradients are weighted themselves only if the loss didn't pass through the
-    optimizer. In a script's own step only ``minimize`` weights the loss: between the loss and the optimizer, the step
-    may reduce gradients itself.
+    In a step, the reduction is a sum of weighted gradients, whatever the options are. A step of the script may reduce
+    gradients itself, between the loss and the optimizer: so its loss isn't weighted.
     """
 
     def begin(self, optimizer: Any, variables: Iterable[Any]) -> None:
