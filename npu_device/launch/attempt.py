@@ -58,8 +58,8 @@ _OTHER_SCHEMES = (
 class NodeOutcome:
     """The end of an attempt on one node."""
 
-    # 0 if every rank ended with 0; 75 if the ranks were asked to stop and can be resumed; else that of the rank that
-    # failed first, of the signal that stopped the launcher, or 126 if a rank can't be started
+    # The exit code: 0 if every rank ended with 0; 75 if the ranks were asked to stop and can be resumed; 126 if a rank
+    # can't be started; else that of the rank that failed first, or of the signal that stopped the launcher.
     code: int
     interrupted: bool = False
     preempted: bool = False  # the platform takes this node away

@@ -52,7 +52,8 @@ class ServerHandshake:
         said = dict(greeting)
         protocol = said.pop("npu_device", None)
         nonce = said.pop("nonce", None)
-        # Other versions greet, too: ranks with different versions recognize each other.
+        # Any protocol number is accepted here, so that ranks with different versions get far enough to name the
+        # mismatch.
         if not isinstance(protocol, int) or not isinstance(nonce, str):
             raise frames.FrameError("no greeting")
         self.said = said

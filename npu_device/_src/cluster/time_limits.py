@@ -19,7 +19,7 @@ THREAD_SILENT_SECONDS = 5.0
 # For another thread of the function to appear, if what one does differs among the ranks.
 THREAD_ORDER_SECONDS = 2.0
 THREAD_LOOK_SECONDS = 0.001  # between two looks at the threads
-# In a session, for the turn of a collective, before it checks whether the others are alive.
+# How long a session waits for the turn of a collective before it checks whether the other ranks are alive.
 QUEUE_CHECK_SECONDS = 0.5
 # Between two looks at whether the first rank of the host has copied what all ranks share.
 COPY_POLL_SECONDS = 0.02
@@ -53,7 +53,7 @@ DELIVER_TICK_SECONDS = 0.005  # between two looks at whether the hosts have it
 # Reaching the hub
 ANSWER_SECONDS = 3.0  # for the hub, which should answer at once
 CONNECT_SECONDS = 3.0  # one attempt to connect to an address
-# After a failed accept: the client has gone, or no file descriptor is free.
+# The pause after a failed accept, when the client has gone or no file descriptor is free.
 ACCEPT_PAUSE_SECONDS = 0.1
 VERDICT_MARGIN_SECONDS = 5.0  # how much longer than the hub says a rank waits for the roster
 # The longest wait for the other ranks that a hub or a rank may ask for.
@@ -108,7 +108,7 @@ READER_SECONDS = 5.0
 NODE_CONNECT_SECONDS = 10.0  # one attempt of a node to reach node 0
 NODE_PAUSE_SECONDS = 0.3  # between two of them
 NODE_ALIVE_SECONDS = 5.0  # between the messages with which node 0 says that it isn't frozen
-# After this silence, a node that only waits takes npurun on node 0 for frozen.
+# After this much silence, a node that only waits assumes that npurun on node 0 is frozen.
 NODE_SILENT_SECONDS = 4 * NODE_ALIVE_SECONDS
 NODE_NOTICE_SECONDS = 5.0  # until node 0 reports that it waits for other nodes
 NODE_LAST_MESSAGE_SECONDS = 3.0  # for the other nodes to read why they end

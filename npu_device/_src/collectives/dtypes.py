@@ -100,7 +100,7 @@ def fold(rows: Sequence[tf.Tensor], reduction: str) -> tf.Tensor:
     if reduction in _CHOICES:
         return _CHOICES[reduction](tf.stack(rows), axis=0)
     dtype = reduced_dtype(dtype, reduction)
-    # ``reduce`` keeps the order of the ranks, as the engines on arrays do.
+    # ``tf.add_n`` and ``tf.reduce_sum`` could add up in another order.
     total = reduce(_TOTALS[reduction], [tf.cast(row, sum_dtype(dtype)) for row in rows])
     if reduction == "mean":
         total = total / len(rows)

@@ -22,7 +22,7 @@ from npu_device._src import compat
 _Call = TypeVar("_Call")
 _numbers = itertools.count()
 
-# Which graph is being built
+# The graph being built: that of a session, or that of a ``tf.function``.
 
 
 def runs_if_fetched() -> bool:

@@ -116,7 +116,7 @@ def reduce_scatter(job: Job, tensor: tf.Tensor, reduction: str, group: Group) ->
             checks.append(tf.debugging.Assert(length % group.size == 0, [f"{text}; found", length]))
         with tf.control_dependencies(checks):
             blocks = engine.exchange(tf.reshape(tensor, [group.size, -1]))
-        # Every rank has all ranks' values of its block, and adds them up in the order of the ranks.
+        # Every rank now has all ranks' values of its block, and reduces them in the order of the ranks.
         reduced = fold(tf.unstack(blocks, num=group.size), reduction)
         return moves.with_first_dimension(reduced, tensor, lambda rows: rows // group.size)
 

@@ -26,7 +26,7 @@ from npu_device._src.machine.topology import read_quota
 
 _log = logging.getLogger("npu_device")
 
-# A single thread runs first what became ready last: in a backward pass it delays every other gradient to the end, and
+# A single thread runs first what became ready last: in a backward pass it computes all gradients only at the end, and
 # nothing can be sent meanwhile. A second one takes what became ready first. It is also needed if one is busy in the
 # input pipeline while the other runs the step.
 LEAST_INTER_OP_THREADS = 2

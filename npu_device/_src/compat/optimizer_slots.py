@@ -147,7 +147,7 @@ def clipped_with_all(
             "needs all of them; it is given only those of the share of its rank.\nWhat to do: clip the reduced "
             "gradients by tf.clip_by_global_norm first, with an optimizer that doesn't clip."
         )
-    # The positions of gradients that Keras itself clips, in the same way.
+    # The positions of the gradients that Keras clips: it first drops those that are None or overwrite their variable.
     positions = []
     for position, (gradient, variable) in enumerate(pairs):
         if gradient is not None and not is_overwritten(variable):

@@ -33,7 +33,7 @@ def check_own_variables(warns: bool) -> None:
     if not warns:
         return
     names = {variable.name for variable in variables}
-    # Most of them are misspelled, and would silently do nothing.
+    # An unknown name is probably misspelled, and would silently do nothing.
     unknown = sorted(names_in_environment("NPU_DEVICE_") - names)
     if unknown:
         _log.warning(

@@ -188,9 +188,9 @@ class PointSchema:
     group: str
     backend: str
     has_start: bool = True
-    # The end of backward is a point of its own; otherwise it is the last gradient.
+    # Whether the end of the backward pass is a point of its own; if not, the last gradient marks it.
     has_bp_end: bool = False
-    # The end of the update is known; otherwise the last reduction ends the iteration.
+    # Whether the end of the update is known; if not, the last reduction ends the iteration.
     has_end: bool = False
     waits_for_all: bool = False  # no segment starts before all gradients are there
 

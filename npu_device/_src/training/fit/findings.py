@@ -149,7 +149,7 @@ def sums_of_optimizers(gradients: Sequence[ComparedGradient]) -> dict[Any, bool]
         ]
         are_sums = all(gradient.is_sum for gradient in gradients_of_optimizer)
         are_means = all(gradient.is_mean for gradient in gradients_of_optimizer)
-        # If both are true, all gradients are 0, and tell nothing.
+        # Both are true only if all gradients are 0, which tells us nothing; both are false if neither kind fits all.
         if reduction is not None and are_sums != are_means:
             kinds[reduction] = are_sums
     return kinds

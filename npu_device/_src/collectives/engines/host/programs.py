@@ -240,7 +240,7 @@ class _SharedReduction:
         """Yield the rounds in which each member reads all members' values of its piece, and reduces them."""
         rank = self._channel.rank
         members = range(self._channel.size)
-        # All members need the same number of rounds, also those whose piece is shorter.
+        # All members need the same number of rounds, including those with a shorter piece.
         longest = max(high - low for low, high in zip(bounds, bounds[1:]))
         for offset, _ in _chunks(longest, self._chunk):
             spans = []
