@@ -105,7 +105,7 @@ def say_that_float16_may_be_slow(job: Job, group: Group) -> None:
         # Measured through TCP between two namespaces, 16 MB in four segments.
         say(
             [
-                f'npu_device: compression="fp16" through {engine} takes 0.5 times as long as 32 bits at 1 Gbit/s, and '
-                '1.7 times at 10 Gbit/s: on fast networks send 32 bits, or "bf16"'
+                f'npu_device: compression="fp16" through {engine} takes longer than 32 bits on fast networks (with '
+                'tcp: 0.5 times as long at 1 Gbit/s, 1.7 times at 10 Gbit/s): there, send 32 bits, or "bf16"'
             ]
         )
