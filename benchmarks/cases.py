@@ -316,6 +316,7 @@ def _between_hosts(model: str, size: int, steps: int, quick: bool) -> tuple[Roun
             rivals.append(
                 Rival(f"{label}, 4 segments, bf16", side, "training", (model, True, 4, "bf16"))
             )
+    rivals.append(Rival(MIRRORED, sides.MIRRORED_OF_HOSTS, "training", (model,)))
     return tuple(Round("step", size, steps, tuple(rivals), gbit=gbit) for gbit in _rates(quick))
 
 

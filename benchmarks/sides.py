@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ GLOO = "gloo"
 MPICH = "mpich"
 TCP_OF_HOSTS, RING_OF_HOSTS, MPI_OF_HOSTS = "tcp_of_hosts", "tensorflow_of_hosts", "mpi_of_hosts"
 GLOO_OF_HOSTS, MPICH_OF_HOSTS = "gloo_of_hosts", "mpich_of_hosts"
+MIRRORED_OF_HOSTS = "mirrored_of_hosts"
 GPU_HOST_MEMORY, GPU_NCCL = "gpu_host_memory", "gpu_nccl"
 GPU_MIRRORED = "gpu_mirrored"
 ONE_PROCESS, TWO_DEVICES, WATCHED = "one_process", "two_devices", "watched"
@@ -113,8 +115,17 @@ def _host_memory(ranks: int, directory: Path) -> list[dict[str, str]]:
 
 
 def _mirrored(ranks: int, _: Path) -> list[dict[str, str]]:
-    workers = [f"{_HOST}:{_free_port()}" for _ in range(ranks)]
-    tasks = [{"type": "worker", "index": rank} for rank in range(ranks)]
+    return _workers([_HOST] * ranks)
+
+
+def _mirrored_on_hosts(ranks: int, _: Path) -> list[dict[str, str]]:
+    return _workers([address(rank) for rank in range(ranks)])
+
+
+def _workers(addresses: Sequence[str]) -> list[dict[str, str]]:
+    """Return the variables of workers of ``tf.distribute`` at these addresses."""
+    workers = [f"{name}:{_free_port()}" for name in addresses]
+    tasks = [{"type": "worker", "index": rank} for rank in range(len(workers))]
     return [
         {"TF_CONFIG": json.dumps({"cluster": {"worker": workers}, "task": task})} for task in tasks
     ]
@@ -174,6 +185,7 @@ SIDES = {
     SHARED_MEMORY: Side("npu_side", "NpuSide", partial(_npu, backend="shared_memory")),
     TENSORFLOW: Side("npu_side", "NpuSide", partial(_npu, backend="tensorflow")),
     MIRRORED: Side("mirrored_side", "MirroredSide", _mirrored),
+    MIRRORED_OF_HOSTS: Side("mirrored_side", "MirroredSide", _mirrored_on_hosts, on_hosts=True),
     GLOO: Side("gloo_side", "GlooSide", _gloo, needs=("torch",)),
     MPICH: Side("mpich_side", "MpichSide", _nothing, needs=("mpi4py",), started_by_mpiexec=True),
     TCP_OF_HOSTS: Side("npu_side", "NpuSide", partial(_npu_on_hosts, backend="tcp"), on_hosts=True),

@@ -16,6 +16,7 @@ from benchmarks.cases import (
     MIRRORED,
     ONE_PROCESS,
     RING_BETWEEN,
+    SAMPLES,
     START,
     TCP_BETWEEN,
     TWO_DEVICES,
@@ -194,24 +195,24 @@ def summary(results: Results) -> str:
             name = f"{_NAMES[each.label]}, one host of {results.machine.cores} cores"
             rows.append(_gain(name, each, each.median(ONE_PROCESS), TWO_RANKS, TWO_DEVICES))
     for case in results.of("hosts_resnet50")[:1]:
-        samples = next(each.size for each in results.of("faster")[0].rounds)
+        samples = 2 * SAMPLES["resnet50"]
         for each in case.rounds:
-            name = f"{_NAMES['resnet50']}, two hosts of one core, {each.gbit:g} Gbit/s, `tcp`"
+            name = f"{_NAMES['resnet50']}, one or two hosts of one core, {each.gbit:g} Gbit/s, `tcp`"
             alone = each.median(ALONE)
             # A host has the whole batch then: twice the samples of a rank.
             whole = 2 * alone if alone else None
-            rows.append(_gain(name, replace(each, size=samples), whole, TCP_BETWEEN, None))
+            rows.append(_gain(name, replace(each, size=samples), whole, TCP_BETWEEN, MIRRORED))
     return _markdown([row for row in rows if row]) if len(rows) > 1 else ""
 
 
 def _gain(
-    name: str, each: RoundResult, alone: float | None, rival: str, other: str | None
+    name: str, each: RoundResult, alone: float | None, rival: str, other: str
 ) -> list[str]:
     """Return a row: samples a second of one process, and of two ranks, their ratio, and that of TensorFlow's way."""
     two = each.median(rival)
     if not alone or not two:
         return []
-    mirrored = each.median(other) if other else None
+    mirrored = each.median(other)
     other_ratio = f"{alone / mirrored:.2f}×" if mirrored else _NOT_MEASURED
     samples = (f"{float(f'{each.size / seconds:.3g}'):g}" for seconds in (alone, two))
     return [name, *samples, f"**{alone / two:.2f}×**", other_ratio]
