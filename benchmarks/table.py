@@ -197,7 +197,9 @@ def summary(results: Results) -> str:
     for case in results.of("hosts_resnet50")[:1]:
         samples = 2 * SAMPLES["resnet50"]
         for each in case.rounds:
-            name = f"{_NAMES['resnet50']}, one or two hosts of one core, {each.gbit:g} Gbit/s, `tcp`"
+            name = (
+                f"{_NAMES['resnet50']}, one or two hosts of one core, {each.gbit:g} Gbit/s, `tcp`"
+            )
             alone = each.median(ALONE)
             # A host has the whole batch then: twice the samples of a rank.
             whole = 2 * alone if alone else None
@@ -205,9 +207,7 @@ def summary(results: Results) -> str:
     return _markdown([row for row in rows if row]) if len(rows) > 1 else ""
 
 
-def _gain(
-    name: str, each: RoundResult, alone: float | None, rival: str, other: str
-) -> list[str]:
+def _gain(name: str, each: RoundResult, alone: float | None, rival: str, other: str) -> list[str]:
     """Return a row: samples a second of one process, and of two ranks, their ratio, and that of TensorFlow's way."""
     two = each.median(rival)
     if not alone or not two:

@@ -11,7 +11,7 @@ from compared import same_bits
 from launcher import npurun
 from pool import Pool
 
-from npu_device._src.machine.free_memory import free_memory
+from npu_device._src.machine.free_memory import free_memory, usable_memory
 from npu_device._src.training.checkpoint.memory_slots import SLOTS, Memory, Slot, copies
 
 pytestmark = pytest.mark.slow
@@ -108,17 +108,20 @@ def test_free_memory_is_what_the_smallest_group_leaves(tmp_path: Path) -> None:
 
     write("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable: 5000 kB\n")
     assert free_memory(tmp_path) == 5000 << 10
+    assert usable_memory(tmp_path) == 9000 << 10
     write("proc/self/cgroup", "0::/job/task\n")
     write("sys/fs/cgroup/job/memory.max", "4096000")
     write("sys/fs/cgroup/job/memory.current", "1096000")
     write("sys/fs/cgroup/job/memory.stat", "anon 7\ninactive_file 500000\n")
     write("sys/fs/cgroup/job/task/memory.max", "max")
     assert free_memory(tmp_path) == 3_500_000
+    assert usable_memory(tmp_path) == 4_096_000
     write("proc/self/cgroup", "4:memory:/\n")
     for name, number in (("limit", 3_000_000), ("usage", 2_000_000)):
         write(f"sys/fs/cgroup/memory/memory.{name}_in_bytes", str(number))
     write("sys/fs/cgroup/memory/memory.stat", "total_inactive_file 1000")
     assert free_memory(tmp_path) == 1_001_000
+    assert usable_memory(tmp_path) == 3_000_000
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "10"])

@@ -17,6 +17,7 @@ from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.horovod import modules
+from npu_device._src.machine.free_memory import usable_memory
 from npu_device._src.verify.file_shadow import COVERED
 from npu_device._src.verify.plan import PROBLEM
 
@@ -28,10 +29,6 @@ _FOR_RANKS = {
 }
 _NOT_OF_JOBS = ("NPU_DEVICE_", "TF_", "CUDA_", "NVIDIA_", "GRPC_", "MALLOC_")
 """How variables begin that don't describe a job, and so stay."""
-
-
-def memory_of_machine() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
@@ -58,10 +55,10 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace, most_ran
     """End with a message if there is no such script, or no memory for so many ranks on this host."""
     if not options.module and not os.path.isfile(options.script):
         parser.error(f"no such script: {options.script} (looked for it in {os.getcwd()})")
-    memory = memory_of_machine()
+    memory = usable_memory()
     if most_ranks * RANK_BYTES > memory:
         parser.error(
-            f"{most_ranks} ranks need more memory than the {memory >> 30} GiB of this machine"
+            f"{most_ranks} ranks need more memory than the {memory >> 30} GiB of this machine or container"
         )
     # Leaving by an exception ends the processes of the script.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

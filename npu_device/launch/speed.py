@@ -12,6 +12,7 @@ from dataclasses import asdict, astuple
 from pathlib import Path
 
 from npu_device._src.machine.core_sets import AUTO, BINDINGS, NONE, core_sets
+from npu_device._src.machine.free_memory import usable_memory
 from npu_device._src.machine.topology import Machine, read_machine
 from npu_device._src.speed.timed_process import Setup, TimedProcess
 from npu_device._src.wording import counted
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _sizes(machine: Machine, slots: Sequence[tuple[str, int | None]]) -> list[int]:
     """Return the numbers of ranks to try: powers of two and one rank for each NUMA node, as far as there is room."""
-    most = script_runs.memory_of_machine() // script_runs.RANK_BYTES
+    most = usable_memory() // script_runs.RANK_BYTES
     # More ranks than cores only take turns.
     cores = sum(len(core.cpus) for core in machine.cores)
     sizes = {len(machine.domains("numa")), *(1 << power for power in range(cores.bit_length()))}

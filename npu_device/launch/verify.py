@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from npu_device._src.cluster.time_limits import VERIFY_SECONDS
+from npu_device._src.machine.free_memory import usable_memory
 from npu_device._src.verify.file_shadow import changed_since
 from npu_device._src.verify.plan import PlannedProcess
 from npu_device.launch import script_runs
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(list(arguments))
     sizes = [options.n or 2]
-    if not options.n and script_runs.memory_of_machine() > 3 * script_runs.RANK_BYTES:
+    if not options.n and usable_memory() > 3 * script_runs.RANK_BYTES:
         sizes = [2, 3]
     if options.hosts:
         parser.error("--hosts: verify runs on this host only: its ranks are compared through files")

@@ -1,4 +1,4 @@
-"""How much memory processes of this host or container may still take."""
+"""How much memory processes of this host or container may take."""
 
 from __future__ import annotations
 
@@ -33,8 +33,25 @@ def free_memory(root: Path = Path("/")) -> int | None:
     return max(0, min(free)) if free else None
 
 
+def usable_memory(root: Path = Path("/")) -> int:
+    """Return the bytes that the host has, or a control group may have, whichever is less, used or not.
+
+    Raises:
+        OSError: this isn't Linux.
+    """
+    limits = [_table(root / "proc/meminfo")["MemTotal:"] << 10]
+    for folder in groups_of("memory", root):
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int((folder / _names_of(folder).limit).read_text()))
+    return min(limits)
+
+
+def _names_of(folder: Path) -> _Names:
+    return _VERSION_2 if (folder / _VERSION_2.limit).exists() else _VERSION_1
+
+
 def _free_of(folder: Path) -> int:
-    names = _VERSION_2 if (folder / _VERSION_2.limit).exists() else _VERSION_1
+    names = _names_of(folder)
     # ValueError if version 2 has no limit, "max".
     unused = int((folder / names.limit).read_text()) - int((folder / names.usage).read_text())
     # The kernel drops pages of files that nobody has read lately before it refuses memory.
