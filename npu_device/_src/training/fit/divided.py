@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import operator
 import re
+import sys
+import time
 from functools import partial
 from typing import Any, Callable
 
@@ -43,6 +45,7 @@ _REMEDIES = {
     "shuffle": "shuffle the source",
     "cache": "cache the source",
 }
+_TELL_SECONDS = 10  # between two lines about a long count
 # Settings of a PyDataset in Keras 3.
 _SETTINGS = ("workers", "use_multiprocessing", "max_queue_size")
 
@@ -69,7 +72,8 @@ def divided(dataset: Any) -> Any:
     Raises:
         TypeError: not a ``tf.data.Dataset``.
 
-    If a dataset doesn't know its length, it is read once to count its batches.
+    If a dataset doesn't know its length, it is read once to count its batches. Give an endless one
+    ``tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)`` and ``fit`` ``steps_per_epoch``.
 
     >>> import tensorflow as tf, npu_device as npu
     >>> dataset = tf.data.Dataset.range(3).batch(2)
@@ -92,7 +96,7 @@ def with_equal_length(world: World, divided_data: Divided) -> tf.data.Dataset:
     length = int(dataset.cardinality())
     if length == tf.data.UNKNOWN_CARDINALITY:
         # The dataset of a generator, for instance, has no length: only counting tells.
-        length = int(dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
+        length = _count(world, dataset)
     lengths = world.objects(length, "length of divided data")
 
     def counting(*batch: Any, counts: bool = True) -> Any:
@@ -115,6 +119,24 @@ def with_equal_length(world: World, divided_data: Divided) -> tf.data.Dataset:
     filling = dataset.take(1).map(partial(counting, counts=False)).repeat(max(lengths) - length)
     # TensorFlow may not know the length, which has been counted here.
     return counted.concatenate(filling).apply(tf.data.experimental.assert_cardinality(max(lengths)))
+
+
+def _count(world: World, dataset: tf.data.Dataset) -> int:
+    """Return the number of batches of a dataset; print how many there are so far while that takes long."""
+    count = 0
+    told = time.monotonic()
+    for _ in dataset:
+        count += 1
+        if time.monotonic() > told + _TELL_SECONDS:
+            told = time.monotonic()
+            print(
+                f"npu_device: rank {world.group.rank} counts the batches of its divided data, whose length it doesn't "
+                f"know: {count} so far. What to do: dataset.apply(tf.data.experimental.assert_cardinality(batches)); "
+                "of endless data, tf.data.INFINITE_CARDINALITY and steps_per_epoch",
+                file=sys.stderr,
+                flush=True,
+            )
+    return count
 
 
 def with_rows(tag: Any, batch: Any) -> Any:
