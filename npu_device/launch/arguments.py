@@ -79,6 +79,7 @@ class Options:
     fewest_nodes: int
     max_restarts: int
     max_preemptions: int | None  # how often a job outlives them; None for any number
+    max_resizes: int | None  # how often nodes join a running job; None for any number
     restart_backoff: float  # seconds before the first restart; each further one without a new checkpoint doubles them
     rejoin_timeout: float  # seconds that nodes wait for each other before an attempt
     preempt_signal: int  # asks the ranks for a checkpoint and a resumable end
@@ -440,6 +441,8 @@ def _add_failures(group: argparse._ActionsContainer, of_script: _Help) -> None:
     )
     preemptions = "continue N times when a node is taken away (default: any number; 0: end the job)"
     _add(group, "--max-preemptions", type=types.count, metavar="N", help=of_script(preemptions))
+    joins = "let nodes join N times (default: any; 0: at restarts)"
+    _add(group, "--max-resizes", type=types.count, metavar="N", help=of_script(joins))
     backoff = "seconds before a restart, doubled up to 60 (default 1)"
     _add(
         group,
@@ -449,7 +452,7 @@ def _add_failures(group: argparse._ActionsContainer, of_script: _Help) -> None:
         metavar="S",
         help=of_script(backoff),
     )
-    preempt = "asks the ranks for a checkpoint and a stop (default TERM)"
+    preempt = "asks for a checkpoint and a stop (default TERM)"
     default = environment.NPU_DEVICE_PREEMPT_SIGNAL.raw() or "TERM"
     _add(
         group,

@@ -81,6 +81,11 @@ class Launch:
     def progress_file(self) -> str:
         return os.path.join(self.directory, "progress")
 
+    @property
+    def join_requests(self) -> str:
+        """The path of the pipe by which rank 0, on node 0, is asked to end the attempt for a node."""
+        return os.path.join(self.directory, "joins")
+
     def step(self) -> str | None:
         """Return the step of the newest checkpoint, as far as rank 0, on this node, has reported it, or of a copy."""
         progress = None
@@ -314,10 +319,12 @@ class Attempt:
         # A rank that starts npurun starts another job.
         for name in (*_OTHER_SCHEMES, NPU_DEVICE_RANK_PROCESS.name):
             variables.pop(name, None)
-        # Only the node of rank 0 reports the step.
+        # Only the node of rank 0 reports the step, and is asked to end for other nodes.
         progress_file = ""
+        join_requests = ""
         if options.node_rank == 0:
             progress_file = self._launch.progress_file
+            join_requests = self._launch.join_requests
         variables.update(
             RANK_TABLE_FILE=os.path.join(self._directory, _TABLE),
             RANK_ID=str(rank),
@@ -330,6 +337,7 @@ class Attempt:
             NPU_DEVICE_HUB=str(rendezvous.port),
             NPU_DEVICE_RESTART_COUNT=str(rendezvous.count),
             NPU_DEVICE_PROGRESS_FILE=progress_file,
+            NPU_DEVICE_JOIN_REQUESTS=join_requests,
             NPU_DEVICE_PREEMPT_SIGNAL=signal.Signals(options.preempt_signal).name,
             NPU_DEVICE_PREEMPT_TIMEOUT=f"{options.preempt_timeout:g}",
             # With a buffer, a rank's output would come in blocks, and a killed rank's last block never.

@@ -27,7 +27,8 @@ from npu_device.launch.attempt import (
     prepare_rendezvous,
 )
 from npu_device.launch.failures import Failure
-from npu_device.launch.ledger import Decision, Ledger
+from npu_device.launch.joins import Joins
+from npu_device.launch.ledger import Decision, Ledger, resize
 from npu_device.launch.member import Link, serve
 
 _MOST_EVENTS = 1000  # messages that wait; who sends more waits, too
@@ -43,6 +44,7 @@ class Leader:
         self._options = launch.options
         self._secret = secret
         self._ledger = Ledger(launch.options)
+        self._joins = Joins(launch)
         port = master_port(launch.options)
         # The port is taken at once: one in use is an error of the start.
         self._listener = ports.listen((launch.options.master_addr,), (port, port))
@@ -129,15 +131,33 @@ class Leader:
                 rendezvous = prepare_rendezvous(self._options, self._ledger.count, nodes)
             except (OSError, ClusterError, ValueError) as error:
                 return Decision(USAGE, None, str(error))
+            self._note_change(nodes)
             with rendezvous:
                 decision = self._attempt(rendezvous)
             if decision.wait is None or 0 in self._preempted:
                 return decision
             rendezvous.end()
             # Nodes of the last attempt are worth waiting for; others join if they come.
-            self._expected = set(nodes)
-            self._send(self._nodes, "say", text=decision.text)
+            newest = self._ledger.attempts[-1]
+            self._expected = set(nodes).difference(newest.rejected)
+            # A node that was taken away can join when it comes back.
+            if self._joins.due_at(newest.preempted) is not None:
+                self._expected.difference_update(newest.preempted)
+            self._joins.keep_out(newest.rejected)
+            # The end for a join is told with the number of ranks that follows.
+            if decision.text:
+                self._send(self._nodes, "say", text=decision.text)
             wait = decision.wait
+
+    def _note_change(self, nodes: tuple[int, ...]) -> None:
+        """Tell all nodes of another number of ranks than in the attempt before."""
+        joined: set[int] = set()
+        for newest in self._ledger.attempts[-1:]:
+            joined = set(nodes).difference(newest.nodes)
+            text = resize(newest, len(nodes) * self._options.nproc_per_node)
+            if text:
+                self._send(self._nodes, "say", text=text)
+        self._joins.begin(joined)
 
     def _too_few_nodes(self) -> Decision:
         options = self._options
@@ -180,7 +200,14 @@ class Leader:
             time_now = time.monotonic()
         if not self._is_enough():
             return None
-        return tuple(sorted(self._idle))
+        return tuple(sorted(self._ready()))
+
+    def _ready(self) -> set[int]:
+        """Return the idle nodes, without those whose join has failed if the others are enough."""
+        ready = self._joins.ready(self._idle)
+        if len(ready) >= self._options.fewest_nodes:
+            return ready
+        return self._idle
 
     def _is_enough(self) -> bool:
         return len(self._idle) >= self._options.fewest_nodes
@@ -203,7 +230,9 @@ class Leader:
             port=rendezvous.port,
         )
         while self._running:
-            if self._handle(self._deadline):
+            if self._handle(self._ask_for_joins()):
+                continue
+            if self._deadline is None or time.monotonic() < self._deadline:
                 continue
             if not self._is_stopping:
                 self._stop(
@@ -220,7 +249,20 @@ class Leader:
             self._launch.step(),
             self._loss,
             sorted(self._preempted),
+            self._joins.is_asked,
+            self._joins.suspects(rendezvous.nodes),
         )
+
+    def _ask_for_joins(self) -> float | None:
+        """Ask the ranks to end for nodes that have come, if it is time; return when the leader has to look again."""
+        is_ending = self._is_stopping or self._outcomes or self._preempted
+        due_at = self._joins.due_at(self._idle)
+        if is_ending or due_at is None:
+            return self._deadline
+        if time.monotonic() >= due_at:
+            self._joins.ask(self._running, self._idle)
+            due_at = self._joins.due_at(self._idle)
+        return due_at
 
     def _stop(self, why: str) -> None:
         if not self._is_stopping:
@@ -300,8 +342,8 @@ class Leader:
         self._nodes[node] = link
         self._idle.add(node)
         if self._running:
-            at_work = f"the job is running on node(s) {ranges(self._running)}; this node joins at the next restart"
-            link.send("say", text=at_work)
+            self._ask_for_joins()
+            link.send("say", text=self._joins.plan(self._running, [node]))
         elif hello["count"] > self._ledger.count:  # this launcher has been started again
             self._ledger.count = hello["count"]
             # The member tells who took part, since this launcher knows nothing of the attempts before it started.

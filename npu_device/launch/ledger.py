@@ -28,9 +28,16 @@ class PastAttempt:
     code: int  # 0, 75 (asked to stop, resumable), or another exit code
     interrupted: bool  # a launcher received a signal that ends the job
     preempted: tuple[int, ...]  # the nodes that were taken away, if that has ended the attempt
+    is_planned: bool  # the ranks have ended as they were asked, so that a node could join
+    rejected: tuple[int, ...]  # the nodes whose join has failed
     why: str  # the rank or node that failed first, and how
     origin: str | None  # line of the script where it failed; None if the script isn't to blame
     step: str | None  # step of the newest checkpoint at its end, None if unknown
+
+    @property
+    def is_failure(self) -> bool:
+        """Return whether the end of the attempt costs a restart."""
+        return not (self.preempted or self.is_planned or self.rejected)
 
     def line(self, with_nodes: bool) -> str:
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.began))
@@ -66,8 +73,13 @@ class Ledger:
         step: str | None,
         loss: str | None = None,
         preempted: Sequence[int] = (),
+        is_asked: bool = False,
+        joined: Sequence[int] = (),
     ) -> Decision:
-        """Add an attempt that has ended, with the outcomes and the first loss of its nodes."""
+        """Add an attempt that has ended, with the outcomes and the first loss of its nodes.
+
+        ``is_asked``: its ranks were asked to end for a node; ``joined``: nodes that are dropped if it has failed.
+        """
         outcomes = list(outcomes)
         code, why, origin = _verdict(outcomes, loss)
         taken_away = tuple(preempted)
@@ -77,6 +89,12 @@ class Ledger:
         if taken_away:
             why = f"{_nodes(taken_away)} taken away: {why}"
             origin = None
+        is_planned = is_asked and code == RESUMABLE and not taken_away
+        if is_planned:
+            why = "ended for a node to join"
+        rejected: tuple[int, ...] = ()
+        if code not in (0, RESUMABLE) and not taken_away:
+            rejected = tuple(joined)
         outlives = self._options.outlives_preemption
         self.attempts.append(
             PastAttempt(
@@ -91,6 +109,8 @@ class Ledger:
                     for outcome in outcomes
                 ),
                 preempted=taken_away,
+                is_planned=is_planned,
+                rejected=rejected,
                 why=why,
                 origin=origin,
                 step=step,
@@ -118,14 +138,19 @@ class Ledger:
         """Return whether the job is started again after its newest attempt."""
         # Attempts that a preemption ended count separately: they aren't the fault of the script.
         newest = self.attempts[-1]
-        failures = [attempt for attempt in self.attempts if not attempt.preempted]
-        preemptions = len(self.attempts) - len(failures)
+        failures = [attempt for attempt in self.attempts if attempt.is_failure]
+        preemptions = sum(bool(attempt.preempted) for attempt in self.attempts)
         restarts = self._options.max_restarts
         # Without a node that is left, nobody could continue.
         is_over = (
             newest.code == 0 or newest.interrupted or set(newest.nodes) <= set(newest.preempted)
         )
         may_restart = newest.preempted or (newest.code != RESUMABLE and restarts > 0)
+        if newest.is_planned and not is_over:
+            return Decision(newest.code, 0.0, "")
+        if newest.rejected and not is_over:
+            text = f"a join of {_nodes(newest.rejected)} has failed, which costs no restart: {newest.why}"
+            return Decision(newest.code, self._options.restart_backoff, text)
         if is_over or not may_restart:
             return Decision(newest.code, None, "")
         obstacle = self._obstacle(newest, failures, preemptions)
@@ -216,6 +241,19 @@ def change(old_nodes: Sequence[int], new_nodes: Sequence[int], nproc_per_node: i
         f"{len(old_nodes) * nproc_per_node}, renumbered in the order of the nodes ({_nodes(new_nodes)}). "
         "A global batch that shard_and_rebatch_dataset divides stays the same."
     )
+
+
+def resize(newest: PastAttempt, ranks: int) -> str:
+    """Return how the number of ranks changes after an attempt that lost no step; "" if it doesn't."""
+    if newest.code != RESUMABLE or newest.ranks == ranks:
+        return ""
+    change = "grows"
+    if ranks < newest.ranks:
+        change = "shrinks"
+    text = f"the job {change} from {newest.ranks} to {counted(ranks, 'rank')}"
+    if newest.step is not None:
+        text += f" at step {newest.step}"
+    return text
 
 
 def _nodes(nodes: Collection[int]) -> str:

@@ -112,6 +112,9 @@ NODE_ALIVE_SECONDS = 5.0  # between the messages with which node 0 says that it 
 NODE_SILENT_SECONDS = 4 * NODE_ALIVE_SECONDS
 NODE_NOTICE_SECONDS = 5.0  # until node 0 reports that it waits for other nodes
 NODE_LAST_MESSAGE_SECONDS = 3.0  # for the other nodes to read why they end
+JOIN_ASK_SECONDS = 10.0  # between two requests to the ranks to end for a node that has come
+JOIN_PAUSE_SECONDS = 60.0  # between two joins; and for a node that fails soon after its first one
+JOIN_SETTLED_SECONDS = 300.0  # an attempt that lasts so long hasn't failed because a node joined it
 # For nodes to stop, besides the time of the ranks: notice, kill, the last lines of output.
 NODE_STOP_SECONDS = 30.0
 HOST_NAME_SECONDS = 3.0  # for the name of a host to be resolved, to see whether it is this one

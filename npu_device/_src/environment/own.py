@@ -199,6 +199,12 @@ NPU_DEVICE_PROGRESS_FILE = optional(
     "file in which rank 0 writes the step of each complete checkpoint, so that `npurun` can tell progress from a "
     "script that fails at the same place again and again. `npurun` sets this on node 0.",
 )
+NPU_DEVICE_JOIN_REQUESTS = optional(
+    "NPU_DEVICE_JOIN_REQUESTS",
+    forms.PATH,
+    "named pipe by which `npurun` asks rank 0 to end the attempt after a step, so that a node can join. `npurun` sets "
+    "this.",
+)
 NPU_DEVICE_MEMORY_COPIES = optional(
     "NPU_DEVICE_MEMORY_COPIES",
     forms.TEXT,

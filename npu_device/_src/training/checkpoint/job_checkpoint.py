@@ -19,6 +19,7 @@ from npu_device._src import environment
 from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.training.checkpoint import folder, selection
 from npu_device._src.training.checkpoint.folder import CheckpointError
+from npu_device._src.training.checkpoint.join_requests import join_requests
 from npu_device._src.training.checkpoint.memory_copies import (
     Copier,
     bytes_of_rank,
@@ -125,7 +126,7 @@ class JobCheckpoint:
             number = signal.Signals[environment.NPU_DEVICE_PREEMPT_SIGNAL.get()]
             limit = environment.NPU_DEVICE_PREEMPT_TIMEOUT.get()
             try:
-                self._preemption = Preemption(health, size, number, limit)
+                self._preemption = Preemption(health, size, number, limit, join_requests(world))
             except ValueError:
                 text = "this thread can't handle %s. What to do: make the JobCheckpoint in the main thread."
                 _log.warning(text, number.name)

@@ -1,4 +1,4 @@
-"""Stop all ranks after the same step when one of them is sent a signal.
+"""Stop all ranks after the same step when one of them is sent a signal, or npurun asks rank 0 for that.
 
 The signal reaches a thread at once (``signal.set_wakeup_fd``), even while the main thread waits in an operation. The
 thread asks all ranks after which step they can still stop. Each rank answers with its current step, and waits at that
@@ -24,6 +24,7 @@ from typing import Any
 from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.rank_errors import RESUMABLE, ClusterError
 from npu_device._src.cluster.time_limits import PREEMPTION_JOIN_SECONDS, SAME_PREEMPTION_SECONDS
+from npu_device._src.training.checkpoint.join_requests import JoinRequests
 
 _STEP = "preemption step"
 _STOP = "preemption stop"
@@ -38,11 +39,17 @@ class Preemption:
     """Watches for the signal until ``close`` or another one is made; every rank has one, made in the main thread."""
 
     def __init__(
-        self, health: Health | None, world_size: int, number: signal.Signals, limit: float
+        self,
+        health: Health | None,
+        world_size: int,
+        number: signal.Signals,
+        limit: float,
+        requests: JoinRequests | None = None,
     ) -> None:
         self._health = health
         self._size = world_size
         self._signal = number
+        self._requests = requests
         self._limit = limit  # seconds from the signal until this process ends, finished or not
         self._name = next(_numbers)  # the same on all ranks, since they make the same calls
         self._changed = threading.Condition()
@@ -118,7 +125,7 @@ class Preemption:
         if os.getpid() == self._pid:
             self._thread.join(PREEMPTION_JOIN_SECONDS)
         else:
-            os.close(self._reader)  # a forked child has no such thread
+            self._close_readers()  # a forked child has no such thread
 
     # Answers to the other ranks, in the channel's thread
 
@@ -153,17 +160,23 @@ class Preemption:
         asked: float | None = None
         poll = select.poll()  # select.select takes no descriptor above 1023
         poll.register(self._reader, select.POLLIN)
+        if self._requests is not None:
+            poll.register(self._requests.descriptor, select.POLLIN)
         while True:
             timeout = None
             if self._deadline is not None:
                 timeout = 1000 * max(0.0, self._deadline - time.monotonic())
-            if not poll.poll(timeout):
+            ready = [descriptor for descriptor, _ in poll.poll(timeout)]
+            if not ready:
                 # The process doesn't go on after this: ``_end`` leaves it.
                 self._end(f"the step and its checkpoint were not finished within {self._limit:g} s")
+            if self._reader not in ready:
+                self._on_request()
+                continue
             # One byte for each signal that has come; none when the writer is closed.
             numbers = os.read(self._reader, 4096)
             if not numbers:
-                os.close(self._reader)
+                self._close_readers()
                 return
             if self._previous_descriptor >= 0:  # asyncio's, for instance
                 with contextlib.suppress(OSError):
@@ -176,6 +189,19 @@ class Preemption:
                 self._begin()
             elif time.monotonic() - asked > SAME_PREEMPTION_SECONDS:
                 self._end("a second signal has come")
+
+    def _close_readers(self) -> None:
+        os.close(self._reader)
+        if self._requests is not None:
+            self._requests.close()
+
+    def _on_request(self) -> None:
+        """Agree on the last step, without a limit of time: if the ranks can't, they train on."""
+        assert self._requests is not None
+        # In a failed job, and where some ranks don't train any more, npurun learns that by itself.
+        with contextlib.suppress(ClusterError):
+            if self._requests.accept():
+                self._agree()
 
     def _begin(self) -> None:
         if self._health is not None and self._health.is_over:

@@ -16,6 +16,7 @@ from npu_device._src.training.watching.digests import SHOWN_RANKS
 
 _log = logging.getLogger("npu_device")
 _SEEDS_COMPARED = 100  # most datasets whose seeds are compared
+_global_batches: set[int] = set()
 
 
 def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
@@ -72,6 +73,7 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
             f"{world_size} ranks.\n"
             f"What to do: use a multiple of {world_size}, for instance {below} or {below + world_size}."
         )
+    _global_batches.add(batch_size)
     batch = batch_size // world_size
     if job is not None:
         count = tf.data.UNKNOWN_CARDINALITY
@@ -82,6 +84,11 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
             _warn_if_uneven(count, world_size, batch)
         _compare_shuffles(job, dataset)
     return dataset.shard(world_size, rank), batch
+
+
+def divided_batches() -> set[int]:
+    """Return the global batch sizes that this process has divided, which another number of ranks has to divide too."""
+    return _global_batches
 
 
 def _warn_if_uneven(count: int, world_size: int, batch: int) -> None:

@@ -1,0 +1,87 @@
+"""A loop of ``test_joins.py``, as a script under npurun, whose nodes come and go, and as a body of pools."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import npu_device as npu
+
+SAMPLES, BATCH = 24, 4
+EPOCH = SAMPLES // BATCH  # steps
+
+
+class Loop:
+    """A training from its beginning; each rank writes down the numbers of the samples of each step."""
+
+    def __init__(self, directory: str, part: str = "", **options: Any) -> None:
+        self.here = Path(directory)
+        self.part = part  # part of the training, whose lists of samples have this name
+        numbers = tf.data.Dataset.range(SAMPLES).shuffle(SAMPLES, seed=3)
+        numbers, batch = npu.distribute.shard_and_rebatch_dataset(numbers, BATCH)
+        self.iterator = iter(numbers.repeat().batch(batch).prefetch(1))
+        self.weights = tf.Variable(tf.linspace(0.1, 1.0, 7))
+        self.moments = tf.Variable(tf.zeros(7))
+        self.checkpoint = npu.train.JobCheckpoint(
+            self.here / "checkpoints", weights=self.weights, moments=self.moments, **options
+        )
+
+    def run(self, end: int, before_end_of: Any = None) -> list[np.ndarray]:
+        """Train until ``end`` steps are over; call a function within each step."""
+        start = self.checkpoint.restore()
+        for _ in range(start):
+            next(self.iterator)
+        path = self.here / f"samples.{self.part}.{npu.distribute.rank()}"
+        with self.checkpoint, path.open("a") as samples:
+            for step in range(start + 1, end + 1):
+                numbers = next(self.iterator)
+                print(step, *numbers.numpy(), file=samples, flush=True)
+                self._step(tf.cast(numbers, tf.float32))
+                if before_end_of is not None:
+                    before_end_of(step)
+                self.checkpoint.step_done(step)
+            if before_end_of is None:
+                self.checkpoint.save(end)
+        return [self.weights.numpy(), self.moments.numpy()]
+
+    def _step(self, numbers: tf.Tensor) -> None:
+        features = tf.sin(numbers[:, None] * tf.range(1.0, 8.0))
+        errors = tf.linalg.matvec(features, self.weights) - numbers
+        gradient = tf.reduce_mean(features * errors[:, None], axis=0)
+        gradient = npu.distribute.all_reduce(gradient, reduction="mean")
+        self.moments.assign(0.9 * self.moments + gradient)
+        self.weights.assign_sub(0.01 * self.moments)
+
+
+def body_by_hand(directory: str, end: int) -> list[np.ndarray]:
+    """Resume, and stop after a step with a checkpoint."""
+    return Loop(directory, preemption=False).run(end)
+
+
+def main() -> None:
+    """Train for some steps. In those with a file ``wait.N``, wait for the file ``go.N``.
+
+    Arguments: a directory, and the number of steps.
+    """
+    directory, end = sys.argv[1:]
+    npu.open().as_default()
+    loop = Loop(directory, os.environ["NPU_DEVICE_RESTART_COUNT"])
+
+    def wait(step: int) -> None:
+        if (loop.here / f"wait.{step}").exists():
+            (loop.here / f"at.{step}.{npu.distribute.rank()}").touch()
+            while not (loop.here / f"go.{step}").exists():
+                time.sleep(0.02)
+
+    values = loop.run(int(end), wait)
+    np.savez(loop.here / f"values.{npu.distribute.rank()}.npz", *values)
+
+
+if __name__ == "__main__":
+    main()
