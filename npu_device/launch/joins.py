@@ -32,7 +32,7 @@ class Joins:
         self.is_asked = False
         self._path = launch.join_requests
         self._ranks_per_node = options.nproc_per_node
-        self._most = options.max_resizes
+        self._limit = options.max_resizes
         self._fewest_nodes = options.fewest_nodes
         self._is_allowed = options.fewest_nodes < options.nnodes
         self._count = 0  # how often the job has changed its size for a node
@@ -48,12 +48,12 @@ class Joins:
 
     def ready(self, nodes: Collection[int]) -> set[int]:
         """Return the nodes that may take part in an attempt now."""
-        now = time.monotonic()
-        return {node for node in nodes if self._kept_out.get(node, 0.0) <= now}
+        time_now = time.monotonic()
+        return {node for node in nodes if self._kept_out.get(node, 0.0) <= time_now}
 
     def due_at(self, nodes: Collection[int]) -> float | None:
         """Return when the ranks are to be asked to end for some of these nodes; None if never."""
-        is_used_up = self._most is not None and self._count >= self._most
+        is_used_up = self._limit is not None and self._count >= self._limit
         if not nodes or not self._is_allowed or is_used_up:
             return None
         admitted_at = min(self._kept_out.get(node, 0.0) for node in nodes)
@@ -90,14 +90,14 @@ class Joins:
 
     def begin(self, joined: Collection[int]) -> None:
         """Note the nodes that an attempt has in addition to those of the one before."""
-        now = time.monotonic()
+        time_now = time.monotonic()
         if self.is_asked and joined:
             self._count += 1
-            self._earliest = now + JOIN_PAUSE_SECONDS
+            self._earliest = time_now + JOIN_PAUSE_SECONDS
         self.is_asked = False
         self._next_request = 0.0
         self._joined = set(joined)
-        self._joined_at = now
+        self._joined_at = time_now
 
     def suspects(self, running: Collection[int]) -> tuple[int, ...]:
         """Return the nodes without which a failed attempt would go on, as they have joined a short time ago."""
