@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable
 
@@ -106,12 +107,12 @@ def test_a_loop_equals_one_process(keras_ranks: Pool, kind: str, mode: str) -> N
     same_bits(*keras_ranks.run(body_loop, kind, mode == "function", LOOPS[kind]))
 
 
-def body_dense_and_sparse(graph: bool, dense_steps: tuple[int, ...]) -> Any:
+def body_dense_and_sparse(graph: bool, dense_steps: tuple[int, ...], table_rows: int) -> Any:
     """Train a table whose gradient is dense in some of the three steps of an update, and has rows in the others."""
     rank, size = npu.distribute.rank(), npu.distribute.size()
 
     def trained(optimizer: Any, ranks: range) -> Any:
-        table = tf.Variable(tf.ones([6, 2]))
+        table = tf.Variable(tf.ones([table_rows, 2]))
 
         def step(rows: Any, factors: Any, is_dense: bool) -> None:
             with tf.GradientTape() as tape:
@@ -132,12 +133,20 @@ def body_dense_and_sparse(graph: bool, dense_steps: tuple[int, ...]) -> Any:
     return found
 
 
-@pytest.mark.parametrize(("dense_steps", "mode"), combinations(["0, 1", "1", "2", "1, 2"], MODES))
+# Of 6 rows, a dense sum has fewer bytes than the rows of three steps; of 60 rows, more.
+TABLES = [6, 60]
+
+
+@pytest.mark.parametrize(
+    ("dense_steps", "table_rows", "mode"),
+    combinations(["0, 1", "1", "2", "1, 2"], TABLES, MODES),
+)
 def test_a_gradient_that_is_dense_in_some_steps(
-    several_keras_ranks: Pool, dense_steps: str, mode: str
+    several_keras_ranks: Pool, dense_steps: str, table_rows: int, mode: str
 ) -> None:
     steps = tuple(map(int, dense_steps.split(",")))
-    same_bits(*several_keras_ranks.run(body_dense_and_sparse, mode == "function", steps))
+    arguments = (mode == "function", steps, table_rows)
+    same_bits(*several_keras_ranks.run(body_dense_and_sparse, *arguments))
 
 
 def make_optimizer_of(kind: str) -> Any:
@@ -242,12 +251,20 @@ def test_steps_that_are_not_finite(keras_ranks: Pool, scaling: str, place: str, 
     same_bits(*keras_ranks.run(body_not_finite, scaling, place, mode == "function"))
 
 
-def body_bytes(directory: str, fit: bool) -> Any:
-    """Return how many bytes of gradients the ranks have reduced in six steps, as the trace tells."""
+@contextlib.contextmanager
+def traced(directory: str) -> Iterator[None]:
     running = current()
     assert running is not None
     tracing.start(running, Settings(Path(directory)))
     try:
+        yield
+    finally:
+        tracing.stop()
+
+
+def body_bytes(directory: str, fit: bool) -> Any:
+    """Return how many bytes of gradients the ranks have reduced in six steps, as the trace tells."""
+    with traced(directory):
         model, optimizer = make_model(), make_optimizer("momentum")
         if fit:
             model.compile(optimizer, "mse")
@@ -256,8 +273,6 @@ def body_bytes(directory: str, fit: bool) -> Any:
         else:
             wrap(optimizer)
             train(model, optimizer, range(1), range(2 * STEPS), True, "lists")
-    finally:
-        tracing.stop()
     return sum(int(variable.numpy().nbytes) for variable in model.trainable_variables)
 
 
@@ -269,6 +284,20 @@ def test_dense_gradients_are_reduced_once_per_update(
     for trace in read(tmp_path):
         assert sum(gradient.bytes for gradient in trace.gradients) == size
         assert len(trace.iterations) == 2  # of six steps
+
+
+def body_table(directory: str, table_rows: int) -> Any:
+    with traced(directory):
+        return body_dense_and_sparse(True, (), table_rows)
+
+
+@pytest.mark.parametrize(("table_rows", "reductions"), list(zip(TABLES, (2, 6))))
+def test_sparse_gradients_go_the_way_of_fewer_bytes(
+    keras_two_ranks: Pool, table_rows: int, reductions: int, tmp_path: Path
+) -> None:
+    same_bits(*keras_two_ranks.run(body_table, str(tmp_path), table_rows))
+    for trace in read(tmp_path):
+        assert len(trace.iterations) == reductions  # of six steps
 
 
 def body_checkpoint(directory: str, begin: int, end: int) -> Any:

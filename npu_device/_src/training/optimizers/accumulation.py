@@ -19,6 +19,7 @@ from npu_device._src.training.watching.own_parts import note_parts, warn_of_file
 from npu_device._src.world.world import World
 
 _Reduce = Callable[[Sequence[Gradient]], list[Gradient]]
+_GatherRows = Callable[[list[int]], list[list[int]]]
 _as_it_is = tf.autograph.experimental.do_not_convert
 _modes = {"reduces in each step": False}
 
@@ -52,6 +53,7 @@ def add_up(
     parts: Sequence[Gradient],
     variables: Sequence[Any],
     reduce: _Reduce,
+    gather_rows: _GatherRows,
     waits_for_update: dict[int, bool],
 ) -> list[Gradient]:
     """Return the gradients that Keras is to apply to some variables, or to add up if it isn't time for an update.
@@ -61,30 +63,23 @@ def add_up(
         parts: of this rank; their mean over the ranks is the gradient of one process.
         variables: one for each part.
         reduce: returns the mean of gradients over the ranks.
-        waits_for_update: by the id of a variable, whether its first gradient was reduced in the update only. Kept here.
+        gather_rows: returns the numbers of rows of all ranks, given those of this one.
+        waits_for_update: by the id of a variable, whether its gradients are reduced in the update only. Kept here.
     """
+    # Decided at the first step: later ones must go the same way, or a sum would be reduced twice.
+    _choose_for_sparse(optimizer, parts, variables, gather_rows, waits_for_update)
     late = []  # positions of gradients that are reduced in the update
     early = []  # positions of those that are reduced now
-    # Positions of gradients reduced now whose accumulators may hold parts of this rank: dense ones, before this sparse
-    # one.
-    summed = []
     for position, (part, variable) in enumerate(zip(parts, variables)):
         if part is None:
             continue
-        is_dense = isinstance(part, tf.Tensor) and not compat.is_set_by_gradient(variable)
-        # Decided at the first step: later ones must go the same way, or a sum would be reduced
-        # twice.
-        waits = waits_for_update.setdefault(id(compat.inner_variable(variable)), is_dense)
-        if is_dense and waits:
+        waits = not compat.is_set_by_gradient(variable)
+        if waits_for_update.setdefault(id(compat.inner_variable(variable)), waits):
             late.append(position)
-            continue
-        early.append(position)
-        if waits:
-            summed.append(position)
-    accumulators = compat.accumulators_of(
-        optimizer, [variables[position] for position in late + summed]
-    )
-    dense = [parts[position] for position in late]
+        else:
+            early.append(position)
+    accumulators = compat.accumulators_of(optimizer, [variables[position] for position in late])
+    dense = [tf.convert_to_tensor(parts[position]) for position in late]
     gradients = list(parts)
     for position, reduced in zip(early, _reduced_now([parts[index] for index in early], reduce)):
         gradients[position] = reduced
@@ -92,6 +87,32 @@ def add_up(
     for position, gradient in zip(late, reduced_late):
         gradients[position] = gradient
     return gradients
+
+
+def _choose_for_sparse(
+    optimizer: Any,
+    parts: Sequence[Gradient],
+    variables: Sequence[Any],
+    gather_rows: _GatherRows,
+    waits_for_update: dict[int, bool],
+) -> None:
+    """Let sparse gradients wait for the update if a dense sum has fewer bytes than their rows in all steps."""
+    new = []
+    rows = []  # 0 where TensorFlow doesn't know it yet
+    for part, variable in zip(parts, variables):
+        # What a gradient sets, Keras doesn't add up.
+        if isinstance(part, tf.IndexedSlices) and not compat.is_set_by_gradient(variable):
+            inner = compat.inner_variable(variable)
+            if id(inner) not in waits_for_update:
+                new.append(inner)
+                rows.append(part.indices.shape[0] or 0)
+    if not new:
+        return
+    steps = compat.accumulation_steps(optimizer)
+    for variable, rows_by_rank in zip(new, zip(*gather_rows(rows))):
+        # Every rank gets the rows of all ranks. A dense sum is sent and received once.
+        sparse_rows = steps * sum(rows_by_rank)
+        waits_for_update[id(variable)] = all(rows_by_rank) and sparse_rows > 2 * variable.shape[0]
 
 
 def _reduced_now(parts: Sequence[Gradient], reduce: _Reduce) -> list[Gradient]:
@@ -104,10 +125,7 @@ def _reduced_now(parts: Sequence[Gradient], reduce: _Reduce) -> list[Gradient]:
 def _reduced_in_update(
     optimizer: Any, parts: Sequence[tf.Tensor], accumulators: Sequence[Any], reduce: _Reduce
 ) -> list[tf.Tensor]:
-    """Return gradients for Keras to add to the accumulators, which hold the means in the step of an update.
-
-    The first accumulators are those of the parts; others have no part in this step.
-    """
+    """Return gradients for Keras to add to the accumulators, which hold the means in the step of an update."""
     scale = optimizer.loss_scale_factor  # Keras divides by this before it adds up
 
     def reduce_sums() -> list[tf.Tensor]:

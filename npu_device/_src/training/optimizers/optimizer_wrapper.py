@@ -104,9 +104,9 @@ def npu_distributed_keras_optimizer_wrapper(
 
     Works in custom loops (``apply_gradients``, Keras 3's ``apply``) and in ``fit``. With
     ``gradient_accumulation_steps`` each rank adds up its gradients, and a sum or mean is reduced in the step that
-    updates the variables; sparse gradients in each step. With a loss-scale optimizer, wrap either it or its inner
-    optimizer; the ranks agree on whether the gradients are finite either way. Use either this wrapper or
-    ``all_reduce`` by hand, not both.
+    updates the variables; sparse gradients in each step, where that moves fewer bytes. With a loss-scale optimizer,
+    wrap either it or its inner optimizer; the ranks agree on whether the gradients are finite either way. Use either
+    this wrapper or ``all_reduce`` by hand, not both.
 
     >>> import tensorflow as tf
     >>> import npu_device as npu
@@ -324,6 +324,7 @@ class GradientReduction:
                 self.parts(optimizer, gradients),
                 variables,
                 functools.partial(self._means, optimizer),
+                self._rows_of_all,
                 self._waits_for_update,
             )
         note_accumulators(self._world, carrier(optimizer))
@@ -369,6 +370,14 @@ class GradientReduction:
     def _means(self, optimizer: Any, parts: Sequence[Gradient]) -> list[Gradient]:
         note_reduced(self._world, parts)
         return self._world.reduce(parts, replace(self.options_for(optimizer), reduction="mean"))
+
+    def _rows_of_all(self, rows: list[int]) -> list[list[int]]:
+        """Return the numbers of rows in sparse gradients of each rank, given those of this one; 0 if unknown."""
+        if not can_compare():
+            return [[0] * len(rows)]
+        # The answer decides what the graph becomes, so it is needed while a function is traced.
+        with tf.init_scope():
+            return self._world.objects(rows, "rows of sparse gradients")
 
     def _look(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Audit the variables if it is time."""
