@@ -91,6 +91,7 @@ class Joins:
     def begin(self, joined: Collection[int]) -> None:
         """Note the nodes that an attempt has in addition to those of the one before."""
         time_now = time.monotonic()
+        # A node may have gone again before the ranks had ended.
         if self.is_asked and joined:
             self._count += 1
             self._earliest = time_now + JOIN_PAUSE_SECONDS
@@ -102,6 +103,7 @@ class Joins:
     def suspects(self, running: Collection[int]) -> tuple[int, ...]:
         """Return the nodes without which a failed attempt would go on, as they have joined a short time ago."""
         if time.monotonic() - self._joined_at > JOIN_SETTLED_SECONDS:
+            # Nodes that have lasted begin with a short pause again.
             for node in self._joined:
                 self._pauses.pop(node, None)
             return ()

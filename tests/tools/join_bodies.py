@@ -29,13 +29,18 @@ class Loop:
         self.weights = tf.Variable(tf.linspace(0.1, 1.0, 7))
         self.moments = tf.Variable(tf.zeros(7))
         self.checkpoint = npu.train.JobCheckpoint(
-            self.here / "checkpoints", weights=self.weights, moments=self.moments, **options
+            self.here / "checkpoints",
+            weights=self.weights,
+            moments=self.moments,
+            per_rank={"iterator": self.iterator},
+            **options,
         )
 
     def run(self, end: int, before_end_of: Any = None) -> list[np.ndarray]:
         """Train until ``end`` steps are over; call a function within each step."""
         start = self.checkpoint.restore()
-        for _ in range(start):
+        # By hand, the iterator is at its beginning.
+        for _ in range(start if before_end_of is None else 0):
             next(self.iterator)
         path = self.here / f"samples.{self.part}.{npu.distribute.rank()}"
         with self.checkpoint, path.open("a") as samples:

@@ -91,6 +91,13 @@ def latest(directory: Path) -> int | None:
         raise CheckpointError(f"{directory / _LATEST} can't be read ({error})") from error
 
 
+def readable_latest(directory: Path) -> int | None:
+    """Return the step of the newest checkpoint; None if none is named, or it can't be read."""
+    with contextlib.suppress(CheckpointError):
+        return latest(directory)
+    return None
+
+
 def name_latest(directory: Path, step: int) -> None:
     # The file gets its name when it is complete: a reader never sees half of it.
     beside = directory / f".{_LATEST}.part"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
@@ -119,6 +118,7 @@ class JobCheckpoint:
         self._named: int | None = None
         self._chosen: selection.Chosen | None = None  # what ``peek`` has chosen for ``restore``
         self._preemption: Preemption | None = None
+        self._is_stopping = False
         if preemption and device.parent_of_this_process() is None:
             world = current_world()
             health = None if world is None else world.job.health
@@ -164,6 +164,7 @@ class JobCheckpoint:
         # A step may be a tensor or a number of numpy, which JSON doesn't write.
         step = int(step)
         if self._preemption is not None and self._preemption.is_last_step():
+            self._is_stopping = True
             self.save(step, notes)
             self._preemption.has_saved()
             _log.info("stopped after step %d, as asked", step)
@@ -240,7 +241,7 @@ class JobCheckpoint:
             raise
         self._own_state.has_saved()
         self._last_step = step
-        if world is None or world.is_main:
+        if storage.rank == 0:
             note_progress(step)
 
     def peek(self) -> dict[str, Any] | None:
@@ -252,8 +253,8 @@ class JobCheckpoint:
         world, storage = self._prepare()
         self._copies_to_disk(world, storage)
         if storage.is_keeper:
-            _warn_each(folder.tidy(self._directory, but=storage.token))
-            self._named = _latest(self._directory)
+            selection.warn_of_remains(folder.tidy(self._directory, but=storage.token))
+            self._named = folder.readable_latest(self._directory)
         self._chosen = selection.newest_whole(world, storage, self._directory)
         if self._chosen is None:
             return None
@@ -312,8 +313,6 @@ class JobCheckpoint:
                 lost.extend(not_kept)
                 if world is not None:
                     self._shared.note_parts(world, parts)
-            else:
-                lost.extend(self._own_state.names_of_states())
 
         try:
             has_directories = len(set(storage.keepers)) > 1
@@ -323,6 +322,8 @@ class JobCheckpoint:
                 # The files have to be there before any rank of that host reads them.
                 world.wait()
             on_all_ranks(world, read, problem)
+            if not chosen.is_complete:
+                lost += self._own_state.begin_anew(world, chosen.step, chosen.samples)
         finally:
             if storage.is_keeper:
                 # What has been sent here was for this rank's restore only.
@@ -413,7 +414,7 @@ class JobCheckpoint:
             self._storage = selection.find_storage(self._world, self._directory)
             if self._memory_interval is not None:
                 self._copier = copier_of(self._world)
-            self._named = _latest(self._directory)
+            self._named = folder.readable_latest(self._directory)
             names = self._warned
             self._warned = []
             if names and self._storage.rank == 0:
@@ -501,11 +502,14 @@ class JobCheckpoint:
     ) -> None:
         manifest = self._manifest(storage, notes, list(self._shared.variables()))
         manifest["files"] = files
+        # The files have the places of the iterators, and nothing is trained after this.
+        if self._is_stopping:
+            manifest["samples"] = gather(world, self._own_state.next_samples())
         problem = f"the checkpoint of step {step} could not be completed in {self._directory}:"
 
         def finish() -> None:
             # The file is read before each change, since two jobs may have been given one directory.
-            named = _latest(self._directory)
+            named = folder.readable_latest(self._directory)
             if named != self._named:
                 raise CheckpointError(
                     f"another job writes checkpoints there: it has named step {named} the latest. What to do: stop one "
@@ -516,7 +520,7 @@ class JobCheckpoint:
         def name_latest() -> None:
             folder.name_latest(self._directory, step)
             self._named = step
-            _warn_each(folder.keep_only(self._directory, step, self._keep))
+            selection.warn_of_remains(folder.keep_only(self._directory, step, self._keep))
 
         # The checkpoint is whole on all hosts before any of them names it.
         for stage in (finish, name_latest):
@@ -530,14 +534,3 @@ class JobCheckpoint:
             "callbacks": self._own_state.callbacks,
             "variables": sorted(paths),
         }
-
-
-def _latest(directory: Path) -> int | None:
-    with contextlib.suppress(CheckpointError):
-        return folder.latest(directory)
-    return None
-
-
-def _warn_each(problems: list[str]) -> None:
-    for problem in problems:
-        _log.warning("an old checkpoint can't be removed: %s", problem)

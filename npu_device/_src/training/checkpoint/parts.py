@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.training.checkpoint import next_samples
 from npu_device._src.training.checkpoint.callback_states import NO_CALLBACKS, CallbackStates
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.optimizers.accumulation import note_accumulators
@@ -208,12 +209,36 @@ class RankState:
             else:
                 self._trackables[name] = trackable(component, name)
 
-    def names_of_states(self) -> list[str]:
-        """Return a sentence on what isn't restored in another number of ranks; none if there is nothing."""
-        names = ", ".join([*self._trackables, *self._generators])
-        if not names:
-            return []
-        return [f"{names} (per_rank): as this script has made them; an optimizer begins at step 0"]
+    def next_samples(self) -> dict[str, int]:
+        """Take the next batches of iterators, when nothing is trained any more; return their checksums by name."""
+        return next_samples.take(self._iterators())
+
+    def begin_anew(
+        self, world: World | None, step: int, samples: Sequence[dict[str, int]]
+    ) -> list[str]:
+        """Begin without this rank's part, in another number of ranks; return a sentence on each loss.
+
+        Iterators are moved to their places if ``samples`` are what the ranks would have read next after the step.
+        """
+        moved: dict[str, Any] = {}
+        if samples:
+            moved = self._iterators()
+        lost = next_samples.move_on(world, moved, step, samples)
+        states = [name for name in (*self._trackables, *self._generators) if name not in moved]
+        if states:
+            names = ", ".join(states)
+            text = (
+                f"{names} (per_rank): as this script has made them; an optimizer begins at step 0"
+            )
+            lost.append(text)
+        return lost
+
+    def _iterators(self) -> dict[str, Any]:
+        return {
+            name: component
+            for name, component in self._trackables.items()
+            if isinstance(component, tf.data.Iterator)
+        }
 
     def collect(self) -> None:
         """Ask callbacks for their states, whose best weights are among the shared variables from now on."""

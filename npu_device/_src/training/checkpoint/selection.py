@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -27,6 +28,9 @@ class Chosen(NamedTuple):
     notes: dict[str, Any]  # what rank 0 has noted
     callbacks: str  # states of the callbacks on the holder, for ranks without an own part
     not_kept: tuple[str, ...]
+    samples: list[
+        dict[str, int]
+    ]  # by rank, of iterators, if the ranks have stopped after this step
 
 
 # What is wrong with the shared part, or None; the same for this rank's own part; the world size.
@@ -91,8 +95,8 @@ def newest_whole(world: World | None, storage: Storage, directory: Path) -> Chos
 
 _ALL_OWN = "what each rank has of its own (iterators, generators, random states), since no checkpoint is whole:"
 _OTHER_SIZE = (
-    "what each rank has of its own (the places of its iterators, generators, random states): {wrote} wrote the "
-    "checkpoint, and the job now has {now}"
+    "what each rank has of its own (generators, random states): {wrote} wrote the checkpoint, and the job now has "
+    "{now}"
 )
 
 
@@ -137,9 +141,9 @@ def _chosen(
     shared = sorted(name for name in manifest["files"] if name.startswith(f"{folder.SHARED}."))
     variables = manifest["variables"]
     callbacks = manifest.get("callbacks", NO_CALLBACKS)
-    return Chosen(
-        step, holder, not lost, shared, variables, manifest["notes"], callbacks, tuple(lost)
-    )
+    notes = manifest["notes"]
+    samples = manifest.get("samples", [])
+    return Chosen(step, holder, not lost, shared, variables, notes, callbacks, tuple(lost), samples)
 
 
 _PIECE = 1 << 22  # bytes that are sent at a time, as text where pickle isn't read
@@ -226,3 +230,8 @@ def send_files(world: World, folder: Path, names: list[str], root: int, takes: b
             while piece := world.object_from_root(source.read(_PIECE) if source else b"", root):
                 if target:
                     target.write(piece)
+
+
+def warn_of_remains(problems: Sequence[str]) -> None:
+    for problem in problems:
+        _log.warning("an old checkpoint can't be removed: %s", problem)

@@ -1,0 +1,81 @@
+"""The samples that iterators of a loop would give next, by which a job with another number of ranks goes on there.
+
+A batch of all ranks has the same samples on any number of ranks if ``shard_and_rebatch_dataset`` has divided it. So an
+iterator is moved on by one batch for each step, and then compared: checksums of samples, added up over all ranks.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src.training.checkpoint.selection import gather
+from npu_device._src.world.world import World
+
+Checksums = Mapping[str, int]
+"""Of the next samples of one rank, by the name of the iterator."""
+
+
+def take(iterators: Mapping[str, Any]) -> dict[str, int]:
+    """Take a batch of each iterator, when it is no longer needed; return the checksums."""
+    return {name: _checksum(next(iterator, ())) for name, iterator in iterators.items()}
+
+
+def move_on(
+    world: World | None, iterators: Mapping[str, Any], steps: int, saved: Sequence[Checksums]
+) -> list[str]:
+    """Move iterators on by the batches of some steps; return a sentence on each that has other samples there.
+
+    ``saved`` are the checksums of all ranks that have stopped after these steps. Every rank has to make the call.
+    """
+    checksums = {}
+    for name, iterator in iterators.items():
+        for _ in range(steps):
+            # At the end of the data, the comparison finds that they are too few.
+            next(iterator, None)
+        checksums[name] = _look_ahead(iterator)
+    by_rank = gather(world, checksums)
+    lost = []
+    for name in iterators:
+        expected = [by_name.get(name, 0) for by_name in saved]
+        actual = [by_name[name] for by_name in by_rank]
+        # Ranks that all read the same samples have equal checksums.
+        if sum(actual) != sum(expected) and set(actual) != set(expected):
+            lost.append(_OTHER_SAMPLES.format(name=name, steps=steps))
+    return lost
+
+
+_OTHER_SAMPLES = (
+    "{name} (per_rank): {steps} batches were passed over, one for each step, and it gives other samples next than "
+    "before. What to do: divide data with shard_and_rebatch_dataset after shuffle, give shuffle a seed, and take one "
+    "batch for each step"
+)
+
+
+def _look_ahead(iterator: Any) -> int:
+    """Return the checksum of the next batch, which the iterator will give again."""
+    checkpoint = tf.train.Checkpoint(iterator=iterator)
+    with tempfile.TemporaryDirectory() as directory:
+        position = checkpoint.write(f"{directory}/position")
+        checksum = _checksum(next(iterator, ()))
+        checkpoint.read(position).assert_consumed()
+    return checksum
+
+
+def _checksum(batch: Any) -> int:
+    """Return the sum of the checksums of the samples; 0 at the end of the data."""
+    arrays = [np.atleast_1d(np.asarray(tensor)) for tensor in tf.nest.flatten(batch)]
+    total = 0
+    for sample in zip(*arrays):
+        checksum = 0
+        for part_of_sample in sample:
+            # The bytes of an array of strings would be addresses.
+            text = repr(part_of_sample.tolist()).encode()
+            checksum = zlib.crc32(text, checksum)
+        total += checksum
+    return total
