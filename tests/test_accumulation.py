@@ -20,6 +20,7 @@ from heard import warnings_of_package
 from pool import Pool
 
 import npu_device as npu
+from hccl.manage.api import create_group, destroy_group
 from npu_device._src.collectives.job import current
 from npu_device._src.trace import trace as tracing
 from npu_device._src.trace.records import Settings, read
@@ -105,6 +106,27 @@ LOOPS = {"momentum": "sum", "clipped": "pairs", "scaled": "lists", "averaged": "
 @pytest.mark.parametrize(("kind", "mode"), combinations(list(LOOPS), MODES))
 def test_a_loop_equals_one_process(keras_ranks: Pool, kind: str, mode: str) -> None:
     same_bits(*keras_ranks.run(body_loop, kind, mode == "function", LOOPS[kind]))
+
+
+def body_group() -> Any:
+    rank, size = npu.distribute.rank(), npu.distribute.size()
+    members = range(size - 1) if rank < size - 1 else range(rank, size)
+    create_group(f"from_{members[0]}", len(members), list(members))
+    try:
+        model, optimizer = make_model(), make_optimizer("momentum")
+        wrap(optimizer, group=f"from_{members[0]}")
+        train(model, optimizer, range(rank, rank + 1), range(2 * STEPS), True, "lists")
+        alone, single = make_model(), make_optimizer("momentum")
+        train(alone, single, members, range(2 * STEPS), True, "lists")
+        same(outcome(model, optimizer), outcome(alone, single), TOLERANCE)
+    finally:
+        destroy_group(f"from_{members[0]}")
+    return members[0], outcome(model, optimizer)
+
+
+def test_ranks_of_a_group(several_keras_ranks: Pool) -> None:
+    outcomes = several_keras_ranks.run(body_group)
+    same_bits(*(weights for first, weights in outcomes if first == 0))
 
 
 def body_dense_and_sparse(graph: bool, dense_steps: tuple[int, ...], table_rows: int) -> Any:
