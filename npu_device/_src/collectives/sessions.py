@@ -61,7 +61,7 @@ class SessionCollectives:
     def __init__(self, health: Health) -> None:
         self._health = health
         self.held: dict[Group, dict[str, Any] | None] = {}
-        self._orders: dict[Group, SessionOrder] = {}
+        self._queues_of_groups: dict[Group, SessionQueue] = {}
         self._lock = threading.Lock()
         self._counts: weakref.WeakKeyDictionary[tf.Graph, Counter[Group]] = (
             weakref.WeakKeyDictionary()
@@ -71,11 +71,11 @@ class SessionCollectives:
         """Add a collective to the session's graph; return its results."""
         group = collective.group.of_one_order()
         with self._lock:
-            if group not in self._orders:
-                self._orders[group] = SessionOrder(
+            if group not in self._queues_of_groups:
+                self._queues_of_groups[group] = SessionQueue(
                     group, self._health, self.held, collective.from_first
                 )
-            order = self._orders[group]
+            queue = self._queues_of_groups[group]
         # The collective may be added in a branch, but counts for the graph of the session.
         with tf.init_scope():  # outside functions, branches and loops
             graph = tf.compat.v1.get_default_graph()
@@ -84,7 +84,7 @@ class SessionCollectives:
         number = counter[group]  # the same on each rank, where scripts build the same graph
 
         def in_order(*arrays: np.ndarray) -> list[np.ndarray]:
-            return order.run(number, collective.call, arrays, collective.run)
+            return queue.run(number, collective.call, arrays, collective.run)
 
         @tf.custom_gradient
         def differentiable(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
@@ -93,13 +93,15 @@ class SessionCollectives:
         return tf.nest.flatten(differentiable(*collective.inputs))
 
     def forget(self, name: str) -> None:
-        """End the order of a group that is destroyed, and those of groups made for its operations."""
+        """End the queue of a group that is destroyed, and those of groups made for its operations."""
         with self._lock:
-            groups = [group for group in self._orders if name in (group.name, group.parent)]
-            # Orders leave the table under the lock, and end outside of it: an order may be in a collective.
-            closed = [self._orders.pop(group) for group in groups]
-        for order in closed:
-            order.close()
+            groups = [
+                group for group in self._queues_of_groups if name in (group.name, group.parent)
+            ]
+            # Queues leave the table under the lock, and end outside of it: a queue may be in a collective.
+            closed = [self._queues_of_groups.pop(group) for group in groups]
+        for queue in closed:
+            queue.close()
 
 
 # The order
@@ -121,7 +123,7 @@ class _Queued(NamedTuple):
             self.result.set_exception(error)
 
 
-class SessionOrder:
+class SessionQueue:
     """The queue of one group on one of its members."""
 
     def __init__(

@@ -52,8 +52,8 @@ def own_name(thread: threading.Thread) -> str:
     counted = _COUNTED_NAME.match(thread.name)
     if counted is not None and counted[1] == "Thread":
         # Python 3.9 leaves out the name of the function, and every version that of a class.
-        runs = _function_of(_target(thread) or type(thread))
-        return f"Thread ({getattr(runs, '__name__', '')})"
+        target = _function_of(_target(thread) or type(thread))
+        return f"Thread ({getattr(target, '__name__', '')})"
     name = _COUNTED_NAME.sub(r"\1", thread.name)
     return _NUMBER_IN_POOL.sub("", name) if is_pooled(thread) else name
 
@@ -114,8 +114,8 @@ def is_at_work(thread: threading.Thread) -> bool:
 
 def _code_of(thread: threading.Thread) -> CodeType | None:
     """Return the code of what a thread runs, in a library or in the script."""
-    runs = _function_of(_target(thread) or type(thread).run)
-    return getattr(runs, "__code__", None)
+    target = _function_of(_target(thread) or type(thread).run)
+    return getattr(target, "__code__", None)
 
 
 _looking = threading.Lock()
@@ -171,8 +171,8 @@ def work_of(thread: threading.Thread) -> Work | None:
         own = {name: vars(thread)[name] for name in list(vars(thread)) if name not in _ATTRIBUTES}
         arguments = [*getattr(thread, "_args", ()), *_values(getattr(thread, "_kwargs", {}))]
         # A timer has its function as an attribute.
-        runs = _target(thread) or getattr(thread, "function", type(thread).run)
-        _works[thread] = _described((), runs, [*arguments, *([own] if own else [])])
+        target = _target(thread) or getattr(thread, "function", type(thread).run)
+        _works[thread] = _described((), target, [*arguments, *([own] if own else [])])
     return _works[thread]
 
 

@@ -18,7 +18,7 @@ TF_CONFIG = optional(
 )
 TF_NUM_INTRAOP_THREADS = optional("TF_NUM_INTRAOP_THREADS", forms.TEXT, _THREADS, "threads")
 TF_NUM_INTEROP_THREADS = optional("TF_NUM_INTEROP_THREADS", forms.TEXT, _THREADS, "threads")
-# A comma would end the option.
+# Escaped, since gRPC takes a comma for the end of the option.
 _SERVICE_CONFIG = (
     (
         '{"methodConfig":[{"name":[{"service":"tensorflow.WorkerService","method":"MarkRecvFinished"}],"retryPolicy":'

@@ -22,7 +22,7 @@ from npu_device._src.training.optimizers.optimizer_wrapper import (
     npu_distributed_keras_optimizer_wrapper,
 )
 from npu_device._src.training.sharding.divided_update import tell_if_asked
-from npu_device._src.training.watching.wrapped_optimizers import carrier, reduction_of
+from npu_device._src.training.watching.wrapped_optimizers import carrier, reducer_of
 
 _START_LEVEL = logging.INFO  # scripts broadcast after the first step: before, variables may differ
 
@@ -93,9 +93,9 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: A
     npu_distributed_keras_optimizer_wrapper(
         optimizer, options.reduction, compression=options.compression, shard_optimizer=False
     )
-    if reduction := reduction_of(carrier(optimizer)):  # only several ranks have one
+    if reducer := reducer_of(carrier(optimizer)):  # only several ranks have one
         # ``replicate`` refuses such an optimizer: each rank has batches of its own.
-        reduction.own_batches = True
+        reducer.own_batches = True
         tell_if_asked(world_unless_child(), "it is a DistributedOptimizer of Horovod")
     keras = compat.keras_of(optimizer)
     if compat.is_keras_3(keras):

@@ -11,7 +11,7 @@ from npu_device._src import compat
 from npu_device._src.gradients.reduction import weighted
 from npu_device._src.training.distribute import ranks
 from npu_device._src.training.watching.own_parts import warn_of_file
-from npu_device._src.training.watching.wrapped_optimizers import carrier, reduction_of
+from npu_device._src.training.watching.wrapped_optimizers import carrier, reducer_of
 
 _as_it_is = tf.autograph.experimental.do_not_convert
 
@@ -145,11 +145,11 @@ class LocalGradients:
             gradients = self.made_dense(gradients)
             if self.passes == 1:
                 return apply(gradients)
-            return self._add_up(optimizer, gradients, variables, apply)
+            return self._accumulate(optimizer, gradients, variables, apply)
         finally:
             self._is_inside = False
 
-    def _add_up(
+    def _accumulate(
         self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Any
     ) -> Any:
         if any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
@@ -160,9 +160,9 @@ class LocalGradients:
         with tf.init_scope():
             compat.build_optimizer(optimizer, variables)
             self._make_sums(optimizer, variables)
-        reduction = reduction_of(carrier(optimizer))
+        reducer = reducer_of(carrier(optimizer))
         # The gradients may have been scaled for the sum over the ranks.
-        factor = 1 if reduction is None else reduction.factor
+        factor = 1 if reducer is None else reducer.factor
         # A variable that isn't reached by the loss has no gradient, and nothing is added to its sum.
         sums: list[Any] = [None] * len(gradients)
         for position, (gradient, variable) in enumerate(zip(gradients, variables)):
@@ -203,6 +203,6 @@ class LocalGradients:
         # Named by a number: variables may be added when a model is built in parts.
         compat.keep_in_checkpoints(optimizer, f"npu_sums_{len(self._sums)}", sums)
         self._sums.update(zip(map(id, new), sums))
-        reduction = reduction_of(carrier(optimizer))
-        if reduction is not None:
-            reduction.note_parts(sums, self._count, self.passes)
+        reducer = reducer_of(carrier(optimizer))
+        if reducer is not None:
+            reducer.note_parts(sums, self._count, self.passes)

@@ -123,8 +123,8 @@ class Models:
             # Steps inside fit are those of replicated models.
             if current_step() is None and world_unless_child() is not None:
                 grads = list(grads)
-                trainable = args[:1] or [keywords.get("trainable_variables")]
-                pairs = compat.gradients_and_variables(optimizer, grads, *trainable)
+                given_variables = args[:1] or [keywords.get("trainable_variables")]
+                pairs = compat.gradients_and_variables(optimizer, grads, *given_variables)
                 weights = {
                     id(weight)
                     for model in list(self._models.values())

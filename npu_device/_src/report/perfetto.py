@@ -61,7 +61,7 @@ def _events(trace: RankTrace) -> Iterator[Event]:
 
 def _iteration_events(rank: int, iteration: Iteration) -> Iterator[Event]:
     number = iteration.iteration
-    begin = round(iteration.begin)
+    begin = round(iteration.iteration_start)
     fp_start = round(iteration.fp_start)
     bp_end = round(iteration.bp_end)
     end = round(iteration.iteration_end)

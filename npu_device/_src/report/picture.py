@@ -45,7 +45,7 @@ def page(analysis: Analysis, text: str) -> str:
     """
     traces = _drawn(analysis)
     iterations = [_iteration(trace, analysis.shown) for trace in traces]
-    begin = min(iteration.begin for iteration in iterations)
+    begin = min(iteration.iteration_start for iteration in iterations)
     end = max(iteration.iteration_end for iteration in iterations)
     axis = _Axis(begin, max(end - begin, 1e-3))
     ranks = "".join(
@@ -119,7 +119,7 @@ class _RankPicture:
         iteration = self._iteration
         # The first gradient is there when backward has begun; no point tells when forward ended.
         backward = min(max(iteration.fp_start, min(iteration.ready)), iteration.bp_end)
-        self._phase("input wait", iteration.begin, iteration.fp_start)
+        self._phase("input wait", iteration.iteration_start, iteration.fp_start)
         self._phase("forward", iteration.fp_start, backward)
         self._phase("backward", backward, iteration.bp_end)
         self._phase(

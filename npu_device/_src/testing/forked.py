@@ -100,7 +100,7 @@ class ForkedProcess:
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
-            # It may just have ended, which its server knows already.
+            # The process may end between the look at its status and the signal.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 

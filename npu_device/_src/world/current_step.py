@@ -30,9 +30,9 @@ class Sums:
 
     # Whether a number is a sum, by its name; unknown ones are left out.
     numbers: dict[str, bool] = field(default_factory=dict)
-    # The reductions of optimizers all of whose gradients are sums.
-    reductions: set[Any] = field(default_factory=set)
-    are_all: bool = False  # the reductions are those of all optimizers of the step
+    # The reducers of optimizers all of whose gradients are sums.
+    reducers: set[Any] = field(default_factory=set)
+    are_all: bool = False  # the reducers are those of all optimizers of the step
 
 
 @dataclass
@@ -40,29 +40,29 @@ class CurrentStep:
     """A step as the calls in it see it."""
 
     share: Share
-    is_from_script: bool  # the script has written the step, not Keras
+    is_custom: bool  # the script has written the step, not Keras
     reduce: Callable[[Sequence[Any], ReductionOptions], list[Any]]
     # Gathers; its gradient is the sum of all ranks' incoming gradients.
     gather: Callable[[tf.Tensor], tf.Tensor]
     sums: Sums
     is_dry_run: bool = False  # a step of the first-step check, in which no Python may run
-    # Reductions of optimizers that have multiplied a loss by this rank's weight, so that its gradients needn't be.
-    weighing: set[Any] = field(default_factory=set)
+    # The reducers of optimizers that have multiplied a loss by this rank's factor, so that its gradients needn't be.
+    with_weighted_loss: set[Any] = field(default_factory=set)
     reduced: list[Any] = field(default_factory=list)  # results that the step has asked for itself
     # Losses, and what metrics and logs are given, by name.
     numbers: dict[str, Any] = field(default_factory=dict)
     _counts_by_taker: Counter[str] = field(default_factory=Counter)
 
-    # Cached: whoever compares weights by identity needs one object.
+    # Cached, since ``Increments`` groups variables by the identity of their factors.
     @functools.cached_property
-    def weight(self) -> Any:
-        """Return the share's weight; always the same object, and so one tensor."""
-        return self.share.weight
+    def fraction(self) -> Any:
+        """Return this rank's fraction of the samples: its factor in a mean. Always the same object, so one tensor."""
+        return self.share.fraction
 
     @functools.cached_property
-    def counts(self) -> Any:
-        """Return 1 if the rank has samples, else 0; always the same object."""
-        return self.share.counts
+    def sum_factor(self) -> Any:
+        """Return this rank's factor in a sum: 1 if it has samples, else 0; always the same object."""
+        return self.share.sum_factor
 
     def is_sum(self, taker: str, number: Any) -> bool | None:
         """Return True if a number is a sum over the samples, False if it is a mean, None if that isn't known.
@@ -75,35 +75,35 @@ class CurrentStep:
         self.numbers[name] = number
         return self.sums.numbers.get(name)
 
-    def weight_for(self, reduction: Any) -> Any:
-        """Return by what the part of this rank counts when an optimizer adds up gradients."""
-        if reduction in self.sums.reductions:
-            return self.counts
-        return self.weight
+    def factor_for(self, reducer: Any) -> Any:
+        """Return the factor of this rank's gradients in the sum that the reducer of an optimizer makes."""
+        if reducer in self.sums.reducers:
+            return self.sum_factor
+        return self.fraction
 
-    # The step adds up the ranks' gradients, each times the rank's weight, if it hasn't weighted the losses. Where ranks
-    # exchange values that the loss depends on, each rank's loss counts by its weight, too; and what comes of that for
-    # this rank's samples must not be weighted once more.
+    # The step sums the ranks' gradients, each times the rank's fraction, unless the losses have got that factor. Where
+    # ranks exchange values that the loss depends on, each rank's loss counts by its fraction, too; and what comes of
+    # that for this rank's samples must not be multiplied once more.
 
     def to_exchange(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return a tensor that is going to be added up or gathered, with the gradient that this calls for."""
+        """Return a tensor that is going to be summed or gathered, with the gradient that this calls for."""
         return self._with_gradient(tensor, tf.math.divide_no_nan)
 
     def exchanged(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return a tensor that has been added up or gathered, with the gradient that this calls for."""
+        """Return a tensor that has been summed or gathered, with the gradient that this calls for."""
         return self._with_gradient(tensor, tf.multiply)
 
     def _with_gradient(
-        self, tensor: Any, of_weight: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+        self, tensor: Any, by_fraction: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
     ) -> Any:
         is_dense = tf.is_tensor(tensor) and not isinstance(tensor, tf.IndexedSlices)
         if not is_dense or not tensor.dtype.is_floating:
             return tensor
 
         def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
-            if self.weighing or self.sums.are_all:
+            if self.with_weighted_loss or self.sums.are_all:
                 return [upstream]
-            return [of_weight(upstream, tf.cast(self.weight, upstream.dtype))]
+            return [by_fraction(upstream, tf.cast(self.fraction, upstream.dtype))]
 
         return differentiable([tf.identity(tensor)], backward, [tensor])[0]
 

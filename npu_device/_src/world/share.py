@@ -1,4 +1,4 @@
-"""Division: the share of this rank in a batch, and its weight.
+"""Division: the share of this rank in a batch, and which fraction of the samples that is.
 
 A batch may hold tensors of different lengths, such as 40 unlabelled and 10 labelled samples. All are cut at the same
 fractions: the greatest common divisor of the lengths, here 10, is the number of units, and each rank gets a run of
@@ -37,8 +37,8 @@ class Share:
         return rows_of(self.data)
 
     @property
-    def weight(self) -> np.float64 | tf.Tensor:
-        """Return the part of this rank in all samples, in float64: a tensor of shape [] if not known yet."""
+    def fraction(self) -> np.float64 | tf.Tensor:
+        """Return the fraction of all samples that this rank has, in float64: a tensor of shape [] if not known yet."""
         # Python's numbers need no operations in a graph, and most batches have them.
         if isinstance(self.units, int) and isinstance(self.total, int):
             return np.float64(self.units / max(self.total, 1))
@@ -46,8 +46,8 @@ class Share:
         return tf.math.divide_no_nan(units, tf.cast(self.total, tf.float64))
 
     @property
-    def counts(self) -> np.float64 | tf.Tensor:
-        """Return the factor 1 when this rank has samples, 0 when it works on one that doesn't count; in float64."""
+    def sum_factor(self) -> np.float64 | tf.Tensor:
+        """Return this rank's factor in a sum, in float64: 1, or 0 when it works on a sample that doesn't count."""
         if isinstance(self.units, int):
             return np.float64(self.units > 0)
         return tf.cast(self.units > 0, tf.float64)

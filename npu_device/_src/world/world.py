@@ -26,7 +26,7 @@ class World:
         self.size = group.size
         self.is_main = group.rank == 0  # rank 0, if it is the whole job
 
-    def add_up(self, tensor: tf.Tensor) -> tf.Tensor:
+    def sum_over_ranks(self, tensor: tf.Tensor) -> tf.Tensor:
         return all_reduce(self.job, tensor, "sum", self.group)
 
     def reduce(

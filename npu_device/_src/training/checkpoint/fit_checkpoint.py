@@ -19,7 +19,7 @@ from npu_device._src.training.checkpoint.selection import gather
 from npu_device._src.training.distribute.ranks import is_main
 from npu_device._src.training.fit import start
 from npu_device._src.training.fit.replica import replica_of
-from npu_device._src.training.fit.sources import again, pull
+from npu_device._src.training.fit.sources import pull, with_put_back
 from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.training.watching import training_state
 from npu_device._src.world.world import World
@@ -161,7 +161,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
                 pulled = pull(iterator, count)
             return self._pass_over(pulled, count)
         if pulled is not None:
-            iterator = again(iterator, pulled)
+            iterator = with_put_back(iterator, pulled)
         logs = self._inner(iterator)
         steps = (self.params or {}).get("steps")
         steps_done = count
@@ -320,7 +320,7 @@ class _DataPosition:
             self.keras_iterator = keras_iterator
             self.used = keras_iterator
         pulled = pull(self.used, count)
-        self.checksums = gather(self._world, start.digest(pulled))
+        self.checksums = gather(self._world, start.full_checksum(pulled))
         return pulled
 
     def resume_epoch(
@@ -342,7 +342,7 @@ class _DataPosition:
                 iterators += 1
             pull(self.used, self.passed)
             pulled = pull(self.used, count)
-            checksums = gather(self._world, start.digest(pulled))
+            checksums = gather(self._world, start.full_checksum(pulled))
             # Another number of ranks divides batches in another way, unless all ranks read the same.
             is_resized = len(checksums) != len(self.checksums)
             if checksums == self.checksums or (

@@ -63,9 +63,9 @@ class KubeflowProgress(tf.keras.callbacks.Callback):
             headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
             body = json.dumps({"trainerStatus": status}).encode()
             request = urllib.request.Request(url, body, headers)
-            certificate = environment.KUBEFLOW_TRAINER_SERVER_CA_CERT.get()
-            # The certificate of the server is signed by the cluster itself.
-            context = ssl.create_default_context(cafile=certificate)
+            authority_file = environment.KUBEFLOW_TRAINER_SERVER_CA_CERT.get()
+            # The cluster itself has signed the server's certificate, so its authority is the one to trust.
+            context = ssl.create_default_context(cafile=authority_file)
             timeout = PROGRESS_REPORT_SECONDS
             urllib.request.urlopen(request, timeout=timeout, context=context).close()
         except (OSError, ValueError) as error:

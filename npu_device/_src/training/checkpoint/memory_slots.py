@@ -110,7 +110,7 @@ class Slot:
         for content in (memoryview(head), *contents):
             start = 0
             while start < len(content):
-                # A call may write less than it is given.
+                # In chunks, until all is written: one call may write less than it is given.
                 piece = content[start : start + _CHUNK]
                 start += os.pwrite(self.descriptor, piece, position + start)
             position += len(content)

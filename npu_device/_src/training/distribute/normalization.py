@@ -39,7 +39,7 @@ _UNEVEN_START = (
 
 def moments(
     exchange: Exchange,
-    counts: Any,
+    sum_factor: Any,
     layer: Any,
     inputs: tf.Tensor,
     *axes_or_mask: Any,
@@ -47,7 +47,7 @@ def moments(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Return mean and variance over the samples of all ranks, with the arguments of the method of Keras's layer.
 
-    ``counts`` is 1, or 0 if the samples of this rank don't count.
+    ``sum_factor`` is 1, or 0 if the samples of this rank don't count.
     """
     # Keras 3 passes the mask; tf-keras passes the axes and whether to keep their dimensions.
     if len(axes_or_mask) == 2:
@@ -59,7 +59,7 @@ def moments(
         [mask] = axes_or_mask
     # 16 bits are too narrow for sums of squares.
     wide = tf.cast(inputs, sum_dtype(inputs.dtype))
-    valid = tf.cast(counts, wide.dtype)
+    valid = tf.cast(sum_factor, wide.dtype)
     if mask is not None:
         # The mask has no axis for the channels.
         valid *= tf.broadcast_to(tf.cast(mask, wide.dtype)[..., tf.newaxis], tf.shape(wide))
@@ -92,9 +92,9 @@ def moments(
     return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
 
 
-def exchange_of_step(step: CurrentStep, add_up: Exchange) -> Exchange:
+def exchange_of_step(step: CurrentStep, sum_over_ranks: Exchange) -> Exchange:
     """Return how the ranks exchange sums in a step of ``fit``."""
-    return lambda sums: step.exchanged(add_up(step.to_exchange(sums)))
+    return lambda sums: step.exchanged(sum_over_ranks(step.to_exchange(sums)))
 
 
 def moments_of_all_ranks(
@@ -111,8 +111,10 @@ def moments_of_all_ranks(
         return own(inputs, *axes_or_mask, **named)
     step = current_step()
     # In a loop of the script, every sample counts.
-    counts = 1.0 if step is None else step.counts
-    return moments(exchange_in(world, step, inputs), counts, layer, inputs, *axes_or_mask, **named)
+    sum_factor = 1.0 if step is None else step.sum_factor
+    return moments(
+        exchange_in(world, step, inputs), sum_factor, layer, inputs, *axes_or_mask, **named
+    )
 
 
 def normalizing_world(group: str) -> World | None:
@@ -129,12 +131,12 @@ def normalizing_world(group: str) -> World | None:
 
 def exchange_in(world: World, step: CurrentStep | None, inputs: tf.Tensor) -> Exchange:
     """Return how the ranks exchange sums for the inputs of a layer, in a step of ``fit`` or in a loop (None)."""
-    # The reductions of a loop decide how its ranks are weighted.
+    # A loop of the script says by its reductions how its ranks count.
     if step is None:
         return world.job.made(Loops).exchange(world, tf.shape(inputs)[0])
     # The layer isn't part of the replicated model, or ``fit`` had replaced its method.
-    add_up: Exchange = lambda sums: step.reduce([sums], ReductionOptions("sum", fusion=0))[0]  # noqa: E731
-    return exchange_of_step(step, add_up)
+    sum_of_step: Exchange = lambda sums: step.reduce([sums], ReductionOptions("sum", fusion=0))[0]  # noqa: E731
+    return exchange_of_step(step, sum_of_step)
 
 
 class Loops:
@@ -158,7 +160,7 @@ class Loops:
         """Note how gradients are reduced, if that is what the values are."""
         if not self._is_open:
             return
-        # Numbers, also those of numpy, are losses and counts.
+        # Numbers, also those of numpy, are losses and counts: no gradients.
         if not any(tf.TensorShape(tensor.shape).rank for tensor in dense_tensors(values)):
             return
         self._is_open = False
@@ -174,21 +176,21 @@ class Loops:
     def exchange(self, world: World, samples: tf.Tensor) -> Exchange:
         """Return how the ranks exchange sums in a step in which this rank has so many samples."""
 
-        def add_up(sums: tf.Tensor) -> tf.Tensor:
+        def exchange(sums: tf.Tensor) -> tf.Tensor:
             # The number of samples travels with the sums.
             number = tf.reshape(tf.cast(samples, sums.dtype), [1])
             sent = _with_gradient(
-                tf.concat([sums, number], 0), lambda upstream: upstream / weight()
+                tf.concat([sums, number], 0), lambda upstream: upstream / factor()
             )
-            total = world.add_up(sent)
+            total = world.sum_over_ranks(sent)
             fraction = tf.stop_gradient(tf.math.divide_no_nan(number, total[-1:]))
-            weight = self._weight(fraction, world)
-            return _with_gradient(total, lambda upstream: upstream * weight())[:-1]
+            factor = self._loss_factor(fraction, world)
+            return _with_gradient(total, lambda upstream: upstream * factor())[:-1]
 
-        return add_up
+        return exchange
 
-    def _weight(self, fraction: tf.Tensor, world: World) -> Callable[[], tf.Tensor]:
-        """Return what the backward pass calls for the weight of the loss, given the fraction of this rank.
+    def _loss_factor(self, fraction: tf.Tensor, world: World) -> Callable[[], tf.Tensor]:
+        """Return what the backward pass calls for the factor of this rank's loss, given its fraction of the samples.
 
         A rank without samples has a loss that doesn't depend on what is exchanged.
         """
@@ -202,14 +204,14 @@ class Loops:
             # Read before the backward pass: TensorFlow can't build one of a branch that captures a variable itself.
             by_samples = tf.where(self._in_graphs.read_value(), by_samples, equal)
 
-        def weight() -> tf.Tensor:
+        def factor() -> tf.Tensor:
             self._is_open = True
             if not tf.executing_eagerly():
                 return by_samples
             self._was_uneven = abs(float(by_samples[0]) * world.size - 1) > _ROUNDING
             return by_samples if self._by_samples else equal
 
-        return weight
+        return factor
 
 
 def _with_gradient(tensor: tf.Tensor, backward: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:

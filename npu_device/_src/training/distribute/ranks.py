@@ -224,7 +224,7 @@ def weighted_mean(values: Any, weight: Any) -> Any:
         raise ValueError(f"{where}{wrong}, such as the number of samples of this rank")
     note_reduced(world, values, by_samples=True)
     # Without a weight on any rank, the mean is 0.
-    fraction = tf.math.divide_no_nan(own_weight, world.add_up(own_weight))
+    fraction = tf.math.divide_no_nan(own_weight, world.sum_over_ranks(own_weight))
     terms = []
     for value in tf.nest.flatten(values):
         terms.append(weighted(with_values(value, floating), fraction))
@@ -263,7 +263,7 @@ def metric_results(metrics: Any) -> dict[str, Any]:
         try:
             if world is not None:
                 for variable, state in zip(variables, own_states):
-                    variable.assign(world.add_up(state))
+                    variable.assign(world.sum_over_ranks(state))
             result = metric.result()
         finally:
             for variable, state in zip(variables, own_states):

@@ -17,7 +17,7 @@ from npu_device._src.training.distribute.synchronized_layers import note_reduced
 from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.training.watching import same_variables
 from npu_device._src.training.watching.applied_gradients import AppliedGradients
-from npu_device._src.training.watching.replica_audit import audit_by_hand
+from npu_device._src.training.watching.replica_audit import audit_loop
 from npu_device._src.training.watching.same_samples import Pair, pair_of
 from npu_device._src.world.current_step import CurrentStep, current_step
 from npu_device._src.world.world import World
@@ -61,8 +61,9 @@ def all_reduce(
         RuntimeError: another rank has failed or left; the environment names several ranks but the job can't be joined
             any more.
 
-    In the step of a replicated model (``replicate``) a rank counts by its samples: the mean is that of all samples, and
-    gradients reduced here are not reduced once more by the optimizer, whatever the step makes of them.
+    In the step of a replicated model (``replicate``) a rank counts by its samples: the mean is that of all samples. The
+    optimizer doesn't reduce once more what a traced step makes of a sum or mean; in an eager step it passes through
+    only the results themselves. To reduce equal values once more changes nothing but rounding.
 
     Every rank has to make the call; it works eagerly, in tf.function, in loops and in graphs for sessions. Sum and mean
     are differentiable.
@@ -106,18 +107,17 @@ def reduce_by_hand(
         reduced = reduce_list(world.job, tensors, options, world.group)
     pair = watch_reduction(world, values, tensors, reduced, options)
     if variables is not None:
-        audit_by_hand(world, variables, pair)
+        audit_loop(world, variables, pair)
     return reduced
 
 
 def _by_samples(step: CurrentStep, tensors: list[Any], options: ReductionOptions) -> list[Any]:
-    # A rank counts by its samples in the step of a replicated model.
-    weight = step.counts
+    factor = step.sum_factor
     if options.reduction == "mean":
         tensors = [with_values(tensor, floating) for tensor in tensors]
-        weight = step.weight
-    terms = [weighted(step.to_exchange(tensor), weight) for tensor in tensors]
-    # The weights have made a mean into a sum.
+        factor = step.fraction
+    terms = [weighted(step.to_exchange(tensor), factor) for tensor in tensors]
+    # A mean is the sum of terms that are multiplied by each rank's fraction.
     sums = step.reduce(terms, replace(options, reduction="sum"))
     reduced = list(map(step.exchanged, sums))
     # The results are noted, so that the optimizer doesn't reduce them once more.

@@ -167,11 +167,11 @@ class SynchronizedLayers:
         exchange = exchange_in(world, step, inputs)
 
         def of_all_ranks(own: tf.Tensor) -> tf.Tensor:
-            # Sums of 16-bit floats would be infinite, or lose the counts.
+            # Summed in 32 bits, since 16-bit floats would be infinite, or lose the numbers of samples.
             wide = tf.cast(own, tf.float32) if own.dtype.size < 4 else own
-            # A rank without samples works on rows that don't count.
+            # In a step of ``fit``, a rank without samples works on rows that don't count.
             if step is not None:
-                wide *= tf.cast(step.counts, wide.dtype)
+                wide *= tf.cast(step.sum_factor, wide.dtype)
             total = tf.reshape(exchange(tf.reshape(wide, [-1])), tf.shape(wide))
             return tf.cast(total, own.dtype)
 

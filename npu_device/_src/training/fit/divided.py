@@ -165,7 +165,7 @@ def rows_of_rank(world: World, model: Any, sequence: Any) -> Any:
         def __getitem__(self, index: int) -> Any:
             mark = index
             if not index:  # on_epoch_end may have shuffled the data
-                mark = start.digest(sequence.rows(0, 0, 1))
+                mark = start.full_checksum(sequence.rows(0, 0, 1))
             if end > begin:
                 rows = sequence.rows(index, begin, end)
                 count = int(rows_of(rows))
@@ -190,9 +190,9 @@ def _rows_of_rank(world: World, total: int) -> tuple[int, int]:
 
 
 def _require_same_rows(world: World, batch: Any, rows: Any, begin: int, end: int) -> None:
-    expected = start.digest(tf.nest.map_structure(lambda leaf: leaf[begin:end], batch))
+    expected = start.full_checksum(tf.nest.map_structure(lambda leaf: leaf[begin:end], batch))
     # All ranks raise together: one alone would leave the others waiting in their first step.
-    are_right = world.objects(expected == start.digest(rows), "rows of the first batch")
+    are_right = world.objects(expected == start.full_checksum(rows), "rows of the first batch")
     if not all(are_right):
         wrong = ", ".join(str(rank) for rank, is_right in enumerate(are_right) if not is_right)
         raise ValueError(

@@ -18,9 +18,9 @@ from npu_device._src.training.fit.graph_lines import where
 from npu_device._src.training.fit.metrics import note_numbers
 from npu_device._src.training.fit.step import LOGS, Replaced, Step
 from npu_device._src.training.fit.step_context import StepContext
-from npu_device._src.training.fit.weighting import WeightedReduction
+from npu_device._src.training.fit.weighting import WeightedReducer
 from npu_device._src.training.watching import training_state
-from npu_device._src.training.watching.wrapped_optimizers import reduction_of
+from npu_device._src.training.watching.wrapped_optimizers import reducer_of
 from npu_device._src.world.current_step import CurrentStep, current_step
 from npu_device._src.world.share import Share
 
@@ -63,8 +63,8 @@ class DryStep:
         self._choose = choose
         self.variables: list[Any] = []  # variables whose gradients the optimizers got
         self.gradients: list[Any] = []  # gradients that the optimizers got
-        # Reductions by which the optimizers reduce those; None without one.
-        self.reductions: list[Any] = []
+        # The reducers of the optimizers that got those; None without one.
+        self.reducers: list[Any] = []
         self.losses: list[Any] = []  # losses that layers have added
         self.numbers: dict[str, Any] = {}
         self.chosen: list[Any] = []
@@ -112,7 +112,7 @@ class DryStep:
         for optimizer in training_state.optimizers(self._context.model):
             self._record(optimizer, replaced)
         share = Share(batch, units, total)
-        # Metrics count what they like, and random numbers are those of any rank.
+        # Left out, since metrics may count anything, and random numbers would be those of any rank.
         parts = replace(self._context.parts, metrics=[], trackers=[], statistics=[])
         context = self._context
         virtual = StepContext(
@@ -141,19 +141,19 @@ class DryStep:
         """Take the gradients that an optimizer would apply."""
         # An optimizer around another one hands its gradients on: the step may call either.
         optimizers = compat.with_inner(optimizer)
-        reductions = map(reduction_of, optimizers)
-        reduction = next(filter(_is_weighted, reductions), None)
+        reducers = map(reducer_of, optimizers)
+        reducer = next(filter(_is_weighted, reducers), None)
 
         def take(gradients: Any, variables: Any) -> Any:
             gradients = list(gradients)
             weighted = gradients
-            if reduction is not None:
-                weighted = reduction.part_of(gradients, self.step, optimizer)
+            if reducer is not None:
+                weighted = reducer.weighted_contributions(gradients, self.step, optimizer)
             for variable, gradient, weighted_gradient in zip(variables, gradients, weighted):
                 if gradient is not None:
                     self.variables.append(variable)
                     self.gradients.append(gradient)
-                    self.reductions.append(reduction)
+                    self.reducers.append(reducer)
                     self._weighted.append(weighted_gradient)
             return optimizer.iterations
 
@@ -227,8 +227,8 @@ class DryStep:
         return StepResults(gradients, losses, state, floats, chosen), sent
 
 
-def _is_weighted(reduction: Any) -> bool:
-    return isinstance(reduction, WeightedReduction)
+def _is_weighted(reducer: Any) -> bool:
+    return isinstance(reducer, WeightedReducer)
 
 
 def _without_slices(gradient: Any) -> Any:
@@ -305,11 +305,13 @@ class _VirtualRanks:
         self.is_first = is_first
         self._exchanges: list[_VirtualExchange] = []
 
-    def add_up(self, tensor: tf.Tensor) -> tf.Tensor:
+    def sum_over_ranks(self, tensor: tf.Tensor) -> tf.Tensor:
         total = self._exchange(tensor, joins=False)
         if not tensor.dtype.is_floating:
             return total
-        return differentiable([total], lambda upstream: [self.add_up(upstream)], [tensor])[0]
+        return differentiable([total], lambda upstream: [self.sum_over_ranks(upstream)], [tensor])[
+            0
+        ]
 
     def gather(self, tensor: tf.Tensor, purpose: str = "") -> tf.Tensor:
         del purpose
@@ -320,7 +322,7 @@ class _VirtualRanks:
         def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
             rows = tf.shape(tensor)[0]
             begin = tf.where(self.is_first, 0, tf.shape(gathered)[0] - rows)
-            return [self.add_up(upstream)[begin : begin + rows]]
+            return [self.sum_over_ranks(upstream)[begin : begin + rows]]
 
         return differentiable([gathered], backward, [tensor])[0]
 
@@ -328,7 +330,7 @@ class _VirtualRanks:
         if options.reduction != "sum":
             raise NotChecked(f"the step reduces by {options.reduction!r} itself")
         return [
-            tensor if tensor is None else self.add_up(tf.convert_to_tensor(tensor))
+            tensor if tensor is None else self.sum_over_ranks(tf.convert_to_tensor(tensor))
             for tensor in tensors
         ]
 

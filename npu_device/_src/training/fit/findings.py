@@ -71,7 +71,7 @@ class ComparedGradient:
     """A gradient of all samples, compared with those of the parts."""
 
     name: str  # name of its variable
-    reduction: Any  # reduction of its optimizer
+    reducer: Any  # reduction of its optimizer
     error: float  # the difference from the mean over the parts, relative to the gradient
     is_mean: bool  # it is the mean over the parts, as a gradient of 0 is
     is_sum: bool  # it is the sum over the parts, as a gradient of 0 is
@@ -99,20 +99,20 @@ def are_comparable(run: StepResults) -> bool:
 
 def compared_gradients(dry_step: DryStep, runs: Runs) -> list[ComparedGradient]:
     """Compare the gradients, the largest difference first."""
-    added_up = dry_step.step.sums.reductions
+    summed = dry_step.step.sums.reducers
     trials = [
-        runs.gradient(position, reduction in added_up)
-        for position, reduction in enumerate(dry_step.reductions)
+        runs.gradient(position, reducer in summed)
+        for position, reducer in enumerate(dry_step.reducers)
     ]
     # A small gradient is rounded as those are that it is computed with.
     size = float(np.sqrt(sum(trial.size**2 for trial in trials)))
     compared = []
-    for variable, reduction, trial in zip(dry_step.variables, dry_step.reductions, trials):
+    for variable, reducer, trial in zip(dry_step.variables, dry_step.reducers, trials):
         allowed = trial.allowed(runs.tolerance, 0.01 * runs.tolerance * size)
         compared.append(
             ComparedGradient(
                 variable_name(variable),
-                reduction,
+                reducer,
                 # The small number is there for a gradient of 0.
                 trial.error_of_mean / (trial.size + 1e-30),
                 is_mean=trial.is_mean(allowed),
@@ -143,15 +143,13 @@ def are_sums_with_more(runs: Runs, other_cut: Runs) -> bool:
 def sums_of_optimizers(gradients: Sequence[ComparedGradient]) -> dict[Any, bool]:
     """Return for each reduction if all its gradients are sums over the samples, or means; without those of 0."""
     kinds = {}
-    for reduction in dict.fromkeys(gradient.reduction for gradient in gradients):
-        gradients_of_optimizer = [
-            gradient for gradient in gradients if gradient.reduction is reduction
-        ]
+    for reducer in dict.fromkeys(gradient.reducer for gradient in gradients):
+        gradients_of_optimizer = [gradient for gradient in gradients if gradient.reducer is reducer]
         are_sums = all(gradient.is_sum for gradient in gradients_of_optimizer)
         are_means = all(gradient.is_mean for gradient in gradients_of_optimizer)
         # Both are true only if all gradients are 0, which tells us nothing; both are false if neither kind fits all.
-        if reduction is not None and are_sums != are_means:
-            kinds[reduction] = are_sums
+        if reducer is not None and are_sums != are_means:
+            kinds[reducer] = are_sums
     return kinds
 
 

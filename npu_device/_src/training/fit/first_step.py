@@ -25,11 +25,11 @@ from npu_device._src.training.fit.sums import (
     CheckedStep,
     Indivisible,
     Samples,
-    added_up,
     checked_step,
     precision_of,
     samples_of,
     set_sums,
+    sums_in_words,
 )
 from npu_device._src.training.watching import training_state
 from npu_device._src.world.share import lengths_of, run_of, units_of, without_optional
@@ -139,7 +139,7 @@ def _can_be_traced(context: StepContext, spec: Any, divide: Any) -> bool:
 
 def _verdict(context: StepContext, batch: Any) -> _RankVerdict:
     try:
-        if context.model.run_eagerly and context.is_from_script:
+        if context.model.run_eagerly and context.is_custom:
             raise NotChecked(
                 "the step runs eagerly (run_eagerly=True), and what it does in Python can't be undone"
             )
@@ -166,7 +166,7 @@ def _examine(context: StepContext, batch: Any) -> _RankVerdict:
     samples = samples_of(batch)
     checked = checked_step(context, samples, is_repeated=True)
     verdict = _judge(context, samples, checked)
-    return verdict._replace(sums=checked.sums, added=added_up(context, checked))
+    return verdict._replace(sums=checked.sums, added=sums_in_words(context, checked))
 
 
 def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> _RankVerdict:
@@ -287,13 +287,13 @@ def _statement(samples: Samples, has_warnings: bool) -> str:
 def _are_sums_with_more(samples: Samples, checked: CheckedStep) -> bool:
     """Return whether gradients are sums beside something else, by a different cut of the samples."""
     count = samples.whole.units
-    if count < 3 or checked.dry_step.step.sums.reductions:
+    if count < 3 or checked.dry_step.step.sums.reducers:
         return False
     batch = samples.whole.data
     head = Part(run_of(batch, count, 0, 1), 1, count, True)
     tail = Part(run_of(batch, count, 1, count), count - 1, count, False)
     parts = checked.dry_step.run([head, tail])
-    weights = [float(head.weight), float(tail.weight)]
+    weights = [float(head.fraction), float(tail.fraction)]
     other_cut = replace(checked.runs, parts=parts, weights=weights)
     return findings.are_sums_with_more(checked.runs, other_cut)
 
@@ -347,7 +347,7 @@ def needs_no_check(context: StepContext, batch: Any) -> bool:
     """Return True for a functional model of Keras's own layers with a built-in loss and dense inputs of one length."""
     losses = context.parts.losses
     return (
-        not context.is_from_script
+        not context.is_custom
         and compat.belongs_to_keras(type(context.model))
         and bool(losses)
         and all(map(compat.reduces_first, training_state.optimizers(context.model)))

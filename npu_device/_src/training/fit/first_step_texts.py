@@ -53,7 +53,7 @@ def beside_a_sum(title: str, different: Sequence[ComparedGradient], world: World
 def of_two_kinds(title: str, gradients: Sequence[ComparedGradient], world: World) -> str:
     """Return the error for an optimizer some of whose gradients are sums over the samples."""
     sums = [gradient for gradient in gradients if gradient.is_sum and not gradient.is_mean]
-    same_optimizer = [gradient for gradient in gradients if gradient.reduction is sums[0].reduction]
+    same_optimizer = [gradient for gradient in gradients if gradient.reducer is sums[0].reducer]
     not_sums = [gradient for gradient in same_optimizer if not gradient.is_sum]
     return (
         f"{title} adds up what its samples give in some gradients of an optimizer, but not in others: those of "

@@ -9,7 +9,7 @@ from npu_device._src.collectives.engine_text import say
 from npu_device._src.training.fit import first_step, randomness, sources, start
 from npu_device._src.training.fit.divided import Divided
 from npu_device._src.training.fit.model_parts import generators_of, parts_of
-from npu_device._src.training.fit.randomness import NumbersOfRank
+from npu_device._src.training.fit.randomness import RandomNumbers
 from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.training.fit.replica_state import ReplicaState
 from npu_device._src.training.fit.step import divide
@@ -29,14 +29,14 @@ class Function(StepContext):
 
     Attributes:
         source: the data that the user passed.
-        begins: its next call is the first one of a fit, evaluate or predict.
+        is_first_call: its next call is the first one of a fit, evaluate or predict.
     """
 
     def __init__(self, state: ReplicaState, mode: str) -> None:
         super().__init__(state.world, state.model, mode, getattr(state.model, f"{mode}_step"))
-        self.settle_draws = self._settle_draws
+        self.share_draws = self._share_draws
         self.source: Any = None
-        self.begins = True
+        self.is_first_call = True
         self._state = state
         self._name = f"{mode}_function"
         self._make_keras_function: Callable[..., Any] = getattr(self.model, f"make_{mode}_function")
@@ -50,8 +50,8 @@ class Function(StepContext):
 
     def __call__(self, batches: Any) -> Any:
         """Run a step, or several; Keras calls this with an iterator, or (to predict, in Keras 3) with a list."""
-        if self.begins:
-            self.begins = False
+        if self.is_first_call:
+            self.is_first_call = False
             batches = self._start(batches)
         # The usual case of a running training: one comparison, then Keras's own function.
         if self._input_wait is None or self._input_wait.is_over:
@@ -64,7 +64,7 @@ class Function(StepContext):
         self._state.prepare(self.mode)
         # A new function is made also after compile.
         if getattr(self.model, self._name) is not self or force:
-            self.begins = True
+            self.is_first_call = True
             self._is_built = False
             self._checked = ""
             self._make_anew()
@@ -82,7 +82,7 @@ class Function(StepContext):
             return
         self._is_built = True
         replaced = Replaced()
-        numbers = NumbersOfRank(self.world, generators_of(self.model), replaced)
+        numbers = RandomNumbers(self.world, generators_of(self.model), replaced)
 
         def share(batch: Any) -> Any:
             own_part = divide(self.world, batch).data
@@ -103,9 +103,9 @@ class Function(StepContext):
         finally:
             replaced.restore()
 
-    def _settle_draws(self, numbers: NumbersOfRank, share: Share) -> None:
-        """Give the ranks the same numbers where a step that has drawn some needs that, and report on them, once."""
-        draws = numbers.settle(share.data, training_state.weights(self.model))
+    def _share_draws(self, numbers: RandomNumbers, share: Share) -> None:
+        """Let the ranks share the draws that are one for the whole batch, and report once on all draws."""
+        draws = numbers.share_common_draws(share.data, training_state.weights(self.model))
         if draws and not self._has_drawn:
             self._has_drawn = True
             if self.world.is_main:
@@ -130,7 +130,7 @@ class Function(StepContext):
             self.build(batches, pulled[0])
         if is_training or not self._state.in_fit:
             start.synchronise(self.world, self.model, is_training, self._state.root_rank)
-            # The root of a broadcast callback counts for one start.
+            # A broadcast callback names its root for one start only.
             self._state.root_rank = 0
         # Building may have added layers and variables.
         self.known_parts = parts_of(self.model)
@@ -142,7 +142,7 @@ class Function(StepContext):
         elif self.mode == "test" and pulled and not self._checked:
             self._checked = first_step.look_for_sums(self, content(pulled[0]))
         if is_iterator:
-            return sources.again(batches, pulled)
+            return sources.with_put_back(batches, pulled)
         return batches
 
     def _compare_first_batches(self, pulled: list[Any]) -> int | None:
@@ -151,12 +151,12 @@ class Function(StepContext):
             rows = 0
             if pulled:
                 rows = int(rows_of(pulled[0]))
-            digest = start.digest(pulled)
-            is_same = sources.same_everywhere(self.world, self.source, digest, rows)
+            checksum = start.full_checksum(pulled)
+            is_same = sources.same_everywhere(self.world, self.source, checksum, rows)
             self.send_from_root(not is_same)
             return rows
         if type(self.source) is Divided:
-            sources.warn_if_all_the_same(self.world, start.digest(pulled))
+            sources.warn_if_all_the_same(self.world, start.full_checksum(pulled))
         else:
             sources.require_same_mark(self.world, int(tag_of(pulled[0])[1]))
         return None

@@ -1,4 +1,5 @@
-"""Losses in a step of a replicated model: each rank's, weighted by its samples, add up to that of the whole batch.
+"""Losses in a step of a replicated model: those of the ranks, times their fractions of the samples, sum up to that of
+the whole batch.
 
 A mean over samples needs no change. Sums, values per sample, means over the valid steps of masked sequences, and means
 by sample weights have other denominators.
@@ -33,13 +34,12 @@ class Losses:
         self._step = step
         self._world = world
         for index, loss in enumerate(parts.losses):
-            # Bound before it changes: the step sets the reduction of the loss to "sum" while it
-            # runs.
+            # Keras's reduction is bound here, since ``_call`` sets it to "sum" while the step runs.
             call = partial(self._call, f"{LOSS} {index}", loss, loss.reduction)
             replaced.replace(loss, "call", call)
             replaced.keep(loss, "reduction")
         for index, layer in enumerate(parts.layers):
-            # What Keras's own layers add is no sum over samples, except in ``parts.regularized``.
+            # Keras's own layers add no sums over samples, except those in ``parts.regularized``.
             if not compat.belongs_to_keras(type(layer)) or compat.adds_loss_of_script(layer):
                 add_loss = partial(self._add_loss, f"{ADDED_LOSS} {index}")
                 replaced.replace(layer, "add_loss", add_loss)
@@ -59,7 +59,7 @@ class Losses:
     ) -> Any:
         """Return what Keras is to reduce: values of the samples, times what makes their sum that of the whole batch."""
         losses = call(y_true, y_pred)
-        # A loss with ignore_class leaves this mask.
+        # Keras's losses with ignore_class attach this mask to their values.
         loss_mask = getattr(losses, "_keras_mask", None)
         masks = [_mask_of(y_pred), loss_mask]
         mask = _all_of(masks)
@@ -70,11 +70,11 @@ class Losses:
             denominator = self._denominator(reduction, mask, losses)
             if denominator is None:
                 return self._mean_of_samples(name, losses)
-            # Keras would divide by what is valid on this rank: perhaps by 0.
+            # Keras would divide by the number of valid values on this rank, which may be 0.
             loss.reduction = "sum"
             scaled = self._of_the_whole(losses, denominator)
         if loss_mask is not None:
-            # Keras still has to read it; arithmetic drops such attributes.
+            # Put back for Keras to read, since arithmetic drops such attributes.
             scaled._keras_mask = loss_mask
         return scaled
 
@@ -87,7 +87,7 @@ class Losses:
     def _add_loss(
         self, name: str, add_loss: Callable[..., Any], losses: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        # Keras adds up what a layer gives; one value per sample is a sum over samples.
+        # Keras sums the values that a layer adds, so one value per sample makes a sum over samples.
         scaled = tf.nest.map_structure(partial(self._scaled_if_sum, name), losses)
         return add_loss(scaled, *args, **kwargs)
 
@@ -106,10 +106,10 @@ class Losses:
         return self._of_the_whole(loss, 1.0) if is_sum else loss
 
     def _of_the_whole(self, terms: tf.Tensor, denominator: Any) -> tf.Tensor:
-        """Return the terms of a sum that is divided by a denominator, so that the step's weight doesn't count twice."""
-        weighed = tf.cast(denominator, tf.float64) * self._step.weight
-        # A rank without samples has weight 0 and contributes nothing.
-        factor = tf.math.divide_no_nan(tf.constant(1.0, tf.float64), weighed)
+        """Return the terms of a sum that is divided by a denominator, so that the step's factor doesn't count twice."""
+        divisor = tf.cast(denominator, tf.float64) * self._step.fraction
+        # A rank without samples has fraction 0 and contributes nothing.
+        factor = tf.math.divide_no_nan(tf.constant(1.0, tf.float64), divisor)
         return terms * tf.cast(factor, terms.dtype)
 
     def _denominator(
@@ -122,7 +122,7 @@ class Losses:
         if weights is None and mask is None:
             return None
         if weights is None:
-            # A loss may have several numbers for each element of the mask.
+            # The loss may have more axes than the mask: several numbers for each of its elements.
             per_step = tf.maximum(tf.size(losses) / tf.size(mask), 1.0)
             return tf.cast(per_step, tf.float64) * self._sum_of_all_ranks(mask)
         weights = tf.cast(weights, tf.float64)
@@ -145,7 +145,7 @@ class Losses:
 
     def _sum_of_all_ranks(self, counts: Any) -> tf.Tensor:
         total = tf.reduce_sum(tf.cast(counts, tf.float64))
-        return self._world.add_up(total * self._step.counts)
+        return self._world.sum_over_ranks(total * self._step.sum_factor)
 
 
 def _all_of(masks: list[Any]) -> tf.Tensor | None:

@@ -1,7 +1,7 @@
 """Metrics in a step of a replicated model: those of every rank get the values of the whole batch.
 
-The state of Keras's own metrics adds up, see ``step.Increments``. The inputs of any other metric are gathered, so that
-the metric of every rank sees the whole batch.
+The increments of Keras's own metrics are summed, see ``step.Increments``. The inputs of any other metric are gathered,
+so that the metric of every rank sees the whole batch.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Metrics:
     """Stands in for ``update_state``, ``result`` and ``reset_state`` of metrics.
 
     Attributes:
-        settle: gives the metrics the increments of all ranks so far.
+        add_increments: gives the metrics the increments of all ranks so far.
     """
 
-    settle: Callable[[], None]
+    add_increments: Callable[[], None]
 
     def __init__(
         self, parts: ModelParts, step: CurrentStep, world: World, replaced: Replaced
@@ -72,18 +72,18 @@ class Metrics:
     def _update_of(
         self, metric: Any, classes: Any, name: str, is_tracker: bool
     ) -> Callable[..., Any] | None:
-        """Return what stands in for ``update_state``; None where increments simply add up."""
+        """Return what stands in for ``update_state``; None where increments are simply summed."""
         if _needs_whole_batch(metric):
             return partial(self._update_with_all_ranks, name)
         # A metric of another class gets numbers that the step itself has worked out.
         if type(metric).update_state not in (classes.Mean.update_state, classes.Sum.update_state):
             return None
         if isinstance(metric, classes.Sum):
-            return partial(self._update_by_share, name, _weight_in_sum, is_tracker)
-        return partial(self._update_by_share, name, _weight_in_mean, is_tracker)
+            return partial(self._update_by_share, name, _terms_of_sum, is_tracker)
+        return partial(self._update_by_share, name, _terms_of_mean, is_tracker)
 
-    def added_up(self) -> list[Any]:
-        """Return the variables of metrics whose increments add up."""
+    def additive_variables(self) -> list[Any]:
+        """Return the variables of metrics whose increments are summed over the ranks."""
         additive = [metric for metric in self._metrics if not _needs_whole_batch(metric)]
         variables = [variable for metric in additive for variable in metric.variables]
         # A metric may list a variable twice, but its increments count once.
@@ -103,8 +103,7 @@ class Metrics:
                 continue
             sources = self._results_behind(log)
             result = None
-            # A log may be a sum or a mean of results, computed by the step after ``result`` was
-            # called.
+            # The step may have computed the log from results, such as a sum of two.
             if tf.is_symbolic_tensor(log):
                 computations = {source.tensor.name: source.compute for source in sources}
                 replacements = {name: compute() for name, compute in computations.items()}
@@ -131,8 +130,8 @@ class Metrics:
         return [result for result in self._results if getattr(result.tensor, "name", "") in names]
 
     def _record(self, compute: Callable[[], Any]) -> Any:
-        if tf.executing_eagerly() and self._step.is_from_script:
-            self.settle()  # no graph tells later what the step has computed from it
+        if tf.executing_eagerly() and self._step.is_custom:
+            self.add_increments()  # no graph tells later what the step has computed from it
         result = compute()
         if isinstance(result, dict):
             for key, tensor in result.items():
@@ -144,7 +143,7 @@ class Metrics:
     def _update_by_share(
         self,
         name: str,
-        weigh: Callable[[_Update, tf.Tensor], tuple[Any, Any]],
+        terms: Callable[[_Update, tf.Tensor], tuple[Any, Any]],
         is_tracker: bool,
         update_state: Callable[..., Any],
         *args: Any,
@@ -152,21 +151,21 @@ class Metrics:
     ) -> Any:
         """Update a ``Mean`` or ``Sum``: the ranks' increments are added up, as far as they have samples."""
         are_sums = numbers_given(self._step, name, args, kwargs)
-        number, sample_weight = _number_and_weight(*args, **kwargs)
+        number, sample_weight = _number_and_sample_weight(*args, **kwargs)
         tensor = _as_tensor(number)
         dtype = tensor.dtype if tensor.dtype.is_floating else tf.float32
-        share_weight = tf.cast(self._step.weight, dtype)
+        fraction = tf.cast(self._step.fraction, dtype)
         if tensor.shape.rank == 0:
             sum_args, sum_kwargs = are_sums
-            number_is_sum, weight_is_sum = _number_and_weight(*sum_args, **sum_kwargs)
+            number_is_sum, weight_is_sum = _number_and_sample_weight(*sum_args, **sum_kwargs)
             update = _Update(number, sample_weight, number_is_sum, weight_is_sum)
-            number, sample_weight = weigh(update, share_weight)
+            number, sample_weight = terms(update, fraction)
         elif is_tracker:
-            # A loss per sample, times what ``Losses`` has divided by.
+            # ``Losses`` has divided each sample's loss by the fraction, which is undone here.
             if sample_weight is not None and self._counts_losses:
-                sample_weight = tf.cast(sample_weight, share_weight.dtype)
-                sample_weight = tf.math.divide_no_nan(sample_weight, share_weight)
-            number = tensor * share_weight
+                sample_weight = tf.cast(sample_weight, fraction.dtype)
+                sample_weight = tf.math.divide_no_nan(sample_weight, fraction)
+            number = tensor * fraction
         return update_state(number, sample_weight=sample_weight)
 
     def _update_with_all_ranks(
@@ -184,9 +183,9 @@ class Metrics:
             return argument
         tensor = tf.convert_to_tensor(argument)
         if tensor.shape.rank == 0:
-            weight = self._step.counts if is_sum else self._step.weight
-            # Added up in float64: a large count in float32 would lose its last digit.
-            total = self._world.add_up(tf.cast(tensor, tf.float64) * weight)
+            factor = self._step.sum_factor if is_sum else self._step.fraction
+            # In float64, since a large count in float32 would lose its last digit.
+            total = self._world.sum_over_ranks(tf.cast(tensor, tf.float64) * factor)
             return tf.cast(total, tensor.dtype)
         gathered = self._world.gather(self._step.share.counted(tensor))
         mask = getattr(argument, "_keras_mask", None)
@@ -211,33 +210,33 @@ def note_numbers(step: CurrentStep, metrics: Sequence[Any], replaced: Replaced) 
         replaced.replace(metric, "update_state", partial(note, f"{METRIC} {index}"))
 
 
-def _weight_in_mean(update: _Update, share_weight: tf.Tensor) -> tuple[Any, Any]:
-    """Return number and weight of this rank: it contributes by its samples to one number for the whole batch."""
+def _terms_of_mean(update: _Update, fraction: tf.Tensor) -> tuple[Any, Any]:
+    """Return number and sample weight of this rank: it contributes by its samples to one number for the whole batch."""
     number = update.number
     sample_weight = update.sample_weight
     if update.number_is_sum:
-        number = tf.math.divide_no_nan(tf.cast(number, share_weight.dtype), share_weight)
-    # A weight that is a sum, or isn't known, adds up over the ranks as it is.
+        number = tf.math.divide_no_nan(tf.cast(number, fraction.dtype), fraction)
+    # A sample weight that is a sum over the samples, or isn't known, is summed over the ranks as it is.
     if sample_weight is None or update.weight_is_sum is False:
-        sample_weight = _weighted(sample_weight, share_weight)
+        sample_weight = _weighted(sample_weight, fraction)
     return number, sample_weight
 
 
-def _weight_in_sum(update: _Update, share_weight: tf.Tensor) -> tuple[Any, Any]:
+def _terms_of_sum(update: _Update, fraction: tf.Tensor) -> tuple[Any, Any]:
     sample_weight = update.sample_weight
     weight_is_mean = sample_weight is None or update.weight_is_sum is False
     if update.number_is_sum is False and weight_is_mean:
-        sample_weight = _weighted(sample_weight, share_weight)
+        sample_weight = _weighted(sample_weight, fraction)
     return update.number, sample_weight
 
 
-def _weighted(sample_weight: Any, share_weight: tf.Tensor) -> tf.Tensor:
+def _weighted(sample_weight: Any, fraction: tf.Tensor) -> tf.Tensor:
     if sample_weight is None:
-        return share_weight
-    return tf.cast(sample_weight, share_weight.dtype) * share_weight
+        return fraction
+    return tf.cast(sample_weight, fraction.dtype) * fraction
 
 
-def _number_and_weight(values: Any, sample_weight: Any = None) -> tuple[Any, Any]:
+def _number_and_sample_weight(values: Any, sample_weight: Any = None) -> tuple[Any, Any]:
     """Return the arguments of ``update_state``, whose names these are."""
     return values, sample_weight
 

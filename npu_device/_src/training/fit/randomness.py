@@ -24,7 +24,7 @@ _SEED_DISTANCE = 1_000_003
 _SHOWN = 4
 
 
-class NumbersOfRank:
+class RandomNumbers:
     """Lets a training step, eager or traced, draw the numbers of this rank from ``begin`` to ``end``."""
 
     def __init__(self, world: World, generators: Sequence[Any], replaced: Replaced) -> None:
@@ -59,13 +59,13 @@ class NumbersOfRank:
         if self._graph is not None:
             self._graph.seed = self._graph_seed
 
-    def settle(self, share: Any, weights: Sequence[Any]) -> list[Draw]:
+    def share_common_draws(self, share: Any, model_weights: Sequence[Any]) -> list[Draw]:
         """Give all ranks the same numbers where a traced step draws once for the whole batch; return its draws."""
         if self._graph is None:
             return self._eager_draws()
         leaves = tf.nest.flatten(share, expand_composites=True)
         samples = [leaf for leaf in leaves if tf.is_tensor(leaf)]
-        weight_shapes = {tuple(weight.shape) for weight in weights}
+        weight_shapes = {tuple(weight.shape) for weight in model_weights}
         draws = draws_of(self._graph, self._first_operation, samples, weight_shapes)
         for draw in draws:
             if draw.shared:

@@ -108,7 +108,7 @@ class Replica:
             self.state.callbacks = callbacks
             # Shared before Keras draws the order in which it shuffles.
             start.share_random_state(self.world)
-            self.train.begins = self.test.begins = True
+            self.train.is_first_call = self.test.is_first_call = True
             # A callback may call ``fit`` itself.
             was_in_fit = self.state.in_fit
             self.state.in_fit = True
@@ -119,7 +119,7 @@ class Replica:
                 self.state.in_fit = was_in_fit
                 # The data may go before the model does.
                 self.train.source = self.test.source = None
-            if self.train.begins:  # no epoch was left to train
+            if self.train.is_first_call:  # no epoch was left to train
                 start.synchronise(self.world, self.model, training=True)
             weights = training_state.common(self.model, training_state.weights(self.model))
             # The comparison waits for rank 0, and so for the files that rank 0 writes.
@@ -141,7 +141,7 @@ class Replica:
                 return arguments.call()
             arguments = self._arguments(function, own_method, args, kwargs)
             shared_data.pass_as_tensors(self.world, arguments)
-            function.begins = True
+            function.is_first_call = True
             returned = arguments.call()
             function.source = None
             self._compare_batches()

@@ -26,9 +26,9 @@ _DIGITS = "0123456789"
 _USES = {"train": "training", "test": "validation", "predict": "prediction"}
 
 
-def same_everywhere(world: World, source: Any, digest: int, rows: int) -> bool:
+def same_everywhere(world: World, source: Any, checksum: int, rows: int) -> bool:
     """Compare first batches; return False, with a warning, if only the random order differs, or raise ValueError."""
-    first_batches = world.objects((digest, rows), "first batch")
+    first_batches = world.objects((checksum, rows), "first batch")
     if len({checksum for checksum, _ in first_batches}) == 1:
         return True
     lines = world.lines(
@@ -105,10 +105,10 @@ def require_same_mark(world: World, mark: int) -> None:
         )
 
 
-def warn_if_all_the_same(world: World, digest: int) -> None:
+def warn_if_all_the_same(world: World, checksum: int) -> None:
     """Warn when ranks that should each read their own part read the same first batch."""
-    digests = world.objects(digest, "first batch of divided data")
-    ranks = [rank for rank, checksum in enumerate(digests) if digests.count(checksum) > 1]
+    checksums = world.objects(checksum, "first batch of divided data")
+    ranks = [rank for rank, checksum in enumerate(checksums) if checksums.count(checksum) > 1]
     if ranks and world.is_main:
         _log.warning(
             "ranks %s began with the very same batch, although the dataset was passed as divided.\nLikely cause: "
@@ -204,7 +204,7 @@ def pull(batches: Any, count: int) -> list[Any]:
     return pulled
 
 
-def again(batches: Any, pulled: list[Any]) -> Any:
+def with_put_back(batches: Any, pulled: list[Any]) -> Any:
     """Return an iterator of the same kind that begins with what was pulled, so that a function isn't traced again."""
     if not pulled:
         return batches  # Keras handles the end of an iterator
@@ -237,7 +237,7 @@ class InputWait:
         wait = time.perf_counter() - begin
         if not pulled:  # the function says so in Keras's way
             return function(batches)
-        logs = function(again(batches, pulled))
+        logs = function(with_put_back(batches, pulled))
         for leaf in filter(tf.is_tensor, tf.nest.flatten(logs)):
             leaf.numpy()  # a GPU may still work on it
         self._times.append((wait, time.perf_counter() - begin))

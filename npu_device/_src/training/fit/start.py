@@ -19,7 +19,7 @@ from npu_device._src.training.sharding.remote_slots import without_initial_slots
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import checksum
 from npu_device._src.training.watching.same_variables import assign_from_root
-from npu_device._src.training.watching.wrapped_optimizers import reduction_of
+from npu_device._src.training.watching.wrapped_optimizers import reducer_of
 from npu_device._src.wording import counted
 from npu_device._src.world.share import without_optional
 from npu_device._src.world.world import World
@@ -97,8 +97,8 @@ def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) ->
     assign_from_root(world, numeric, root_rank)
 
 
-def digest(batch: Any) -> int:
-    """Return a checksum of all tensors in a batch."""
+def full_checksum(batch: Any) -> int:
+    """Return a checksum of all that the tensors of a batch hold; ``batch_checksum`` reads a sample of it."""
     total = 0
     for leaf in tf.nest.flatten(batch, expand_composites=True):
         if leaf is not None and getattr(leaf, "dtype", None) not in (tf.variant, tf.resource):
@@ -124,7 +124,7 @@ def statement(
         f"npu_device: {type(model).__name__} {model.name!r} trains on {world.size} ranks ({places})",
         f"  global batch   {_samples_per_rank(rows, world.size)}; {steps_in_words} steps per epoch",
         f"  learning rate  {rates}, as given, not scaled by the number of ranks",
-        *_division(world, model),
+        *_divided_updates(world, model),
         f"  backend        {explained(world.job, world.group)}; {threads} per rank",
     ]
     if xla.compiles_call(model):
@@ -156,13 +156,13 @@ def _rate(optimizer: Any) -> str:
     return f"{float(tf.convert_to_tensor(rate)):g} ({type(optimizer).__name__})"
 
 
-def _division(world: World, model: Any) -> list[str]:
+def _divided_updates(world: World, model: Any) -> list[str]:
     """Return a line for each optimizer whose updates are divided among the ranks."""
     lines = []
     for optimizer in training_state.optimizers(model):
-        division = getattr(reduction_of(optimizer), "division", None)
-        if division is not None:
-            held, total = division.bytes_of_state
+        update = getattr(reducer_of(optimizer), "divided_update", None)
+        if update is not None:
+            held, total = update.bytes_of_state
             name = type(optimizer).__name__
             lines.append(
                 f"  optimizer      divided over {world.size} ranks ({name}: "

@@ -1,5 +1,5 @@
 """The road of one batch through a replicated model: taken and counted in the checksum, divided, stepped (the optimizer
-reduces the gradients inside), metrics and moving averages added up, logged.
+reduces the gradients inside), the increments of metrics and moving averages summed, logged.
 
 ``train_or_test_step`` and ``predict_step`` below are the road. They stand in for the model's own steps; the rest of the
 file is what they call, in that order. How losses, metrics, layers and optimizers take part is in ``losses``,
@@ -20,7 +20,7 @@ from npu_device._src import compat, environment
 from npu_device._src.training.fit import xla
 from npu_device._src.training.fit.losses import Losses
 from npu_device._src.training.fit.metrics import Metrics
-from npu_device._src.training.fit.randomness import NumbersOfRank
+from npu_device._src.training.fit.randomness import RandomNumbers
 from npu_device._src.training.fit.replaced import Replaced
 from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.fit.step_normalization import synchronize_layers
@@ -135,7 +135,7 @@ def divide(world: World, batch: Any) -> Share:
     """Return the share of this rank in a batch, which may be divided already."""
     if is_divided(batch):
         rows = tf.cast(tag_of(batch)[0], tf.int32)
-        return Share(content(batch), rows, world.add_up(rows))
+        return Share(content(batch), rows, world.sum_over_ranks(rows))
     return share_of_batch(batch, world.rank, world.size, environment.NPU_DEVICE_DIVISION.get())
 
 
@@ -145,7 +145,7 @@ def divide(world: World, batch: Any) -> Share:
 @_as_it_is
 def _current(context: StepContext, share: Share) -> CurrentStep:
     return CurrentStep(
-        share, context.is_from_script, context.world.reduce, context.world.gather, context.sums
+        share, context.is_custom, context.world.reduce, context.world.gather, context.sums
     )
 
 
@@ -163,31 +163,33 @@ class Step:
         Losses(context.model, parts, current, world, self._replaced)
         if xla.compiles_call(context.model):
             xla.compile_call(context.model, self._replaced)
-        self._numbers: Optional[NumbersOfRank] = None
-        # Metrics add up, so the ranks' increments are added. Moving averages move by the average of the increments.
-        increments = [(variable, current.counts) for variable in self._metrics.added_up()]
+        self._random_numbers: Optional[RandomNumbers] = None
+        # Metrics move by the sum of the ranks' increments, moving averages by their mean.
+        increments = [
+            (variable, current.sum_factor) for variable in self._metrics.additive_variables()
+        ]
         if context.mode == "train":
             synchronize_layers(parts.layers, current, world, self._replaced)
-            self._numbers = NumbersOfRank(world, parts.generators, self._replaced)
-            increments += [(variable, current.weight) for variable in parts.statistics]
-        self._increments = Increments(increments, world.add_up)
-        self._metrics.settle = self._increments.reduce
+            self._random_numbers = RandomNumbers(world, parts.generators, self._replaced)
+            increments += [(variable, current.fraction) for variable in parts.statistics]
+        self._increments = Increments(increments, world.sum_over_ranks)
+        self._metrics.add_increments = self._increments.reduce
 
     def __enter__(self) -> Step:
         self._running = running(self._current)
         self._running.__enter__()
-        _ = self._current.weight  # computed in this graph, before a branch of the step needs it
-        if self._numbers is not None:
-            self._numbers.begin()
+        _ = self._current.fraction  # computed in this graph, before a branch of the step needs it
+        if self._random_numbers is not None:
+            self._random_numbers.begin()
         return self
 
     def __exit__(self, error_class: Any, error: Any, traceback: Any) -> None:
         self._running.__exit__(error_class, error, traceback)
         self._replaced.restore()
-        if self._numbers is not None:
-            self._numbers.end()
+        if self._random_numbers is not None:
+            self._random_numbers.end()
             if error is None:
-                self._context.settle_draws(self._numbers, self._current.share)
+                self._context.share_draws(self._random_numbers, self._current.share)
 
     @_as_it_is
     def results_of_all(self, logs: Any) -> Any:
@@ -199,7 +201,7 @@ class Step:
         if not_computable and self._world.is_main:
             self._warn_of_computed_logs(logs, [leaves[position] for position in not_computable])
         unknown = [position for position, leaf in enumerate(of_all_ranks) if leaf is None]
-        numbers = self._add_up_numbers(
+        numbers = self._numbers_of_all_ranks(
             [leaves[position] for position in unknown],
             [are_sums[position] for position in unknown],
         )
@@ -215,20 +217,22 @@ class Step:
             names = [repr(name) for name, leaf in logs.items() if id(leaf) in ids]
         _log.warning(_COMPUTED, type(self._context.model).__name__, ", ".join(names) or "logs")
 
-    def _add_up_numbers(self, leaves: Sequence[Any], are_sums: Sequence[bool | None]) -> list[Any]:
-        """Return scalars of the logs of all ranks: sums added up, other numbers averaged by samples."""
+    def _numbers_of_all_ranks(
+        self, leaves: Sequence[Any], are_sums: Sequence[bool | None]
+    ) -> list[Any]:
+        """Return scalars of the logs of all ranks: sums are summed, other numbers averaged by samples."""
         numbers = list(map(_float_as_tensor, leaves))
-        # Contributions of this rank, by position, which travel together, since each is small.
+        # By position; sent together, since each contribution is a single number.
         contributions: dict[int, tf.Tensor] = {}
         for position, (number, is_sum) in enumerate(zip(numbers, are_sums)):
             if not tf.is_tensor(number) or number.shape.rank != 0:
                 continue
             if is_sum and (number.dtype.is_floating or number.dtype.is_integer):
-                contributions[position] = tf.cast(number, tf.float64) * self._current.counts
+                contributions[position] = tf.cast(number, tf.float64) * self._current.sum_factor
             elif number.dtype.is_floating:
-                contributions[position] = tf.cast(number, tf.float64) * self._current.weight
+                contributions[position] = tf.cast(number, tf.float64) * self._current.fraction
         if contributions:
-            totals = tf.unstack(self._world.add_up(tf.stack(list(contributions.values()))))
+            totals = tf.unstack(self._world.sum_over_ranks(tf.stack(list(contributions.values()))))
             for position, total in zip(contributions, totals):
                 numbers[position] = tf.cast(total, numbers[position].dtype)
         return numbers
@@ -249,17 +253,17 @@ def _begin(context: StepContext, share: Share) -> Step:
 
 
 class Increments:
-    """The values of variables before a step, so that their increments, times weights, can be added up after it."""
+    """The values of variables before a step, so that their increments, times factors, can be summed after it."""
 
     def __init__(
-        self, variables: Sequence[tuple[Any, Any]], add_up: Callable[[tf.Tensor], tf.Tensor]
+        self, variables: Sequence[tuple[Any, Any]], sum_over_ranks: Callable[[tf.Tensor], tf.Tensor]
     ) -> None:
-        self._add_up = add_up
+        self._sum_over_ranks = sum_over_ranks
         groups: dict[tuple[tf.DType, int], list[Any]] = {}
         factors = {id(factor): factor for _, factor in variables}
         for variable, factor in variables:
             groups.setdefault((tf.as_dtype(variable.dtype), id(factor)), []).append(variable)
-        # Variables are packed, since a step has hundreds of them and few operations to spare for each.
+        # Packed into one tensor, since operations for each of hundreds of variables would cost more than the step.
         self._groups = [
             (dtype, members, factors[key], _packed(members))
             for (dtype, key), members in groups.items()
@@ -273,12 +277,12 @@ class Increments:
                 _times(_packed(members) - start, factor) for _, members, factor, start in groups
             ]
             starts = tf.concat([start for *_, start in groups], axis=0)
-            total = starts + self._add_up(tf.concat(increments, axis=0))
+            total = starts + self._sum_over_ranks(tf.concat(increments, axis=0))
             members = [member for _, members, *_ in groups for member in members]
             sizes = [tf.TensorShape(member.shape).num_elements() for member in members]
             for member, flat in zip(members, tf.split(total, sizes)):
                 member.assign(_reshaped(flat, member.shape))
-        # Increments count from here on, for a step that reads results halfway.
+        # The next increments begin here, for a step that reads results halfway.
         self._groups = [
             (dtype, members, factor, _packed(members)) for dtype, members, factor, _ in self._groups
         ]
@@ -302,7 +306,7 @@ def _times(increment: tf.Tensor, factor: Any) -> tf.Tensor:
         return increment
     if increment.dtype.is_floating:
         return increment * tf.cast(factor, increment.dtype)
-    # An integer counts in full or not at all.
+    # No fraction of an integer is an integer: it counts in full or not at all.
     return tf.where(factor > 0, increment, tf.zeros_like(increment))
 
 

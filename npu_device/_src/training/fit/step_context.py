@@ -8,12 +8,12 @@ from typing import Any, Callable, Optional
 from npu_device._src import compat
 from npu_device._src.training.fit.batch_checksum import RunningChecksum
 from npu_device._src.training.fit.model_parts import ModelParts, parts_of
-from npu_device._src.training.fit.randomness import NumbersOfRank
+from npu_device._src.training.fit.randomness import RandomNumbers
 from npu_device._src.world.current_step import Sums
 from npu_device._src.world.share import Share
 
 
-def _ignore(numbers: NumbersOfRank, share: Share) -> None: ...
+def _ignore(numbers: RandomNumbers, share: Share) -> None: ...
 
 
 @dataclass(eq=False)  # Keras tells functions apart by identity
@@ -28,7 +28,7 @@ class StepContext:
         checksum: of the batches since the ranks last compared them.
         from_root: rank 0's batches are sent to all ranks.
         has_own_data: each rank reads its own rows: ``divided``, a pipeline, a Sequence with ``rows``.
-        settle_draws: called with the random numbers that a step has drawn, and its share.
+        share_draws: called with the random numbers that a step has drawn, and its share.
     """
 
     world: Any
@@ -39,11 +39,11 @@ class StepContext:
     checksum: RunningChecksum = field(default_factory=RunningChecksum)
     from_root: bool = False
     has_own_data: bool = False
-    settle_draws: Callable[[NumbersOfRank, Share], None] = _ignore
+    share_draws: Callable[[RandomNumbers, Share], None] = _ignore
     known_parts: Optional[ModelParts] = None
 
     @property
-    def is_from_script(self) -> bool:
+    def is_custom(self) -> bool:
         """Return whether the script has written the step, not Keras."""
         return not compat.belongs_to_keras(self.own_step)
 

@@ -17,15 +17,20 @@ def synchronize_layers(
     layers: Sequence[Any], step: CurrentStep, world: World, replaced: Replaced
 ) -> None:
     """Replace the part of synchronized layers that computes mean and variance, while one step of a model runs."""
-    exchange = exchange_of_step(step, world.add_up)
+    exchange = exchange_of_step(step, world.sum_over_ranks)
     for layer in layers:
         name = compat.moments_method(layer)
         if getattr(layer, "synchronized", False) and hasattr(layer, name):
-            replaced.replace(layer, name, partial(_moments, exchange, step.counts, layer))
+            replaced.replace(layer, name, partial(_moments, exchange, step.sum_factor, layer))
 
 
 def _moments(
-    exchange: Exchange, counts: Any, layer: Any, own: Callable[..., Any], *args: Any, **kwargs: Any
+    exchange: Exchange,
+    sum_factor: Any,
+    layer: Any,
+    own: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     del own
-    return moments(exchange, counts, layer, *args, **kwargs)
+    return moments(exchange, sum_factor, layer, *args, **kwargs)

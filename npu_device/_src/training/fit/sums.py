@@ -24,7 +24,7 @@ from npu_device._src.training.fit.graph_lines import where
 from npu_device._src.training.fit.losses import ADDED_LOSS, LOSS
 from npu_device._src.training.fit.step_context import StepContext
 from npu_device._src.training.watching import training_state
-from npu_device._src.training.watching.wrapped_optimizers import carrier, reduction_of
+from npu_device._src.training.watching.wrapped_optimizers import carrier, reducer_of
 from npu_device._src.world.current_step import Sums
 from npu_device._src.world.share import run_of, units_at, units_of
 
@@ -60,19 +60,19 @@ def set_sums(context: StepContext, sums_of_ranks: Sequence[dict[str, bool]]) -> 
     # Backwards, so that the first rank that has found anything decides.
     for sums in reversed(sums_of_ranks):
         numbers.update(sums)
-    reductions = dict(_reductions(context))
-    adding = {reduction for name, reduction in reductions.items() if numbers.get(name)}
-    are_all = bool(adding) and adding == set(reductions.values())
+    reducers = dict(_reducers(context))
+    adding = {reducer for name, reducer in reducers.items() if numbers.get(name)}
+    are_all = bool(adding) and adding == set(reducers.values())
     context.sums = Sums(numbers, adding, are_all)
 
 
-def _reductions(context: StepContext) -> list[tuple[str, Any]]:
+def _reducers(context: StepContext) -> list[tuple[str, Any]]:
     """Return the reductions of the optimizers of a model, with names that are the same on all ranks."""
     optimizers = map(carrier, training_state.optimizers(context.model))
     return [
-        (f"optimizer {number}", reduction)
-        for number, reduction in enumerate(map(reduction_of, optimizers))
-        if reduction is not None
+        (f"optimizer {number}", reducer)
+        for number, reducer in enumerate(map(reducer_of, optimizers))
+        if reducer is not None
     ]
 
 
@@ -117,9 +117,7 @@ def checked_step(context: StepContext, samples: Samples, is_repeated: bool) -> C
         gradients = findings.compared_gradients(dry_step, runs)
         are_sums = findings.sums_of_optimizers(gradients)
         optimizers = {
-            name: are_sums[reduction]
-            for name, reduction in _reductions(context)
-            if reduction in are_sums
+            name: are_sums[reducer] for name, reducer in _reducers(context) if reducer in are_sums
         }
         adding = {name for name, is_sum in optimizers.items() if is_sum}
         if adding <= added_names:
@@ -151,11 +149,11 @@ def _runs(context: StepContext, dry_step: DryStep, samples: Samples, is_repeated
     if is_repeated:
         with _moved(dry_step.variables, precision):
             repeats += dry_step.run([samples.whole])
-    weights = [float(part.weight) for part in samples.parts]
+    weights = [float(part.fraction) for part in samples.parts]
     return Runs(before, whole, repeats, parts, weights, tolerance=100 * precision)
 
 
-def added_up(context: StepContext, checked: CheckedStep) -> str:
+def sums_in_words(context: StepContext, checked: CheckedStep) -> str:
     """Return what of the step's losses and gradients is a sum over the samples, in words; "" for nothing."""
     texts = []
     for name in [name for name, is_sum in checked.sums.items() if is_sum]:

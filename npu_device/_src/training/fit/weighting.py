@@ -1,13 +1,14 @@
-"""Optimizers in a step of a replicated model: they add up gradients over the ranks, each weighted by its samples.
+"""Optimizers in a step of a replicated model: they sum gradients over the ranks, each rank's times its fraction of
+the samples.
 
-The weight is that of the loss or of the gradients, never of both:
+The factor is that of the loss or of the gradients, never of both:
 
-- Keras's own step: ``scale_loss`` or ``minimize`` weights the loss, which costs nothing.
-- A step of the script: its gradients are weighted when the optimizer reduces them.
-- A step of the script that calls ``minimize`` of tf-keras: that weights the loss.
+- Keras's own step: ``scale_loss`` or ``minimize`` multiplies the loss, which costs nothing.
+- A custom step, written by the script: its gradients are multiplied when the optimizer reduces them.
+- A custom step that calls ``minimize`` of tf-keras: that multiplies the loss.
 
 The way to the reduction: the optimizer's ``apply`` or ``apply_gradients`` (``optimizer_wrapper``), ``reduce_once``, and
-``WeightedReduction.reduce``.
+``WeightedReducer.reduce``.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import Gradient, Owners, ReductionOptions, weighted
-from npu_device._src.training.optimizers.optimizer_wrapper import GradientReduction, install
+from npu_device._src.training.optimizers.optimizer_wrapper import GradientReducer, install
 from npu_device._src.training.watching.schedule import is_only_building
 from npu_device._src.training.watching.wrapped_optimizers import (
-    REDUCTION,
+    REDUCER,
     carrier,
-    reduction_of,
+    reducer_of,
 )
 from npu_device._src.world.current_step import CurrentStep, current_step, reduced_by_step
 from npu_device._src.world.world import World
 
 
-class WeightedReduction(GradientReduction):
-    """Adds up the gradients of the ranks' shares of a batch; outside a step it takes the mean, as elsewhere.
+class WeightedReducer(GradientReducer):
+    """Sums the gradients of the ranks' shares of a batch; outside a step it takes the mean, as elsewhere.
 
-    In a step, the reduction is a sum of weighted gradients, whatever the options are. A step of the script may reduce
-    gradients itself, between the loss and the optimizer: so its loss isn't weighted.
+    In a step, the reduction is a sum of weighted gradients, whatever the options are. A custom step may reduce
+    gradients itself, between the loss and the optimizer: so its loss isn't multiplied.
     """
 
     def begin(self, optimizer: Any, variables: Iterable[Any]) -> None:
@@ -59,73 +60,72 @@ class WeightedReduction(GradientReduction):
             if is_only_building():
                 return gradients
             return super().reduce(optimizer, gradients, owners)
-        # The script's own step has reduced them, or all that they are made of.
+        # A custom step has reduced them already, or all that they are made of.
         if reduced_by_step(gradients):
             return gradients
         options = replace(self.options_for(optimizer), reduction="sum")
-        parts = self.part_of(gradients, step, optimizer)
-        reduced = self._world.reduce(parts, options, owners)
+        contributions = self.weighted_contributions(gradients, step, optimizer)
+        reduced = self._world.reduce(contributions, options, owners)
         self.remember(reduced)
         return reduced
 
-    def parts(self, optimizer: Any, gradients: Sequence[Gradient]) -> list[Gradient]:
+    def contributions(self, optimizer: Any, gradients: Sequence[Gradient]) -> list[Gradient]:
         step = current_step()
         if step is None:
-            return super().parts(optimizer, gradients)
+            return super().contributions(optimizer, gradients)
         if reduced_by_step(gradients):
             return list(gradients)
-        return self.part_of(gradients, step, optimizer)
+        return self.weighted_contributions(gradients, step, optimizer)
 
-    def weight_in(self, step: CurrentStep, optimizer: Any) -> Any:
-        """Return by what this rank counts in a step of an optimizer: in a sum over the ranks, or in a mean of parts."""
-        weight = step.weight_for(self)
-        is_mean = self.adds_up(optimizer) and not step.is_dry_run
-        return weight * self._world.size if is_mean else weight
+    def factor_in(self, step: CurrentStep, optimizer: Any) -> Any:
+        """Return the factor of this rank's gradients in a sum over the ranks, or in a mean of accumulated ones."""
+        factor = step.factor_for(self)
+        is_mean = self.accumulates(optimizer) and not step.is_dry_run
+        return factor * self._world.size if is_mean else factor
 
-    def part_of(
+    def weighted_contributions(
         self, gradients: Sequence[Gradient], step: CurrentStep, optimizer: Any
     ) -> list[Gradient]:
         """Return what this rank contributes to the sum of the gradients of all ranks."""
-        # The loss has passed through the optimizer, and got the weight there.
-        is_weighted = self in step.weighing
-        step.weighing.discard(self)
+        is_weighted = self in step.with_weighted_loss
+        step.with_weighted_loss.discard(self)
         if is_weighted:
             return list(gradients)
-        weight = self.weight_in(step, optimizer)
-        return [weighted(gradient, weight) for gradient in gradients]
+        factor = self.factor_in(step, optimizer)
+        return [weighted(gradient, factor) for gradient in gradients]
 
 
 def replicate_optimizer(optimizer: Any, world: World, shard_optimizer: bool | None = None) -> None:
     """Make an optimizer weight its gradients by their samples when it reduces them, and divide its updates among the
     ranks on request; it may be wrapped already.
     """
-    reducer = carrier(optimizer)
-    earlier = reduction_of(reducer)
+    carrying = carrier(optimizer)
+    earlier = reducer_of(carrying)
     if earlier is not None and earlier.own_batches:
         raise ValueError(
             f"{type(optimizer).__name__} is a DistributedOptimizer of Horovod, with which each rank trains on a batch "
             "of its own, and replicate divides each batch among the ranks.\nWhat to do: use one of them. With "
             "replicate, take out the hvd calls, and let learning rate and steps be those of one process."
         )
-    requests = {shard_optimizer, getattr(earlier, "requested_division", None)}
+    requests = {shard_optimizer, getattr(earlier, "requests_divided_update", None)}
     if requests >= {True, False}:
         raise ValueError(
             f"{type(optimizer).__name__} is given shard_optimizer=True by one call and shard_optimizer=False by "
             "another one (DistributedOptimizer, replicate).\nWhat to do: pass the same value to both, or to one."
         )
     # Several models, or several calls of replicate, may share an optimizer.
-    if isinstance(earlier, WeightedReduction):
+    if isinstance(earlier, WeightedReducer):
         return
     keras = compat.keras_of(optimizer)
-    reduction = WeightedReduction(world, getattr(earlier, "options", ReductionOptions("mean")))
-    install(reducer, keras, reduction)
-    # The slots that ranks hold stay where they are.
-    reduction.division = getattr(earlier, "division", None)
-    if reduction.division is not None:
-        reduction.requested_division = True
+    reducer = WeightedReducer(world, getattr(earlier, "options", ReductionOptions("mean")))
+    install(carrying, keras, reducer)
+    # An update that is divided already goes on, with the slots on the ranks that hold them.
+    reducer.divided_update = getattr(earlier, "divided_update", None)
+    if reducer.divided_update is not None:
+        reducer.requests_divided_update = True
     elif earlier is None or shard_optimizer:
-        reduction.divide(reducer, shard_optimizer)
-    # The optimizer itself is the one that gets the loss, also if the one inside reduces.
+        reducer.divide_updates(carrying, shard_optimizer)
+    # Hooked on the outer optimizer, since that gets the loss, also if the one inside reduces.
     if compat.is_keras_3(keras):
         optimizer.scale_loss = MethodType(_scale_loss, optimizer)
     else:
@@ -133,21 +133,21 @@ def replicate_optimizer(optimizer: Any, world: World, shard_optimizer: bool | No
 
 
 def _weighted_loss(optimizer: Any, loss: Any) -> Any:
-    reduction = getattr(carrier(optimizer), REDUCTION)
+    reducer = getattr(carrier(optimizer), REDUCER)
     step = current_step()
-    if step is None or not isinstance(reduction, WeightedReduction):
+    if step is None or not isinstance(reducer, WeightedReducer):
         return loss
-    # Noted, so that its gradients don't get the weight once more.
-    step.weighing.add(reduction)
-    return loss * tf.cast(reduction.weight_in(step, optimizer), loss.dtype)
+    # Noted, so that its gradients aren't multiplied once more.
+    step.with_weighted_loss.add(reducer)
+    return loss * tf.cast(reducer.factor_in(step, optimizer), loss.dtype)
 
 
 @tf.autograph.experimental.do_not_convert
 def _scale_loss(self: Any, loss: Any) -> Any:
     scaled = type(self).scale_loss(self, loss)
     step = current_step()
-    # Between the loss and the optimizer, a step of the script may reduce gradients itself.
-    if step is not None and step.is_from_script:
+    # Unweighted in a custom step, which may reduce gradients itself between the loss and the optimizer.
+    if step is not None and step.is_custom:
         return scaled
     return _weighted_loss(self, scaled)
 
@@ -159,7 +159,7 @@ def _minimize(
     if tape is not None:
         kwargs["tape"] = tape
         if not callable(loss):
-            # What is differentiated has to have the weight.
+            # On the tape, since the loss that is differentiated has to have the factor.
             with tape:
                 loss = _weighted_loss(self, loss)
     return type(self).minimize(self, loss, var_list, *args, **kwargs)

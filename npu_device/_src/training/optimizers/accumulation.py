@@ -29,7 +29,7 @@ def reduce_in_each_step() -> None:
     _modes["reduces in each step"] = True
 
 
-def adds_up(optimizer: Any, reduction: str) -> bool:
+def accumulates(optimizer: Any, reduction: str) -> bool:
     """Return whether the ranks add up the gradients of an optimizer by themselves, and reduce the sum by a mean."""
     # A session's graph has no place for what is between two runs.
     return (
@@ -48,7 +48,7 @@ def note_accumulators(world: World, optimizer: Any) -> None:
     note_parts(world, accumulators, compat.steps_made(optimizer), steps)
 
 
-def add_up(
+def accumulate(
     optimizer: Any,
     parts: Sequence[Gradient],
     variables: Sequence[Any],

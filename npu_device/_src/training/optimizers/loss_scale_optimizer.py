@@ -16,7 +16,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import all_finite, with_values
 from npu_device._src.training.distribute.reduce_values import all_reduce
-from npu_device._src.training.watching.wrapped_optimizers import is_wrapped, reduction_of
+from npu_device._src.training.watching.wrapped_optimizers import is_wrapped, reducer_of
 
 _INITIAL_SCALE, _GROWTH_STEPS = 2.0**15, 2000
 # The factor of growth, and the largest scale, just below the largest float32.
@@ -176,8 +176,8 @@ class _KerasFamily(_Keras):
         """Apply the gradients if they are finite on all ranks, else only count the step; then update the scale."""
         # Gradients of a wrapped inner optimizer are reduced here already, while backward still produces others; the
         # inner one recognises them. Reduced gradients are the same everywhere, so no agreement is needed.
-        inner = reduction_of(self.inner_optimizer)
-        if inner is not None and inner.adds_up(self.inner_optimizer):
+        inner = reducer_of(self.inner_optimizer)
+        if inner is not None and inner.accumulates(self.inner_optimizer):
             finite = inner.agree(all_finite(gradients))
         else:
             gradients = list(gradients)

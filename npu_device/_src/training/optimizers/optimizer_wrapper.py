@@ -40,8 +40,8 @@ from npu_device._src.trace.trace import iteration
 from npu_device._src.training.distribute.synchronized_layers import find_layers, note_reduced
 from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.optimizers.accumulation import (
-    add_up,
-    adds_up,
+    accumulate,
+    accumulates,
     note_accumulators,
     save_own_variables,
     trackable_children,
@@ -59,7 +59,7 @@ from npu_device._src.training.watching.same_variables import make_equal
 from npu_device._src.training.watching.schedule import can_compare, is_only_building
 from npu_device._src.training.watching.training_state import unique
 from npu_device._src.training.watching.wrapped_optimizers import (
-    REDUCTION,
+    REDUCER,
     carrier,
     is_wrapped,
 )
@@ -138,17 +138,17 @@ def npu_distributed_keras_optimizer_wrapper(
     # A layer that normalizes over all ranks may be called before the first gradients.
     find_layers(world)
     keras = compat.keras_of(optimizer)
-    reduction = GradientReduction(world, options)
-    install(carrier(optimizer), keras, reduction)
-    reduction.divide(optimizer, shard_optimizer)
+    reducer = GradientReducer(world, options)
+    install(carrier(optimizer), keras, reducer)
+    reducer.divide_updates(optimizer, shard_optimizer)
     return optimizer
 
 
 DistributedOptimizer = npu_distributed_keras_optimizer_wrapper
 
 
-class GradientReduction:
-    """The state of one optimizer's reduction: its settings, and which gradients have been reduced."""
+class GradientReducer:
+    """Reduces the gradients of one optimizer: its settings, and which gradients have been reduced."""
 
     def __init__(self, world: World, options: ReductionOptions) -> None:
         self.options = options
@@ -160,25 +160,27 @@ class GradientReduction:
         self._compared = True
         self._audit: Audit | None = None
         self._pair: Pair | None = None  # the gradients that were reduced last, and their results
-        self._waits_for_update: dict[int, bool] = {}  # see ``accumulation.add_up``
-        self.requested_division: bool | None = None  # requested by an argument; None without one
-        self.division: DividedUpdate | None = None
+        self._waits_for_update: dict[int, bool] = {}  # see ``accumulation.accumulate``
+        self.requests_divided_update: bool | None = (
+            None  # requested by an argument; None without one
+        )
+        self.divided_update: DividedUpdate | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GradientReduction:
-        # The copy begins without what was reduced: its gradients are others.
-        return GradientReduction(self._world, self.options)
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
+        # A copy of the optimizer gets other gradients, none of which have been reduced.
+        return GradientReducer(self._world, self.options)
 
-    def divide(self, optimizer: Any, requested: bool | None) -> None:
+    def divide_updates(self, optimizer: Any, requested: bool | None) -> None:
         """Divide the updates of the optimizer among the ranks, if that is asked for and the result is the same."""
-        self.requested_division = requested
+        self.requests_divided_update = requested
         if requested is None:
             requested = environment.NPU_DEVICE_SHARD_OPTIMIZER.get() == "on"
         if requested:
-            self.division = divided_update(self._world, optimizer, self.options)
+            self.divided_update = divided_update(self._world, optimizer, self.options)
 
-    def divide_no_more(self, reason: str) -> None:
+    def stop_dividing_updates(self, reason: str) -> None:
         """Make all updates on each rank, after a message on the first one."""
-        self.division = None
+        self.divided_update = None
         tell_undivided(self._world, reason)
 
     def begin(self, optimizer: Any, variables: Iterable[Any]) -> None:
@@ -189,15 +191,14 @@ class GradientReduction:
             if compat.is_keras_3(keras) and not tf.executing_eagerly():
                 # Slots that are made later would be made amid the step, where TensorFlow can't give them values first.
                 _build(optimizer, keras, variables)
-            # The optimizer's own variables, such as the number of steps.
-            # By order, not by name: names may have other numbers on each rank.
+            # Compared in their order: the names of an optimizer's variables may have other numbers on each rank.
             states = unique(compat.optimizer_variables(optimizer, variables))
             self._compared = make_equal(self._world, variables, level=level)
             self._are_equal = self._compared and make_equal(self._world, states, level=level)
 
     def options_for(self, optimizer: Any) -> ReductionOptions:
         """Return the settings with which sparse gradients reach an optimizer as in one process."""
-        # Decided at each reduction: a script may set clipnorm later.
+        # Asked at each reduction, since a script may set clipnorm later.
         return replace(self.options, adds_rows=compat.adds_up_rows_first(optimizer))
 
     def reduce(
@@ -251,29 +252,29 @@ class GradientReduction:
     def apply(
         self, optimizer: Any, apply: Callable[..., Any], gradients: list[Any], variables: list[Any]
     ) -> Any:
-        division = self._division_of(optimizer)
-        if division is not None:
-            division.prepare(variables)
+        update = self._divided_update_of(optimizer)
+        if update is not None:
+            update.prepare(variables)
         self.begin(optimizer, variables)
-        if division is not None:
+        if update is not None:
             # Slots are equal on all ranks now; from here on, each is on one of them.
-            division.part_if(self._has_equal_start())
+            update.part_if(self._has_equal_start())
 
             def reduce(owners: list[int]) -> list[Gradient]:
-                return self._reduce_to_apply(optimizer, gradients, variables, owners)
+                return self._reduced_and_audited(optimizer, gradients, variables, owners)
 
             with iteration():
-                act = functools.partial(self._apply_ready, optimizer, apply)
-                return division.apply(act, gradients, variables, reduce)
-        # Where gradients are added up, the reduction is in a branch of the graph, and is an iteration there.
-        with contextlib.nullcontext() if self.adds_up(optimizer) else iteration():
-            ready = self._ready_to_apply(optimizer, gradients, variables)
-            return self._apply_ready(optimizer, apply, ready, variables)
+                act = functools.partial(self._apply_reduced, optimizer, apply)
+                return update.apply(act, gradients, variables, reduce)
+        # Accumulated gradients are reduced in a branch of the graph, which is the iteration then.
+        with contextlib.nullcontext() if self.accumulates(optimizer) else iteration():
+            ready = self._reduced_or_accumulated(optimizer, gradients, variables)
+            return self._apply_reduced(optimizer, apply, ready, variables)
 
-    def _apply_ready(
+    def _apply_reduced(
         self, optimizer: Any, apply: Callable[..., Any], ready: list[Any], variables: list[Any]
     ) -> Any:
-        # Calls may nest: a loss-scale optimizer applies through its inner one.
+        # Restored, since calls nest: a loss-scale optimizer applies through its inner one.
         outer = self._applying
         self._applying = optimizer  # gradients that come from now on are ready
         try:
@@ -285,43 +286,46 @@ class GradientReduction:
         """Return whether all ranks begin with the same values, as far as this call makes sure of it."""
         return self._are_equal or not can_compare()
 
-    def _division_of(self, optimizer: Any) -> DividedUpdate | None:
-        """Return the division of an update; none for the part of one, or if another optimizer reduces for it."""
+    def _divided_update_of(self, optimizer: Any) -> DividedUpdate | None:
+        """Return the divided update of an optimizer; none inside one, or if another optimizer reduces for it."""
         if self._applying is not None:
             return None
-        division = self.division
-        if division is not None and division.optimizer is not optimizer:
-            division.undo()
-            self.divide_no_more(f"a {type(optimizer).__name__} decides on all gradients together")
-        return self.division
+        update = self.divided_update
+        if update is not None and update.optimizer is not optimizer:
+            update.undo()
+            self.stop_dividing_updates(
+                f"a {type(optimizer).__name__} decides on all gradients together"
+            )
+        return self.divided_update
 
-    def adds_up(self, optimizer: Any) -> bool:
-        """Return whether this rank adds up the gradients of several steps before they are reduced."""
+    def accumulates(self, optimizer: Any) -> bool:
+        """Return whether this rank accumulates the gradients of several steps before they are reduced."""
         # Gradients that are to be checked are reduced in each step.
         is_checked = environment.NPU_DEVICE_CHECK_GRADIENTS.get() == "on"
-        return not is_checked and adds_up(carrier(optimizer), self.options.reduction)
+        return not is_checked and accumulates(carrier(optimizer), self.options.reduction)
 
     def agree(self, finite: tf.Tensor) -> tf.Tensor:
         """Return whether the gradients of all ranks are finite, given whether those of this one are: bool, shape []."""
         number = tf.cast(finite, tf.int32)
         return tf.cast(all_reduce(self._world.job, number, "min", self._world.group), tf.bool)
 
-    def _ready_to_apply(
+    def _reduced_or_accumulated(
         self,
         optimizer: Any,
         gradients: list[Any],
         variables: list[Any],
     ) -> list[Gradient]:
-        if not self.adds_up(optimizer):
-            return self._reduce_to_apply(optimizer, gradients, variables)
+        """Return what Keras is to apply: reduced gradients, or those that it accumulates on this rank."""
+        if not self.accumulates(optimizer):
+            return self._reduced_and_audited(optimizer, gradients, variables)
         ready = gradients
         if carrier(optimizer) is not optimizer:
             ready = self._all_finite_or_none(gradients)
         elif self._applying is not optimizer and not is_only_building():
             _build(optimizer, compat.keras_of(optimizer), variables)
-            ready = add_up(
+            ready = accumulate(
                 optimizer,
-                self.parts(optimizer, gradients),
+                self.contributions(optimizer, gradients),
                 variables,
                 functools.partial(self._means, optimizer),
                 self._rows_of_all,
@@ -330,7 +334,7 @@ class GradientReduction:
         note_accumulators(self._world, carrier(optimizer))
         # Only the outermost call is a step.
         if self._applying is None:
-            self._look(optimizer, ready, variables)
+            self._audit_variables(optimizer, ready, variables)
         return ready
 
     def _all_finite_or_none(self, gradients: list[Any]) -> list[Any]:
@@ -341,7 +345,7 @@ class GradientReduction:
         if not positions or self._applying is not None:
             return gradients
         agreed = self.agree(all_finite(gradients))
-        # The smallest is the cheapest to replace.
+        # NaN in one gradient is enough, and the smallest is the cheapest to replace.
         smallest = min(
             positions,
             key=lambda position: dense_of(gradients[position]).shape.num_elements() or sys.maxsize,
@@ -354,22 +358,24 @@ class GradientReduction:
 
     @property
     def factor(self) -> int:
-        """Return by what this rank multiplies its gradients if their mean over the ranks is to be what is asked for."""
+        """Return the factor of this rank's gradients by which a mean over the ranks is what is asked for."""
         return self._world.size if self.options.reduction == "sum" else 1
 
-    def parts(self, optimizer: Any, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """Return the parts of this rank in gradients, whose mean over the ranks is that of one process."""
+    def contributions(self, optimizer: Any, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """Return what this rank contributes to gradients: the mean over the ranks is the gradient of one process."""
         if self.factor == 1:
             return list(gradients)
         return [weighted(gradient, self.factor) for gradient in gradients]
 
     def note_parts(self, variables: Sequence[Any], counter: Any, period: int) -> None:
-        """Note variables in which this rank adds up its parts, as ``own_parts.note_parts`` does."""
+        """Note variables in which this rank accumulates its contributions, as ``own_parts.note_parts`` does."""
         note_parts(self._world, variables, counter, period)
 
-    def _means(self, optimizer: Any, parts: Sequence[Gradient]) -> list[Gradient]:
-        note_reduced(self._world, parts)
-        return self._world.reduce(parts, replace(self.options_for(optimizer), reduction="mean"))
+    def _means(self, optimizer: Any, contributions: Sequence[Gradient]) -> list[Gradient]:
+        note_reduced(self._world, contributions)
+        return self._world.reduce(
+            contributions, replace(self.options_for(optimizer), reduction="mean")
+        )
 
     def _rows_of_all(self, rows: list[int]) -> list[list[int]]:
         """Return the numbers of rows in sparse gradients of each rank, given those of this one; 0 if unknown."""
@@ -379,7 +385,9 @@ class GradientReduction:
         with tf.init_scope():
             return self._world.objects(rows, "rows of sparse gradients")
 
-    def _look(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    def _audit_variables(
+        self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> None:
         """Audit the variables if it is time."""
         if not can_compare():
             return
@@ -390,18 +398,18 @@ class GradientReduction:
         self._audit.step(updated, optimizer, self._pair)
         self._pair = None
 
-    def _reduce_to_apply(
+    def _reduced_and_audited(
         self,
         optimizer: Any,
         gradients: list[Any],
         variables: list[Any],
         owners: Owners = None,
     ) -> list[Gradient]:
-        # Audit the variables if it is time, and check the gradients on request.
+        """Return the reduced gradients, which are checked on request, and audit the variables if it is time."""
         reduced = self.reduce_once(optimizer, gradients, owners)
         if self._applying is not None or not can_compare():
             return reduced
-        self._look(optimizer, gradients, variables)
+        self._audit_variables(optimizer, gradients, variables)
         as_they_are = all(map(operator.is_, gradients, reduced))
         is_off = environment.NPU_DEVICE_CHECK_GRADIENTS.get() != "on" or hasattr(
             optimizer, "inner_optimizer"
@@ -418,8 +426,8 @@ def _build(optimizer: Any, keras: Any, variables: Sequence[Any]) -> None:
             optimizer.build(variables)
 
 
-def install(optimizer: Any, keras: Any, reduction: Any) -> None:
-    """Make an optimizer reduce its gradients by a ``GradientReduction``; raise TypeError for an unknown kind."""
+def install(optimizer: Any, keras: Any, reducer: Any) -> None:
+    """Make an optimizer reduce its gradients by a ``GradientReducer``; raise TypeError for an unknown kind."""
     # The public method of all Keras optimizers, which scripts call.
     hooks: dict[str, Callable[..., Any]] = {"apply_gradients": _apply_gradients}
     if compat.is_keras_3(keras) and isinstance(optimizer, keras.optimizers.Optimizer):
@@ -438,10 +446,10 @@ def install(optimizer: Any, keras: Any, reduction: Any) -> None:
             )
         if not is_scaling:
             hooks[aggregating[0]] = _aggregate_gradients
-    if reduction.adds_up(optimizer):
+    if reducer.accumulates(optimizer):
         hooks["save_own_variables"] = save_own_variables
         hooks["_trackable_children"] = trackable_children
-    setattr(optimizer, REDUCTION, reduction)
+    setattr(optimizer, REDUCER, reducer)
     for name, hook in hooks.items():
         setattr(optimizer, name, MethodType(hook, optimizer))
 
@@ -457,7 +465,7 @@ def _apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) 
     def apply(reduced: Any, variables: Any) -> Any:
         return type(self).apply_gradients(self, list(zip(reduced, variables)), *args, **kwargs)
 
-    return getattr(self, REDUCTION).apply(self, apply, gradients, variables)
+    return getattr(self, REDUCER).apply(self, apply, gradients, variables)
 
 
 # Methods for Keras 3: `apply_gradients` and `fit` go through `apply`, which clips, accumulates and updates.
@@ -473,7 +481,7 @@ def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> An
             return type(self).apply(self, reduced)
         return type(self).apply(self, reduced, updated)
 
-    return getattr(self, REDUCTION).apply(self, apply, list(grads), variables)
+    return getattr(self, REDUCER).apply(self, apply, list(grads), variables)
 
 
 # Methods for tf-keras: `fit` and `minimize` go through `apply_gradients`; a loss-scale optimizer calls its inner
@@ -484,17 +492,17 @@ def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> An
 @_as_it_is
 def _aggregate_gradients(self: Any, grads_and_vars: Any) -> Any:
     optimizer_class: Any = type(self)
-    # The second is that of legacy optimizers.
+    # Legacy optimizers have the name with the underscore.
     aggregate = (
         getattr(optimizer_class, "aggregate_gradients", None)
         or optimizer_class._aggregate_gradients
     )
     gradients, variables = _lists(grads_and_vars)
-    reduction = getattr(self, REDUCTION)
-    reduction.begin(self, variables)
-    pairs = list(aggregate(self, list(zip(reduction.reduce_once(self, gradients), variables))))
+    reducer = getattr(self, REDUCER)
+    reducer.begin(self, variables)
+    pairs = list(aggregate(self, list(zip(reducer.reduce_once(self, gradients), variables))))
     # In eager steps TensorFlow's strategy has copied the gradients, so that the copies are noted, too.
-    reduction.remember(gradient for gradient, _ in pairs)
+    reducer.remember(gradient for gradient, _ in pairs)
     return pairs
 
 
@@ -536,7 +544,7 @@ def _checked(
 
         return call_now(tell, [faults_of_ranks, steps], [tf.TensorSpec([], tf.int64)])[0]
 
-    # The ranks exchange where the values are only if something is wrong.
+    # Only after a fault do the ranks exchange which gradients have it.
     good = tf.cond(all_finite(reduced), lambda: tf.constant(0, tf.int64), report)
     with tf.control_dependencies([good]):  # or variables would be updated before the error
         return [with_values(gradient, tf.identity) for gradient in reduced]
@@ -545,16 +553,16 @@ def _checked(
 def _text(world: World, steps: int, names: Sequence[str], faults: np.ndarray) -> str:
     rows = {}
     for rank, row in zip(world.group.ranks, faults):
-        parts = [
+        faults_of_rank = [
             f"{name} ({'NaN' if fault == 2 else 'infinite'})"
             for name, fault in zip(names, row)
             if fault
         ]
         omitted = ""
-        if len(parts) > SHOWN_VARIABLES:
-            omitted = f" and {len(parts) - SHOWN_VARIABLES} more variables"
-        if parts:
-            rows[rank] = ", ".join(parts[:SHOWN_VARIABLES]) + omitted
+        if len(faults_of_rank) > SHOWN_VARIABLES:
+            omitted = f" and {len(faults_of_rank) - SHOWN_VARIABLES} more variables"
+        if faults_of_rank:
+            rows[rank] = ", ".join(faults_of_rank[:SHOWN_VARIABLES]) + omitted
     cluster = world.job.cluster
     failures = "  those of each rank are; their sum is not"
     if rows:

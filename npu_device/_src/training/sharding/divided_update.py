@@ -23,7 +23,7 @@ from npu_device._src.trace.trace import changes_a_variable
 from npu_device._src.training.sharding.remote_slots import OptimizerSlots
 from npu_device._src.training.sharding.shares import bytes_of, owners_of
 from npu_device._src.training.watching.schedule import is_only_building
-from npu_device._src.training.watching.wrapped_optimizers import reduction_of
+from npu_device._src.training.watching.wrapped_optimizers import reducer_of
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
@@ -321,11 +321,11 @@ def _key(variable: Any) -> int:
     return id(compat.inner_variable(variable))
 
 
-# The methods of the user's instance. A deep copy of it has its own reduction, which divides nothing.
+# The methods of the user's instance. A deep copy of it has its own reducer, which divides nothing.
 
 
 def _update_of(optimizer: Any) -> DividedUpdate | None:
-    update: DividedUpdate | None = getattr(reduction_of(optimizer), "division", None)
+    update: DividedUpdate | None = getattr(reducer_of(optimizer), "divided_update", None)
     return update
 
 
@@ -337,7 +337,7 @@ def _build(self: Any, variables: Any) -> None:
         return
     reason = update.build(partial(type(self).build, self), variables)
     if reason:
-        reduction_of(self).divide_no_more(reason)
+        reducer_of(self).stop_dividing_updates(reason)
 
 
 @_as_it_is

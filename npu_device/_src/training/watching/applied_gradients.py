@@ -40,7 +40,7 @@ from npu_device._src.training.watching.watched_optimizer import (
     arrays_of,
     smallest,
 )
-from npu_device._src.training.watching.wrapped_optimizers import reduction_of
+from npu_device._src.training.watching.wrapped_optimizers import reducer_of
 
 _log = logging.getLogger("npu_device")
 
@@ -132,7 +132,7 @@ class AppliedGradients:
             class_name = type(optimizer).__name__
             self._watched[optimizer] = WatchedOptimizer(self._job, class_name, step.variables)
         watched = self._watched[optimizer]
-        is_wrapped = reduction_of(optimizer) is not None
+        is_wrapped = reducer_of(optimizer) is not None
         unreduced = []
         if not is_wrapped:
             unreduced = self._job.made(ReducedTensors).missing_in(step.gradients)
@@ -176,7 +176,7 @@ class AppliedGradients:
         step.graph = compat.graph_around_xla()
         if step.graph is not None:
             return step
-        if reduction_of(optimizer) is None and optimizer not in self._compiled:
+        if reducer_of(optimizer) is None and optimizer not in self._compiled:
             class_name = type(optimizer).__name__
             self._compiled[optimizer] = WatchedOptimizer(
                 self._job, class_name, step.variables, first_look=1

@@ -13,7 +13,7 @@ from npu_device._src import compat
 from npu_device._src.collectives.job import Job, current
 from npu_device._src.training.watching.applied_gradients import AppliedGradients
 from npu_device._src.training.watching.last_word import LastWord
-from npu_device._src.training.watching.wrapped_optimizers import reduction_inside
+from npu_device._src.training.watching.wrapped_optimizers import reducer_inside
 
 _log = logging.getLogger("npu_device")
 
@@ -65,13 +65,13 @@ def _wrapper(original: Callable[..., Any], parameter: str) -> Callable[..., Any]
             watching = job.part(AppliedGradients)
         if watching is None:
             return original(self, gradients, *further, **kwargs)
-        reduction = None
+        reducer = None
         # ``apply_gradients`` calls ``apply`` in Keras 3, so only one of them reduces.
         if parameter == "grads":
-            reduction = reduction_inside(self)
-        if reduction is not None:
+            reducer = reducer_inside(self)
+        if reducer is not None:
             variables = compat.variables_to_update(self, *further, **kwargs)
-            return reduction.apply(self, functools.partial(original, self), gradients, variables)
+            return reducer.apply(self, functools.partial(original, self), gradients, variables)
         if not watching.skips(self):
             try:
                 pairs = gradients

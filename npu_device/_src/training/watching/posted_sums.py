@@ -143,8 +143,8 @@ class PostedSums:
         distinct: dict[int, list[Sums]],
     ) -> None:
         # Some of the variables may be meant for this rank alone, unless they were equal on all ranks.
-        calls_before = [self._last_word.calls_before(number) for number, _ in unreduced]
-        if None in calls_before or self._are_equal_otherwise(watched):
+        equal_since = [self._last_word.calls_before(number) for number, _ in unreduced]
+        if None in equal_since or self._are_equal_otherwise(watched):
             return
         models = min(map(len, distinct.values()))
         # The key can be set once, so that this fails on a second rank, and one of them warns.

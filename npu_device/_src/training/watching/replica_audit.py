@@ -214,17 +214,17 @@ class Audit:
         return NEVER
 
 
-class _AuditsByHand(dict[tuple[int, ...], Audit]):
-    """The audits of variables whose gradients functions reduce themselves, by the variables' ids; a part of the job."""
+class _LoopAudits(dict[tuple[int, ...], Audit]):
+    """The audits of variables whose gradients a loop of the script reduces, by their ids; a part of the job."""
 
 
-def audit_by_hand(
+def audit_loop(
     world: World, variables: Sequence[Any], pair: Callable[[], Pair | None] | None
 ) -> None:
     """Audit, if it is time, variables whose gradients a ``tf.function`` has reduced; ``pair`` returns one of these."""
     if world.size == 1 or not can_compare():
         return
-    audits = world.job.made(_AuditsByHand)
+    audits = world.job.made(_LoopAudits)
     key = tuple(map(id, variables))
     if key not in audits:
         # Functions that are made again go on with the same count. So an audit lives as long as the first variable, and

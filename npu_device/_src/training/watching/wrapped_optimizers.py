@@ -6,22 +6,22 @@ from typing import Any
 
 from npu_device._src import compat
 
-REDUCTION = "_npu_gradient_reduction"
-"""The attribute of a wrapped optimizer that holds its ``GradientReduction``."""
+REDUCER = "_npu_gradient_reduction"
+"""The attribute of a wrapped optimizer that holds its ``GradientReducer``."""
 
 
-def reduction_of(optimizer: Any) -> Any:
-    """Return the ``GradientReduction`` of a wrapped optimizer; None for an unwrapped one."""
+def reducer_of(optimizer: Any) -> Any:
+    """Return the ``GradientReducer`` of a wrapped optimizer; None for an unwrapped one."""
     # Read from the dictionary: a wrapper may pass on the attributes of what is inside to ``getattr``.
-    return getattr(optimizer, "__dict__", {}).get(REDUCTION)
+    return getattr(optimizer, "__dict__", {}).get(REDUCER)
 
 
 def is_wrapped(optimizer: Any) -> bool:
     """Return True when the optimizer, or the one inside a loss-scale optimizer, already reduces its gradients."""
-    return any(reduction_of(member) is not None for member in compat.with_inner(optimizer))
+    return any(reducer_of(member) is not None for member in compat.with_inner(optimizer))
 
 
-def reduction_inside(optimizer: Any) -> Any:
+def reducer_inside(optimizer: Any) -> Any:
     """Return the reduction of the optimizer inside a loss-scale optimizer of Keras 3 that isn't wrapped itself; else
     None.
 
@@ -30,9 +30,9 @@ def reduction_inside(optimizer: Any) -> Any:
     looks at them.
     """
     inner = getattr(optimizer, "inner_optimizer", None)
-    if inner is None or reduction_of(optimizer) is not None:
+    if inner is None or reducer_of(optimizer) is not None:
         return None
-    return reduction_of(inner)
+    return reducer_of(inner)
 
 
 def carrier(optimizer: Any) -> Any:
@@ -42,5 +42,5 @@ def carrier(optimizer: Any) -> Any:
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is None:
         return optimizer
-    is_inner = reduction_of(inner) is not None or compat.accumulation_steps(inner) > 1
+    is_inner = reducer_of(inner) is not None or compat.accumulation_steps(inner) > 1
     return inner if is_inner else optimizer
