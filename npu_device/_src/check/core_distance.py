@@ -60,15 +60,17 @@ def _exchange(own: ctypes.c_uint32, other: ctypes.c_uint32, begins: bool) -> lis
 def _measure(first: int, second: int) -> float:
     memory = mmap.mmap(-1, mmap.PAGESIZE)
     words = [ctypes.c_uint32.from_buffer(memory, position * _APART) for position in range(2)]
-    os.sched_setaffinity(0, {second})  # the child inherits it
+    # The child inherits the core, and takes it along.
+    os.sched_setaffinity(0, {second})
     child = os.fork()
-    signal.alarm(_LIMIT_SECONDS)  # ends a process whose partner is gone
+    # The alarm ends a process whose partner is gone.
+    signal.alarm(_LIMIT_SECONDS)
     if child == 0:
         with contextlib.suppress(BaseException):
             _exchange(words[1], words[0], begins=False)
         os._exit(0)
     os.sched_setaffinity(0, {first})
-    # The median: a process that loses its core for a while doesn't count.
+    # The median leaves out exchanges in which a process has lost its core for a while.
     nanoseconds = statistics.median(_exchange(words[0], words[1], begins=True))
     os.waitpid(child, 0)
     return nanoseconds

@@ -70,7 +70,7 @@ def _connected(job: Job) -> CheckedJob:
     failures = {**_unreachable(job, job.peers.addresses), **_unreachable(job, job.server_addresses)}
     unreachable = []
     for failures_of_rank in _gather(job, "unreachable", failures):
-        # JSON makes texts of numbers that are keys.
+        # JSON turns keys that are numbers into texts.
         unreachable.append({int(rank): failure for rank, failure in failures_of_rank.items()})
     engine = explained(job, job.group(WORLD_GROUP))
     return CheckedJob(facts, engine, open_ports(job), job.hosts.problems, unreachable)
@@ -78,7 +78,8 @@ def _connected(job: Job) -> CheckedJob:
 
 def _measured(job: Job, checked: CheckedJob) -> CheckedJob:
     """Add what the ranks measure together, if they can connect."""
-    if any(checked.unreachable):  # a collective would wait for the stall watch
+    # A collective of ranks that can't connect would wait for the stall watch.
+    if any(checked.unreachable):
         return checked
     cluster = job.cluster
     leaders = [cluster.hosts.index(host) for host in dict.fromkeys(cluster.hosts)]
@@ -90,7 +91,8 @@ def _measured(job: Job, checked: CheckedJob) -> CheckedJob:
     distance = (
         _longest_distance(checked.cores_of(cluster.host)) if cluster.local_rank == 0 else None
     )
-    _gather(job, "within", None)  # all hosts measure first within, then between them
+    # All hosts measure first within, and then between them.
+    _gather(job, "within", None)
     between: dict[str, list[float]] = {}
     if cluster.rank in leaders:
         between = _between(job, leaders, engines)
@@ -141,7 +143,8 @@ def _slowest(times_of_ranks: Iterable[list[float] | None]) -> list[float]:
 
 def _facts(job: Job | None) -> Facts:
     """Collect the facts of this rank. Every rank of a job calls this, since the clocks are compared."""
-    host = "node0"  # npurun's names, for a single rank
+    # npurun gives a single rank this name of a host.
+    host = "node0"
     address = "127.0.0.1"
     ahead: float | None = 0.0
     machine = read_machine()
@@ -197,7 +200,8 @@ def _unreachable(job: Job, servers: tuple[str, ...]) -> dict[int, str]:
         ranks = [rank for rank, host_of_rank in enumerate(hosts) if host_of_rank == host]
         targets.append(ranks[min(job.cluster.local_rank, len(ranks) - 1)])
     targets.sort()
-    with ThreadPoolExecutor(16) as pool:  # a firewall that drops packets makes each one wait
+    # All at once, since a firewall that drops packets makes each connection wait.
+    with ThreadPoolExecutor(16) as pool:
         outcomes = pool.map(lambda rank: _connect(servers[rank]), targets)
         return {
             rank: f"{servers[rank]}: {outcome}"
@@ -221,7 +225,8 @@ def _between(job: Job, leaders: list[int], engines: Iterable[str]) -> dict[str, 
     """Return the seconds of an all_reduce of one rank per host, for each engine and size. The leaders call this."""
     hosts = job.hosts
     times = {}
-    try:  # the job has chosen one engine; the others are tried in its place
+    # The job has chosen one engine, and each of the others is tried in its place.
+    try:
         for engine in engines:
             job.hosts = replace(hosts, engine=engine)
             times[engine] = _by_size(job, f"check_between_{engine}", leaders)

@@ -105,7 +105,7 @@ class AgreedEngine:
         """Return all tensors, of any dtypes and known shapes, on every rank, given those that this rank owns and the
         specs of the others.
         """
-        # Sent as bytes by the engine for integers; see ``broadcast``.
+        # Tensors of all dtypes travel as bytes, by the engine for integers; see ``broadcast``.
         if self.job.engines.has_owners(self.group, tf.int32):
             engine = self._engine_of_owners(tf.int32)
             return engine.broadcast_from_owners(self._take_terms(), tensors, owners, self.group)

@@ -90,7 +90,8 @@ def describe(operation: str, tensors: Sequence[Any], ragged: bool, details: dict
         kinds.append(kind)
         shapes.append(shape)
         name = "-"
-        if tensor is not None and not tf.executing_eagerly():  # eager tensors have no names
+        # Eager tensors have no names.
+        if tensor is not None and not tf.executing_eagerly():
             name = str(getattr(tensor, "name", "-"))
         names.append(name)
     texts = tuple(zip(details, map(str, details.values())))
@@ -120,7 +121,7 @@ def shapes_number(call: Call, tensors: Sequence[Any], ragged: bool) -> int | tf.
         # Weights tell [2, 3] from [3, 2], and a shape of one tensor from that of another.
         weights = _weights(position)
         if shape.is_fully_defined():
-            # The rank counts, too: [1, 1] isn't [1].
+            # The number of dimensions counts, too: [1, 1] isn't [1].
             number += sum(map(operator.mul, shape.as_list(), weights)) + len(shape) * weights[-1]
             continue
         is_sparse = isinstance(tensor, tf.IndexedSlices)
@@ -199,7 +200,8 @@ def mismatch(
     cluster: Cluster, store: ControlChannel, group: Group, own_row: dict[str, Any], position: int
 ) -> MismatchError:
     """Exchange the calls (``Call.row``) with the other ranks, through the hub, and return the error."""
-    rows_by_rank = {cluster.rank: own_row}  # if the hub is gone, the table has gaps
+    # If the hub is gone, the table lacks the rows of the other ranks.
+    rows_by_rank = {cluster.rank: own_row}
     with contextlib.suppress(ClusterError):
         key = f"mismatch/{group.key}/{position}"
         rows_by_rank = store.gather_from(key, own_row, group.ranks, DETAILS_SECONDS)

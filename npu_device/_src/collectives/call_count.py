@@ -62,7 +62,8 @@ class TransferCount:
         # The stall watch may run while another thread builds a graph.
         with compat.eager_mode():
             ended = int(self._ended)
-            started = int(self._started)  # read last, so that it is never behind the first number
+            # Read last, so that the start is never behind the end.
+            started = int(self._started)
         return {"begun": started, "waiting": started > ended, "call": _TRANSFER}
 
 

@@ -180,7 +180,8 @@ class CallingThreads:
         elif group.key not in own.compared:
             if self._is_taken_for_other(thread, group, own.work, own, exchange):
                 own.mixed_up.add(group.key)
-            own.places[group.key] = place  # the exchange was an eager call
+            # The exchange was an eager call at this place of the script.
+            own.places[group.key] = place
         with self._lock:
             others = [
                 (living, caller) for living, caller in self._living() if group.key in caller.places
@@ -238,7 +239,8 @@ class CallingThreads:
             return self._numbers_of_callers[name, group.key] != number
 
         row = [work.number, number_of_variables(thread), int(work.is_told), _place_of(thread)]
-        own.compared.add(group.key)  # the exchange is a call in the group, too
+        # The exchange is itself a call in the group, which compares the thread.
+        own.compared.add(group.key)
         try:
             rows = exchange(row)
         except BaseException:

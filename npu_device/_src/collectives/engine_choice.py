@@ -57,7 +57,8 @@ def _problems_of_mpi(job: Job, _: JobHosts) -> Sequence[str]:
 
 
 def _problems_of_server(job: Job, hosts: JobHosts) -> Sequence[str]:
-    if hosts.share_memory:  # on one host, the network isn't needed
+    # Ranks of one host don't need the network.
+    if hosts.share_memory:
         return []
     return _late(job, hosts)
 
@@ -108,8 +109,8 @@ def choose_engine(job: Job, hosts: JobHosts) -> JobHosts:
     """Choose the engine between hosts, and return what the ranks know of each other, with it. Every rank calls this."""
     wanted = environment.NPU_DEVICE_BACKEND.get()
     named = [engine for engine in CANDIDATES if engine.name == wanted]
-    # Ranks of one host need no engine between hosts, but may have GPUs.
-    # Starting MPI takes time, and one host has no use for it.
+    # Ranks of one host need no engine between hosts, but may have GPUs. MPI takes time to start, and is left out for
+    # them.
     listed = named or [
         engine for engine in CANDIDATES if engine.name != "mpi" or not hosts.share_memory
     ]

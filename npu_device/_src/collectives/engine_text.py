@@ -102,7 +102,7 @@ def say_that_float16_may_be_slow(job: Job, group: Group) -> None:
         return
     line.is_said = True
     if job.cluster.rank == 0:
-        # Measured through TCP between two namespaces, 16 MB in four segments.
+        # These figures were measured through TCP between two namespaces, with 16 MB in four segments.
         say(
             [
                 f'npu_device: compression="fp16" through {engine} takes longer than 32 bits on fast networks (with '

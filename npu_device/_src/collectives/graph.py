@@ -118,7 +118,8 @@ def python_call(
     """
     number = next(_numbers)
     with tf.init_scope(), tf.device("CPU:0"):
-        captured = tf.fill([_CAPTURED_FROM], np.int64(number))  # see compat.to_tensor
+        # Filled, not constant, for the reason that ``compat.to_tensor`` tells.
+        captured = tf.fill([_CAPTURED_FROM], np.int64(number))
     functions_by_number[number] = function
     weakref.finalize(captured, functions_by_number.pop, number, None)
     # In nested functions a capture has to pass through each graph in between.

@@ -108,7 +108,7 @@ def all_to_all_v(
 
 
 def _require_equal(sent: tf.Tensor, expected: tf.Tensor) -> list[Any]:
-    # Row i, column j holds the number of elements from rank i to rank j.
+    # In both matrices, row i and column j hold the number of elements from rank i to rank j.
     text = "all_to_all_v: what a rank sends to another (send_counts) is not what the other expects (recv_counts)"
     if not tf.executing_eagerly():
         is_equal = tf.reduce_all(sent == expected)

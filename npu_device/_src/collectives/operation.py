@@ -135,7 +135,7 @@ class Operation:
         def run(*arrays: tf.Tensor) -> list[tf.Tensor]:
             values = tf.nest.pack_sequence_as(inputs, arrays, expand_composites=True)
             compared = self.values
-            # With owners, values are specs, and the inputs are those of this rank.
+            # With owners, the values are specs, and only the inputs are tensors of this rank.
             if not self.has_owners:
                 # A receive has no inputs, and compares the spec of what it expects.
                 compared = values[: len(self.values)] or self.values

@@ -74,7 +74,8 @@ def divide_cores(running: Job) -> None:
     if threading.get_inter_op_parallelism_threads() == 0:
         threads = max(LEAST_INTER_OP_THREADS, share)
         threading.set_inter_op_parallelism_threads(threads)
-        if threads > share:  # they would take the core from each other (docs/notes.md)
+        # Spinning threads would take the core from each other (docs/notes.md).
+        if threads > share:
             compat.let_idle_threads_sleep()
 
 
@@ -109,7 +110,8 @@ def choose_device(cluster: Cluster) -> Device:
         tf.config.set_visible_devices([gpu], "GPU")
     number = int(gpu.name.rsplit(":", 1)[1])
     name = gpu_choice.name_of(cuda, number)
-    model, unit, chip = identity(number) or ("", name, name)  # AMD's GPUs have another driver
+    # AMD's GPUs have a different driver, and are known by their number.
+    model, unit, chip = identity(number) or ("", name, name)
     return Device(name, model, unit, chip, compat.has_nccl())
 
 
@@ -136,7 +138,8 @@ def _let_memory_grow(rank: int) -> None:
     [gpu] = tf.config.get_visible_devices("GPU")
     is_limited = tf.config.get_logical_device_configuration(gpu)
     if environment.TF_FORCE_GPU_ALLOW_GROWTH.is_set() or is_limited:
-        return  # the user's own setting
+        # The user's own setting stays.
+        return
     try:
         tf.config.experimental.set_memory_growth(gpu, True)
     except RuntimeError:
@@ -161,7 +164,8 @@ def identity(index: int) -> tuple[str, str, str] | None:
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:  # no NVIDIA driver
+    # Without NVIDIA's driver, nothing identifies the GPU.
+    except OSError:
         return None
     # Unlike cuDeviceGetUuid, its second version (CUDA 11.4) tells the MIG instances of a GPU apart.
     # A driver before CUDA 11.4 has only the first version.
@@ -170,7 +174,7 @@ def identity(index: int) -> tuple[str, str, str] | None:
     model = ctypes.create_string_buffer(_NAME_BYTES)
     bus = ctypes.create_string_buffer(_BUS_BYTES)
     uuid = (ctypes.c_ubyte * _UUID_BYTES)()
-    # Each returns an error code, 0 for success.
+    # The functions of the driver return an error code, 0 for success.
     failed = (
         driver.cuInit(0)
         or driver.cuDeviceGet(ctypes.byref(device), index)

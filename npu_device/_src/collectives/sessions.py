@@ -77,11 +77,12 @@ class SessionCollectives:
                 )
             queue = self._queues_of_groups[group]
         # The collective may be added in a branch, but counts for the graph of the session.
-        with tf.init_scope():  # outside functions, branches and loops
+        with tf.init_scope():
             graph = tf.compat.v1.get_default_graph()
         counter = self._counts.setdefault(graph, Counter())
         counter[group] += 1
-        number = counter[group]  # the same on each rank, where scripts build the same graph
+        # The number is the same on each rank, as scripts build the same graph.
+        number = counter[group]
 
         def in_order(*arrays: np.ndarray) -> list[np.ndarray]:
             return queue.run(number, collective.call, arrays, collective.run)

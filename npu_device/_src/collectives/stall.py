@@ -44,7 +44,7 @@ class StallWatch:
         self._counts = context.counts
         self._groups = groups
         self._held = held
-        # Both limits are seconds of a wait.
+        # Both limits are seconds that a call has waited for other ranks.
         self.warn_after = environment.NPU_DEVICE_STALL_WARNING.get()
         self.give_up_after = environment.NPU_DEVICE_STALL_TIMEOUT.get()
         context.health.on_question("where", self._answer)
@@ -62,7 +62,8 @@ class StallWatch:
 
     def _position(self, group: Group) -> dict[str, Any]:
         count = self._counts.find(group)
-        if count is None:  # the group has just been destroyed
+        # A group that has just been destroyed has no count.
+        if count is None:
             return {"begun": 0, "waiting": False, "call": None}
         position = count.position()
         held = self._held.get(group)
@@ -90,7 +91,7 @@ class StallWatch:
                     if waited > self.give_up_after:
                         self._health.stop(self._text(group, position, waited, final=True))
                     elif waited > self.warn_after and not warned:
-                        # The mark has each call reported once.
+                        # Marked as reported, so that one call warns only once.
                         since[count] = (started, began, True)
                         _log.warning("%s", self._text(group, position, waited, final=False))
             time.sleep(STALL_POLL_SECONDS)

@@ -18,7 +18,7 @@ from npu_device._src.collectives.job import Job
 
 _JOB = "worker"
 _LEADER = f"/job:{_JOB}/replica:0/task:0"
-_M_TRIM_THRESHOLD = -1  # from malloc.h
+_M_TRIM_THRESHOLD = -1  # number of the parameter in malloc.h
 _M_MMAP_THRESHOLD = -3
 _MOST = 2**31 - 1  # mallopt takes an int
 

@@ -51,7 +51,8 @@ def own_name(thread: threading.Thread) -> str:
     """Return the name of a thread without the numbers that depend on what else the process has started."""
     counted = _COUNTED_NAME.match(thread.name)
     if counted is not None and counted[1] == "Thread":
-        # Python 3.9 leaves out the name of the function, and every version that of a class.
+        # The name of the function is added here: Python 3.9 leaves it out, and every version leaves out that of a
+        # class.
         target = _function_of(_target(thread) or type(thread))
         return f"Thread ({getattr(target, '__name__', '')})"
     name = _COUNTED_NAME.sub(r"\1", thread.name)
@@ -251,7 +252,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield _plain_of_closure(value)
     else:
         attributes = vars(value) if hasattr(value, "__dict__") else {}
-        # What an object refers to says less about it, and may have no end.
+        # Only plain attributes are compared: what an object refers to says less about it, and may have no end.
         plain = [(key, part) for key, part in list(attributes.items()) if type(part) in _PLAIN]
         yield from sorted(plain, key=str)
 
@@ -295,11 +296,13 @@ def _work_in_pool(thread: threading.Thread) -> Work | None:
     if given is None or is_done:
         queue = names.get("work_queue", names.get("inqueue"))
         return IDLE if queue is not None and queue.empty() else None
-    if isinstance(given, tuple):  # work of multiprocessing.pool
+    # A tuple is the work of ``multiprocessing.pool``.
+    if isinstance(given, tuple):
         job, number, function, arguments, keywords = given
         identity: Hashable = (job, number)
         if getattr(function, "__module__", None) in _POOLS and arguments:
-            [(function, *arguments)] = arguments  # the pool's map has a function of its own
+            # The pool's ``map`` wraps the function of the script in one of its own.
+            [(function, *arguments)] = arguments
     else:
         identity = weakref.ref(given)
         function, arguments, keywords = given.fn, given.args, given.kwargs

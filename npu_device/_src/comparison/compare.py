@@ -26,7 +26,7 @@ STATE = "state"
 _FILE = "record.pickle"
 # Part of a tensor's norm: float32's own rounding in sums of a few hundred terms.
 _TOLERANCE = 1e-6
-# The same of sessions, whose inputs aren't changed, and of averages, which may travel in 16 bits.
+# The tolerance for sessions, whose inputs aren't changed, and for averages, which may travel in 16 bits.
 _TOLERANCE_UNPERTURBED = 1e-3
 _ROUNDINGS = 4 * 2.0**-23  # part of the norm of the weights: float32 rounds them at each update
 _MAJORITY = 0.75  # part of the variables; what moves these may move any
@@ -227,8 +227,8 @@ def _deviations(
 
     ``tolerance`` is relative, ``rounding`` absolute; an array has a number for each variable.
     """
-    # Shapes differ where only some of the three show an update, by a step that follows, and where ranks have made
-    # different variables. Neither is a deviation of values.
+    # No deviation of values: shapes differ where only some of the three show an update, by a step that follows, and
+    # where ranks have made different variables.
     if len({array.shape for array in arrays}) > 1:
         return []
     floor = _TOLERANCE * float(np.nanmax(np.abs(arrays[0]), initial=0))

@@ -38,7 +38,8 @@ def variables_read() -> list[tuple[Any, tf.Tensor]]:
     graph = graph_being_built()
     # ``FuncGraph.variables`` is filled only when the function is complete.
     watched = getattr(graph, "_watched_variables", ())
-    if not watched:  # not a function, or nothing has been read
+    # There is nothing to report outside a function, or before a variable is read.
+    if not watched:
         return []
     handles = {id(outer): inner for outer, inner in graph.captures}
     read = [
@@ -136,10 +137,11 @@ def through_outer_graphs(tensor: Any) -> Any:
     Can go when it can.
     """
     function, inner = _graphs_of_function()
-    # There is no branch or loop to pass through, or it is one of a session's graph.
+    # A tensor needs no capture without a branch or loop to pass through, or in one of a session's graph.
     if not inner or not isinstance(function, FuncGraph):
         return tensor
-    with function.as_default():  # TensorFlow puts the placeholder into this graph
+    # TensorFlow puts the placeholder of a capture into the graph that is current.
+    with function.as_default():
         tensor = function.capture(tensor)
     return _captured(inner, tensor)
 
@@ -225,7 +227,7 @@ def keep_whole(output: tf.Tensor) -> None:
     step: with hundreds of variables a millisecond. Not for operations of a GPU, which has no such conditions.
     """
     operation = output.op
-    # An identity may stand between.
+    # Identities may stand between the output and its operation.
     while operation.type not in ("If", "StatelessIf"):
         operation = operation.inputs[0].op
     operation._set_attr("_lower_using_switch_merge", attr_value_pb2.AttrValue(b=False))
@@ -234,7 +236,8 @@ def keep_whole(output: tf.Tensor) -> None:
 def run_independently(operation: Any) -> None:
     """Keep automatic control dependencies from running a stateful operation of a tf.function after others."""
     manager = operation.graph.experimental_acd_manager
-    if manager is not None:  # without a manager there are no such dependencies
+    # Only a graph with this manager has automatic control dependencies.
+    if manager is not None:
         manager.run_independently(operation)
 
 
@@ -317,7 +320,8 @@ def computed_again(tensor: Any, replacements: Mapping[str, Any]) -> Any:
             source.name in copies for source in operation.inputs
         ):
             continue
-        if _is_stateful(operation):  # a copy would draw other numbers, or have the effect twice
+        # A copy would draw other numbers, or have its effect twice.
+        if _is_stateful(operation):
             return None
         copy = tensor.graph.create_op(
             operation.type,
@@ -340,7 +344,8 @@ def graph_around_xla() -> Any:
     caller = None
     graph = _ops.get_default_graph()
     while graph is not None:
-        if _control_flow_util.InXlaContext(graph):  # while it calls
+        # The graph is compiled by XLA while it calls.
+        if _control_flow_util.InXlaContext(graph):
             caller = graph
         graph = getattr(graph, "outer_graph", None)
     if not isinstance(caller, FuncGraph):
@@ -435,14 +440,17 @@ def without_noise(graph: Any) -> None:
     Numbers that branches and loops draw stay; see ``what_remains``.
     """
     for operation in list(graph.get_operations()):
-        if operation.type == "PrintV2":  # the user would see each line once more
+        # The user would see each printed line once more.
+        if operation.type == "PrintV2":
             operation._set_attr("output_stream", attr_value_pb2.AttrValue(s=b"file:///dev/null"))
         if operation.type in _HELD:
             output = operation.outputs[0]
-            users = output.consumers()  # looked up before the constant is a user itself
+            # The users are looked up before the constant becomes one.
+            users = output.consumers()
             number = _HELD[operation.type]
             if number is None:
-                number = operation.inputs[-2]  # the least integer that it draws
+                # The number of an integer draw is the least that it may draw.
+                number = operation.inputs[-2]
             constant = tf.fill(tf.shape(output), tf.cast(number, output.dtype))
             for user in users:
                 for index, tensor in enumerate(user.inputs):
@@ -513,7 +521,8 @@ def changed_by(graph: Any) -> tuple[list[Any], Any]:
     """
     handles = []
     for outer, inner in graph.captures:
-        if inner.dtype != tf.resource:  # a tensor, which nothing can set
+        # Nothing can set what a captured tensor holds.
+        if inner.dtype != tf.resource:
             continue
         setters = [user for user in inner.consumers() if _sets(user, inner)]
         if setters and _dtype_of_variable(outer) is not None:
@@ -526,11 +535,13 @@ def changed_by(graph: Any) -> tuple[list[Any], Any]:
 def _sets(operation: Any, handle: Any) -> bool:
     if _READS.match(operation.type):
         return False
-    if not _CALLING.match(operation.type):  # any other operation may set it
+    # An operation that isn't a call may set the variable itself.
+    if not _CALLING.match(operation.type):
         return True
     try:
         only_read = set(operation.get_attr("_read_only_resource_inputs"))
-    except ValueError:  # TensorFlow hasn't looked into the function
+    # TensorFlow lacks the attribute where it hasn't looked into the function.
+    except ValueError:
         return True
     return any(
         tensor is handle and index not in only_read for index, tensor in enumerate(operation.inputs)
@@ -539,7 +550,8 @@ def _sets(operation: Any, handle: Any) -> bool:
 
 def handle_of(variable: Any) -> Any:
     if not hasattr(variable, "handle"):
-        variable = getattr(variable, "_value", None)  # Keras 3.0 to 3.15
+        # The variables of Keras 3.0 to 3.15 hold TensorFlow's in this attribute.
+        variable = getattr(variable, "_value", None)
     return getattr(variable, "handle", None)
 
 

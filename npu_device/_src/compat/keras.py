@@ -31,10 +31,11 @@ def optimizer_methods() -> list[tuple[type, str]]:
     methods: list[tuple[type, str]] = []
     for name in ("keras", "tf_keras"):
         optimizers: Any = getattr(sys.modules.get(name), "optimizers", None)
-        if not hasattr(optimizers, "Optimizer"):  # not imported, or just being imported
+        # A Keras that isn't imported, or is just being imported, has no optimizers yet.
+        if not hasattr(optimizers, "Optimizer"):
             continue
         if is_keras_3(sys.modules[name]):
-            # ``apply_gradients`` of Keras 3 calls it.
+            # In Keras 3, ``apply_gradients`` calls ``apply``.
             method = "apply"
             classes = (optimizers.Optimizer, optimizers.LossScaleOptimizer)
         else:
@@ -55,7 +56,8 @@ def session_backend() -> Any:
     It is tf-keras's if tf.keras is Keras 2; under Keras 3 it is the one inside TensorFlow, which models don't use.
     """
     backend = tf.compat.v1.keras.backend
-    if hasattr(backend, "set_session"):  # only tf-keras has sessions
+    # Only tf-keras has sessions.
+    if hasattr(backend, "set_session"):
         return backend
     from tensorflow.python.keras import backend as inside_tensorflow
 
@@ -85,7 +87,8 @@ def seed_generator_of_keras_3() -> Any:
 def build_optimizer(optimizer: Any, variables: Any) -> None:
     """Create the variables of an optimizer, if they don't exist. A legacy optimizer of tf-keras has no public way."""
     if is_keras_3(keras_of(optimizer)):
-        if not optimizer.built:  # a second time, it would raise
+        # Keras 3 raises an error if an optimizer is built twice.
+        if not optimizer.built:
             optimizer.build(variables)
     elif hasattr(optimizer, "build"):
         optimizer.build(variables)

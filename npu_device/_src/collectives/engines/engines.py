@@ -118,7 +118,7 @@ class TwoLevelEngine:
         reduced: list[tuple[list[tf.Tensor], list[int]]] = []  # not spread yet, as in all_reduce
 
         def spread(tensors: list[tf.Tensor], owners_there: list[int]) -> list[tf.Tensor]:
-            # The lowest rank has its own tensors already.
+            # Only tensors that other ranks own are spread: the lowest rank has its own ones already.
             sent = [position for position, rank in enumerate(owners_there) if rank != host.ranks[0]]
             if sent:
                 received = self._within.broadcast(
@@ -261,7 +261,7 @@ class TwoLevelEngine:
         host = Group(f"{group.name}/host", neighbours, neighbours.index(rank), group.name)
         # Only the lowest rank of a host communicates with other hosts.
         if rank != neighbours[0]:
-            return host, None  # the others wait for the host's lowest rank
+            return host, None
         lowest = tuple(sorted(ranks[0] for ranks in hosts.values()))
         # A mean divides by all ranks, so each leader has to count for the ranks of its host.
         counts = tuple(len(hosts[leaders[member]]) for member in lowest)

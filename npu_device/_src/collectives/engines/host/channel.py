@@ -174,7 +174,8 @@ class Round(NamedTuple):
 
     def begin(self, member: int, publisher: int) -> int:
         """Return where in the slot of a publisher the span of a member begins."""
-        if len(self.spans) == 1:  # the usual case: all members read the whole slot
+        # In the usual case, all members read the whole slot.
+        if len(self.spans) == 1:
             return 0
         offset = sum(end - start for start, end in self.spans[:member])
         if self.kept is not None and publisher < member:

@@ -44,7 +44,8 @@ def detect_hosts(context: EngineContext, device: Device) -> JobHosts:
     fact = [problem, asdict(device), compat.context_is_initialized()]
     facts = store.gather("memory", fact, LATEST_ANSWER_SECONDS)
     problems, devices, late = zip(*facts)
-    if offer is not None:  # all ranks have looked
+    # Every rank has looked at the offer by now.
+    if offer is not None:
         offer.withdraw()
         offer.memory.close()
     if wanted == "off":

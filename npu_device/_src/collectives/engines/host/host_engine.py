@@ -193,8 +193,8 @@ class HostEngine(ArrayEngine):
     ) -> list[tf.Tensor]:
         sends = group.rank == root
         has_shapes = all(tensor.shape.is_fully_defined() for tensor in tensors)
-        # Unknown shapes are those of the rank's own tensors.
-        # Without inputs a receiver doesn't wait for the tensors that the result replaces.
+        # The rank's own tensors give the shapes where these are unknown. Otherwise a receiver has no inputs, so that it
+        # doesn't wait for tensors that the result replaces.
         inputs = [] if has_shapes and not sends else tensors
         [received] = self.run(terms, group, [_broadcast(tensors, root, sends)], [inputs])
         if sends:

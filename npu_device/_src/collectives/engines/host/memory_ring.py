@@ -235,7 +235,8 @@ class MemoryRing:
             self._read[self.rank].advance_to(self._step)
 
     def close(self) -> None:
-        self.settle()  # the memory goes with its last reader
+        # Once every member has mapped the memory, it needs no name: it goes with its last reader.
+        self.settle()
 
     def advance(self, program: Program, wait: Wait) -> bool:
         """Run a program, which yields the counter and the number to wait for; see ``channel.Channel``."""

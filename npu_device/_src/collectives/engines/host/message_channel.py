@@ -108,7 +108,8 @@ class MessageChannel:
         source = exchange.source
         assert source is not None
         common = None
-        if len(exchange.spans) == 1:  # what all readers get is copied once
+        # All readers get the same, which is converted once.
+        if len(exchange.spans) == 1:
             common = source.run(*exchange.spans[0], self.buffers)
         messages = []
         for member in self._neighbours():

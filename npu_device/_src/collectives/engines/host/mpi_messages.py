@@ -114,7 +114,8 @@ class MpiMessages(MessageChannel):
         own_number = np.array(self._group.number, np.uint64)
         other_number = np.empty((), np.uint64)
         distance = 1
-        while distance < self.size:  # after each round, a member knows of twice as many
+        # After each round, a member knows of twice as many members.
+        while distance < self.size:
             source = ranks[(self.rank - distance) % self.size]
             target = ranks[(self.rank + distance) % self.size]
             receipt = comm.Irecv(other_number, source, tag)
@@ -205,9 +206,11 @@ def _problem(context: EngineContext, wanted: bool) -> str:
     try:
         mpi4py: Any = importlib.import_module("mpi4py")
         if "mpi4py.MPI" not in sys.modules:
-            mpi4py.rc.initialize = False  # MPI would wait for ranks on which the import may fail
+            # Without this, the import would start MPI, and wait for ranks on which it may fail.
+            mpi4py.rc.initialize = False
         importlib.import_module("mpi4py.MPI")
-    except (ImportError, RuntimeError) as error:  # RuntimeError: it finds no library of MPI
+    # mpi4py raises a RuntimeError if it finds no library of MPI.
+    except (ImportError, RuntimeError) as error:
         return f"mpi4py can't be imported: {error}"
     return ""
 
@@ -282,7 +285,8 @@ def _end(context: EngineContext, mpi: Any, starts: bool) -> None:
     if context.health.has_failed:
         sys.stdout.flush()
         sys.stderr.flush()
-        time.sleep(limits.MPI_GRACE_SECONDS)  # the other ranks say why they end in this time
+        # In this time, the other ranks say why they end.
+        time.sleep(limits.MPI_GRACE_SECONDS)
         mpi.COMM_WORLD.Abort(1)
     if starts and not mpi.Is_finalized():
         mpi.Finalize()

@@ -268,7 +268,8 @@ class _SharedReduction:
         return Round(dtype, [(0, len(piece))], members, source, self._readers, targets, read)
 
     def _decode(self, block: np.ndarray, result: np.ndarray, rows: Rows) -> None:
-        del rows  # the targets have them
+        # A block that is gathered lies in its targets, so no rows are needed.
+        del rows
         self._wire.decode(block, result)
 
 

@@ -113,7 +113,7 @@ class HostQueue:
         self._queue.append(pending)
         # Counted after the append, so that a thread which publishes at this moment looks again.
         self._arrivals += 1
-        # Otherwise the finish follows at once, and publishes, too.
+        # Where nothing is computed meanwhile, the finish follows at once, and publishes.
         if computes_meanwhile:
             self._publish()
             size = sum(array.nbytes for array in arrays or results)
@@ -131,7 +131,8 @@ class HostQueue:
         try:
             # The lock is held while driving, so an operation of another thread can end in between.
             while not pending.ended:
-                if self._work.is_set():  # the background thread is running it
+                # The background thread runs the operation, or one before it.
+                if self._work.is_set():
                     with self._ended:
                         self._ended.wait_for(lambda: pending.ended)
                     break
@@ -150,7 +151,8 @@ class HostQueue:
     def close(self) -> None:
         """Give up the channel and its memory; operations in progress and later ones fail."""
         self._closed = True
-        self._work.set()  # the background thread ends, too
+        # The background thread wakes up, and ends.
+        self._work.set()
         with self._driving:
             if self.channel is not None:
                 self.channel.close()
@@ -180,7 +182,8 @@ class HostQueue:
                         self._drive_first(Wait.SLEEPING)
             # The event is cleared before the last look: an operation that is started after it sets it again.
             self._work.clear()
-            if self._queue:  # started in between
+            # An operation was started since the event was cleared.
+            if self._queue:
                 self._work.set()
 
     def _drive_first(self, wait: Wait) -> bool:

@@ -104,10 +104,12 @@ def connect(
 def _offer(
     context: EngineContext, group: Group, key: str, size: int
 ) -> tuple[mmap.mmap, Callable[[], None]] | None:
-    withdrawal = contextlib.ExitStack()  # runs what it holds once, however often it is closed
+    # An exit stack runs what it holds only once, however often it is closed.
+    withdrawal = contextlib.ExitStack()
     offer = Offer(FIRST_BYTE + size)
     withdrawal.callback(offer.withdraw)
-    offer.memory[_TOKEN_BYTES + group.rank] = 1  # marks that this member has come
+    # The mark tells the other members that this one has come.
+    offer.memory[_TOKEN_BYTES + group.rank] = 1
     try:
         context.store.set(key, f"{offer.token} {offer.path}")
     except BaseException as error:

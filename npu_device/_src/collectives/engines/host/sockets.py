@@ -172,7 +172,7 @@ class SocketMesh(MessageChannel):
         self._ranks = group.ranks
         self._number = group.number ^ purpose
         self._spins = context.has_own_core
-        # One for all directions, so that waiting for one message advances the others.
+        # All directions share one, so that waiting for one message advances the others.
         self._busy = Busy()
         other_members = self._neighbours()
         direction = partial(Direction, self._busy, self._peers)

@@ -146,9 +146,11 @@ class PairCalls:
             except OSError:
                 if idle is None:
                     raise
-                return self._send(transfer)  # the other rank had closed its end
+                # The other rank had closed its end of an idle connection, so that a new one is made.
+                return self._send(transfer)
             self._check()
-            self._move_all(connection.send, b"\1")  # this side hasn't withdrawn meanwhile
+            # This byte tells the other rank that this one hasn't withdrawn meanwhile.
+            self._move_all(connection.send, b"\1")
             if agrees:
                 self._move_all(connection.send, transfer.data)
             # The other rank confirms that it has the data.
@@ -173,7 +175,8 @@ class PairCalls:
                     agrees = content == transfer.content
                     self._move_all(connection.send, bytes([agrees]))
                     self._move_all(connection.recv_into, bytearray(1))
-                except ConnectionError:  # the sender has closed its end, or destroyed its group
+                # The sender has closed its end, or destroyed its group.
+                except ConnectionError:
                     continue
                 if agrees:
                     self._move_all(connection.recv_into, transfer.data)

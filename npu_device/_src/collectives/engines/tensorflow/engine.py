@@ -132,7 +132,8 @@ class TensorFlowEngine:
         counts = counts_of(group)
         shares, scale = dtypes.wire_scales(reduction, counts)
         if tensor.dtype != wide:
-            scale = 1  # the result has 16 bits, too
+            # A result of 16 bits overflows like the sum, so that no scale is needed.
+            scale = 1
         divisor = scale
         fold_reduction = "sum"
         if reduction == "mean":

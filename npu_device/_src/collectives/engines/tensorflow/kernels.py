@@ -182,7 +182,8 @@ class Kernels:
 
     def sequence_of(self, group: Group) -> KeySequence:
         """Return the keys of a group."""
-        with self._context.making:  # two threads must not both make one
+        # Two threads must not both make the keys of a group.
+        with self._context.making:
             if group not in self._sequences:
                 self._sequences[group] = KeySequence(self._context.device("CPU"))
             return self._sequences[group]
@@ -206,7 +207,8 @@ class Kernels:
         shape = tensor.shape
         if not shape.is_fully_defined():
             shape = tf.shape(tensor)
-        with tf.device(cpu):  # keys are the CPU's work, also for a collective between GPUs
+        # The CPU computes the keys, also of a collective between GPUs.
+        with tf.device(cpu):
             key = sequence.draw(call, tensor.dtype, shape)
         tokens: list[tf.Tensor] = []
         if not tf.executing_eagerly():
