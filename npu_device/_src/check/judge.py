@@ -17,7 +17,7 @@ SIZES = {4: "4 B", 64 << 10: "64 KiB", 1 << 20: "1 MiB", 16 << 20: "16 MiB"}
 
 _LEAST_MEMORY = 1 << 30  # bytes a rank; TensorFlow itself takes about half of that
 _AS_FAST = 1.1  # an engine within this factor of the shortest time is as fast
-_SLOWER = 3  # times: 100 MiB on two ranks (docs/notes.md)
+_SLOWER = 3  # measured for 100 MiB on two ranks (docs/notes.md)
 # A link is slow below this part of the speed that its interface claims: a core may be the limit of fast ones.
 _SLOW_LINK = 0.25
 

@@ -29,7 +29,7 @@ _TOLERANCE = 1e-6
 # The tolerance for sessions, whose inputs aren't changed, and for averages, which may travel in 16 bits.
 _TOLERANCE_UNPERTURBED = 1e-3
 _ROUNDINGS = 4 * 2.0**-23  # part of the norm of the weights: float32 rounds them at each update
-_MAJORITY = 0.75  # part of the variables; what moves these may move any
+_MAJORITY = 0.75  # what moves this part of the variables may move any of them
 # Part of a tensor's norm: what is left when the other run's is scaled is less, if it is a multiple.
 _PURE = 0.1
 # A change of inputs in the last bit that moves a tensor by this part of its norm shows that it is rounding altogether.

@@ -25,7 +25,8 @@ from npu_device._src.compat.keras import (
 
 def all_layers(model: Any) -> list[Any]:
     """Return a model and its layers, including nested ones."""
-    return list(model._flatten_layers())  # in tf-keras 2.15 to 2.20, and Keras 3.0 to 3.15
+    # Keras has no public name for this, but tf-keras 2.15 to 2.20 and Keras 3.0 to 3.15 have the private one.
+    return list(model._flatten_layers())
 
 
 def converted(component: Any, name: str) -> Callable[..., Any]:
@@ -124,7 +125,8 @@ def compiled_losses(model: Any) -> list[Any]:
     compiled = getattr(model, "_compile_loss", None)
     built = getattr(compiled, "_flat_losses", None) or getattr(compiled, "flat_losses", None) or []
     losses = [getattr(wrapped, "loss", wrapped) for wrapped in built]
-    container: Any = getattr(model, "compiled_loss", None)  # tf-keras; in Keras 3 a method
+    # In Keras 3, this name isn't a container but a method.
+    container: Any = getattr(model, "compiled_loss", None)
     if getattr(container, "built", False) is True:
         losses += container._losses
     return [loss for loss in losses if hasattr(loss, "reduction")]
@@ -187,7 +189,7 @@ def _is_used(container: Any) -> bool:
 def moving_statistics(model: Any) -> list[Any]:
     """Return the floating-point variables, such as moving averages, that layers update themselves in training."""
     layers = all_layers(model)
-    # In tf-keras metrics are layers, too.
+    # Metrics are excluded, since they are layers in tf-keras.
     excluded_layers = [
         layer for layer in layers if not layer.trainable or hasattr(layer, "update_state")
     ]
@@ -219,13 +221,14 @@ def states_of_samples(model: Any) -> list[Any]:
 def _not_trained(layer: Any) -> list[Any]:
     try:
         return list(layer.non_trainable_weights)
-    except ValueError:  # a part was never called (tf-keras); its layers are asked, too
+    # A tf-keras model raises this if a part was never called; its layers are asked, too.
+    except ValueError:
         return []
 
 
 def steps_per_call(model: Any) -> int:
     """Return how many batches a function of the model takes at a time (``steps_per_execution``), now."""
-    # A variable in tf-keras, which sets it lower at the end of an epoch.
+    # In tf-keras this is a variable, which is set lower at the end of an epoch.
     current = getattr(model, "_steps_per_execution", None)
     if current is None:
         current = getattr(model, "steps_per_execution", 1)
@@ -238,12 +241,14 @@ def forward_of_training(model: Any, batch: Any) -> None:
     """Do what Keras's own ``train_step`` does, with the same arguments, but for the gradients and the optimizer."""
     keras = keras_of(model)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    if not is_keras_3(keras):  # the same call as in Model.train_step of each release
+    # Each release has its own call of the loss in ``Model.train_step``, which is made here.
+    if not is_keras_3(keras):
         y_pred = model(x, training=True)
         model.compute_loss(x, y, y_pred, sample_weight)
     else:
         y_pred = _forward_of_keras_3(model, x)
-        if hasattr(model, "_compute_loss"):  # from Keras 3.3 on
+        # The method exists from Keras 3.3 on.
+        if hasattr(model, "_compute_loss"):
             model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
         else:
             model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight)
@@ -261,7 +266,7 @@ def _unique(objects: Iterable[Any]) -> list[Any]:
     return list({id(instance): instance for instance in objects}.values())
 
 
-# Tf-keras's name, and that of Keras 3.
+# The name of the method in tf-keras, and that in Keras 3.
 _MOMENTS_METHODS = ("_sync_calculate_mean_and_var", "_moments")
 
 
@@ -280,10 +285,12 @@ def is_batch_normalization(layer: Any) -> bool:
 def batch_normalizations() -> list[Any]:
     """Return the batch normalizations that exist in this process, of either Keras."""
     classes = set(_with_subclasses(_batch_normalizations()))
-    if not classes:  # without such a class, a search through all objects isn't worth it
+    # Without such a class, no object can be an instance, and the search is saved.
+    if not classes:
         return []
-    # By the type alone: an attribute of any object could be computed, such as that of a module that loads late. The
-    # faster ``gc.get_referrers`` ends the process (SIGSEGV) if extension modules such as scikit-learn's are loaded.
+    # Compared by the type alone: an attribute of any object could be computed, such as that of a module that loads
+    # late. The faster ``gc.get_referrers`` ends the process (SIGSEGV) if extension modules such as scikit-learn's are
+    # loaded.
     return [instance for instance in gc.get_objects() if type(instance) in classes]
 
 
@@ -338,7 +345,8 @@ def _batch_normalizations() -> list[Any]:
     for name in ("keras", "tf_keras"):
         layers: Any = getattr(sys.modules.get(name), "layers", None)
         exported = getattr(layers, "BatchNormalization", None)
-        if exported is not None:  # a Keras may not be imported, or just being imported
+        # A Keras that is just being imported lacks the class.
+        if exported is not None:
             classes.append(class_with(exported, moments_method(exported)))
     return classes
 
@@ -358,7 +366,8 @@ def learning_rate_of(optimizer: Any) -> Any:
     rate = getattr(optimizer, "_learning_rate", None)
     if hasattr(rate, "get_config") and not hasattr(rate, "assign"):  # a schedule
         return rate
-    return optimizer.learning_rate  # may also be a schedule, with a legacy optimizer
+    # A legacy optimizer may return a schedule here, too.
+    return optimizer.learning_rate
 
 
 def function_of_metric(metric: Any) -> Any:

@@ -73,7 +73,7 @@ def lists_of_slots(optimizer: Any) -> Iterator[Sequence[Any]]:
     """Yield the lists in which a built optimizer keeps its slots, in the order of the variables that it trains."""
     trained = optimizer._trainable_variables
     for name, held in vars(optimizer).items():
-        # The lists of a class of the script count, whatever their names.
+        # The lists that a class of the script keeps are slots, whatever their names.
         if name in ("_trainable_variables", "_variables") or not isinstance(held, (list, tuple)):
             continue
         if len(held) != len(trained):
@@ -127,7 +127,8 @@ def clipped_by_global_norm(
     norm = operations.sqrt(operations.sum(operations.stack(squared_norms)))
     largest = optimizer.global_clipnorm
     scale = largest * operations.minimum(1.0 / norm, 1.0 / largest)
-    scale = scale + (norm - norm)  # not a number if the norm is infinite
+    # An infinite norm makes this NaN, and the scale with it.
+    scale = scale + (norm - norm)
     return [gradient * scale for gradient in gradients]
 
 
@@ -170,7 +171,7 @@ def clipped_with_all(
         clipped = clip(clipped)
         return [gradient for gradient, position in zip(clipped, positions) if position in share]
 
-    # Past the optimizer's own __setattr__, which tracks what is to be saved.
+    # Set past the optimizer's own ``__setattr__``, which tracks what is to be saved.
     vars(optimizer)[name] = clip_with_all
     try:
         yield
@@ -186,7 +187,7 @@ def with_averages(optimizer: Any, indices: Sequence[int], act: Callable[[list[An
     moving averages of only those.
     """
     averages = optimizer._model_variables_moving_average
-    # Past Keras's own __setattr__, which tracks what is to be saved.
+    # Set past Keras's own ``__setattr__``, which tracks what is to be saved.
     vars(optimizer)["_model_variables_moving_average"] = [averages[index] for index in indices]
     try:
         return act([optimizer._trainable_variables[index] for index in indices])

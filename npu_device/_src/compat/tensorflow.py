@@ -45,7 +45,8 @@ def random_state() -> tuple[int | None, Any]:
 
 def set_random_state(state: tuple[int | None, Any]) -> None:
     seed, position = state
-    tf.random.set_seed(seed)  # starts the state anew, so that the position has to be set after it
+    # Setting the seed starts the state anew, so that the position is set after it.
+    tf.random.set_seed(seed)
     if position is not None:
         _context.context()._rng.setstate(position)
 

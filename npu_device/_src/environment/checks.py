@@ -28,7 +28,8 @@ _log = logging.getLogger("npu_device")
 def check_own_variables(warns: bool) -> None:
     """Raise the error of a malformed variable of this package; with ``warns``, warn of names that it doesn't have."""
     variables = _variables_of(own)
-    for variable in variables:  # now, and not in the middle of a training
+    # All values are read now, so that a wrong one isn't found in the middle of a training.
+    for variable in variables:
         variable.get()
     if not warns:
         return

@@ -120,12 +120,13 @@ def one_of(*texts: str, spelled: Callable[[str], str] = str, note: str = "") -> 
 
 def split(text: str) -> str | tuple[int, ...] | tuple[float, ...]:
     """Parse numbers as ``set_split_strategy_by_idx`` takes them, percentages (floats), or ``auto``, which is gone."""
-    if text == "auto":  # an old value, which whoever reads it explains
+    # Kept as it is: whoever reads this old value explains it.
+    if text == "auto":
         return text
     words = text.strip("[]").split(",")
     if text.endswith("%"):
         shares = tuple(float(word.strip().removesuffix("%")) for word in words)
-        # Exactly, as with ``set_split_strategy_by_size``.
+        # The sum has to be exact, as in ``set_split_strategy_by_size``.
         if len(shares) > 8 or min(shares) < 0 or sum(shares) != 100:
             raise ValueError(text)
         return shares
@@ -156,10 +157,12 @@ def most_nodes(text: str) -> int:
 
 def address_and_port(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):  # [::1]:2222
+    # An IPv6 address stands in brackets, as in [::1]:2222.
+    if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        host = ""  # an IPv6 address without brackets: where the port begins is ambiguous
+        # Without brackets it is ambiguous where the port of an IPv6 address begins.
+        host = ""
     if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
         raise ValueError(text)
     return host, int(port)
@@ -177,7 +180,8 @@ def audit(text: str) -> int | str:
 def seconds(high: float) -> Form[float]:
     def parse(text: str) -> float:
         number = float(text)
-        if not 0 < number <= high:  # this comparison also refuses nan
+        # Written so that NaN is refused, too.
+        if not 0 < number <= high:
             raise ValueError(text)
         return number
 

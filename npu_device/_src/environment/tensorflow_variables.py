@@ -92,6 +92,6 @@ def reach_without_proxy(hosts: Iterable[str]) -> None:
     direct = list(hosts)
     named = NO_GRPC_PROXY.raw() or NO_PROXY.raw()
     if named:
-        # Repetitions are dropped, as ranks of one host have one address.
+        # Repetitions are dropped, since ranks of one host have one address.
         direct = [*named.split(","), *direct]
     NO_GRPC_PROXY.set(",".join(dict.fromkeys(direct)))

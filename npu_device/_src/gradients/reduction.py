@@ -35,7 +35,7 @@ Gradient = Optional[Union[tf.Tensor, tf.IndexedSlices]]
 _LARGEST_FUSION_ID = 0x7FFFFFFF
 WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 _DTYPES_IN_USE = dict(WIRE_DTYPES)
-_LATEST = 4096  # eager results that are remembered
+_LATEST = 4096  # the most eager results that are remembered
 _TAPE = "gradient_tape/"  # prefix of the names of operations that compute gradients
 
 
@@ -46,7 +46,7 @@ class ReductionOptions:
     reduction: str
     # 0 sends each tensor alone, 1 cuts by the split strategy, 2 makes one segment per dtype.
     fusion: int = 1
-    fusion_id: int = -1  # with ``fusion=2`` also any number from 0
+    fusion_id: int = -1  # with ``fusion=2``, any number from 0 as well
     # The 16 bits that are sent of float32 and float64, which are added up in their own dtype.
     compression: str | None = None
     # Add up the rows of ``tf.IndexedSlices`` that have the same index, where their user does so anyway.
@@ -215,7 +215,7 @@ class ListReduction:
 
     def operation(self) -> Operation:
         """Return the operation, which reduces the list when it is run."""
-        # What has to be the same on all ranks.
+        # The arguments that have to be the same on all ranks.
         agreed = {
             "reduction": self._options.reduction,
             "segments": _summary(self._segments),
@@ -269,7 +269,7 @@ class ListReduction:
 
     def _gradient(self, upstream: Sequence[tf.Tensor]) -> list[Gradient]:
         require_differentiable("all_reduce", self._options.reduction)
-        # Gradients travel in the same segments.
+        # The gradients of the results travel in the same segments.
         operation = ListReduction(
             self._job, upstream, self._segments, self._options, self._group
         ).operation()
@@ -294,7 +294,7 @@ def _spec_of_result(tensor: Gradient, reduction: str) -> tf.TypeSpec | None:
 
 def _summary(segments: Sequence[Sequence[int]]) -> str:
     """Return the number and lengths of the segments and a checksum of their content, for comparison."""
-    # One tensor: nothing can be cut in another way.
+    # A single tensor can be cut in one way only.
     if len(segments) <= 1 and sum(map(len, segments)) <= 1:
         return str(len(segments))
     lengths = "+".join(map(str, map(len, segments[:MAX_SEGMENTS])))
@@ -339,7 +339,7 @@ class ReducedTensors:
         eager = tf.executing_eagerly()
         for tensor in map(dense_of, reduced):
             if tensor is not None and eager:
-                # Weak: only whoever applies a gradient keeps it.
+                # References are weak, so that only whoever applies a gradient keeps it.
                 self._eager.append(weakref.ref(tensor))
             elif tensor is not None:
                 self._graphs.setdefault(tensor.graph, set()).add(tensor.name)
@@ -351,7 +351,7 @@ class ReducedTensors:
         return self._missing_by_graph(gradients)
 
     def _missing_by_identity(self, gradients: Sequence[Any]) -> list[Any]:
-        # Found by object: an eager tensor doesn't tell what it was made of.
+        # Found by identity, since an eager tensor doesn't tell what it was made of.
         reduced = {id(tensor) for reference in self._eager if (tensor := reference()) is not None}
         return [gradient for gradient in gradients if id(dense_of(gradient)) not in reduced]
 

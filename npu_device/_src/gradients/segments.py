@@ -29,7 +29,8 @@ def production_order(tensors: Sequence[Any]) -> list[int]:
     from_the_end = list(reversed(range(len(dense))))
     if tf.executing_eagerly():
         numbers = [compat.number_of(tensor) for tensor in dense]
-        if numbers == sorted(numbers):  # re-created in list order, by a comprehension for instance
+        # Tensors that a comprehension re-created, for instance, have numbers in the order of the list.
+        if numbers == sorted(numbers):
             return from_the_end
     else:
         numbers = _operations_needed([tensor.op for tensor in dense])
@@ -63,7 +64,7 @@ def _operations_needed(targets: Sequence[tf.Operation]) -> list[int]:
 
 def _consumers_first(targets: Sequence[tf.Operation]) -> list[tf.Operation]:
     """Return all operations that the targets depend on, each after those that use it."""
-    # A search in depth without recursion, which graphs are too deep for.
+    # Without recursion, since graphs are too deep for it.
     finished: list[tf.Operation] = []
     visited: set[tf.Operation] = set()
     for target in targets:
@@ -138,7 +139,8 @@ def _by_dtype(
         unknown = [
             position for position in positions if not tensors[position].shape.is_fully_defined()
         ]
-        for position in unknown[:-1]:  # with one of them, the ranks still know where each tensor is
+        # If only one size is unknown, the ranks still know where each tensor is.
+        for position in unknown[:-1]:
             positions.remove(position)
             alone.append([position])
     return by_dtype, alone
@@ -153,8 +155,8 @@ def _order(orders: FirstOrders, tensors: Sequence[tf.Tensor], group: str) -> lis
     graph = tf.compat.v1.get_default_graph()
     if not isinstance(graph, compat.FuncGraph):
         return production_order(tensors)
-    # TensorFlow numbers the graphs of a function.
-    name = re.sub(r"\d+", "", graph.name)  # name of the graph without the number of the trace
+    # Numbers are left out, since TensorFlow gives each trace of a function its own.
+    name = re.sub(r"\d+", "", graph.name)
     key = (name, group, *(f"{tensor.dtype.name}{tensor.shape}" for tensor in tensors))
     if key not in orders:
         if len(orders) == _MAX_REMEMBERED:

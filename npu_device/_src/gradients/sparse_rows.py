@@ -65,7 +65,7 @@ class TableRows:
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the rows of all ranks by lookup, added up where a lookup has one for each index."""
         lookups = len(self._is_distinct)
-        # Counts by rank, then by lookup.
+        # The counts stand by rank, then by lookup.
         counts = tf.reshape(engine.gather(own_counts[tf.newaxis]), [-1])
         row_runs = tf.split(rows, counts, num=engine.group.size * lookups)
         index_runs = tf.split(indices, counts, num=engine.group.size * lookups)
@@ -142,7 +142,7 @@ def add_up_slices(
 
 
 def _gather_rows(engine: AgreedEngine, rows: tf.Tensor, wire: Wire) -> tf.Tensor:
-    # Only while they travel do the rows have fewer bits.
+    # The rows have fewer bits only while they travel.
     return tf.cast(gather_ragged(engine, tf.cast(rows, wire_dtype(rows.dtype, wire))), rows.dtype)
 
 

@@ -130,7 +130,8 @@ def _cut_by_environment(sizes: Sequence[int], group: str) -> list[int] | None:
     split = environment.NPU_DEVICE_SPLIT.get()
     if split is None:
         return None
-    if split == "auto":  # accepted until 0.3.0; percentages replace it since 0.2.0
+    # Percentages replaced this value in 0.2.0, and 0.3.0 dropped it.
+    if split == "auto":
         text = (
             "NPU_DEVICE_SPLIT=auto has no effect any more: saved splits are gone. What to do: set it to the "
             "percentages such as 25%,25%,25%,25%"
@@ -150,7 +151,7 @@ def _cut_by_environment(sizes: Sequence[int], group: str) -> list[int] | None:
 
 
 def log_once(level: int, text: str) -> None:
-    # A function is traced many times.
+    # Logged only once, since a function is traced many times.
     if text not in _logged:
         _logged.add(text)
         _log.log(level, "%s", text)
@@ -202,7 +203,7 @@ def cut_by_size(sizes: Sequence[int], percentages: Sequence[float]) -> list[int]
                 return ends
             placed = running[end]
             goal = target - placed
-            # A remainder that isn't close to 0 is a segment, too.
+            # A remainder that isn't close to 0 makes a segment of its own.
             if np.float32(sizes[end + 1]) - goal > _CLOSE:
                 break
         remainder = goal

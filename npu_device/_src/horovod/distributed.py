@@ -24,7 +24,9 @@ from npu_device._src.training.optimizers.optimizer_wrapper import (
 from npu_device._src.training.sharding.divided_update import tell_if_asked
 from npu_device._src.training.watching.wrapped_optimizers import carrier, reducer_of
 
-_START_LEVEL = logging.INFO  # scripts broadcast after the first step: before, variables may differ
+_START_LEVEL = (
+    logging.INFO
+)  # not a warning: variables may differ before the first step, after which scripts broadcast
 
 
 def _settings(
@@ -93,7 +95,8 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, **arguments: A
     npu_distributed_keras_optimizer_wrapper(
         optimizer, options.reduction, compression=options.compression, shard_optimizer=False
     )
-    if reducer := reducer_of(carrier(optimizer)):  # only several ranks have one
+    # Only an optimizer on several ranks has a reducer.
+    if reducer := reducer_of(carrier(optimizer)):
         # ``replicate`` refuses such an optimizer: each rank has batches of its own.
         reducer.own_batches = True
         tell_if_asked(world_unless_child(), "it is a DistributedOptimizer of Horovod")
@@ -132,7 +135,7 @@ def _with_old_names(original: Any) -> Any:
     rate = property(
         lambda self: self.learning_rate, lambda self, rate: setattr(self, "learning_rate", rate)
     )
-    # Keras's own property gives the list, since this one hides it.
+    # The list comes from Keras's own property, which this one hides.
     variables = property(lambda self: _CallableList(original.variables.fget(self)))
     names = {"lr": rate, "variables": variables, "__module__": original.__module__}
     return type(original.__name__, (original,), names)
@@ -164,8 +167,8 @@ def DistributedGradientTape(
             divided by the number of ranks.
     """
     tape = copy.copy(gradtape)
-    # Shallow: the tape's recording is shared with the original.
-    # A copy, of a class made for this one: it may be a subclass of the script's own.
+    # A shallow copy shares the tape's recording with the original. Its class is made for this tape, which may be of a
+    # subclass in the script.
     tape.__class__ = _distributed(gradtape.__class__)
     tape.npu_settings = _settings(**with_effect(arguments))
     tape.npu_local = LocalSources(scale_local_gradients)
@@ -212,7 +215,7 @@ def _distributed(original: Any) -> Any:
         nested_sources = tf.nest.flatten(sources)
         is_local = [self.npu_local.has(source) for source in nested_sources]
         common = [gradient for gradient, local in zip(gradients, is_local) if not local]
-        # All in one list, so that the split strategy sees them together.
+        # Reduced as one list, so that the split strategy sees all of them together.
         reduced = iter(_reduced(common, *self.npu_settings) if common else ())
         for position, local in enumerate(is_local):
             if local:

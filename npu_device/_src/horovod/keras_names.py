@@ -26,7 +26,7 @@ def _run_at_once(operation: Any) -> Any:
     def run(*arguments: Any, **options: Any) -> Any:
         if tf.executing_eagerly():
             return operation(*arguments, **options)
-        # Horovod's Keras calls return values, which a graph doesn't have.
+        # Run eagerly, since Horovod's Keras calls return values, which a graph doesn't have.
         with compat.eager_mode():
             return operation(*arguments, **options).numpy()
 
@@ -101,9 +101,9 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: _Logs = None) -> None:
         if logs:
-            # Sorted: Keras may log metrics in another order on each rank.
+            # Sorted, since Keras may log metrics in another order on each rank.
             names = sorted(logs)
-            # Added up in float64, as numpy does: logs are Python's numbers.
+            # Averaged in float64, the precision of Python's numbers in the logs.
             with compat.eager_mode():
                 means = all_reduce([np.asarray([logs[name] for name in names], np.float64)])[0]
             logs.update(zip(names, np.asarray(means).tolist()))
@@ -155,7 +155,7 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         if self.initial_lr is None:
             self.initial_lr = self._number("learning_rate")
         if not self.steps_per_epoch:
-            # Keras in TensorFlow 1 tells the samples and the size of a batch instead of the steps.
+            # Keras in TensorFlow 1 gives the number of samples and the size of a batch instead of the steps.
             steps, samples, batch = map(self.params.get, ("steps", "samples", "batch_size"))
             self.steps_per_epoch = steps or (samples or 0) // (batch or 1)
         if not self.staircase and not self.steps_per_epoch:
@@ -178,7 +178,7 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         new = self.initial_lr * self.multiplier(epoch)
         self._number("learning_rate", new)
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        # Momentum holds past gradients times the old rate: it is scaled for one batch, as in Horovod.
+        # Momentum holds past gradients times the old rate, so that it is scaled for one batch, as in Horovod.
         if (
             self.momentum_correction
             and old
@@ -200,7 +200,7 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
     def _number(self, name: str, new: float | None = None) -> float:
         """Return a number of the optimizer, after it was set to a new one."""
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        # The configuration tells a number from a schedule, which also has a value.
+        # The configuration is asked, since a schedule has a value, too, but isn't a number there.
         if not isinstance(optimizer.get_config()[name], (int, float, np.number)):
             raise ValueError(
                 f"{type(self).__name__} can't set the {name} of this {type(optimizer).__name__}: it is a schedule.\n"
@@ -231,7 +231,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self, initial_lr: Any = None, warmup_epochs: int = 5, *, verbose: int = 0, **arguments: Any
     ) -> None:
         def multiplier(epoch: float) -> float:
-            # An epoch ends with a round number, as in Horovod.
+            # One batch more, so that an epoch ends with a round number, as in Horovod.
             epoch += 1 / self.steps_per_epoch
             return (epoch * (ranks.size() - 1) / warmup_epochs + 1) / ranks.size()
 

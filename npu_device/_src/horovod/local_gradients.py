@@ -31,7 +31,7 @@ class LocalSources:
         self._variables: list[Any] = []
 
     def add(self, variable: Any) -> None:
-        # Kept by the inner variable: Keras wraps it anew where a script asks for it.
+        # The inner variable is kept, since Keras wraps it anew where a script asks for it.
         self._variables.append(compat.inner_variable(variable))
 
     def has(self, variable: Any) -> bool:
@@ -127,7 +127,8 @@ class LocalGradients:
                 warn_of_file(optimizer, self._sums.values())
             return children(save_type, **kwargs)
 
-        if build is not None:  # legacy optimizers of tf-keras have none
+        # Legacy optimizers of tf-keras have no ``build``.
+        if build is not None:
             optimizer.build = build_with_sums
         if save is not None:
             optimizer.save_own_variables = save_own_variables
@@ -161,7 +162,7 @@ class LocalGradients:
             compat.build_optimizer(optimizer, variables)
             self._make_sums(optimizer, variables)
         reducer = reducer_of(carrier(optimizer))
-        # The gradients may have been scaled for the sum over the ranks.
+        # Undone below: the reducer multiplies gradients by this for a sum over the ranks.
         factor = 1 if reducer is None else reducer.factor
         # A variable that isn't reached by the loss has no gradient, and nothing is added to its sum.
         sums: list[Any] = [None] * len(gradients)
@@ -174,7 +175,7 @@ class LocalGradients:
             divisor = self._divisor * factor
             apply([total if total is None else total.read_value() / divisor for total in sums])
             for total in self._sums.values():
-                # All of them, also those without a gradient in this step.
+                # All sums begin anew, also those without a gradient in this step.
                 total.assign(tf.zeros_like(total))
             return tf.constant(True)
 
@@ -200,7 +201,7 @@ class LocalGradients:
         sums = []
         for variable in new:
             sums.append(tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False))
-        # Named by a number: variables may be added when a model is built in parts.
+        # The name has a number, since variables may be added when a model is built in parts.
         compat.keep_in_checkpoints(optimizer, f"npu_sums_{len(self._sums)}", sums)
         self._sums.update(zip(map(id, new), sums))
         reducer = reducer_of(carrier(optimizer))

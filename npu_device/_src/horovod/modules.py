@@ -50,10 +50,11 @@ def main() -> None:
     """Become Python with the rest of the command line: mpirun or srun still has the process that it has started."""
     if not sys.argv[1:]:
         sys.exit("usage: python -m npu_device.horovod [-m] script [argument ...]")
-    words = getattr(sys, "orig_argv", [])  # from Python 3.10 on
+    # Python has this list from 3.10 on.
+    words = getattr(sys, "orig_argv", [])
     flags: list[str] = []
     if "-m" in words:
-        # Flags of Python itself stand before -m.
+        # Flags of Python itself stand before ``-m``.
         flags = words[1 : words.index("-m")]
     command = [sys.executable, *flags, *sys.argv[1:]]
     os.execve(sys.executable, command, {**os.environ, **variables(os.environ)})
@@ -61,7 +62,7 @@ def main() -> None:
 
 def take_over() -> None:
     """Let ``horovod`` and its submodules be those of this package, in this process. ``import horovod`` calls this."""
-    # Registered under both names, or a script would have two copies of the module's state.
+    # Registered under both names, since a script would otherwise have two copies of the module's state.
     sys.modules[_THEIRS] = importlib.import_module(_OURS)
     _Finder.replaces = True
 
@@ -87,7 +88,7 @@ class _Finder:
         cls, name: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
         """Return the spec of a module of Horovod's that is offered; None for all other modules."""
-        # Modules of this package itself are found by Python.
+        # Only Horovod's names are looked up here: Python itself finds the modules of this package.
         is_theirs = cls.replaces and name.startswith(f"{_THEIRS}.")
         if not is_theirs and not name.startswith(f"{_OURS}."):
             return None

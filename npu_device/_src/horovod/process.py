@@ -46,7 +46,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if is_first:
         _ask_for_timeline()
     device.open()
-    if hasattr(comm, "Get_size"):  # a communicator of mpi4py; other callers give a list of ranks
+    # A communicator of mpi4py has this method; other callers give a list of ranks.
+    if hasattr(comm, "Get_size"):
         wanted = comm.Get_size()
     else:
         wanted = len(comm or ()) or ranks.size()
@@ -66,14 +67,15 @@ def _ask_for_timeline() -> None:
     if file is not None and environment.PROFILING_MODE.get() != "true":
         environment.PROFILING_MODE.set("true")
         folder = Path(f"{file}.trace").resolve()
-        # Absolute, since the script may change its folder before the end.
+        # The path is absolute, since the script may change its folder before the end.
         environment.PROFILING_OPTIONS.set(json.dumps({"output": str(folder)}))
-        # Runs after the trace's own end: the trace registers later.
+        # The copy runs after the trace's own end, which is registered later.
         atexit.register(_copy, folder / PERFETTO, Path(file).resolve())
 
 
 def _copy(written: Path, file: Path) -> None:
-    with contextlib.suppress(OSError):  # another rank than 0, or nothing was traced
+    # There is no file on other ranks than 0, or if nothing was traced.
+    with contextlib.suppress(OSError):
         shutil.copyfile(written, file)
 
 

@@ -111,11 +111,11 @@ def grouped_allreduce(
     """Return tensors that were reduced together. The rows of ``tf.IndexedSlices`` are gathered."""
     reduction = reduction_of_op(op, average)
     world = current_world()
-    # Where it is linear, values are only sent in 16 bits, and added up in their own dtype.
+    # For a linear reduction, values are only sent in 16 bits, and added up in their own dtype.
     by_wire = None
     if compression is Compression.fp16 and reduction in _LINEAR:
         by_wire = "fp16"
-        # The wire does what the compressor would, without rounding the sum.
+        # The compressor has nothing left to do: values are rounded when they are sent, and the sum isn't.
         compression = None
 
     def reduced(sent: list[Any]) -> list[Any]:
@@ -148,7 +148,7 @@ def _exchanged(
         if not isinstance(tensor, tf.IndexedSlices)
     ]
     is_plain = reduction in _LINEAR and prescale_factor == postscale_factor == 1.0
-    # Rows are gathered, and added up only where they are used.
+    # Rows are gathered and added up only where they are used, so that no factor or other reduction applies to them.
     if len(dense) < len(sent) and not is_plain:
         raise NotImplementedError(
             "tf.IndexedSlices: only Sum and Average, without prescale and postscale factors"
@@ -158,8 +158,8 @@ def _exchanged(
         sent[position], contexts[position] = compressor.compress(scaled)
     received = list(exchange(sent))
     for position in dense:
-        # A mean of integers is an integer in Horovod.
-        # Before decompressing: a compressor of the script expects the dtype that it returned.
+        # Cast back before decompressing: a compressor of the script expects the dtype that it returned. A mean of
+        # integers is an integer in Horovod.
         tensor = tf.cast(received[position], sent[position].dtype)
         tensor = compressor.decompress(tensor, contexts[position])
         received[position] = _times(tensor, postscale_factor)
@@ -169,7 +169,7 @@ def _exchanged(
 def _times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
     if factor == 1.0:
         return tensor
-    # An integer, or 16 bits, would round the factor.
+    # Multiplied in a wide dtype, since an integer, or 16 bits, would round the factor.
     wide = sum_dtype(tensor.dtype)
     if wide.is_integer:
         wide = tf.float64
@@ -182,7 +182,7 @@ def _with_gradient(
     """Return a result with Horovod's gradient for the tensor that it was made of, also in the graph of a session."""
     if not tensor.dtype.is_floating:
         return output
-    # Scripts give a float32 gradient for float64, too.
+    # Cast, since scripts give a float32 gradient for float64, too.
     back = lambda upstream: [backward(tf.cast(upstream, tensor.dtype))]  # noqa: E731
     return differentiable([output], back, [tensor])[0]
 

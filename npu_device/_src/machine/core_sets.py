@@ -43,7 +43,7 @@ def core_sets(machine: Machine, ranks: int, binding: str) -> list[CoreSet]:
             f"--bind-to {binding}: there is no core for each of {counted(ranks, 'rank')}: this process may use "
             f"{counted(len(machine.cores), 'core')}.\nWhat to do: start fewer ranks, or give --bind-to none."
         )
-    # Equal sets: the slowest rank decides. Some cores may be left over.
+    # The sets are equal, since the slowest rank decides. Some cores may be left over.
     return [
         tuple(domain[count * position : count * (position + 1)])
         for domain in domains
@@ -75,7 +75,7 @@ def described(core_set: CoreSet, machine: Machine) -> str:
     for level, noun in _DOMAINS.items():
         numbers = {getattr(core, level) for core in core_set}
         if len(numbers) == 1 and len(machine.domains(level)) > 1:
-            # Caches have no numbers of their own.
+            # A cache has no number to show.
             if level == "l3cache":
                 return f"{text} (one L3 cache)"
             return f"{text} ({noun} {numbers.pop()})"
@@ -86,7 +86,7 @@ def threads_of_rank(machine: Machine, ranks: int, sets: Sequence[CoreSet]) -> in
     """Return how many threads TensorFlow is to have on each rank of this host, if they are bound or there is a quota;
     None if nothing is known better than the number of CPUs.
     """
-    # The second thread of a core adds little to what TensorFlow computes.
+    # Cores count, not their threads: the second thread adds little to what TensorFlow computes.
     limits = [len(core_set) for core_set in sets[:1]]
     if machine.quota is not None and machine.is_limited:
         limits.append(max(1, int(machine.quota.cpus / ranks)))

@@ -52,9 +52,9 @@ def _names_of(folder: Path) -> _Names:
 
 def _free_of(folder: Path) -> int:
     names = _names_of(folder)
-    # ValueError if version 2 has no limit, "max".
+    # Without a limit, version 2 has the text "max", which raises a ValueError.
     unused = int((folder / names.limit).read_text()) - int((folder / names.usage).read_text())
-    # The kernel drops pages of files that nobody has read lately before it refuses memory.
+    # Pages of files count as free: the kernel drops those that nobody has read lately before it refuses memory.
     return unused + _table(folder / "memory.stat").get(names.cache, 0)
 
 

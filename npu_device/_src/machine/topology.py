@@ -70,7 +70,7 @@ def read_machine(root: Path = Path("/"), cpus: Collection[int] | None = None) ->
         root: of the files, another one in tests.
         cpus: that may be used, instead of those of this thread.
     """
-    # A launcher, or a cpuset, may allow this thread fewer CPUs than the host has.
+    # The CPUs of this thread are asked for, since a launcher or a cpuset may allow it fewer than the host has.
     if cpus is None:
         cpus = os.sched_getaffinity(0)
     # Each CPU has a folder of its own; only nodes list theirs.
@@ -81,7 +81,7 @@ def read_machine(root: Path = Path("/"), cpus: Collection[int] | None = None) ->
         # Without the file, as in some containers, each CPU counts as a core.
         siblings = _numbers(folder / "topology/thread_siblings_list") or [cpu]
         threads = tuple(sibling for sibling in siblings if sibling in cpus)
-        # Some virtual machines and ARM systems say -1.
+        # Some virtual machines and ARM systems give -1 for an unknown socket.
         socket = max(0, _number(folder / "topology/physical_package_id"))
         number = siblings[0]
         cores[number] = Core(number, threads, socket, numa_nodes.get(cpu, 0), _l3cache(folder))
@@ -108,7 +108,7 @@ def _l3cache(folder: Path) -> int:
 
 
 def _number(path: Path) -> int:
-    # A CPU that goes offline takes its files along.
+    # The files of a CPU that goes offline disappear.
     with contextlib.suppress(OSError, ValueError):
         return int(path.read_text())
     return _UNKNOWN
@@ -152,8 +152,9 @@ def _quota_of(folder: Path) -> Quota | None:
         else:
             text = (folder / "cpu.cfs_quota_us").read_text()
             period = (folder / "cpu.cfs_period_us").read_text()
-        microseconds = int(text)  # ValueError if it is "max"
-        # Version 1 has -1 for none.
+        # Without a quota, the text is "max", which raises a ValueError.
+        microseconds = int(text)
+        # Version 1 writes -1 if there is no quota.
         if microseconds > 0:
             # Processes that share a group share its time; containers all call their group "/".
             status = folder.stat()

@@ -18,7 +18,7 @@ from npu_device._src import environment
 
 _GET_ADDRESSES = 0x8912  # SIOCGIFCONF of linux/sockios.h
 _IFREQ = struct.Struct("16s4x4s16x")  # struct ifreq with an IPv4 address, on 64-bit systems
-_MOST_ADDRESSES = 1024  # addresses
+_MOST_ADDRESSES = 1024
 
 _Interfaces = list[tuple[str, Union[ipaddress.IPv4Address, ipaddress.IPv6Address]]]
 """Names with addresses; an interface with several addresses comes several times."""
@@ -36,7 +36,8 @@ def announced_address() -> str | None:
     global_ipv6 = [(name, address) for name, address in _ipv6() if not address.is_link_local]
     interfaces = _ipv4() + global_ipv6
     for name, address in sorted(interfaces, key=lambda pair: pair[1].is_loopback):
-        if _is_allowed(name, names):  # one of the loopback only if there is no other
+        # Sorted above, so that an address of the loopback is taken only if there is no other.
+        if _is_allowed(name, names):
             return str(address)
     _log.warning(
         "HCCL_SOCKET_IFNAME is %r, and no interface of host %s with an address has such a name: this rank announces "
@@ -80,7 +81,8 @@ def speed_of(interface: str) -> float | None:
         megabits = int(Path("/sys/class/net", interface, "speed").read_text())
     except (OSError, ValueError):
         return None
-    if megabits <= 0:  # as a driver says that it doesn't know
+    # A driver that doesn't know the speed gives a number below 1.
+    if megabits <= 0:
         return None
     return megabits * 1e6
 
@@ -99,7 +101,8 @@ def _ipv4() -> _Interfaces:
 
 def _ipv6() -> _Interfaces:
     interfaces: _Interfaces = []
-    with contextlib.suppress(OSError):  # no IPv6
+    # A host without IPv6 lacks this file.
+    with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, name = line.split()
             interfaces.append((name, ipaddress.IPv6Address(bytes.fromhex(digits))))

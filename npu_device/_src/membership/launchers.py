@@ -55,7 +55,8 @@ def read() -> Launched | None:
     for inner in (_read_if_wanted("jax", _jax), torchrun):
         if inner is not None and launched is not None:
             require_agreement(f"by {inner.launcher}", inner.size, inner.rank, launched)
-        launched = inner or launched  # the innermost describes the ranks
+        # The innermost launcher describes the ranks.
+        launched = inner or launched
     if launched is not None and launched.rank >= launched.size:
         raise ClusterError(f"this process is {launched}, but ranks count from 0.\n{_REMEDY}")
     return launched
@@ -73,7 +74,8 @@ def _mpi_or_slurm(mpi: Launched | None, slurm: Launched | None) -> Launched | No
     """Return the one of the two that started the ranks."""
     if mpi is None or slurm is None:
         return mpi or slurm
-    if mpi.size == 1:  # left over from another job, perhaps; this process would train alone
+    # A size of 1 may be left over from another job, and this process would train alone.
+    if mpi.size == 1:
         require_agreement(f"by {mpi.launcher}", mpi.size, mpi.rank, slurm)
     # mpiexec may start its daemons with srun, whose variables the ranks inherit. Ranks that srun itself starts may have
     # PMI_RANK and PMI_SIZE (--mpi=pmi2), but no local rank of MPI's; srun's own variables then say more.
@@ -100,11 +102,13 @@ def rendezvous_address(launched: Launched) -> tuple[tuple[str, ...], int | None,
         return (launched.address,), launched.port, b""
     address = environment.MASTER_ADDR.get()
     port = environment.MASTER_PORT.get()
-    if address is None or port is None:  # one of them alone says nothing
+    # The address or the port alone isn't enough to meet.
+    if address is None or port is None:
         address = launched.address
         port = None
     elif environment.TORCHELASTIC_USE_AGENT_STORE.get() == "True":
-        port = None  # the store of torchrun listens there
+        # torchrun's own store listens at the port, so that ranks can't meet there.
+        port = None
     if launched.on_one_host:
         if port is None and not launched.job:
             raise ClusterError(
@@ -125,8 +129,7 @@ def _slurm() -> Launched | None:
     rank = environment.SLURM_PROCID.get()
     if size is None or rank is None or nodes is None:
         return None
-    # The first name in the list: rack2n007-ib of rack[2-3]n[007,9-11]-ib,login1.
-    # Slurm shortens lists of hosts: a[1-3],b.
+    # Slurm shortens lists of hosts. The first name is wanted: rack2n007-ib of rack[2-3]n[007,9-11]-ib,login1.
     pattern = re.findall(r"(?:\[[^\]]*\]|[^,\[])*", nodes)[0]
     node_of_task_0 = re.sub(r"\[(\w+)[^\]]*\]", r"\1", pattern)
     return Launched(
@@ -139,7 +142,8 @@ def _slurm() -> Launched | None:
         on_one_host=node_of_task_0 == nodes,
         node=environment.SLURMD_NODENAME.get() or "",
         job=f"{environment.SLURM_JOB_ID.get()}.{environment.SLURM_STEP_ID.get()}",
-        address=node_of_task_0,  # where Slurm puts task 0, unless a host file orders the tasks
+        # Slurm puts task 0 on the first node, unless a host file orders the tasks.
+        address=node_of_task_0,
     )
 
 
@@ -233,7 +237,8 @@ _SAYS: tuple[tuple[Variable[int | None], str, str], ...] = (
 
 def require_single() -> None:
     """Refuse to train alone in one of several processes, where nothing gives this one a rank."""
-    if environment.NPU_DEVICE_LAUNCHER.get() == "off":  # the user knows
+    # The user has said that this process is to train alone.
+    if environment.NPU_DEVICE_LAUNCHER.get() == "off":
         return
     for variable, meaning, remedy in _SAYS:
         size = variable.get()
@@ -290,14 +295,15 @@ def read_mpi() -> Launched | None:
     ) in _VARIABLES_OF_MPI:
         rank = rank_variable.get()
         size = size_variable.get()
-        # A variable of size alone is set for other processes, too.
+        # Both have to be set, since a variable of the size alone is set for other processes, too.
         if rank is None or size is None:
             continue
         on_one_host = local_size.get() == size
         job = ""
         if job_variable is not None:
             job = job_variable.get() or ""
-        if not job and on_one_host and size > 1:  # ranks of one host have the same starter
+        # The ranks of one host have the same starter, whose number names the job.
+        if not job and on_one_host and size > 1:
             job = _starter(local_rank)
         return Launched(
             launcher=launcher,
@@ -317,7 +323,8 @@ def _starter(variable: Variable[int | None]) -> str:
     for pid, started in ancestors():
         try:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:  # another user's process, and so no rank
+        # Another user's process can't be read, and is no rank.
+        except OSError:
             variables = []
         if not any(text.startswith(prefix) for text in variables):
             return f"{pid}-{started}"
@@ -336,7 +343,8 @@ def _ask_mpi(launched: Launched) -> tuple[tuple[str, ...], int, bytes]:
     )
     try:
         mpi: Any = importlib.import_module("mpi4py.MPI")
-    except (ImportError, RuntimeError) as error:  # RuntimeError: it finds no library of MPI
+    # mpi4py raises a RuntimeError if it finds no library of MPI.
+    except (ImportError, RuntimeError) as error:
         raise ClusterError(
             f"{problem}. mpi4py could ask MPI, but can't be imported: {error}.\n{remedy}"
         ) from error
@@ -351,7 +359,8 @@ def _ask_mpi(launched: Launched) -> tuple[tuple[str, ...], int, bytes]:
         port = ReservedPort(environment.NPU_DEVICE_PORT_RANGE.get())
         # Rank 0 itself must not listen there: the hub does.
         port.leave_to_server()
-        _reserved.append(port)  # held until the hub, which this rank starts, has it, and longer
+        # The port is held until the hub, which this rank starts, has it, and longer.
+        _reserved.append(port)
         hosts = [socket.gethostname(), *addresses_of_this_host()]
         announced = announced_address()
         if announced:

@@ -15,7 +15,8 @@ _log = logging.getLogger("npu_device")
 
 def warn_at_exit() -> None:
     """Have the end of this process looked at, if its environment may make it a rank."""
-    atexit.unregister(_warn)  # a fork has inherited it
+    # A fork has inherited the call.
+    atexit.unregister(_warn)
     if parent_rank.is_candidate():
         atexit.register(_warn)
 

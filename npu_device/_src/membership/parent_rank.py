@@ -68,7 +68,8 @@ def mark(cluster: Cluster) -> None:
 
 def mark_as_candidate() -> None:
     """Mark the environment of this process, which may become a rank, unless its parent is a rank or a candidate."""
-    if not any(variable.is_set() for variable in _OF_A_RANK):  # this process can't become a rank
+    # Without these variables, this process can't become a rank.
+    if not any(variable.is_set() for variable in _OF_A_RANK):
         return
     mark = _mark_of_another_process()
     if mark is None or ("rank" not in mark and not _is_running(mark)):
@@ -133,9 +134,11 @@ def _mark_of_another_process() -> dict[str, Any] | None:
         AttributeError,
     ):  # not written by this version of the package
         return None
-    if (pid, started) == (os.getpid(), start_time(os.getpid())):  # the process sees its own mark
+    # This is the process's own mark.
+    if (pid, started) == (os.getpid(), start_time(os.getpid())):
         return None
-    if variables != _fingerprint():  # a launcher has made this process a rank of another job
+    # Different variables show that a launcher has made this process a rank of another job.
+    if variables != _fingerprint():
         return None
     return dict(mark)
 

@@ -77,7 +77,8 @@ def _read(table: Fields) -> RankTable:
     of_pods = False
     if "server_list" in table.content:  # versions 1.0 and 1.2
         devices = _read_servers(table)
-    elif "group_list" in table.content:  # older cloud and lab
+    # The older cloud form and the lab form have this field.
+    elif "group_list" in table.content:
         devices = _read_groups(table)
         of_pods = True
     else:
@@ -101,7 +102,8 @@ def _read_servers(table: Fields) -> list[TableDevice]:  # versions 1.0 and 1.2
     names: list[str] = []
     for server in servers:
         name = server.text("server_id", "text of 1 to 64 characters", limit=64)
-        if name in names:  # the ranks of one server would be taken for those of two
+        # With a name twice, the ranks of one server would be taken for those of two.
+        if name in names:
             raise server.wrong(
                 "server_id", f"another one: server_list[{names.index(name)}] has the same"
             )
@@ -114,7 +116,7 @@ def _read_servers(table: Fields) -> list[TableDevice]:  # versions 1.0 and 1.2
 
 def _read_groups(
     table: Fields,
-) -> list[TableDevice]:  # the older cloud form (pods), and the lab form
+) -> list[TableDevice]:
     groups = table.objects("group_list")
     table.counts("group_count", len(groups), "entries of group_list")
     # All groups together make up the world, in file order.
@@ -123,7 +125,8 @@ def _read_groups(
         instances = group.objects("instance_list")
         group.counts("instance_count", len(instances), "entries of instance_list")
         count_before = len(pairs)
-        for instance in instances:  # one process with its devices
+        # An instance is one process with its devices.
+        for instance in instances:
             pairs += [(instance, fields) for fields in instance.objects("devices")]
         group.counts("device_count", len(pairs) - count_before, "devices of the group")
     is_lab = any("rank_id" in instance.content for instance, _ in pairs)
@@ -135,7 +138,7 @@ def _read_groups(
         else:
             rank = position
             pod = instance.text("pod_name", "the pod's name")
-        # Ascend's limit.
+        # The limit of 64 characters is Ascend's.
         server = instance.text("server_id", "text of 1 to 64 characters", limit=64)
         devices.append(_device(fields, rank, server, instance.optional_text("host_ip"), pod))
     return devices
@@ -164,7 +167,8 @@ def _check_ranks(path: str, devices: Sequence[TableDevice]) -> None:
     for expected, device in enumerate(devices):
         if device.rank == expected:
             continue
-        if expected > 0 and device.rank == devices[expected - 1].rank:  # devices are sorted by rank
+        # A rank that comes twice follows itself, since devices are sorted by rank.
+        if expected > 0 and device.rank == devices[expected - 1].rank:
             twin = devices[expected - 1].location
             raise fault(
                 path,
@@ -245,7 +249,8 @@ class Fields:
 
     def location(self, name: str) -> str:
         """Return the location of a field of this object: ``server_list[0].device[1].rank_id``."""
-        if not self._location:  # the table itself
+        # The table itself has no location.
+        if not self._location:
             return name
         return f"{self._location}.{name}"
 
@@ -258,7 +263,8 @@ class Fields:
     def text(self, name: str, expected: str, limit: int | None = None) -> str:
         """Return a text that isn't empty. Numbers become text: many tables have numbers."""
         text = self.content.get(name)
-        if isinstance(text, int) and not isinstance(text, bool):  # true is an int, too
+        # Python takes true for an int, too.
+        if isinstance(text, int) and not isinstance(text, bool):
             text = str(text)
         if not isinstance(text, str) or not text.strip():
             raise self.wrong(name, expected)

@@ -22,7 +22,7 @@ from npu_device._src.membership.interfaces import announced_address
 from npu_device._src.membership.launchers import Launched
 from npu_device._src.membership.rank_table import RankTable, TableDevice
 
-# Above the range of ports that Linux uses for outgoing connections (32768 to 60999).
+# The range lies above the ports that Linux uses for outgoing connections (32768 to 60999).
 _PORTS = (61000, 64999)
 
 _log = logging.getLogger("npu_device")
@@ -42,7 +42,8 @@ def _size_and_launcher() -> tuple[int, Launched | None]:
     size = _described_size()
     launched = launchers.read()
     if launched is None:
-        if size in (None, 1):  # each of several processes would train alone
+        # Without a rank, each of several processes would train alone.
+        if size in (None, 1):
             launchers.require_single()
         return size or 1, None
     if size is not None:
@@ -105,7 +106,8 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
     is_chosen = device_id is not None and not environment.RANK_ID.is_set()
     if device_id is None:
         device_id = environment.ASCEND_DEVICE_ID.get()
-    if device_id is None:  # the older name
+    # DEVICE_ID is the older name of the variable.
+    if device_id is None:
         device_id = environment.DEVICE_ID.get()
     if not re.fullmatch(r"[A-Za-z0-9_-]+", environment.JOB_ID.get()):
         _log.warning(
@@ -191,7 +193,8 @@ def _from_rank_table(size: int, device_id: int | None) -> Membership:
         # Not every table gives addresses of hosts: an id of a server may be its address, too.
         chief_hosts = (chief.host_ip, chief.server, chief.device_ip)
     job_id = environment.JOB_ID.get()
-    if device_id is None:  # its number among the ranks of the server, which have consecutive ranks
+    # Without a device, the rank's number on its server is taken: servers have consecutive ranks.
+    if device_id is None:
         device_id = device.rank - servers.index(device.server)
     return Membership(
         scheme="rank table",
@@ -246,7 +249,7 @@ def _find_in_pod(table: RankTable, variable: str, pod: str, device_id: int | Non
         raise rank_table.fault(
             table.path, f"{variable} {pod!r} is not in it; expected one of its pods: {expected}"
         )
-    # Several processes may share the pod: the device tells them apart.
+    # The device tells apart several processes that share the pod.
     for device in devices:
         if len(devices) == 1 or device.device_id == device_id:
             return device
@@ -294,7 +297,8 @@ def _without_table(size: int, device_id: int) -> Membership:
             "expected addresses of one family, IPv4 or IPv6.\n"
             "What to do: give both in the family that the hosts use to reach each other."
         )
-    if worker_ip is None:  # the addresses of this host then tell which worker it is
+    # Without an address of the worker, those of this host tell which one it is.
+    if worker_ip is None:
         on_chief_host = _is_local(chief_ip)
     else:
         on_chief_host = worker_ip == chief_ip
@@ -322,7 +326,7 @@ def _is_local(ip: str) -> bool:
         family = socket.AF_INET6
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # Port 0: whether the address is local is all that is asked.
+            # Any port will do, since only an address of this host can be bound.
             probe.bind((ip, 0))
     except OSError:
         return False

@@ -41,15 +41,18 @@ def read(device_id: int | None = None) -> Membership | None:
         raise _fault(
             "has a sparseCluster and no cluster: it names only some of the tasks, and here every rank has to know all"
         )
-    if not cluster:  # a process that runs alone
+    # Without a cluster, this process runs alone.
+    if not cluster:
         return None
     task_type, index = _task(config)
-    if task_type == "evaluator":  # an evaluator runs beside the training, by itself
+    # An evaluator runs beside the training, by itself.
+    if task_type == "evaluator":
         return None
     rank, addresses = _job(cluster, task_type, index)
     hosts = tuple(host for host, _ in addresses)
     if device_id is None:
-        device_id = hosts[:rank].count(hosts[rank])  # the number of earlier ranks on this host
+        # The device is the number of earlier ranks on this host.
+        device_id = hosts[:rank].count(hosts[rank])
     return Membership(
         scheme="TF_CONFIG",
         world_size=len(hosts),
@@ -127,7 +130,8 @@ def _task(config: dict[str, Any]) -> tuple[str, int]:
         raise _fault(
             f"has the task type {task_type!r}; expected chief, master, worker or evaluator"
         )
-    if isinstance(index, bool) or not str(index).isdecimal():  # the index may be written as text
+    # Kubernetes may write the index as text.
+    if isinstance(index, bool) or not str(index).isdecimal():
         raise _fault(f"has the task index {index!r}; expected a whole number from 0")
     return task_type, int(index)
 

@@ -122,7 +122,7 @@ def gelu(x: Any) -> Any:
     """
     if type(x).__name__ == "KerasTensor":
         keras = compat.keras_of(x)
-        # Layers, as an operation of TensorFlow can't take a symbolic tensor of Keras.
+        # Made of layers, since an operation of TensorFlow can't take a symbolic tensor of Keras.
         gate = keras.layers.Activation("sigmoid")(keras.layers.Rescaling(_SLOPE)(x))
         number = keras.backend.get_uid("npu.ops.gelu")
         return keras.layers.Multiply(name=f"npu.ops.gelu_{number}")([x, gate])
@@ -158,7 +158,7 @@ def layer_norm(
     """
     with tf.name_scope(name or "LayerNorm"):
         x = tf.convert_to_tensor(x)
-        # 16 bits would lose the mean of many numbers.
+        # Computed in 32 bits, since 16 bits would lose the mean of many numbers.
         wide = tf.cast(x, tf.float32) if x.dtype.size < 4 else x
         axes = list(range(begin_norm_axis % x.shape.rank, x.shape.rank))
         trailing = tf.shape(x)[begin_params_axis:]
@@ -279,7 +279,7 @@ def npu_get_float_status(input: Any = None, name: str | None = None) -> tf.Tenso
     with tf.name_scope(name or "NpuGetFloatStatus"):
         watched = []
         if not tf.executing_eagerly():
-            # The operations that this one waits for are known only by those that a new one would wait for.
+            # A new operation waits for the same operations as this one, and only its control inputs tell them.
             for operation in tf.no_op().control_inputs:
                 watched += [tensor for tensor in operation.outputs if tensor.dtype.is_floating]
         if not watched:

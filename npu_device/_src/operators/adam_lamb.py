@@ -113,7 +113,7 @@ def lamb_apply_optimizer_assign(
         steps = scalar(steps, mean.dtype)
         corrected_mean = mean / (1 - tf.pow(scalar(mul0_x, mean.dtype), steps))
         corrected_square = square / (1 - tf.pow(scalar(mul2_x, mean.dtype), steps))
-        # 0 leaves the decay out, as a tensor that the graph may change.
+        # The weight is a tensor, so that the graph may leave the decay out by 0.
         decay = scalar(do_use_weight, mean.dtype) * weight_decay_rate
         step = corrected_mean / (tf.sqrt(corrected_square) + add2_y)
         update = step + decay * tf.convert_to_tensor(input3)
@@ -138,7 +138,7 @@ def lamb_apply_weight_assign(
         update = tf.convert_to_tensor(input3)
         weights_norm = scalar(input0, update.dtype)
         update_norm = scalar(input1, update.dtype)
-        # A layer of zeros has no ratio: it moves by the update as it is.
+        # A layer of zeros has no ratio, and moves by the update as it is.
         has_ratio = tf.logical_and(weights_norm > 0, update_norm > 0)
         ratio = tf.math.divide_no_nan(weights_norm, update_norm)
         ratio = tf.where(has_ratio, ratio, tf.ones_like(weights_norm))

@@ -30,7 +30,7 @@ def drop_out_gen_mask(
     with tf.name_scope(name or "DropOutGenMask"):
         count = tf.reduce_prod(tf.cast(shape, tf.int32))
         aligned = (count + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
-        # Eight bits make a byte, the first element the lowest one.
+        # Eight bits make a byte, in which the first element is the lowest bit.
         bits = tf.reshape(_random_bits(aligned, prob, seed, seed2), [-1, len(_BIT_VALUES)])
         packed = tf.reduce_sum(tf.cast(bits, tf.int32) * _BIT_VALUES, axis=1)
         return tf.cast(packed, tf.uint8)

@@ -26,7 +26,8 @@ def _differentiated(
     """Return the gradients with respect to all arguments of an operator, from those of its results."""
     # Copies, since one tensor may be given as several arguments, each with a gradient of its own.
     copies = [tf.identity(source) for source in sources]
-    if not tf.executing_eagerly():  # a tape can't follow the loops of a TensorFlow 1 graph
+    # The graph differentiates itself, since a tape can't follow the loops of a TensorFlow 1 graph.
+    if not tf.executing_eagerly():
         return list(tf.gradients(operator(*copies), copies, list(incoming)))
     with tf.GradientTape() as tape:
         tape.watch(copies)
@@ -270,7 +271,7 @@ def dynamic_gru_v2_grad(
     Source: Ascend operator DynamicGRUV2Grad.
     """
     check_attributes("dynamic_gru_v2_grad", **attributes)
-    # No attention is 0; the gradient for it comes last.
+    # Attention 0 stands for none; the gradient for it comes last.
     arguments = (x, weight_input, weight_hidden, tf.zeros_like(x)[..., 0])
     outcomes = (y, init_h, h, dy, dh, update, update, reset, new, hidden_new)
     return dynamic_augru_grad(*arguments, *outcomes, seq_length, name or "DynamicGRUV2Grad")[:-1]

@@ -48,7 +48,7 @@ def check_attributes(operation: str, **attributes: Any) -> None:
         if attribute not in _FIXED:
             raise TypeError(f"{operation} got an unexpected keyword argument {attribute!r}")
         works, instead = _FIXED[attribute]
-        # Arrays and None can't be compared with ==.
+        # Compared by identity first, since arrays and None can't be compared with ==.
         if setting is not works and (works is None or setting != works):
             raise NotImplementedError(
                 f"{operation} was given {attribute}={setting!r}; only {attribute}={works!r} is implemented.\n"
@@ -332,7 +332,7 @@ def _over_time(
         lengths = tf.fill([batch], steps)
     mask = tf.transpose(tf.sequence_mask(lengths, steps))[:, :, tf.newaxis]
     zeros = tf.zeros_like(states[0])
-    # Gates of the step before aren't used; they only have to have the shape.
+    # Zeros, since gates of the previous step aren't used, and only have to have the shape.
     initial = (zeros, *states, *[zeros] * 5)
     return tuple(tf.scan(step, (mask, *inputs), initial))
 

@@ -141,7 +141,8 @@ class OptionGroup:
     def _unknown(self, name: str) -> str:
         """Return the error for a name that the group doesn't have, with one that may be meant."""
         group = self._prefix.rstrip(".") or self._section.name
-        # The same name in another group is more likely meant than a similar one in this group.
+        # Options of this name in other groups come first, since they are more likely meant than similar ones in this
+        # group.
         guesses = [path for path, rule in self._root._section.rules() if rule.name == name]
         guesses += [
             self._prefix + match for match in difflib.get_close_matches(name, self._members, n=1)

@@ -42,7 +42,7 @@ class Rule:
         if self.allowed:
             if value not in self.allowed:
                 raise self._not_allowed(path, value, f"one of {', '.join(map(repr, self.allowed))}")
-            # The listed value, which has the listed type: True becomes 1.
+            # The listed value is kept, which has the listed type: True becomes 1.
             return self.allowed[self.allowed.index(value)]
         if self.between and not self.between[0] <= value <= self.between[1]:
             raise self._not_allowed(path, value, f"{self.between[0]} to {self.between[1]}")

@@ -16,7 +16,8 @@ refused; 2: usage."""
 
 def main(arguments: Sequence[str] | None = None, name: str = "npu-port") -> int:
     options = _options(arguments, name)
-    try:  # imported only here, so that the usage can be shown without LibCST
+    # Imported only here, so that the usage can be shown without LibCST.
+    try:
         from npu_device._src.port import port_report
     except ModuleNotFoundError:
         print(
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None, name: str = "npu-port") -> int:
         print(port_report.as_json(files))
     else:
         if not options.write and not options.output:
-            # The diff comes before the report on stderr, if both go to one terminal.
+            # Flushed, so that the diff comes before the report on stderr if both go to one terminal.
             print("".join(file.diff for file in files), end="", flush=True)
         print(port_report.text(files), file=sys.stderr)
     if options.report:
@@ -89,7 +90,7 @@ def _problem(options: argparse.Namespace) -> str:
         return f"no such file or folder: {root}"
     if output and (output.is_file() or (output.is_dir() and any(output.iterdir()))):
         return f"{output} has files already; nothing is overwritten. Name a new folder"
-    # Otherwise the output would be copied into itself.
+    # A folder inside the sources would be copied into itself.
     if output and root.is_dir() and root.resolve() in output.resolve().parents:
         return f"{output} is in {root}. Name a folder beside it"
     folder = root if root.is_dir() else root.parent

@@ -17,7 +17,8 @@ def divide(port: Port, steps: list[Any]) -> None:
     """Let each rank read its share of the dataset, or take its share of the arrays, that lead to the steps."""
     training = [loop for loop in port.of(cst.For) if port.runs(loop.body, steps)]
     sources = [loop.iter for loop in training]
-    for loop in training:  # a loop such as: for _ in range(steps): x, y = next(iterator)
+    # A loop may read by ``next``: for _ in range(steps): x, y = next(iterator)
+    for loop in training:
         sources += [node for node in walk(loop.body) if is_call_of(node, "next")]
     # Loops over epochs read the same dataset.
     batches = {_batch(port, source) for source in sources} - {None}
@@ -39,7 +40,8 @@ def _is_made_once(port: Port, batch: Any) -> bool:
 
 def _batch(port: Port, node: Any, depth: int = 0) -> Any:
     """Return the call of ``batch`` behind what a loop reads, or None."""
-    if depth > 12:  # assignments may go round in a circle
+    # Assignments may go round in a circle.
+    if depth > 12:
         return None
     if method(node) in WORDS["batches"]:
         return node
@@ -51,7 +53,8 @@ def _batch(port: Port, node: Any, depth: int = 0) -> Any:
     ):
         return _batch(port, node.args[0].value, depth + 1)
     if method(node) and not port.name(node.func) and not port.functions(node.func, node):
-        return _batch(port, node.func.value, depth + 1)  # a method of the dataset, such as prefetch
+        # The call is a method of the dataset, such as ``prefetch``.
+        return _batch(port, node.func.value, depth + 1)
     for origin in port.origins(node):
         batch = _batch(port, origin, depth + 1)
         if batch is not None:
@@ -66,7 +69,8 @@ def _shard(port: Port, batch: Any, training: list[Any]) -> None:
     size = argument(batch, "batch_size", 0)
     dataset = batch.func.value
     node = dataset
-    while method(node) and not port.name(node.func):  # x.map(…).shuffle(…).repeat().batch(…)
+    # Each method stands around the dataset: x.map(…).shuffle(…).repeat().batch(…)
+    while method(node) and not port.name(node.func):
         # Dividing a shuffled dataset keeps the batches of one process: the ranks shuffle it alike.
         if method(node) == "shuffle":
             break
@@ -80,7 +84,8 @@ def _shard(port: Port, batch: Any, training: list[Any]) -> None:
     port.replace(dataset, target)
     port.replace(size, "rank_batch")
     port.report(DONE, "shard", batch)
-    if isinstance(size, cst.Name):  # a name may also be used for shapes
+    # A name may also be used for shapes.
+    if isinstance(size, cst.Name):
         _resize(port, size.value, training)
 
 
@@ -95,7 +100,8 @@ def _resize(port: Port, size: str, training: list[Any]) -> None:
         if method(call) in WORDS["draws"]:
             # All ranks draw the same numbers, and each takes its own.
             port.replace(call, "{}" + SHARE)
-        else:  # ones are alike, so that fewer of them are enough
+        # Ones are all the same, so that each rank makes only its number of them.
+        else:
             port.replace(uses[0], "{} // npu.distribute.size()")
         port.report(DONE, "batch size in a shape", call)
 
@@ -107,7 +113,8 @@ def _divide_slices(port: Port, loop: Any) -> bool:
     for statement in slices:
         names = port.text(port.target(statement)).strip("()").split(",")
         for name in map(str.strip, names):
-            if name != "_":  # a value that isn't used
+            # The name _ stands for a value that isn't used.
+            if name != "_":
                 port.insert(statement, f"{name} = {name}{SHARE}", after=True)
         port.report(DONE, "share of an array", statement)
     return bool(slices)

@@ -145,7 +145,8 @@ class _Changer(cst.CSTTransformer):
             # Blank lines go above the new lines; comments stay with the statement.
             above = list(getattr(statement, "leading_lines", ()))
             blank = list(itertools.takewhile(lambda line: line.comment is None, above))
-            if blank:  # else the original node stays as it is
+            # Without blank lines, the original node stays as it is.
+            if blank:
                 lines[0] = lines[0].with_changes(leading_lines=blank)
                 statement = statement.with_changes(leading_lines=above[len(blank) :])
         yield from lines
@@ -158,7 +159,7 @@ def _guarded(guard: Guard, statements: list[Any]) -> Iterator[Any]:
     leading, *following = statements
     body = [leading.with_changes(leading_lines=())]
     for statement in following:
-        # Lines without a comment are empty: they aren't indented.
+        # Only lines with a comment are indented, since the others are empty.
         lines = [
             line.with_changes(indent=line.comment is not None) for line in statement.leading_lines
         ]

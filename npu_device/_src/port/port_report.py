@@ -58,7 +58,8 @@ def _lines(file: PortedFile) -> list[str]:
             lines += [f"    - {choice}" for choice in finding.choices]
         elif finding.kind == NOTE:
             by_rule.setdefault(("look at", finding.rule), []).append(finding)
-        elif file.code == 0:  # without a change, nothing was done after all
+        # A file without a change needs no list of what was done.
+        elif file.code == 0:
             by_rule.setdefault(("done:", finding.rule), []).append(finding)
     for (head, rule), findings in sorted(by_rule.items()):
         numbers = ", ".join(str(finding.line) for finding in findings)
@@ -97,7 +98,8 @@ def _diff_line(line: str) -> str:
         return f"<ins>{escape(line)}</ins>"
     if line.startswith("-"):
         return f"<del>{escape(line)}</del>"
-    return f"<span>{escape(line)}</span>\n"  # the others are blocks, which need no line break
+    # Only this one needs a line break: insertions and deletions are blocks.
+    return f"<span>{escape(line)}</span>\n"
 
 
 def diff(before: str, after: str, name: str) -> str:

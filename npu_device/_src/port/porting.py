@@ -55,7 +55,7 @@ class Source:
                 f"a notebook. Save it as a script first: jupyter nbconvert --to script {path.name}"
             )
         raw = path.read_bytes()
-        # Read as Python reads it: the first line may name another encoding.
+        # Read as Python reads it, since the first line may name another encoding.
         try:
             self._encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
             self.text = raw.decode(self._encoding)
@@ -76,7 +76,7 @@ class Source:
                 file.write(text.encode(self._encoding))
                 file.flush()
                 os.fsync(file.fileno())
-            # A script may be executable.
+            # The mode is kept, since a script may be executable.
             shutil.copymode(self.path, draft)
             draft.replace(target)
         finally:
@@ -89,7 +89,7 @@ def scripts(folder: Path) -> Iterator[Path]:
         if "pyvenv.cfg" in names or "site-packages" in folders:
             folders.clear()
             continue
-        # Changed in place: os.walk goes into these folders only.
+        # Changed in place, since ``os.walk`` goes into the folders of this list only.
         folders[:] = sorted(name for name in folders if name[0] not in "._")
         for name in sorted(names):
             if name.endswith((".py", ".ipynb")):
@@ -116,27 +116,32 @@ def port_text(
         distribution: "tf_strategy" or "horovod": what it is distributed with; "" for what it imports.
         is_v1: TensorFlow 1 calls of ``import tensorflow`` are to run as ``tf.compat.v1``.
     """
-    if _OURS.search(text) or not _TRAINS.search(text):  # ported already, or nothing to port
+    # The file is ported already, or has nothing to port.
+    if _OURS.search(text) or not _TRAINS.search(text):
         return text, []
     port = _parsed(text)
     is_horovod = horovod(port)
-    if not is_horovod:  # such a script divides its data and saves on rank 0 by itself
+    # A Horovod script divides its data and saves on rank 0 by itself.
+    if not is_horovod:
         strategies(port)
         models(port)
         loops(port)
         sessions(port, is_v1)
-        if port or port.is_open:  # a file that doesn't train stays: other scripts may use it
+        # A file that doesn't train stays as it is: other scripts may use it.
+        if port or port.is_open:
             files(port)
     if distribution and distribution != _distribution(port, is_horovod):
         port.report(OPEN, "other distribution", port.module)
-    if port.is_open or not port:  # all or nothing: half a ported script would train wrongly
+    # Half a ported script would train wrongly, so it is all or nothing.
+    if port.is_open or not port:
         return text, port.findings
     if any(node.value == "npu" for node in port.of(cst.Name)):
         raise Refused("it uses the name npu, which this package is imported by. Rename it first")
     if not is_horovod:
         _open(port, is_entry)
     ported = port.apply()
-    _parsed(ported)  # a last check that it is Python
+    # A last check finds out whether the result is Python.
+    _parsed(ported)
     return ported, port.findings
 
 
@@ -191,13 +196,14 @@ def _open(port: Port, is_entry: bool) -> None:
 def _anchor(port: Port) -> Any:
     """Return the statement after which the job is opened; None for the top of the script."""
     statements = port.module.body
-    if len(statements) < 2:  # with one statement, nothing would come after the guard
+    # With one statement, nothing would come after the guard.
+    if len(statements) < 2:
         return None
     candidates = [statement for statement in port.opened_after if statement in statements]
     introduction = _last_of_introduction(port)
     if introduction is not None:
         candidates.append(introduction)
-    # The later candidate counts: all of them have to come before the job is opened.
+    # The latest candidate is taken, since all of them have to come before the job is opened.
     return max(candidates, key=port.line, default=None)
 
 
@@ -230,7 +236,8 @@ def files(port: Port) -> None:
             continue
         if rule.action != "note" and _guard(port, call, rule.action):
             port.report(DONE, rule.name, call)
-        elif rule.action != "print":  # printing on all ranks is no problem
+        # Printing on all ranks does no harm.
+        elif rule.action != "print":
             port.report(NOTE, rule.name, call)
 
 
@@ -245,7 +252,8 @@ def _guard(port: Port, call: Any, action: str) -> bool:
     if action == "first":
         port.guard(statement, _FIRST)
         return True
-    if not _is_plain(port, statement, call):  # the other ranks would miss it
+    # The other ranks would miss a statement that does more than this call.
+    if not _is_plain(port, statement, call):
         return False
     port.guard(statement, _MAIN, waits=action in ("save", "write") and _is_read(port, statement))
     return True
@@ -258,10 +266,10 @@ def _rule(port: Port, call: Any) -> PortingRule | None:
     if method(call) and not port.name(call.func):
         receiver = port.text(call.func.value)
         name = f".{method(call)}"
-        # saver.save(…), where saver = tf.train.Saver()
+        # The maker names the method of an object: saver.save(…), where saver = tf.train.Saver()
         if dotted(call.func.value) and port.maker(call.func.value):
             name = f"{port.maker(call.func.value)}().{method(call)}"
-    # A file that is only read.
+    # A file that is only read needs no guard.
     if name == "open" and not re.search("[wax+]", port.text(argument(call, "mode", 1))):
         return None
     is_replicated = receiver in dict(port.replicated)
@@ -281,7 +289,8 @@ def _is_read(port: Port, statement: Any) -> bool:
     ):
         return False
     inside = set(walk(statement))
-    line = 0  # in a function, calls above it may come later
+    # In a function, calls above the statement may come later.
+    line = 0
     if statement in port.module.body:
         line = port.line(statement)
     later = [call for call in port.calls if call not in inside and port.line(call) > line]
@@ -293,9 +302,11 @@ def _guardable(port: Port, call: Any) -> Any:
     statement = port.statement(call)
     if isinstance(statement, cst.With):
         managers = [with_item.item for with_item in statement.items]
-        is_guardable = call in managers  # a context manager: with open(…) as file
+        # The call may be a context manager: with open(…) as file
+        is_guardable = call in managers
     elif any(isinstance(node, (cst.Lambda, cst.CompFor)) for node in walk(statement)):
-        is_guardable = False  # nothing shows when, and how often, the call is made
+        # In these, nothing shows when, and how often, the call is made.
+        is_guardable = False
     elif not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
         is_guardable = False
     else:
@@ -311,7 +322,8 @@ def _is_plain(port: Port, statement: Any, call: Any) -> bool:
     if isinstance(statement, cst.With):
         harmless += WORDS["harmless below an opened file"]
     for node in walk(statement):
-        if isinstance(node, _KEEPS):  # the other ranks may need the name
+        # The other ranks may need a name that the statement assigns.
+        if isinstance(node, _KEEPS):
             return False
         if isinstance(node, cst.Call) and node is not call:
             is_of_harmless_module = port.name(node.func).startswith(WORDS["harmless modules"])

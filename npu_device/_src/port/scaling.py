@@ -52,15 +52,19 @@ class _Reader:
     def scale(self, node: Any, depth: int) -> Scale:
         if node is None or depth > _DEEPEST:
             return Scale.UNKNOWN
-        if isinstance(node, (cst.Integer, cst.Float)):  # 0.5
+        # A number such as 0.5 is the same everywhere.
+        if isinstance(node, (cst.Integer, cst.Float)):
             return Scale.SHARED
-        if isinstance(node, cst.UnaryOperation):  # -x
+        # A sign, as in -x, changes nothing.
+        if isinstance(node, cst.UnaryOperation):
             return self.scale(node.expression, depth + 1)
-        if isinstance(node, cst.BinaryOperation):  # a * b
+        # An operation such as a * b combines both sides.
+        if isinstance(node, cst.BinaryOperation):
             left_scale = self.scale(node.left, depth + 1)
             right_scale = self.scale(node.right, depth + 1)
             return _combined(node.operator, left_scale, right_scale)
-        if isinstance(node, cst.Subscript):  # tf.shape(x)[0]
+        # An element, such as tf.shape(x)[0], may be the number of samples.
+        if isinstance(node, cst.Subscript):
             return self._of_subscript(node)
         if isinstance(node, cst.Call):
             return self._of_call(node, depth)
@@ -76,7 +80,8 @@ class _Reader:
         if scale is Scale.COUNT and self._is_size_of_all_data(node):
             return Scale.SHARED
         if scale is Scale.UNKNOWN and _NUMBER.match(last_word(dotted(node))):
-            return Scale.SHARED  # its name tells: config.batch_size, an argument alpha
+            # Only the name tells: config.batch_size, or an argument alpha.
+            return Scale.SHARED
         return scale
 
     def _of_all(self, origins: Iterable[Any], depth: int) -> Scale:
@@ -118,10 +123,12 @@ class _Reader:
     def _of_reduction(self, call: Any, word: str, operand: Any, depth: int) -> Scale:
         inner = self.scale(operand, depth + 1)
         if inner in (Scale.MEAN, Scale.SUM, Scale.SHARED):
-            return inner  # a reduction of a single number changes nothing
+            # A reduction of a single number changes nothing.
+            return inner
         axis = argument(call, "axis", 1) or argument(call, "reduction_indices")
         if axis is not None and "0" not in self._port.text(axis):
-            return Scale.EACH  # the samples, which are axis 0, stay
+            # The samples, which are axis 0, stay.
+            return Scale.EACH
         if word == "reduce_mean":
             return Scale.MEAN
         return Scale.SUM
@@ -133,9 +140,11 @@ class _Reader:
             right_scale = self.scale(call.args[1].value, depth + 1)
             return _combined(_OPERATORS[word](), left_scale, right_scale)
         if name.startswith("keras.losses.") and ".v1" in self._port.text(call.func):
-            return Scale.MEAN  # tf.compat.v1.losses reduce by themselves
+            # The functions of tf.compat.v1.losses reduce by themselves.
+            return Scale.MEAN
         if name.startswith(("keras.", "tensorflow.", "numpy.")):
-            return Scale.EACH  # most functions work on each sample
+            # Most functions work on each sample.
+            return Scale.EACH
         if word in ("compiled_loss", "compute_loss") and not self._port.callees(call):
             # Keras's own method of the model, whose result is a mean.
             return Scale.MEAN
@@ -149,7 +158,7 @@ class _Reader:
         if not isinstance(maker, cst.Call):
             maker = self._port.origins(maker)[0]
         text = self._port.text(argument(maker, "reduction"))
-        # The last word also of tf.keras.losses.Reduction.SUM.
+        # The last word is enough: of tf.keras.losses.Reduction.SUM it is SUM.
         reduction = last_word(text.lower().strip("\"'"))
         return {"none": Scale.EACH, "sum": Scale.SUM}.get(reduction, Scale.MEAN)
 
@@ -169,7 +178,7 @@ def _divided(dividend: Scale, divisor: Scale) -> Scale:
         return dividend
     if dividend is Scale.EACH and divisor is Scale.EACH:
         return Scale.EACH
-    # Such as a quotient of two sums, which isn't the sum or mean of the ranks' quotients.
+    # A quotient of two sums, for instance, isn't the sum or mean of the ranks' quotients.
     return Scale.UNKNOWN
 
 
@@ -189,8 +198,9 @@ def _added(left_scale: Scale, right_scale: Scale) -> Scale:
         return left_scale
     scales = {left_scale, right_scale}
     if scales == {Scale.MEAN, Scale.SHARED}:
-        return Scale.MEAN  # a mean with a regularization term, whose mean over the ranks is itself
+        # A regularization term may be added to a mean: its mean over the ranks is itself.
+        return Scale.MEAN
     if Scale.EACH in scales and Scale.SUM not in scales:
         return Scale.EACH
-    # Such as a sum over the samples, with a term that each rank would add once more.
+    # A sum over the samples with another term, for instance, would get that term from each rank.
     return Scale.UNKNOWN

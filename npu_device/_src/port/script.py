@@ -96,7 +96,7 @@ class Script:
         if isinstance(node, cst.ImportFrom):
             package = dotted(node.module)
         if isinstance(node.names, cst.ImportStar) or getattr(node, "relative", False):
-            # Names of other packages aren't known, or are the user's.
+            # Names that a star import or a relative one brings aren't known, or are the user's.
             self.imported.append((package, node))
             return
         for alias in node.names:
@@ -120,11 +120,13 @@ class Script:
         pairs_up = isinstance(value, cst.Tuple) and len(value.elements) == len(target.elements)
         targets = [element.value for element in target.elements]
         for index, inner_target in enumerate(targets):
-            if pairs_up:  # a, b = x, y
+            # Both sides have the same number of elements: a, b = x, y
+            if pairs_up:
                 self._read_assignment(inner_target, value.elements[index].value, node, _WHOLE)
             elif portion == _WHOLE:  # a, b = f()
                 self._read_assignment(inner_target, value, node, Portion(True, index))
-            else:  # a, (b, c) = f()
+            # Nested targets aren't followed: a, (b, c) = f()
+            else:
                 self._read_assignment(inner_target, value, node, _UNKNOWN)
 
     # Nodes and their places
@@ -209,7 +211,8 @@ class Script:
 
     def _qualified(self, node: Any) -> Any:
         names = self._qualified_names.get(node, ())
-        if callable(names):  # LibCST looks them up when they are asked for
+        # LibCST looks names up when they are asked for.
+        if callable(names):
             return names()
         return names
 
@@ -243,7 +246,8 @@ class Script:
         assignment = None
         if name and not self.name(node):
             assignment = self.assigned(node)
-        if assignment is None:  # a parameter
+        # A name without an assignment is a parameter.
+        if assignment is None:
             return [
                 passed
                 for function in self.takers(name, node)[:1]
@@ -284,7 +288,7 @@ class Script:
                 # The first parameter of a method is the object itself.
                 is_bound = is_method and bool(method(call))
                 arguments.append(argument(call, name, index - is_bound))
-        # A call may leave a default.
+        # A call that leaves a default passes nothing.
         return [passed for passed in arguments if passed is not None]
 
     def takers(self, name: str, node: Any) -> list[Any]:
@@ -295,7 +299,8 @@ class Script:
     def maker(self, node: Any) -> str:
         """Return the full name of what was called to make a value; "" if unknown."""
         call = node
-        if dotted(node):  # optimizer = tf.keras.optimizers.SGD()
+        # A name stands for what made it: optimizer = tf.keras.optimizers.SGD()
+        if dotted(node):
             call = next(iter(self.origins(node)), None)
         if not isinstance(call, cst.Call):
             return ""
@@ -321,7 +326,8 @@ class Script:
             if not isinstance(inner, cst.Call):
                 continue
             functions = [function for function in self.callees(inner) if function not in visited]
-            visited.update(functions)  # functions may call themselves
+            # Functions may call themselves, and are visited once.
+            visited.update(functions)
             if any(self.runs(function.body, targets, visited) for function in functions):
                 return True
         return False
@@ -341,12 +347,14 @@ class Script:
         name = last_word(dotted(node))
         if not name or self.name(node):
             return []
-        if not isinstance(node, cst.Name):  # a method of some object, whose class isn't looked for
+        # The class of an object whose method is called isn't looked for.
+        if not isinstance(node, cst.Name):
             named = [function for function in self._functions if function.name.value == name]
             return [
                 function for function in named if isinstance(self.scope(function), cst.ClassDef)
             ]
-        if name in self.classes:  # Model() runs its __init__
+        # A call of a class, such as Model(), runs its ``__init__``.
+        if name in self.classes:
             owner = self.classes[name]
             candidates = [
                 function for function in self._functions if function.name.value == "__init__"

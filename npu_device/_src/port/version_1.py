@@ -36,7 +36,8 @@ def sessions(port: Port, is_v1: bool) -> None:
         for call in port.calls
         if re.fullmatch(r"tensorflow\.train\.\w+Optimizer", port.name(call.func))
     ]
-    if not opened or not optimizers:  # nothing trains in a session
+    # Without both, nothing trains in a session.
+    if not opened or not optimizers:
         return
     _import_version_1(port, opened, is_v1)
     port.imports.append("from npu_bridge.npu_init import NPUDistributedOptimizer")
@@ -74,7 +75,8 @@ def _import_version_1(port: Port, opened: list[Any], is_v1: bool) -> None:
     if not is_v1:
         port.report(OPEN, "TensorFlow 1", opened[0])
         return
-    for node in plain:  # import tensorflow as tf
+    # Only a plain import may be replaced: import tensorflow as tf
+    for node in plain:
         name = next(
             _local_name(alias) for alias in node.names if dotted(alias.name) == "tensorflow"
         )
@@ -123,7 +125,8 @@ def _add_hook(port: Port, call: Any) -> None:
     hook = "NPUBroadcastGlobalVariablesHook(0)"
     hooks = argument(call, "hooks")
     if hooks is not None:
-        port.replace(hooks, f"[{hook}, *{{}}]")  # comes before the others, which may read variables
+        # The hook comes before the others, which may read variables.
+        port.replace(hooks, f"[{hook}, *{{}}]")
     elif call.args:
         port.replace(call.args[-1], f"{{}}, hooks=[{hook}]")
     else:
@@ -138,7 +141,8 @@ def _divide_feed(port: Port, call: Any) -> None:
     """Divide what the training step of a session is fed with."""
     feeds: dict[Any, _Feed] = {}
     feed_dict = argument(call, "feed_dict", 1)
-    if feed_dict is not None and dotted(feed_dict):  # feed_dict=feed, where feed = {x: …}
+    # The dictionary may have a name: feed_dict=feed, where feed = {x: …}
+    if feed_dict is not None and dotted(feed_dict):
         feed_dict = next(iter(port.origins(feed_dict)), feed_dict)
     if isinstance(feed_dict, cst.Dict):
         nodes = [pair.value for pair in feed_dict.elements]
@@ -157,7 +161,8 @@ def _feed(port: Port, node: Any, call: Any) -> _Feed:
     assignment = None
     if dotted(node):
         assignment = port.assigned(node)
-    if assignment is None:  # {x: images[i : i + 10], rate: 0.1}
+    # A value may be written in the dictionary itself: {x: images[i : i + 10], rate: 0.1}
+    if assignment is None:
         if isinstance(node, _NUMBERS) or port.text(node) in ("True", "False"):
             return _Feed.NUMBER
         if is_slice(node):
@@ -207,17 +212,19 @@ def _is_reduce(port: Port, call: Any) -> bool:
 
 def _port_strategy(port: Port, call: Any, name: str) -> None:
     module, _, class_name = dotted(call.func).partition(".distribute.")
-    if "TPU" in name:  # a TPU's optimizer is there for another machine
+    # A TPU's optimizer is there for another machine.
+    if "TPU" in name:
         port.report(NOTE, "TPU", call)
     elif class_name and "ParameterServer" not in name:
         port.replace(call, f"{module}.distribute.get_strategy()")
         port.report(DONE, "strategy", call)
-    else:  # imported by from tensorflow.distribute import MirroredStrategy
+    # The class may be imported by itself: from tensorflow.distribute import MirroredStrategy
+    else:
         port.report(OPEN, "unsupported strategy calls", call)
 
 
 def _port_reduce(port: Port, call: Any) -> None:
-    # The metric also reduces over the samples.
+    # With an axis, ``reduce`` also reduces over the samples.
     if port.text(argument(call, "axis", 2)) not in ("", "None"):
         port.report(OPEN, "unsupported strategy calls", call)
         return

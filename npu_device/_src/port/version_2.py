@@ -69,11 +69,13 @@ def _replicate(port: Port, node: Any, model: Any, after: bool = True) -> None:
     """Replicate a model once in its scope, before or after the statement of a node."""
     name = port.text(model)
     key = (name, port.scope(node))
-    if key in port.replicated or isinstance(model, cst.Call):  # a call would make a second model
+    # The call of a function would make a second model.
+    if key in port.replicated or isinstance(model, cst.Call):
         return
     port.replicated.add(key)
     line = f"npu.distribute.replicate({name})"
-    if dotted(model) and after:  # otherwise replicate changes the model in place
+    # A name is assigned anew; otherwise ``replicate`` changes the model in place.
+    if dotted(model) and after:
         line = f"{name} = {line}"
     port.insert(port.statement(node), line, after)
     port.report(DONE, "fit", node)
@@ -92,7 +94,8 @@ def _replicate_trained(port: Port, call: Any) -> None:
         assignment = port.assigned(model)
         if assignment is not None and assignment.scope is port.scope(call):
             _replicate(port, assignment.statement, model)
-        else:  # the model's name isn't this function's to assign
+        # The name of the model isn't this function's to assign.
+        else:
             _replicate(port, call, model, after=False)
     elif trainee is _Trainee.UNKNOWN and dotted(model) and _looks_like_training(call):
         _replicate(port, call, model, after=False)
@@ -114,7 +117,8 @@ def _is_replicated(port: Port, model: Any, call: Any) -> bool:
 
 
 def _looks_like_training(call: Any) -> bool:
-    if method(call) != "fit":  # scikit-learn has a fit, too
+    # Only ``fit`` is doubtful, since scikit-learn has one, too.
+    if method(call) != "fit":
         return True
     return any(argument(call, name) is not None for name in WORDS["arguments of fit"])
 
@@ -123,7 +127,8 @@ def _trainee(port: Port, node: Any, depth: int = 0) -> _Trainee:
     if isinstance(node, cst.Call):
         name = port.name(node.func)
         class_name = dotted(node.func)
-        if name:  # tf.keras.Sequential()
+        # A class may be called by its full name: tf.keras.Sequential()
+        if name:
             return _model_or_other(name.startswith(WORDS["makers of models"]))
         if class_name in port.classes:
             return _model_or_other(port.inherits(port.classes[class_name], _MODEL_CLASSES))
@@ -151,7 +156,7 @@ def loops(port: Port) -> None:
     """Port every loop that applies gradients of a tape."""
     _ask_where_tapes_go(port)
     applies = []
-    # Without a call of gradient, they aren't of a tape.
+    # Gradients come from a tape only if the script calls ``gradient``.
     if any(method(call) == "gradient" for call in port.calls):
         applies = [
             call
@@ -174,12 +179,13 @@ def loops(port: Port) -> None:
 def _ask_where_tapes_go(port: Port) -> None:
     """Ask about tapes that are passed to functions, which may take the gradients."""
     named = [manager for manager in port.of(cst.WithItem) if manager.asname]
-    # Only a name can be passed on.
+    # Only a tape with a name can be passed on.
     tapes = {
         port.text(manager.asname.name) for manager in named if "GradientTape" in port.text(manager)
     }
     for call in port.calls:
-        if any(dotted(arg.value) in tapes for arg in call.args):  # minimize(tape, loss)
+        # The tape may be passed to a function: minimize(tape, loss)
+        if any(dotted(arg.value) in tapes for arg in call.args):
             port.report(OPEN, "gradients from elsewhere", call)
 
 
@@ -216,7 +222,8 @@ def _reduce(port: Port, call: Any) -> None:
     if scale is Scale.MEAN:
         reduction = "mean"
         effect = "averages over"
-    elif scale in (Scale.SUM, Scale.EACH):  # a tape adds up the values of a loss that has several
+    # A tape adds up the values of a loss that has several.
+    elif scale in (Scale.SUM, Scale.EACH):
         reduction = "sum"
         effect = "adds up"
     else:
@@ -225,9 +232,11 @@ def _reduce(port: Port, call: Any) -> None:
     statement = port.statement(source)
     template = f'npu.distribute.all_reduce({{}}, reduction="{reduction}")'
     target = port.text(port.target(statement)).strip("[]()")
-    if target and statement.body[0].value is source:  # gradients = tape.gradient(…)
+    # The gradients have a name: gradients = tape.gradient(…)
+    if target and statement.body[0].value is source:
         port.insert(statement, f"{target} = {template.format(target)}", after=True)
-    else:  # optimizer.apply_gradients(zip(tape.gradient(…), …))
+    # The call stands inside another one: optimizer.apply_gradients(zip(tape.gradient(…), …))
+    else:
         port.replace(source, template)
     port.report(
         DONE,
@@ -248,7 +257,8 @@ def _gradient(port: Port, node: Any, depth: int = 0) -> Any:
             return _gradient(port, assignment.value.args[0].value, depth + 1)
     if depth >= 20:  # assignments may go round in a circle
         return None
-    if is_call_of(node, "zip"):  # zip(gradients, variables)
+    # The pairs may be made here: zip(gradients, variables)
+    if is_call_of(node, "zip"):
         candidates = [node.args[0].value]
     else:
         candidates = [*port.origins(node), *node.children]
@@ -274,7 +284,8 @@ def _broadcast(port: Port, call: Any) -> None:
     names: list[Any] = []
     if is_of_model:  # model.trainable_variables
         names = [variables.value]
-    elif variables is not None:  # [w, b], generator.variables + discriminator.variables
+    # The variables may be listed: [w, b], generator.variables + discriminator.variables
+    elif variables is not None:
         names = [node for node in walk(variables) if isinstance(node, cst.Name)]
     start = _start_of_loop(port, names, call)
     if start is None or (is_of_model and not _is_built(port, names[0], start)):
@@ -282,7 +293,8 @@ def _broadcast(port: Port, call: Any) -> None:
         return
     text = port.text(variables)
     if is_of_model:
-        text = f"{port.text(names[0])}.variables"  # all variables, also those that aren't trained
+        # All variables are sent, also those that aren't trained.
+        text = f"{port.text(names[0])}.variables"
     port.insert(start, f"npu.distribute.broadcast({text}, root_rank=0)", after=False)
     port.report(DONE, "broadcast", start)
 
@@ -293,7 +305,8 @@ def _applied_variables(port: Port, call: Any) -> Any:
     if not zips:
         return None
     variables = zips[0].args[1].value
-    if isinstance(variables, cst.Name):  # variables = model.trainable_variables
+    # The variables may have a name: variables = model.trainable_variables
+    if isinstance(variables, cst.Name):
         return next(iter(port.origins(variables)), variables)
     return variables
 
