@@ -255,7 +255,8 @@ def _median_seconds(job: Job, group: Group, size: int) -> float:
         concrete(tensor)
         return time.perf_counter() - began
 
-    seconds()  # the first call makes connections
+    # The first call makes connections, and isn't timed.
+    seconds()
     # The slowest rank decides, so that all ranks make the same number of calls.
     slowest = float(all_reduce(job, tf.constant(seconds(), tf.float64), "max", group))
     repeats = min(50, max(3, int(MEASURED_SECONDS / slowest)))

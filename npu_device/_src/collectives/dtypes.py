@@ -191,4 +191,5 @@ def total_dtype_of(dtype: np.dtype) -> np.dtype:
 
 
 def is_narrow(dtype: np.dtype) -> bool:
-    return dtype.itemsize == 2 and dtype.kind not in "iu"  # numpy sees bfloat16 as bytes
+    # The kind isn't "f" for bfloat16, which numpy sees as bytes.
+    return dtype.itemsize == 2 and dtype.kind not in "iu"

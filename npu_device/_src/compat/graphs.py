@@ -174,7 +174,8 @@ def at_each_call(key: str, value: Callable[[], tf.Tensor]) -> tf.Tensor:
     function, inner = _graphs_of_function()
     if function is None:
         return value()
-    if not isinstance(function, FuncGraph):  # a session's
+    # A session's graph has no thread that calls it, and gets 0.
+    if not isinstance(function, FuncGraph):
         return tf.constant(0)
     captures = function._function_captures
     if key not in captures.by_ref_internal:

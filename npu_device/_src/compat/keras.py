@@ -92,7 +92,8 @@ def build_optimizer(optimizer: Any, variables: Any) -> None:
             optimizer.build(variables)
     elif hasattr(optimizer, "build"):
         optimizer.build(variables)
-    elif hasattr(optimizer, "_create_all_weights"):  # legacy
+    # Only legacy optimizers have this attribute.
+    elif hasattr(optimizer, "_create_all_weights"):
         optimizer._create_all_weights(variables)
 
 
@@ -108,7 +109,8 @@ def adds_up_rows_first(optimizer: Any) -> bool:
         return adds_up_rows_first(optimizer.inner_optimizer)
     changing = ("clipnorm", "clipvalue", "global_clipnorm", "gradient_transformers")
     aggregator = getattr(optimizer, "gradient_aggregator", None)
-    if aggregator is not None and not belongs_to_keras(aggregator):  # a function of the script
+    # The script may pass a function of its own.
+    if aggregator is not None and not belongs_to_keras(aggregator):
         return False
     return not any(getattr(optimizer, name, None) for name in changing)
 
@@ -232,7 +234,8 @@ def optimizer_variables(optimizer: Any, weights: Any) -> list[Any]:
     if hasattr(scale, "current_loss_scale"):
         candidates += [scale.current_loss_scale, scale.counter]
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    if hasattr(optimizer, "_hyper"):  # legacy
+    # Only legacy optimizers have this attribute.
+    if hasattr(optimizer, "_hyper"):
         if tf.executing_eagerly():
             optimizer._create_hypers()
         # Sorted by name, as their order depends on when they were made.
@@ -244,7 +247,8 @@ def optimizer_variables(optimizer: Any, weights: Any) -> list[Any]:
     else:
         candidates += [getattr(optimizer, "learning_rate", None)]
     variables = getattr(optimizer, "variables", ())
-    if callable(variables):  # a method of legacy optimizers
+    # Legacy optimizers have a method of this name.
+    if callable(variables):
         variables = variables()
     candidates += variables
     # A learning rate may also be a number or a schedule.
@@ -341,14 +345,16 @@ def slots(optimizer: Any, weights: Any) -> list[Any]:
         for name in sorted(optimizer.get_slot_names()):
             try:
                 variables.append(optimizer.get_slot(weight, name))
-            except KeyError:  # a weight that it doesn't train
+            # The optimizer doesn't train this weight.
+            except KeyError:
                 continue
     return variables
 
 
 def layers_that_draw(model: Any) -> list[tuple[Any, Any]]:
     """Return the layers of a tf-keras model that draw random numbers, each with what it draws them from."""
-    if not hasattr(model, "_flatten_layers"):  # not a model
+    # Only a model has layers to search.
+    if not hasattr(model, "_flatten_layers"):
         return []
     pairs = [
         (layer, getattr(layer, "_random_generator", None)) for layer in model._flatten_layers()

@@ -364,7 +364,8 @@ def reduction_axes(layer: Any) -> Any:
 def learning_rate_of(optimizer: Any) -> Any:
     """Return the learning rate of an optimizer, or its schedule if it has one; the public name gives its value now."""
     rate = getattr(optimizer, "_learning_rate", None)
-    if hasattr(rate, "get_config") and not hasattr(rate, "assign"):  # a schedule
+    # A schedule has a configuration, and can't be assigned.
+    if hasattr(rate, "get_config") and not hasattr(rate, "assign"):
         return rate
     # A legacy optimizer may return a schedule here, too.
     return optimizer.learning_rate

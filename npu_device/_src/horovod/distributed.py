@@ -24,9 +24,8 @@ from npu_device._src.training.optimizers.optimizer_wrapper import (
 from npu_device._src.training.sharding.divided_update import tell_if_asked
 from npu_device._src.training.watching.wrapped_optimizers import carrier, reducer_of
 
-_START_LEVEL = (
-    logging.INFO
-)  # not a warning: variables may differ before the first step, after which scripts broadcast
+# No warning: variables may differ before the first step, after which scripts broadcast.
+_START_LEVEL = logging.INFO
 
 
 def _settings(

@@ -103,7 +103,8 @@ def inherited() -> ParentRank | None:
     del mark["since"]
     try:
         return ParentRank(**mark)
-    except TypeError:  # not written by this version of the package
+    # A different version of the package has written the mark.
+    except TypeError:
         return None
 
 
@@ -132,7 +133,8 @@ def _mark_of_another_process() -> dict[str, Any] | None:
         TypeError,
         KeyError,
         AttributeError,
-    ):  # not written by this version of the package
+        # A different version of the package has written the mark.
+    ):
         return None
     # This is the process's own mark.
     if (pid, started) == (os.getpid(), start_time(os.getpid())):

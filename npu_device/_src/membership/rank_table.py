@@ -75,7 +75,8 @@ def _read(table: Fields) -> RankTable:
     if table.content["status"] != "completed":
         raise table.wrong("status", '"completed" or "initializing"')
     of_pods = False
-    if "server_list" in table.content:  # versions 1.0 and 1.2
+    # Tables of versions 1.0 and 1.2 have this field.
+    if "server_list" in table.content:
         devices = _read_servers(table)
     # The older cloud form and the lab form have this field.
     elif "group_list" in table.content:
@@ -92,7 +93,8 @@ def _read(table: Fields) -> RankTable:
     return RankTable(table.path, tuple(devices), of_pods, zlib.crc32(normalised.encode()))
 
 
-def _read_servers(table: Fields) -> list[TableDevice]:  # versions 1.0 and 1.2
+# Tables of versions 1.0 and 1.2 have this field.
+def _read_servers(table: Fields) -> list[TableDevice]:
     version = table.text("version", '"1.0" or "1.2"')
     if version not in ("1.0", "1.2"):
         raise table.wrong("version", '"1.0" or "1.2"')

@@ -122,12 +122,14 @@ def membership_from_environment(device_id: int | None = None) -> Membership | No
     else:
         membership = _from_tf_config(size, device_id)
     described_rank = membership.rank
-    if membership.scheme == "TF_CONFIG":  # only RANK_ID can contradict it
+    # Only RANK_ID can contradict this description.
+    if membership.scheme == "TF_CONFIG":
         described_rank = environment.RANK_ID.get()
     _require_agreement(size, described_rank)
     if launched is not None:
         rank = membership.rank
-        if membership.scheme == launched.launcher:  # only RANK_ID can contradict it
+        # Only RANK_ID can contradict this description.
+        if membership.scheme == launched.launcher:
             rank = environment.RANK_ID.get()
         launchers.require_agreement(f"by {membership.scheme} and RANK_ID", size, rank, launched)
     candidate = None

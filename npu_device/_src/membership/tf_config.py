@@ -87,7 +87,8 @@ def _job(cluster: dict[str, Any], task_type: str, index: int) -> tuple[int, list
     if len(chiefs) > 1:
         raise _fault("has both chief and master in its cluster; expected one of them")
     tasks: dict[_Task, _Address] = {}
-    for name in (*chiefs, "worker"):  # the order of the ranks
+    # The chief comes first in the order of the ranks.
+    for name in (*chiefs, "worker"):
         texts = cluster.get(name) or []
         if not isinstance(texts, list):
             raise _fault(f"has {texts!r} for cluster.{name}; expected a list of addresses")

@@ -111,7 +111,8 @@ class Script:
         if not name:
             return
         full_name = self.name(value)
-        if full_name and portion == _WHOLE and isinstance(target, cst.Name):  # keras = tf.keras
+        # A name may stand for an import: keras = tf.keras
+        if full_name and portion == _WHOLE and isinstance(target, cst.Name):
             self._aliases.update(dict.fromkeys(self._local_names(target), full_name))
         assignment = Assignment(value, self.statement(node), self.scope(node), portion)
         self._assignments.setdefault(name, []).append(assignment)
@@ -123,7 +124,8 @@ class Script:
             # Both sides have the same number of elements: a, b = x, y
             if pairs_up:
                 self._read_assignment(inner_target, value.elements[index].value, node, _WHOLE)
-            elif portion == _WHOLE:  # a, b = f()
+            # The elements come from one value: a, b = f()
+            elif portion == _WHOLE:
                 self._read_assignment(inner_target, value, node, Portion(True, index))
             # Nested targets aren't followed: a, (b, c) = f()
             else:

@@ -249,7 +249,8 @@ def horovod(port: Port) -> bool:
     imports = [(name, node) for name, node in port.imported if name.split(".")[0] == "horovod"]
     for name, node in imports:
         is_plain = isinstance(node, cst.Import) and not node.names[0].asname
-        if name == "horovod" and is_plain:  # import horovod
+        # A plain import gets another name: import horovod
+        if name == "horovod" and is_plain:
             port.replace(node, "from npu_device import horovod")
             port.report(DONE, "horovod", node)
         # A plain "import horovod.tensorflow" would leave the name horovod to the original.

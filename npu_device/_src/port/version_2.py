@@ -135,7 +135,8 @@ def _trainee(port: Port, node: Any, depth: int = 0) -> _Trainee:
         bodies = [function.body for function in port.callees(node)]
         if any(method(inner) == "compile" for body in bodies for inner in walk(body)):
             return _Trainee.COMPILED
-    if depth < 6:  # assignments may go round in a circle
+    # Assignments may go round in a circle.
+    if depth < 6:
         for origin in port.origins(node):
             trainee = _trainee(port, origin, depth + 1)
             if trainee is not _Trainee.UNKNOWN:
@@ -255,7 +256,8 @@ def _gradient(port: Port, node: Any, depth: int = 0) -> Any:
         # Reduced before the clip, so that all ranks clip alike.
         if assignment is not None and _is_clipped(assignment):
             return _gradient(port, assignment.value.args[0].value, depth + 1)
-    if depth >= 20:  # assignments may go round in a circle
+    # Assignments may go round in a circle.
+    if depth >= 20:
         return None
     # The pairs may be made here: zip(gradients, variables)
     if is_call_of(node, "zip"):
@@ -282,7 +284,8 @@ def _broadcast(port: Port, call: Any) -> None:
         and variables.attr.value in WORDS["variables of a model"]
     )
     names: list[Any] = []
-    if is_of_model:  # model.trainable_variables
+    # The variables may be those of a model: model.trainable_variables
+    if is_of_model:
         names = [variables.value]
     # The variables may be listed: [w, b], generator.variables + discriminator.variables
     elif variables is not None:

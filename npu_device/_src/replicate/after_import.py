@@ -37,7 +37,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         """Return the spec that Python would find, with a loader that tells the end of the import."""
         if name not in self._names or name in self._busy:
             return None
-        # Asking Python for the spec would come here once more.
+        # Noted, since asking Python for the spec comes here once more.
         self._busy.add(name)
         try:
             spec = importlib.util.find_spec(name)
@@ -48,7 +48,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         run = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            # Imports nest: Keras imports TensorFlow.
+            # The depth is counted, since imports nest: Keras imports TensorFlow.
             self._depth += 1
             try:
                 run(module)

@@ -49,7 +49,7 @@ class Models:
         self._steps = 0  # steps that train the models outside of fit
         if seed is not None:
             random.seed(seed)
-            # numpy takes 32 bits.
+            # Cut to the 32 bits that numpy takes.
             np.random.seed(seed % (1 << 32))
 
     def imported(self, modules: Sequence[ModuleType]) -> None:
@@ -132,8 +132,8 @@ class Models:
                 }
                 if not self._methods or any(id(variable) in weights for _, variable in pairs):
                     if compat.is_keras_3(compat.keras_of(optimizer)):
-                        # A step that is refused must not have made variables.
-                        # Outside of the function, or its variables would depend on the count.
+                        # Built before the count, which may refuse the step, and outside of the function, or its
+                        # variables would depend on the count.
                         with tf.init_scope():
                             compat.build_optimizer(optimizer, [variable for _, variable in pairs])
                     count = functools.partial(self._count, type(optimizer).__name__)
@@ -166,10 +166,11 @@ class Models:
                 if isinstance(model, owner)
             )
             for name in _TRAIN:
-                # Past Keras's own ``__setattr__``, which tracks what is to be saved.
+                # Set past Keras's own ``__setattr__``, which tracks what is to be saved.
                 object.__setattr__(model, name, MethodType(methods[name], model))
             replicate(model)
-            # The methods are taken off the model: they would hide those of a subclass, which call Keras's by ``super``.
+            # The methods are taken off the model again, where they would hide those of a subclass, which call Keras's
+            # by ``super``.
             self._methods[model] = {name: vars(model).pop(name) for name in _TRAIN}
         return self._methods[model]
 

@@ -97,14 +97,16 @@ def slowest(ranks: Sequence[RankFigures]) -> Slowest | None:
     """Return the rank that the others wait for; None if all are about as fast."""
     busiest = max(ranks, key=lambda rank: rank.busy)
     others = [rank for rank in ranks if rank is not busiest]
-    if not others:  # the trace of a single rank
+    # The trace of a single rank has nothing to compare.
+    if not others:
         return None
     late = busiest.busy - statistics.median(rank.busy for rank in others)
     if late < _EVEN * busiest.step:
         return None
     input_wait = busiest.input_wait - statistics.median(rank.input_wait for rank in others)
     cause = "forward and backward"
-    if input_wait > late / 2:  # the larger part of its lag
+    # Input is the cause if it is the larger part of the lag.
+    if input_wait > late / 2:
         cause = "waiting for input"
     return Slowest(busiest.rank, busiest.host, late, cause)
 
@@ -157,7 +159,8 @@ def diagnose(traces: Sequence[RankTrace], ranks: Sequence[RankFigures]) -> Diagn
         )
     situation, remedy, reasons = _situation(trace, busiest)
     call = None
-    if len(trace.segments) != _EQUAL:  # equal segments have been tried already
+    # Equal segments are proposed unless they have been tried already.
+    if len(trace.segments) != _EQUAL:
         call = _split_call(trace.group)
     expectation = "npurun trace A B compares the steps of two traces." + _send_less(traces, busiest)
     return Diagnosis(f"{situation}: {remedy}.", reasons, call, expectation)
@@ -184,7 +187,8 @@ def _situation(trace: RankTrace, rank: RankFigures) -> tuple[str, str, str]:
     shares = [trace.bytes_of(segment) / total for segment in order]
     backward = rank.alone + rank.hidden
     overhang = _overhang(rank)
-    if max(shares) >= _MAJORITY:  # with one such tensor, it matters little where the others are cut
+    # With one tensor that large, it matters little where the others are cut.
+    if max(shares) >= _MAJORITY:
         segment = "The only segment has all"
         if len(order) > 1:
             segment = f"One of {len(order)} segments has {max(shares):.0%}"
@@ -238,7 +242,7 @@ def _send_less(traces: Sequence[RankTrace], rank: RankFigures) -> str:
     is_wide = any(gradient.dtype in ("float32", "float64") for gradient in gradients)
     # A ring of hosts sends everything twice, but for each host's own share.
     sent = sum(gradient.bytes for gradient in gradients) * 2 * (hosts - 1) / hosts
-    speed = sent / ((rank.hidden + rank.exposed) * 1e-6)  # bytes a second
+    speed = sent / ((rank.hidden + rank.exposed) * 1e-6)  # in bytes a second
     if hosts == 1 or not is_wide or speed >= _NETWORK:
         return ""
     return (

@@ -72,7 +72,8 @@ def page(analysis: Analysis, text: str) -> str:
 def _drawn(analysis: Analysis) -> list[RankTrace]:
     """Return the traces to draw: of the slowest rank, and of the others as many as fit."""
     slowest = 0
-    if analysis.slowest is not None:  # the rank that explains the others' waiting
+    # The rank for which the others wait explains the picture best.
+    if analysis.slowest is not None:
         slowest = analysis.slowest.rank
     others = [trace.rank for trace in analysis.traces if trace.rank != slowest]
     ranks = {slowest, *others[: _SHOWN - 1]}
@@ -148,7 +149,8 @@ class _RankPicture:
             lanes[lane : lane + 1] = [end]
             top = _PHASES_HEIGHT + lane * _LANE_HEIGHT
             title = self._title(segment, end - start)
-            if start < bp_end:  # a reduction may be hidden at first, and exposed later
+            # A reduction may be hidden at first, and exposed later.
+            if start < bp_end:
                 self._bar("hidden reduction", start, min(end, bp_end), top, title)
             if end > bp_end:
                 self._bar("exposed reduction", max(start, bp_end), end, top, title)

@@ -24,7 +24,8 @@ def summary(analysis: Analysis) -> str:
 
 def _notes(analysis: Analysis) -> list[str]:
     """Return what was traced, and notes on reading the figures: iterations, clocks, ranks without a trace."""
-    trace = analysis.traces[0]  # all ranks have the same gradients and iterations
+    # The first trace stands for all: ranks have the same gradients and iterations.
+    trace = analysis.traces[0]
     hosts = counted(len({trace.host for trace in analysis.traces}), "host")
     size = amount(sum(gradient.bytes for gradient in trace.gradients))
     segments = counted(len(trace.segments), "segment")
@@ -35,7 +36,7 @@ def _notes(analysis: Analysis) -> list[str]:
         f"medians of {len(numbers)} iterations, from number {numbers[0]} to {numbers[-1]}",
         _clocks(analysis.traces),
     ]
-    # The ranks write on their own hosts.
+    # Files may be missing, since each rank writes on its own host.
     absent = sorted(set(range(trace.world_size)) - {trace.rank for trace in analysis.traces})
     if absent:
         lines.append(
@@ -48,7 +49,7 @@ def _notes(analysis: Analysis) -> list[str]:
 def _clocks(traces: Sequence[RankTrace]) -> str:
     if len({trace.host for trace in traces}) == 1:
         return "all ranks read the clock of the same host"
-    # A rank of another host didn't get an answer from rank 0.
+    # Without an error, a rank of another host has got no answer from rank 0.
     if any(trace.clock_error_us is None for trace in traces):
         return "the clocks of the hosts could not be compared: times of different hosts don't fit together"
     error = max(trace.clock_error_us or 0.0 for trace in traces)
@@ -84,7 +85,8 @@ def _spread(analysis: Analysis) -> str:
     times_of_ranks = [
         [iteration.time for iteration in trace.iterations] for trace in analysis.traces
     ]
-    times = sorted(map(max, zip(*times_of_ranks)))  # a step is over when it is on all ranks
+    # A step is over when it is over on all ranks.
+    times = sorted(map(max, zip(*times_of_ranks)))
     tenth = times[len(times) // 10]
     ninetieth = times[-1 - len(times) // 10]
     return (

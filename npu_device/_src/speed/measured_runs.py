@@ -78,7 +78,7 @@ class _SpeedProcess(ForkingProcess):
             return
         self._tell_estimate()
         for number in range(1, 1000):
-            # What has too few rounds would not be decided.
+            # Setups are left out from the end, since too few rounds decide nothing.
             while len(self._setups) > 2 and not self._has_time_for(
                 self._setups * (self._rounds + 1 - number)
             ):
@@ -99,7 +99,8 @@ class _SpeedProcess(ForkingProcess):
         super().become(process)
         assert isinstance(process, TimedProcess)
         if process.is_on_hosts:
-            return  # npurun has bound it
+            # npurun has bound a rank on hosts already.
+            return
         # TensorFlow is imported in this process, but has made no threads yet.
         machine = read_machine()
         sets = core_sets(machine, process.ranks, process.binding)
@@ -161,7 +162,7 @@ class _SpeedProcess(ForkingProcess):
 
     def _has_time_for(self, setups: Sequence[Setup]) -> bool:
         """Return True if runs of these numbers of ranks probably end in time."""
-        # An estimate for a setup that has not run yet.
+        # The longest run so far is the estimate for a setup that has not run yet.
         longest = max(self._seconds_of_run.values(), default=0.0)
         seconds = sum(self._seconds_of_run.get(setup, longest) for setup in setups)
         return time.monotonic() + seconds < self._deadline
@@ -221,7 +222,7 @@ class _SpeedProcess(ForkingProcess):
         first = processes[0]
         assert isinstance(first, TimedProcess)
         self._seconds_of_run[first.setup] = time.monotonic() - self._begin
-        # Each run would leave its checkpoints.
+        # Removed, since each run would leave its checkpoints.
         shutil.rmtree(first.files, ignore_errors=True)
         times = load_times(first)
         if times is None:
@@ -271,11 +272,13 @@ class _LostCores:
         for line in Path("/proc/stat").read_text().splitlines():
             name, *numbers = line.split()
             if name in cpus:
-                # User, nice, system, idle, waiting for disks, interrupts (2), and stolen by other virtual machines.
+                # The fields are user, nice, system, idle, waiting for disks, interrupts (2), and stolen by other
+                # virtual machines.
                 times = list(map(int, numbers[:8]))
                 ticks += sum(times) - 2 * sum(times[3:5])
         for path in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # it has ended
+            # A process may have ended since it was listed.
+            with contextlib.suppress(OSError):
                 fields = path.read_text(errors="replace").rpartition(")")[2].split()
                 # A session has the number of its first process. Times of children that have ended are there, too.
                 if int(fields[3]) == os.getsid(0):
@@ -292,7 +295,7 @@ def main(arguments: Sequence[str]) -> None:
         start = start.here()
     words = arguments[1:]
     run_script(_SpeedProcess(start, setups, words), words)
-    # A script that ends soon, on a host: forks leave their files anyway.
+    # A script on a host may end before its files are sent; forks leave theirs anyway.
     if load_times(start) is not None and not (start.folder / DONE).exists():
         finish(start)
 

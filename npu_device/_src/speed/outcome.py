@@ -93,7 +93,7 @@ def outcome(start: TimedProcess, planned_setups: Sequence[Setup]) -> Outcome:
     speedups = []
     if rounds:
         for setup in setups:
-            # With a batch per rank, a step trains more samples.
+            # Divided by the samples of a step, of which there are more with a batch per rank.
             share = 1
             if kinds.get(setup) in (_PER_RANK, _UNKNOWN_PER_RANK):
                 share = setup.ranks
@@ -171,7 +171,7 @@ def spread(ratios: Sequence[float]) -> tuple[float, float]:
     """Return a confidence interval of the median of sorted ratios, between two of them."""
     # Each ratio is above or below the true median with the same chance, whatever disturbs the machine.
     count = len(ratios)
-    outside = 0  # ratios at each end that aren't in it
+    outside = 0  # the number of ratios at each end that the interval leaves out
     chance = 0.0
     for below in range((count - 1) // 2):
         chance += 2 * math.comb(count, below) / 2**count
@@ -323,7 +323,7 @@ def _what_would_help(start: TimedProcess, setup: Setup, batch: str) -> list[str]
         return []
     busiest = max(analysis.ranks, key=lambda rank: rank.busy)
     trace = analysis.traces[0]
-    others = 1 - 1 / setup.ranks  # the share of the other ranks
+    others = 1 - 1 / setup.ranks  # the fraction of the batch on the other ranks
     savings = {}
     # With a batch per rank, the input is divided already.
     if batch not in (_PER_RANK, _UNKNOWN_PER_RANK):

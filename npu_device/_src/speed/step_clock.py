@@ -57,7 +57,8 @@ class StepClock:
 
     def __init__(self, process: TimedProcess) -> None:
         self._process = process
-        # Keras has equality by content for some objects, and optimizers may end with their model.
+        # Kept by id, since Keras compares some objects by content, and weakly, since optimizers may end with their
+        # model.
         self._optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._rows: tf.Variable | None = None  # number of rows in the batches so far
         self._depth = 0  # depth of calls among models that call models
@@ -83,7 +84,7 @@ class StepClock:
             (callbacks, "on_train_end", self._end_fit),
         )
         if self._process.round == TRACED:
-            # The import may happen while a function is traced.
+            # Made outside of functions, since the import may happen while one is traced.
             with tf.init_scope():
                 self._rows = tf.Variable(0, dtype=tf.int64, trainable=False)
             wrap((module.Model, "__call__", self._call))
@@ -111,7 +112,7 @@ class StepClock:
 
     def _trace_function(self, original: Any, graph: Any, *args: Any, **kwargs: Any) -> None:
         """Begin anew after a function is traced."""
-        # Further graphs of the same function find no begin.
+        # Later graphs of the same function find no begin, and restart nothing.
         if self._begin is not None and self._restarts < _MOST_RESTARTS:
             self._restarts += 1
             self._begin = None
@@ -144,7 +145,7 @@ class StepClock:
         while True:
             time.sleep(_LOOK_SECONDS)
             steps = self._steps()
-            # When a step has just ended, so that whole steps are timed.
+            # Looked at when a step has just ended, so that whole steps are timed.
             if steps != latest_steps and not self._has_short_epochs:
                 self._look(ends_epoch=False)
             latest_steps = steps
@@ -167,7 +168,7 @@ class StepClock:
             return
         # Times are left also before the least time is over: the script may end now.
         memory = 0
-        # Reading it takes a while.
+        # Memory is read in the traced run only, since that takes a while.
         if self._process.round == TRACED:
             memory = _memory()
         save_times(self._process, Times(count, seconds, mark.rows - begin.rows or None, memory))
@@ -180,7 +181,7 @@ class StepClock:
         # Several optimizers, as of a GAN, count together, in every run alike.
         total = 0
         for optimizer in list(self._optimizers.values()):
-            # One that isn't built yet has no counter, and one of a graph none that can be read.
+            # An optimizer that isn't built yet has no counter, and one of a graph none that can be read.
             with contextlib.suppress(Exception):
                 total += int(compat.inner_variable(compat.steps_made(optimizer)).numpy())
         return total

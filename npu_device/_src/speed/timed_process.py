@@ -111,7 +111,7 @@ class TimedProcess(PlannedProcess):
 
     def here(self) -> TimedProcess:
         """Return what this process is to be, a rank that npurun has started on a host."""
-        # The folder of the rank table, which npurun removes.
+        # The files lie in the folder of the rank table, which npurun removes.
         directory = Path(os.environ["RANK_TABLE_FILE"]).parent / "speed"
         return replace(self, directory=str(directory), rank=int(os.environ["RANK_ID"]))
 
@@ -136,7 +136,7 @@ class Times:
 
 def save_times(process: PlannedProcess, times: Times) -> None:
     """Leave times, all of them at once."""
-    # npurun may read at any time.
+    # Written to another file first, since npurun may read at any time.
     part = process.folder / "times.part"
     part.write_text(json.dumps(vars(times)))
     os.replace(part, process.folder / _TIMES)

@@ -151,7 +151,7 @@ def decorator_tf_session(make_session: Callable[..., Any]) -> Callable[..., Any]
     @functools.wraps(make_session)
     def with_npu_config(*args: Any, **keywords: Any) -> Any:
         bound = signature.bind(*args, **keywords)
-        # The argument may have been passed by position.
+        # Bound to names, since the argument may have been passed by position.
         bound.arguments["config"] = npu_config_proto(bound.arguments.get("config"))
         return make_session(*bound.args, **bound.kwargs)
 
@@ -207,7 +207,7 @@ def set_keras_session_npu_config(config: Any = None) -> Any:
 
     Source: Ascend TF Adapter 1.x, ``set_keras_session_npu_config``.
     """
-    # A session needs a graph, in eager mode too.
+    # A session needs a graph, also in eager mode.
     with tf.compat.v1.get_default_graph().as_default():
         session = tf.compat.v1.Session(config=npu_config_proto(config))
     backend.set_session(session)

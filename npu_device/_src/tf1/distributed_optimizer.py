@@ -35,7 +35,7 @@ class DelegatingOptimizer(tf.compat.v1.train.Optimizer):
     def __init__(self, optimizer: Any, name: str) -> None:
         super().__init__(use_locking=False, name=name)
         self._optimizer = optimizer
-        # The optimizer inside has the slots.
+        # Passed on, since the optimizer inside has the slots.
         for method in ("get_slot", "get_slot_names", "variables"):
             setattr(self, method, getattr(optimizer, method))
 
@@ -79,7 +79,6 @@ class NPUDistributedOptimizer(DelegatingOptimizer):
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._sharded:
-            # Only pairs with a gradient can be shared out.
             return super().apply_gradients(grads_and_vars, *args, **kwargs)
         pairs = [
             (gradient, variable) for gradient, variable in grads_and_vars if gradient is not None
@@ -130,7 +129,7 @@ def _averaged(pairs: Any) -> list[tuple[Any, Any]]:
     pairs = list(pairs)
     if device.unless_child() is None:
         return pairs
-    # Together, as the split strategy takes a list.
+    # Reduced together, as the split strategy takes a list.
     averages = all_reduce([gradient for gradient, _ in pairs])
     return [(average, variable) for average, (_, variable) in zip(averages, pairs)]
 
@@ -279,11 +278,12 @@ class ExponentialUpdateLossScaleManager:
         bad = self._bad.read_value() + tf.cast(tf.logical_not(finite_grads), tf.int32)
         grow = tf.logical_and(finite_grads, good >= self._incr_every)
         shrink = tf.logical_and(tf.logical_not(finite_grads), bad >= self._decr_every)
-        # Beyond float32 the scale would be infinite.
+        # The scale stops growing where it would be infinite in float32.
         larger = tf.where(scale < _LARGEST / self._incr_ratio, scale * self._incr_ratio, scale)
         smaller = tf.maximum(scale * self._decr_ratio, 1.0)
         is_unchanged = tf.cast(tf.logical_not(tf.logical_or(grow, shrink)), tf.int32)
-        # A read of a TensorFlow 1 variable may see what another operation of the same run writes.
+        # Everything is read before the first write, since a read of a TensorFlow 1 variable may see what another
+        # operation of the same run writes.
         with tf.control_dependencies([grow, shrink, larger, smaller, good, bad]):
             new_scale = tf.where(grow, larger, tf.where(shrink, smaller, scale))
             return tf.group(
@@ -340,7 +340,7 @@ class NPULossScaleOptimizer(DelegatingOptimizer):
         def apply() -> tf.Tensor:
             applied = super(NPULossScaleOptimizer, self).apply_gradients(pairs, global_step, name)
             with tf.control_dependencies([applied]):
-                # ``tf.cond`` needs branches that return the same.
+                # Both branches of ``tf.cond`` have to return the same type.
                 return tf.constant(True)
 
         if self._manager.enable_overflow_check:

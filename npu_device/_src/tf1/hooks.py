@@ -94,7 +94,7 @@ def _warn_if_unreduced(job: Job) -> None:
         if "var" in inputs and gradient is not None:
             trained[inputs["var"].op.name] = gradient
         elif operation.type.startswith("Assign") and "value" in inputs:
-            # Perhaps a mean of the variable, as in local SGD, or a sum of gradients.
+            # The assigned tensor may be a mean of the variable, as in local SGD, or a sum of gradients.
             assigned.append(inputs["value"])
     unreduced = job.made(ReducedTensors).missing_in([*trained.values(), *assigned])
     # If only some were reduced, the rest may be meant to be this rank's own.
@@ -158,7 +158,7 @@ class NPUOutputTensorHook(tf.compat.v1.train.SessionRunHook):
     def after_run(self, run_context: Any, run_values: Any) -> None:
         if self._output_fn:
             self._collected.append(run_values.results)
-            # 0, the default, means at the end only.
+            # The default 0 never equals the length, so that everything is handed over at the end.
             if len(self._collected) == self._output_every_n_steps:
                 self._hand_over()
 
@@ -167,7 +167,7 @@ class NPUOutputTensorHook(tf.compat.v1.train.SessionRunHook):
             self._hand_over()
 
     def _hand_over(self) -> None:
-        # The function may keep the list.
+        # A new list is begun, since the function may keep this one.
         collected = self._collected
         self._collected = []
         if self._output_fn:
@@ -256,12 +256,11 @@ class IterationPerLoop:
         """
         _require_operation(train_op)
 
-        # A run inside another one needs their values again.
+        # The inner run has to be fed with their values, which it can't see.
         placeholders = _placeholders_before(train_op)
 
         def steps(*fed: np.ndarray) -> list[np.ndarray]:
             for _step in range(self._steps):
-                # A run within a run doesn't see what is fed to the outer one.
                 self._session.run(train_op, dict(zip(placeholders, fed)))
             return [np.array(self._steps, np.int64)]
 

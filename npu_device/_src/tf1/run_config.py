@@ -173,7 +173,7 @@ class NPURunConfig(_RunConfig):
     Source: Ascend TF Adapter 1.x, ``npu_config.NPURunConfig``.
     """
 
-    # What help() shows, and inspect.signature.
+    # The signature is what ``help()`` and ``inspect.signature`` show.
     __signature__ = inspect.Signature(
         [*_PARAMETERS, inspect.Parameter("keywords", inspect.Parameter.VAR_KEYWORD)]
     )
@@ -190,7 +190,7 @@ class NPURunConfig(_RunConfig):
         settings = {**_ARGUMENTS, **by_position, **keywords}
         _check(settings)
         if settings["save_checkpoints_steps"] is None and settings["save_checkpoints_secs"] is None:
-            # Ascend's default, which counts only where the user hasn't given seconds.
+            # The default is Ascend's, and counts only where the user hasn't given seconds.
             settings["save_checkpoints_steps"] = 100
         if settings["session_config"] is not None:
             settings["session_config"] = npu_session_config_init(settings["session_config"])
@@ -296,7 +296,7 @@ class NPUEstimator(_Estimator):
             params=params,
             warm_start_from=warm_start_from,
         )
-        # TensorFlow refuses a subclass that overrides train.
+        # Set on the object, since TensorFlow refuses a subclass that overrides ``train``.
         self.train = self._train_from_the_same_variables
 
     def _train_from_the_same_variables(

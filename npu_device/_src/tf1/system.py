@@ -78,7 +78,8 @@ def init_resource(config: Any = None) -> tuple[Any, Any]:
 
     Source: Ascend TF Adapter 1.15, ``init_resource``.
     """
-    with tf.compat.v1.get_default_graph().as_default():  # leaves eager mode
+    # The block leaves eager mode.
+    with tf.compat.v1.get_default_graph().as_default():
         session = tf.compat.v1.Session(config=npu_config_proto(config))
         session.run(initialize_system())
         return session, shutdown_system()

@@ -209,7 +209,7 @@ class PointSchema:
         self, number: int, points: Sequence[float], offset_us: float, previous_end: float | None
     ) -> Iteration:
         """Return the record of an iteration, from the times of its points in seconds, in the order of the class."""
-        # A tenth of a microsecond is finer than the clock.
+        # Rounded to a tenth of a microsecond, which is finer than the clock.
         times = [round(point * 1e6 + offset_us, 1) for point in points]
         update_end = times.pop() if self.has_end else None
         fp_start = times.pop(0) if self.has_start else previous_end
@@ -217,7 +217,8 @@ class PointSchema:
         ready = times[: len(self.gradients)]
         ends = times[len(self.gradients) :]
         allreduce = self._intervals(ready, ends)
-        # Threads note the points: an end may seem to come before what it ends.
+        # The least and the greatest time are taken: threads note the points, so that an end may seem to come before
+        # what it ends.
         starts = [*ready] if fp_start is None else [*ready, fp_start]
         possible_ends = [end for _, end in allreduce]
         if update_end is not None:
@@ -291,7 +292,8 @@ class TraceFile:
             assert self._file is not None
             self._file.seek(0)
             self._file.truncate()
-            self._iteration = 0  # what was recorded isn't of this model
+            # The count begins anew, since what was recorded isn't of this model.
+            self._iteration = 0
             self._previous_end = None
         self._schema = schema
         # Only another cut or model is written: a function that was traced again has the same.
@@ -317,7 +319,8 @@ class TraceFile:
             if self._limit is not None and self._file.tell() + len(text) > self._limit:
                 self._drop_older_half(self._file)
             self._file.write(text)
-            self._file.flush()  # a trace may be read while the job runs
+            # A trace may be read while the job runs.
+            self._file.flush()
         except OSError as error:
             _log.warning(
                 "rank %d: tracing ends here, %s can't be written: %s",

@@ -56,7 +56,8 @@ class Tracer:
         if cluster.rank == 0:
             _remove_surplus_traces(settings.output, cluster.world_size)
         self._schemas: list[PointSchema] = []
-        with compat.eager_mode():  # the queue outlives the graph that is being built, if any
+        # Made eagerly, so that the queue outlives the graph that is being built.
+        with compat.eager_mode():
             self._queue = tf.queue.FIFOQueue(_WAITING, [tf.int32, tf.float64])
         self._thread = threading.Thread(target=self._take, name="npu_device-trace", daemon=True)
         self._thread.start()
@@ -68,7 +69,8 @@ class Tracer:
             return None
         times = tf.stack(points)
         fetched = fetchable_call(lambda array: self._file.add(schema, array.tolist()), times)
-        if fetched is None:  # outside of a session
+        # There is nothing to fetch outside of a session.
+        if fetched is None:
             # A queue takes tensors only, so that the number stands for the schema.
             self._schemas.append(schema)
             components = [tf.constant(len(self._schemas) - 1), times]
@@ -90,10 +92,12 @@ class Tracer:
                 try:
                     number, points = self._queue.dequeue()
                 except tf.errors.OpError:
-                    return  # closed
+                    # The queue has been closed.
+                    return
                 try:
                     self._file.add(self._schemas[int(number)], points.numpy().tolist())
-                except Exception:  # training must not wait for a queue that nobody empties
+                # Any error is caught, since training must not wait for a queue that nobody empties.
+                except Exception:
                     _log.exception("rank %d: tracing ends here", self.rank)
                     self._file.close()
 
@@ -139,7 +143,7 @@ def measure_clock(job: Job) -> tuple[float, float | None]:
     try:
         measurement = None
         if cluster.rank == measurer:
-            # The fastest answer: the comparison is wrong by half of the round trip at most.
+            # The fastest answer is the most exact: the comparison is wrong by half of the round trip at most.
             measurement = min(_ask(job, number, timeout) for number in range(_ROUNDS))
         measurements = job.store.gather_from(
             f"clock of {cluster.host}", measurement, cluster.neighbours, timeout
@@ -165,7 +169,7 @@ def _ask(job: Job, number: int, timeout: float) -> tuple[float, float]:
     answered = time.time()
     if clock is None:
         raise TimeoutError("rank 0 doesn't answer")
-    # Taken as if rank 0 had read its clock in the middle of the round trip.
+    # The offset supposes that rank 0 has read its clock in the middle of the round trip.
     return answered - asked, clock - (asked + answered) / 2
 
 
@@ -181,7 +185,8 @@ def when(sources: Iterable[Any]) -> Any:
         return time.time()
     operations = [_operation(source) for source in sources]
     graph = tf.compat.v1.get_default_graph()
-    if operations:  # perhaps a graph around the one that is being built
+    # The operations may be in a graph around the one that is being built.
+    if operations:
         graph = operations[0].graph
     return _read(operations, graph)
 
@@ -200,7 +205,8 @@ def forward_start(gradients: Sequence[Any], name: str) -> Any:
     """Return the time when all inputs of a step with these gradients are there, or those of the operation with this
     name; None in eager mode.
     """
-    if tf.executing_eagerly():  # forward has been run before anything was known of it
+    # In eager mode, forward has run before anything was known of it.
+    if tf.executing_eagerly():
         return None
     targets = [_operation(gradient) for gradient in gradients]
     graph = targets[0].graph
@@ -378,7 +384,8 @@ def traced_reduction(
     reduction = TracedReduction(tracer, schema, points)
     yield reduction
     if _current.iteration is not None and _current.iteration.graph is compat.graph_being_built():
-        _current.iteration.reduction = reduction  # the block of ``iteration`` ends it
+        # The block of ``iteration`` records the end.
+        _current.iteration.reduction = reduction
     else:
         reduction.hand_over()
 
@@ -415,9 +422,10 @@ def _gradient(gradient: Any, wire: tf.DType | None) -> GradientRecord:
         prefix = "sparse "
         gradient = gradient.values
     name = ""
-    if not tf.executing_eagerly():  # eager tensors have no names
+    if not tf.executing_eagerly():
         # TensorFlow prefixes what a tape makes; the rest of the name is the forward operation's.
         name = gradient.name.removeprefix("gradient_tape/").partition(":")[0]
-    count = gradient.shape.num_elements() or 0  # rows of a sparse one aren't known beforehand
+    # The rows of a sparse gradient aren't known beforehand.
+    count = gradient.shape.num_elements() or 0
     dtype = wire_dtype(gradient.dtype, wire)
     return GradientRecord(name, prefix + dtype.name, count * dtype.size)

@@ -77,7 +77,7 @@ def discarded_result(run: ComparedRun) -> str | None:
 
 def only_loss_reduced(run: ComparedRun) -> str | None:
     """Return the reduction of a single number, where nothing else is reduced."""
-    # Losses and metrics are single numbers.
+    # Losses and metrics have one element, unlike gradients.
     if not run.applied_apart() or any(call.outcome > 1 for call in run.reductions()):
         return None
     return run.line(topics.ALL_REDUCE)

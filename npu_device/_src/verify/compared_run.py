@@ -115,7 +115,7 @@ class ComparedRun:
         if not len(ratios) or not ratios.all():
             return 0.0
         mean = float(ratios.mean())
-        # Within a tenth, since each gradient has its own rounding.
+        # The ratios agree within a tenth, since each gradient has its own rounding.
         if np.ptp(ratios) >= 0.1 * abs(mean):
             return 0.0
         return mean
@@ -169,7 +169,7 @@ class ComparedRun:
 
     def read_same_samples(self) -> bool:
         """Return True if all ranks read the same samples."""
-        # Without different samples, the first step tells.
+        # The first step is taken if no step has different samples.
         step = self.steps[min(self.different_samples(), default=1) - 1]
         rows = step.ranks[0].rows
         return bool(rows) and all(rank.rows == rows for rank in step.ranks)
@@ -210,7 +210,7 @@ class ComparedRun:
         """Return which gradients, or updates, deviate, and how."""
         texts = []
         for deviation in self.first_deviations(quantity):
-            # Said of all tensors without a ratio, even if they differ by less than a tenth.
+            # Tensors without a ratio are described so, even if they differ by less than a tenth.
             how = "points elsewhere"
             if deviation.ratio is not None:
                 how = f"is {deviation.ratio:.3f} of it"

@@ -76,7 +76,7 @@ class Redirection:
 
     def copy(self, folder: Path) -> None:
         """Let another folder begin with what has been written."""
-        # Nothing may have been written yet.
+        # The folder is made only when something is written.
         if os.path.exists(self._folder):
             shutil.copytree(self._folder, folder)
 
@@ -141,7 +141,8 @@ class Redirection:
             if isinstance(path, bytes) or redirected is None or not os.path.lexists(redirected):
                 return scandir(path)
             files: dict[str, Any] = {}
-            with contextlib.suppress(OSError):  # the user has no such directory
+            # The user may have no such directory.
+            with contextlib.suppress(OSError):
                 files.update((file.name, file) for file in scandir(path))
             files.update((file.name, file) for file in scandir(redirected))
             return _DirectoryListing(iter(files.values()))
@@ -168,7 +169,7 @@ class Redirection:
             if self._redirected(pattern) is None:
                 return matching(pattern)
             text = os.fsdecode(pattern)
-            start = "./" * (not os.path.dirname(text))  # TensorFlow's listings begin so
+            start = "./" * (not os.path.dirname(text))  # as TensorFlow's listings begin
             return sorted(start + path for path in glob.glob(text))
 
         gfile.GetChildren = listed
@@ -205,7 +206,7 @@ class Redirection:
                 if access == "open" and _writes(arguments.get(position + 1, mode)):
                     change = self._to_change
                 arguments[key] = change(path)
-                # The file is the user's.
+                # The user's file is left, as if it were removed.
                 if name in _REMOVERS and _is_only_at(path, arguments[key]):
                     return None
             by_position = [arguments.pop(number) for number in range(len(args))]

@@ -67,7 +67,7 @@ class ForkingProcess(ABC):
         """Fork as soon as the script reads a variable that ranks have."""
         environ_class = type(os.environ)
         self._read_variable = environ_class.__getitem__
-        # Any number of ranks: only the names count.
+        # Made for any number of ranks, since only the names of the variables count.
         names = replace(self.plan, run="names", ranks=2).environment()
 
         def read(environ: Any, name: str) -> str:
@@ -81,12 +81,14 @@ class ForkingProcess(ABC):
         """Become the processes of all runs, one run after the other; return in each of them."""
         if self.plan.run != START:
             return
-        # The method is put back before the fork: the script's further questions are no reason to fork.
+        # The method is put back before the fork, since later reads of the script are no reason to fork.
         type(os.environ).__getitem__ = self._read_variable  # type: ignore[method-assign]
         sys.stdout.flush()
         sys.stderr.flush()
-        random_state = random.getstate()  # Python sets it anew in every fork
-        # The ranks of a run need each other; runs would compete for memory.
+        # Kept, since Python sets its random state anew in every fork.
+        random_state = random.getstate()
+        # The ranks of a run start together, since they need each other; runs follow one another, since they would
+        # compete for memory.
         for processes in self.runs():
             # Each run begins with the files that were written before the fork.
             self._redirection.copy(processes[0].files)
@@ -132,7 +134,7 @@ class ForkingProcess(ABC):
 def end_all(pids: Sequence[int]) -> None:
     """Kill processes of this one. What they leave is on disk, and a loop of the script may go on for hours."""
     for pid in pids:
-        # Killed, not asked: the script's handlers must not write more.
+        # Killed, not asked, since the script's handlers must not write more.
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 

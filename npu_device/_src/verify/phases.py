@@ -51,7 +51,7 @@ class Phases:
         self._single_steps: Optional[Counter[str]] = None
         self._is_closed = False
         self._begin = time.monotonic()
-        # When steps were recorded.
+        # The times at which the first and the latest step were recorded.
         self._first_time = 0.0
         self._latest_time = 0.0
         # A thread, since the script itself may never come to a place where the limit could be
@@ -134,7 +134,7 @@ class Phases:
     def _is_as_far_as_single(self) -> bool:
         """Return True if each optimizer has made the steps that the single process has recorded."""
         single = self._process.single
-        # How far that is stands only once the single process is done.
+        # The number of steps is known only once the single process is done.
         if self._single_steps is None and (single.folder / DONE).exists():
             self._single_steps = Counter(step.optimizer for step in load(single.folder).steps)
         recorded = Counter(step.optimizer for step in self._record.steps)

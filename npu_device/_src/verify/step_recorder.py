@@ -66,9 +66,10 @@ class StepRecorder:
         self._unseeded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._model_depth = 0  # depth of calls among models that call models
         self._optimizer_count = 0
-        self._is_recorded = False  # the latest step is
+        self._is_recorded = False  # True if the latest step is recorded
         atexit.register(self._record.save, process.folder)
-        send_uncompressed()  # compression rounds
+        # Sent uncompressed, since compression rounds.
+        send_uncompressed()
         reduce_in_each_step()
         tf.random.set_seed(seed)
         tf.compat.v1.get_default_graph().seed = seed
@@ -101,15 +102,16 @@ class StepRecorder:
     def _install_keras(self, keras: Any) -> None:
         classes = [layer for _, layer in inspect.getmembers(keras.layers, inspect.isclass)]
         adapted = [layer for layer in classes if "adapt" in vars(layer)]
-        # The class that defines it: Keras compares the two when it loads a model.
+        # Taken from the class that defines it, since Keras compares the two when it loads a model.
         compiled = next(base for base in keras.Model.__mro__ if "compile" in vars(base))
         wrap(
             *((*method, self._apply) for method in compat.gradient_entries(keras)),
-            # A large scale overflows in other steps on each rank.
+            # The loss scale begins at 1, since a large one overflows in other steps on each rank.
             *((*method, fixing(initial_scale=1.0)) for method in compat.loss_scale_entries(keras)),
             (keras.Model, "__call__", self._call_model),
             (keras.Model, "fit", self._fit),
-            (compiled, "compile", fixing(jit_compile=False)),  # XLA can't call Python
+            # XLA is off, since it can't call Python.
+            (compiled, "compile", fixing(jit_compile=False)),
             (keras.callbacks.CallbackList, "on_train_batch_end", self._batch_ended),
             (keras.layers.Layer, "add_loss", self._add_loss),
             (keras.utils, "set_random_seed", self._noting(topics.SEED)),
@@ -181,7 +183,8 @@ class StepRecorder:
         keep = functools.partial(self._keep_step, name, names, len(trained))
         after = self._keep_before([*applied, *weights], keep)
         if tf.inside_function():
-            # A function reads variables before it changes them, and an optimizer may make some there.
+            # No block is needed in a function: it reads variables before it changes them, and an optimizer may make
+            # some there.
             after = contextlib.nullcontext()
         with after:
             return original(optimizer, gradients, *args, **kwargs)
@@ -254,9 +257,11 @@ class StepRecorder:
             self._models.append(model)
         tensors = list(_tensors(next(iter([*args, *kwargs.values()]), None)))
         rows: Any = np.int32(-1)
-        if compat.are_recorded(tensors):  # what another model has made isn't a sample
+        # What another model has made isn't a sample.
+        if compat.are_recorded(tensors):
             rows = np.int32(0)
-        elif step is not None:  # only fit says how many of the rows count
+        # Only ``fit`` tells how many of the rows count.
+        elif step is not None:
             rows = step.share.rows * tf.cast(step.share.sum_factor, tf.int32)
         with self._keep_before([rows, *tensors], self._keep_rows):
             if args and not tf.executing_eagerly():
@@ -265,7 +270,8 @@ class StepRecorder:
         last_bit = noise.last_bit(model.compute_dtype)
         self._record.last_bit = max(self._record.last_bit, last_bit)
         fraction = last_bit * self._process.perturbed
-        if self._by_horovod():  # each rank has to have gradients of its own
+        # With Horovod's names, each rank has to have gradients of its own.
+        if self._by_horovod():
             fraction = _LARGE_CHANGE
         change = functools.partial(noise.changed, by=fraction, seed=self._process.rank)
         if fraction and args:
@@ -309,7 +315,7 @@ class StepRecorder:
                 self._record.steps[-1].logs.update(logs)
 
     def _fit(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        # Ranks and one process have to read the same order.
+        # Shuffling is off, since ranks and one process have to read the same order.
         return self._phases.fit(original, *args, **{**kwargs, "shuffle": False})
 
     def _adapt(self, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -328,7 +334,8 @@ class StepRecorder:
         # A run that made no step has no logs of one.
         if len(self._record.steps) > steps:
             arrays = fetched
-            if isinstance(fetched, dict):  # the keys may be hooks
+            # The keys of the dictionary may be hooks.
+            if isinstance(fetched, dict):
                 arrays = list(fetched.values())
             leaves = tf.nest.flatten(arrays)
             numbers = [float(leaf) for leaf in leaves if isinstance(leaf, np.floating)]

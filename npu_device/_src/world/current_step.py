@@ -191,6 +191,7 @@ def _is_only_assigned(handle: tf.Tensor) -> bool:
     # What a variable holds may have been set before the graph runs.
     outer = getattr(handle.graph, "outer_graph", None)
     if outer is not None and outer.building_function:
-        return False  # a branch or a loop; what is outside may set it
+        # In a branch or a loop, what is outside may set the variable.
+        return False
     setters = [user for user in handle.consumers() if not user.type.startswith(_READERS)]
     return all(setter.type.startswith("Assign") for setter in setters)

@@ -72,7 +72,8 @@ def unpacked(data: bytes, ranks: Sequence[str], trusted: bool) -> list[Any]:
             plain = None
             if form == _PLAIN:
                 plain = from_json(content)
-        except Exception as error:  # whatever is wrong with it
+        # Anything may be wrong with bytes of another process.
+        except Exception as error:
             raise ClusterError(
                 f"{rank} has sent an object that can't be read.\n"
                 "Likely cause: a different program sends to the ports of this rank, or the ranks have different "
@@ -99,7 +100,8 @@ def from_json(text: str | bytes) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    # Single values as they are, others as a list of their kind and contents. Subclasses would arrive as something else.
+    # Single values are sent as they are, others as a list of their kind and contents. Subclasses would arrive as
+    # something else.
     if value is None or type(value) in (bool, float, str):
         return value
     if type(value) is int:
@@ -125,11 +127,12 @@ def _plain(value: Any) -> Any:
 
 
 def _dtype_name(dtype: np.dtype) -> str:
-    # numpy's own texts say the byte order, too.
+    # numpy's own text is preferred, since it has the byte order, too.
     if dtype.kind not in "OV" and np.dtype(dtype.str) == dtype:
         return dtype.str
     try:
-        name = tf.as_dtype(dtype).name  # bfloat16 and the like
+        # TensorFlow names dtypes that numpy lacks, such as bfloat16.
+        name = tf.as_dtype(dtype).name
     except TypeError:
         name = "string"
     if name in ("string", "resource", "variant"):
@@ -165,7 +168,8 @@ def _value(plain: Any) -> Any:
 
 
 def _array(name: str, shape: list[int], text: str) -> np.ndarray:
-    is_numpy = name[:1] in "<>|="  # others are TensorFlow's names, of bfloat16 and the like
+    # Other names are TensorFlow's, of bfloat16 for instance.
+    is_numpy = name[:1] in "<>|="
     dtype = np.dtype(name if is_numpy else tf.as_dtype(name).as_numpy_dtype)
     # Objects would run code when they are read, and items without a size hold nothing.
     if dtype.hasobject or not dtype.itemsize:
@@ -173,5 +177,5 @@ def _array(name: str, shape: list[int], text: str) -> np.ndarray:
     data = base64.b64decode(text, validate=True)
     if len(data) != math.prod(shape) * dtype.itemsize or min(shape, default=0) < 0:
         raise ValueError("not as many numbers")
-    # A copy, as the buffer can't be written to.
+    # Copied, as the buffer can't be written to.
     return np.frombuffer(data, dtype).reshape(shape).copy()

@@ -216,7 +216,8 @@ def _common_divisor(lengths: Sequence[Number]) -> Number:
     # An empty tensor fits any number of units.
     sizes = tf.where(sizes == 0, tf.reduce_max(sizes), sizes)
 
-    def differ(sizes: tf.Tensor) -> tf.Tensor:  # false at once for tensors of one length
+    # Tensors of one length end the loop at once.
+    def differ(sizes: tf.Tensor) -> tf.Tensor:
         return tf.reduce_min(sizes) < tf.reduce_max(sizes)
 
     def remainders(sizes: tf.Tensor) -> tuple[tf.Tensor]:

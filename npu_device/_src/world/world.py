@@ -60,7 +60,8 @@ class World:
             array = np.zeros(int(length), np.uint8)
         [sent] = self.from_root([tf.constant(array)], root_rank)
         received = None
-        if not sends or not trusted:  # what can't be sent is an error on all ranks
+        # Read by the root, too, so that what can't be sent is an error on all ranks.
+        if not sends or not trusted:
             [received] = unpacked(sent.numpy().tobytes(), [f"rank {root_rank}"], trusted)
         if sends:
             return value

@@ -120,7 +120,7 @@ def broadcast(
     if world is None:
         return list(tensor)
     sent = _ops.broadcast(world.job, list(map(compat.to_tensor, tensor)), root_rank, world.group)
-    # As on Ascend, in the graph of a session fetching a result overwrites the variable.
+    # In the graph of a session, fetching a result overwrites the variable, as on Ascend.
     return list(map(overwriting, tensor, sent))
 
 

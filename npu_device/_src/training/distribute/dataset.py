@@ -66,7 +66,7 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
             f"rank {rank}: expected a tf.data.Dataset to shard; found type {type(dataset).__name__}"
         )
     if batch_size <= 0 or batch_size % world_size:
-        # Advice for the user: the multiple below, or the smallest that gives each rank one.
+        # The advice names the multiple below, or the smallest batch that gives each rank one sample.
         below = max(batch_size // world_size, 1) * world_size
         raise ValueError(
             f"rank {rank}: the global batch size must be divisible by the number of ranks; found {batch_size} on "
@@ -77,7 +77,7 @@ def shard_and_rebatch_dataset(dataset: Any, global_bs: Any) -> tuple[Any, Any]:
     batch = batch_size // world_size
     if job is not None:
         count = tf.data.UNKNOWN_CARDINALITY
-        # In a graph, the cardinality has no value.
+        # The cardinality has a value in eager mode only.
         if tf.executing_eagerly():
             count = int(dataset.cardinality())
         if rank == 0:
@@ -121,7 +121,8 @@ def _compare_shuffles(job: Job, dataset: Any) -> None:
     seeds = compat.shuffle_seeds(dataset)
     divided = job.made(_DivisionCount)
     divided.count += 1
-    if any(set(pair) == {0} for pair in seeds):  # without a seed, TensorFlow draws one
+    # Without a seed, TensorFlow draws one on each rank.
+    if any(set(pair) == {0} for pair in seeds):
         if job.cluster.rank == 0:
             _log.warning(_TEXT, "without a seed", "")
         return
@@ -132,7 +133,8 @@ def _compare_shuffles(job: Job, dataset: Any) -> None:
         name = f"shuffled before division {divided.count}"
         answers = job.store.post(name, [list(pair) for pair in seeds])
     except ClusterError:
-        return  # the next collective raises the error of a lost rank
+        # The next collective raises the error of a lost rank.
+        return
     is_last = len(answers) == job.cluster.world_size
     if is_last and any(answer != answers[0] for answer in answers.values()):
         rows = {}

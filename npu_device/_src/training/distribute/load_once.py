@@ -145,7 +145,7 @@ class _Exchange:
         content = packed((rest, [tuple(place) for place in places]), self.world.job.cluster.trusted)
         self._offer, address = published(arrays, places, content)
         facts = []
-        # Only hosts are compared, and a checksum of a GiB takes a second.
+        # Checksums are computed for several hosts only, since that of a GiB takes a second.
         if len(self.leaders) > 1:
             facts = [_fact(name, array) for name, array in zip(names, arrays)]
         return {
@@ -215,7 +215,8 @@ class _Exchange:
         note = notes[self.leader]
         trusted = self.world.job.cluster.trusted
         memory = mapped(Address(*note["address"]))
-        if not self.loads or not trusted:  # what can't be sent is an error on all ranks
+        # Read on the rank that loads, too, so that what can't be sent is an error on all ranks.
+        if not self.loads or not trusted:
             content = memory[len(memory) - note["rest"] :]
             [(rest, places)] = unpacked(content, [f"rank {self.leader}"], trusted)
         if self.loads:

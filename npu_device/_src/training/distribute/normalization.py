@@ -57,7 +57,7 @@ def moments(
         keeps_axes = False
     if len(axes_or_mask) == 1:
         [mask] = axes_or_mask
-    # 16 bits are too narrow for sums of squares.
+    # Computed in a wide dtype, since 16 bits are too narrow for sums of squares.
     wide = tf.cast(inputs, sum_dtype(inputs.dtype))
     valid = tf.cast(sum_factor, wide.dtype)
     if mask is not None:
@@ -119,8 +119,8 @@ def moments_of_all_ranks(
 
 def normalizing_world(group: str) -> World | None:
     """Return the ranks by whose samples a layer normalizes in this call; None if it is by those of this process."""
-    # Inside a strategy of TensorFlow for several devices, Keras adds up over those.
-    # While a model is only built or saved, other ranks may not be there.
+    # Keras itself normalizes over the devices of a strategy of TensorFlow. While a model is only built or saved, other
+    # ranks may not be there.
     is_alone = (
         is_only_building()
         or compat.is_saving()
@@ -134,7 +134,7 @@ def exchange_in(world: World, step: CurrentStep | None, inputs: tf.Tensor) -> Ex
     # A loop of the script says by its reductions how its ranks count.
     if step is None:
         return world.job.made(Loops).exchange(world, tf.shape(inputs)[0])
-    # The layer isn't part of the replicated model, or ``fit`` had replaced its method.
+    # A layer comes here if it isn't part of the replicated model, or if ``fit`` had replaced its method.
     sum_of_step: Exchange = lambda sums: step.reduce([sums], ReductionOptions("sum", fusion=0))[0]  # noqa: E731
     return exchange_of_step(step, sum_of_step)
 

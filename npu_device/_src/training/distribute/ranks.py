@@ -223,7 +223,7 @@ def weighted_mean(values: Any, weight: Any) -> Any:
         where = f"rank {world.job.cluster.rank}: weighted_mean was given "
         raise ValueError(f"{where}{wrong}, such as the number of samples of this rank")
     note_reduced(world, values, by_samples=True)
-    # Without a weight on any rank, the mean is 0.
+    # If all weights are 0, so is the mean.
     fraction = tf.math.divide_no_nan(own_weight, world.sum_over_ranks(own_weight))
     terms = []
     for value in tf.nest.flatten(values):

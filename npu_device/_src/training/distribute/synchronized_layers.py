@@ -58,7 +58,8 @@ _TRACED_ALONE = (
 def _moments_method(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Stand in for the method of a layer that computes mean and variance."""
     own = getattr(type(self), compat.moments_method(self)).__get__(self)
-    if jobs.current() is None:  # the job is closed
+    # After the end of the job, the layer normalizes by itself.
+    if jobs.current() is None:
         return own(*args, **kwargs)
     return moments_of_all_ranks(self, own, getattr(self, _GROUP), *args, **kwargs)
 
@@ -183,7 +184,8 @@ class SynchronizedLayers:
         # Numbers are losses and counts, no gradients: worth no search.
         if all(tf.TensorShape(tensor.shape).rank == 0 for tensor in tensors):
             return
-        if tf.executing_eagerly():  # each step comes here; of a function, only its trace
+        # Counted, since each eager step comes here, and of a function only its trace.
+        if tf.executing_eagerly():
             reduction = (len(tensors), str(tensors[0].shape))
             if reduction in self._checked or len(self._checked) >= _CHECKS:
                 return
@@ -221,8 +223,8 @@ class SynchronizedLayers:
         self.install(layers)
         if not called:
             return
-        # The graph of a function that has called one of them keeps what it was traced with.
-        # Only its trace could change that, so the next reduction warns.
+        # A function that has called one of the layers keeps the graph that was traced before. Only a new trace would
+        # change that, so the next reduction warns.
         functions = compat.functions_that_update(layer.moving_mean for layer in called)
         self._traced.update((layer, names) for layer, names in zip(called, functions) if names)
         # Reductions of the same shapes may have been checked before.
@@ -240,13 +242,14 @@ def note_reduced(world: World, values: Any, by_samples: bool = False) -> None:
     if not can_compare() or current_step() is not None:
         return
     world.job.made(Loops).note_reduced(values, by_samples)
-    # The layers are the same on all ranks.
+    # One rank is enough to warn, since the layers are the same on all ranks.
     if world.job.cluster.rank == 0:
         world.job.made(SynchronizedLayers).note_reduced(values)
 
 
 def _is_built(layer: Any) -> bool:
-    return bool(getattr(layer, "built", False))  # a layer whose constructor failed lacks attributes
+    # A layer whose constructor has failed lacks attributes.
+    return bool(getattr(layer, "built", False))
 
 
 def _may_train(shapes: set[Any], layer: Any) -> bool:

@@ -186,7 +186,7 @@ def grouping_gradients_apply(
     own_share = shares(variables, world.size)[world.rank]
     # Counted before the call, since what the call adds belongs to this rank.
     count = len(tf.compat.v1.global_variables())
-    # A bound method knows its optimizer.
+    # The function may be a bound method, which knows its optimizer.
     optimizer: Any = getattr(apply_func, "__self__", None)
     own_pairs = [pairs[position] for position in own_share]
     if hasattr(optimizer, "inner_optimizer"):
@@ -200,7 +200,8 @@ def grouping_gradients_apply(
         own_pairs = _finite_if_all_are(own_pairs, [gradient for gradient, _ in pairs])
     with compat.clipped_with_all(optimizer, pairs, own_share):
         applied = apply_func(own_pairs, *args, **kwargs)
-    for variable in tf.compat.v1.global_variables()[count:]:  # empty but in a session's graph
+    # Only a session's graph has such variables.
+    for variable in tf.compat.v1.global_variables()[count:]:
         tf.compat.v1.add_to_collection(VARIABLES_OF_ONE_RANK, variable)
     with after(applied):
         return grouping_broadcast(variables)
@@ -297,7 +298,8 @@ def require_same_state(world: World, layers: Sequence[Any], constants: bool = Tr
     own_states = [(layer.name, state_of(layer, constants)) for layer in layers]
     answers = world.objects(own_states, "what layers hold outside variables")
     if any(len(answer) != len(own_states) for answer in answers):
-        return  # the ranks have different models, which their variables show
+        # The ranks have different models, which the comparison of their variables reports.
+        return
     for position, (name, state) in enumerate(own_states):
         states: list[State] = [answer[position][1] for answer in answers]
         for attribute in state:
@@ -339,7 +341,8 @@ def _of_table(table: Any) -> tuple[str, int]:
         keys, values = tf.raw_ops.LookupTableExportV2(
             table_handle=table.resource_handle, Tkeys=table.key_dtype, Tvalues=table.value_dtype
         )
-    except (tf.errors.OpError, ValueError):  # a table that isn't initialized yet, or is of a graph
+    # A table can't be read before it is initialized, or if it is of a graph.
+    except (tf.errors.OpError, ValueError):
         return "a table", 0
     keys = map(repr, keys.numpy().tolist())
     # Sorted, since tables have no order.

@@ -44,13 +44,13 @@ def _checksum(tensor: tf.Tensor) -> tf.Tensor | int:
     if not is_number and dtype != tf.string:
         return 0
     flat = tf.reshape(tensor, [-1])
-    # Reading all of a large batch would cost more than the step of a small model.
+    # Elements are skipped, since reading all of a large batch would cost more than the step of a small model.
     flat = flat[:: tf.maximum(tf.size(flat) // _SAMPLE, 1)]
     if flat.dtype == tf.string:
         flat = tf.strings.to_hash_bucket_fast(flat, 1 << 31)
     elif flat.dtype.is_floating:
-        # Bits are added up, so that values that are nearly equal have different checksums; float64 first loses its last
-        # ones.
+        # The bits are summed, so that values that are nearly equal have different checksums. Of float64, the last bits
+        # are lost.
         flat = tf.bitcast(tf.cast(flat, tf.float32), tf.int32)
     # Each value counts with a weight of its position, so that the order counts.
     return tf.reduce_sum(tf.cast(flat, tf.int64) * (2 * tf.range(tf.size(flat, tf.int64)) + 1))

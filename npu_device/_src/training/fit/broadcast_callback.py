@@ -93,7 +93,7 @@ class NPUBroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
             # The function is put back first, since only the first call sends.
             model.train_function = train_function
             if model.run_eagerly:
-                # The batch is looked at, and has to be trained on all the same.
+                # The batch that is taken to look at is put back, to be trained on.
                 batch = next(iterator)
                 iterator = itertools.chain([batch], iterator)
                 training_state.call_on(model, batch)
@@ -158,7 +158,8 @@ def broadcast_keras_model(model: Any, root_rank: int = 0) -> None:
     if built and tf.executing_eagerly() and training_state.uses_keras_step(model):
         training_state.build_optimizer(model)
     operation = broadcast(training_state.training_variables(model), root_rank)
-    if operation is not None:  # a model of TensorFlow 1, whose weights live in Keras's session
+    # A model of TensorFlow 1 has its weights in Keras's session, which runs the operation.
+    if operation is not None:
         compat.session_backend().get_session().run(operation)
 
 

@@ -166,7 +166,11 @@ class _Call:
         elif self.is_function:
             positions = inputs
         else:
-            positions = {position + 1 for position in inputs}  # the first one decides
+            positions = {
+                position + 1
+                for position in inputs
+                # The first input of a branch decides, and isn't an argument.
+            }
         return [self._operation.inputs[position] for position in positions]
 
     def _loop_variables_behind(self, variables: set[int]) -> set[int]:

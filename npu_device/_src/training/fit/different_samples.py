@@ -47,7 +47,7 @@ def _features(leaf: Any, total: int) -> Iterator[np.ndarray]:
     elif tf.TensorShape(leaf.shape).rank:
         samples = _per_sample(np.asarray(leaf), total)
         samples = samples[:, :: max(1, samples.shape[1] // _MOST_ELEMENTS)]
-        # Padding is 0, or what is common at the end of the samples.
+        # The length of the padding is a feature: it is 0, or what is common at the end of the samples.
         yield (samples == _padding(samples)).sum(axis=1)
         ends = samples[:, -1:]
         different_ends = np.unique(ends[: 2 * _MOST_ELEMENTS])

@@ -164,7 +164,8 @@ def rows_of_rank(world: World, model: Any, sequence: Any) -> Any:
 
         def __getitem__(self, index: int) -> Any:
             mark = index
-            if not index:  # on_epoch_end may have shuffled the data
+            # The first batch of an epoch is marked by its content, since on_epoch_end may have shuffled the data.
+            if not index:
                 mark = start.full_checksum(sequence.rows(0, 0, 1))
             if end > begin:
                 rows = sequence.rows(index, begin, end)
@@ -215,8 +216,8 @@ class Pipeline(Divided):
     """
 
     def __init__(self, tagged: tf.data.Dataset, are_full: bool) -> None:
-        self._tagged = tagged  # the rows' tags and the rows
-        self._are_full = are_full  # all batches have the same number of rows
+        self._tagged = tagged  # a dataset of pairs: tags of rows, and the rows
+        self._are_full = are_full  # True if all batches have the same number of rows
         rows_of_batch = _rows_that_count
         if are_full:
             rows_of_batch = _all_rows
@@ -419,7 +420,7 @@ def _require_pure(call: Callable[[Any], Any], spec: Any) -> None:
 def _require_same(world: World, source: tf.data.Dataset) -> None:
     """Raise ValueError for a source that has another order or length on each rank, as far as its making tells."""
     seeds = compat.shuffle_seeds(source)
-    # Zeros stand for no seed: each rank then draws one of its own.
+    # Zeros stand for no seed, so that each rank would draw one of its own.
     if any(set(pair) == {0} for pair in seeds):
         raise ValueError(
             "the source of a pipeline is shuffled without a seed, in a different order on each rank.\nWhat to do: "

@@ -80,7 +80,8 @@ class Saves:
         self._job = job
         self._rank = job.cluster.rank
         self._calls = job.counts.of(job.group(WORLD_GROUP))
-        self._numbers = itertools.count()  # no two questions may be the same to the hub
+        # Numbers make questions different, since the hub takes equal ones for one.
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._saves: dict[str, _Save] = {}
         # The saves that wait for an answer, by the rank that asks.
@@ -221,14 +222,16 @@ class Saves:
         try:
             with open(neighbour, "x"):
                 pass
-        except OSError:  # this rank couldn't write here either
+        # This rank can't write here either, so it sees no file of the other one.
+        except OSError:
             return _exists(path)
         try:
             sees = self._ask(writer, _SEES, [neighbour], time_limits.SAVE_ANSWER_SECONDS)
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(neighbour)
-        if sees is None:  # the rank has left
+        # Without an answer, the rank has left.
+        if sees is None:
             return _exists(path)
         return bool(sees)
 
@@ -281,11 +284,11 @@ def saving(world: World, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def save(*args: Any, **kwargs: Any) -> Any:
         path = kwargs.get("filepath", next(iter([*args, *kwargs.values()]), None))
-        # A file object, for instance, is this rank's.
+        # A file object, for instance, is this rank's own, and written as usual.
         if job.in_fork or not isinstance(path, (str, os.PathLike)):
             return write(*args, **kwargs)
         if not job.health.is_closed:
-            # A closed job can't be asked any more, when a script saves after its end.
+            # Only an open job can be asked: a script may save after its end.
             return saves.save(os.fsdecode(path), lambda: write(*args, **kwargs))
         if world.is_main:
             return write(*args, **kwargs)
@@ -314,6 +317,7 @@ def _like(class_name: str, text: str) -> Exception:
     """Return an error of a type of Python's own, so that a script that handles it does so on all ranks."""
     error_class = getattr(builtins, class_name, None)
     if isinstance(error_class, type) and issubclass(error_class, Exception):
-        with contextlib.suppress(TypeError):  # the method takes other arguments
+        # The constructor of the error may take other arguments.
+        with contextlib.suppress(TypeError):
             return error_class(text)
     return RuntimeError(text)

@@ -37,7 +37,7 @@ class Runs:
         weights = self.weights
         if is_added_up:
             weights = [1.0] * len(self.parts)
-        # The step has weighted the gradients of parts.
+        # Divided again, since the step has multiplied the gradients of parts by their fractions.
         parts = [part / weight for part, weight in zip(trial.parts, weights)]
         return replace(trial, parts=parts, weights=weights)
 
@@ -71,7 +71,7 @@ class ComparedGradient:
     """A gradient of all samples, compared with those of the parts."""
 
     name: str  # name of its variable
-    reducer: Any  # reduction of its optimizer
+    reducer: Any  # the reducer of its optimizer
     error: float  # the difference from the mean over the parts, relative to the gradient
     is_mean: bool  # it is the mean over the parts, as a gradient of 0 is
     is_sum: bool  # it is the sum over the parts, as a gradient of 0 is
@@ -82,7 +82,7 @@ def are_repeatable(run: StepResults, again: StepResults) -> bool:
     pairs = [_dense(pair) for pair in zip(run.gradients, again.gradients)]
     if all(np.array_equal(gradient, repeat) for gradient, repeat in pairs):
         return True
-    # The size is that of all gradients: some are nearly 0, and their rounding is that of the others.
+    # Compared by the size of all gradients together: some are nearly 0, and their rounding is that of the others.
     size = np.sqrt(sum(norm(gradient) ** 2 for gradient, _ in pairs))
     return all(
         norm(gradient - repeat) <= 0.01 * (norm(gradient) + size) for gradient, repeat in pairs
@@ -104,7 +104,7 @@ def compared_gradients(dry_step: DryStep, runs: Runs) -> list[ComparedGradient]:
         runs.gradient(position, reducer in summed)
         for position, reducer in enumerate(dry_step.reducers)
     ]
-    # A small gradient is rounded as those are that it is computed with.
+    # The tolerance depends on all gradients: a small one is rounded as those are that it is computed with.
     size = float(np.sqrt(sum(trial.size**2 for trial in trials)))
     compared = []
     for variable, reducer, trial in zip(dry_step.variables, dry_step.reducers, trials):
@@ -113,7 +113,7 @@ def compared_gradients(dry_step: DryStep, runs: Runs) -> list[ComparedGradient]:
             ComparedGradient(
                 variable_name(variable),
                 reducer,
-                # The small number is there for a gradient of 0.
+                # The small number keeps a gradient of 0 from being a divisor.
                 trial.error_of_mean / (trial.size + 1e-30),
                 is_mean=trial.is_mean(allowed),
                 is_sum=trial.is_sum(allowed),
@@ -162,7 +162,7 @@ def sums_among_numbers(runs: Runs) -> dict[str, bool]:
         if name.startswith((LOSS, ADDED_LOSS)):
             # A wrong sum would scale the loss: it has to be clear, not only closer.
             is_sum = is_sum and trial.error_of_sum <= _CLEARLY * trial.size
-        # The two don't differ for 0 and NaN.
+        # For 0 and NaN, sum and mean don't differ, and nothing is found.
         if abs(trial.error_of_sum - trial.error_of_mean) > 1e-6 * trial.size:
             are_sums[name] = bool(is_sum)
     return are_sums

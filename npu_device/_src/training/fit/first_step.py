@@ -44,7 +44,7 @@ class _RankVerdict(NamedTuple):
     error: str = ""
     warning: str = ""
     sums: dict[str, bool] = {}  # noqa: RUF012  # see ``Sums.numbers``; and for each optimizer, by its place
-    added: str = ""  # in words, which gradients are added up
+    added: str = ""  # in words, what of the step is a sum over the samples
 
 
 def check(context: StepContext, batch: Any) -> str:
@@ -76,10 +76,10 @@ def check(context: StepContext, batch: Any) -> str:
     warning = next((verdict.warning for verdict in verdicts if verdict.warning), "")
     if warning and world.is_main:
         _log.warning("%s", warning)
-    # All ranks add up the same numbers, or their results would differ.
+    # Set alike on all ranks, or their results would differ.
     set_sums(context, [verdict.sums for verdict in verdicts])
     statements = [verdict.statement for verdict in verdicts]
-    # A rank that could not check says more than those that could.
+    # The statement of a rank that could not check comes first.
     unchecked = [text for text in statements if text.startswith("not checked")]
     statement = next(iter([*unchecked, *statements]))
     added = next((verdict.added for verdict in verdicts if verdict.added), "")
@@ -97,7 +97,8 @@ def look_for_sums(context: StepContext, batch: Any) -> str:
             with _nothing_drawn():
                 samples = samples_of(without_optional(batch))
                 sums = checked_step(context, samples, is_repeated=False).sums
-        except Exception:  # the user's step, which may rely on what a few samples don't have
+        # The user's step may rely on what a few samples don't have.
+        except Exception:
             _log.debug("sums of a test step", exc_info=True)
     # The ranks exchange after a failure, too, because the others take part.
     if not is_off:
@@ -107,7 +108,8 @@ def look_for_sums(context: StepContext, batch: Any) -> str:
 
 @contextlib.contextmanager
 def _nothing_drawn() -> Iterator[None]:
-    states = training_state.random_states()  # a trace may draw seeds
+    # A trace may draw seeds, so that the states are put back after it.
+    states = training_state.random_states()
     try:
         with compat.without_rewriting():
             yield
@@ -150,7 +152,8 @@ def _verdict(context: StepContext, batch: Any) -> _RankVerdict:
         if context.has_own_data:
             return _RankVerdict("not checked: the step can't run on a part of a rank's batch")
         return _RankVerdict("", str(error))
-    except Exception as error:  # the user's step, which may rely on what a few samples don't have
+    # The user's step may rely on what a few samples don't have.
+    except Exception as error:
         _log.debug("first-step check", exc_info=True)
         reason = f"{type(error).__name__}: {texts.last_line(error)}"
         verdict = _RankVerdict(f"not checked: the step can't run on a few samples ({reason})")
@@ -181,7 +184,7 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> 
     ]
     dry_step = DryStep(context, start.spec_of(context.model, None, parts[0].data))
     before = dry_step.state()
-    # What a share sets, a share of other samples or in another order sets differently.
+    # Compared with the share of other samples, and with the same one in another order: what depends on either is found.
     [share, other_share] = dry_step.run(parts)
     [repeat, _] = dry_step.run(parts)
     [reversed_share, _] = dry_step.run(list(map(_reversed, parts)))
@@ -247,7 +250,7 @@ def _judge(context: StepContext, samples: Samples, checked: CheckedStep) -> _Ran
     if clipping is None and any(gradient.is_sum for gradient in different):
         return _RankVerdict("", texts.of_two_kinds(title, gradients, world))
     changes = findings.changes(dry_step, runs, *_variables(context))
-    # A number is often a counter, which few scripts depend on; that is a warning.
+    # Changed numbers are only a warning: most are counters, which few scripts depend on.
     kept = [change for change in changes if not change.is_number]
     if kept:
         [reversed_run] = dry_step.run([_reversed(samples.whole)])
@@ -304,7 +307,8 @@ def _mixture(context: StepContext, samples: Samples) -> Mixture | None:
         dry_step = DryStep(context, samples.spec, mixing.values_of_samples)
         [whole] = dry_step.run([samples.whole])
         parts = dry_step.run(samples.parts)
-    except Exception:  # the search failed, but the check itself has been made
+    # The search may fail, but the check itself has been made.
+    except Exception:
         return None
     return mixing.where_samples_meet(
         dry_step.chosen,

@@ -20,7 +20,7 @@ def last_line(error: BaseException) -> str:
     # TensorFlow says what has failed in the line before the name of the node.
     nodes = [number for number, line in enumerate(lines) if "{{node" in line]
     if isinstance(error, tf.errors.OpError) and nodes and nodes[-1]:
-        # TensorFlow repeats whole graphs in its messages.
+        # Only one line is taken, and cut, since TensorFlow repeats whole graphs in its messages.
         return lines[nodes[-1] - 1][:200]
     opening = f"{type(error).__name__}: "
     line = next((line for line in reversed(lines) if line.startswith(opening)), lines[0])

@@ -53,7 +53,7 @@ class Function(StepContext):
         if self.is_first_call:
             self.is_first_call = False
             batches = self._start(batches)
-        # The usual case of a running training: one comparison, then Keras's own function.
+        # In a running training, one comparison leads to Keras's own function.
         if self._input_wait is None or self._input_wait.is_over:
             return self._keras_function(batches)
         steps = compat.steps_per_call(self.model)
@@ -62,7 +62,7 @@ class Function(StepContext):
     def make(self, force: bool = False) -> Function:
         """Make the function of the model, unless it is there; Keras calls this at the beginning of each ``fit``."""
         self._state.prepare(self.mode)
-        # A new function is made also after compile.
+        # ``compile`` drops the function, so that a new one is made after it.
         if getattr(self.model, self._name) is not self or force:
             self.is_first_call = True
             self._is_built = False
@@ -87,7 +87,8 @@ class Function(StepContext):
         def share(batch: Any) -> Any:
             own_part = divide(self.world, batch).data
             if self.mode == "train":
-                numbers.begin()  # functions that the step calls are traced here, and not again
+                # Drawn as in a step already, since functions that the step calls are traced here, and not again.
+                numbers.begin()
             return own_part
 
         spec = start.spec_of(self.model, batches, batch)
@@ -118,9 +119,11 @@ class Function(StepContext):
         and the first step is checked with variables that are equal by then.
         """
         is_training = self.mode == "train"
-        self.checksum.take()  # drops what an interrupted call has left
+        # Taken to drop what an interrupted call has left.
+        self.checksum.take()
         pulled = batches
-        is_iterator = not isinstance(batches, list)  # Keras 3 predicts lists
+        # Keras 3 hands lists to its function for predictions.
+        is_iterator = not isinstance(batches, list)
         if is_iterator:
             pulled = sources.pull(batches, compat.steps_per_call(self.model))
         self.has_own_data = bool(pulled) and is_divided(pulled[0])

@@ -58,7 +58,7 @@ class Metrics:
         self._metrics = parts.metrics
         self._results: list[_Result] = []
         keras = compat.keras_of(parts.layers[0])
-        # tf-keras counts each loss of a sample as often as there are samples; Keras 3 their mean.
+        # In tf-keras, the losses of samples count by their number; in Keras 3, their mean counts as one.
         self._counts_losses = not compat.is_keras_3(keras)
         trackers = set(map(id, parts.trackers))
         for index, metric in enumerate(self._metrics):
@@ -131,7 +131,8 @@ class Metrics:
 
     def _record(self, compute: Callable[[], Any]) -> Any:
         if tf.executing_eagerly() and self._step.is_custom:
-            self.add_increments()  # no graph tells later what the step has computed from it
+            # Without a graph, nothing tells later what a custom step has computed from the result.
+            self.add_increments()
         result = compute()
         if isinstance(result, dict):
             for key, tensor in result.items():

@@ -168,7 +168,8 @@ def _is_joined(whole: np.ndarray, parts: Sequence[np.ndarray], rows: Sequence[in
     if any(part.shape[1:] != whole.shape[1:] for part in parts):
         return False
     if len(whole) != sum(map(len, parts)):
-        return True  # the first axis isn't that of samples
+        # The first axis isn't that of the samples, so nothing can be told.
+        return True
     orders = [np.concatenate(parts)]
     views = len(whole) // sum(rows)
     if views > 1 and [len(part) for part in parts] == [views * count for count in rows]:

@@ -9,7 +9,7 @@ from npu_device._src import compat
 MARK = "npu_device_numbers_of_rank"
 """Name of the operation that mixes the rank into the state of a generator."""
 
-# Operations that make seeds of seeds.
+# The operations that make seeds from seeds.
 _SEEDS = ("StatelessRandomGet", "StatelessRandomUniformFullInt")
 
 _have_seeds: dict[str, bool] = {}

@@ -63,7 +63,7 @@ class Replica:
         self.test = Function(self.state, "test")
         self.predict = Function(self.state, "predict")
         for name, method in {**self._methods(), _REPLICA: self}.items():
-            # Past Keras's own __setattr__, which would track the method as something to save.
+            # Set past Keras's own ``__setattr__``, which would track the method as something to save.
             object.__setattr__(model, name, method)
         files.save_parts_once(world, model)
 
@@ -85,10 +85,12 @@ class Replica:
             "predict": self._evaluate_or_predict(self.predict, model.predict),
         }
         for name in files.METHODS:
-            if hasattr(model, name):  # saving methods write a file once for the job
+            # The saving methods write a file once for the whole job.
+            if hasattr(model, name):
                 methods[name] = files.saving(self.world, getattr(model, name))
         counters = getattr(model, compat.COUNTERS_METHOD, None)
-        if counters is not None:  # tf-keras: fit begins with the epoch of rank 0's backup
+        # In tf-keras, ``fit`` begins with the epoch of rank 0's backup.
+        if counters is not None:
             methods[compat.COUNTERS_METHOD] = lambda *args: self.world.object_from_root(
                 counters(*args)
             )
@@ -117,9 +119,10 @@ class Replica:
                     history = arguments.call()
             finally:
                 self.state.in_fit = was_in_fit
-                # The data may go before the model does.
+                # Dropped, so that the data can be freed before the model.
                 self.train.source = self.test.source = None
-            if self.train.is_first_call:  # no epoch was left to train
+            # The first call hasn't come, since no epoch was left to train.
+            if self.train.is_first_call:
                 start.synchronise(self.world, self.model, training=True)
             weights = training_state.common(self.model, training_state.weights(self.model))
             # The comparison waits for rank 0, and so for the files that rank 0 writes.
@@ -233,7 +236,8 @@ class Arguments:
         self._in_order = [
             parameter.name for parameter in parameters if parameter.kind in by_position
         ]
-        if inspect.Parameter.VAR_POSITIONAL in self._kinds:  # passed on in the order of Keras
+        # Positional arguments are passed on in the order of Keras.
+        if inspect.Parameter.VAR_POSITIONAL in self._kinds:
             self._in_order += _keras_names(model, method.__name__)[len(self._in_order) :]
 
     def get(self, name: str) -> Any:
@@ -332,7 +336,8 @@ def callbacks_of_rank(
         return [*kept, meeting]
     # Keras hands the model to callbacks when it makes the list, which has been done.
     meeting.set_model(model)
-    own_list = copy.copy(callbacks)  # the script's may serve another ``fit``
+    # Copied, since the list of the script may serve another ``fit``.
+    own_list = copy.copy(callbacks)
     own_list.callbacks = [*kept, meeting]
     return own_list
 
@@ -351,7 +356,7 @@ def _listed(callbacks: Any) -> Sequence[Any]:
 def silent(world: World, model: Any, callbacks: Any) -> Iterator[None]:
     """Let only rank 0 print what Keras's callbacks decide, which all ranks do alike."""
     keras = compat.keras_of(model)
-    # All ranks decide alike, so that one voice is enough.
+    # All ranks decide alike, so that it is enough if one of them warns.
     speaking = []
     if not world.is_main:
         for callback in getattr(callbacks, "callbacks", callbacks):
@@ -372,7 +377,8 @@ def _is_one_of(names: Sequence[str], callback: Any, keras: Any) -> bool:
 
 
 def _require_equal_rates(world: World, rates: Sequence[list[float]]) -> None:
-    if len(set(map(repr, rates))) == 1:  # compared as texts, in which NaN equals NaN
+    # Compared as texts, in which NaN equals NaN.
+    if len(set(map(repr, rates))) == 1:
         return
     lines = world.lines(", ".join(f"{rate:g}" for rate in rates_of_rank) for rates_of_rank in rates)
     raise RuntimeError(

@@ -35,7 +35,7 @@ def split(arguments: _Arguments) -> None:
         return
     length = min(len(array) for array in arrays)
     border = math.floor(length * (1.0 - fraction))
-    # Keras has errors for both.
+    # Left to Keras, which raises errors for an empty part and for arrays of different lengths.
     if not 0 < border < length or any(len(array) != length for array in arrays):
         return
 

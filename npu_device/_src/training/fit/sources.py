@@ -132,7 +132,7 @@ def _pipeline(source: Any) -> int | None:
     if b"ShardDataset" in graph or b"PyFunc" in graph:
         return None
     definition = _without_seeds(tf.compat.v1.GraphDef.FromString(graph))
-    # Sorted, since functions come in any order.
+    # Sorted, since the functions of a graph come in any order.
     functions = sorted(
         function.SerializeToString(deterministic=True) for function in definition.library.function
     )
@@ -180,7 +180,7 @@ def _without_seeds(graph: Any) -> Any:
 
 _LOOKS = (20, 200, 2000)  # calls of the train function before the waits are timed
 _CALLS = 5  # calls that are timed in a row: one that fills a buffer doesn't count
-_SHARE = 0.25  # part of a step
+_SHARE = 0.25  # the part of a step that is worth a warning
 
 _WHOLE = (
     "Each rank prepares the whole batch and keeps its share.\nWhat to do: let each rank prepare its own samples only, "
@@ -207,14 +207,15 @@ def pull(batches: Any, count: int) -> list[Any]:
 def with_put_back(batches: Any, pulled: list[Any]) -> Any:
     """Return an iterator of the same kind that begins with what was pulled, so that a function isn't traced again."""
     if not pulled:
-        return batches  # Keras handles the end of an iterator
+        # Left to Keras, which handles the end of an iterator.
+        return batches
     if not isinstance(batches, tf.data.Iterator):
         return iter(pulled)
     # A dataset of tensors, not of a generator, whose Python calls can wait for ever on a rank with one thread, and stay
     # in memory.
     parts = map(tf.data.Dataset.from_tensors, pulled)
     variant = tf.data.experimental.to_variant(functools.reduce(tf.data.Dataset.concatenate, parts))
-    # The type is that of the iterator, which may have unknown dimensions.
+    # Made with the type of the iterator, which may have unknown dimensions.
     return iter(tf.data.experimental.from_variant(variant, batches.element_spec))
 
 
@@ -222,7 +223,7 @@ class InputWait:
     """Times some calls of a train function, in which the batches are taken here instead of in the function."""
 
     def __init__(self) -> None:
-        self.is_over = False  # no look is left, or the warning is given
+        self.is_over = False  # True when no look is left, or the warning was given
         self._calls = 0
         self._looks = list(_LOOKS)
         self._times: list[tuple[float, float]] = []  # seconds of the wait, and of the call with it
@@ -235,11 +236,13 @@ class InputWait:
         begin = time.perf_counter()
         pulled = pull(batches, steps)
         wait = time.perf_counter() - begin
-        if not pulled:  # the function says so in Keras's way
+        # Left to the function, which ends the epoch in Keras's way.
+        if not pulled:
             return function(batches)
         logs = function(with_put_back(batches, pulled))
         for leaf in filter(tf.is_tensor, tf.nest.flatten(logs)):
-            leaf.numpy()  # a GPU may still work on it
+            # Read, since a GPU may still work on it.
+            leaf.numpy()
         self._times.append((wait, time.perf_counter() - begin))
         if len(self._times) == _CALLS:
             self._judge(steps, own_data)

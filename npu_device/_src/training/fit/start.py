@@ -66,7 +66,8 @@ def build(
         is_built = model.built
     if not is_built:
         forward = own_step
-        if is_training:  # the backward pass makes no variables, and costs most
+        # Only the forward pass is traced: the backward pass makes no variables, and costs most.
+        if is_training:
             forward = partial(compat.forward_of_training, model)
         _trace(model, forward, spec, divide)
     if is_training:

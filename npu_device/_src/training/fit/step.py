@@ -50,13 +50,14 @@ def train_or_test_step(
     # functions.
     @functools.wraps(own_step)
     def step(data: Any) -> Any:
-        # A step that the step of another model calls works on the share of that one.
+        # Called by the step of another model, it works on the share of that one.
         if current_step() is not None:
             return own_step(data)
         batch = _take(context, data)
         share = divide(context.world, batch)
         with _begin(context, share) as divided_step:
-            logs = own_step(share.data)  # the optimizers in it reduce the gradients
+            # The optimizers in the step reduce the gradients.
+            logs = own_step(share.data)
         return divided_step.results_of_all(logs)
 
     return step
@@ -91,7 +92,7 @@ def _take(context: StepContext, batch: Any) -> Any:
         context.checksum.add(batch)
         return batch
     leaves = tf.nest.flatten(batch)
-    # Plain tensors travel in one call; for the rest, each size has to be sent first.
+    # Plain tensors travel in one call, since their sizes are known; for the rest, each size has to be sent first.
     plain = [leaf for leaf in leaves if _is_sent_as_it_is(leaf)]
     arrived = iter(context.world.from_root(plain))
     as_bytes = functools.partial(_sent_as_bytes, context.world)
@@ -178,7 +179,8 @@ class Step:
     def __enter__(self) -> Step:
         self._running = running(self._current)
         self._running.__enter__()
-        _ = self._current.fraction  # computed in this graph, before a branch of the step needs it
+        # Computed in this graph, before a branch of the step needs it.
+        _ = self._current.fraction
         if self._random_numbers is not None:
             self._random_numbers.begin()
         return self

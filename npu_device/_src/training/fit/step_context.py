@@ -16,7 +16,8 @@ from npu_device._src.world.share import Share
 def _ignore(numbers: RandomNumbers, share: Share) -> None: ...
 
 
-@dataclass(eq=False)  # Keras tells functions apart by identity
+# Compared by identity, as Keras tells functions apart.
+@dataclass(eq=False)
 class StepContext:
     """What surrounds the steps of one mode.
 

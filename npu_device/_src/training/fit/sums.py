@@ -83,7 +83,7 @@ def samples_of(batch: Any) -> Samples:
         raise NotChecked("the first batch has one sample")
     positions = different_samples(batch, total, min(total, _SAMPLES))
     count = len(positions)
-    # The parts are uneven: means of even parts could hide a sum that isn't weighted.
+    # The parts are uneven, since means of even parts could hide a sum that isn't weighted.
     split = min(count // 2 + 1, count - 1)
     chosen = units_at(batch, total, positions)
     whole = Part(chosen, count, count, True)
@@ -110,10 +110,12 @@ def checked_step(context: StepContext, samples: Samples, is_repeated: bool) -> C
         numbers = findings.sums_among_numbers(runs)
         sums = {name for name, is_sum in numbers.items() if is_sum}
         losses = {name for name in sums if name.startswith((LOSS, ADDED_LOSS))}
-        if not losses <= added_names:  # losses come first: the penalties beside them are no sums
+        # Losses come first, since the penalties beside them are no sums.
+        if not losses <= added_names:
             added_names |= losses
             continue
-        # Once an optimizer adds up, its gradients count as they are, and the others may look different.
+        # Compared anew, since once an optimizer sums, its gradients count as they are, and the others may look
+        # different.
         gradients = findings.compared_gradients(dry_step, runs)
         are_sums = findings.sums_of_optimizers(gradients)
         optimizers = {
@@ -141,7 +143,7 @@ def _runs(context: StepContext, dry_step: DryStep, samples: Samples, is_repeated
     try:
         parts = dry_step.run(samples.parts)
     except tf.errors.OpError as error:
-        # The step may need more samples than were chosen.
+        # A failure says nothing if the step may only need more samples than were chosen.
         if len(samples.positions) < samples.total:
             raise
         text = not_samples(samples.whole.data, last_line(error), context.world)
@@ -201,7 +203,7 @@ def precision_of(model: Any) -> float:
 @contextlib.contextmanager
 def _moved(variables: Sequence[Any], precision: float) -> Iterator[None]:
     """Give variables values that differ by rounding from their own in the block."""
-    # An optimizer may have been given a variable twice.
+    # Moved once, although an optimizer may have been given a variable twice.
     moved = training_state.unique(variables)
     tensors = list(map(tf.convert_to_tensor, moved))
     for variable, tensor in zip(moved, tensors):

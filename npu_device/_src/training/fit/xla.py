@@ -66,7 +66,7 @@ def _is_on(model: Any) -> bool:
 
 
 def _why_not(model: Any) -> str:
-    # A call of such a layer might wait for other ranks, or hand out more than its result.
+    # Refused, since a call of such a layer might wait for other ranks, or hand out more than its result.
     for layer in compat.all_layers(model):
         layer_class = type(layer)
         name = layer_class.__name__

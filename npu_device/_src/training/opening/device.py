@@ -172,7 +172,8 @@ def _set_log_level() -> None:
     if level is not None:
         _log.setLevel(level)
         # A script that has set up logging keeps its own handlers.
-        if not _log.hasHandlers():  # Python's own last resort shows warnings and errors only
+        # Without a handler, Python would show warnings and errors only.
+        if not _log.hasHandlers():
             _log.addHandler(logging.StreamHandler())
 
 
@@ -194,7 +195,8 @@ def _join(membership: Membership, seed: int | None) -> Cluster:
     except (ClusterError, TimeoutError) as error:
         raise type(error)(f"Failed open npu device {membership.device_id}: {error}") from error
     path = environment.NPU_DEVICE_ERROR_FILE.get()
-    if path is not None:  # the launcher reads it
+    # The launcher reads the file.
+    if path is not None:
         with contextlib.suppress(OSError):
             Path(environment.opened_mark(path)).touch()
     return cluster
@@ -210,9 +212,11 @@ def _set_seed(seed: int | None) -> None:
             "since then depends on that.\nWhat to do: pass the seed in one place only."
         )
     _seed = seed
-    # TensorFlow's context isn't made. A Keras that is imported later takes its seeds from Python's random state.
+    # Set without making TensorFlow's context. A Keras that is imported later takes its seeds from Python's random
+    # state.
     keras_utils = [sys.modules[name].utils for name in ("keras", "tf_keras") if name in sys.modules]
-    with contextlib.suppress(ImportError):  # TF_USE_LEGACY_KERAS without tf_keras
+    # The import fails where TF_USE_LEGACY_KERAS is set without tf_keras.
+    with contextlib.suppress(ImportError):
         keras_utils.append(tf.keras.utils)
     for utils in keras_utils:
         utils.set_random_seed(seed)
@@ -225,7 +229,7 @@ def _checked(seed: Any) -> int:
     """Return a seed as Python's integer."""
     try:
         number = operator.index(seed)
-        # ``True`` is 1 for Python, but no seed.
+        # Refused below: ``True`` is 1 for Python, but no seed.
         if isinstance(seed, bool):
             number = -1
     except TypeError:
@@ -326,7 +330,7 @@ def close() -> None:
         OSError: the report of a trace can't be written.
     """
     global _handle, _seed
-    # The next ``open`` may have another seed.
+    # Forgotten, since the next ``open`` may have another seed.
     _handle = _seed = None
     job = jobs.current()
     if job is not None and job.in_fork:

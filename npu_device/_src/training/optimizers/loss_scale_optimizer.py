@@ -60,7 +60,8 @@ class NpuLossScaleOptimizer:
     Source: Ascend TF Adapter 2.x, ``npu.train.optimizer.NpuLossScaleOptimizer``.
     """
 
-    __module__ = "npu_device.train.optimizer"  # a saved model names the class by its public path
+    # A saved model names the class by its public path.
+    __module__ = "npu_device.train.optimizer"
 
     def __new__(cls, inner_optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         # The class of a family is made by ``_class_of_family``, and already has its Keras.
@@ -188,7 +189,7 @@ class _KerasFamily(_Keras):
                 finite = on_all_ranks(finite)
 
         def settle(finite: tf.Tensor, apply: Callable[[], Any]) -> None:
-            # A condition of the graph decides: the other branch must not move variables.
+            # Decided by a condition of the graph, since the other branch must not move variables.
             tf.cond(finite, lambda: _discard(apply()), lambda: _discard(self._skip()))
             self._last_step.finite.assign(finite)
             if self.dynamic:
@@ -342,7 +343,7 @@ class _TfKerasFamily(_KerasFamily):
         return self.iterations
 
     def _update_scale(self, finite: tf.Tensor) -> None:
-        # tf-keras's own state, which checks by itself whether its input is finite.
+        # NaN stands for gradients that aren't finite, which tf-keras's own state checks by itself.
         self._loss_scale.update([tf.where(finite, 0.0, float("nan"))])
 
 

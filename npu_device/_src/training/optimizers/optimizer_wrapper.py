@@ -152,7 +152,8 @@ class GradientReducer:
 
     def __init__(self, world: World, options: ReductionOptions) -> None:
         self.options = options
-        self.own_batches = False  # as in Horovod, whose scripts may broadcast after the first step
+        # True under Horovod's names, whose scripts may broadcast after the first step.
+        self.own_batches = False
         self._world = world
         self._reduced: list[weakref.ref[Any]] = []
         self._applying: Any = None  # the optimizer whose gradients are ready
@@ -160,10 +161,10 @@ class GradientReducer:
         self._compared = True
         self._audit: Audit | None = None
         self._pair: Pair | None = None  # the gradients that were reduced last, and their results
-        self._waits_for_update: dict[int, bool] = {}  # see ``accumulation.accumulate``
-        self.requests_divided_update: bool | None = (
-            None  # requested by an argument; None without one
-        )
+        # Whether the first gradient of a variable was reduced in the update only, by the id of the variable.
+        self._waits_for_update: dict[int, bool] = {}
+        # What an argument has requested; None without one.
+        self.requests_divided_update: bool | None = None
         self.divided_update: DividedUpdate | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
@@ -276,7 +277,8 @@ class GradientReducer:
     ) -> Any:
         # Restored, since calls nest: a loss-scale optimizer applies through its inner one.
         outer = self._applying
-        self._applying = optimizer  # gradients that come from now on are ready
+        # Gradients that come from now on are ready.
+        self._applying = optimizer
         try:
             return apply(ready, variables)
         finally:
@@ -546,7 +548,8 @@ def _checked(
 
     # Only after a fault do the ranks exchange which gradients have it.
     good = tf.cond(all_finite(reduced), lambda: tf.constant(0, tf.int64), report)
-    with tf.control_dependencies([good]):  # or variables would be updated before the error
+    # Waited for, or variables would be updated before the error.
+    with tf.control_dependencies([good]):
         return [with_values(gradient, tf.identity) for gradient in reduced]
 
 

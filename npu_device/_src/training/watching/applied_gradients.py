@@ -94,7 +94,8 @@ class AppliedGradients:
         for watched in self._watched.values():
             is_undecided = watched.applied is Applied.UNKNOWN
             if is_undecided and (watched.posted or not tf.executing_eagerly()):
-                with contextlib.suppress(Exception):  # whoever watches never ends a training
+                # Whoever watches never ends a training.
+                with contextlib.suppress(Exception):
                     for variable in watched.living():
                         if _is_value_of(variable, values):
                             self._averaged.add(id(compat.inner_variable(variable)))
@@ -165,7 +166,8 @@ class AppliedGradients:
                 targets.append(variable)
         # Within a strategy of TensorFlow, one rank has several values of a variable.
         has_replicas = tf.distribute.get_strategy().num_replicas_in_sync != 1
-        has_inner = hasattr(optimizer, "inner_optimizer")  # the inner optimizer is asked itself
+        # The inner optimizer of a loss-scale optimizer is observed by itself.
+        has_inner = hasattr(optimizer, "inner_optimizer")
         if not gradients or not can_compare() or has_replicas or has_inner:
             return None
         step = _OptimizerCall(gradients, targets, [variable for _, variable in pairs])
@@ -190,7 +192,8 @@ class AppliedGradients:
         is_eager = tf.executing_eagerly()
         pair = self._take_pair(step)
         variables: list[tuple[int, str]] = []
-        if len(unreduced) < len(step.gradients):  # the others were reduced
+        # Only some are unreduced: the others were reduced.
+        if len(unreduced) < len(step.gradients):
             ids = set(map(id, unreduced))
             for gradient, target in zip(step.gradients, step.targets):
                 if id(gradient) in ids:
@@ -209,7 +212,8 @@ class AppliedGradients:
                 reduced = compat.to_array(pair.reduced)
                 watched.samples.compare(count, gradient, reduced, pair.scale)
             tensors = unreduced
-            if step.graph is not None:  # around it, only the variables can be read
+            # In the graph around a compiled step, only the variables can be read.
+            if step.graph is not None:
                 tensors = list(map(tf.convert_to_tensor, step.variables))
             inputs = [count, *smallest(tensors)]
             [next_count] = call_now(compare, inputs, [tf.TensorSpec([], tf.int64)])
@@ -265,7 +269,8 @@ class AppliedGradients:
             watched.values_before = arrays_of(watched.living())
             return next_look(int(count), NEVER)
 
-        with contextlib.suppress(Exception):  # whoever watches never ends a training
+        # Whoever watches never ends a training.
+        with contextlib.suppress(Exception):
             watched.schedule.step(look)
 
     def _are_equal_otherwise(self, watched: WatchedOptimizer) -> bool:
@@ -300,7 +305,7 @@ def _is_value_of(variable: Any, values: Sequence[Any]) -> bool:
             candidates.append(tensor)
     if tf.executing_eagerly() and candidates:
         array = compat.to_array(tf.convert_to_tensor(variable))
-        # Zeros are the value of many variables.
+        # Zeros prove nothing, since they are the value of many variables.
         return bool(array.any()) and any(
             np.array_equal(compat.to_array(tensor), array) for tensor in candidates
         )

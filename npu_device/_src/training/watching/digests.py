@@ -36,9 +36,10 @@ def checksum(value: Any, previous: int = 0) -> int:
     """Return a checksum of a tensor or an array; ``previous`` is the checksum of the data that come before it."""
     if tf.is_tensor(value):
         value = compat.to_array(value)
-    # A view would have gaps, which ``view`` below refuses.
+    # Copied if it has gaps, which ``view`` below refuses.
     array = np.ascontiguousarray(value)
-    if array.dtype == object:  # strings
+    # An array of objects holds strings.
+    if array.dtype == object:
         content: Any = repr(array.tolist()).encode()
     else:
         content = array.reshape(-1).view(np.uint8).data
@@ -83,7 +84,8 @@ def different_start(
     try:
         answers = job.store.post(name, list(map(list, zip(*checksums))))
     except ClusterError:
-        return None  # the next collective raises the error of a lost rank
+        # The next collective raises the error of a lost rank.
+        return None
     rows = [answers[rank] for rank in sorted(answers)]
     if len(rows) < cluster.world_size or any(len(row) != len(names) for row in rows):
         return None

@@ -54,7 +54,7 @@ _Candidate = tuple[str, Any, str, bool]
 
 @dataclass
 class _Noted:
-    key: str  # what the ranks call it
+    key: str  # the name by which the ranks compare it
     reference: weakref.ref[Any]
     name: str
     # Number of reductions before it was made equal; None if it only may be.

@@ -53,10 +53,11 @@ class OptimizerHook:
 def _wrapper(original: Callable[..., Any], parameter: str) -> Callable[..., Any]:
     """Return a method that looks at its gradients, or reduces them, before the original applies them."""
 
-    @tf.autograph.experimental.do_not_convert  # otherwise AutoGraph would rewrite it
+    # Otherwise, AutoGraph would rewrite the function.
+    @tf.autograph.experimental.do_not_convert
     @functools.wraps(original)
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # A list, since an iterator could be read only once.
+        # Made a list, since an iterator could be read only once.
         gradients = list(args[0] if args else kwargs.pop(parameter))
         further = args[1:]
         job = current()
@@ -79,7 +80,8 @@ def _wrapper(original: Callable[..., Any], parameter: str) -> Callable[..., Any]
                     variables = compat.variables_to_update(self, *further, **kwargs)
                     pairs = list(zip(gradients, variables))
                 watching.observe(self, pairs)
-            except Exception:  # whoever watches never ends a training
+            # Whoever watches never ends a training.
+            except Exception:
                 _log.debug(
                     "could not look at the gradients of a %s", type(self).__name__, exc_info=True
                 )

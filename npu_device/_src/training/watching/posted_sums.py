@@ -30,7 +30,7 @@ _log = logging.getLogger("npu_device")
 _MOST_POSTS = 32  # most optimizers of a signature, and most signatures
 # Part of the sum of a gradient's absolute values: hosts with other processors round differently.
 _ROUNDING = 1e-3
-_LAST_LOOK = 1000  # steps, when ranks that have posted nothing are not waited for any more
+_LAST_LOOK = 1000  # the step from which ranks that have posted nothing are not waited for
 
 _NOT_REDUCED = (
     "the ranks apply gradients that were not reduced%s: the optimizer %s has made %d steps, and each of the %d ranks "
@@ -72,7 +72,7 @@ class PostedSums:
         """
         # Errors are dropped, since whoever watches never ends a training; another rank may have told.
         with contextlib.suppress(Exception):
-            # float64 adds up millions of numbers without losing the small ones.
+            # Summed in float64, which doesn't lose small numbers among millions.
             changes = [array.astype(np.float64) for array in arrays]
             if watched.values_before:
                 starts = watched.values_before

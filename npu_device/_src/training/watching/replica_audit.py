@@ -85,7 +85,8 @@ class Audit:
     ) -> None:
         """Count a step, and audit it, if it is time, before later updates; ``pair`` is one of its gradients."""
         # Unless the optimizer is known, the ranks may have the variables in different orders.
-        myself = weakref.ref(self)  # a graph must not keep the job
+        # Referred to weakly, since a graph must not keep the job.
+        myself = weakref.ref(self)
         self._schedule.step(
             lambda count: _audit_of(myself)._look(count, variables, optimizer, pair)
         )
@@ -113,7 +114,8 @@ class Audit:
         if pair is not None and not self._samples.is_over:
             gradients = [pair.gradient, pair.reduced]
             scale = pair.scale
-        gradient_count = len(gradients)  # the function below must not keep the tensors themselves
+        # Counted here, since the function below must not keep the tensors themselves.
+        gradient_count = len(gradients)
 
         def digest(count: Any, steps: Any, *arrays: np.ndarray) -> list[Any]:
             audit = _audit_of(myself)

@@ -49,7 +49,7 @@ def pair_of(
     if reduction not in ("mean", "sum") or not candidates:
         return None
     position = -min(candidates)[1]
-    # Equal gradients add up to as many times one of them.
+    # The sum of equal gradients is one of them times the number of ranks.
     scale = 1.0 if reduction == "mean" else float(size)
     gradient = tf.convert_to_tensor(gradients[position])
     return Pair(gradient, tf.convert_to_tensor(reduced[position]), scale)

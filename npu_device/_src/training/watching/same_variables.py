@@ -68,7 +68,8 @@ def make_equal(
                 "before the first step; read the checkpoint on every rank."
             )
         variables = to_be_equal(world, variables)
-        if not ordered:  # those of one name belong together, if all ranks have the same names
+        # Sorted by name: variables of one name belong together, if all ranks have the same names.
+        if not ordered:
             names = sorted(map(variable_name, variables))
             answers = world.objects(names, "names of variables")
             is_unique = len(set(names)) == len(names)
@@ -96,7 +97,7 @@ def assign_from_root(world: World, variables: Sequence[Any], root_rank: int = 0)
     variables = to_be_equal(world, variables)
     sent = world.from_root([value_of(variable) for variable in variables], root_rank)
     if tf.executing_eagerly():
-        # The root has made the call, and before, given the owners what it has assigned.
+        # Settled: the root has made the call, and before it has given the owners what it has assigned.
         for share in shares:
             share.settle(world.group.ranks[root_rank])
     note_equal(world, variables)
@@ -205,7 +206,8 @@ def _differences(world: World, variables: Sequence[Any]) -> tuple[list[int], str
     answers = world.objects(own_digests, "digests of variables")
     shapes = [[(shape, dtype) for shape, dtype, _ in row] for row in answers]
     if any(signature != shapes[0] for signature in shapes):
-        return None  # the reduction itself names what differs
+        # The reduction itself names the shapes that differ.
+        return None
     checksums = [[number for _, _, number in row] for row in answers]
     names = list(map(variable_name, variables))
     return differences(world.job.cluster, world.group.ranks, names, checksums)

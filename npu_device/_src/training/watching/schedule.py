@@ -61,7 +61,7 @@ class Schedule:
 
     def is_due(self) -> bool:
         """Return whether the next eager step looks."""
-        # The step that is about to begin counts.
+        # One more, since the step that is about to begin counts.
         return self._count + 1 >= self._due
 
     def step(self, look: Callable[[Any], Any]) -> None:

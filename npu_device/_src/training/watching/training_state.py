@@ -30,7 +30,8 @@ def weights(model: Any) -> list[Any]:
     """Return the weights of the model, as far as they exist."""
     try:
         variables = model.weights
-    except ValueError:  # a part of a tf-keras model isn't built
+    # A part of a tf-keras model isn't built.
+    except ValueError:
         variables = compat.variables_of(model)
     return unique(weight for weight in variables if not compat.is_vocabulary(weight))
 
@@ -180,7 +181,8 @@ def _parts(node: Any) -> Iterable[Any]:
         return _used_by(node)
     if compat.is_layer(node):
         return [*_attributes(node), *compat.all_layers(node), *_methods(node)]
-    if hasattr(type(node), "python_function"):  # a tf.function
+    # A ``tf.function`` has this attribute on its class.
+    if hasattr(type(node), "python_function"):
         return [node.python_function]
     if _is_framework(type(node)):
         return []
@@ -214,7 +216,8 @@ def _used_by(function: types.FunctionType) -> list[Any]:
         return [wrapped]
     nodes = [wrapped, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a cell may not be assigned yet
+        # A cell may not be assigned yet.
+        with contextlib.suppress(ValueError):
             nodes.append(cell.cell_contents)
     names = [name for name in _names(function.__code__) if name in function.__globals__]
     return [*nodes, *map(function.__globals__.get, names)]
