@@ -137,18 +137,18 @@ def load(folder: Path) -> Record:
 def aligned(records: Sequence[Record]) -> list[Record]:
     """Return records with the steps that all of them have, each optimizer's in their order."""
     # Steps are matched by optimizer: optimizers may take turns in a different order on a rank.
-    tables = []
+    steps_of_records = []
     for record in records:
         counts: Counter[str] = Counter()
         steps = {}
         for step in record.steps:
             steps[step.optimizer, counts[step.optimizer]] = step
             counts[step.optimizer] += 1
-        tables.append(steps)
-    common = [key for key in tables[0] if all(key in steps for steps in tables)]
+        steps_of_records.append(steps)
+    common = [key for key in steps_of_records[0] if all(key in steps for steps in steps_of_records)]
     return [
         replace(record, steps=[steps[key] for key in common])
-        for record, steps in zip(records, tables)
+        for record, steps in zip(records, steps_of_records)
     ]
 
 

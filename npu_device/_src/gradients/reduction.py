@@ -232,7 +232,7 @@ class ListReduction:
             ("all_reduce", "reduce_to_owners")[self._owners is not None],
             self._group,
             self._tensors,
-            self._move,
+            self._reduce_by,
             inputs,
             self._specs,
             agreed,
@@ -240,20 +240,20 @@ class ListReduction:
             has_owners=self._owners is not None,
         )
 
-    def _move(self, engine: AgreedEngine, *inputs: Any) -> list[Gradient]:
+    def _reduce_by(self, engine: AgreedEngine, *inputs: Any) -> list[Gradient]:
         """Reduce the list; after its values, the inputs are the counts of rows of each lookup, where they matter."""
         reduced: list[Gradient] = [None] * len(self._tensors)
         reduction = self._options.reduction
         lists = [[inputs[position] for position in segment] for segment in self._segments]
-        moved: Sequence[Sequence[Optional[tf.Tensor]]]
+        reduced_lists: Sequence[Sequence[Optional[tf.Tensor]]]
         if self._owners is None:
-            moved = engine.all_reduce(lists, reduction, self._wire)
+            reduced_lists = engine.all_reduce(lists, reduction, self._wire)
         else:
             owners = [
                 [self._owners[position] for position in segment] for segment in self._segments
             ]
-            moved = engine.reduce_to_owners(lists, owners, reduction, self._wire)
-        for segment, reduced_segment in zip(self._segments, moved):
+            reduced_lists = engine.reduce_to_owners(lists, owners, reduction, self._wire)
+        for segment, reduced_segment in zip(self._segments, reduced_lists):
             for position, tensor in zip(segment, reduced_segment):
                 reduced[position] = tensor
         counts = iter(inputs[len(self._tensors) :])

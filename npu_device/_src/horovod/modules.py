@@ -64,7 +64,7 @@ def take_over() -> None:
     """Let ``horovod`` and its submodules be those of this package, in this process. ``import horovod`` calls this."""
     # Registered under both names, since a script would otherwise have two copies of the module's state.
     sys.modules[_THEIRS] = importlib.import_module(_OURS)
-    _Finder.replaces = True
+    _Finder.replaces_horovod = True
 
 
 def other_horovod() -> str | None:
@@ -73,7 +73,7 @@ def other_horovod() -> str | None:
         version = metadata.version(_THEIRS)
     except metadata.PackageNotFoundError:
         return None
-    if not _Finder.replaces:
+    if not _Finder.replaces_horovod:
         return None
     return version
 
@@ -81,7 +81,7 @@ def other_horovod() -> str | None:
 class _Finder:
     """Finds and loads ``horovod.X``, and says what to do about modules that aren't offered."""
 
-    replaces = False  # ``horovod`` is this package's
+    replaces_horovod = False  # ``horovod`` is this package's
 
     @classmethod
     def find_spec(
@@ -89,7 +89,7 @@ class _Finder:
     ) -> ModuleSpec | None:
         """Return the spec of a module of Horovod's that is offered; None for all other modules."""
         # Only Horovod's names are looked up here: Python itself finds the modules of this package.
-        is_theirs = cls.replaces and name.startswith(f"{_THEIRS}.")
+        is_theirs = cls.replaces_horovod and name.startswith(f"{_THEIRS}.")
         if not is_theirs and not name.startswith(f"{_OURS}."):
             return None
         submodule = name[len(_THEIRS if is_theirs else _OURS) + 1 :]

@@ -65,13 +65,14 @@ def _is_allowed(name: str, names: str) -> bool:
 
 def interface_of(address: str) -> str | None:
     try:
-        wanted = ipaddress.ip_address(address.partition("%")[0])
+        parsed_address = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return None
     interfaces = _ipv4() + _ipv6()
     # Addresses are compared by value, as one IPv6 address has several spellings.
     return next(
-        (name for name, interface_address in interfaces if interface_address == wanted), None
+        (name for name, interface_address in interfaces if interface_address == parsed_address),
+        None,
     )
 
 

@@ -22,13 +22,13 @@ def divide(port: Port, steps: list[Any]) -> None:
         sources += [node for node in walk(loop.body) if is_call_of(node, "next")]
     # Loops over epochs read the same dataset.
     batches = {_batch(port, source) for source in sources} - {None}
-    are_slices = [_divide_slices(port, loop) for loop in training]
+    are_sliced = [_divide_slices(port, loop) for loop in training]
     # One line divides one dataset; where several are made, the script has to say which.
     if len(batches) == 1 and _is_made_once(port, next(iter(batches))):
         _shard(port, batches.pop(), training)
     elif batches:
         port.report(OPEN, "several datasets", steps[0])
-    elif not any(are_slices):
+    elif not any(are_sliced):
         port.report(OPEN, "no dataset", steps[0])
 
 

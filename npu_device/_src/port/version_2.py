@@ -290,7 +290,7 @@ def _broadcast(port: Port, call: Any) -> None:
     # The variables may be listed: [w, b], generator.variables + discriminator.variables
     elif variables is not None:
         names = [node for node in walk(variables) if isinstance(node, cst.Name)]
-    start = _start_of_loop(port, names, call)
+    start = _first_statement_leading_to(port, names, call)
     if start is None or (is_of_model and not _is_built(port, names[0], start)):
         port.report(NOTE, "no broadcast", call)
         return
@@ -314,7 +314,7 @@ def _applied_variables(port: Port, call: Any) -> Any:
     return variables
 
 
-def _start_of_loop(port: Port, names: list[Any], call: Any) -> Any:
+def _first_statement_leading_to(port: Port, names: list[Any], call: Any) -> Any:
     """Return the statement after the assignments of all names that leads to a call; None if there isn't one."""
     assignments = [assignment for assignment in map(port.assigned, names) if assignment is not None]
     # With assignments in several scopes, no line is known that all of them reach.

@@ -37,10 +37,10 @@ def _notes(analysis: Analysis) -> list[str]:
         _clocks(analysis.traces),
     ]
     # Files may be missing, since each rank writes on its own host.
-    absent = sorted(set(range(trace.world_size)) - {trace.rank for trace in analysis.traces})
-    if absent:
+    missing_ranks = sorted(set(range(trace.world_size)) - {trace.rank for trace in analysis.traces})
+    if missing_ranks:
         lines.append(
-            f"no trace of rank(s) {', '.join(map(str, absent))}. What to do: bring the directories rank<N> of all "
+            f"no trace of rank(s) {', '.join(map(str, missing_ranks))}. What to do: bring the directories rank<N> of all "
             "hosts together"
         )
     return lines

@@ -210,7 +210,7 @@ def forward_start(gradients: Sequence[Any], name: str) -> Any:
         return None
     targets = [_operation(gradient) for gradient in gradients]
     graph = targets[0].graph
-    named = _named(graph, name)
+    named = _operation_named(graph, name)
     if named is not None:
         return _read([tensor.op for tensor in named.inputs], graph)
     inputs = [operation for operation in leading_to(targets) if operation.type in _INPUTS]
@@ -222,13 +222,13 @@ def backward_end(gradients: Sequence[Any], name: str) -> Any:
     if tf.executing_eagerly():
         return None
     graph = _operation(gradients[0]).graph
-    named = _named(graph, name)
+    named = _operation_named(graph, name)
     if named is None:
         return None
     return _read([named], graph)
 
 
-def _named(graph: tf.Graph, name: str) -> tf.Operation | None:
+def _operation_named(graph: tf.Graph, name: str) -> tf.Operation | None:
     if not name:
         return None
     try:

@@ -167,7 +167,7 @@ def shapes_of(batch: Any) -> str:
     """Return the tensors of a batch that are divided, by name, with their shapes, one a line."""
     return "\n".join(
         f"  data{name}: shape {tuple(tf.TensorShape(leaf.shape))}"
-        for name, leaf in _named("", batch)
+        for name, leaf in _named_leaves("", batch)
         if _is_divisible(leaf)
     )
 
@@ -196,13 +196,13 @@ def _is_divisible(leaf: Any) -> bool:
     return tf.TensorShape(leaf.shape).rank != 0
 
 
-def _named(name: str, batch: Any) -> Iterator[tuple[str, Any]]:
+def _named_leaves(name: str, batch: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(batch, dict):
         for key in batch:
-            yield from _named(f"{name}[{key!r}]", batch[key])
+            yield from _named_leaves(f"{name}[{key!r}]", batch[key])
     elif isinstance(batch, (tuple, list)):
         for position, branch in enumerate(batch):
-            yield from _named(f"{name}[{position}]", branch)
+            yield from _named_leaves(f"{name}[{position}]", branch)
     else:
         yield name, batch
 

@@ -43,7 +43,7 @@ _log = logging.getLogger("npu_device")
 _UNITS = ("B", "kB", "MB", "GB")
 
 
-class _Loads:
+class _LoadCount:
     """Counts the calls of a job: every rank makes the same ones."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ def load_once(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def load(world: World, function: Callable[..., Any], *arguments: Any, quiet: bool = False) -> Any:
     """Load as ``load_once`` on several ranks; ``quiet`` without the line at the start."""
-    loads = world.job.made(_Loads)
+    loads = world.job.made(_LoadCount)
     loads.count += 1
     exchange = _Exchange(world, loads.count)
     result = None

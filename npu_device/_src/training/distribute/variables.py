@@ -328,7 +328,7 @@ def state_of(layer: Any, constants: bool = True) -> State:
         if all(hasattr(value, attribute) for attribute in _OF_TABLES):
             # The tables of a vocabulary also have counts of what the layer has adapted to.
             if "vocabulary" not in state:
-                state[name] = _of_table(value)
+                state[name] = _table_state(value)
         elif (constants or adapts) and name not in _WHILE_ADAPTING:
             array = _array(value, lists=adapts)
             if array is not None:
@@ -336,7 +336,7 @@ def state_of(layer: Any, constants: bool = True) -> State:
     return state
 
 
-def _of_table(table: Any) -> tuple[str, int]:
+def _table_state(table: Any) -> tuple[str, int]:
     try:
         keys, values = tf.raw_ops.LookupTableExportV2(
             table_handle=table.resource_handle, Tkeys=table.key_dtype, Tvalues=table.value_dtype

@@ -41,7 +41,7 @@ METHODS = ("save", "save_weights", "export")
 """The methods of a model that write."""
 
 _IS_REPLACED = "_npu_writes_once"
-_OVER = "save is over"
+_SAVE_OVER = "save is over"
 _SEES = "sees file"
 _REMEMBERED = 1000  # most paths whose saves are remembered
 
@@ -86,7 +86,7 @@ class Saves:
         self._saves: dict[str, _Save] = {}
         # The saves that wait for an answer, by the rank that asks.
         self._asked: dict[int, tuple[str, _Moment, Future[_SaveOutcome]]] = {}
-        job.health.on_question(_OVER, self._answer)
+        job.health.on_question(_SAVE_OVER, self._answer)
         job.health.on_question(_SEES, lambda body: os.path.exists(body[0]))
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Saves:
             wrote = {path: save.outcome for path, save in self._saves.items() if save.wrote}
         if wrote:
             with contextlib.suppress(ClusterError):
-                self._job.store.set(f"{_OVER} {self._rank}", json.dumps(wrote))
+                self._job.store.set(f"{_SAVE_OVER} {self._rank}", json.dumps(wrote))
 
     def save(self, path: str, write: Callable[[], Any]) -> Any:
         """Let rank 0 write a path. Others wait for it and return None, or write where they can't see its file."""
@@ -186,14 +186,14 @@ class Saves:
         seconds = time_limits.FIRST_SAVE_CHECK_SECONDS
         while True:
             self._job.health.require_running()
-            outcome = self._ask(writer, _OVER, [self._rank, path, *moment], seconds)
+            outcome = self._ask(writer, _SAVE_OVER, [self._rank, path, *moment], seconds)
             if outcome is not None:
                 return outcome
             if self._job.health.has_left(writer):
                 outcomes: dict[str, _SaveOutcome] = {}
                 with contextlib.suppress(TimeoutError):
                     outcomes = json.loads(
-                        self._job.store.get(f"{_OVER} {writer}", time_limits.SAVE_LEFT_SECONDS)
+                        self._job.store.get(f"{_SAVE_OVER} {writer}", time_limits.SAVE_LEFT_SECONDS)
                     )
                 return outcomes.get(path, (False, None))
             if time.monotonic() >= deadline:

@@ -206,11 +206,11 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> 
         for change in changes(other_share, set(named) - averaged)
     ]
     # What is averaged over the ranks may differ between the shares, but not with the order of the samples.
-    by_order = changes(reversed_share, averaged)
+    changed_by_order = changes(reversed_share, averaged)
     kept += [
         replace(change, is_averaged=True)
         for change in changes(other_share, averaged)
-        if change in by_order
+        if change in changed_by_order
     ]
     if not kept:
         return verdict

@@ -88,10 +88,12 @@ class Audit:
         # Referred to weakly, since a graph must not keep the job.
         myself = weakref.ref(self)
         self._schedule.step(
-            lambda count: _audit_of(myself)._look(count, variables, optimizer, pair)
+            lambda count: _audit_of(myself)._audit_now(count, variables, optimizer, pair)
         )
 
-    def _look(self, count: Any, variables: Sequence[Any], optimizer: Any, pair: Pair | None) -> Any:
+    def _audit_now(
+        self, count: Any, variables: Sequence[Any], optimizer: Any, pair: Pair | None
+    ) -> Any:
         """Compare; return the step of the next audit."""
         myself = weakref.ref(self)
         is_off = self._is_off

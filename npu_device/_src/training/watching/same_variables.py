@@ -55,14 +55,14 @@ def make_equal(
     if mode == "ignore" or not can_compare():
         return True
     with tf.init_scope():
-        have = world.objects(all(map(_has_value, variables)), "which variables have values")
-        without = [rank for rank, has in zip(world.group.ranks, have) if not has]
-        if len(without) == world.size:
+        are_set = world.objects(all(map(_has_value, variables)), "which variables have values")
+        unset_ranks = [rank for rank, is_set in zip(world.group.ranks, are_set) if not is_set]
+        if len(unset_ranks) == world.size:
             return False
-        if without:
+        if unset_ranks:
             raise RuntimeError(
                 f"rank {world.job.cluster.rank}: at the first step the variables of the model or the optimizer "
-                f"have no values yet on rank(s) {', '.join(map(str, without))}, but on the others they have.\n"
+                f"have no values yet on rank(s) {', '.join(map(str, unset_ranks))}, but on the others they have.\n"
                 "Likely cause: the model is built, or a checkpoint is read, on some ranks only.\n"
                 "What to do: build the whole model on every rank, and call npu.distribute.broadcast(model.variables) "
                 "before the first step; read the checkpoint on every rank."
@@ -180,10 +180,16 @@ def make_equal_behind(
 
 def _as_many_as_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Return the variables of each shape and dtype of which there are as many variables as gradients."""
-    wanted = Counter(_shape_and_dtype(gradient) for gradient in gradients if gradient is not None)
-    available = Counter(map(_shape_and_dtype, variables))
-    alike = {signature for signature in available if available[signature] == wanted[signature]}
-    return [variable for variable in variables if _shape_and_dtype(variable) in alike]
+    of_gradients = Counter(
+        _shape_and_dtype(gradient) for gradient in gradients if gradient is not None
+    )
+    of_variables = Counter(map(_shape_and_dtype, variables))
+    equal_signatures = {
+        signature
+        for signature in of_variables
+        if of_variables[signature] == of_gradients[signature]
+    }
+    return [variable for variable in variables if _shape_and_dtype(variable) in equal_signatures]
 
 
 def _shape_and_dtype(tensor: Any) -> tuple[str, tf.DType]:
