@@ -47,7 +47,7 @@ class ProcessSet:
             logs: directory for their output and their rank table.
         """
         self._logs: list[Path] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._ended_because: str | None = None
         logs.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ class ProcessSet:
     ) -> None:
         self._logs.append(log)
         with log.open("wb") as output:
-            self._processes.append(
+            self.processes.append(
                 subprocess.Popen(
                     command,
                     cwd=_ROOT,
@@ -165,7 +165,7 @@ class ProcessSet:
         for connection in self._connections:
             connection.close()
         deadline = time.monotonic() + patience
-        for process in self._processes:
+        for process in self.processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -185,7 +185,7 @@ class ProcessSet:
         """Return a text on how a process that has closed its pipe ended."""
         try:
             # mpiexec's own process stands for all of its ranks.
-            code = self._processes[min(rank, len(self._processes) - 1)].wait(_ENDING_SECONDS)
+            code = self.processes[min(rank, len(self.processes) - 1)].wait(_ENDING_SECONDS)
         except subprocess.TimeoutExpired:
             return "its process is about to end"
         if code == -signal.SIGKILL:

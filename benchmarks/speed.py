@@ -107,11 +107,11 @@ def gains(options: argparse.Namespace, notebook: Notebook) -> int:
     for case, keras in _chosen(options):
         report = measured(case, keras, options.ranks, options.minutes)
         notebook.note(f"{case}, {keras}", speed=report)
-        print(_row(f"{case}, {keras}", report), flush=True)
+        print(row_of_case(f"{case}, {keras}", report), flush=True)
     return 0
 
 
-def _row(name: str, report: dict[str, Any]) -> str:
+def row_of_case(name: str, report: dict[str, Any]) -> str:
     if report.get("problem"):
         return f"| {name} | {report['problem']!r} |"
     single, both = report["speedups"]

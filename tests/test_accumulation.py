@@ -13,11 +13,11 @@ from typing import Any, Callable
 import numpy as np
 import pytest
 import tensorflow as tf
+from caught_messages import warnings_of_package
 from combinations import combinations
-from compared import compare, same, same_bits
 from fit_models import make_model as make_model_of_fit, samples
-from heard import warnings_of_package
 from pool import Pool
+from rank_comparison import compare, same, same_bits
 
 import npu_device as npu
 from hccl.manage.api import create_group, destroy_group

@@ -170,13 +170,13 @@ def test_processes_that_end_are_reported_and_the_others_ended(tmp_path: Path) ->
         processes.ask("prepare", "key", "all_reduce", (4, False))
         assert all(min(both) > 0 for both in processes.ask("measure", "key", 1))
         started = time.monotonic()
-        processes._processes[1].kill()
+        processes.processes[1].kill()
         with pytest.raises(RivalError, match="rank 1: its process ended"):
             processes.ask("measure", "key", 1)
         with pytest.raises(RivalError, match="were ended before"):
             processes.ask("measure", "key", 1)
         assert time.monotonic() - started < 40
-        assert all(process.poll() is not None for process in processes._processes)
+        assert all(process.poll() is not None for process in processes.processes)
     finally:
         processes.close()
 
@@ -244,5 +244,5 @@ def test_a_row_of_a_case_that_may_gain() -> None:
         },
     ]
     lines[1]["verdict"] = "faster"  # type: ignore[assignment]
-    row = speed._row("case", {"problem": "", "speedups": lines, "lost_cores": 0.5})
+    row = speed.row_of_case("case", {"problem": "", "speedups": lines, "lost_cores": 0.5})
     assert row == "| case | 100 | 15 | 1.50 (1.40–1.60) | faster; others took 0.5 cores |"

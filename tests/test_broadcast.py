@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from collective_bodies import wrong_refusals
-from compared import same_bits
 from pool import Pool
+from rank_comparison import same_bits
 
 import npu_device as npu
 from npu_device._src.collectives.engines.tensorflow.engine import TRANSFER_BYTES

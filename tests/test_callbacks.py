@@ -11,10 +11,10 @@ import fit_models
 import numpy as np
 import pytest
 import tensorflow as tf
-from compared import same, same_bits
+from caught_messages import error_of, warnings_of_package
 from fit_models import samples
-from heard import error_of, warnings_of_package
 from pool import Pool
+from rank_comparison import same, same_bits
 
 import npu_device as npu
 from npu_device._src.training.watching.training_state import training_variables

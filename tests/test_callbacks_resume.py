@@ -6,8 +6,8 @@ from pathlib import Path
 
 import callback_bodies as bodies
 import pytest
-from compared import same_bits
 from pool import Pool
+from rank_comparison import same_bits
 
 pytestmark = pytest.mark.slow
 

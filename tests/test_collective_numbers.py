@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from caught_messages import error_of
 from collective_bodies import FLOATS, INTEGERS, all_to_all, group, in_graph, small_data_in_messages
 from conftest import BACKENDS
-from heard import error_of
 from pool import Pool
 
 import npu_device as npu

@@ -11,7 +11,7 @@ import job
 import numpy as np
 import pytest
 import tensorflow as tf
-from heard import error_of, warnings_of_package
+from caught_messages import error_of, warnings_of_package
 from pool import Pool
 
 import npu_device as npu

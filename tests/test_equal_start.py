@@ -11,10 +11,10 @@ import job
 import numpy as np
 import pytest
 import tensorflow as tf
-from compared import compare, same_bits
+from caught_messages import error_of, hears, settings
 from fit_models import descend, outcome
-from heard import error_of, hears, settings
 from pool import Pool
+from rank_comparison import compare, same_bits
 
 import npu_device as npu
 

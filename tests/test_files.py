@@ -13,7 +13,7 @@ from typing import Any
 import job
 import numpy as np
 import tensorflow as tf
-from heard import error_of, warnings_of_package
+from caught_messages import error_of, warnings_of_package
 from pool import Pool
 from ranks import table_environment
 

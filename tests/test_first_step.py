@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from compared import same_bits
+from caught_messages import error_of, settings, warnings_of_package
 from fit_models import samples
-from heard import error_of, settings, warnings_of_package
 from pool import Pool
+from rank_comparison import same_bits
 
 import npu_device as npu
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import fit_checkpoint_bodies as bodies
 import job
 import pytest
-from compared import same_bits
 from launcher import npurun
 from pool import Pool
+from rank_comparison import same_bits
 
 pytestmark = pytest.mark.slow
 

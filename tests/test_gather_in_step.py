@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from compared import compare
 from fit_models import descend, make_optimizer, outcome, samples
 from pool import Pool
+from rank_comparison import compare
 
 import npu_device as npu
 

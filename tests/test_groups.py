@@ -15,8 +15,8 @@ from typing import Any, Callable
 import job
 import pytest
 import tensorflow as tf
+from caught_messages import error_of
 from collective_bodies import wrong_refusals
-from heard import error_of
 from pool import Pool
 from ranks import table_environment
 

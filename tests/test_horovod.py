@@ -14,7 +14,7 @@ from typing import Any
 import job
 import numpy as np
 import pytest
-from heard import hears, warnings_of_package
+from caught_messages import hears, warnings_of_package
 from launcher import environment, npurun, script
 from mpi_ranks import mpiexec
 from pool import Pool

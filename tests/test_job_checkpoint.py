@@ -13,8 +13,8 @@ import checkpoint_bodies as bodies
 import job
 import numpy as np
 import pytest
-from compared import same_bits
 from pool import Pool
+from rank_comparison import same_bits
 
 
 def steps_in(directory: Path) -> list[str]:

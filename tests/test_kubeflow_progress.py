@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from heard import hears, settings
+from caught_messages import hears, settings
 from pool import Pool
 
 import npu_device as npu

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from heard import settings
+from caught_messages import settings
 from launcher import ROOT, environment, npurun, script, start, without_hint
 from ranks import free_port
 

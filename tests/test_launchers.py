@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from heard import settings
+from caught_messages import settings
 from test_membership import CM, membership, refused, table, tf_config, variables_of
 
 from npu_device._src import environment

@@ -13,10 +13,10 @@ from typing import Any, Callable
 import job
 import numpy as np
 import pytest
-from compared import same_bits
+from caught_messages import error_of
 from fit_models import CLASS_WEIGHT, compile_model, make_model, outcome, samples
-from heard import error_of
 from pool import Pool
+from rank_comparison import same_bits
 from ranks import all_through, time_limits
 
 import npu_device as npu

@@ -303,8 +303,8 @@ def test_one_rank_by_default_names_speed_where_more_may_be_faster(
     ],
 )
 def test_speed_tries_ranks_bound_and_not(machine: Any, expected: list[str], made: Made) -> None:
-    options = speed._parser().parse_args([__file__])
-    setups = speed._setups(made(machine), [1, 2, 3, 4, 8], options)
+    options = speed.make_parser().parse_args([__file__])
+    setups = speed.setups_to_measure(made(machine), [1, 2, 3, 4, 8], options)
     assert [setup.label for setup in setups] == expected
     options.bind_to = "core"
-    assert len(speed._setups(made(machine), [1, 2, 3, 4, 8], options)) == 5
+    assert len(speed.setups_to_measure(made(machine), [1, 2, 3, 4, 8], options)) == 5

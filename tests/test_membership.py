@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from heard import settings
+from caught_messages import settings
 from test_rank_table import PODS, VERSION_1_0, write
 
 from npu_device._src import environment

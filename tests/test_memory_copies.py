@@ -7,9 +7,9 @@ from pathlib import Path
 
 import memory_bodies as bodies
 import pytest
-from compared import same_bits
 from launcher import npurun
 from pool import Pool
+from rank_comparison import same_bits
 
 from npu_device._src.machine.free_memory import free_memory, usable_memory
 from npu_device._src.training.checkpoint.memory_slots import SLOTS, Memory, Slot, copies

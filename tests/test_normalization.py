@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from caught_messages import hears
 from combinations import combinations
-from compared import TOLERANCE, compare
-from heard import hears
 from pool import Pool
+from rank_comparison import TOLERANCE, compare
 
 SAMPLES = 12
 

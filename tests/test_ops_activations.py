@@ -11,8 +11,8 @@ from typing import Any, Callable
 import numpy as np
 import pytest
 import tensorflow as tf
+from caught_messages import hears
 from collective_bodies import wrong_refusals
-from heard import hears
 from op_modes import MODES, check_gradients, evaluate
 from pool import Pool
 

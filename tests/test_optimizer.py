@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from collective_bodies import wrong_refusals
-from compared import same, same_bits
 from fit_models import descend
 from pool import Pool
+from rank_comparison import same, same_bits
 from versions import needs_keras_3
 
 import npu_device as npu

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from compared import compare
+from caught_messages import error_of, settings
 from fit_models import descend, outcome, samples
-from heard import error_of, settings
 from pool import Pool
+from rank_comparison import compare
 
 import npu_device as npu
 from npu_device._src.training.fit import start

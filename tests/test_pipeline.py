@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from compared import compare
+from caught_messages import error_of, warnings_of_package
 from fit_models import CLASS_WEIGHT, outcome, replicated, samples
-from heard import error_of, warnings_of_package
 from pool import Pool
+from rank_comparison import compare
 
 import npu_device as npu
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compared import TOLERANCE, compare, same_bits
 from pool import Pool
+from rank_comparison import TOLERANCE, compare, same_bits
 
 import npu_device as npu
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import test_verify
-from compared import same, same_bits
-from heard import error_of, warnings_of_package
+from caught_messages import error_of, warnings_of_package
 from launcher import ROOT
 from pool import Pool
+from rank_comparison import same, same_bits
 
 import npu_device as npu
 from npu_device._src.verify import causes

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from caught_messages import error_of, hears, settings
 from fit_models import descend
-from heard import error_of, hears, settings
 from pool import Pool
 
 import npu_device as npu

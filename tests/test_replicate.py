@@ -11,8 +11,8 @@ from typing import Any
 import fit_bodies
 import fit_step_bodies
 import pytest
-from compared import compare, same, same_bits
 from pool import Pool
+from rank_comparison import compare, same, same_bits
 
 
 @pytest.mark.parametrize("kind", ["functional", "own step", "subclassed", "unbuilt", "loaded"])

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from compared import same_bits
 from pool import Pool
+from rank_comparison import same_bits
 
 import npu_device as npu
 from npu_device._src.gradients import split_strategy

@@ -10,7 +10,7 @@ import job
 import numpy as np
 import pytest
 import tensorflow as tf
-from heard import error_of
+from caught_messages import error_of
 from pool import Pool
 
 import npu_device as npu

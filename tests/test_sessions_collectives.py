@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from caught_messages import error_of
 from collective_bodies import REDUCTIONS, values
-from heard import error_of
 from pool import Pool
 
 import npu_device as npu

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from caught_messages import settings
 from collective_bodies import wrong_refusals
-from heard import settings
 from pool import Pool
 
 import npu_device as npu

@@ -12,7 +12,7 @@ import job
 import numpy as np
 import pytest
 import tensorflow as tf
-from heard import warnings_of_package
+from caught_messages import warnings_of_package
 from pool import Pool
 from ranks import all_through
 from versions import needs_keras_3

@@ -436,4 +436,4 @@ def test_numbers_of_ranks_to_try(
 ) -> None:
     monkeypatch.setattr(speed.script_runs, "memory_of_machine", lambda: 64 << 30)
     cores = [Core(number, (number,), 0, number // 4, 0) for number in range(8)]
-    assert speed._sizes(Machine(tuple(cores)), slots) == sizes
+    assert speed.sizes_to_measure(Machine(tuple(cores)), slots) == sizes

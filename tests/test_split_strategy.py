@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import pytest
-from heard import settings, warnings_of_package
+from caught_messages import settings, warnings_of_package
 from pool import Pool
 
 from hccl.split.api import set_split_strategy_by_idx, set_split_strategy_by_size

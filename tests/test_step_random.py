@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from compared import same
+from caught_messages import settings
 from fit_models import descend
-from heard import settings
 from pool import Pool
+from rank_comparison import same
 
 import npu_device as npu
 

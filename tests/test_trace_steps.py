@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from heard import hears
+from caught_messages import hears
 from launcher import npurun, script
 from pool import Pool
 

@@ -10,8 +10,8 @@ import job
 import numpy as np
 import pytest
 import tensorflow as tf
+from caught_messages import hears, settings
 from combinations import combinations
-from heard import hears, settings
 from pool import Pool
 
 import npu_device as npu

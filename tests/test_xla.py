@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from heard import error_of, hears
+from caught_messages import error_of, hears
 from pool import Pool
 
 import npu_device as npu

@@ -25,21 +25,21 @@ _END_SECONDS = 30  # grace after the limit of time, for processes that are about
 
 def main(arguments: Sequence[str]) -> int:
     """Run with these arguments; return the exit code."""
-    parser = _parser()
+    parser = make_parser()
     options = parser.parse_args(list(arguments))
     machine = read_machine()
     slots = options.hosts or [("", None)]
-    sizes = options.n or _sizes(machine, slots)
+    sizes = options.n or sizes_to_measure(machine, slots)
     if any(ranks % len(slots) for ranks in sizes[1:]):
         parser.error(
             f"-n {','.join(map(str, sizes[1:]))}: each must be a multiple of the {len(slots)} hosts of --hosts"
         )
     script_runs.check(parser, options, sizes[-1] // len(slots))
     with tempfile.TemporaryDirectory(prefix="npurun-speed-") as directory:
-        return _measure(options, _setups(machine, sizes, options), Path(directory).resolve())
+        return _measure(options, setups_to_measure(machine, sizes, options), Path(directory).resolve())
 
 
-def _sizes(machine: Machine, slots: Sequence[tuple[str, int | None]]) -> list[int]:
+def sizes_to_measure(machine: Machine, slots: Sequence[tuple[str, int | None]]) -> list[int]:
     """Return the numbers of ranks to try: powers of two and one rank for each NUMA node, as far as there is room."""
     most = usable_memory() // script_runs.RANK_BYTES
     # More ranks than cores only take turns.
@@ -53,7 +53,7 @@ def _sizes(machine: Machine, slots: Sequence[tuple[str, int | None]]) -> list[in
     return sorted({1, *(size * len(slots) for size in per_host)})
 
 
-def _setups(machine: Machine, sizes: Sequence[int], options: argparse.Namespace) -> list[Setup]:
+def setups_to_measure(machine: Machine, sizes: Sequence[int], options: argparse.Namespace) -> list[Setup]:
     """Return what is run: by default, ranks are also bound where the host has several caches or NUMA nodes."""
     binding = options.bind_to
     if binding is not None:
@@ -150,7 +150,7 @@ def _minutes(text: str) -> float:
     return number
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="npurun speed",
         usage="npurun speed [-n N,N] [options] [-m] script [argument ...]",

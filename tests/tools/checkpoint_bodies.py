@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from caught_messages import error_of, settings, warnings_of_package
 from fit_models import descend
-from heard import error_of, settings, warnings_of_package
 
 import npu_device as npu
 from npu_device._src import compat
@@ -203,10 +203,12 @@ def body_two_ask() -> None:
     health, everyone = ranks.job.health, range(ranks.size)
 
     def ask(watch: Any, name: str) -> int:
-        return max(health.ask(preemption._STEP, [watch._name, name], everyone, 10.0).values())
+        return max(
+            health.ask(preemption.STEP_QUESTION, [watch.name, name], everyone, 10.0).values()
+        )
 
     def tell(watch: Any, name: str, step: int) -> None:
-        health.ask(preemption._STOP, [watch._name, name, step], everyone, 10.0)
+        health.ask(preemption.STOP_QUESTION, [watch.name, name, step], everyone, 10.0)
 
     for gives_up in (True, False):
         with contextlib.closing(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from caught_messages import error_of, warnings_of_package
 from fit_models import (
     CLASS_WEIGHT,
     SAMPLES,
@@ -19,7 +20,6 @@ from fit_models import (
     replicated,
     samples,
 )
-from heard import error_of, warnings_of_package
 
 import npu_device as npu
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from caught_messages import error_of, settings, warnings_of_package
 from checkpoint_bodies import random_generators
-from compared import same_bits
-from heard import error_of, settings, warnings_of_package
+from rank_comparison import same_bits
 
 import npu_device as npu
 from npu_device._src import compat

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from caught_messages import error_of, warnings_of_package
 from fit_models import SAMPLES, descend, make_model, make_optimizer, outcome, samples
-from heard import error_of, warnings_of_package
 
 import npu_device as npu
 from npu_device.distribute.hccl import npu_callbacks_append

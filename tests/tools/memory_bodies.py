@@ -14,8 +14,8 @@ from typing import Any
 import fit_checkpoint_bodies as bodies
 import pytest
 import tensorflow as tf
-from compared import same_bits
-from heard import error_of, settings, warnings_of_package
+from caught_messages import error_of, settings, warnings_of_package
+from rank_comparison import same_bits
 
 import npu_device as npu
 from npu_device._src.training.checkpoint import memory_copies

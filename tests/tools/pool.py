@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
-import checked
+import leak_check
 from ranks import LEAN
 
 from npu_device._src.testing.pool import Pool as PlainPool
@@ -20,7 +20,7 @@ class Pool(PlainPool):
         super().__init__(size, keras, **{"PYTHONPATH": LEAN, **environment})
         self._growing: set[str] = set()  # bodies that have left something at their first run
         self._seconds = 0.0  # of CPU time that a rank has spent on bodies
-        super().run(checked.prepare)
+        super().run(leak_check.prepare)
 
     @property
     def is_worn(self) -> bool:
@@ -33,13 +33,13 @@ class Pool(PlainPool):
         A body that has left something is run again, on the same arguments: what all later bodies use, such as a group's
         background thread, is made when a rank first needs it, which is at another run on another rank.
         """
-        ends = super().run(checked.call, body, arguments, timeout=timeout)
+        ends = super().run(leak_check.call, body, arguments, timeout=timeout)
         self._seconds += max(end.seconds for end in ends)
         if any(end.left for end in ends) and body.__qualname__ not in self._growing:
             self._growing.add(body.__qualname__)
             left = {rank: end.left for rank, end in enumerate(ends) if end.left}
             for _ in range(_REPETITIONS):
-                again = super().run(checked.call, body, arguments, timeout=timeout)
+                again = super().run(leak_check.call, body, arguments, timeout=timeout)
                 left = {rank: again[rank].left for rank in left if again[rank].left}
                 if not left:
                     break

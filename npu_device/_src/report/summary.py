@@ -40,8 +40,8 @@ def _notes(analysis: Analysis) -> list[str]:
     missing_ranks = sorted(set(range(trace.world_size)) - {trace.rank for trace in analysis.traces})
     if missing_ranks:
         lines.append(
-            f"no trace of rank(s) {', '.join(map(str, missing_ranks))}. What to do: bring the directories rank<N> of all "
-            "hosts together"
+            f"no trace of rank(s) {', '.join(map(str, missing_ranks))}. What to do: bring the directories rank<N> of "
+            "all hosts together"
         )
     return lines
 

@@ -26,8 +26,8 @@ from npu_device._src.cluster.rank_errors import RESUMABLE, ClusterError
 from npu_device._src.cluster.time_limits import PREEMPTION_JOIN_SECONDS, SAME_PREEMPTION_SECONDS
 from npu_device._src.training.checkpoint.join_requests import JoinRequests
 
-_STEP = "preemption step"
-_STOP = "preemption stop"
+STEP_QUESTION = "preemption step"
+STOP_QUESTION = "preemption stop"
 _NEVER = -1
 
 _log = logging.getLogger("npu_device")
@@ -51,7 +51,7 @@ class Preemption:
         self._signal = number
         self._requests = requests
         self._limit = limit  # seconds from the signal until this process ends, finished or not
-        self._name = next(_numbers)  # the same on all ranks, since they make the same calls
+        self.name = next(_numbers)  # the same on all ranks, since they make the same calls
         self._changed = threading.Condition()
         self._steps = 0
         self._holds_at: int | None = None
@@ -80,8 +80,8 @@ class Preemption:
         os.set_blocking(self._writer, False)
         self._previous_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         if health is not None:
-            health.on_question(_STEP, self._answer_step)
-            health.on_question(_STOP, self._answer_stop)
+            health.on_question(STEP_QUESTION, self._answer_step)
+            health.on_question(STOP_QUESTION, self._answer_stop)
         self._thread = threading.Thread(
             target=self._watch, name="npu_device-preemption", daemon=True
         )
@@ -132,7 +132,7 @@ class Preemption:
     def _answer_step(self, body: Any) -> int:
         name, asker = body
         with self._changed:
-            if name != self._name or self._is_closed:
+            if name != self.name or self._is_closed:
                 return _NEVER
             if self._last_step is not None:
                 return self._last_step  # all who ask have to find the same step
@@ -146,7 +146,7 @@ class Preemption:
         name, asker, last_step = body
         with self._changed:
             self._asking.discard(asker)
-            if name == self._name and self._last_step is None:
+            if name == self.name and self._last_step is None:
                 if last_step != _NEVER:
                     self._last_step = last_step
                 if self._last_step is not None or not self._asking:
@@ -220,18 +220,18 @@ class Preemption:
     def _agree(self) -> int:
         asker = secrets.token_hex(4)
         if self._health is None:
-            last_step = self._answer_step([self._name, asker])
-            self._answer_stop([self._name, asker, last_step])
+            last_step = self._answer_step([self.name, asker])
+            self._answer_stop([self.name, asker, last_step])
             return last_step
         ranks = range(self._size)
         # A third of the limit, for two questions and some time to write the checkpoint.
         seconds = self._limit / 3
-        answers = self._health.ask(_STEP, [self._name, asker], ranks, seconds).values()
+        answers = self._health.ask(STEP_QUESTION, [self.name, asker], ranks, seconds).values()
         # A rank that has left, or that doesn't answer, will not come to any step.
         last_step = _NEVER
         if len(answers) == self._size and _NEVER not in answers:
             last_step = max(answers)
-        self._health.ask(_STOP, [self._name, asker, last_step], ranks, seconds)
+        self._health.ask(STOP_QUESTION, [self.name, asker, last_step], ranks, seconds)
         return last_step
 
     def _say(self, text: str) -> None:
