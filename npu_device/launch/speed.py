@@ -36,7 +36,9 @@ def main(arguments: Sequence[str]) -> int:
         )
     script_runs.check(parser, options, sizes[-1] // len(slots))
     with tempfile.TemporaryDirectory(prefix="npurun-speed-") as directory:
-        return _measure(options, setups_to_measure(machine, sizes, options), Path(directory).resolve())
+        return _measure(
+            options, setups_to_measure(machine, sizes, options), Path(directory).resolve()
+        )
 
 
 def sizes_to_measure(machine: Machine, slots: Sequence[tuple[str, int | None]]) -> list[int]:
@@ -53,7 +55,9 @@ def sizes_to_measure(machine: Machine, slots: Sequence[tuple[str, int | None]]) 
     return sorted({1, *(size * len(slots) for size in per_host)})
 
 
-def setups_to_measure(machine: Machine, sizes: Sequence[int], options: argparse.Namespace) -> list[Setup]:
+def setups_to_measure(
+    machine: Machine, sizes: Sequence[int], options: argparse.Namespace
+) -> list[Setup]:
     """Return what is run: by default, ranks are also bound where the host has several caches or NUMA nodes."""
     binding = options.bind_to
     if binding is not None:
