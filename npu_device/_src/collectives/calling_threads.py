@@ -173,15 +173,15 @@ class CallingThreads:
         """Note a call, and return whether the ranks could take it for one of another thread, or it overlaps one."""
         if is_foreign(thread) or _takes_turns():
             return False
-        own = self._note(thread, group, place)
-        if own.work is None:
+        own_caller = self._note(thread, group, place)
+        if own_caller.work is None:
             if len(self._callers) == 1:
                 return False
-        elif group.key not in own.compared:
-            if self._is_taken_for_other(thread, group, own.work, own, exchange):
-                own.mixed_up.add(group.key)
+        elif group.key not in own_caller.compared:
+            if self._is_taken_for_other(thread, group, own_caller.work, own_caller, exchange):
+                own_caller.mixed_up.add(group.key)
             # The exchange was an eager call at this place of the script.
-            own.places[group.key] = place
+            own_caller.places[group.key] = place
         with self._lock:
             others = [
                 (living, caller) for living, caller in self._living() if group.key in caller.places
@@ -195,7 +195,7 @@ class CallingThreads:
                 living is not thread and is_at(living, caller.places[group.key])
                 for living, caller in others
             )
-        return overlaps or group.key in own.mixed_up
+        return overlaps or group.key in own_caller.mixed_up
 
     def remembered_callers(self) -> int:
         """Return for how many names of threads, in each group, the number of callers is remembered."""
@@ -204,16 +204,16 @@ class CallingThreads:
     def _note(self, thread: threading.Thread, group: Group, place: Place | None) -> _Caller:
         work = None if is_clear(thread) else work_of(thread)
         with self._lock:
-            own = self._callers.get(thread)
-            if own is None or own.work != work:
-                own = self._callers[thread] = _Caller(work)
-            if work is not None and group.key not in own.compared:
+            own_caller = self._callers.get(thread)
+            if own_caller is None or own_caller.work != work:
+                own_caller = self._callers[thread] = _Caller(work)
+            if work is not None and group.key not in own_caller.compared:
                 if len(self._numbers_of_callers) >= _MOST_COUNTED:
                     self._forget_ended()
                 self._numbers_of_callers[own_name(thread), group.key] += 1
-                own.number = self._numbers_of_callers[own_name(thread), group.key]
-            own.places[group.key] = place
-            return own
+                own_caller.number = self._numbers_of_callers[own_name(thread), group.key]
+            own_caller.places[group.key] = place
+            return own_caller
 
     def _forget_ended(self) -> None:
         """Drop the numbers of names that no living thread has: a script may give each of its threads a name."""
@@ -226,25 +226,25 @@ class CallingThreads:
         thread: threading.Thread,
         group: Group,
         work: Work,
-        own: _Caller,
+        own_caller: _Caller,
         exchange: Exchange,
     ) -> bool:
         """Compare with the other ranks what a thread does, at its first call in a group. Return True if they could take
         it for another one.
         """
         name = own_name(thread)
-        number = own.number
+        number = own_caller.number
 
         def has_company() -> bool:
             return self._numbers_of_callers[name, group.key] != number
 
         row = [work.number, number_of_variables(thread), int(work.is_told), _place_of(thread)]
         # The exchange is itself a call in the group, which compares the thread.
-        own.compared.add(group.key)
+        own_caller.compared.add(group.key)
         try:
             rows = exchange(row)
         except BaseException:
-            own.compared.discard(group.key)
+            own_caller.compared.discard(group.key)
             raise
         if self._is_twin_silent(thread, work):
             return True

@@ -169,11 +169,15 @@ def work_of(thread: threading.Thread) -> Work | None:
     # The work is read from what a thread was given, not from what it runs: a thread that has just been started has all
     # this, too.
     if thread not in _works:
-        own = {name: vars(thread)[name] for name in list(vars(thread)) if name not in _ATTRIBUTES}
+        extra_attributes = {
+            name: vars(thread)[name] for name in list(vars(thread)) if name not in _ATTRIBUTES
+        }
         arguments = [*getattr(thread, "_args", ()), *_values(getattr(thread, "_kwargs", {}))]
         # A timer has its function as an attribute.
         target = _target(thread) or getattr(thread, "function", type(thread).run)
-        _works[thread] = _described((), target, [*arguments, *([own] if own else [])])
+        _works[thread] = _described(
+            (), target, [*arguments, *([extra_attributes] if extra_attributes else [])]
+        )
     return _works[thread]
 
 
@@ -198,6 +202,7 @@ def number_of_variables(thread: threading.Thread) -> int:
 def _number(texts: Iterable[str]) -> int:
     """Return a number of texts that fits into an int64."""
     digest = hashlib.blake2b("\n".join(texts).encode(errors="replace"), digest_size=8).digest()
+    # One bit is dropped, so that the number fits into a signed integer of 64 bits.
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -289,28 +294,28 @@ def _work_in_pool(thread: threading.Thread) -> Work | None:
     if frame is None:
         return None if thread.is_alive() else IDLE
     names = _names_in(frame)
-    given = names.get("work_item", names.get("task"))
+    pool_item = names.get("work_item", names.get("task"))
     # The script may have the result, and go on, before the thread has dropped the work.
-    future = getattr(given, "future", None)
+    future = getattr(pool_item, "future", None)
     is_done = names.get("result") is not None or (future is not None and future.done())
-    if given is None or is_done:
+    if pool_item is None or is_done:
         queue = names.get("work_queue", names.get("inqueue"))
         return IDLE if queue is not None and queue.empty() else None
     # A tuple is the work of ``multiprocessing.pool``.
-    if isinstance(given, tuple):
-        job, number, function, arguments, keywords = given
+    if isinstance(pool_item, tuple):
+        job, number, function, arguments, keywords = pool_item
         identity: Hashable = (job, number)
         if getattr(function, "__module__", None) in _POOLS and arguments:
             # The pool's ``map`` wraps the function of the script in one of its own.
             [(function, *arguments)] = arguments
     else:
-        identity = weakref.ref(given)
-        function, arguments, keywords = given.fn, given.args, given.kwargs
-    known = _works.get(thread)
-    if known is None or known.identity != identity:
-        known = _described(identity, function, [*arguments, *_values(keywords)])
-        _works[thread] = known
-    return known
+        identity = weakref.ref(pool_item)
+        function, arguments, keywords = pool_item.fn, pool_item.args, pool_item.kwargs
+    work = _works.get(thread)
+    if work is None or work.identity != identity:
+        work = _described(identity, function, [*arguments, *_values(keywords)])
+        _works[thread] = work
+    return work
 
 
 def _name_of(function: Any) -> str:

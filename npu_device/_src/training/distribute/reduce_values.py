@@ -114,6 +114,7 @@ def reduce_by_hand(
 def _by_samples(step: CurrentStep, tensors: list[Any], options: ReductionOptions) -> list[Any]:
     factor = step.sum_factor
     if options.reduction == "mean":
+        # Integers become floating-point numbers before they are multiplied by a fraction.
         tensors = [with_values(tensor, floating) for tensor in tensors]
         factor = step.fraction
     terms = [weighted(step.to_exchange(tensor), factor) for tensor in tensors]

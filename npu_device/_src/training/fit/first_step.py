@@ -201,20 +201,20 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> 
         return [change for change in unlike if not change.is_number]
 
     in_order = {change.name for change in changes(reversed_share, set(named))}
-    kept = [
+    kept_changes = [
         replace(change, is_in_order=change.name in in_order)
         for change in changes(other_share, set(named) - averaged)
     ]
     # What is averaged over the ranks may differ between the shares, but not with the order of the samples.
     changed_by_order = changes(reversed_share, averaged)
-    kept += [
+    kept_changes += [
         replace(change, is_averaged=True)
         for change in changes(other_share, averaged)
         if change in changed_by_order
     ]
-    if not kept:
+    if not kept_changes:
         return verdict
-    return _RankVerdict("", texts.set_by_samples(_title(context), kept[0], context.world))
+    return _RankVerdict("", texts.set_by_samples(_title(context), kept_changes[0], context.world))
 
 
 def _title(context: StepContext) -> str:
@@ -251,11 +251,11 @@ def _judge(context: StepContext, samples: Samples, checked: CheckedStep) -> _Ran
         return _RankVerdict("", texts.of_two_kinds(title, gradients, world))
     changes = findings.changes(dry_step, runs, *_variables(context))
     # Changed numbers are only a warning: most are counters, which few scripts depend on.
-    kept = [change for change in changes if not change.is_number]
-    if kept:
+    kept_changes = [change for change in changes if not change.is_number]
+    if kept_changes:
         [reversed_run] = dry_step.run([_reversed(samples.whole)])
-        is_in_order = findings.depends_on_order(kept[0], runs, reversed_run)
-        change = replace(kept[0], is_in_order=is_in_order)
+        is_in_order = findings.depends_on_order(kept_changes[0], runs, reversed_run)
+        change = replace(kept_changes[0], is_in_order=is_in_order)
         return _RankVerdict("", texts.set_by_samples(title, change, world))
     warnings = [texts.counted(title, change, world) for change in changes]
     if clipping is not None:

@@ -161,6 +161,7 @@ class Step:
         self._current = current = _current(context, share)
         self._replaced = Replaced()
         self._metrics = Metrics(parts, current, world, self._replaced)
+        # Only replaces methods of losses and layers, so that nothing has to refer to it.
         Losses(context.model, parts, current, world, self._replaced)
         if xla.compiles_call(context.model):
             xla.compile_call(context.model, self._replaced)

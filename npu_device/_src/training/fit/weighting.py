@@ -107,6 +107,7 @@ def replicate_optimizer(optimizer: Any, world: World, shard_optimizer: bool | No
             "of its own, and replicate divides each batch among the ranks.\nWhat to do: use one of them. With "
             "replicate, take out the hvd calls, and let learning rate and steps be those of one process."
         )
+    # True from one call and False from another one contradict each other; None asks for nothing.
     requests = {shard_optimizer, getattr(earlier, "requests_divided_update", None)}
     if requests >= {True, False}:
         raise ValueError(

@@ -256,6 +256,7 @@ class GradientReducer:
         update = self._divided_update_of(optimizer)
         if update is not None:
             update.prepare(variables)
+        # Made equal before anything is reduced, so that the first update is the same on all ranks.
         self.begin(optimizer, variables)
         if update is not None:
             # Slots are equal on all ranks now; from here on, each is on one of them.
