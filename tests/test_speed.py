@@ -434,6 +434,6 @@ def test_a_program_called_speed_still_runs(tmp_path: Path) -> None:
 def test_numbers_of_ranks_to_try(
     slots: list[tuple[str, int | None]], sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speed.script_runs, "memory_of_machine", lambda: 64 << 30)
+    monkeypatch.setattr(speed, "usable_memory", lambda: 64 << 30)
     cores = [Core(number, (number,), 0, number // 4, 0) for number in range(8)]
     assert speed.sizes_to_measure(Machine(tuple(cores)), slots) == sizes
