@@ -50,7 +50,7 @@ def note_accumulators(world: World, optimizer: Any) -> None:
 
 def accumulate(
     optimizer: Any,
-    parts: Sequence[Gradient],
+    contributions: Sequence[Gradient],
     variables: Sequence[Any],
     reduce: _Reduce,
     gather_rows: _GatherRows,
@@ -60,18 +60,18 @@ def accumulate(
 
     Args:
         optimizer: is built.
-        parts: of this rank; their mean over the ranks is the gradient of one process.
-        variables: one for each part.
+        contributions: of this rank; their mean over the ranks is the gradient of one process.
+        variables: one for each contribution.
         reduce: returns the mean of gradients over the ranks.
         gather_rows: returns the numbers of rows of all ranks, given those of this one.
         waits_for_update: by the id of a variable, whether its gradients are reduced in the update only. Kept here.
     """
     # Decided at the first step: later ones must go the same way, or a sum would be reduced twice.
-    _choose_for_sparse(optimizer, parts, variables, gather_rows, waits_for_update)
-    late = []  # positions of gradients that are reduced in the update
-    early = []  # positions of those that are reduced now
-    for position, (part, variable) in enumerate(zip(parts, variables)):
-        if part is None:
+    _choose_for_sparse(optimizer, contributions, variables, gather_rows, waits_for_update)
+    late = []  # the positions of gradients that are reduced in the update
+    early = []  # the positions of gradients that are reduced now
+    for position, (contribution, variable) in enumerate(zip(contributions, variables)):
+        if contribution is None:
             continue
         waits = not compat.is_set_by_gradient(variable)
         if waits_for_update.setdefault(id(compat.inner_variable(variable)), waits):
@@ -79,9 +79,11 @@ def accumulate(
         else:
             early.append(position)
     accumulators = compat.accumulators_of(optimizer, [variables[position] for position in late])
-    dense = [tf.convert_to_tensor(parts[position]) for position in late]
-    gradients = list(parts)
-    for position, reduced in zip(early, _reduced_now([parts[index] for index in early], reduce)):
+    dense = [tf.convert_to_tensor(contributions[position]) for position in late]
+    gradients = list(contributions)
+    for position, reduced in zip(
+        early, _reduced_now([contributions[index] for index in early], reduce)
+    ):
         gradients[position] = reduced
     reduced_late = _reduced_in_update(optimizer, dense, accumulators, reduce)
     for position, gradient in zip(late, reduced_late):
@@ -91,7 +93,7 @@ def accumulate(
 
 def _choose_for_sparse(
     optimizer: Any,
-    parts: Sequence[Gradient],
+    contributions: Sequence[Gradient],
     variables: Sequence[Any],
     gather_rows: _GatherRows,
     waits_for_update: dict[int, bool],
@@ -99,13 +101,13 @@ def _choose_for_sparse(
     """Let sparse gradients wait for the update if a dense sum has fewer bytes than their rows in all steps."""
     new = []
     rows = []  # 0 where TensorFlow doesn't know it yet
-    for part, variable in zip(parts, variables):
+    for contribution, variable in zip(contributions, variables):
         # What a gradient sets, Keras doesn't add up.
-        if isinstance(part, tf.IndexedSlices) and not compat.is_set_by_gradient(variable):
+        if isinstance(contribution, tf.IndexedSlices) and not compat.is_set_by_gradient(variable):
             inner = compat.inner_variable(variable)
             if id(inner) not in waits_for_update:
                 new.append(inner)
-                rows.append(part.indices.shape[0] or 0)
+                rows.append(contribution.indices.shape[0] or 0)
     if not new:
         return
     steps = compat.accumulation_steps(optimizer)
@@ -115,37 +117,37 @@ def _choose_for_sparse(
         waits_for_update[id(variable)] = all(rows_by_rank) and sparse_rows > 2 * variable.shape[0]
 
 
-def _reduced_now(parts: Sequence[Gradient], reduce: _Reduce) -> list[Gradient]:
-    if not parts:
+def _reduced_now(contributions: Sequence[Gradient], reduce: _Reduce) -> list[Gradient]:
+    if not contributions:
         return []
     with iteration():
-        return reduce(parts)
+        return reduce(contributions)
 
 
 def _reduced_in_update(
-    optimizer: Any, parts: Sequence[tf.Tensor], accumulators: Sequence[Any], reduce: _Reduce
+    optimizer: Any, contributions: Sequence[tf.Tensor], accumulators: Sequence[Any], reduce: _Reduce
 ) -> list[tf.Tensor]:
     """Return gradients for Keras to add to the accumulators, which hold the means in the step of an update."""
-    scale = optimizer.loss_scale_factor  # Keras divides by this before it adds up
+    scale = optimizer.loss_scale_factor  # by which Keras divides before it accumulates
 
     def reduce_sums() -> list[tf.Tensor]:
         # Read inside the branch: the accumulators must have the values of this step.
         sums = list(map(tf.convert_to_tensor, accumulators))
-        for position, part in enumerate(parts):
-            unscaled = part if scale is None else part / scale
+        for position, contribution in enumerate(contributions):
+            unscaled = contribution if scale is None else contribution / scale
             sums[position] += tf.cast(unscaled, sums[position].dtype)
         with iteration():
             for accumulator, mean in zip(accumulators, reduce(sums)):
                 accumulator.assign(mean)
         # Zeros are handed on, since the accumulators have everything already.
-        return [tf.zeros_like(part) for part in parts]
+        return [tf.zeros_like(contribution) for contribution in contributions]
 
     if not accumulators:
         return []
     steps = compat.steps_made(optimizer) + 1
     is_update = tf.equal(steps % compat.accumulation_steps(optimizer), 0)
-    gradients = tf.cond(is_update, reduce_sums, lambda: list(parts))
-    # TensorFlow returns a list of one tensor as the tensor.
+    gradients = tf.cond(is_update, reduce_sums, lambda: list(contributions))
+    # Wrapped again, since ``tf.cond`` returns a list of one tensor as the tensor.
     return gradients if isinstance(gradients, list) else [gradients]
 
 

@@ -384,7 +384,7 @@ class GradientReducer:
         """Return the numbers of rows in sparse gradients of each rank, given those of this one; 0 if unknown."""
         if not can_compare():
             return [[0] * len(rows)]
-        # The answer decides what the graph becomes, so it is needed while a function is traced.
+        # Asked outside of the graph that is traced, since the answer decides what becomes of it.
         with tf.init_scope():
             return self._world.objects(rows, "rows of sparse gradients")
 
