@@ -295,9 +295,9 @@ def _with_rows(operation: str, tensor: Any) -> tf.Tensor:
 
 
 def _grouped(call: Any) -> Callable[..., list[Any]]:
-    def grouped(tensors: Sequence[Any], *positional: Any, **arguments: Any) -> list[Any]:
+    def grouped(tensors: Sequence[Any], *rest: Any, **arguments: Any) -> list[Any]:
         """Return the result of the call without ``grouped_`` for each tensor."""
-        return [call(tensor, *positional, **arguments) for tensor in tensors]
+        return [call(tensor, *rest, **arguments) for tensor in tensors]
 
     grouped.__name__ = f"grouped_{call.__name__}"
     return described(grouped)
