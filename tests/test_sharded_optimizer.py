@@ -337,17 +337,17 @@ def test_divided_updates_in_fit_end_in_the_bits_of_whole_ones(
     assert_divided(pool_with(count, "3").run(body_fit, name, compiled, built), name)
 
 
-def body_saved(name: str, directory: str, everybody: bool, graph: bool) -> list[str]:
+def body_saved(name: str, directory: str, savers: list[int], graph: bool) -> list[str]:
     """Train without and with divided updates, and save both in each way; return what is wrong with the files."""
     rank = npu.distribute.rank()
     saved: list[dict[str, Any]] = []
     for shard_optimizer in (False, True):
-        folder = f"{directory}/{shard_optimizer}/{rank if everybody else 0}"
+        folder = f"{directory}/{shard_optimizer}/{rank}"
         variables = _variables(SHAPES, ["float32"])
         optimizer = wrap(_optimizers()[name](), shard_optimizer=shard_optimizer)
         _trained(optimizer, variables, graph, without=1)
         values: dict[str, Any] = {}
-        if everybody or rank == 0:
+        if rank in savers:
             values["direct"] = [tf.convert_to_tensor(one).numpy() for one in optimizer.variables]
             store: dict[str, Any] = {}
             optimizer.save_own_variables(store)
@@ -372,13 +372,13 @@ def body_saved(name: str, directory: str, everybody: bool, graph: bool) -> list[
 
 @pytest.mark.parametrize("graph", [pytest.param(False, marks=full), True], ids=["eager", "graph"])
 @pytest.mark.parametrize(
-    "everybody", [False, pytest.param(True, marks=full)], ids=["rank 0 alone", "every rank"]
+    "savers", [[0], pytest.param([2], marks=full), pytest.param([0, 1, 2], marks=full)]
 )
 def test_files_hold_what_they_hold_without(
-    pool_with: Callable[..., Pool], tmp_path: Any, everybody: bool, graph: bool
+    pool_with: Callable[..., Pool], tmp_path: Any, savers: list[int], graph: bool
 ) -> None:
     ranks = pool_with(3, "3")
-    assert ranks.run(body_saved, "overwritten", str(tmp_path), everybody, graph) == [[]] * 3
+    assert ranks.run(body_saved, "overwritten", str(tmp_path), savers, graph) == [[]] * 3
 
 
 def body_model_saved(directory: str) -> list[str]:
@@ -582,35 +582,45 @@ def test_a_rank_that_ends_first_hands_its_slots_over(tmp_path: Any) -> None:
         assert "rror" not in output.replace("INTERNAL: CUDA error", ""), output
 
 
-READ_BY_ALL = """
-import sys, time
+SAVED_BY_ALL = """
+import gc, time
+import numpy as np
 import tensorflow as tf
 import npu_device as npu
+from hccl.manage.api import create_group
 npu.open()
 rank = npu.distribute.rank()
-variables = [tf.keras.Variable(tf.fill([500, 3], 1.0 + place), dtype="float32") for place in range(6)]
-optimizer = npu.distribute.DistributedOptimizer(tf.keras.optimizers.Adam(0.1), shard_optimizer=True)
-optimizer.apply([tf.sin(tf.convert_to_tensor(one)) for one in variables], variables)
-time.sleep(2 * rank)
-try:
-    print("read", len([tf.convert_to_tensor(slot) for slot in optimizer.variables]))
-except RuntimeError as error:
-    print("told", str(error).partition("What to do: ")[2])
-if WAITS:
-    npu.distribute.barrier()
+
+def train(group):
+    variables = [tf.keras.Variable(tf.fill([500, 3], 1.0 + place), dtype="float32") for place in range(6)]
+    optimizer = npu.distribute.DistributedOptimizer(tf.keras.optimizers.Adam(0.1), group=group, shard_optimizer=True)
+    for step in range(3):
+        optimizer.apply([tf.sin(tf.convert_to_tensor(one) + step) for one in variables], variables)
+    # Rank 0 ends first, then rank 2; so does the lowest rank of the group.
+    time.sleep([0, 4, 2][rank] if group == "hccl_world_group" else 0)
+    store = {}
+    optimizer.save_own_variables(store)
+    assert len(store) == 14 and all(np.any(value) for value in store.values()), store
+    np.savez(f"FOLDER/{group}-{rank}.npz", **store)
+
+if rank:
+    create_group("pair", 2, [1, 2])
+    train("pair")
+train("hccl_world_group")
+gc.collect()
 """
 
 
-@full
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_read_after_rank_0_has_ended_names_the_barrier(tmp_path: Any, waits: bool) -> None:
-    outputs = job.outputs(tmp_path, 3, READ_BY_ALL.replace("WAITS", str(waits)))
-    assert "read 14" in outputs[0]
-    for output in outputs[1:]:
-        if waits:
-            assert "read 14" in output
-    # Ranks 0 and 1 have ended then.
-    assert waits or "call npu.distribute.barrier() on all ranks" in outputs[2]
+def test_every_rank_saves_at_its_end_whichever_ends_first(tmp_path: Any) -> None:
+    outputs = job.outputs(tmp_path, 3, SAVED_BY_ALL.replace("FOLDER", str(tmp_path)))
+    for output in outputs:
+        assert "rror" not in output.replace("INTERNAL: CUDA error", ""), output
+    for group, ranks in (("hccl_world_group", (0, 1, 2)), ("pair", (1, 2))):
+        contents = [np.load(tmp_path / f"{group}-{rank}.npz") for rank in ranks]
+        for content in contents[1:]:
+            assert all(
+                content[key].tobytes() == contents[0][key].tobytes() for key in contents[0].files
+            )
 
 
 def body_undivided(kind: str) -> tuple[list[str], list[bytes]]:

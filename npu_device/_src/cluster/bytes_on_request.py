@@ -1,8 +1,9 @@
 """Bytes that a rank gives another one, or gets from it, when that asks, without its script taking part: in a thread of
 their own.
 
-Each pair of ranks has one connection in each direction, made at the first request. A rank that ends while others may
-still ask hands its bytes over to rank 0.
+Each pair of ranks has one connection in each direction, made at the first request. Bytes have a keeper, a rank that all
+who may ask know: a rank whose script ends hands its bytes over to it. The keeper goes on answering after the end of its
+script, until the others have ended; so does a rank that ends after its keeper.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Holder(Protocol):
     def take(self, rank: int, key: Key, content: bytearray) -> bool:
         """Get bytes from a rank, and return whether this one can use them."""
 
-    def all_bytes(self) -> Iterator[tuple[Key, memoryview]]:
-        """Yield all keys and bytes of this rank, to be handed over when it ends."""
+    def all_bytes(self) -> Iterator[tuple[int, Key, memoryview]]:
+        """Yield the keeper, the key and the content of all bytes of this rank, which it hands over when it ends."""
 
 
 class BytesOnRequest:
@@ -67,72 +68,68 @@ class BytesOnRequest:
         self._holder = holder
         self._connections: dict[int, socket.socket] = {}
         self._asking = threading.Lock()
-        self._handed: dict[int, Handed] = {}
-        self._arriving: dict[int, threading.Thread] = {}
+        self._handed: Handed = {}
+        self._ended_ranks: set[int] = set()  # they have handed their bytes over
         self._is_ending = False
-        self._is_closed = False
+        self._has_ended = threading.Event()
+        self._goes_on = False  # after its end, until the others have ended
         health.on_question(_TOPIC, self._reply)
 
-    def fetch(self, rank: int, key: Key) -> bytearray | None:
+    def fetch(self, rank: int, keeper: int, key: Key) -> bytearray | memoryview | None:
         """Return the bytes of a key of another rank; None if it doesn't have them. Raises PeerError if the rank can't
-        be reached.
+        be reached, and hasn't handed its bytes over to the keeper.
         """
+        return self._exchange(rank, keeper, key, None)
 
-        def ask(connection: socket.socket) -> bytearray | None:
-            self._send(connection, key, None)
-            return self._received(connection)
-
-        def look_up(handed: Handed) -> bytearray | None:
-            number, content = handed.get(key[:2], (-1, bytearray()))
-            if number != key[2]:
-                return None
-            return content
-
-        return self._exchange(rank, ask, look_up)
-
-    def give(self, rank: int, key: Key, content: memoryview) -> bool:
-        """Give another rank the bytes of a key; return whether it can use them. Raises PeerError if the rank can't be
-        reached.
+    def give(self, rank: int, keeper: int, key: Key, content: memoryview) -> bool:
+        """Give another rank, or its keeper, the bytes of a key; return whether it can use them. Raises PeerError as
+        ``fetch`` does.
         """
-
-        def send(connection: socket.socket) -> bool:
-            self._send(connection, key, content)
-            return self._received(connection) is not None
-
-        def replace(handed: Handed) -> bool:
-            handed[key[:2]] = key[2], bytearray(content)
-            return True
-
-        return self._exchange(rank, send, replace)
+        return self._exchange(rank, keeper, key, content) is not None
 
     def _exchange(
-        self,
-        rank: int,
-        act: Callable[[socket.socket], _Reply],
-        after_end: Callable[[Handed], _Reply],
-    ) -> _Reply:
-        """Call a function with the connection to a rank, or another one with what that has handed over."""
+        self, rank: int, keeper: int, key: Key, content: memoryview | None
+    ) -> bytearray | memoryview | None:
+        """Return what a rank answers, or its keeper if it has ended."""
         with self._asking:
-            handed = self._handed_by(rank)
-            if handed is not None:
-                return after_end(handed)
             try:
-                return act(self._connection(rank))
+                return self._asked(rank, key, content)
             except (OSError, PeerError) as error:
-                connection = self._connections.pop(rank, None)
-                if connection is not None:
-                    connection.close()
-                # The rank may have ended since the first look, and handed its bytes over.
-                handed = self._handed_by(rank)
-                if handed is not None:
-                    return after_end(handed)
+                # The rank may have ended, and handed its bytes over.
+                with contextlib.suppress(OSError, PeerError):
+                    if keeper != self._cluster.rank:
+                        return self._asked(keeper, key, content)
+                    if rank in self._ended_ranks:
+                        return self._handed_bytes(key, content)
                 # If the rank has failed, the hub's news of that says more.
                 self._health.wait_for_news()
                 raise PeerError(
                     f"{self._cluster.name} asks {self._cluster.name_of(rank)} for what only that holds, and gets no "
-                    f"answer: it has ended, or is stopped ({error}).\nWhat to do: read and save on rank "
-                    "0 alone; or, if every rank does, call npu.distribute.barrier() on all ranks after that."
+                    f"answer: it has ended, or is stopped ({error}).\nWhat to do: look at the output of rank {rank}; "
+                    "let its script end as usual, not by os._exit, after which nobody has its bytes."
                 ) from error
+
+    def _asked(self, rank: int, key: Key, content: memoryview | None) -> bytearray | None:
+        """Return what a rank answers; the connection to one that doesn't is closed."""
+        try:
+            connection = self._connection(rank)
+            self._send(connection, key, content)
+            return self._received(connection)
+        except (OSError, PeerError):
+            lost = self._connections.pop(rank, None)
+            if lost is not None:
+                lost.close()
+            raise
+
+    def _handed_bytes(self, key: Key, content: bytearray | memoryview | None) -> memoryview | None:
+        """Return the bytes of a key that another rank has handed over; given others, put them in their place."""
+        number, content_here = self._handed.get(key[:2], (-1, bytearray()))
+        if number != key[2]:
+            return None
+        if content is None:
+            return memoryview(content_here)
+        self._handed[key[:2]] = number, bytearray(content)
+        return memoryview(b"")
 
     def _send(self, connection: socket.socket, key: Key, content: memoryview | None) -> None:
         length = _REFUSED
@@ -153,43 +150,52 @@ class BytesOnRequest:
         received: bytearray = self._move_all(connection.recv_into, bytearray(length))
         return received
 
-    def close(self) -> None:
-        """Hand the bytes of this rank over to rank 0, if that goes on."""
+    def close(self) -> bool:
+        """Hand the bytes of this rank over to their keepers; return whether this rank has to go on answering until the
+        others have ended, because it is a keeper or its keeper's script has ended, too.
+        """
         self._is_ending = True
-        with contextlib.suppress(ClusterError, OSError):
-            if self._cluster.rank != 0 and not self._health.is_over:
-                self._hand_over()
-        # Until here this rank answers: one that gets no answer finds the bytes on rank 0.
-        self._is_closed = True
+        handed_over = {}
+        with contextlib.suppress(ClusterError, OSError), contextlib.ExitStack() as connections:
+            for keeper, key, content in self._holder.all_bytes():
+                if keeper not in handed_over:
+                    handed_over[keeper] = self._hand_over_to(keeper, connections)
+                connection = handed_over[keeper]
+                if connection is not None:
+                    # One after the other: this rank may have no memory for copies of all.
+                    self._send(connection, key, content)
+            for connection in filter(None, handed_over.values()):
+                self._send(connection, (0, 0, 0), None)
+                # The keeper confirms that it has the bytes.
+                self._move_all(connection.recv_into, bytearray(1))
+        keeps = None in handed_over.values() or bool(self._ended_ranks)
+        self._goes_on = keeps and not self._health.has_failed
+        # Until here this rank answers: one that gets no answer finds the bytes on the keeper.
+        self._has_ended.set()
         for connection in self._connections.values():
             connection.close()
+        self._connections.clear()
+        return self._goes_on
 
-    def _hand_over(self) -> None:
+    def _hand_over_to(self, keeper: int, connections: contextlib.ExitStack) -> socket.socket | None:
+        """Return a connection to a rank which takes bytes over; None if this rank keeps them until the others end."""
+        if keeper == self._cluster.rank:
+            return None
+        if self._health.has_left(keeper):
+            return None
         question = {"rank": self._cluster.rank, "hands over": True}
-        answers = self._health.ask(_TOPIC, question, [0], SHORT_SECONDS)
-        if not answers.get(0):
-            return
+        if not self._health.ask(_TOPIC, question, [keeper], SHORT_SECONDS).get(keeper):
+            return None
         self._peers.open(self._store)
-        with self._peers.connect(0, _HANDING_OVER) as connection:
-            connection.settimeout(CHECK_SECONDS)
-            # One after the other: this rank may have no memory for copies of all.
-            for key, content in self._holder.all_bytes():
-                self._send(connection, key, content)
-            self._send(connection, (0, 0, 0), None)
-            # Rank 0 confirms that it has the bytes.
-            self._move_all(connection.recv_into, bytearray(1))
-
-    def _handed_by(self, rank: int) -> Handed | None:
-        thread = self._arriving.get(rank)
-        if thread is not None:
-            thread.join()
-        return self._handed.get(rank)
+        connection = connections.enter_context(self._peers.connect(keeper, _HANDING_OVER))
+        connection.settimeout(CHECK_SECONDS)
+        return connection
 
     def _connection(self, rank: int) -> socket.socket:
         if rank not in self._connections:
             self._peers.open(self._store)
             question = {"rank": self._cluster.rank, "hands over": False}
-            answers = self._health.ask(_TOPIC, question, [rank], SHORT_SECONDS)
+            answers = self._health.ask(_TOPIC, question, [rank], SHORT_SECONDS, even_ended=True)
             if not answers.get(rank):
                 raise ConnectionError("it doesn't answer")
             connection = self._peers.connect(rank, _ASKING)
@@ -198,18 +204,17 @@ class BytesOnRequest:
         return self._connections[rank]
 
     def _reply(self, question: dict[str, Any]) -> bool:
-        # The thread of the channel must not wait, so that another one does.
-        if self._is_closed:
-            # Rank 0 has the bytes.
-            return False
         rank = int(question["rank"])
         hands_over = question["hands over"]
+        if hands_over and self._is_ending:
+            # The rank waits for the others itself, as this one does: nothing has to be sent.
+            return False
+        if self._has_ended.is_set() and not self._goes_on:
+            # The keeper has the bytes.
+            return False
+        # The thread of the channel must not wait, so that another one does.
         target = (self._serve, self._take_over)[hands_over]
-        thread = threading.Thread(target=target, args=(rank,), name="npu_device-bytes", daemon=True)
-        thread.start()
-        # A thread can be joined only after its start. A look before this line asks the rank, which still answers.
-        if hands_over:
-            self._arriving[rank] = thread
+        threading.Thread(target=target, args=(rank,), name="npu_device-bytes", daemon=True).start()
         return True
 
     def _serve(self, rank: int) -> None:
@@ -221,21 +226,28 @@ class BytesOnRequest:
             while True:
                 key = _KEY.unpack(self._move_all(connection.recv_into, bytearray(_KEY.size)))
                 incoming = self._received(connection)
-                if incoming is None:
-                    answer = self._holder.answer(key)
-                else:
-                    answer = self._taken(rank, key, incoming)
+                answer = self._answer(rank, key, incoming)
                 if answer is None:
                     self._move_all(connection.send, _LENGTH.pack(_REFUSED))
                 else:
                     self._move_all(connection.send, _LENGTH.pack(answer.nbytes))
                     self._move_all(connection.send, answer)
 
-    def _taken(self, rank: int, key: Key, content: bytearray) -> memoryview | None:
-        # What would be taken now might miss the hand-over.
-        if not self._is_ending and self._holder.take(rank, key, content):
+    def _answer(self, rank: int, key: Key, incoming: bytearray | None) -> memoryview | None:
+        """Return the bytes of a key, here or handed over; given others, take them."""
+        if incoming is None:
+            answer = self._holder.answer(key)
+            if answer is None:
+                answer = self._handed_bytes(key, None)
+            return answer
+        if self._is_ending:
+            # What would be taken amid a hand-over might miss it.
+            self._has_ended.wait()
+            if not self._goes_on:
+                raise ConnectionError("the keeper has the bytes")
+        if self._holder.take(rank, key, incoming):
             return memoryview(b"")
-        return None
+        return self._handed_bytes(key, incoming)
 
     def _take_over(self, rank: int) -> None:
         """Receive the bytes of a rank that ends."""
@@ -252,12 +264,13 @@ class BytesOnRequest:
                     break
                 content = self._move_all(connection.recv_into, bytearray(length))
                 handed[optimizer, slot] = number, content
-            self._handed[rank] = handed
+            self._handed.update(handed)
+            self._ended_ranks.add(rank)
             self._move_all(connection.send, b"\1")
 
     def _accepted(self, rank: int, number: int) -> socket.socket:
         self._peers.open(self._store)
-        connection = self._peers.accept(rank, number, lambda: self._health.is_over)
+        connection = self._peers.accept(rank, number, lambda: self._health.has_failed)
         if connection is None:
             raise PeerError("the job is over")
         connection.settimeout(CHECK_SECONDS)

@@ -87,9 +87,21 @@ class ControlChannel:
             self._request("gather", timeout, name=name, value=value, ranks=asked, partial=True)
         )
 
-    def ask(self, topic: str, body: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
-        """Ask some ranks; return the answers that arrived in time. Ranks that ask the same share the answers."""
-        return _by_rank(self._request("ask", timeout, kind=topic, body=body, ranks=ranges(ranks)))
+    def ask(
+        self,
+        topic: str,
+        body: Any,
+        ranks: Iterable[int],
+        timeout: float,
+        even_ended: bool = False,
+    ) -> dict[int, Any]:
+        """Ask some ranks; return the answers that arrived in time. Ranks that ask the same share the answers.
+
+        Args:
+            even_ended: ask ranks whose script has ended as well, if their process serves others.
+        """
+        question = {"kind": topic, "body": body, "ranks": ranges(ranks), "even_ended": even_ended}
+        return _by_rank(self._request("ask", timeout, **question))
 
     def reply(self, question: int, answer: Any) -> None:
         self.notify("reply", question=question, value=answer)

@@ -116,8 +116,15 @@ class Health:
         """Answer questions on a topic with a function, called in the thread of the channel; it may return a Future."""
         self._answers[topic] = answer
 
-    def ask(self, topic: str, body: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
-        return self._channel.ask(topic, body, ranks, timeout)
+    def ask(
+        self,
+        topic: str,
+        body: Any,
+        ranks: Iterable[int],
+        timeout: float,
+        even_ended: bool = False,
+    ) -> dict[int, Any]:
+        return self._channel.ask(topic, body, ranks, timeout, even_ended)
 
     def has_left(self, rank: int) -> bool:
         """Return True if the script of another rank has ended without an error."""
@@ -300,7 +307,7 @@ class Health:
             sys.excepthook = self._previous_hook
         if self._failure is None:
             issued = {_key(group): count for group, count in self.count_calls().items() if count}
-            self._channel.notify("left", issued=issued)
+            self._channel.notify("left", issued=issued, serves=serves_others)
             if serves_others:
                 self._wait_for_others()
         else:

@@ -68,6 +68,8 @@ class Services:
     # The ranks whose script has ended, each with the calls that it issued, as JSON.
     _departures: dict[int, str] = field(default_factory=dict)
     _absent: set[int] = field(default_factory=set)
+    # Absent ranks whose process goes on to answer the questions that are put to ended ranks as well.
+    _serving: set[int] = field(default_factory=set)
     _unreported_departures: list[int] = field(default_factory=list)
     _unreported_losses: list[int] = field(default_factory=list)
     _failing: bool = False
@@ -92,6 +94,7 @@ class Services:
         # A rank that has left says so before it closes.
         if rank not in self._departures:
             self._unreported_losses.append(rank)
+        self._serving.discard(rank)
         self._mark_absent(rank)
 
     def report_losses(self) -> None:
@@ -252,7 +255,10 @@ class Services:
         key = _text([topic, body, message["ranks"]])
         question = self._questions.get(key)
         if question is None:
-            asked = self._ranks(message["ranks"]) - self._absent
+            silent = self._absent
+            if message.get("even_ended"):
+                silent = self._absent - self._serving
+            asked = self._ranks(message["ranks"]) - silent
             number = self._questions_asked + 1
             frame = frames.encode(
                 {"push": "question", "question": number, "kind": topic, "body": body}
@@ -296,9 +302,12 @@ class Services:
 
     def _do_left(self, rank: int, message: dict[str, Any]) -> None:
         issued = {str(group): int(count) for group, count in dict(message["issued"]).items()}
+        serves = bool(message.get("serves"))
         if rank in self._departures:
             return
         self._departures[rank] = _text(issued)
+        if serves:
+            self._serving.add(rank)
         # Ranks usually end at the same time: one message tells of them all.
         if not self._unreported_departures:
             self._later(LEFT_TOGETHER_SECONDS, self._report_departures)
@@ -329,12 +338,13 @@ class Services:
     # How it is done
 
     def _mark_absent(self, rank: int) -> None:
-        if rank in self._absent:
+        if rank not in self._absent:
+            self._absent.add(rank)
+            # A copy of the table, since gathers that end are deleted on the way.
+            for name, gather in list(self._gathers.items()):
+                self._end_if_hopeless(name, gather)
+        if rank in self._serving:
             return
-        self._absent.add(rank)
-        # A copy of the table, since gathers that end are deleted on the way.
-        for name, gather in list(self._gathers.items()):
-            self._end_if_hopeless(name, gather)
         for question in list(self._open_questions.values()):
             question.pending.discard(rank)
             if not question.pending:

@@ -90,7 +90,7 @@ class DividedUpdate:
         self.optimizer = optimizer
         self._world = world
         self._owners: dict[int, int] = {}  # by the id of TensorFlow's variable
-        self._slots = OptimizerSlots(world.job, world.group)
+        self._slots = OptimizerSlots(world.job, world.group, self)
         self._is_building = False
         self._is_apart = False
         self._counted: list[tuple[int, tf.DType]] = []  # owners and dtypes of what a norm is of
@@ -188,6 +188,7 @@ class DividedUpdate:
         if self._is_apart or not are_equal or is_only_building():
             return
         self._is_apart = True
+        self._slots.begin()
         for slot in self._slots.variables:
             share = getattr(slot, compat.SHARE)
             share.is_apart = True

@@ -26,6 +26,8 @@ from npu_device._src.collectives.job import Job
 from npu_device._src.training.sharding.shares import bytes_of
 from npu_device._src.world.world import World
 
+_NUMBER_BITS = 20  # room for the numbers of the optimizers of one group
+
 
 class Share:
     """The owner of a slot, and whether its value has gone to it; an attribute of the optimizer's variable.
@@ -65,7 +67,7 @@ def mark(variable: Any, share: Share) -> None:
 class OptimizerSlots:
     """The slots of one optimizer, in the same order on every rank."""
 
-    def __init__(self, job: Job, group: Group) -> None:
+    def __init__(self, job: Job, group: Group, user: Any) -> None:
         self.variables: list[Any] = []
         self._job = job
         self.is_updating = False
@@ -81,7 +83,9 @@ class OptimizerSlots:
             exchange = SlotExchange(job)
             job.add(exchange)
         self._exchange = exchange
-        self._number = exchange.add(self, group)
+        # The lowest rank of the group has what those hand over that end before it.
+        self.keeper = group.ranks[0]
+        self._number = exchange.add(self, group, user)
 
     def add(self, slot: Any, owner: int) -> None:
         mark(slot, Share(self, len(self.variables), owner))
@@ -100,6 +104,10 @@ class OptimizerSlots:
             yield
         finally:
             self.is_updating = False
+
+    def begin(self) -> None:
+        """Note that all ranks of the group have come to the first step of this optimizer."""
+        self._exchange.forget_unused(self._number)
 
     def count_update(self) -> None:
         """Count an update, at once or in the graph that is built."""
@@ -127,11 +135,11 @@ class OptimizerSlots:
                 "two steps; or leave out shard_optimizer=True."
             )
         key = (self._number, index, self.updates)
-        fetched = self._exchange.bytes_on_request.fetch(owner, key)
+        fetched = self._exchange.bytes_on_request.fetch(owner, self.keeper, key)
         if fetched is None or len(fetched) != bytes_of(variable):
             raise RuntimeError(
                 f"{slot}can't be read now: that rank has made a different number of updates.\nWhat to do: read and "
-                "save the state of the optimizer between two steps, on rank 0 or on every rank."
+                "save the state of the optimizer between two steps."
             )
         return _from_bytes(fetched, variable)
 
@@ -146,7 +154,7 @@ class OptimizerSlots:
         tensor = tf.convert_to_tensor(new_value)
         content = _bytes_of(tf.cast(tensor, variable.dtype))
         key = (self._number, index, self.updates)
-        if not self._exchange.bytes_on_request.give(owner, key, content):
+        if not self._exchange.bytes_on_request.give(owner, self.keeper, key, content):
             raise RuntimeError(
                 f"{slot}can't be assigned a value now: that rank has no such slot.\nWhat to do: load the state of the "
                 "optimizer before its first step, or between two steps; or leave out shard_optimizer=True."
@@ -238,7 +246,7 @@ def _bytes_of(tensor: tf.Tensor) -> memoryview:
     return flat.view(np.uint8).data
 
 
-def _from_bytes(content: bytearray, variable: Any) -> tf.Tensor:
+def _from_bytes(content: bytearray | memoryview, variable: Any) -> tf.Tensor:
     dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
     flat = np.frombuffer(content, dtype)
     shape = tuple(variable.shape)
@@ -249,49 +257,59 @@ class SlotExchange:
     """The slots of all optimizers of this rank, for the others; a part of the job."""
 
     def __init__(self, job: Job) -> None:
-        self._optimizers: dict[int, weakref.ref[OptimizerSlots]] = {}
+        self._job = job
+        self._counts: dict[int, int] = {}  # of the optimizers of a group
+        self._slots: dict[int, OptimizerSlots] = {}
+        # An optimizer that is gone here may still be read on a rank that isn't as far in the script.
+        self._users: dict[int, weakref.ref[Any]] = {}
         self.bytes_on_request = BytesOnRequest(job.cluster, job.health, job.store, job.peers, self)
 
-    def add(self, slots: OptimizerSlots, group: Group) -> int:
-        """Note an optimizer, and return its number, the same on every rank of the group."""
+    def add(self, slots: OptimizerSlots, group: Group, user: Any) -> int:
+        """Note an optimizer, and return its number, the same on every rank of the group.
+
+        Args:
+            user: the object that updates the slots.
+        """
         # Other ranks have other groups: each group counts its own optimizers.
         text = f"{group.name} {list(group.ranks)}"
-        number = zlib.crc32(text.encode()) << 20
-        while number in self._optimizers:
-            number += 1
-        self._optimizers[number] = weakref.ref(slots)
+        first = zlib.crc32(text.encode()) << _NUMBER_BITS
+        number = first + self._counts.get(first, 0)
+        self._counts[first] = number - first + 1
+        self._slots[number] = slots
+        self._users[number] = weakref.ref(user)
         return number
 
-    def close(self) -> None:
-        self.bytes_on_request.close()
+    def forget_unused(self, number: int) -> None:
+        """Free the slots of optimizers that are gone, when all ranks of a group begin to use the one of a number: by
+        then, they are gone on each of them.
+        """
+        for old_number, user in list(self._users.items()):
+            if user() is None and old_number >> _NUMBER_BITS == number >> _NUMBER_BITS:
+                del self._users[old_number]
+                del self._slots[old_number]
 
-    def _slots(self, number: int) -> Optional[OptimizerSlots]:
-        # The optimizer may be gone on this rank, or not be made yet.
-        if number not in self._optimizers:
-            return None
-        return self._optimizers[number]()
+    def close(self) -> None:
+        if self.bytes_on_request.close():
+            self._job.serves_others = True
 
     def take(self, rank: int, key: Key, content: bytearray) -> bool:
         number, index, _ = key
-        slots = self._slots(number)
+        slots = self._slots.get(number)
         return slots is not None and slots.take(rank, index, content)
 
     def answer(self, key: Key) -> Optional[memoryview]:
         number, index, updates = key
-        slots = self._slots(number)
+        slots = self._slots.get(number)
         if slots is None or slots.updates != updates:
             return None
         return slots.own_bytes(index)
 
-    def all_bytes(self) -> Iterator[tuple[Key, memoryview]]:
-        for number, reference in self._optimizers.items():
-            slots = reference()
-            if slots is None:
-                continue
+    def all_bytes(self) -> Iterator[tuple[int, Key, memoryview]]:
+        for number, slots in self._slots.items():
             for index, variable in enumerate(slots.variables):
                 content = slots.own_bytes(index)
                 if content is not None and getattr(variable, compat.SHARE).is_apart:
-                    yield (number, index, slots.updates), content
+                    yield slots.keeper, (number, index, slots.updates), content
 
 
 def without_initial_slots(world: World, variables: Sequence[Any], root_rank: int) -> list[Any]:
