@@ -189,6 +189,13 @@ def test_what_one_rank_may_do_alone(
     assert (error, weights) == other
 
 
+def test_a_backup_of_all_epochs_is_everybodys(keras_two_ranks: Pool, tmp_path: Path) -> None:
+    # Only rank 0 reads it, and no step is left that would build the optimizers of the others.
+    outcome, other = keras_two_ranks.run(fit_bodies.body_complete_backup, str(tmp_path))
+    assert outcome == other
+    assert outcome[0] == {}
+
+
 def test_divided_data_that_are_the_same_are_named(keras_two_ranks: Pool) -> None:
     (_, said), _ = keras_two_ranks.run(fit_bodies.body_unshuffled, "not divided")
     assert ["ranks 0, 1 began with the very same batch" in text for text in said] == [True]

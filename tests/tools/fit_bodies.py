@@ -294,6 +294,21 @@ def body_callback_of_rank_0(kind: str, directory: str) -> tuple[str, Any]:
     return error, [weight.tolist() for weight in model.get_weights()]
 
 
+def body_complete_backup(directory: str) -> Any:
+    """Return the history and the state of a training whose backup has all epochs."""
+    keras = tf.keras
+    for _ in range(2):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        backup = keras.callbacks.BackupAndRestore(f"{directory}/backup", delete_checkpoint=False)
+        history = npu.distribute.replicate(model).fit(
+            np.ones([8, 2]), np.ones([8, 1]), 8, epochs=3, verbose=0, callbacks=[backup]
+        )
+    state = [*model.get_weights(), *(value.numpy() for value in model.optimizer.variables)]
+    return history.history, [array.tolist() for array in state]
+
+
 def body_divided() -> Any:
     """Each rank reads its own part; the parts of a step together are one process's batch."""
     rank, size = npu.distribute.rank(), npu.distribute.size()

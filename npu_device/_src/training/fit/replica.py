@@ -123,6 +123,7 @@ class Replica:
                 self.train.source = self.test.source = None
             # The first call hasn't come, since no epoch was left to train.
             if self.train.is_first_call:
+                start.build_as_elsewhere(self.world, self.model)
                 start.synchronise(self.world, self.model, training=True)
             weights = training_state.common(self.model, training_state.weights(self.model))
             # The comparison waits for rank 0, and so for the files that rank 0 writes.

@@ -79,6 +79,13 @@ def _trace(model: Any, step: Callable[[Any], Any], spec: Any, divide: Callable[[
     training_state.trace_step(model, lambda batch: step(share(batch)), spec)
 
 
+def build_as_elsewhere(world: World, model: Any) -> None:
+    """Build the model's optimizer where only other ranks have its state: rank 0's ``BackupAndRestore`` reads it."""
+    count = len(training_state.optimizer_state(model))
+    if len(set(world.objects(count, "state of optimizers"))) > 1:
+        training_state.build_optimizer(model)
+
+
 def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) -> None:
     """Send the model variables of the root to every rank, and those of its optimizers if it trains."""
     # An eager model's layers may keep tensors of their last call, which are of the rank's share.
