@@ -41,6 +41,7 @@ __all__ = [
     "npu_run_context",
     "open",
     "ops",
+    "run",
     "set_device_sat_mode",
     "set_npu_loop_size",
     "set_schedule_aicore_task_early",

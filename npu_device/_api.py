@@ -22,6 +22,7 @@ from npu_device._src.no_effect.modes import (
     set_schedule_aicore_task_early as set_schedule_aicore_task_early,
 )
 from npu_device._src.options import global_options as global_options
+from npu_device._src.pools.notebook import run as run
 from npu_device._src.training.fit.small_names import npu_compat_function as npu_compat_function
 from npu_device._src.training.opening.device import (
     NpuDeviceHandle as NpuDeviceHandle,

@@ -18,7 +18,8 @@ from pool import Pool
 from ranks import LEAN, all_through
 from rendezvous_ranks import start  # noqa: F401 - a fixture
 
-from npu_device._src.testing import forked, leaks, run
+from npu_device._src.pools import forked
+from npu_device._src.testing import leaks, run
 
 with contextlib.suppress(ImportError):  # tests that need Hypothesis are skipped without it
     import fuzz_profiles  # noqa: F401

@@ -21,8 +21,8 @@ from rendezvous_ranks import WORKER, without_table
 
 from npu_device._src.cluster.time_limits import KEEPALIVE_AFTER_SECONDS
 from npu_device._src.environment import TF_GRPC_DEFAULT_OPTIONS
+from npu_device._src.pools.forked import ForkedProcess
 from npu_device._src.testing import leaks
-from npu_device._src.testing.forked import ForkedProcess
 from npu_device._src.testing.hosts import address, can_be_made, cut_off, hosts, on_host
 from npu_device._src.testing.soak.proxy import Proxy
 

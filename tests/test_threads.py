@@ -24,7 +24,7 @@ from ranks import all_through
 import npu_device as npu
 from hccl.manage.api import create_group, destroy_group
 from npu_device._src.collectives.job import current
-from npu_device._src.testing.pool import Pool as PlainPool
+from npu_device._src.pools.pool import Pool as PlainPool
 from npu_device.distribute import hccl_ops
 
 CALLS = 50

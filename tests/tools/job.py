@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ranks import clean_environment
 
-from npu_device._src.testing.forked import ForkedProcess, end_all, start_ranks
+from npu_device._src.pools.forked import ForkedProcess, end_all, start_ranks
 
 
 class Ended(NamedTuple):

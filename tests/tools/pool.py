@@ -7,14 +7,14 @@ from typing import Any, Callable
 import leak_check
 from ranks import LEAN
 
-from npu_device._src.testing.pool import Pool as PlainPool
+from npu_device._src.pools.pool import Pool as PlainPool
 
 _REPETITIONS = 3  # of a body that has left something
 _WORN_SECONDS = 60.0  # of CPU time; memory grows with what bodies leave, by some 6 MB a second
 
 
 class Pool(PlainPool):
-    """See ``npu_device._src.testing.pool``."""
+    """See ``npu_device._src.pools.pool``."""
 
     def __init__(self, size: int, keras: str, **environment: str) -> None:
         super().__init__(size, keras, **{"PYTHONPATH": LEAN, **environment})

@@ -145,6 +145,8 @@ POOL_GRACE_SECONDS = 2.0  # after the first error: for ranks that fail by themse
 POOL_RELEASE_SECONDS = 5.0  # for ranks that wait for one that has left, to notice that
 # Between two looks at whether a rank that is to connect has ended.
 POOL_LOOK_SECONDS = 1.0
+OUTPUT_SECONDS = 0.1  # between two looks at the output of ranks, which appears in a notebook
+POOL_WAIT_SECONDS = 3600.0  # the longest single wait of a call without a limit
 STACKS_SECONDS = 0.5  # for ranks to write where they are
 COLLECTING_SECONDS = 120.0  # for the ranks to collect the tests
 SETTLED_SECONDS = 2.0  # for what a test has closed to be gone

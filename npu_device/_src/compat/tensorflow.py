@@ -19,6 +19,7 @@ from tensorflow.python.client import (
 # counterpart for collective ops over several processes and for idle threads; nothing public asks what tapes record.
 from tensorflow.python.eager import context as _context
 from tensorflow.python.eager.context import context as eager_context, eager_mode  # noqa: F401
+from tensorflow.python.eager.polymorphic_function import polymorphic_function as _function
 from tensorflow.python.eager.record import (
     could_possibly_record as a_tape_records,  # noqa: F401
     record_operation,  # noqa: F401
@@ -49,6 +50,28 @@ def set_random_state(state: tuple[int | None, Any]) -> None:
     tf.random.set_seed(seed)
     if position is not None:
         _context.context()._rng.setstate(position)
+
+
+def is_function(value: Any) -> bool:
+    """Return True for what ``tf.function`` makes."""
+    return isinstance(value, _function.Function)
+
+
+def parts_of_function(function: Any) -> tuple[Any, ...]:
+    """Return what ``untraced_function`` needs to make the same function in a different process."""
+    return (
+        function.python_function,
+        function.input_signature,
+        function._autograph,
+        function._jit_compile,
+        function._reduce_retracing,
+    )
+
+
+def untraced_function(
+    python_function: Any, signature: Any, autograph: bool, jit: Any, reduce_retracing: bool
+) -> Any:
+    return tf.function(python_function, signature, autograph, jit, reduce_retracing)
 
 
 def to_tensor(value: Any) -> tf.Tensor:

@@ -29,7 +29,7 @@ JAX_COORDINATOR_ADDRESS SLURM_STEP_NUM_TASKS SLURM_PROCID SLURM_JOB_ID SLURM_STE
 OMPI_COMM_WORLD_RANK PMIX_NAMESPACE PMI_SIZE PMI_RANK MPI_LOCALRANKID MPI_LOCALNRANKS PALS_RANKID PALS_APID
 NPU_DEVICE_LAUNCHER NPU_DEVICE_HUB
 """
-_OF_A_RANK = tuple(variable for variable in environment.ALL if variable.name in _NAMES.split())
+OF_A_RANK = tuple(variable for variable in environment.ALL if variable.name in _NAMES.split())
 # Devices tell ranks apart only where nothing numbers these. Elsewhere a rank may give a child another device.
 _DEVICES = (environment.ASCEND_DEVICE_ID, environment.DEVICE_ID)
 
@@ -69,7 +69,7 @@ def mark(cluster: Cluster) -> None:
 def mark_as_candidate() -> None:
     """Mark the environment of this process, which may become a rank, unless its parent is a rank or a candidate."""
     # Without these variables, this process can't become a rank.
-    if not any(variable.is_set() for variable in _OF_A_RANK):
+    if not any(variable.is_set() for variable in OF_A_RANK):
         return
     mark = _mark_of_another_process()
     if mark is None or ("rank" not in mark and not _is_running(mark)):
@@ -148,8 +148,8 @@ def _mark_of_another_process() -> dict[str, Any] | None:
 def _fingerprint() -> str:
     """Return a digest of the variables that make this process a rank."""
     rank = environment.RANK_ID.raw()
-    variables = _OF_A_RANK
+    variables = OF_A_RANK
     if rank is None or not rank.strip().isdecimal():
-        variables = (*_OF_A_RANK, *_DEVICES)
+        variables = (*OF_A_RANK, *_DEVICES)
     texts = [(variable.name, variable.raw()) for variable in variables]
     return hashlib.sha256(repr(texts).encode(errors="surrogateescape")).hexdigest()[:16]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from npu_device._src import environment
+from npu_device._src.membership.parent_rank import OF_A_RANK
 
 _KEPT = (
     "NPU_DEVICE_BACKEND",
@@ -73,3 +74,10 @@ def clean_environment() -> dict[str, str]:
     ours = {variable.name for variable in environment.ALL}.difference(_KEPT)
     inherited = {name: text for name, text in os.environ.items() if name not in ours}
     return {**inherited, "CUDA_VISIBLE_DEVICES": "-1"}
+
+
+def environment_without_job() -> dict[str, str]:
+    """Return the environment of this process without what describes a rank; options and GPUs stay."""
+    rank = {variable.name for variable in OF_A_RANK}
+    rank.add(environment.NPU_DEVICE_RANK_PROCESS.name)
+    return {name: text for name, text in os.environ.items() if name not in rank}

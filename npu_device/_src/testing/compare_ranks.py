@@ -31,7 +31,7 @@ def same_on_all_ranks(values: Any) -> None:
         AssertionError: they differ, on every rank. The text names the first value that does and lists the ranks.
         RuntimeError: this process isn't a rank of a job, such as the one that has called ``testing.run``.
     """
-    from npu_device._src.testing import worker
+    from npu_device._src.pools import worker
     from npu_device._src.training.distribute.ranks import gather_object, size
     from npu_device._src.training.watching.digests import digest_of
 

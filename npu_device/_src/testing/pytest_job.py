@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from npu_device._src.cluster.time_limits import COLLECTING_SECONDS
+from npu_device._src.pools.answers import RankError
+from npu_device._src.pools.pool import Pool
 from npu_device._src.testing import pytest_rank, run
-from npu_device._src.testing.answers import RankError
 from npu_device._src.testing.marked_tests import size_of
-from npu_device._src.testing.pool import Pool
 
 _OPTIONS_OF_RANKS: dict[str, Any] = {
     # All tests are collected, and the process of the test selects.

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from npu_device._src.testing.answers import Answer
+from npu_device._src.pools.answers import Answer
 from npu_device._src.testing.marked_tests import RANK
 
 
@@ -34,7 +34,7 @@ class _Rank:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.session = session
         self._items = {name_of(item): item for item in session.items}
-        from npu_device._src.testing import worker  # imports TensorFlow
+        from npu_device._src.pools import worker  # imports TensorFlow
 
         worker.answer_this_and_more(Answer(True, None))
         return True

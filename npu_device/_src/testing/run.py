@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from npu_device._src.testing import forked
-from npu_device._src.testing.answers import RankError
+from npu_device._src.pools import forked
+from npu_device._src.pools.answers import RankError
+from npu_device._src.pools.pool import Pool, packed
 from npu_device._src.testing.faults import Armed, Fault
-from npu_device._src.testing.pool import Pool, packed
 
 _PoolKey = tuple[Any, ...]
 _LIVE_RANKS = 6  # ranks that are alive at once, each of which takes some 500 MB

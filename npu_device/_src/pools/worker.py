@@ -19,8 +19,8 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src.collectives import job
-from npu_device._src.testing.answers import Answer
-from npu_device._src.testing.short_path import short_path
+from npu_device._src.pools.answers import Answer
+from npu_device._src.pools.short_path import short_path
 from npu_device._src.training.opening import device
 
 
@@ -82,10 +82,10 @@ def answer_to(call: bytes) -> tuple[Answer, BaseException | None]:
 
 def _traceback(error: BaseException) -> str:
     frames = error.__traceback__
-    # The traceback begins with the function's own frames: those of this file are the same in each error.
+    # The traceback begins with the function's own frames: those of this folder are the same in each error.
     while (
         frames is not None
-        and frames.tb_frame.f_code.co_filename == __file__
+        and os.path.dirname(frames.tb_frame.f_code.co_filename) == os.path.dirname(__file__)
         and frames.tb_next is not None
     ):
         frames = frames.tb_next
@@ -163,4 +163,4 @@ if __name__ == "__main__":
     # Python puts this file's folder there, which isn't a folder of modules.
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
     # Imported as a module of its own name, so that functions that the test sends find the same globals.
-    importlib.import_module("npu_device._src.testing.worker").main()  # as calls import it
+    importlib.import_module("npu_device._src.pools.worker").main()  # as calls import it

@@ -24,12 +24,13 @@ from npu_device._src.cluster.time_limits import (
     POOL_LOOK_SECONDS,
     POOL_RELEASE_SECONDS,
     POOL_START_SECONDS,
+    POOL_WAIT_SECONDS,
     STACKS_SECONDS,
 )
 from npu_device._src.membership.rank_environment import clean_environment
-from npu_device._src.testing.answers import Answer, RankError
-from npu_device._src.testing.forked import end_all, start_ranks
-from npu_device._src.testing.short_path import short_path
+from npu_device._src.pools.answers import Answer, RankError
+from npu_device._src.pools.forked import end_all, start_ranks
+from npu_device._src.pools.short_path import short_path
 
 _WORKER = str(Path(__file__).parent / "worker.py")
 _TAIL_LINES = 40
@@ -66,12 +67,16 @@ class Pool:
             ):
                 arguments = [_WORKER, address, str(directory / "stacks")]
                 self._processes = self._start(
-                    arguments, {**clean_environment(), **common, **environment}
+                    arguments, {**self._inherited(), **common, **environment}
                 )
                 self._accept(listener)
         except BaseException:
             self.close()
             raise
+
+    def _inherited(self) -> dict[str, str]:
+        """Return the variables that the ranks have of this process."""
+        return clean_environment()
 
     def _start(self, arguments: list[str], environment: dict[str, str]) -> list[Any]:
         return [*start_ranks(Path(self._directory.name), self.size, arguments, environment)]
@@ -152,7 +157,9 @@ class Pool:
                 for rank, connection in enumerate(self._connections)
                 if rank not in answers
             }
-            for connection in wait(list(waiting), max(0.0, until - time.monotonic())):
+            # A call may have no limit, but the system knows no endless number of seconds.
+            longest = min(POOL_WAIT_SECONDS, max(0.0, until - time.monotonic()))
+            for connection in wait(list(waiting), longest):
                 rank = waiting[cast(Connection, connection)]
                 answers[rank] = self._answer_of(rank)
                 if not answers[rank].succeeded:

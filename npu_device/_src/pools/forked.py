@@ -29,6 +29,8 @@ _READ_BY_IMPORT = ("TF_", "XLA_", "KERAS_", "NPU_DEVICE_TIME_LIMITS")
 _READ_LATER = ("TF_CONFIG", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 _KERAS_3 = ("TF_USE_LEGACY_KERAS", "0")  # the value that counts without the variable
 
+_BLOCK_BYTES = 1 << 20
+
 _servers: dict[frozenset[tuple[str, str]], subprocess.Popen[str]] = {}
 _numbers = itertools.count()
 _running: dict[int, ForkedProcess] = {}  # processes by their numbers, until their end has been seen
@@ -60,20 +62,38 @@ class ForkedProcess:
             "output": str(self._output),
             "status": str(self._status),
         }
-        server = _server(environment)
+        self._server = _server(environment)
+        self.pid = self._pid(json.dumps(order))
+        self.returncode: int | None = None
+        self.ended_at = 0.0  # on the clock of time.monotonic()
+        _running[self.pid] = self
+
+    def _pid(self, order: str) -> int:
+        server = self._server
         assert server.stdin is not None and server.stdout is not None
-        server.stdin.write(json.dumps(order) + "\n")
-        server.stdin.flush()
-        # The server answers when the fork is there; without an answer, it has ended.
-        answer = server.stdout.readline()
+        try:
+            server.stdin.write(order + "\n")
+            server.stdin.flush()
+            # The server answers when the fork is there; without an answer, it has ended.
+            answer = server.stdout.readline()
+        except BaseException:
+            # After an interrupt, the next order would read the answer to this one.
+            server.kill()
+            raise
         if not answer:
             raise RuntimeError(
                 f"the process that forks ranks ended with code {server.wait()}; see its output above"
             )
-        self.pid = int(answer)
-        self.returncode: int | None = None
-        self.ended_at = 0.0  # on the clock of time.monotonic()
-        _running[self.pid] = self
+        return int(answer)
+
+    def read(self, position: int) -> bytes:
+        """Return a block of the output from a position on."""
+        try:
+            with self._output.open("rb") as output:
+                output.seek(position)
+                return output.read(_BLOCK_BYTES)
+        except FileNotFoundError:  # the script has not begun
+            return b""
 
     @property
     def output(self) -> str:
@@ -83,7 +103,12 @@ class ForkedProcess:
         return self._output.read_text(errors="replace")
 
     def poll(self) -> int | None:
-        if self.returncode is None and self._status.exists():
+        if self.returncode is None and self._server.poll() is not None:
+            # The system has killed it with its server, which writes no more; what it has written counts.
+            self.returncode = -signal.SIGKILL
+            self.ended_at = time.monotonic()
+            _running.pop(self.pid, None)
+        if self.returncode in (None, -signal.SIGKILL) and self._status.exists():
             code, ended_at = self._status.read_text().split()
             self.returncode = int(code)
             self.ended_at = float(ended_at)

@@ -1,0 +1,159 @@
+"""``npu.run`` in a real kernel: the example, a second run, errors, and an interrupt."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from heard import error_of
+from pool import Pool
+from ranks import LEAN
+
+import npu_device as npu
+
+nbformat = pytest.importorskip("nbformat", reason="the extra 'test' has it")
+nbclient = pytest.importorskip("nbclient", reason="the extra 'test' has it")
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "notebook.ipynb"
+
+SUMS = """
+class Sum:
+    def __init__(self, value):
+        self.value = value
+
+@tf.function
+def doubled(tensor):
+    if tf.reduce_sum(tensor) > 0:
+        tensor = tensor * 2
+    return tensor
+
+doubled(tf.constant(1.0))
+large = np.arange(2_000_000.0)
+
+def sums(scale):
+    print("rank", npu.distribute.rank())
+    total = npu.distribute.all_reduce(doubled(tf.constant(large[3] * scale)), "sum")
+    return Sum(float(total)), large.flags.writeable
+
+def show(scale):
+    results = npu.run(sums, scale)
+    print([(isinstance(one, Sum), one.value, writeable) for one, writeable in results])
+"""
+FAIL = """
+def fail():
+    if npu.distribute.rank() == 1:
+        raise ValueError("a bad label")
+    npu.distribute.barrier()
+
+npu.run(fail)
+"""
+WAIT = """
+import time
+
+def wait():
+    with open("begun", "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(1000)
+
+npu.run(wait)
+"""
+
+
+class Kernel:
+    """A kernel that runs cells, one after the other."""
+
+    def __init__(self, client: nbclient.NotebookClient) -> None:
+        self._client = client
+
+    def run(self, source: str) -> tuple[str, str]:
+        """Run a cell; return its text and what it shows, or its error."""
+        cell = nbformat.v4.new_code_cell(source)
+        self._client.nb.cells.append(cell)
+        error = ""
+        try:
+            self._client.execute_cell(cell, len(self._client.nb.cells) - 1)
+        except nbclient.exceptions.CellExecutionError as caught:
+            error = f"{caught.ename}: {caught.evalue}"
+        texts = [output.get("text", "") for output in cell.outputs]
+        shown = [kind for output in cell.outputs for kind in output.get("data", ())]
+        return "".join(texts), error or " ".join(shown)
+
+
+def interrupt_when(file: Path, pid: int) -> threading.Thread:
+    """Interrupt the kernel, as Jupyter does, when a file has content."""
+
+    def wait() -> None:
+        while not (file.exists() and file.read_text()):
+            time.sleep(0.02)
+        os.killpg(os.getpgid(pid), signal.SIGINT)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+@pytest.fixture(params=["0", pytest.param("1", marks=pytest.mark.full)], ids=["keras3", "keras2"])
+def kernel(request: Any, tmp_path: Path, monkeypatch: Any) -> Iterator[Kernel]:
+    from jupyter_core.utils import ensure_event_loop
+
+    monkeypatch.setenv("TF_USE_LEGACY_KERAS", request.param)
+    client = nbclient.NotebookClient(nbformat.v4.new_notebook(), timeout=300, kernel_name="python3")
+    with client.setup_kernel(cwd=str(tmp_path)):
+        yield Kernel(client)
+    ensure_event_loop().close()  # nbclient keeps its own for the next notebook
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_cells_run_on_ranks(kernel: Kernel, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    kernel.run(f"import os; os.environ['PYTHONPATH'] = {LEAN!r}")  # for the ranks alone
+    cells = nbformat.read(EXAMPLE, 4).cells
+    texts = []
+    for cell in cells:
+        if cell.cell_type == "code":
+            text, shown = kernel.run(cell.source)
+            assert "Error" not in shown, (shown, text)
+            texts.append((text, shown))
+    trained, plotted, predicted = texts[-3:]
+    assert "[0] Epoch 10/10\n" in trained[0] and "[1] Epoch" not in trained[0]
+    assert "image/png" in plotted[1] and predicted[1] == "text/plain"
+    # A second run in the same kernel, with a class, a traced function and a large array of the notebook.
+    printed, error = kernel.run(SUMS + "show(2.0)")
+    assert "[0] rank 0\n" in printed and "[1] rank 1\n" in printed and not error
+    assert printed.endswith("[(True, 24.0, False), (True, 24.0, False)]\n")
+    _, error = kernel.run(FAIL)
+    assert re.fullmatch(
+        r"RankError: rank 1 of 2:\nTraceback .*\n  File .*, in fail\n    raise ValueError\(.*\nValueError: a bad label",
+        error,
+    )
+    _, error = kernel.run("batches = tf.data.Dataset.range(3)\nnpu.run(lambda: list(batches))")
+    assert error.startswith(
+        "TypeError: npu.run: the variable 'batches', which <lambda> uses, can't"
+    )
+    _, error = kernel.run("file = open('text', 'w')\nnpu.run(print, file)")
+    assert error.startswith("TypeError: npu.run: argument 1 can't be sent")
+    pid = int(kernel.run("print(os.getpid())")[0])
+    thread = interrupt_when(tmp_path / "begun", pid)
+    _, error = kernel.run(WAIT)
+    thread.join()
+    assert error.startswith("KeyboardInterrupt")
+    assert not Path("/proc", (tmp_path / "begun").read_text()).exists()
+    assert "[(True, 36.0, False), (True, 36.0, False)]" in kernel.run("show(3.0)")[0]
+
+
+def body_inside_a_job() -> Any:
+    return error_of(npu.run, len), error_of(npu.run, len, ranks=0)
+
+
+def test_a_rank_starts_no_ranks(two_ranks: Pool) -> None:
+    for inside, none in two_ranks.run(body_inside_a_job):
+        assert inside.startswith("RuntimeError: npu.run was called in a job")
+        assert none == "ValueError: ranks=0: expected a whole number from 1"
