@@ -219,9 +219,9 @@ def _gain(name: str, each: RoundResult, alone: float | None, rival: str, other: 
 
 
 def reading(results: Results) -> str:
-    """Return the samples a second of input pipelines, and what dividing them gains."""
+    """Return the samples a second of input pipelines, and what dividing them gains on one rank per core."""
     parts = []
-    for case in results.of("reading"):
+    for case in [case for case in results.of("reading") if case.ranks == 2]:
         gain = [
             f"{whole / divided:.2f}"
             if (whole := each.median(WHOLE)) and (divided := each.median(DIVIDED))

@@ -88,7 +88,7 @@ def _pickled(value: Any, arrays: dict[int, np.ndarray] | None = None) -> bytes:
             "What to do: pip install 'npu_device[notebook]'"
         ) from None
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    class Pickler(cloudpickle.Pickler):
         """Leaves large arrays out."""
 
         def persistent_id(self, value: Any) -> int | None:
