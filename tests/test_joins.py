@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import functools
+import random
 import signal
 import subprocess
 import threading
+import time
 from collections import Counter
 from pathlib import Path
+from typing import Callable
 
 import join_bodies as bodies
 import numpy as np
 import pytest
-from compared import same_bits
-from launcher import start, wait_until
+from launcher import script, start, wait_until
 from pool import Pool
-from ranks import free_port, time_limits
+from rank_comparison import same_bits
+from ranks import all_through, free_port, time_limits
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("waiting")]
+from npu_device._src.testing import hosts
+
+pytestmark = pytest.mark.xdist_group("waiting")
 
 LIMIT = 120.0
 STEPS = 3 * bodies.EPOCH
+NO_HOSTS = pytest.mark.skipif(not hosts.can_be_made(), reason="needs root, ip and tc to make hosts")
 
 
 class Node:
@@ -51,6 +58,7 @@ class Node:
     def close(self) -> None:
         if self.launch.poll() is None:
             self.launch.kill()
+            self.launch.wait()
         self._reader.join()
         for pipe in (self.launch.stdout, self.launch.stderr):
             assert pipe is not None
@@ -61,11 +69,19 @@ class Node:
 class Job:
     """A job of up to two nodes, each of which is an npurun on the loopback."""
 
-    def __init__(self, here: Path, *options: str, script: str = bodies.__file__) -> None:
+    def __init__(
+        self,
+        here: Path,
+        *options: str,
+        script: str = bodies.__file__,
+        nnodes: str = "1:2",
+        address: str = "127.0.0.1",
+        steps: int = STEPS,
+    ) -> None:
         self.here = here
-        meeting = ("--nnodes", "1:2", "--master-addr", "127.0.0.1")
+        meeting = ("--nnodes", nnodes, "--master-addr", address)
         self._options = (*meeting, "--master-port", str(free_port()), "-n", "1", *options)
-        self._command = (script, str(here), str(STEPS))
+        self._command = (script, str(here), str(steps))
         self._nodes: list[Node] = []
 
     def __enter__(self) -> Job:
@@ -75,11 +91,18 @@ class Job:
         for node in self._nodes:
             node.close()
 
-    def start(self, node: int, *options: str, **limits: float) -> Node:
+    def start(
+        self,
+        node: int,
+        *options: str,
+        on: Callable[[list[str]], list[str]] = list,
+        **limits: float,
+    ) -> Node:
         command = (*self._options, "--node-rank", str(node), *options, *self._command)
         limits = {"RANKS_NOTICE_SECONDS": 0.2, **limits}
         launch = start(
             *command,
+            on=on,
             **time_limits(**limits),
             NPU_DEVICE_SECRET="ours",
             TF_CPP_MIN_LOG_LEVEL="2",
@@ -99,6 +122,23 @@ class Job:
     def release(self, step: int) -> None:
         (self.here / f"go.{step}").touch()
 
+    def wait_for_steps(self) -> None:
+        """Wait until the ranks have begun further steps."""
+        step = max(self.samples())
+        wait_until(lambda: max(self.samples()) > step, LIMIT)
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """Return the numbers of ranks that the job has had, one after the other, and the last step with each."""
+        counts: Counter[int] = Counter()
+        for path in self.here.glob("samples.*"):
+            counts.update(int(line.split()[0]) for line in path.read_text().splitlines())
+        sizes: list[tuple[int, int]] = []
+        for step, size in sorted(counts.items()):
+            if sizes and sizes[-1][0] == size:
+                sizes.pop()
+            sizes.append((size, step))
+        return sizes
+
     def samples(self) -> dict[int, list[int]]:
         """Return the samples of each step; a step of which several attempts had some has all of them."""
         by_step: dict[int, list[int]] = {}
@@ -109,40 +149,214 @@ class Job:
         return by_step
 
 
-def test_a_node_comes_and_goes(single: Pool, two_ranks: Pool, tmp_path: Path) -> None:
-    """The bits are those of a run that is stopped by hand at these steps; each sample is read once an epoch."""
-    with Job(tmp_path) as job:
-        job.hold(8, 15)
-        first = job.start(0, "--rejoin-timeout", "1")
-        job.wait_in(8, 0)
+# Ranks without TensorFlow, of which rank 0 takes requests as a JobCheckpoint does, unless there is a file "deaf". They
+# end when there is none called "hold". With "go" they succeed, and with "fail.N" the last rank of attempt N fails.
+SCRIPT = """
+    import os, pathlib, sys, time
+    here = pathlib.Path(sys.argv[1])
+    count, rank, size = (int(os.environ[name]) for name in ("NPU_DEVICE_RESTART_COUNT", "RANK_ID", "RANK_SIZE"))
+    requests = None
+    if rank == 0 and not (here / "deaf").exists():
+        requests = os.open(os.environ["NPU_DEVICE_JOIN_REQUESTS"], os.O_RDWR | os.O_NONBLOCK)
+    (here / f"at.{count}.{rank}").touch()
+    while not (here / "go").exists():
+        if requests is not None:
+            try:
+                (here / f"stop.{count}").write_text(os.read(requests, 100).decode())
+                requests = None
+            except BlockingIOError:
+                pass
+        if (here / f"stop.{count}").exists() and not (here / "hold").exists():
+            sys.exit(75)
+        if (here / f"fail.{count}").exists() and rank == size - 1:
+            sys.exit(3)
+        time.sleep(0.02)
+"""
+
+
+class Requests(Job):
+    """A job of that script."""
+
+    def __init__(self, here: Path, *options: str, nnodes: str = "1:2") -> None:
+        times = ("--grace", "1", "--restart-backoff", "0.1", "--rejoin-timeout", "1")
+        super().__init__(here, *times, *options, script=script(here, SCRIPT), nnodes=nnodes)
+
+    def touch(self, name: str) -> None:
+        (self.here / name).touch()
+
+
+def test_a_node_that_fails_soon_after_it_joined_waits_and_costs_no_restart(tmp_path: Path) -> None:
+    with Requests(tmp_path) as job:
+        job.touch("fail.1")
+        first = job.start(0, JOIN_PAUSE_SECONDS=1.0)
+        job.wait_in(0, 0)
         second = job.start(1)
-        first.wait_for("a node has come: all ranks finish the step, and start again as 2 ranks")
-        job.release(8)
-        job.wait_in(15, 0, 1)
-        second.launch.send_signal(signal.SIGTERM)
-        second.wait_for("SIGTERM: all ranks finish the step")
-        job.release(15)
-        second.end(75)
+        first.wait_for("a join of node 1 has failed, which costs no restart: rank 1 on host")
+        # The job goes on alone, and the node, whose npurun has stayed, joins again.
+        job.wait_in(2, 0)
+        job.wait_in(3, 0, 1)
+        job.touch("go")
+        for node in (first, second):
+            node.end(0)
+        assert not (tmp_path / "at.2.1").exists()
+        assert first.text.count("the job grows from 1 to 2 ranks") == 2
+        assert "this node joins when the ranks have finished a step" in second.text
+
+
+def test_a_node_that_is_lost_while_it_joins(tmp_path: Path) -> None:
+    """First before the ranks have ended for it, then when they have begun with it; ``--max-resizes`` counts joins."""
+    with Requests(tmp_path, "--max-resizes", "2") as job:
+        job.touch("hold")
+        first = job.start(0, JOIN_PAUSE_SECONDS=0.5)
+        job.wait_in(0, 0)
+        second = job.start(1)
+        wait_until((tmp_path / "stop.0").exists, LIMIT)
+        second.launch.kill()
+        second.launch.wait()
+        (tmp_path / "hold").unlink()
+        job.wait_in(1, 0)
+        again = job.start(1)
+        job.wait_in(2, 0, 1)
+        again.launch.kill()
+        job.wait_in(3, 0)
+        first.wait_for("a join of node 1 has failed, which costs no restart: node 1 is gone")
+        # One join is left, as the first of the three has changed nothing.
+        job.start(1)
+        job.wait_in(4, 0, 1)
+        job.touch("fail.4")
+        job.wait_in(5, 0)
+        third = job.start(1)
+        third.wait_for("this node joins at the next restart\n")
+        job.touch("go")
         first.end(0)
-        assert "npurun: the job grows from 1 to 2 ranks at step " in second.text
-        assert "npurun: the job shrinks from 2 to 1 rank at step " in first.text, first.text
-        assert "preemption 1, which costs no restart: node 1 taken away" in first.text
-    steps = []
-    for word in ("grows", "shrinks"):
-        [line] = [line for line in first.lines if f"the job {word}" in line]
-        steps.append(int(line.split()[-1]))
-    assert 8 <= steps[0] < 15 <= steps[1] < STEPS, steps
-    samples = job.samples()
-    assert sorted(samples) == list(range(1, STEPS + 1))
-    for epoch in range(STEPS // bodies.EPOCH):
+    assert not list(tmp_path.glob("at.[135].1"))
+
+
+def test_nodes_that_come_while_one_joins_and_scripts_that_take_none(tmp_path: Path) -> None:
+    with Requests(tmp_path, nnodes="1:3") as job:
+        job.touch("hold")
+        first = job.start(0, JOIN_ASK_SECONDS=0.2)
+        job.wait_in(0, 0)
+        job.start(1)
+        wait_until((tmp_path / "stop.0").exists, LIMIT)
+        third = job.start(2)
+        third.wait_for("this node joins when the ranks have finished a step")
+        (tmp_path / "hold").unlink()
+        job.wait_in(1, 0, 1, 2)
+        assert "the job grows from 1 to 3 ranks" in first.text
+        job.touch("go")
+        first.end(0)
+    for path in (*tmp_path.glob("at.*"), *tmp_path.glob("stop.*"), tmp_path / "go"):
+        path.unlink()
+    with Requests(tmp_path) as job:
+        job.touch("deaf")
+        first = job.start(0, JOIN_ASK_SECONDS=0.2)
+        job.wait_in(0, 0)
+        second = job.start(1)
+        second.wait_for("joins at the next restart, or when the script has a FitCheckpoint or Job")
+        # All nodes are sent the signal: the job ends, though one of them only waits.
+        for node in (first, second):
+            node.launch.send_signal(signal.SIGTERM)
+        first.end(143)
+        second.end(143)
+        assert second.text.count("this node joins") == 1
+
+
+def require_whole_epochs(samples: dict[int, list[int]], steps: int) -> None:
+    assert sorted(samples) == list(range(1, steps + 1))
+    for epoch in range(steps // bodies.EPOCH):
         read: Counter[int] = Counter()
         for step in range(epoch * bodies.EPOCH, (epoch + 1) * bodies.EPOCH):
             read.update(samples[step + 1])
         assert read == Counter(range(bodies.SAMPLES)), epoch
+
+
+@pytest.mark.slow
+def test_a_node_comes_and_goes(single: Pool, two_ranks: Pool, tmp_path: Path) -> None:
+    """The bits are those of a run that is stopped by hand at these steps; each sample is read once an epoch."""
+    with Job(tmp_path) as job:
+        job.hold(5, 14)
+        first = job.start(0, "--rejoin-timeout", "1")
+        job.wait_in(5, 0)
+        second = job.start(1)
+        first.wait_for("a node has come: all ranks finish the step, and start again as 2 ranks")
+        job.release(5)
+        job.wait_in(14, 0, 1)
+        second.launch.send_signal(signal.SIGTERM)
+        second.wait_for("SIGTERM: all ranks finish the step")
+        job.release(14)
+        second.end(75)
+        first.end(0)
+        assert "preemption 1, which costs no restart: node 1 taken away" in first.text
+    sizes = job.sizes()
+    assert [size for size, _ in sizes] == [1, 2, 1]
+    steps = [step for _, step in sizes]
+    assert 5 <= steps[0] < 14 <= steps[1] < STEPS, steps
+    assert f"npurun: the job grows from 1 to 2 ranks at step {steps[0]}\n" in second.text
+    assert f"npurun: the job shrinks from 2 to 1 rank at step {steps[1]}\n" in first.text
+    require_whole_epochs(job.samples(), STEPS)
     by_hand = str(tmp_path / "by hand")
     Path(by_hand).mkdir()
     single.run(bodies.body_by_hand, by_hand, steps[0])
     two_ranks.run(bodies.body_by_hand, by_hand, steps[1])
     [expected] = single.run(bodies.body_by_hand, by_hand, STEPS)
+    with np.load(tmp_path / "values.0.npz") as values:
+        same_bits(expected, [values[name] for name in values])
+
+
+@pytest.mark.full
+@NO_HOSTS
+@pytest.mark.parametrize("seed", [1, 2])
+def test_nodes_come_and_go_at_random(seed: int, tmp_path: Path) -> None:
+    """Two nodes beside node 0 come and go 20 times, in network namespaces, and now and then both at once."""
+    draw = random.Random(seed)
+    nodes = {"nnodes": "1:3", "address": hosts.address(0)}
+    with (
+        hosts.hosts(3, gbit=1.0),
+        Job(tmp_path, "--rejoin-timeout", "3", **nodes, steps=100_000) as job,
+    ):
+        (tmp_path / "slow").touch()
+
+        def begin(node: int) -> Node:
+            on = functools.partial(hosts.on_host, node)
+            return job.start(node, on=on, JOIN_PAUSE_SECONDS=1.0, JOIN_ASK_SECONDS=1.0)
+
+        first = begin(0)
+        wait_until(lambda: bool(job.samples()), LIMIT)
+        running: dict[int, Node] = {}
+        changes = 0
+        while changes < 20:
+            for node in draw.sample([1, 2], draw.choice([1, 1, 2])):
+                changes += 1
+                if node in running:
+                    leaving = running.pop(node)
+                    leaving.launch.send_signal(signal.SIGTERM)
+                    leaving.launch.wait(LIMIT)
+                else:
+                    running[node] = begin(node)
+            # In three of four cases the job has trained with the change before the next one.
+            if draw.random() < 0.75:
+                job.wait_for_steps()
+            time.sleep(draw.uniform(0.0, 3.0))
+            assert first.launch.poll() is None, first.text
+        size = 1 + len(running)
+        wait_until(lambda: job.sizes()[-1][0] == size, LIMIT)
+        # Some seconds ahead of all ranks.
+        end = (max(job.samples()) // bodies.EPOCH + 8) * bodies.EPOCH
+        (tmp_path / f"last.{end}").touch()
+        for node in (first, *running.values()):
+            node.end(0)
+    require_whole_epochs(job.samples(), end)
+    sizes = job.sizes()
+    assert len(sizes) > 6, sizes
+    by_hand = tmp_path / "by hand"
+    by_hand.mkdir()
+    pools = {number: Pool(number, "3", **all_through("tensorflow")) for number in (1, 2, 3)}
+    try:
+        for number, step in sizes:
+            [expected, *_] = pools[number].run(bodies.body_by_hand, str(by_hand), step)
+    finally:
+        for pool in pools.values():
+            pool.close()
     with np.load(tmp_path / "values.0.npz") as values:
         same_bits(expected, [values[name] for name in values])

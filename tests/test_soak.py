@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from launcher import environment, script
+from ranks import time_limits
 
 from npu_device._src.testing.hosts import can_be_made
 
@@ -49,10 +50,15 @@ GATHERING = """
 """
 
 
-def soak(*arguments: str, limit: int = 120) -> subprocess.CompletedProcess[str]:
+def soak(*arguments: str, limit: int = 120, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "npu_device.testing.soak", *arguments]
     return subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=limit, check=False
+        command,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        check=False,
     )
 
 
@@ -106,6 +112,49 @@ def test_a_disturbed_network(tmp_path: Path, network: str) -> None:
     for node in ("", "1"):
         output = (tmp_path / "soak" / "disturbed" / f"output{node}").read_text()
         assert "node 1 is gone" in output and "succeeded" in output
+
+
+# Counts alone on rank 0, which ends for nodes that have come; the others only wait, and end with it.
+RESIZED = """
+    import os, pathlib, sys, time
+
+    here, rank, attempt = pathlib.Path(sys.argv[1]), os.environ["RANK_ID"], os.environ["NPU_DEVICE_RESTART_COUNT"]
+    ended = here / f"ended{attempt}"
+    requests = -1
+    if rank == "0":
+        requests = os.open(os.environ["NPU_DEVICE_JOIN_REQUESTS"], os.O_RDWR | os.O_NONBLOCK)
+    path = here / "step"
+    step = int(path.read_text()) if path.exists() else 0
+    while not ended.exists() and not (here / "done").exists():
+        time.sleep(0.05)
+        if rank == "0":
+            step += 1
+            path.write_text(str(step))
+            if step == 120:
+                (here / "done").touch()
+            try:
+                os.read(requests, 100)
+                ended.touch()
+            except BlockingIOError:
+                pass
+    if ended.exists():
+        sys.exit(75)
+    print("step", 120, flush=True)
+"""
+
+
+def test_nodes_leave_and_join(tmp_path: Path) -> None:
+    faults = ("--faults", "leave,join", "--mtbf", "0.7", "--for", "5", "--seed", "3")
+    nodes = ("--hosts", "2", "--network", "proxies", "--dir", str(tmp_path / "soak"))
+    job = ("--restart-backoff", "0.05", "--grace", "1", script(tmp_path, RESIZED), "{dir}")
+    limits = time_limits(JOIN_PAUSE_SECONDS=0.1, JOIN_ASK_SECONDS=0.3, RANKS_NOTICE_SECONDS=0.2)
+    done = soak(*faults, *nodes, "--", *job, **limits)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the results are the same" in done.stdout
+    for row in ("leave +[1-9]", "join +[1-9]"):
+        assert re.search(row, done.stdout), done.stdout
+    output = (tmp_path / "soak" / "disturbed" / "output").read_text()
+    assert "the job grows from 1 to 2 ranks" in output
 
 
 def test_another_result_is_told(tmp_path: Path) -> None:

@@ -71,9 +71,9 @@ class Binding:
             yield
             return
         # A thread of its own is not needed: only the calling one changes.
-        before = os.sched_getaffinity(0)  # cores of this thread
+        thread_cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, cpus_of(self._sets[local_rank]))
         try:
             yield
         finally:
-            os.sched_setaffinity(0, before)
+            os.sched_setaffinity(0, thread_cores)

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import npu_device as npu
 
-SAMPLES, BATCH = 24, 4
+SAMPLES, BATCH = 48, 6
 EPOCH = SAMPLES // BATCH  # steps
 
 
@@ -37,7 +37,7 @@ class Loop:
         )
 
     def run(self, end: int, before_end_of: Any = None) -> list[np.ndarray]:
-        """Train until ``end`` steps are over; call a function within each step."""
+        """Train until ``end`` steps are over; call a function within each step, which may end the training."""
         start = self.checkpoint.restore()
         # By hand, the iterator is at its beginning.
         for _ in range(start if before_end_of is None else 0):
@@ -48,8 +48,8 @@ class Loop:
                 numbers = next(self.iterator)
                 print(step, *numbers.numpy(), file=samples, flush=True)
                 self._step(tf.cast(numbers, tf.float32))
-                if before_end_of is not None:
-                    before_end_of(step)
+                if before_end_of is not None and before_end_of(step):
+                    break
                 self.checkpoint.step_done(step)
             if before_end_of is None:
                 self.checkpoint.save(end)
@@ -70,7 +70,7 @@ def body_by_hand(directory: str, end: int) -> list[np.ndarray]:
 
 
 def main() -> None:
-    """Train for some steps. In those with a file ``wait.N``, wait for the file ``go.N``.
+    """Train for some steps. In those with a file ``wait.N``, wait for the file ``go.N``; end in that of ``last.N``.
 
     Arguments: a directory, and the number of steps.
     """
@@ -78,11 +78,14 @@ def main() -> None:
     npu.open().as_default()
     loop = Loop(directory, os.environ["NPU_DEVICE_RESTART_COUNT"])
 
-    def wait(step: int) -> None:
+    def wait(step: int) -> bool:
         if (loop.here / f"wait.{step}").exists():
             (loop.here / f"at.{step}.{npu.distribute.rank()}").touch()
             while not (loop.here / f"go.{step}").exists():
                 time.sleep(0.02)
+        if (loop.here / "slow").exists():
+            time.sleep(0.1)
+        return (loop.here / f"last.{step}").exists()
 
     values = loop.run(int(end), wait)
     np.savez(loop.here / f"values.{npu.distribute.rank()}.npz", *values)

@@ -11,7 +11,6 @@ import contextlib
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,11 +21,12 @@ from pathlib import Path
 from npu_device._src.testing import hosts
 from npu_device._src.testing.faults import SIGNALS
 from npu_device._src.testing.soak import network
+from npu_device._src.testing.soak.launchers import CHANGES, Launchers
 from npu_device._src.testing.soak.random_faults import Disturbance, RandomFaults
 
 _RESTARTS = 10_000
 _RUNS = ("undisturbed", "disturbed")
-_FAULTS = (*SIGNALS, *network.FAULTS)
+_FAULTS = (*SIGNALS, *network.FAULTS, *CHANGES)
 _NPURUN = (sys.executable, "-m", "npu_device.launch", "--max-restarts", str(_RESTARTS))
 _EPILOG = """\
 examples:
@@ -45,7 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not options.command:
         parser.error("expected options of npurun and a script after --")
-    impossible = sorted(set(options.faults) - {*SIGNALS, *_network(options).faults})
+    possible = {*SIGNALS, *_network(options).faults}
+    if options.hosts > 1:
+        possible.update(CHANGES)
+    impossible = sorted(set(options.faults) - possible)
     if impossible:
         parser.error(
             f"{', '.join(impossible)}: the network of this host can't be disturbed in this way; give --hosts 2"
@@ -171,35 +174,31 @@ def _run(options: argparse.Namespace, directory: Path, seconds: float) -> tuple[
     # SIGTERM raises, so that the network between the hosts is removed.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with contextlib.ExitStack() as stack:
-        between = stack.enter_context(_network(options)(options.hosts))
-        launchers = []
-        for node in range(options.hosts):
-            output = stack.enter_context(open(directory / f"output{node or ''}", "wb"))
-            command = between.command(node, _NPURUN, words)
-            launcher = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            launchers.append(stack.enter_context(launcher))
-        pids = [launcher.pid for launcher in launchers]
+        fewest = options.hosts
+        # Node 0 stays.
+        if set(CHANGES) & set(options.faults):
+            fewest = 1
+        between = stack.enter_context(_network(options)(options.hosts, fewest))
+
+        def command(node: int) -> list[str]:
+            return between.command(node, _NPURUN, words)
+
+        launchers = Launchers(options.hosts, command, environment, directory)
+        stack.enter_context(launchers)
         faults = RandomFaults(
-            pids, between, options.mtbf, options.seed, options.faults, options.longest, _say
+            launchers, between, options.mtbf, options.seed, options.faults, options.longest, _say
         )
         thread = threading.Thread(target=faults.run, args=(seconds, over))
         thread.start()
         try:
-            codes = [launcher.wait() for launcher in launchers]
+            code = launchers.wait()
         except BaseException:
-            for launcher in launchers:
-                launcher.terminate()
+            launchers.terminate()
             raise
         finally:
             over.set()
             thread.join()
-    return next(filter(None, codes), 0), faults
+    return code, faults
 
 
 def _say(text: str) -> None:

@@ -21,8 +21,12 @@ class Here:
 
     faults: Sequence[str] = ("reset", "half-close")
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, fewest: int) -> None:
         self.nodes: Sequence[int] = range(count)
+        # With how many nodes the job goes on.
+        self._nnodes = str(count)
+        if fewest < count:
+            self._nnodes = f"{fewest}:{count}"
 
     def __enter__(self) -> Here:
         return self
@@ -32,6 +36,9 @@ class Here:
 
     def command(self, node: int, npurun: Sequence[str], arguments: Sequence[str]) -> list[str]:
         return [*npurun, *arguments]
+
+    def _options(self, node: int, address: str) -> list[str]:
+        return ["--nnodes", self._nnodes, "--node-rank", str(node), "--master-addr", address]
 
     def begin(self, fault: str, node: int, pids: Iterable[int]) -> None:
         """Begin a fault; ProcessLookupError if the processes have no connections to other hosts."""
@@ -54,8 +61,8 @@ class Namespaces(Here):
 
     faults = FAULTS
 
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
+    def __init__(self, count: int, fewest: int) -> None:
+        super().__init__(count, fewest)
         self._hosts = hosts.hosts(count, _GBIT)
 
     def __enter__(self) -> Namespaces:
@@ -66,7 +73,7 @@ class Namespaces(Here):
         self._hosts.__exit__(*error)
 
     def command(self, node: int, npurun: Sequence[str], arguments: Sequence[str]) -> list[str]:
-        options = _options(len(self.nodes), node, hosts.address(0))
+        options = self._options(node, hosts.address(0))
         return hosts.on_host(node, [*npurun, *options, *arguments])
 
     def begin(self, fault: str, node: int, pids: Iterable[int]) -> None:
@@ -92,8 +99,8 @@ class Proxies(Here):
 
     faults = FAULTS
 
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
+    def __init__(self, count: int, fewest: int) -> None:
+        super().__init__(count, fewest)
         self.nodes = range(1, count)
         self._proxies: dict[int, list[Proxy]] = {node: [] for node in self.nodes}
         self._forwarded: set[int] = set()
@@ -107,7 +114,7 @@ class Proxies(Here):
                 proxy.close()
 
     def command(self, node: int, npurun: Sequence[str], arguments: Sequence[str]) -> list[str]:
-        options = _options(len(self._proxies) + 1, node, _address(node))
+        options = self._options(node, _address(node))
         return [*npurun, *options, "--master-port", str(self._port), *arguments]
 
     def begin(self, fault: str, node: int, pids: Iterable[int]) -> None:
@@ -140,7 +147,3 @@ class Proxies(Here):
 
 def _address(node: int) -> str:
     return f"127.0.0.{node + 1}"
-
-
-def _options(count: int, node: int, address: str) -> list[str]:
-    return ["--nnodes", str(count), "--node-rank", str(node), "--master-addr", address]

@@ -20,6 +20,7 @@ from npu_device._src.cluster.time_limits import (
 )
 from npu_device._src.testing.faults import SIGNALS, strike
 from npu_device._src.testing.leaks import children_of
+from npu_device._src.testing.soak.launchers import CHANGES, Launchers
 from npu_device._src.testing.soak.network import Here
 from npu_device._src.testing.soak.running import Rank, ranks_of
 
@@ -32,7 +33,7 @@ class Disturbance:
 
     Attributes:
         after: seconds since the first start of the ranks.
-        fault: one of ``faults.SIGNALS``, or of the faults of the network.
+        fault: one of ``faults.SIGNALS``, of the faults of the network, or of ``launchers.CHANGES``.
         where: ``"rank 1"`` or ``"node 1"``.
         attempt: how often the job had been started again.
         seconds: until it was taken back; 0 for a fault that can't be.
@@ -59,7 +60,7 @@ class RandomFaults:
 
     def __init__(
         self,
-        launchers: Sequence[int],
+        launchers: Launchers,
         network: Here,
         mtbf: float,
         seed: int,
@@ -78,7 +79,6 @@ class RandomFaults:
         self._say = say
         self._began = 0.0
         self._settled = 0.0
-        self._size = 1
 
     def run(self, seconds: float, over: threading.Event) -> None:
         """Make faults for some seconds from the start of the ranks; watch the ranks until the job is over."""
@@ -116,6 +116,9 @@ class RandomFaults:
         after = time.monotonic() - self._began
         disturbance = Disturbance(after, fault, where, self.attempt)
         duration = ""
+        if fault in CHANGES:
+            self._change(fault, share, disturbance)
+            return
         if fault in _LASTING:
             disturbance.seconds = seconds
             duration = f" for {seconds:.1f} s"
@@ -123,11 +126,11 @@ class RandomFaults:
             if fault in SIGNALS:
                 strike(fault, victim.pid, seconds)
             else:
-                launcher = self._launchers[node]
+                launcher = self._launchers.pids[node]
                 # npurun's children without a command line have ended.
                 children = (pid for pid, command in children_of(launcher).items() if command)
                 self._network.begin(fault, node, [launcher, *children])
-        except ProcessLookupError:  # it has just ended, or isn't connected yet
+        except (ProcessLookupError, KeyError):  # it has ended, or isn't connected yet
             return
         except (OSError, subprocess.CalledProcessError) as error:
             self._say(f"{fault} is not possible here, and left out from now on: {error}")
@@ -142,6 +145,16 @@ class RandomFaults:
             # An attempt may still end of the fault until then.
             self._settled = time.monotonic() + SETTLING_SECONDS
 
+    def _change(self, change: str, share: float, disturbance: Disturbance) -> None:
+        """Let a node leave or join."""
+        try:
+            node = self._launchers.change(change, share)
+        except ProcessLookupError:  # all of them are there, or none but node 0
+            return
+        disturbance.where = f"node {node}"
+        self.disturbances.append(disturbance)
+        self._say(f"{disturbance.after:7.1f} s: {change} {disturbance.where}")
+
     def _is_settled(self) -> bool:
         return time.monotonic() >= self._settled or self.disturbances[-1].recovered is not None
 
@@ -151,7 +164,7 @@ class RandomFaults:
         while True:
             ranks = self._look()
             if (
-                (_is_whole(ranks, self._size) and self._is_settled())
+                (_is_whole(ranks) and self._is_settled())
                 or time.monotonic() >= deadline
                 or over.wait(FAULT_POLL_SECONDS)
             ):
@@ -166,22 +179,21 @@ class RandomFaults:
         """Return the ranks that run now, and note what came of the last fault."""
         ranks = self._ranks()
         if ranks:
-            # The largest number seen so far is that of the job: ranks start one after the other.
-            self._size = max(self._size, len(ranks))
             self.attempt = max(self.attempt, ranks[-1].attempt)
         if self.disturbances and self.attempt > self.disturbances[-1].attempt:
             disturbance = self.disturbances[-1]
             disturbance.ended = True
-            if disturbance.recovered is None and _is_whole(ranks, self._size):
+            if disturbance.recovered is None and _is_whole(ranks):
                 disturbance.recovered = time.monotonic() - self._began - disturbance.after
         return ranks
 
     def _ranks(self) -> list[Rank]:
-        ranks = [rank for launcher in self._launchers for rank in ranks_of(launcher)]
+        ranks = [rank for launcher in self._launchers.pids.values() for rank in ranks_of(launcher)]
         self._network.follow(ranks)
         return ranks
 
 
-def _is_whole(ranks: Sequence[Rank], size: int) -> bool:
+def _is_whole(ranks: Sequence[Rank]) -> bool:
     # Ranks of two attempts may be there for a moment.
-    return len(ranks) == size and len({rank.attempt for rank in ranks}) == 1
+    sizes = {(rank.attempt, rank.size) for rank in ranks}
+    return [size for _, size in sizes] == [len(ranks)]

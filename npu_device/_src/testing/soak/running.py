@@ -11,10 +11,11 @@ from npu_device._src.testing.leaks import children_of
 
 @dataclass(frozen=True)
 class Rank:
-    """A running rank; ``hub`` is the port of the hub of the attempt."""
+    """A running rank; ``size`` is the number of ranks of the attempt, ``hub`` the port of its hub."""
 
     pid: int
     rank: int
+    size: int
     attempt: int
     hub: int
 
@@ -28,6 +29,7 @@ def ranks_of(launcher: int) -> list[Rank]:
             rank = Rank(
                 pid,
                 rank=int(environment["RANK_ID"]),
+                size=int(environment["RANK_SIZE"]),
                 attempt=int(environment["NPU_DEVICE_RESTART_COUNT"]),
                 hub=int(environment["NPU_DEVICE_HUB"]),
             )
