@@ -120,6 +120,7 @@ INSIDE = {
             "marked_tests",
             "soak/connections",
             "soak/proxy",
+            "soak/npuruns",
         ),
         ("soak/running",),
         ("run", "soak/network", "pytest_rank"),

@@ -21,7 +21,7 @@ from pathlib import Path
 from npu_device._src.testing import hosts
 from npu_device._src.testing.faults import SIGNALS
 from npu_device._src.testing.soak import network
-from npu_device._src.testing.soak.launchers import CHANGES, Launchers
+from npu_device._src.testing.soak.npuruns import CHANGES, Launchers
 from npu_device._src.testing.soak.random_faults import Disturbance, RandomFaults
 
 _RESTARTS = 10_000

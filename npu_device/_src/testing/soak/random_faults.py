@@ -20,8 +20,8 @@ from npu_device._src.cluster.time_limits import (
 )
 from npu_device._src.testing.faults import SIGNALS, strike
 from npu_device._src.testing.leaks import children_of
-from npu_device._src.testing.soak.launchers import CHANGES, Launchers
 from npu_device._src.testing.soak.network import Here
+from npu_device._src.testing.soak.npuruns import CHANGES, Launchers
 from npu_device._src.testing.soak.running import Rank, ranks_of
 
 _LASTING = ("stop", "drop", "delay")
@@ -33,7 +33,7 @@ class Disturbance:
 
     Attributes:
         after: seconds since the first start of the ranks.
-        fault: one of ``faults.SIGNALS``, of the faults of the network, or of ``launchers.CHANGES``.
+        fault: one of ``faults.SIGNALS``, of the faults of the network, or of ``npuruns.CHANGES``.
         where: ``"rank 1"`` or ``"node 1"``.
         attempt: how often the job had been started again.
         seconds: until it was taken back; 0 for a fault that can't be.
