@@ -73,6 +73,7 @@ class CaseResult:
     Attributes:
         cores: the state, before and after each timing; see ``cores``.
         nanoseconds: the median distance of the cores in this state; None if the state didn't occur.
+        earlier: the date and the commit of an earlier run of which this case is; "" for those of the results.
     """
 
     case: str
@@ -81,6 +82,7 @@ class CaseResult:
     rounds: list[RoundResult]
     cores: str = UNKNOWN
     nanoseconds: float | None = None
+    earlier: str = ""
 
     def rivals(self) -> list[str]:
         """Return the labels of those that took part in any round."""
@@ -109,7 +111,7 @@ class Machine:
 
 @dataclass
 class Results:
-    """A whole run: one machine, one day, one commit of one version."""
+    """A whole run: one machine, one day, one commit of one version. It may also have cases of earlier runs."""
 
     machine: Machine
     date: str
@@ -132,14 +134,25 @@ class Results:
         return [state for state in STATES if state in found]
 
     def with_others_of(self, other: Results | None) -> Results:
-        """Return these results with those of other cases of the same machine, day and commit."""
-        if other is None or dataclasses.replace(other, cases=[]) != dataclasses.replace(
-            self, cases=[]
-        ):
+        """Return these results with those of other cases of the same version and kind of processor."""
+        if other is None:
+            return self
+        kinds = {(each.machine.cpu, each.machine.cores, each.version) for each in (self, other)}
+        if len(kinds) > 1:
             return self
         own = {(each.case, each.ranks) for each in self.cases}
-        others = [each for each in other.cases if (each.case, each.ranks) not in own]
+        run = "" if other.run == self.run else other.run
+        others = [
+            dataclasses.replace(each, earlier=each.earlier or run)
+            for each in other.cases
+            if (each.case, each.ranks) not in own
+        ]
         return dataclasses.replace(self, cases=[*others, *self.cases])
+
+    @property
+    def run(self) -> str:
+        """Return the day and the commit."""
+        return f"{self.date}, commit {self.commit}"
 
     def write(self, path: Path) -> None:
         """Write the run as JSON, with a line for each case."""

@@ -41,8 +41,23 @@ def setup(results: Results) -> str:
     head = (
         f"Measured on {results.date} with version {results.version} (commit {results.commit}): "
         f"{results.machine.line()}. Medians; fastest and slowest repetition in brackets.{_distances(results)}"
+        f"{_earlier(results)}"
     )
     return textwrap.fill(head, _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def _earlier(results: Results) -> str:
+    """Return which cases are of earlier runs, a sentence for each run with a space before it."""
+    titles: dict[str, list[str]] = {}
+    for case in results.cases:
+        if case.earlier:
+            hosts = "hosts" if case.case.startswith("hosts_") else "ranks"
+            title = case.title if hosts in case.title else f"{case.title} ({case.ranks} {hosts})"
+            titles.setdefault(case.earlier, []).append(title)
+    return "".join(
+        f" Measured before, on {run}: {'; '.join(dict.fromkeys(names))}."
+        for run, names in titles.items()
+    )
 
 
 def _distances(results: Results) -> str:

@@ -20,7 +20,7 @@ from benchmarks.cores import APART, SHARED, UNKNOWN
 from benchmarks.measuring import CaseTimings
 from benchmarks.process_set import ProcessSet, RivalError
 from benchmarks.results import CaseResult, Results, RoundResult, Timing, begin, read
-from benchmarks.table import FIGURES, tables
+from benchmarks.table import FIGURES, setup, tables
 
 
 @pytest.fixture(autouse=True)
@@ -198,14 +198,22 @@ def test_the_pages_have_the_figures_of_the_results() -> None:
     assert sorted(places) == sorted([*FIGURES, "chart"])
 
 
-def test_results_of_another_version_or_commit_are_left_out(tmp_path: Path) -> None:
+def test_results_of_another_version_are_left_out_and_those_of_another_commit_named(
+    tmp_path: Path,
+) -> None:
     results, other = (_results(case, "step", Timing(ALONE, [0.1])) for case in ("resnet50", "bert"))
     assert [case.case for case in other.with_others_of(results).cases] == ["resnet50", "bert"]
     results.write(tmp_path / "results.json")
     assert read(tmp_path / "results.json") == results
     page = "before\n<!-- figures: steps -->\nold\n<!-- end of figures -->\nafter\n"
     assert "| no communication | 100 |" in docs_page.filled(page, results)
-    results.version, results.commit = "0.1.0", "another"
+    results.commit = "another"
+    merged = other.with_others_of(results)
+    assert [case.earlier for case in merged.cases] == [results.run, ""]
+    assert f"Measured before, on {results.date}, commit another: " in " ".join(
+        setup(merged).split()
+    )
+    results.version = "0.1.0"
     results.write(tmp_path / "results.json")
     empty = page.replace("old\n", "")
     assert read(tmp_path / "results.json") is None
