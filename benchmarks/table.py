@@ -20,6 +20,7 @@ from benchmarks.cases import (
     START,
     TCP_BETWEEN,
     TWO_DEVICES,
+    TWO_HOSTS,
     TWO_RANKS,
     WHOLE,
 )
@@ -96,12 +97,19 @@ def all_reduce(results: Results) -> str:
 
 
 def steps(results: Results) -> str:
-    """Return the training steps on one host, a row for each rival; a table for each state of the cores."""
+    """Return the times of training steps on one host, relative to the usual way; a table for each state of the cores.
+
+    What the usual way and a step without communication take is in ``faster``: no time stands in two tables.
+    """
     parts = []
     for state in results.states("resnet50", "bert"):
         cases = [*results.in_state("resnet50", state), *results.in_state("bert", state)]
-        columns = [(case.title, case.rounds[0]) for case in cases]
-        parts.append(_by_rival(columns, f"ms per step, {state}", ALONE))
+        rows = [[f"time of a step, {state}", *(case.title for case in cases)]]
+        for rival in dict.fromkeys(rival for case in cases for rival in case.rivals()):
+            if rival != ALONE:
+                cells = [_relative(case.rounds[0], rival, FUNCTION) for case in cases]
+                rows.append([rival, *cells])
+        parts.append(_markdown(rows))
     return "\n\n".join(parts)
 
 
@@ -149,8 +157,24 @@ def checks(results: Results) -> str:
 def faster(results: Results) -> str:
     """Return the samples a second of the same work on one process, on ranks and on hosts."""
     return "\n\n".join(
-        _samples(case, f"samples per second, {case.cores}") for case in results.of("faster")
+        _samples(_with_step_between_hosts(results, case), f"samples per second, {case.cores}")
+        for case in results.of("faster")
     )
+
+
+def _with_step_between_hosts(results: Results, case: CaseResult) -> CaseResult:
+    """Return a case with the step between hosts as another case has measured it, so that all tables have one time."""
+    rounds = []
+    for each in case.rounds:
+        timings = list(each.timings)
+        for hosts in results.in_state(f"hosts_{each.label}", case.cores):
+            for step in hosts.rounds:
+                between = step.timing(RING_BETWEEN)
+                if between is not None and (hosts.ranks, step.gbit) == (case.ranks, each.gbit):
+                    timings = [timing for timing in timings if timing.rival != TWO_HOSTS]
+                    timings.append(replace(between, rival=TWO_HOSTS))
+        rounds.append(replace(each, timings=timings))
+    return replace(case, rounds=rounds)
 
 
 def model(results: Results) -> str:
@@ -234,18 +258,15 @@ def _gain(name: str, each: RoundResult, alone: float | None, rival: str, other: 
 
 
 def reading(results: Results) -> str:
-    """Return the samples a second of input pipelines, and what dividing them gains on one rank per core."""
+    """Return the speed of two ranks with input pipelines, relative to one process, but for the one in ``faster``."""
     parts = []
     for case in [case for case in results.of("reading") if case.ranks == 2]:
-        gain = [
-            f"{whole / divided:.2f}"
-            if (whole := each.median(WHOLE)) and (divided := each.median(DIVIDED))
-            else "?"
-            for each in case.rounds
-        ]
-        parts.append(
-            _samples(case, f"samples per second, {case.ranks} ranks, {case.cores}", ["gain", *gain])
-        )
+        rounds = [each for each in case.rounds if each.label != "images, tf_keras"]
+        rows = [[f"speed, {case.ranks} ranks, {case.cores}", *map(_title, rounds)]]
+        for rival in (WHOLE, DIVIDED):
+            cells = [_relative(each, ONE_PROCESS, rival) for each in rounds]
+            rows.append([rival, *cells])
+        parts.append(_markdown(rows))
     return "\n\n".join(parts)
 
 
@@ -255,8 +276,7 @@ def updates(results: Results) -> str:
     for case in results.of("updates"):
         columns = []
         for each in case.rounds:
-            names = [_NAMES.get(word, word) for word in each.label.split(", ")]
-            columns.append((", ".join(names), each))
+            columns.append((_title(each), each))
         parts.append(_by_rival(columns, f"{case.ranks} ranks, {case.cores}, ms", ALONE))
     return "\n\n".join(parts)
 
@@ -312,16 +332,20 @@ def _by_rival(columns: Sequence[tuple[str, RoundResult]], corner: str, base: str
     return _markdown(rows)
 
 
-def _samples(case: CaseResult, corner: str, last: Sequence[str] = ()) -> str:
-    rows = [
-        [
-            corner,
-            *(
-                ", ".join(_NAMES.get(word, word) for word in each.label.split(", "))
-                for each in case.rounds
-            ),
-        ]
-    ]
+def _relative(one_round: RoundResult, rival: str, base: str) -> str:
+    """Return how many times as long a rival takes as another one."""
+    own, other = one_round.median(rival), one_round.median(base)
+    if own and other:
+        return f"{own / other:.2f}"
+    return _milliseconds(one_round.timing(base if own else rival))
+
+
+def _title(one_round: RoundResult) -> str:
+    return ", ".join(_NAMES.get(word, word) for word in one_round.label.split(", "))
+
+
+def _samples(case: CaseResult, corner: str) -> str:
+    rows = [[corner, *map(_title, case.rounds)]]
     for rival in case.rivals():
         cells = []
         for each in case.rounds:
@@ -331,12 +355,13 @@ def _samples(case: CaseResult, corner: str, last: Sequence[str] = ()) -> str:
                 _spread(rates) if timing and timing.median is not None else _milliseconds(timing)
             )
         rows.append([rival, *cells])
-    return _markdown([*rows, list(last)] if last else rows)
+    return _markdown(rows)
 
 
 def _pairs(case: CaseResult) -> Rows:
-    """Return for each round the times of its two rivals, and how much longer the second one takes, turn by turn: the
-    median, and its standard error.
+    """Return for each round how much longer the second rival takes, turn by turn: the median, and its standard error.
+
+    The times themselves are left out: other cases have steps of the same models.
     """
     rows = []
     for each in case.rounds:
@@ -351,14 +376,7 @@ def _pairs(case: CaseResult) -> Rows:
                 else math.inf
             )
             difference = f"{statistics.median(shares):+.1%} ± {error:.1%}"
-        rows.append(
-            [
-                f"{_NAMES[model]}, {what}, ms",
-                case.cores,
-                *map(_milliseconds, (without, package)),
-                difference,
-            ]
-        )
+        rows.append([f"{_NAMES[model]}, {what}", case.cores, "", "", difference])
     return rows
 
 
@@ -393,14 +411,14 @@ def _markdown(rows: Rows) -> str:
 
 
 def chart(results: Results) -> str:
-    """Return a picture of the steps on one host, as SVG: how many times as long as without communication."""
+    """Return a picture of the steps on one host, as SVG: how many times as long as with npu_device."""
     bars = []
     for case in [*results.of("resnet50"), *results.of("bert")]:
-        alone = case.rounds[0].median(ALONE)
+        usual = case.rounds[0].median(FUNCTION)
         for rival in (FUNCTION, MIRRORED):
             own = case.rounds[0].median(rival)
-            if own and alone:
-                bars.append((f"{case.title}, {case.cores}: {rival}", own / alone))
+            if own and usual:
+                bars.append((f"{case.title}, {case.cores}: {rival}", own / usual))
     if not bars:
         return ""
     widest = max(ratio for _, ratio in bars)

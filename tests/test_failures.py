@@ -158,7 +158,7 @@ def test_used_before_open_where_the_job_needs_tensorflows_server(tmp_path: Path)
     assert "Failed open npu device" in outputs[0]
     for output in outputs:
         assert "TensorFlow has been used before npu.open() on rank 1 on host node0" in output
-        assert "call `npu.open().as_default()` right after the imports" in output
+        assert "call `npu.open()` right after the imports" in output
 
 
 @pytest.mark.skipif(CHOSEN_BACKEND is not None, reason="chooses the backends itself")

@@ -21,7 +21,7 @@ from npu_device._src.port.rules import PAGE, RULES
 
 DOCS = Path(__file__).parent.parent / "docs" / "porting_rules.md"
 
-OPEN = "+import npu_device as npu\n+npu.open(seed=1).as_default()\n"
+OPEN = "+import npu_device as npu\n+npu.open(seed=1)\n"
 HEAD = (
     " import os\n import matplotlib.pyplot as plt\n import numpy as np\n import tensorflow as tf\n"
 )
@@ -34,7 +34,7 @@ LOOP = BROADCAST + " for x, y in dataset:\n     step(x, y)\n"
 DATA = MAKE_DATA + LOOP
 SESSION = (
     " import tensorflow.compat.v1 as tf\n+import npu_device as npu\n"
-    "+from npu_bridge.npu_init import NPUDistributedOptimizer\n{imports}+npu.open(seed=1).as_default()\n"
+    "+from npu_bridge.npu_init import NPUDistributedOptimizer\n{imports}+npu.open(seed=1)\n"
     " w = tf.get_variable('w', [])\n"
 )
 V1_STEP = RULES["session: optimizer"].example
@@ -236,7 +236,7 @@ def test_a_file_is_written_once_with_its_mode_and_encoding(tmp_path: Path) -> No
     assert main([str(link), "--write"]) == 0
     ported = path.read_bytes()
     assert link.is_symlink() and stat.S_IMODE(path.stat().st_mode) == 0o751
-    assert b"# caf\xe9\r\n" in ported and b"npu.open(seed=1).as_default()\r\n" in ported
+    assert b"# caf\xe9\r\n" in ported and b"npu.open(seed=1)\r\n" in ported
     assert ported.count(b"\n") == ported.count(b"\r\n")
     assert main([str(path), "--write"]) == 0 and path.read_bytes() == ported
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []

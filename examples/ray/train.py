@@ -20,7 +20,7 @@ def train(config):
 
     import npu_device as npu
 
-    npu.open().as_default()
+    npu.open()
 
     import numpy as np
     import ray

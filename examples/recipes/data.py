@@ -2,7 +2,7 @@
 
 import npu_device as npu
 
-npu.open().as_default()
+npu.open()
 
 import tensorflow as tf  # noqa: E402
 from sklearn.datasets import load_digits  # noqa: E402

@@ -9,7 +9,7 @@ import os
 
 import npu_device as npu
 
-npu.open().as_default()
+npu.open()
 
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402

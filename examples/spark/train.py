@@ -34,7 +34,7 @@ def train(secret, weights):
 
     import npu_device as npu
 
-    npu.open().as_default()
+    npu.open()
 
     import numpy as np
     import tensorflow as tf

@@ -410,7 +410,7 @@ class Attempt:
             self._console.say(
                 f"none of the {len(marks)} ranks opened npu_device: they ran as {len(marks)} independent copies of "
                 "the script.\nTo let them work together, add `import npu_device as npu` and "
-                "`npu.open().as_default()` at the beginning of the script."
+                "`npu.open()` at the beginning of the script."
             )
 
     def _report_failures(

@@ -22,7 +22,7 @@ from npu_device._src.membership import launchers
 _log = logging.getLogger("npu_device")
 
 _IN_TIME = (
-    "call `npu.open().as_default()` right after the imports, before the first tensor, variable, model, dataset or "
+    "call `npu.open()` right after the imports, before the first tensor, variable, model, dataset or "
     "tf.config.list_logical_devices() of the script"
 )
 

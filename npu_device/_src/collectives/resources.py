@@ -102,7 +102,7 @@ def choose_device(cluster: Cluster) -> Device:
         raise ClusterError(
             f"{cluster.name} can't take its own GPU: TensorFlow has been used before "
             f"npu.open(), and has taken memory on {names}.\n"
-            "What to do: call `npu.open().as_default()` right after the imports, before the first tensor, variable, "
+            "What to do: call `npu.open()` right after the imports, before the first tensor, variable, "
             "model, dataset or tf.config.list_logical_devices() of the script; or let CUDA_VISIBLE_DEVICES of each "
             "rank name its own GPU."
         )

@@ -35,7 +35,7 @@ def _warn() -> None:
         _log.warning(
             "the environment makes this process (%s) one of %d ranks, but the script never opened npu_device: it ran "
             "alone, as an independent copy.\n"
-            "What to do: add `import npu_device as npu` and `npu.open().as_default()` at the beginning of the script, "
+            "What to do: add `import npu_device as npu` and `npu.open()` at the beginning of the script, "
             "and let the ranks reduce their gradients (npu.distribute.all_reduce, or NPUDistributedOptimizer in a "
             "session); or unset the variables that describe the ranks.",
             sys.argv[0] or "python",

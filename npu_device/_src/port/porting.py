@@ -189,7 +189,7 @@ def _open(port: Port, is_entry: bool) -> None:
             port.name(call.func).endswith("utils.set_random_seed") for call in port.calls
         )
         seed = "" if is_seeded else "seed=1"
-        port.insert(anchor, f"npu.open({seed}).as_default()", after=is_after)
+        port.insert(anchor, f"npu.open({seed})", after=is_after)
         port.report(DONE, "open", anchor)
 
 
