@@ -61,7 +61,7 @@ def test_the_page_has_rows() -> None:
     names = [name for name, _ in NAMES]
     assert len(names) > 150
     assert sorted(names) == sorted(set(names))
-    assert {status for _, status in NAMES} == {"works", "accepted without effect", "refused"}
+    assert {status for _, status in NAMES} == {"works", "no effect", "refused"}
 
 
 def test_the_names_are_there() -> None:

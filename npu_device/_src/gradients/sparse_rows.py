@@ -17,8 +17,8 @@ from npu_device._src.collectives.dtypes import Wire, reduced_dtype, sum_dtype, w
 from npu_device._src.collectives.graph import origin
 from npu_device._src.collectives.moves import gather_ragged
 
-# Operations one of whose outputs has no number twice. Lookups with a combiner use them: one row for each index, in one
-# process for each of the whole batch.
+# By type, the output that has no number twice. Lookups with a combiner use these operations: one row for each index, in
+# one process for each of the whole batch.
 _DISTINCT = {"Unique": 0, "UniqueV2": 0}
 _DISTINCT.update({f"SparseSegment{name}GradV2": 1 for name in ("Sum", "Mean", "SqrtN")})
 

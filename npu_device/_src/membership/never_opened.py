@@ -22,8 +22,8 @@ def warn_at_exit() -> None:
 
 
 def _warn() -> None:
-    # A launcher, a check or another tool doesn't train; npurun sees the marks of all ranks, and an uncaught error is
-    # what to look at first.
+    # Only a process that trains is warned, not a launcher or a tool. npurun sees the marks of all ranks, and an
+    # uncaught error is what to look at first.
     trains = "tensorflow" in sys.modules and not hasattr(sys, "last_type")
     if not trains or not parent_rank.is_candidate() or environment.NPU_DEVICE_ERROR_FILE.is_set():
         return

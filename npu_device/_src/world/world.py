@@ -53,8 +53,8 @@ class World:
         if sends:
             content = packed(value, trusted)
         array = np.frombuffer(content, np.uint8)
-        # The other ranks have to know the shape before they receive.
-        # As a tensor of 64 bits: objects may be larger than 2 GiB.
+        # The length is sent first, as the other ranks have to know the shape; with 64 bits, since objects may be larger
+        # than 2 GiB.
         [length] = self.from_root([tf.constant(np.int64(len(array)))], root_rank)
         if not sends:
             array = np.zeros(int(length), np.uint8)

@@ -141,7 +141,7 @@ class _Call:
     def sources(self, output: int) -> list[tf.Tensor]:
         """Return the tensors around the operation on which one of its outputs depends."""
         if self._is_loop:
-            # Outputs of a loop are its variables, one for each input.
+            # The outputs of a loop are its variables, one for each input.
             return self.arguments({output})
         inputs: set[int] = set()
         for flow in self.flows():

@@ -136,7 +136,7 @@ class Saves:
         for answer, outcome in answers:
             answer.set_result(outcome)
 
-    # On the rank that writes
+    # The rank that writes
 
     def _outcome(self, path: str, moment: _Moment) -> _SaveOutcome | None:
         """Return how the save of a path that belongs to a moment has ended; None if that isn't known yet."""
@@ -160,7 +160,7 @@ class Saves:
             self._asked[rank] = (path, moment, answer)
         return answer
 
-    # On a rank that waits
+    # A rank that waits
 
     def _writers(self) -> list[int]:
         """Return the ranks that may write for this one, in the order in which they are asked."""

@@ -105,7 +105,7 @@ class Stream:
             copy_end = min(array_start + self.lengths[position], end)
             if copy_start < copy_end:
                 run = arrays[position][copy_start - array_start : copy_end - array_start]
-                # What overflows 16 bits is infinite; TensorFlow doesn't warn either.
+                # Warnings are off, as in TensorFlow: what overflows 16 bits becomes infinite.
                 with np.errstate(all="ignore"):
                     convert(run, slot[copy_start - start : copy_end - start])
 
