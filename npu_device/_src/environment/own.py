@@ -171,7 +171,7 @@ NPU_DEVICE_DIVISION = _choice(
     "NPU_DEVICE_DIVISION",
     ("alike", "first"),
     "how a replicated model divides a batch whose tensors have different lengths: `alike` cuts all at the same "
-    "fractions; `first` cuts all by the length of the first one, as before. `first` ends with 0.3.",
+    "fractions; `first` cuts all by the length of the first one, as version 0.1 did. `first` ends with 0.3.",
     everywhere=True,
 )
 NPU_DEVICE_HOROVOD = optional(
