@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from heard import error_of
+from caught_messages import error_of
 from pool import Pool
 from ranks import LEAN
 
@@ -45,6 +45,18 @@ def sums(scale):
 def show(scale):
     results = npu.run(sums, scale)
     print([(isinstance(one, Sum), one.value, writeable) for one, writeable in results])
+"""
+HOROVOD = """
+from npu_device import horovod
+
+def place(base, step):
+    import npu_device.horovod.tensorflow as hvd
+    hvd.init()
+    print("a bar", end="\\rits end\\n")
+    return base + step * hvd.rank(), os.environ["COLOUR"]
+
+os.environ["COLOUR"] = "blue"
+print(horovod.run(place, (10,), {"step": 5}, np=2))
 """
 FAIL = """
 def fail():
@@ -129,6 +141,12 @@ def test_cells_run_on_ranks(kernel: Kernel, tmp_path: Path) -> None:
     printed, error = kernel.run(SUMS + "show(2.0)")
     assert "[0] rank 0\n" in printed and "[1] rank 1\n" in printed and not error
     assert printed.endswith("[(True, 24.0, False), (True, 24.0, False)]\n")
+    printed, error = kernel.run(HOROVOD)
+    assert (
+        printed.endswith("[(10, 'blue'), (15, 'blue')]\n")
+        and "[1] its end\n" in printed
+        and not error
+    )
     _, error = kernel.run(FAIL)
     assert re.fullmatch(
         r"RankError: rank 1 of 2:\nTraceback .*\n  File .*, in fail\n    raise ValueError\(.*\nValueError: a bad label",

@@ -12,7 +12,6 @@ _INSTEAD = {
     **dict.fromkeys(("ProcessSet", "add_process_set", "remove_process_set"), _SETS),
     "join": "give every rank the same number of steps; npu.distribute.weighted_mean takes ranks without samples",
     "elastic": "npurun --max-restarts with npu.callbacks.FitCheckpoint (npurun docs reliability)",
-    "run": "npurun -np N --horovod train.py",
     "BestModelCheckpoint": "ModelCheckpoint(file, save_best_only=True) of Keras on rank 0, after MetricAverageCallback",
     **dict.fromkeys(
         ("start_timeline", "stop_timeline"), "HOROVOD_TIMELINE=FILE, or npurun --trace DIR"
@@ -32,6 +31,10 @@ def __getattr__(name: str) -> Any:
         )
 
         return SyncBatchNormalization
+    if name == "run":
+        from npu_device._src.horovod.function_run import run
+
+        return run
     instead = ""
     if name in _INSTEAD:
         instead = f"\nWhat to do: {_INSTEAD[name]}."

@@ -77,13 +77,47 @@ class _NotebookPool(Pool):
         return environment_without_job()
 
 
+class _RankOutput:
+    """What one rank prints."""
+
+    def __init__(self, process: ForkedProcess) -> None:
+        self._process = process
+        self._position = 0
+        self._beginning = b""  # of a line that has not ended
+        self.bar = ""  # the newest state of a bar, whose line has not ended
+
+    def lines(self) -> list[str]:
+        """Return the lines that have ended since the last call."""
+        texts = []
+        while block := self._process.read(self._position):
+            self._position += len(block)
+            *lines, self._beginning = (self._beginning + block).split(b"\n")
+            texts += [_newest(line) for line in lines]
+            if lines:
+                self.bar = ""
+            if b"\r" in self._beginning:
+                self.bar = _newest(self._beginning)
+                # Memory must not grow with the states of a bar; a state ends before or after its sign.
+                self._beginning = b"\r" + self._beginning[self._beginning.rfind(b"\r", 0, -1) + 1 :]
+        return texts
+
+    def rest(self) -> list[str]:
+        """Return a last line without an end."""
+        return [_newest(self._beginning)] if self._beginning else []
+
+
+def _newest(line: bytes) -> str:
+    """Return what is seen of a line in which a bar goes back to the beginning."""
+    return line.rstrip(b"\r\b").rpartition(b"\r")[2].decode(errors="replace")
+
+
 class _Output:
-    """A thread that prints what ranks print, in whole lines."""
+    """A thread that prints what ranks print: whole lines, and the bar of one of them."""
 
     def __init__(self, processes: Sequence[ForkedProcess]) -> None:
-        self._processes = processes
-        self._positions = [0] * len(processes)
-        self._beginnings = [b""] * len(processes)  # of lines that have not ended
+        self._ranks = [_RankOutput(process) for process in processes]
+        self._with_bar: int | None = None  # the rank whose bar is in the last line
+        self._bar = ""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -92,25 +126,28 @@ class _Output:
         """Print the rest of the output of ranks that have ended."""
         self._is_over.set()
         self._thread.join()
-        # Lines without an end count, too.
-        for rank, beginning in enumerate(self._beginnings):
-            if beginning:
-                self._show(rank, [beginning])
+        for rank, output in enumerate(self._ranks):
+            self._show(rank, output.rest(), "")
 
     def _run(self) -> None:
         is_last = False
         while not is_last:
             # What has come before the end is read once more.
             is_last = self._is_over.wait(OUTPUT_SECONDS)
-            for rank, process in enumerate(self._processes):
-                while block := process.read(self._positions[rank]):
-                    self._positions[rank] += len(block)
-                    *lines, rest = (self._beginnings[rank] + block).split(b"\n")
-                    self._beginnings[rank] = rest
-                    self._show(rank, lines)
+            for rank, output in enumerate(self._ranks):
+                lines = output.lines()
+                self._show(rank, lines, output.bar)
 
-    def _show(self, rank: int, lines: list[bytes]) -> None:
-        # A bar goes back to the begin of its line; only what it has come to is shown.
-        texts = [line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in lines]
-        sys.stdout.write("".join(f"[{rank}] {text}\n" for text in texts))
-        sys.stdout.flush()
+    def _show(self, rank: int, lines: list[str], bar: str) -> None:
+        text = "".join(f"[{rank}] {line}\n" for line in lines)
+        if lines and self._with_bar is not None:
+            # The end of the same bar replaces it; lines of a different rank come below it.
+            text = ("\r" if self._with_bar == rank else "\n") + text
+            self._with_bar = None
+        if bar and self._with_bar in (None, rank) and (bar, self._with_bar) != (self._bar, rank):
+            text += f"\r[{rank}] {bar}"
+            self._with_bar = rank
+            self._bar = bar
+        if text:
+            sys.stdout.write(text)
+            sys.stdout.flush()
