@@ -44,7 +44,7 @@ def train(directory: Path) -> None:
     images = random.random([1200, 32, 32, 3], np.float32)
     labels = random.integers(0, 10, 1200)
 
-    class Times(keras.callbacks.Callback):
+    class Times(tf.keras.callbacks.Callback):
         def on_train_begin(self, logs: object = None) -> None:
             note("the model is made")
 
