@@ -67,6 +67,12 @@ def test_they_become_rank_0s_with_a_warning(
     assert not any(quiet for _, _, quiet in results[1:])
 
 
+def test_an_error_on_request_in_an_eager_loop(keras_two_ranks: Pool) -> None:
+    # The rank that compares last raises it, and ends the others.
+    errors = [text for text, _, _ in keras_two_ranks.run(body_first_step, "error", False, True)]
+    assert any("the ranks begin training with different values of 2 of " in text for text in errors)
+
+
 def test_an_error_or_nothing_on_request(keras_two_ranks: Pool) -> None:
     for rank, (text, _, _) in enumerate(keras_two_ranks.run(body_first_step, "error", True)):
         assert f"rank {rank}: the ranks begin training with different values of 2 of " in text

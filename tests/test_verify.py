@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -553,11 +554,23 @@ def test_examples(path: str, keras: str, tmp_path: Path) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr).decode()
 
 
+# A folder in /tmp that the script names itself: a run would end if it found what another has written there.
+IN_TMP = """
+import socket, tempfile
+folder = os.path.join(tempfile.gettempdir(), "npu_verify_test")
+os.makedirs(folder, exist_ok=True)
+os.close(os.open(os.path.join(folder, str(rank)), os.O_CREAT | os.O_EXCL))
+with tempfile.TemporaryDirectory() as made, socket.socket(socket.AF_UNIX) as listener:
+    listener.bind(os.path.join(made, "socket"))
+"""
+
+
 @pytest.mark.slow
 def test_from_the_command_line(tmp_path: Path) -> None:
     """Three ranks, for which nobody has asked, can't divide the batch."""
     data = RIGHT["data"].replace("12", "16")
-    source = LOOP.format(**{**RIGHT, "loss": WRONG["sum averaged"]["loss"], "data": data})
+    changes = {"loss": WRONG["sum averaged"]["loss"], "data": data, "function": IN_TMP}
+    source = LOOP.format(**{**RIGHT, **changes})
     page = tmp_path / "page.html"
     done = npurun(
         "verify",
@@ -574,3 +587,4 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     assert "3 ranks were left out: the global batch size can't be divided by 3" in text
     assert "differs on 2 ranks: Gradients are 0.50 times the single-process ones" in text
     assert page.exists() and not (tmp_path / "result.txt").exists()
+    assert not (Path(tempfile.gettempdir()) / "npu_verify_test").exists()

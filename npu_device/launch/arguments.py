@@ -151,7 +151,7 @@ def parse(argv: Sequence[str]) -> Options:
     namespace.command = ()
     if not namespace.check:
         namespace.command = _command(parser, namespace.module, namespace.script)
-    if namespace.replicate:
+    if namespace.replicate and not namespace.check:
         namespace.command = _replicating(parser, namespace)
     namespace.hosts = tuple(host for host, _ in slots)
     namespace.fewest_nodes = fewest_nodes
@@ -424,7 +424,10 @@ def _add_nodes(group: argparse._ActionsContainer) -> None:
         metavar="ADDR",
         help="address or name of node 0 (one node: 127.0.0.1)",
     )
-    where = f"port of node 0 where the ranks meet (default {DEFAULT_PORT}; one node: a free one)"
+    where = (
+        "port of node 0 where the ranks meet (default: the first of NPU_DEVICE_PORT_RANGE, else "
+        f"{DEFAULT_PORT}; one node: a free one)"
+    )
     _add(group, "--master-port", type=types.port, metavar="PORT", help=where)
     rejoin = "seconds that nodes wait for each other, and --hosts tries a lost host (default 300)"
     _add(group, "--rejoin-timeout", type=types.seconds, default=300.0, metavar="S", help=rejoin)

@@ -82,7 +82,8 @@ HCCL_IF_BASE_PORT = optional(
     "HCCL_IF_BASE_PORT",
     forms.integer(1024, 65520),
     "port on the host of rank 0 where the ranks meet, with a rank table without a `host_port` for rank 0, or with "
-    "Slurm or MPI; default: one from 61000 to 64999, computed from JOB_ID and the table or the job of the launcher.",
+    "Slurm, MPI or torchrun; default: one from 61000 to 64999, computed from JOB_ID and the table or the job of the "
+    "launcher.",
 )
 AOE_MODE = optional(
     "AOE_MODE",

@@ -117,7 +117,8 @@ NPU_DEVICE_UNEQUAL_START = _choice(
     ("repair", "error", "ignore"),
     "what happens if variables differ between the ranks at the first step of a wrapped optimizer, or when a "
     "`tf.function` that reduces gradients itself is traced: `repair` gives them the values of rank 0, with a warning; "
-    "`error` raises an error; `ignore` doesn't check. A replicated model always begins with the values of rank 0.",
+    "`error` raises an error; `ignore` doesn't check. Eager loops that reduce gradients themselves only get the "
+    "warning of `repair`. A replicated model always begins with the values of rank 0.",
     everywhere=True,
 )
 NPU_DEVICE_AUDIT = Variable(

@@ -60,19 +60,18 @@ class Redirection:
 
     Args:
         directory: the one of all runs, where nothing is redirected.
-        script: the path of the script.
 
-    Temporary files are not redirected, unless the script or the working directory is among them.
+    What ``tempfile`` makes is not redirected: sockets and other programs must find it where it is.
     """
 
-    def __init__(self, directory: str, script: str) -> None:
+    def __init__(self, directory: str) -> None:
         self._folder = ""
         # Both are real paths, as links may lead to one folder by two ways.
         self._runs_folder = os.path.realpath(directory) + os.sep
-        temporary_folder = os.path.realpath(tempfile.gettempdir()) + os.sep
-        self._direct_folders = (*_SYSTEM, temporary_folder)
-        user_folders = {os.getcwd(), os.path.dirname(os.path.realpath(script))}
-        self._user_folders = tuple(folder + os.sep for folder in user_folders)
+        self._temporary_folder = os.path.realpath(tempfile.gettempdir()) + os.sep
+        # What was there before may be the user's.
+        self._user_names = set(os.listdir(self._temporary_folder))
+        self._lstat = os.lstat  # before it is redirected
 
     def copy(self, folder: Path) -> None:
         """Let another folder begin with what has been written."""
@@ -91,13 +90,25 @@ class Redirection:
         text = os.fsdecode(os.fspath(path))
         full_path = os.path.abspath(text)
         folder = full_path + os.sep
-        # A script in a temporary folder is a user's, too, as in tests.
-        is_direct = folder.startswith(self._direct_folders)
-        if folder.startswith(self._user_folders):
-            is_direct = False
-        if is_direct or "://" in text or folder.startswith(self._runs_folder):
+        is_direct = folder.startswith((*_SYSTEM, self._runs_folder)) or "://" in text
+        if is_direct or self._is_of_tempfile(folder):
             return None
         return self._folder + full_path
+
+    def _is_of_tempfile(self, folder: str) -> bool:
+        """Return True for the temporary folder itself, and for what ``tempfile`` makes in it, in any process."""
+        if not folder.startswith(self._temporary_folder):
+            return False
+        name = folder[len(self._temporary_folder) :].partition(os.sep)[0]
+        if not name:
+            return True
+        if name in self._user_names:
+            return False
+        # Whatever the script makes there by itself is redirected, and so never there.
+        with contextlib.suppress(OSError):
+            self._lstat(self._temporary_folder + name)
+            return True
+        return _is_called_by_tempfile()
 
     def _to_read(self, path: Any) -> Any:
         """Return the path of what was written before; else the path itself."""
@@ -216,6 +227,18 @@ class Redirection:
             return returned
 
         setattr(owner, name, wrapped)
+
+
+def _is_called_by_tempfile() -> bool:
+    frame = inspect.currentframe()
+    # The functions of this file come first, and then at most an opener of ``tempfile``.
+    for _ in range(8):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == "tempfile":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_only_at(path: Any, redirected: Any) -> bool:

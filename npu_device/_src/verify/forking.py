@@ -46,7 +46,7 @@ class ForkingProcess(ABC):
     def __init__(self, start: PlannedProcess, script: str) -> None:
         self._recorder: Any = None
         self._models = Models(None)
-        self._redirection = file_shadow.Redirection(start.directory, script)
+        self._redirection = file_shadow.Redirection(start.directory)
         self.become(start)
         self._redirection.install()
         self._fork_at_variables()

@@ -54,7 +54,7 @@ class JobCheckpoint:
         every: steps between checkpoints that ``step_done`` writes; None: only the last one, when asked to stop.
         memory_every: steps between copies in memory that npurun holds until it ends; None for none. A restart by
             npurun resumes from the newest copy if it is newer than the checkpoints on the disk. See "Copies in memory"
-            in docs/reliability.md.
+            in docs/checkpoints.md.
         keep: number of checkpoints to keep, above 0.
         preemption: stop all ranks after the same step, with a checkpoint, when any of them is sent the signal that
             ``NPU_DEVICE_PREEMPT_SIGNAL`` names (SIGTERM by default); see ``step_done``. The handler of the

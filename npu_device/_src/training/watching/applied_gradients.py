@@ -58,6 +58,10 @@ class _OptimizerCall:
     graph: Any = None  # the graph around the step, if XLA compiles it
 
 
+class UnequalStartError(RuntimeError):
+    """The ranks begin with different variables, and the user has asked for an error."""
+
+
 class AppliedGradients:
     """The optimizers that apply gradients in a job; a part of the job."""
 
@@ -254,6 +258,9 @@ class AppliedGradients:
         watched.start = None
         names = list(map(variable_name, step.variables))
         text = different_start(self._job, name, names, BROADCAST, start, _checksums(step.variables))
+        # Told on one rank: an error there ends the others, too.
+        if text is not None and environment.NPU_DEVICE_UNEQUAL_START.get() == "error":
+            raise UnequalStartError(f"rank {self._job.cluster.rank}: {text}")
         if text is not None:
             _log.warning("%s", text)
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.collectives.job import Job, current
-from npu_device._src.training.watching.applied_gradients import AppliedGradients
+from npu_device._src.training.watching.applied_gradients import AppliedGradients, UnequalStartError
 from npu_device._src.training.watching.last_word import LastWord
 from npu_device._src.training.watching.wrapped_optimizers import reducer_inside
 
@@ -80,7 +80,9 @@ def _wrapper(original: Callable[..., Any], parameter: str) -> Callable[..., Any]
                     variables = compat.variables_to_update(self, *further, **kwargs)
                     pairs = list(zip(gradients, variables))
                 watching.observe(self, pairs)
-            # Whoever watches never ends a training.
+            except UnequalStartError:
+                raise
+            # Otherwise, whoever watches never ends a training.
             except Exception:
                 _log.debug(
                     "could not look at the gradients of a %s", type(self).__name__, exc_info=True
