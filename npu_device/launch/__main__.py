@@ -11,6 +11,7 @@ def main() -> None:
     words = sys.argv[1:]
     command = next(iter(words), "")
     options_of_command = words[1:]
+    # Each command is imported only when it is called, since most import much.
     if command == "trace":
         from npu_device._src.report.__main__ import main as report
 

@@ -59,7 +59,7 @@ ranks = _of(Form(_ranks, f"{forms.COUNT.expected}, or {AUTO}"))
 nodes = _of(Form(_nodes, "a number of nodes, or MIN:MAX"))
 seconds = _of(Form(_seconds, "a number of seconds"))
 job_id = _of(Form(_job_id, "letters, digits, '-' and '_'"))
-# The ranks get the limit in this variable.
+# Checked as the variable in which the ranks get the limit.
 preempt_seconds = _of(environment.NPU_DEVICE_PREEMPT_TIMEOUT.form)
 preempt_signal = _of(
     Form(
@@ -120,7 +120,7 @@ def read_hosts(path: str) -> list[tuple[str, int | None]]:
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text") from None
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
-    # The form of mpirun's host files.
+    # Written as in mpirun's host files: ``name slots=N``.
     hosts = [re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line]
     if not hosts:
         raise ValueError(f"{path} lists no host")
@@ -136,7 +136,7 @@ def filled_hosts(hosts: list[tuple[str, int | None]], total: int) -> list[tuple[
     slots = [number or max(1, total // len(hosts)) for _, number in hosts]
     numbers = []
     for position, slots_of_host in enumerate(slots):
-        # What the hosts before it have left.
+        # The number of ranks that earlier hosts have left.
         remaining = total - sum(slots[:position])
         numbers.append(max(0, min(slots_of_host, remaining)))
     names = [host for host, _ in hosts]

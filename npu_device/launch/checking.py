@@ -21,7 +21,8 @@ from npu_device.launch.output import Console
 
 def main() -> None:
     """Check; without FILE, exit with 1 if training would not work."""
-    os.environ.setdefault("NPU_DEVICE_STATEMENT", "off")  # the report has what it says
+    # The report has what the statement would say.
+    os.environ.setdefault("NPU_DEVICE_STATEMENT", "off")
     from npu_device._src.check.rank import check
 
     outcome = check()
@@ -48,7 +49,8 @@ def run(options: Options) -> int:
     console = Console()
     for name, seconds in _SHORTER.items():
         os.environ.setdefault(name, seconds)
-    os.environ.pop("PROFILING_MODE", None)  # it would trace the check
+    # A trace that the user has asked for would trace the check.
+    os.environ.pop("PROFILING_MODE", None)
     with tempfile.TemporaryDirectory(prefix="npurun-check-") as directory:
         file = Path(directory, "outcome.json")
         command = (sys.executable, "-u", "-m", "npu_device.launch.checking", str(file))

@@ -30,11 +30,13 @@ def is_this_host(host: str) -> bool:
         return True
     if "@" in host:
         return False
-    with contextlib.suppress(OSError):  # a name that only ssh knows
+    # Only ssh may know the name.
+    with contextlib.suppress(OSError):
         addresses = handshake.resolve(host, 0, HOST_NAME_SECONDS)
         if any(_is_own(str(address[0])) for _, address in addresses):
             return True
-    with contextlib.suppress(OSError):  # a host that doesn't know its full name
+    # A host may not know its full name.
+    with contextlib.suppress(OSError):
         # Behind a router that translates addresses, the name leads to one that no interface has.
         return host.lower() == handshake.full_name_of_this_host(HOST_NAME_SECONDS).lower()
     return False
@@ -62,7 +64,7 @@ class Connection:
         # ssh passes no variables on, and this one decides which package is imported there.
         if os.environ.get("PYTHONPATH"):
             remote = f"env PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} {remote}"
-        # ``exec``: no shell stays between the connection and npurun.
+        # Started by ``exec``, so that no shell stays between the connection and npurun.
         remote = f"cd {shlex.quote(os.getcwd())} && exec {remote}"
         self._name = name
         self._console = console
@@ -71,7 +73,8 @@ class Connection:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C goes to the hosts once, as a signal's number
+            # A Ctrl-C goes to the hosts once, as the number of a signal.
+            start_new_session=True,
         )
         assert self._process.stdin is not None
         self._input = self._process.stdin
@@ -89,7 +92,8 @@ class Connection:
             for pump in pumps:
                 pump.finish()
             with contextlib.suppress(BrokenPipeError):
-                self._input.close()  # if npurun lives on there, it learns that the connection has ended
+                # If npurun lives on there, it learns by this that the connection has ended.
+                self._input.close()
             # Numbered as a shell reports a signal.
             if code < 0:
                 code = 128 - code
@@ -98,7 +102,8 @@ class Connection:
         threading.Thread(target=wait, daemon=True).start()
 
     def tell(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended
+        # The process may have ended.
+        with contextlib.suppress(BrokenPipeError, ValueError):
             self._input.write(line.encode() + b"\n")
             self._input.flush()
 

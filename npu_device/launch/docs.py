@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
                 title = heading[1]
             print(f"{page:{width}}  {title}")
         return 0
-    # Messages name pages as docs/NAME.md.
+    # Accepted as messages name pages, too: docs/NAME.md.
     name = name.rpartition("/")[2].removesuffix(".md")
     if name not in pages:
         similar = difflib.get_close_matches(name, pages, n=3) or sorted(pages)
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    # The pager prints plain text if the output is no terminal.
+    # Shown by a pager, which prints plain text if the output is no terminal.
     pydoc.pager(pages[name].read_text(encoding="utf-8"))
     return 0
 

@@ -70,7 +70,7 @@ def examine(
     recorded = True
     try:
         record = _read(record_file)
-    # The rank left no record, or an unusable one.
+    # The rank may have left no record, or an unusable one.
     except (OSError, ValueError, KeyError, TypeError):
         recorded = False
         errors = _last_errors(stderr)
@@ -125,7 +125,8 @@ def _read(path: str) -> _Record:
 def _last_errors(stderr: Sequence[str]) -> list[PrintedError]:
     """Return the last error on a stderr, after those that caused it; else the last lines."""
     errors = parse(stderr)
-    if len(errors) == 1:  # no traceback
+    # Without a traceback, there is a single text.
+    if len(errors) == 1:
         return [PrintedError("", "", errors[0].blocks[-_LAST_LINES:])]
     begin = len(errors) - 1
     # Errors that are linked belong together: "during handling of the above exception".
@@ -173,7 +174,8 @@ def summary(failures: Sequence[Failure], world_size: int, nnodes: int, started: 
 
 def _headline(error: str) -> str:
     lines = [line.strip() for line in error.strip().splitlines()] or [""]
-    if lines[0].startswith('File "'):  # a syntax error, which comes after its place
+    # A syntax error comes after its place.
+    if lines[0].startswith('File "'):
         return f"{lines[-1]} ({lines[0]})"
     if lines[0].endswith(":"):
         return " ".join(lines[:2])

@@ -20,13 +20,14 @@ class RankGuard:
     """The guard, around the whole launch; it also removes ``directory`` if the launcher can't."""
 
     def __init__(self, directory: str) -> None:
-        # -I -S: nothing of the user's site-packages or variables can delay or break the guard.
+        # Started with -I and -S: nothing of the user's site-packages or variables can delay or break the guard.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, directory],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a kill of the launcher's group must not include the guard
+            # A kill of the launcher's group must not include the guard.
+            start_new_session=True,
         )
 
     def __enter__(self) -> RankGuard:

@@ -29,7 +29,8 @@ from npu_device.launch.reports import LEAVING, OVER, RUNNING, Starter
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)  # nohup is for the npurun that sends the signals
+        # The default is restored, since nohup is for the npurun that sends the signals.
+        signal.signal(number, signal.SIG_DFL)
     name = sys.argv[1]
     serial = int(sys.argv[2])
     lines = _lines()
@@ -61,7 +62,8 @@ def _run(options: Options, starter: Starter) -> int:
     except NodeLeavesError as end:
         starter.tell(LEAVING, code=end.exit_code)
         return end.exit_code
-    except SystemExit as end:  # the job has ended on several nodes
+    # A job on several nodes ends by this exception.
+    except SystemExit as end:
         code = int(end.code or 0)
     starter.tell(OVER, code=code)
     return code
@@ -84,9 +86,11 @@ def _obey(lines: Iterator[bytes], options: Options, starter: Starter) -> None:
         os.kill(os.getpid(), signal.SIGHUP)
         return
     # A job with restarts loses this host only: it is killed, since a signal would end the job on the other hosts, too.
-    if starter.is_preempted:  # the host shuts down, and its ranks are writing a checkpoint
+    # The host shuts down, and its ranks are writing a checkpoint.
+    if starter.is_preempted:
         time.sleep(options.preempt_timeout + NODE_STOP_SECONDS)
-    os.kill(os.getpid(), signal.SIGKILL)  # the guard ends the ranks
+    # The guard ends the ranks.
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _problem_on_host(name: str, serial: int) -> str:
@@ -105,7 +109,8 @@ def _problem_on_host(name: str, serial: int) -> str:
     guards = [
         pid for pid, line in words.items() if os.path.basename(line[-1]).startswith(f"{name}-")
     ]
-    _send(signal.SIGSTOP, older)  # stopped first, so that they start no more processes
+    # Stopped first, so that they start no more processes.
+    _send(signal.SIGSTOP, older)
     # The hub of earlier ranks would live as long as ranks on other hosts are connected to it, so it is killed, too.
     killed = [*older, *(pid for pid in _children(older) if pid not in guards)]
     # The start time goes with the number of a process, which may be used again.
@@ -125,7 +130,8 @@ def _problem_on_host(name: str, serial: int) -> str:
 def _command_lines() -> dict[int, list[str]]:
     lines = {}
     for pid in _processes():
-        with contextlib.suppress(OSError):  # it has ended
+        # The process may have ended.
+        with contextlib.suppress(OSError):
             lines[pid] = (
                 Path(f"/proc/{pid}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
             )

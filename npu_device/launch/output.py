@@ -50,7 +50,8 @@ class Console:
                     with contextlib.suppress(BlockingIOError):
                         self._wait_for_reader(fd)
                         view = view[os.write(fd, view[:most_bytes]) :]
-            except OSError:  # closed (npurun ... | head) or full: the training continues
+            # The output may be closed (npurun ... | head) or full: the training continues.
+            except OSError:
                 self._broken.add(fd)
 
     def say(self, text: str) -> None:
@@ -94,7 +95,7 @@ class Pump:
         self._console = console
         self._fd = fd
         self._log = log
-        # Colours only where a person looks.
+        # The prefix has a colour only where a person looks.
         self._prefix = _prefix(rank, os.isatty(fd))
         self._beginning = b""  # begin of a line that hasn't ended
         self._bar = b""  # the newest refresh, if it hasn't been written
@@ -121,7 +122,8 @@ class Pump:
                     if not output:
                         break
                 self._write(self._lines(output))
-            else:  # a process that escaped with the pipe may go on writing to it
+            # Only what is there is read, since a process that escaped with the pipe may go on writing.
+            else:
                 count = array.array("i", [0])
                 fcntl.ioctl(self._pipe, termios.FIONREAD, count)
                 self._write(self._lines(os.read(self._pipe.fileno(), count[0])))
@@ -163,7 +165,8 @@ class Pump:
         if self._log is not None:
             try:
                 self._log.write(b"".join(line + b"\n" for line in lines))
-            except OSError:  # the disk is full: the training continues
+            # The disk may be full: the training continues.
+            except OSError:
                 self._log = None
         if self._console is not None:
             self._console.write(self._fd, b"".join(self._prefix + line + b"\n" for line in lines))

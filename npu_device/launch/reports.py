@@ -63,6 +63,7 @@ class ReportPump(Pump):
             if not line.startswith(self._prefix_of_reports):
                 output.append(line)
                 continue
-            with contextlib.suppress(ValueError):  # the connection broke within the line
+            # The connection may have broken within the line.
+            with contextlib.suppress(ValueError):
                 self._report(Report(**json.loads(line[len(self._prefix_of_reports) :])))
         super()._write(output)

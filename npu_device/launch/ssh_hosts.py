@@ -63,7 +63,8 @@ def run(options: Options) -> int:
 def _variables() -> dict[str, str]:
     """Return the variables that every host gets."""
     names = {variable.name for variable in environment.ALL}
-    names.remove("HCCL_IF_IP")  # differs from host to host
+    # This variable differs from host to host.
+    names.remove("HCCL_IF_IP")
     variables = {
         name: text
         for name, text in os.environ.items()
@@ -177,7 +178,8 @@ class LaunchedHosts:
     def _start_again(self, host: Host) -> None:
         try:
             self._start(host)
-        except OSError as error:  # too many processes at this time
+        # There may be too many processes at this time.
+        except OSError as error:
             self._retry(host, f"not reached ({error})")
 
     def _handle_event(self) -> None:
@@ -190,7 +192,7 @@ class LaunchedHosts:
         times.append(self._deadline)
         seconds = None
         until = min((moment for moment in times if moment is not None), default=None)
-        # Times that aren't set don't count.
+        # The wait is limited only if a time is set.
         if until is not None:
             seconds = max(0.0, until - time.monotonic())
         self._events.handle_next(seconds, handlers)
@@ -210,7 +212,8 @@ class LaunchedHosts:
 
     def _on_signal(self, received: SignalReceived) -> None:
         number = received.number
-        if self._signal is None:  # another signal leaves the deadline
+        # A second signal leaves the deadline of the first.
+        if self._signal is None:
             seconds = self._options.grace
             if number == self._options.preempt_signal:
                 seconds = self._options.preempt_timeout
@@ -228,7 +231,8 @@ class LaunchedHosts:
                 continue
             if host.is_running:
                 host.connection.tell(f"{number:d}")
-            else:  # its npurun, if there is one by now, ends with the connection
+            # An npurun that is there by now ends with the connection.
+            else:
                 host.connection.kill()
 
     def _on_report(self, reported: HostReported) -> None:
@@ -312,7 +316,8 @@ class LaunchedHosts:
         wait = None
         if is_leaving:
             cause = "taken away"
-            wait = self._options.preempt_timeout  # the host can often be reached until then
+            # Until then, the host can often still be reached.
+            wait = self._options.preempt_timeout
         problem = ""
         if host.node == 0:
             problem = self._problem_of_node_0(is_leaving)
@@ -343,7 +348,8 @@ class LaunchedHosts:
 
     def _retry(self, host: Host, cause: str, wait: float | None = None) -> None:
         time_now = time.monotonic()
-        if host.give_up_at is None:  # the first start has failed
+        # Without a time, the first start has failed.
+        if host.give_up_at is None:
             host.give_up_at = time_now + self._options.rejoin_timeout
         if time_now >= host.give_up_at:
             self._give_up(host)

@@ -69,10 +69,12 @@ class RankProcess:
         self._popen = subprocess.Popen(
             command,
             env=environment,
-            stdin=subprocess.DEVNULL,  # one terminal can't serve several readers
+            # One terminal can't serve several readers.
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C of the terminal goes to the launcher alone, which passes it on once
+            # Ctrl-C of the terminal goes to the launcher alone, which passes it on once.
+            start_new_session=True,
         )
         assert self._popen.stdout is not None and self._popen.stderr is not None
         self.stdout = self._popen.stdout
@@ -83,9 +85,10 @@ class RankProcess:
 
     def send(self, number: int, spares_children: bool = False) -> None:
         """Send a signal to the process and, unless ``spares_children``, to its children in the same process group."""
-        if self._gone:  # another process may have the number by now
+        # Another process may have the number by now.
+        if self._gone:
             return
-        # PermissionError: the rest of the group runs as another user (sudo in the script).
+        # A PermissionError tells that the rest of the group runs as another user (sudo in the script).
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if spares_children:
                 os.kill(self.pid, number)
@@ -94,7 +97,8 @@ class RankProcess:
 
     def reap(self) -> bool:
         """Release the ended process. Return True while children of it are left in its group."""
-        self._watcher.join()  # the watcher looks at the zombie, which ``wait`` below removes
+        # Waited for first, since the watcher looks at the zombie, which ``wait`` below removes.
+        self._watcher.join()
         self._popen.wait()
         # Signal 0 only asks whether the group still has members.
         try:
@@ -201,7 +205,8 @@ class Supervisor:
         self.preempted = is_request and (self.preempted or not self.interrupted)
         self.interrupted = True
         if is_request:
-            self._on_preemption()  # told before any rank ends because of it
+            # Told before any rank ends because of the signal.
+            self._on_preemption()
         if self._stage < _Stage.FAILED:
             self.signal = number
         if self._stage < _Stage.ASKED:
@@ -233,7 +238,7 @@ class Supervisor:
 
     def _ask(self, number: int, processes: Sequence[RankProcess], seconds: float) -> None:
         self._enter(_Stage.ASKED, seconds)
-        # The first time counts: what ended before it has ended by itself.
+        # The first time is kept: what ended before it has ended by itself.
         self.asked_at = self.asked_at or time.time()
         for process in processes:
             process.send(number, self._spared_children)

@@ -25,7 +25,7 @@ class Membership:
     # Addresses or names of the chief's host, in the order in which they are tried.
     chief_hosts: tuple[str, ...]
     chief_port: int  # port on which the hub listens there
-    # Name of the job.
+    # The name of the job.
     job_id: str = field(default_factory=environment.JOB_ID.get)
     connect_timeout: float = field(default_factory=environment.HCCL_CONNECT_TIMEOUT.get)
     # Host of each rank if the scheme names it, else empty; for messages.
@@ -33,7 +33,7 @@ class Membership:
     secret: bytes = field(default=b"", repr=False)
     # True if an ``mpiexec`` started the ranks. It kills all of them when one is killed.
     under_mpiexec: bool = False
-    # A process that has started this one, and may come as the rank itself.
+    # The number of a process that has started this one, and may come as the rank itself.
     candidate: int | None = None
 
     @property

@@ -26,7 +26,7 @@ LIMIT = 1 << 26
 ends the connection. Parsed, JSON can take 20 times as much memory."""
 
 _HEADER = struct.Struct(">I")
-_LONGEST_NUMBER = 400  # digits; to parse a number takes time in the square of its digits
+_LONGEST_NUMBER = 400  # digits; parsing a number takes time in the square of its digits
 
 
 class FrameError(ValueError):

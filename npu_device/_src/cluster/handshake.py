@@ -72,7 +72,7 @@ class TimedConnection:
             remaining = until - time.monotonic()
             if remaining <= 0:
                 raise AttemptFailedError(silent)
-            # At most a second, so that ``meanwhile`` is called in between.
+            # Waits at most a second at a time, so that ``meanwhile`` is called in between.
             self.connection.settimeout(min(1.0, remaining))
             try:
                 received = self.connection.recv(1 << 16)
@@ -164,7 +164,7 @@ def serve(
     admitted: Callable[[TimedConnection, dict[str, Any]], None],
 ) -> None:
     """Accept connections until the listener is shut down. Of too many without a proof, the oldest is closed."""
-    unproved: dict[socket.socket, None] = {}  # the oldest one comes first
+    unproved: dict[socket.socket, None] = {}  # in the order in which they came, the oldest first
 
     def let_in(connection: socket.socket) -> None:
         try:
@@ -177,7 +177,8 @@ def serve(
             unproved.pop(connection, None)
         try:
             admitted(timed, said)
-        except Exception as error:  # a stranger, which doesn't speak this protocol
+        # A stranger may not speak this protocol.
+        except Exception as error:
             connection.close()
             _log.debug("refused a connection: %r", error)
 
@@ -185,7 +186,8 @@ def serve(
         try:
             connection, _ = listener.accept()
         except OSError as error:
-            if error.errno in (errno.EINVAL, errno.EBADF):  # the listener has been shut down
+            # These errors tell that the listener has been shut down.
+            if error.errno in (errno.EINVAL, errno.EBADF):
                 return
             # The client has gone, or no file descriptor is free: both are temporary.
             time.sleep(ACCEPT_PAUSE_SECONDS)
@@ -194,13 +196,15 @@ def serve(
         if len(unproved) > _MOST_UNPROVED:
             oldest = next(iter(list(unproved)))
             unproved.pop(oldest, None)
-            with contextlib.suppress(OSError):  # wakes its thread, which closes it
+            # The shutdown wakes the thread of the connection, which closes it.
+            with contextlib.suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)
         try:
             threading.Thread(
                 target=let_in, args=(connection,), name="npu_device-admit", daemon=True
             ).start()
-        except RuntimeError:  # no thread is free, which is temporary
+        # No thread may be free for a moment.
+        except RuntimeError:
             unproved.pop(connection, None)
             connection.close()
 

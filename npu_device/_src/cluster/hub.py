@@ -57,7 +57,8 @@ class Hub:
             self._settings, clients, self._send_message, self._send_last
         )
         self._services: Services | None = None
-        self._timers_of_job = Timers()  # timers of an earlier job go with their object
+        # Made anew for each job, so that timers of an earlier one go with their object.
+        self._timers_of_job = Timers()
         self._by_rank: list[Client | None] = []
 
     def run(self) -> None:
@@ -66,7 +67,8 @@ class Hub:
                 for key, events in self._selector.select(self._seconds_to_wait()):
                     if key.data is not None:
                         key.data()
-                    elif key.fileobj in self._clients:  # the client may just have been closed
+                    # The client may just have been closed.
+                    elif key.fileobj in self._clients:
                         self._serve(self._clients[key.fileobj], events)
                 self._act(time.monotonic())
         except BaseException:
@@ -184,7 +186,7 @@ class Hub:
 
     def _send(self, client: Client, frame: bytes) -> None:
         client.outbox += frame
-        # A client that reads nothing must not fill the memory of the hub.
+        # Dropped, since a client that reads nothing must not fill the memory of the hub.
         if len(client.outbox) > _LONGEST_OUTBOX:
             client.outbox.clear()
             with contextlib.suppress(OSError):
@@ -195,7 +197,8 @@ class Hub:
     def _say(self, text: str) -> None:
         if self._settings["speaks"] and sys.stderr:
             with contextlib.suppress(OSError):
-                if select.select([], [sys.stderr], [], 0)[1]:  # a full pipe would block the hub
+                # Written only if there is room, since a full pipe would block the hub.
+                if select.select([], [sys.stderr], [], 0)[1]:
                     print(f"npu_device: {text}", file=sys.stderr, flush=True)
 
     def _send_to_rank(self, rank: int, frame: bytes) -> None:
@@ -229,6 +232,7 @@ class Hub:
             assert self._services is not None
             self._by_rank[client.rank] = None
             self._services.closed(client.rank)
+            # The job is over with its last rank.
             if not any(self._by_rank):
                 self._end()
         elif client.state is State.ARRIVED:

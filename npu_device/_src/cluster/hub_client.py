@@ -18,7 +18,7 @@ class State(enum.Enum):
     PROVED = enum.auto()  # the client hasn't sent its hello
     ARRIVED = enum.auto()  # the client waits for the other ranks
     RANK = enum.auto()  # the client has met the other ranks
-    # A rank has started this process: it waits to be told of which rank it is a child.
+    # A rank has started this process, which waits to be told of which one it is a child.
     CHILD = enum.auto()
 
 
@@ -33,7 +33,7 @@ class Client:
         self.state = State.UNPROVED
         self.socket = connection
         self.address = address
-        # End of the time for the handshake and the hello.
+        # The end of the time for the handshake and the hello.
         self.until = time.monotonic() + limits.PROOF_SECONDS
         self.handshake = ServerHandshake(secret, frames.LIMIT_OF_HELLO)
         self.reader = frames.Reader(self.handshake.limit)

@@ -29,14 +29,16 @@ class HubProcess:
         self._pid = os.getpid()
         errors: int | None = subprocess.DEVNULL
         if speaks:
-            errors = None  # the hub inherits this process's standard error
+            # The hub inherits this process's standard error.
+            errors = None
         self.process = subprocess.Popen(
             # -I and -S: neither the user's settings nor installed packages delay the start.
             [sys.executable, "-I", "-S", "-c", _CODE, str(_ROOT)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            start_new_session=True,  # neither Ctrl-C nor the end of the starter's process group ends it
+            # Neither Ctrl-C nor the end of the starter's process group ends the hub.
+            start_new_session=True,
         )
         settings.update(secret=secret.hex(), speaks=speaks)
         assert self.process.stdin is not None and self.process.stdout is not None

@@ -85,7 +85,7 @@ class HubRendezvous:
                 client.parent = rival
                 self._tell_child(client)
                 return
-        # These have come before the process that started them.
+        # Children may have come before the process that started them.
         children = [rival for rival in rivals if rival.arrival.hello.is_child_of(hello)]
         if self.ranks and children:
             self._send_last(client, {"refused": hello.too_late})

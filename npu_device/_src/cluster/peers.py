@@ -71,7 +71,8 @@ class Peers:
                     "What to do: let NPU_DEVICE_PORT_RANGE have a port for each rank of a host, plus one."
                 ) from error
             port = listener.getsockname()[1]
-            token = secrets.token_hex()  # a connection to this rank can't be replayed to another
+            # With its own token, a connection to this rank can't be replayed to another one.
+            token = secrets.token_hex()
             self._store = store
             store.set(f"peers/{self._cluster.rank}", f"{port} {token}")
             serving = listener, self._secret + token.encode(), self._admitted
@@ -138,8 +139,10 @@ class Peers:
     def close(self) -> None:
         in_fork = os.getpid() != self._pid
         for connection in filter(None, [self._listener, *self.owned_connections]):
-            if not in_fork:  # in a fork, the connection of the rank itself would end, too
-                with contextlib.suppress(OSError):  # wakes the thread that reads from it
+            # A fork leaves the connections alone, or those of the rank itself would end, too.
+            if not in_fork:
+                # The shutdown wakes the thread that reads from the connection.
+                with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 
@@ -187,7 +190,8 @@ def _is_over(connection: socket.socket) -> bool:
 def _undelivered(connection: socket.socket) -> int:
     """Return how many bytes of a connection the other host hasn't acknowledged; 0 where the system doesn't say."""
     count = array.array("i", [0])
-    with contextlib.suppress(OSError, ValueError):  # the listener may have been closed meanwhile
+    # The listener may have been closed meanwhile.
+    with contextlib.suppress(OSError, ValueError):
         fcntl.ioctl(connection, termios.TIOCOUTQ, count)
     return count[0]
 

@@ -46,7 +46,8 @@ def addresses_of_this_host() -> list[str]:
 
 
 def join_address(host: str, port: int) -> str:
-    if ":" in host:  # IPv6
+    # An IPv6 address gets brackets.
+    if ":" in host:
         host = f"[{host}]"
     return f"{host}:{port}"
 
@@ -74,7 +75,8 @@ def listen_on_free(ports: Sequence[int] | None = None, hosts: Sequence[str] = ()
     """Return a socket on a free port of a range, by default any; on the loopback if all hosts are; or raise OSError."""
     lowest, highest = ports or (0, 0)
     count = highest - lowest + 1
-    begin = os.getpid() % count  # concurrent processes start looking at different ports
+    # Concurrent processes begin to look at different ports.
+    begin = os.getpid() % count
     for number in range(count):
         try:
             return _bound_at(_interface(hosts), lowest + (begin + number) % count)
@@ -97,8 +99,9 @@ class ReservedPort:
 
     def leave_to_server(self) -> None:
         """Let a server bind the port explicitly, with SO_REUSEADDR as gRPC and the hub do."""
-        with contextlib.suppress(OSError):  # a reserved port that doesn't listen yet
-            self._socket.shutdown(socket.SHUT_RDWR)  # the port stays bound
+        # A reserved port may not listen yet.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()
@@ -122,9 +125,9 @@ def _bound_at(host: str, port: int, listens: bool = True) -> socket.socket:
     bound = socket.socket(family)
     try:
         if host == "::":
-            # The socket takes IPv4, too.
+            # The socket is set to take IPv4, too.
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        # The port of an earlier connection may still be in TIME_WAIT.
+        # Bound although an earlier connection of the port may still be in TIME_WAIT.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
         if listens:

@@ -125,7 +125,8 @@ def _start_hub(membership: Membership, search: _HubSearch) -> _Met:
                 raise
             time.sleep(limits.OLD_HUB_PAUSE_SECONDS)
             continue
-        if hub.host in ("::", "0.0.0.0"):  # the hub listens at all addresses of this host
+        # These addresses tell that the hub listens at all of this host.
+        if hub.host in ("::", "0.0.0.0"):
             return search.search(("127.0.0.1",))
         return search.search((hub.host,))
 
@@ -224,7 +225,8 @@ class _HubSearch:
         self.is_busy = False
 
         def report() -> None:
-            if not self._hello.is_chief:  # the hub tells it which ranks are missing
+            # The chief isn't warned here: the hub tells it which ranks are missing.
+            if not self._hello.is_chief:
                 self._progress("has reached the chief, which waits for other ranks")
 
         while True:
@@ -232,7 +234,8 @@ class _HubSearch:
                 seconds, silent=f"{silence}: the hub is stopped", closed=closure, meanwhile=report
             )
             said: Any
-            verdict, said = next(iter(answer.items()), ("", None))  # the first key tells what it is
+            # The first key tells what the answer is.
+            verdict, said = next(iter(answer.items()), ("", None))
             if verdict == "wait":
                 seconds = _number(said, limits.LONGEST_WAIT_SECONDS) + limits.VERDICT_MARGIN_SECONDS
                 silence = "the chief accepted this rank, and then sent nothing more"
@@ -254,7 +257,8 @@ class _HubSearch:
                 raise AttemptFailedError(str(said))
             elif verdict == "child_of":
                 raise _child(said)
-            elif verdict == "rank":  # the roster follows in a message of its own
+            # The roster follows in a message of its own.
+            elif verdict == "rank":
                 rank = int(_number(said, MOST_RANKS))
             elif verdict == "roster" and rank is not None and _is_roster(said, rank):
                 return rank, said, ControlChannel(timed.connection, timed.reader)

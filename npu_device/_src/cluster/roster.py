@@ -41,9 +41,9 @@ class Hello:
     machine: str  # host name of the system that it runs on
     pid: int
     started: str = ""  # start time of that process, for its children
-    # Number and start time of the processes that have started it.
+    # The number and start time of each process that has started it.
     ancestors: tuple[tuple[int, str], ...] = ()
-    candidate: int | None = None  # one of them, which may come as the rank itself
+    candidate: int | None = None  # the number of an ancestor that may come as the rank itself
 
     @classmethod
     def read(cls, fields: Any) -> Hello:
@@ -58,7 +58,8 @@ class Hello:
             raise ValueError("no such world size")
         if fields["rank"] is not None and not 0 <= fields["rank"] < fields["world_size"]:
             raise ValueError("no such rank")
-        if not 0 <= fields["seconds"] <= LONGEST_WAIT_SECONDS:  # this comparison refuses NaN, too
+        # Written so that NaN is refused, too.
+        if not 0 <= fields["seconds"] <= LONGEST_WAIT_SECONDS:
             raise ValueError("no such time")
         # Other versions may send more fields, or fewer of the following; the versions show the difference.
         started = str(fields.get("started", ""))

@@ -13,13 +13,13 @@ class Timers:
 
     def __init__(self) -> None:
         self._times: list[tuple[float, int]] = []
-        # Functions of timers that haven't been cancelled.
+        # The functions of timers that haven't been cancelled, by number.
         self._acts: dict[int, Callable[[], None]] = {}
         self._numbers = itertools.count()
 
     def later(self, seconds: float, act: Callable[[], None]) -> Callable[[], object]:
         """Call a function after some seconds; return a function that cancels that."""
-        # Tells timers of equal times apart: the earlier call comes first.
+        # The number tells timers of equal times apart: the earlier call comes first.
         number = next(self._numbers)
         if len(self._times) > 2 * len(self._acts) + 16:
             # Most have been cancelled: without them, the heap stays as small as the number of open requests.

@@ -42,6 +42,7 @@ def explained(job: Job, group: Group) -> str:
         return "shared memory: all ranks share that of one host"
     if name == "nccl":
         return f"TensorFlow's collectives with NCCL: {chosen or 'each rank has a GPU of its own'} ({UNVERIFIED})"
+    # The library is known only on ranks that have started MPI.
     library = "MPI"
     if job.mpi_world:
         library = f"MPI ({job.mpi_world.library})"

@@ -192,6 +192,7 @@ def broadcast(
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
             gradients: list[tf.Tensor | None] = []
             for gradient, is_float in zip(upstream, floats):
+                # Integers have no gradient, and their transfers none to return.
                 if is_float:
                     gradients.append(reduce(job, gradient, "sum", root_rank, group))
                 else:

@@ -100,8 +100,7 @@ class Armed:
         for number, fault in enumerate(self._faults):
             mark = self._directory / f"fault{number}"
             if fault.rank == rank and step >= fault.step and not mark.exists():
-                # Marked first: the rank may not survive what follows, and must not repeat it after
-                # a restart.
+                # Marked before it happens: the rank may not survive it, and must not repeat it after a restart.
                 mark.touch()
                 fault.happen()
 

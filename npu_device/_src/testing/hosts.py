@@ -32,7 +32,7 @@ def hosts(count: int, gbit: float) -> Iterator[None]:
 
 
 def _set_up(count: int, gbit: float) -> Iterator[None]:
-    # Namespaces of a process that was killed stay until somebody removes them.
+    # Removed first, since the namespaces of a process that was killed stay.
     _remove()
     try:
         _do("ip", "netns", "add", _SWITCH)

@@ -39,7 +39,7 @@ class Held:
 def _added(
     noun: str, numbered: dict[int, str], at_start: dict[int, str], allowed: Container[int]
 ) -> list[str]:
-    # A number may be used again, so the description has to be the same, too.
+    # The description has to be the same, too, since a number may be used again.
     return [
         f"{noun} {number}: {description}"
         for number, description in numbered.items()
@@ -66,7 +66,7 @@ def left_since(
 ) -> list[str]:
     """Return what this process holds beyond the start, and keeps on purpose, when that has had time to go."""
     deadline = time.monotonic() + SETTLED_SECONDS
-    # Garbage in cycles holds sockets, and threads take a moment to end.
+    # Collected and waited for: garbage in cycles holds sockets, and threads take a moment to end.
     while (leaks := held().beyond(start, *allowed())) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(SWEEP_SECONDS)
@@ -78,7 +78,8 @@ def _descriptors() -> dict[int, str]:
     # TensorFlow 2.15 keeps this one from when it makes its devices, 2.20 doesn't. Can go with TensorFlow 2.15.
     kept_by_tensorflow = f"/proc/{os.getpid()}/cmdline"
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
+        # The listing's own descriptor is closed by now.
+        with contextlib.suppress(OSError):
             path = os.readlink(f"/proc/self/fd/{number}")
             if path != kept_by_tensorflow:
                 descriptors[int(number)] = path
@@ -88,10 +89,12 @@ def _descriptors() -> dict[int, str]:
 def children_of(pid: int | str) -> dict[int, str]:
     """Return the command lines of the children of a process; it is empty for one that has ended."""
     children = {}
-    with contextlib.suppress(OSError):  # the process has ended
+    # The process may have ended.
+    with contextlib.suppress(OSError):
         # Each thread has its own list of children.
         for task in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):  # a thread, or a child, that has just ended
+            # A thread or a child may have just ended.
+            with contextlib.suppress(OSError):
                 for number in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
                     command = Path(f"/proc/{number}/cmdline").read_text(errors="replace")
                     children[int(number)] = command.replace("\0", " ")

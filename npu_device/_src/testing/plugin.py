@@ -39,7 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if mark is None:
         return
     sizes = mark.args
-    # ``True`` is an int for Python.
+    # A bool is refused, which is an int for Python.
     if not sizes or not all(
         isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes
     ):
@@ -57,7 +57,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(PARAMETER, sizes, indirect=True, ids=ids, scope="session")
 
 
-@pytest.hookimpl(tryfirst=True)  # called before pytest-xdist reads the groups
+# Called before pytest-xdist reads the groups.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     sizes = config.option.npu_ranks
     has_xdist = config.pluginmanager.hasplugin("xdist")
@@ -74,7 +75,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             deselected.append(item)
             continue
         if is_marked and has_xdist and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(f"{size}ranks"))  # one process has these ranks
+            # The tests of one number of ranks share a process, and so its ranks.
+            item.add_marker(pytest.mark.xdist_group(f"{size}ranks"))
         selected.append(item)
     if deselected:
         # pytest shows the number of tests that an option leaves out.

@@ -163,6 +163,7 @@ class TwoLevelEngine:
         if between is not None:
             hosts = list(map(between.ranks.index, lowest))
             results = self._between_owners.broadcast_from_owners(None, results, hosts, between)
+        # Only the lowest rank of a host has got what comes from other hosts.
         if remote:
             others = [results[position] for position in remote]
             put(remote, self._within.broadcast(None, others, 0, host))

@@ -29,7 +29,8 @@ def half_close(pids: Iterable[int]) -> int:
     """Announce to other hosts, on each connection of processes, that nothing more will come; return how many."""
     count = 0
     for connection in _to_other_hosts(pids):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        # The connection may have ended meanwhile.
+        with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
             count += 1
     return count

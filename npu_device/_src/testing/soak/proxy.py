@@ -42,7 +42,8 @@ class Proxy:
             for end in pair:
                 with contextlib.suppress(OSError):
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-                    end.shutdown(socket.SHUT_RD)  # wakes the thread that reads
+                    # The shutdown wakes the thread that reads.
+                    end.shutdown(socket.SHUT_RD)
         for pair in self._pairs:
             for end in pair:
                 end.close()
@@ -55,7 +56,7 @@ class Proxy:
                 target.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        # Threads that are held back have to see the end.
+        # Opened, since threads that are held back have to see the end.
         self._open.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -71,7 +72,8 @@ class Proxy:
             try:
                 # Most ranks try to connect before the hub listens.
                 target = socket.create_connection(self._target, 10)
-            except OSError:  # nobody listens there yet; the client tries again
+            # Nobody listens there yet, and the client tries again.
+            except OSError:
                 client.close()
                 continue
             target.settimeout(None)

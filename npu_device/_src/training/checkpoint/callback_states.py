@@ -114,7 +114,7 @@ class CallbackStates:
         """Let Keras not call the callbacks: the steps that are passed over are in their states already."""
         if self._list is not None:
             hidden = {id(self._kept[name]) for name in self._found if name in self._kept}
-            # A new list, since Keras may be in a loop over this one.
+            # A new list is made, since Keras may be in a loop over this one.
             self._list.callbacks = [
                 callback for callback in self._all if id(callback) not in hidden
             ]

@@ -125,6 +125,7 @@ def npu_broadcast_scope_wrapper(strategy: Any) -> Any:
         with plain_scope() as entered:
             with tf.variable_creator_scope(collect):
                 yield entered
+            # Later scopes may belong to one rank alone.
             if variables and not sent:
                 sent = True
                 broadcast(variables)

@@ -47,6 +47,7 @@ class RandomNumbers:
             self._eager_state = compat.random_state()
             return
         graph = tf.compat.v1.get_default_graph()
+        # Only the graph of a function is a step that is traced; others keep their seed.
         if not isinstance(graph, compat.FuncGraph):
             return
         self._graph = graph

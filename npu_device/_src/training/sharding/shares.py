@@ -14,7 +14,7 @@ def owners_of(variables: Sequence[Any], size: int) -> list[int]:
     sizes = list(map(bytes_of, variables))
     held = [0] * size
     owners = [0] * len(sizes)
-    # The sort is stable: variables of one size keep their order.
+    # The sort is stable, so that variables of one size keep their order.
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         owners[index] = held.index(min(held))
         held[owners[index]] += sizes[index]

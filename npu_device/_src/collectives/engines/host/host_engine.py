@@ -295,6 +295,7 @@ def _broadcast_from_owners(
     order = [position for member in senders for position in by_member[member]]
 
     def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
+        # As bytes, tensors of all dtypes of one owner are one stream.
         as_bytes = np.dtype(np.uint8)
         flats = [array.reshape(-1).view(np.uint8) for array in arrays]
         stream = Stream([sizes[position] for position in by_member[rank]], as_bytes, flats)

@@ -85,6 +85,7 @@ class MpiMessages(MessageChannel):
                 started = time_now
                 checked = time_now
                 tests = 0
+            # The longer the wait, the longer the sleep: a test takes a core from the computation.
             if tests > _BURST:
                 tests = 0
                 waited = time_now - started
@@ -94,6 +95,7 @@ class MpiMessages(MessageChannel):
                 checked = time_now
                 try:
                     self._health.require_running()
+                # MPI may still write to the memory of the program, which must live on.
                 except PeerError:
                     self._world.abandoned.append(program)
                     raise
