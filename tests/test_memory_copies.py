@@ -7,12 +7,13 @@ from pathlib import Path
 
 import memory_bodies as bodies
 import pytest
-from launcher import npurun
+from launcher import npurun, script
 from pool import Pool
 from rank_comparison import same_bits
+from ranks import free_port
 
 from npu_device._src.machine.free_memory import free_memory, usable_memory
-from npu_device._src.training.checkpoint.memory_slots import SLOTS, Memory, Slot, copies
+from npu_device._src.training.checkpoint.memory_slots import SLOTS, Memory, Slot, copies, read
 
 pytestmark = pytest.mark.slow
 
@@ -27,10 +28,11 @@ def test_the_newest_complete_copy_is_resumed(two_ranks: Pool, tmp_path: Path) ->
         sizes = [slot.size for slot in memory.slots]
         assert max(sizes[SLOTS:]) < min(sizes[:SLOTS])
         # As if rank 1 had been killed while it wrote its newest copy.
-        newest, older = copies(memory.slots, directory)
-        assert 9 >= newest[0].header["step"] > older[0].header["step"] > 0
-        newest[1].clear()
-        step = older[0].header["step"]
+        by_key = copies(memory.slots, directory)
+        older, newest = sorted(by_key)
+        assert older[1] > 0 and newest[1] <= 9
+        by_key[newest][1].clear()
+        step = older[1]
         assert memory.step() == step and memory.is_newer_than_disk()
         resumed = two_ranks.run(bodies.body_whole, memory.address, directory)
         steps = sorted(os.listdir(directory))
@@ -59,12 +61,50 @@ def test_a_killed_rank_costs_few_steps(
     size: int, victim: int, options: tuple[str, ...], tmp_path: Path
 ) -> None:
     launched = ("-n", str(size), "--max-restarts", "1", "--restart-backoff", "0.1", *options)
-    done = npurun(*launched, bodies.__file__, str(tmp_path), str(victim), limit=180)
+    done = npurun(*launched, bodies.__file__, str(tmp_path), str(victim), "rank", limit=180)
     told = done.stderr.decode()
     assert done.returncode == 0 and "killed by SIGKILL" in told, told
     # Steps are shorter than copies here: up to two copies were on their way when the rank was killed after step 8.
     steps = sorted(path.name for path in (tmp_path / "parts").glob("step-*"))
     assert "step-00000002" <= steps[0] <= "step-00000008", steps
+
+
+SSH = """\
+    #!/bin/sh
+    # Runs a command here, in a directory of the host.
+    here={here}/$1
+    mkdir -p $here
+    shift
+    exec sh -c "$(echo "$*" | sed "s|cd [^ ]*|cd $here|")"
+    """
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "victim, hosts", [(0, "one:1,two:1"), (1, "one:1,two:1"), (2, "one:2,two:2")]
+)
+@pytest.mark.parametrize("is_shared", [True, False], ids=["", "apart"])
+@pytest.mark.parametrize("options", [(), ("--shard-optimizer",)], ids=["", "divided"])
+def test_a_lost_host_costs_few_steps(
+    victim: int, hosts: str, is_shared: bool, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    ssh = Path(script(tmp_path, SSH.format(here=tmp_path), "ssh"))
+    ssh.chmod(0o755)
+    where = ("--hosts", hosts, "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    directory = str(tmp_path) if is_shared else "/proc/self/cwd"
+    done = npurun(
+        *where,
+        *("--max-restarts", "1", "--restart-backoff", "0.1", *options),
+        *(bodies.__file__, directory, str(victim), "host"),
+        limit=300,
+        NPU_DEVICE_SSH=str(ssh),
+    )
+    told = done.stderr.decode()
+    assert done.returncode == 0, told
+    assert "and up to as much of another host" in told
+    for folder in [tmp_path] if is_shared else [tmp_path / "one", tmp_path / "two"]:
+        steps = sorted(path.name for path in (folder / "parts").glob("step-*"))
+        assert "step-00000004" <= steps[0] <= "step-00000008", steps
 
 
 def test_too_little_memory_is_an_error_and_a_full_one_a_warning(
@@ -89,11 +129,11 @@ def test_a_slot_takes_what_is_complete_only() -> None:
     try:
         assert not slot.look()
         content = memoryview(bytes(range(256)) * 20_000)
-        header = {"step": 3, "records": [{"bytes": len(content), "crc": 0}]}
+        header = {"step": 3, "records": [{"bytes": len(content), "crc": 0, "held": True}]}
         slot.write(header, [content])
         assert slot.look() and slot.header == header
         # Another checksum than that of the content.
-        assert slot.read() is None
+        assert [read(span) for span in slot.spans()] == [None]
         slot.clear()
         assert not slot.look() and slot.size > len(content)
     finally:

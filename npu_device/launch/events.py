@@ -37,6 +37,7 @@ class AttemptOrdered:
     nodes: Sequence[int]
     job_id: str
     port: int
+    copies: Sequence[str]  # where each node takes copies in memory: host and port
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ from npu_device.launch.guard import RankGuard
 from npu_device.launch.leader import Leader
 from npu_device.launch.ledger import Decision, Ledger
 from npu_device.launch.member import Member
+from npu_device.launch.neighbour import Neighbour
 from npu_device.launch.output import Console
 from npu_device.launch.reports import Starter
 
-_WRITER = "npu_device._src.training.checkpoint.memory_copies"
+_WRITER = "npu_device._src.training.checkpoint.copies_to_disk"
 
 
 def run(options: Options, starter: Starter | None = None) -> int:
@@ -38,8 +39,9 @@ def run(options: Options, starter: Starter | None = None) -> int:
         try:
             binding = Binding(options)
             memory = None
-            if options.nnodes == 1:
-                memory = Memory(options.nproc_per_node)
+            # Without restarts, the copies of several hosts would be of no use.
+            if options.nnodes == 1 or options.nodes_meet:
+                memory = Memory(options.nproc_per_node, options.nodes_meet)
             launch = Launch(options, console, guard, directory, events, starter, binding, memory)
             job_secret = secret()
             if options.nnodes > 1 and options.node_rank == 0 and not job_secret:
@@ -49,10 +51,12 @@ def run(options: Options, starter: Starter | None = None) -> int:
                     return _alone(launch)
                 finally:
                     _write_copies(launch)
-            if options.node_rank > 0:
-                return Member(launch, job_secret, options.master_addr).run()
-            with Leader(launch, job_secret) as leader:
-                return Member(launch, job_secret, leader.address).run()
+            assert memory is not None
+            with Neighbour(memory, job_secret, console.say) as neighbour:
+                if options.node_rank > 0:
+                    return Member(launch, job_secret, options.master_addr, neighbour).run()
+                with Leader(launch, job_secret) as leader:
+                    return Member(launch, job_secret, leader.address, neighbour).run()
         except (OSError, ClusterError, ValueError) as error:
             console.say(str(error))
             return USAGE

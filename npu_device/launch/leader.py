@@ -50,6 +50,8 @@ class Leader:
         self._listener = ports.listen((launch.options.master_addr,), (port, port))
         self._events: queue.Queue[tuple[Link, dict[str, Any] | None]] = queue.Queue(_MOST_EVENTS)
         self._nodes: dict[int, Link] = {}
+        # Where each node takes the copies of another one: host and port. That of node 0 has no host.
+        self._copies: dict[int, str] = {}
         self._idle: set[int] = set()
         self._all = set(range(launch.options.nnodes))
         self._expected = self._all
@@ -228,6 +230,7 @@ class Leader:
             nodes=rendezvous.nodes,
             job_id=rendezvous.job_id,
             port=rendezvous.port,
+            copies=[self._copies[node] for node in rendezvous.nodes],
         )
         while self._running:
             if self._handle(self._ask_for_joins()):
@@ -340,6 +343,10 @@ class Leader:
             )
             self._lose(node, "was started again")
         self._nodes[node] = link
+        host = ""
+        if node > 0:
+            host = link.host
+        self._copies[node] = f"{host} {hello['copies']}"
         self._idle.add(node)
         if self._running:
             self._ask_for_joins()

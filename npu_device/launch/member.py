@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Callable, NoReturn
 
-from npu_device._src.cluster import frames, handshake
+from npu_device._src.cluster import frames, handshake, ports
 from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.cluster.time_limits import (
     NODE_CONNECT_SECONDS,
@@ -39,6 +39,7 @@ from npu_device.launch.events import (
     TextReceived,
 )
 from npu_device.launch.failures import Failure
+from npu_device.launch.neighbour import Neighbour
 
 _LARGEST = 1e10  # numbers, and times in seconds since the epoch
 # The form is found by the text of the annotation, which a dataclass keeps with postponed evaluation.
@@ -46,7 +47,15 @@ _FORMS = {"int": int, "float": float, "str": str, "bool": bool, "str | None": (s
 _FAILURE = {name: _FORMS[annotation] for name, annotation in Failure.__annotations__.items()}
 _FIELDS: dict[str, dict[str, Any]] = {
     # Messages to node 0
-    "hello": {"node": int, "nproc": int, "most": int, "version": str, "count": int, "nodes": [int]},
+    "hello": {
+        "node": int,
+        "nproc": int,
+        "most": int,
+        "version": str,
+        "count": int,
+        "nodes": [int],
+        "copies": int,
+    },
     "failed": {"what": str},
     "preempted": {},
     "interrupted": {"signal": int},
@@ -57,7 +66,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "failure": (_FAILURE, type(None)),
     },
     # Messages of node 0
-    "plan": {"count": int, "nodes": [int], "job_id": str, "port": int},
+    "plan": {"count": int, "nodes": [int], "job_id": str, "port": int, "copies": [str]},
     "stop": {"why": str},
     "say": {"text": str},
     "over": {"code": int, "text": str},
@@ -83,6 +92,7 @@ class Link:
         self.is_lost = False
         self.received_at = time.monotonic()  # when the newest message came
         self.connection = line.connection
+        self.host = ports.plain(self.connection.getpeername()[0])
         # The handshake has a time limit; a connection between nodes may be silent for long.
         self.connection.settimeout(None)
         self._reader = line.reader
@@ -163,8 +173,9 @@ class _LeaderListener(Listener):
 class Member:
     """The launcher of a node, led by the one of node 0; it ends with SystemExit."""
 
-    def __init__(self, launch: Launch, secret: bytes, leader: str) -> None:
+    def __init__(self, launch: Launch, secret: bytes, leader: str, neighbour: Neighbour) -> None:
         self._launch = launch
+        self._neighbour = neighbour
         self._options = launch.options
         self._say = launch.console.say
         self._secret = secret
@@ -227,6 +238,14 @@ class Member:
             self._say(change)
         self._nodes = nodes
         self._count = order.attempt + 1
+        # The nodes send their copies around in a circle.
+        index = (nodes.index(self._options.node_rank) + 1) % len(nodes)
+        host, _, copies_port = order.copies[index].rpartition(" ")
+        address = None
+        if len(nodes) > 1:
+            # Node 0 is where this node has reached it.
+            address = host or self._leader[0], int(copies_port)
+        self._neighbour.send_to(address)
         self._rendezvous = Rendezvous(order.job_id, order.port, None, None, nodes, order.attempt)
 
     def _on_text(self, received: TextReceived) -> None:
@@ -277,6 +296,7 @@ class Member:
             version=__version__,
             count=self._count,
             nodes=self._nodes,
+            copies=self._neighbour.port,
         )
         threading.Thread(
             target=self._receive, args=(link,), name="npurun-member", daemon=True
@@ -310,7 +330,11 @@ class Member:
                 self._attempt = message["count"]
                 put(
                     AttemptOrdered(
-                        message["count"], message["nodes"], message["job_id"], message["port"]
+                        message["count"],
+                        message["nodes"],
+                        message["job_id"],
+                        message["port"],
+                        message["copies"],
                     )
                 )
             elif action == "say":

@@ -18,7 +18,8 @@ from caught_messages import error_of, settings, warnings_of_package
 from rank_comparison import same_bits
 
 import npu_device as npu
-from npu_device._src.training.checkpoint import memory_copies
+from npu_device._src.training.checkpoint import copies_to_disk, memory_copies
+from npu_device._src.training.checkpoint.selection import Storage
 
 
 class Interrupted(Exception):
@@ -63,7 +64,7 @@ def _fit(directory: str, **options: Any) -> dict[str, Any]:
 def body_to_disk(address: str) -> None:
     """Write the copies as npurun lets a process do before it ends."""
     if npu.distribute.is_main():
-        memory_copies.main(address)
+        copies_to_disk.main(address)
 
 
 def body_wrong(directory: str, wrong: Any) -> str:
@@ -73,9 +74,9 @@ def body_wrong(directory: str, wrong: Any) -> str:
 def body_too_large(address: str) -> str:
     """Return the error of a state that no host has memory for."""
     with settings(NPU_DEVICE_MEMORY_COPIES=address):
-        copier = memory_copies.copier_of(None)
+        copier = memory_copies.copier_of(None, Storage("", (0,), 0))
     assert copier is not None
-    text = error_of(copier.require_memory, None, 1 << 50, 10)
+    text = error_of(copier.require_memory, 1 << 50, 10)
     copier.close()
     return text
 
@@ -105,13 +106,26 @@ def body_full(address: str, directory: str) -> list[str]:
     return texts
 
 
+class _Slow(bodies.Watch):
+    """Takes so long for a step that a copy reaches the other host before the next one."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        time.sleep(0.5)
+        super().on_train_batch_end(batch, logs)
+
+
 def main() -> None:
-    """Train under npurun; a rank is killed right after a copy has begun, and the job goes on with the same bits."""
-    directory, victim = sys.argv[1:]
+    """Train under npurun; a rank, or npurun on its host, is killed at a step, and the job goes on with the same bits.
+
+    Arguments: the directory, the rank, and whether its host is lost.
+    """
+    directory, victim, is_host = sys.argv[1:]
     npu.open().as_default()
     is_first = os.environ["NPU_DEVICE_RESTART_COUNT"] == "0"
     is_hit = is_first and npu.distribute.rank() == int(victim)
-    watch = bodies.Watch(8 if is_hit else 0, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    number = os.getppid() if is_host == "host" else os.getpid()
+    kind = _Slow if is_first and is_host == "host" else bodies.Watch
+    watch = kind(8 if is_hit else 0, lambda: os.kill(number, signal.SIGKILL))
     parts = _fit(f"{directory}/parts", watch=watch, memory_every=2)
     whole = _fit(f"{directory}/whole")
     assert parts["not_kept"] == (), parts["not_kept"]

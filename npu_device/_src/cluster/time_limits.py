@@ -24,6 +24,9 @@ QUEUE_CHECK_SECONDS = 0.5
 # Between two looks at whether the first rank of the host has copied what all ranks share.
 COPY_POLL_SECONDS = 0.02
 COPY_WAIT_SECONDS = 60.0  # for that copy; without it, this rank has no copy of the same step
+COPY_LOOK_SECONDS = 0.1  # between two looks of npurun at whether there is a copy to be sent
+# For another host to take the next bytes of a copy, and to make its own copy of the step.
+COPY_SEND_SECONDS = 30.0
 COPY_END_SECONDS = 10.0  # for the last copy in memory, when a checkpoint is closed
 STALL_POLL_SECONDS = 0.2  # between two looks at whether it waits in a collective, and for whom
 WHERE_SECONDS = 2.0  # after a long wait: for the others to say where they are

@@ -17,6 +17,7 @@ import tensorflow as tf
 from npu_device._src import environment
 from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.training.checkpoint import folder, selection
+from npu_device._src.training.checkpoint.copies_to_disk import to_disk
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.join_requests import join_requests
 from npu_device._src.training.checkpoint.memory_copies import (
@@ -24,7 +25,6 @@ from npu_device._src.training.checkpoint.memory_copies import (
     bytes_of_rank,
     copier_of,
     tensors_of,
-    to_disk,
 )
 from npu_device._src.training.checkpoint.parts import (
     Digests,
@@ -348,13 +348,13 @@ class JobCheckpoint:
         Raises:
             CheckpointError: it has less; on all ranks.
         """
-        world, storage = self._prepare()
+        self._prepare()
         if self._copier is None or self._has_reserved:
             return
         self._has_reserved = True
         variables = list(self._shared.variables().values())
-        sizes = gather(world, bytes_of_rank(variables, is_first=storage.rank == 0))
-        self._copier.require_memory(world, sum(sizes), self._memory_interval or 0)
+        size = bytes_of_rank(variables, is_first=bool(self._copier.readable))
+        self._copier.require_memory(size, self._memory_interval or 0)
 
     def _copy(self, step: int, notes: dict[str, Any]) -> None:
         """Begin a copy of this step in memory, unless a rank is still busy with the one before."""
@@ -372,6 +372,7 @@ class JobCheckpoint:
         variables = variables_of(checkpoint)
         paths = {id(variable): path for path, variable in variables.items()}
         header = {"step": step, "directory": str(self._directory), "keep": self._keep}
+        header["rank"] = storage.rank
         # After a restart, the same step may have other bits, and isn't part of the same copy.
         header["attempt"] = environment.NPU_DEVICE_RESTART_COUNT.get()
         header["manifest"] = self._manifest(storage, notes, list(variables))
@@ -381,24 +382,18 @@ class JobCheckpoint:
         self._copied_step = step
 
     def _copies_to_disk(self, world: World | None, storage: Storage) -> None:
-        """Let the first rank write the newest copy of an attempt that has failed as a checkpoint."""
+        """Let the ranks write the newest copy of an attempt that has failed as a checkpoint."""
         copier = self._copier
         if copier is None:
             return
-
-        def write() -> int | None:
-            if storage.rank > 0:
-                return None
-            return to_disk(copier.slots, self._directory, storage.token)
-
         try:
-            step, *_ = on_all_ranks(world, write, "the newest copy in memory can't be written:")
+            step = to_disk(world, storage, copier.readable, self._directory)
         except CheckpointError as error:
             if storage.rank == 0:
                 _log.warning("%s\nThe job resumes from the disk.", error)
             return
-        # Only the first rank was given a step, by which npurun knows how far the job is.
-        if step is not None:
+        # By this, npurun knows how far the job is.
+        if step is not None and storage.rank == 0:
             note_progress(step)
 
     # Parts of saving
@@ -413,7 +408,7 @@ class JobCheckpoint:
             self._world = current_world()
             self._storage = selection.find_storage(self._world, self._directory)
             if self._memory_interval is not None:
-                self._copier = copier_of(self._world)
+                self._copier = copier_of(self._world, self._storage)
             self._named = folder.readable_latest(self._directory)
             names = self._warned
             self._warned = []

@@ -1,12 +1,15 @@
-"""Copies of a checkpoint in memory that npurun holds: two slots for each rank of a host, written in turns.
+"""Copies of a checkpoint in memory that npurun holds: two slots for each rank of a host, written in turns, and as many
+for those of the host whose copies are sent here.
 
 A slot is an anonymous file (``memfd_create``): npurun makes it, and ranks open it through ``/proc``. It is in no
 directory, so nothing is left when npurun is killed; the size of /dev/shm doesn't matter; and it outlives the ranks.
 Knows neither TensorFlow nor the names in a copy::
 
-    mark, length and checksum of the header | header (JSON) | the bytes of its records
+    mark, length and checksum of the header, whether it is sent | header (JSON) | the bytes of its records
 
 The mark is removed before anything else changes, and is written last: half a copy is never read.
+
+The header lists all that a rank has. Of equal records of one step, a host holds the bytes once, in any of its slots.
 """
 
 from __future__ import annotations
@@ -16,71 +19,101 @@ import os
 import secrets
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from npu_device._src.training.checkpoint import folder
 
 _MARK = b"npucopy1"
-_START = struct.Struct("<8sQI")
+_START = struct.Struct("<8sQI?")
 _CHUNK = 1 << 22
 SLOTS = 2  # slots of a rank: one to write, one with the copy before
 
 Key = tuple[int, int]
 """The attempt and the step of a copy: after a restart, the same step may have other bits."""
+Record = dict[str, Any]
+"""What a header tells of a tensor or file: ``name``, ``part``, ``bytes``, ``crc``, and whether it is ``held`` here."""
+
+
+class Span(NamedTuple):
+    """Where the bytes of a record are."""
+
+    record: Record
+    slot: Slot
+    position: int
 
 
 class Memory:
-    """The slots of all ranks of this host, in the process that holds them."""
+    """The slots of all ranks of this host, and of a neighbour's if there are several, in the process that holds them.
 
-    def __init__(self, ranks: int) -> None:
+    Attributes:
+        slots: two for each rank.
+        received: the same for each rank of the host that sends its copies here.
+    """
+
+    def __init__(self, ranks: int, has_neighbour: bool = False) -> None:
         self._name = f"npu-copies-{secrets.token_hex(8)}"
-        self.slots = [Slot(os.memfd_create(self._name)) for _ in range(SLOTS * ranks)]
+        number = SLOTS * ranks
+        self.slots = [self._new() for _ in range(number)]
+        self.received = [self._new() for _ in range(number * has_neighbour)]
+
+    def _new(self) -> Slot:
+        return Slot(os.memfd_create(self._name))
 
     @property
     def address(self) -> str:
         """The text by which ranks find it."""
-        descriptors = ",".join(str(slot.descriptor) for slot in self.slots)
-        return f"{self._name} {os.getpid()} {descriptors}"
+        descriptors = [
+            ",".join(str(slot.descriptor) for slot in slots)
+            for slots in (self.slots, self.received)
+        ]
+        return ":".join([self._name, str(os.getpid()), *descriptors])
 
     def is_newer_than_disk(self) -> bool:
         """Return whether a directory has an older newest checkpoint than the newest complete copy for it."""
-        return any(newer_copies(self.slots, Path(path)) for path in directories(self.slots))
+        return any(
+            newest_step(self.slots, path) > (folder.readable_latest(Path(path)) or 0)
+            for path in directories(self.slots)
+        )
 
     def step(self) -> int | None:
-        """Return the newest step that all ranks have copied; None if there is none."""
-        keys = []
-        for directory in directories(self.slots):
-            keys += [by_rank[0].key for by_rank in copies(self.slots, directory)]
-        if not keys:
-            return None
-        _, step = max(keys)
-        return step
+        """Return the newest step that all ranks of this host have copied; None if there is none."""
+        paths = directories(self.slots)
+        return max((newest_step(self.slots, path) for path in paths), default=0) or None
 
     def close(self) -> None:
         """Free the memory when no rank uses it any more."""
-        close_slots(self.slots)
+        close_slots([*self.slots, *self.received])
 
 
-def open_slots(address: str) -> list[Slot]:
-    """Open the slots of all ranks of a host, given their address; raise OSError if they aren't in reach."""
-    name, process, descriptors = address.split()
-    slots = []
-    for descriptor in descriptors.split(","):
-        path = f"/proc/{process}/fd/{descriptor}"
-        # In another PID namespace, another process may have the number.
-        if name not in os.readlink(path):
-            raise FileNotFoundError(f"{path} isn't memory of npurun")
-        slots.append(Slot(os.open(path, os.O_RDWR | os.O_CLOEXEC)))
-    return slots
+def open_slots(address: str) -> tuple[list[Slot], list[Slot]]:
+    """Open the slots of a host, given their address: its own, and the received ones.
+
+    Raises:
+        OSError: they aren't in reach.
+    """
+    name, process, *lists = address.split(":")
+    slots, received = (
+        [_opened(name, process, descriptor) for descriptor in text.split(",") if descriptor]
+        for text in lists
+    )
+    return slots, received
+
+
+def _opened(name: str, process: str, descriptor: str) -> Slot:
+    path = f"/proc/{process}/fd/{descriptor}"
+    # In another PID namespace, another process may have the number.
+    if name not in os.readlink(path):
+        raise FileNotFoundError(f"{path} isn't memory of npurun")
+    return Slot(os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
 
 class Slot:
     """Memory for one copy of the part of one rank.
 
     Attributes:
-        header: that of the complete copy which ``look`` has found. Each of its records has its ``bytes`` and ``crc``.
+        header: that of the complete copy which ``look`` has found.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -97,25 +130,48 @@ class Slot:
         """Return how many bytes are mapped."""
         return os.fstat(self.descriptor).st_size
 
+    @property
+    def is_unsent(self) -> bool:
+        """Return whether there is a complete copy that the host's npurun has yet to send."""
+        start = os.pread(self.descriptor, _START.size, 0)
+        return start.startswith(_MARK) and not start[-1]
+
+    def note_sent(self) -> None:
+        os.pwrite(self.descriptor, b"\1", _START.size - 1)
+
     def clear(self) -> None:
         """Drop the copy, whose memory stays."""
+        # A new slot stays empty.
         if self.size:
             os.pwrite(self.descriptor, bytes(len(_MARK)), 0)
 
     def write(self, header: dict[str, Any], contents: Sequence[memoryview]) -> None:
-        """Replace the copy by one with these contents, in the order of its records."""
-        self.clear()
-        head = json.dumps(header).encode()
-        position = _START.size
-        for content in (memoryview(head), *contents):
-            start = 0
-            while start < len(content):
-                # In chunks, until all is written: one call may write less than it is given.
-                piece = content[start : start + _CHUNK]
-                start += os.pwrite(self.descriptor, piece, position + start)
+        """Replace the copy by one with these contents: those of the records that are held, in their order."""
+        position = self.begin(header)
+        for content in contents:
+            self.put(content, position)
             position += len(content)
-        start_bytes = _START.pack(_MARK, len(head), zlib.crc32(head))
-        os.pwrite(self.descriptor, start_bytes[len(_MARK) :], len(_MARK))
+        self.end()
+
+    def begin(self, header: dict[str, Any]) -> int:
+        """Drop the copy and begin another one, which is none until ``end``; return the position of its first bytes."""
+        self.clear()
+        self.header = header
+        head = json.dumps(header).encode()
+        # The mark is left out: it makes the copy complete.
+        start = _START.pack(_MARK, len(head), zlib.crc32(head), False)[len(_MARK) :]
+        self.put(memoryview(start + head), len(_MARK))
+        self._data = _START.size + len(head)
+        return self._data
+
+    def put(self, content: memoryview, position: int) -> None:
+        start = 0
+        while start < len(content):
+            # In chunks, until all is written: one call may write less than it is given.
+            piece = content[start : start + _CHUNK]
+            start += os.pwrite(self.descriptor, piece, position + start)
+
+    def end(self) -> None:
         os.pwrite(self.descriptor, _MARK, 0)
 
     def look(self) -> bool:
@@ -124,7 +180,7 @@ class Slot:
         start = os.pread(self.descriptor, _START.size, 0)
         if len(start) < _START.size or not start.startswith(_MARK):
             return False
-        _, length, checksum = _START.unpack(start)
+        _, length, checksum, _ = _START.unpack(start)
         head = os.pread(self.descriptor, length, _START.size)
         if len(head) != length or zlib.crc32(head) != checksum:
             return False
@@ -132,24 +188,36 @@ class Slot:
         self.header = json.loads(head)
         return True
 
-    def read(self) -> list[memoryview] | None:
-        """Return the contents of the copy that ``look`` has found; None if any of them has changed since."""
-        contents = []
+    def spans(self) -> Iterator[Span]:
+        """Yield where the bytes of each record are that the copy found by ``look`` holds itself."""
         position = self._data
         for record in self.header["records"]:
-            content = memoryview(bytearray(record["bytes"]))
-            start = 0
-            while start < len(content):
-                piece = content[start : start + _CHUNK]
-                count = os.preadv(self.descriptor, [piece], position + start)
-                if not count:
-                    return None
-                start += count
-            if zlib.crc32(content) != record["crc"]:
-                return None
-            position += len(content)
-            contents.append(content)
-        return contents
+            if record["held"]:
+                yield Span(record, self, position)
+                position += record["bytes"]
+
+
+def identity(record: Record) -> tuple[Any, ...]:
+    """Return what two records have in common whose bytes are held once.
+
+    Equal checksums of one variable are taken for equal values, as in a checkpoint on the disk.
+    """
+    return record["name"], record["part"], record["bytes"], record["crc"]
+
+
+def read(span: Span) -> memoryview | None:
+    """Return the bytes of a record; None if they have changed since its header was read."""
+    content = memoryview(bytearray(span.record["bytes"]))
+    start = 0
+    while start < len(content):
+        piece = content[start : start + _CHUNK]
+        count = os.preadv(span.slot.descriptor, [piece], span.position + start)
+        if not count:
+            return None
+        start += count
+    if zlib.crc32(content) != span.record["crc"]:
+        return None
+    return content
 
 
 def close_slots(slots: Sequence[Slot]) -> None:
@@ -162,19 +230,19 @@ def directories(slots: Sequence[Slot]) -> list[str]:
     return sorted({slot.header["directory"] for slot in slots if slot.look()})
 
 
-def copies(slots: Sequence[Slot], directory: str) -> list[list[Slot]]:
-    """Return the copies that are complete on every rank, newest first: the slots of each, by rank."""
+def copies(slots: Sequence[Slot], directory: str) -> dict[Key, dict[int, Slot]]:
+    """Return the copies of ranks that these slots hold, by their keys and ranks."""
     by_key: dict[Key, dict[int, Slot]] = {}
-    for index, slot in enumerate(slots):
+    for slot in slots:
         if slot.look() and slot.header["directory"] == directory:
-            by_key.setdefault(slot.key, {})[index // SLOTS] = slot
-    ranks = range(len(slots) // SLOTS)
-    complete = [key for key, by_rank in by_key.items() if len(by_rank) == len(ranks)]
-    return [[by_key[key][rank] for rank in ranks] for key in sorted(complete, reverse=True)]
+            by_key.setdefault(slot.key, {}).setdefault(slot.header["rank"], slot)
+    return by_key
 
 
-def newer_copies(slots: Sequence[Slot], directory: Path) -> list[list[Slot]]:
-    """Return the complete copies for a directory that are newer than its newest checkpoint, newest first."""
-    on_disk = folder.latest(directory) or 0
-    complete = copies(slots, str(directory))
-    return [by_rank for by_rank in complete if by_rank[0].header["step"] > on_disk]
+def newest_step(slots: Sequence[Slot], directory: str) -> int:
+    """Return the newest step of which these slots hold copies of all their ranks; 0 if there is none."""
+    ranks = len(slots) // SLOTS
+    by_key = copies(slots, directory)
+    complete = [key for key, by_rank in by_key.items() if len(by_rank) == ranks]
+    _, step = max(complete, default=(0, 0))
+    return step

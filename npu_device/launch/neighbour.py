@@ -1,0 +1,197 @@
+"""Copies in memory between hosts: those of this host's ranks go to the npurun of one other host, and those of one come.
+
+For each copy, the other side gets the header, answers which records it lacks, and gets their bytes. What a host sends
+is kept by its neighbour when it is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import threading
+import time
+from typing import Any, Callable
+
+from npu_device._src.cluster import handshake, ports
+from npu_device._src.cluster.handshake import TimedConnection
+from npu_device._src.cluster.time_limits import (
+    COPY_END_SECONDS,
+    COPY_LOOK_SECONDS,
+    COPY_SEND_SECONDS,
+    NODE_CONNECT_SECONDS,
+)
+from npu_device._src.environment import NPU_DEVICE_PORT_RANGE
+from npu_device._src.training.checkpoint.memory_slots import SLOTS, Key, Memory, Slot, identity
+
+_OF_COPIES = b" copies"  # part of what both prove, so that npuruns take each other for nothing else
+_CHUNK = 1 << 22
+Address = tuple[str, int]
+"""Host and port."""
+
+
+class Neighbour:
+    """The exchange of copies: a context manager with two threads.
+
+    Attributes:
+        port: where this host takes copies.
+    """
+
+    def __init__(self, memory: Memory, secret: bytes, say: Callable[[str], None]) -> None:
+        # A slot has the header that it was last asked for: each thread has objects of its own.
+        self._sent = [Slot(slot.descriptor) for slot in memory.slots]
+        self._copied = [Slot(slot.descriptor) for slot in memory.slots]
+        self._received = memory.received
+        self._secret = secret + _OF_COPIES
+        self._say = say
+        self._listener = ports.listen_on_free(NPU_DEVICE_PORT_RANGE.get())
+        self.port: int = self._listener.getsockname()[1]
+        self._address: Address | None = None
+        self._connection: tuple[Address, TimedConnection] | None = None
+        self._is_told = False
+        self._has_ended = threading.Event()
+        self._taking = threading.Lock()
+        serving = self._listener, self._secret, self._take_all
+        self._threads = [
+            threading.Thread(target=handshake.serve, args=serving, daemon=True),
+            threading.Thread(target=self._send_all, daemon=True),
+        ]
+
+    def __enter__(self) -> Neighbour:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._has_ended.set()
+        with self._listener:
+            self._listener.shutdown(socket.SHUT_RDWR)
+        # A thread that waits for the other side is woken.
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection[1].connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(COPY_SEND_SECONDS)
+
+    def send_to(self, address: Address | None) -> None:
+        """Send copies to another host from now on; None for none."""
+        self._address = address
+        self._is_told = False
+
+    # Sending
+
+    def _send_all(self) -> None:
+        while not self._has_ended.wait(COPY_LOOK_SECONDS):
+            for number, slot in enumerate(self._sent):
+                if slot.is_unsent and slot.look():
+                    self._try_to_send(number, slot)
+        self._disconnect()
+
+    def _try_to_send(self, number: int, slot: Slot) -> None:
+        key = slot.key
+        address = self._address
+        try:
+            if address is not None:
+                self._send(address, number, slot)
+        except (OSError, LookupError, TypeError) as error:
+            self._disconnect()
+            if not self._is_told:
+                self._is_told = True
+                host, port = address or ("", 0)
+                self._say(
+                    f"the copies in memory of this host can't be sent to {host}, port {port}: {error}.\nIf this host "
+                    "is lost, the job goes on from the disk."
+                )
+        # The ranks make no other copy before, and go on copying without a neighbour.
+        if slot.look() and slot.key == key:
+            slot.note_sent()
+
+    def _send(self, address: Address, number: int, slot: Slot) -> None:
+        connection = self._connected(address)
+        key = slot.key
+        connection.send({"slot": number, "header": slot.header})
+        lacking = set(_answer(connection)["lacking"])
+        raw = connection.connection
+        raw.settimeout(COPY_SEND_SECONDS)
+        with open(slot.descriptor, "rb", buffering=0, closefd=False) as file:
+            for index, span in enumerate(slot.spans()):
+                size = span.record["bytes"]
+                # A size of 0 would stand for the whole file.
+                if index in lacking and size:
+                    raw.sendfile(file, span.position, size)
+        # A rank of another attempt may have replaced it meanwhile.
+        connection.send({"is_whole": slot.look() and slot.key == key})
+        _answer(connection)
+
+    def _connected(self, address: Address) -> TimedConnection:
+        if self._connection is not None:
+            connected_to, connection = self._connection
+            if connected_to == address:
+                return connection
+        self._disconnect()
+        connection = handshake.reach(*address, NODE_CONNECT_SECONDS, self._secret)
+        self._connection = address, connection
+        return connection
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection[1].connection.close()
+            self._connection = None
+
+    # Taking
+
+    def _take_all(self, connection: TimedConnection, _: Any) -> None:
+        """Take the copies of another host until it ends, or breaks the protocol."""
+        with connection.connection, contextlib.suppress(OSError, LookupError, TypeError):
+            while True:
+                message = connection.receive(
+                    math.inf, silent="", closed="the other npurun has ended"
+                )
+                # An earlier neighbour may be cut off without knowing it.
+                with self._taking:
+                    self._take(connection, message["slot"], message["header"])
+
+    def _take(self, connection: TimedConnection, number: int, header: dict[str, Any]) -> None:
+        slot = self._received[number]
+        # The other side writes to this slot only when its other one is complete everywhere.
+        slot.clear()
+        held = self._held((header["attempt"], header["step"]))
+        lacking = []
+        sent = [record for record in header["records"] if record["held"]]
+        for index, record in enumerate(sent):
+            record["held"] = identity(record) not in held
+            if record["held"]:
+                lacking.append(index)
+        slot.begin(header)
+        connection.send({"lacking": lacking})
+        raw = connection.connection
+        raw.settimeout(COPY_SEND_SECONDS)
+        buffer = memoryview(bytearray(_CHUNK))
+        for span in slot.spans():
+            position = span.position
+            end = position + span.record["bytes"]
+            while position < end:
+                count = raw.recv_into(buffer[: end - position])
+                if not count:
+                    raise ConnectionError("the other npurun has ended")
+                slot.put(buffer[:count], position)
+                position += count
+        # Otherwise the bytes may be those of two copies.
+        if _answer(connection)["is_whole"]:
+            slot.end()
+        connection.send({"is_taken": True})
+
+    def _held(self, key: Key) -> set[Any]:
+        """Return what this host has of a copy itself, once it is made: all hosts make it at the same time."""
+        deadline = time.monotonic() + COPY_END_SECONDS
+        copied: list[Slot] = []
+        while len(copied) < len(self._copied) // SLOTS and time.monotonic() < deadline:
+            time.sleep(COPY_LOOK_SECONDS)
+            copied = [slot for slot in self._copied if slot.look() and slot.key == key]
+        return {identity(span.record) for slot in copied for span in slot.spans()}
+
+
+def _answer(connection: TimedConnection) -> dict[str, Any]:
+    return connection.receive(
+        COPY_SEND_SECONDS, silent="no answer", closed="the other npurun has ended"
+    )
