@@ -52,8 +52,8 @@ def page(analysis: Analysis, text: str) -> str:
         _RankPicture(trace, iteration, axis).draw() for trace, iteration in zip(traces, iterations)
     )
     legend = "".join(
-        f'<span><i style="background:{c}"></i>{escape(phase)}</span>'
-        for phase, c in COLOURS.items()
+        f'<span><i style="background:{colour}"></i>{escape(phase)}</span>'
+        for phase, colour in COLOURS.items()
     )
     omission = ""
     if len(analysis.traces) > len(traces):

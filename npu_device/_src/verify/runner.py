@@ -42,11 +42,11 @@ class _VerifiedProcess(ForkingProcess):
         return iter(self._runs)
 
     def wait(self, running: dict[int, PlannedProcess]) -> None:
-        begin = time.monotonic()
+        began = time.monotonic()
         # The run after the single process has the number of ranks that was asked for.
         _wait(running, self._runs[1], self._single_seconds)
         # Measured once, for the first run: that of one process and its twin.
-        self._single_seconds = self._single_seconds or time.monotonic() - begin
+        self._single_seconds = self._single_seconds or time.monotonic() - began
 
     def recorder(self) -> Any:
         from npu_device._src.verify.step_recorder import StepRecorder

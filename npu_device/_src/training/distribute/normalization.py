@@ -25,7 +25,7 @@ _as_it_is = tf.autograph.experimental.do_not_convert
 Exchange = Callable[[tf.Tensor], tf.Tensor]
 """Returns the sum of all ranks' tensors: floating-point numbers, shape [n]."""
 
-_ROUNDING = 1e-5
+_ROUNDING_TOLERANCE = 1e-5
 
 _UNEVEN_START = (
     "the ranks had different numbers of samples in the first step. Its gradients through synchronized batch "
@@ -208,7 +208,7 @@ class Loops:
             self._is_open = True
             if not tf.executing_eagerly():
                 return by_samples
-            self._was_uneven = abs(float(by_samples[0]) * world.size - 1) > _ROUNDING
+            self._was_uneven = abs(float(by_samples[0]) * world.size - 1) > _ROUNDING_TOLERANCE
             return by_samples if self._by_samples else equal
 
         return factor

@@ -34,7 +34,7 @@ _log = logging.getLogger("npu_device")
 _PIECE = 1 << 20  # bytes of a piece
 _PIECES = 32  # pieces of a large variable, from its beginning to its end
 
-_ALONE = (
+_TRAINED_ALONE = (
     "nothing was reduced, broadcast or gathered in this job of %d ranks: each of them ran by itself. If they trained, "
     "each has trained a model of its own.\nLikely cause: a script for a single device, started with several ranks.\n"
     "What to do: call model = npu.distribute.replicate(model) before fit; npu.distribute.all_reduce(gradients) in the "
@@ -162,7 +162,7 @@ class LastWord:
     def _compare(self, candidates: list[_Candidate], answers: list[dict[str, Any]]) -> None:
         cluster = self._job.cluster
         if all(answer["alone"] for answer in answers):
-            _log.warning(_ALONE, cluster.world_size)
+            _log.warning(_TRAINED_ALONE, cluster.world_size)
             return
         checksums = [answer["checksums"] for answer in answers]
         for level, wanted in ((logging.WARNING, True), (logging.INFO, False)):

@@ -29,7 +29,7 @@ _log = logging.getLogger("npu_device")
 
 _MOST_POSTS = 32  # most optimizers of a signature, and most signatures
 # Part of the sum of a gradient's absolute values: hosts with other processors round differently.
-_ROUNDING = 1e-3
+_ROUNDING_TOLERANCE = 1e-3
 _LAST_LOOK = 1000  # the step from which ranks that have posted nothing are not waited for
 
 _NOT_REDUCED = (
@@ -183,5 +183,5 @@ def _are_alike(sums: np.ndarray, foreign: np.ndarray) -> bool:
     if sums.shape != foreign.shape:
         return False
     # Relative to the larger sum of absolute values, since sums of both signs cancel.
-    tolerance = _ROUNDING * np.maximum(sums, foreign)[:, 1:]
+    tolerance = _ROUNDING_TOLERANCE * np.maximum(sums, foreign)[:, 1:]
     return bool(np.all(np.abs(sums - foreign) <= tolerance))

@@ -20,7 +20,9 @@ _log = logging.getLogger("npu_device")
 _LOOKS = 3  # looks in a row with the same gradients before the warning
 _FEWEST_NUMBERS = 8  # numbers of a gradient; fewer could be the same by chance
 _MOST_NUMBERS = 1 << 16
-_ROUNDING = 1e-5  # part of a gradient's largest number: the sum of more than two ranks is rounded
+_ROUNDING_TOLERANCE = (
+    1e-5  # part of a gradient's largest number: the sum of more than two ranks is rounded
+)
 
 
 class Pair(NamedTuple):
@@ -68,7 +70,9 @@ class SameSamples:
         if self.is_over or not largest > 0 or not np.isfinite(largest):
             # NaN ends here, too, since all comparisons with it are false.
             return
-        differ = bool(np.any(np.abs(scale * gradient - reduced) > _ROUNDING * scale * largest))
+        differ = bool(
+            np.any(np.abs(scale * gradient - reduced) > _ROUNDING_TOLERANCE * scale * largest)
+        )
         self._alike += 1
         self.is_over = differ or self._alike >= _LOOKS
         if differ or not self.is_over:

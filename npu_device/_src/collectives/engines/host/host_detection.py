@@ -31,15 +31,15 @@ def detect_hosts(context: EngineContext, device: Device) -> JobHosts:
     cluster = context.cluster
     store = context.store
     wanted = _wanted(cluster.rank)
-    card, offer = _card(cluster.local_rank == 0)
+    announcement, offer = _announcement(cluster.local_rank == 0)
     key = f"memory/{cluster.hosts.index(cluster.host)}"
     if cluster.local_rank == 0:
-        store.set(key, json.dumps(card))
-        # The leader also sets its card if it can't share memory: the others would wait for the key.
-        problem = card["problem"]
+        store.set(key, json.dumps(announcement))
+        # The leader also sets its announcement if it can't share memory: the others would wait for the key.
+        problem = announcement["problem"]
     else:
         leader = json.loads(store.get(key, LATEST_ANSWER_SECONDS))
-        problem = card["problem"] or _search(card, leader)
+        problem = announcement["problem"] or _search(announcement, leader)
     # TensorFlow's context must not exist yet when its server starts (``late_ranks``).
     fact = [problem, asdict(device), compat.context_is_initialized()]
     facts = store.gather("memory", fact, LATEST_ANSWER_SECONDS)
@@ -77,7 +77,7 @@ def is_supported() -> bool:
     return has_counters() and hasattr(os, "memfd_create")
 
 
-def _card(leads: bool) -> tuple[dict[str, Any], Offer | None]:
+def _announcement(leads: bool) -> tuple[dict[str, Any], Offer | None]:
     """Return the message to the other ranks of the host, and of the one that leads, memory with its token."""
     if not is_supported():
         return {"problem": "needs Linux on x86-64 with memfd_create"}, None
@@ -85,25 +85,25 @@ def _card(leads: bool) -> tuple[dict[str, Any], Offer | None]:
         # What processes that can share memory have in common: the running kernel, the PID namespace, the user.
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         identity = f"{kernel} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
-        card = {"who": identity, "problem": ""}
+        announcement = {"who": identity, "problem": ""}
         if not leads:
-            return card, None
+            return announcement, None
         offer = Offer(PAGE)
     except OSError as error:
         return {"problem": f"no shared memory: {error}"}, None
-    return {**card, "path": offer.path, "token": offer.token}, offer
+    return {**announcement, "path": offer.path, "token": offer.token}, offer
 
 
-def _search(card: dict[str, Any], leader: dict[str, Any]) -> str:
+def _search(announcement: dict[str, Any], leader: dict[str, Any]) -> str:
     """Look for the leader's token in its memory; return the problem, or "" if there is none."""
     if leader["problem"]:
         return str(leader["problem"])
-    if card["who"] != leader["who"]:
+    if announcement["who"] != leader["who"]:
         return (
             "a different kernel, PID namespace (container) or user than the lowest rank of the host"
         )
     try:
-        # Cards that agree prove nothing; only reading the token does.
+        # Announcements that agree prove nothing; only reading the token does.
         attach(leader["path"], PAGE, leader["token"]).close()
     except (OSError, ValueError) as error:
         return f"can't open the memory of the lowest rank of the host: {error}"

@@ -226,12 +226,12 @@ def _start(context: EngineContext, on_exit: OnExit) -> str:
     # Registered before anything can fail: MPI that was started has to be ended even if it isn't used.
     on_exit(lambda: _end(context, mpi, starts))
     library = _library(mpi)
-    card = [mpi.Get_processor_name(), ""]
+    own = [mpi.Get_processor_name(), ""]
     # What processes of one host have in common: the running kernel, and its network.
     with contextlib.suppress(OSError):
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        card[1] = f"{kernel} {os.readlink('/proc/self/ns/net')}"
-    cards = context.store.gather("mpi/hosts", card, limits.LATEST_ANSWER_SECONDS)
+        own[1] = f"{kernel} {os.readlink('/proc/self/ns/net')}"
+    announcements = context.store.gather("mpi/hosts", own, limits.LATEST_ANSWER_SECONDS)
     size = mpi.COMM_WORLD.Get_size()
     if size != context.cluster.world_size:
         return (
@@ -239,8 +239,8 @@ def _start(context: EngineContext, on_exit: OnExit) -> str:
         )
     if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
         return f"{library} doesn't support several threads (MPI_THREAD_MULTIPLE)"
-    for rank, (name, host) in enumerate(cards):
-        if name == card[0] and host != card[1]:
+    for rank, (name, host) in enumerate(announcements):
+        if name == own[0] and host != own[1]:
             return (
                 f"its host has the same name as that of rank {rank}, {name!r}, but is another one: MPI can't tell them "
                 "apart, and may compute wrong sums. Give every host a name of its own"
