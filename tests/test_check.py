@@ -222,13 +222,13 @@ WELL = CheckedJob(
     sharing=("", ""),
     unreachable=({}, {}),
     between={"tcp": (2e-4, 1e-3, 3e-3, 0.04)},
-    in_use="tcp",
+    engine_in_use="tcp",
 )
 
 
 def test_the_fastest_engine() -> None:
     measured = replace(
-        WELL, between={"tensorflow": (1.0, 3.1), "tcp": (2.0, 1.42)}, in_use="tensorflow"
+        WELL, between={"tensorflow": (1.0, 3.1), "tcp": (2.0, 1.42)}, engine_in_use="tensorflow"
     )
     assert measured.fastest == "tcp"
     assert (

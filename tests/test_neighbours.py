@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 
 from npu_device import errors
-from npu_device._src.neighbours import _OURS, _modules, require_own_folders
+from npu_device._src.neighbours import _OWN_NAMES, _modules, require_own_folders
 
 ROOT = Path(__file__).parent.parent
 
 
 def test_the_list_is_what_the_repository_has() -> None:
-    assert {folder: set(_modules(str(ROOT / folder))) for folder in _OURS} == _OURS
+    assert {folder: set(_modules(str(ROOT / folder))) for folder in _OWN_NAMES} == _OWN_NAMES
 
 
 @pytest.mark.parametrize(
     ("folder", "stranger"), [("npu_device", "_npu_device_backends.so"), ("hccl", "_hccl.py")]
 )
 def test_a_mixture_is_refused(folder: str, stranger: str, tmp_path: Path) -> None:
-    for name in _OURS:
+    for name in _OWN_NAMES:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     # What an editor, Python or an older version without modules has left is no stranger.
     (tmp_path / "npu_device" / "old" / "__pycache__").mkdir(parents=True)

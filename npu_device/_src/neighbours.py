@@ -1,14 +1,14 @@
 """Files of another distribution in the folders of this package.
 
 Ascend's wheels have the same distribution and import names as this package. Installed into one environment, they mix:
-some modules are theirs, some are ours. A wheel can't refuse that at installation, so the import does.
+some modules are theirs, some are own_names. A wheel can't refuse that at installation, so the import does.
 """
 
 from __future__ import annotations
 
 import os
 
-_OURS = {
+_OWN_NAMES = {
     "npu_device": {
         *("_src", "compat", "distribute", "horovod", "launch", "ops", "testing", "train", "utils"),
         *(
@@ -37,13 +37,13 @@ def require_own_folders(site: str) -> None:
         site: the directory that contains ``npu_device``.
 
     Raises:
-        ImportError: names the files that aren't ours.
+        ImportError: names files that are of another package.
     """
     strangers = [
         os.path.join(site, folder, name)
-        for folder, ours in _OURS.items()
+        for folder, own_names in _OWN_NAMES.items()
         for name in _modules(os.path.join(site, folder))
-        if name not in ours
+        if name not in own_names
     ]
     if strangers:
         raise ImportError(

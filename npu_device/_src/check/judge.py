@@ -66,7 +66,7 @@ class CheckedJob:
     within: Sequence[float] = ()
     # The same among hosts, by engine.
     between: dict[str, Sequence[float]] = field(default_factory=dict)
-    in_use: str = ""  # the engine between hosts that the job uses
+    engine_in_use: str = ""  # the engine between hosts that the job uses
     # nanoseconds of an exchange between cores of two ranks of a host, the longest; None if no two ranks share a host
     distance: float | None = None
     is_right: bool = True  # False if a sum over all ranks was wrong
@@ -107,8 +107,8 @@ class CheckedJob:
         """Return the engine that is the fastest between hosts with the largest size; that in use, if it is close."""
         by_engine = {engine: seconds[-1] for engine, seconds in self.between.items()}
         fastest = min(by_engine, key=lambda engine: by_engine[engine])
-        if by_engine.get(self.in_use, float("inf")) < _AS_FAST * by_engine[fastest]:
-            return self.in_use
+        if by_engine.get(self.engine_in_use, float("inf")) < _AS_FAST * by_engine[fastest]:
+            return self.engine_in_use
         return fastest
 
     @property
@@ -149,7 +149,7 @@ def warnings(job: CheckedJob) -> list[str]:
 
 def _wrong_sum(job: CheckedJob) -> Iterator[str]:
     if not job.is_right:
-        alternative = "tcp" if job.in_use == "tensorflow" else "tensorflow"
+        alternative = "tcp" if job.engine_in_use == "tensorflow" else "tensorflow"
         yield (
             "an all_reduce over all ranks gave a wrong sum.\n"
             f"What to do: set NPU_DEVICE_BACKEND={alternative} or "
@@ -202,7 +202,7 @@ def _not_shared(job: CheckedJob) -> Iterator[str]:
         if reason and len(job.hosts[job.facts[rank].host]) > 1:
             yield (
                 f"{job.name(rank)} can't share memory with the others of its host: {reason}. It uses the engine "
-                f"between hosts ({job.in_use}), which is slower.\n"
+                f"between hosts ({job.engine_in_use}), which is slower.\n"
                 "What to do: start all ranks of a host as one user in one container."
             )
 
@@ -394,7 +394,7 @@ def _speeds(job: CheckedJob) -> str:
         lines.append(_cores(job.distance))
     if job.between:
         use = "which is in use"
-        if job.fastest != job.in_use:
+        if job.fastest != job.engine_in_use:
             use = f"with NPU_DEVICE_BACKEND={job.fastest} on all ranks"
         speed = f"{job.link_speed / 1e9:.3g} Gbit/s"
         lines.append(f"fastest between these hosts: {job.fastest}, {use}; each host sends {speed}")

@@ -105,7 +105,7 @@ def _measured(job: Job, checked: CheckedJob) -> CheckedJob:
             engine: _slowest(between.get(engine) for _, _, between, _ in by_rank)
             for engine in engines
         },
-        in_use=job.hosts.engine,
+        engine_in_use=job.hosts.engine,
         distance=max(distances, default=None),
         is_right=all(is_right for is_right, *_ in by_rank),
     )

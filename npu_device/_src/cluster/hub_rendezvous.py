@@ -35,7 +35,8 @@ class HubRendezvous:
         self._send = send
         self._send_last = send_last
         self._roster = Roster(settings["job_id"], settings["expected_hosts"])
-        self._address = "127.0.0.1"  # address of the hub's host, as other hosts reach it
+        # Address by which other hosts reach the hub's host; loopback until a rank has come by another one.
+        self._address = "127.0.0.1"
         self._began: float | None = None  # when the first rank came
         self._contradictory_since: float | None = None
         self._next_progress = 0.0

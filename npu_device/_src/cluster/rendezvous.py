@@ -33,10 +33,11 @@ from npu_device._src.cluster.roster import Hello, ancestors, start_time
 from npu_device._src.version import __version__
 from npu_device._src.wording import MOST_RANKS
 
+# Names of the packages by which TensorFlow is installed; the first one found tells the version.
 _TENSORFLOWS = """
 tensorflow tensorflow-cpu tf-nightly tf-nightly-cpu tensorflow-intel tensorflow-macos tensorflow-rocm tensorflow-aarch64
 tensorflow-cpu-aws
-"""  # distributions
+"""
 _CANDIDATE = (
     "this process (%d) was started by process %s, which has the same variables, and hasn't called npu.open(). If it "
     "does so within %.0f s, it is the rank, and this process is its child. Otherwise this process is the rank.\n"

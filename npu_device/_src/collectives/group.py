@@ -40,7 +40,8 @@ class Group:
     rank: int  # the group rank of this process
     # The script's group for one of whose operations this one was made.
     parent: str = field(default="", compare=False)
-    # In a group of two for send and receive, the queue of an operation; None if all are in one order.
+    # Number of the queue of an operation, in a group of two for send and receive; None where all operations of the
+    # group follow one order.
     tag: int | None = field(default=None, compare=False)
     # For each member, the number of ranks whose sum it contributes; None where each stands for itself.
     counts: tuple[int, ...] | None = field(default=None, compare=False)

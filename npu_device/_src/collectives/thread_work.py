@@ -183,7 +183,7 @@ def work_of(thread: threading.Thread) -> Work | None:
 
 def _described(identity: Hashable, function: Any, arguments: Sequence[Any]) -> Work:
     words = [*_words(list(arguments))]
-    is_told = not arguments or any(tells for _, tells in words)
+    is_told = not arguments or any(is_distinctive for _, is_distinctive in words)
     number = _number([*_texts(function), *(text for text, _ in words)])
     return Work(identity, _name_of(function), number, is_told)
 
@@ -254,7 +254,7 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, types.FunctionType):
         yield f"{value.__module__}.{value.__qualname__}:{value.__code__.co_firstlineno}"
         yield from (value.__defaults__, value.__kwdefaults__)
-        yield _plain_of_closure(value)
+        yield _plain_values_of_closure(value)
     else:
         attributes = vars(value) if hasattr(value, "__dict__") else {}
         # Only plain attributes are compared: what an object refers to says less about it, and may have no end.
@@ -267,7 +267,7 @@ def _values(mapping: Mapping[Any, Any]) -> list[Any]:
     return [mapping[key] for key in sorted(mapping, key=str)]
 
 
-def _plain_of_closure(function: types.FunctionType) -> list[Any]:
+def _plain_values_of_closure(function: types.FunctionType) -> list[Any]:
     cells = [cell for cell in function.__closure__ or () if cell != types.CellType()]
     return [cell.cell_contents for cell in cells if type(cell.cell_contents) in _PLAIN]
 

@@ -237,7 +237,7 @@ def steps_per_call(model: Any) -> int:
     return int(current)
 
 
-def forward_of_training(model: Any, batch: Any) -> None:
+def run_training_forward_pass(model: Any, batch: Any) -> None:
     """Do what Keras's own ``train_step`` does, with the same arguments, but for the gradients and the optimizer."""
     keras = keras_of(model)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
@@ -330,13 +330,13 @@ def _normalization_in(method: str) -> Any:
     while frame is not None and frame.f_code.co_name != method:
         frame = frame.f_back
     # Variables are read often, and the names of a frame are costly.
-    if frame is None or not _is_of_normalization(frame.f_globals):
+    if frame is None or not _is_normalization_module(frame.f_globals):
         return None
     return frame.f_locals.get("self")
 
 
-def _is_of_normalization(module: Mapping[str, Any]) -> bool:
-    return str(module.get("__name__")).endswith("normalization.batch_normalization")
+def _is_normalization_module(module_globals: Mapping[str, Any]) -> bool:
+    return str(module_globals.get("__name__")).endswith("normalization.batch_normalization")
 
 
 def _batch_normalizations() -> list[Any]:

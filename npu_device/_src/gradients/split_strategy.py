@@ -190,7 +190,8 @@ def cut_by_size(sizes: Sequence[int], percentages: Sequence[float]) -> list[int]
     end_of_all = len(sizes) - 1
     ends: list[int] = []
     placed = np.float32(0)  # bytes in the segments so far
-    remainder = np.float32(0)  # bytes that they have too few
+    # Bytes by which these fall short of their goal; negative if they exceed it.
+    remainder = np.float32(0)
     for percentage in percentages:
         goal = _share(percentage, running[-1]) + remainder
         while True:

@@ -22,8 +22,8 @@ from npu_device._src import environment
 __version__ = "0.28.1"
 """The release of Horovod whose names and arguments these are."""
 
-_THEIRS = "horovod"
-_OURS = "npu_device.horovod"
+_HOROVOD = "horovod"
+_OWN_PACKAGE = "npu_device.horovod"
 _INSTEAD = {
     "torch": "for PyTorch, use torch.distributed with DistributedDataParallel, started by torchrun",
     "mxnet": "MXNet isn't supported",
@@ -63,14 +63,14 @@ def main() -> None:
 def take_over() -> None:
     """Let ``horovod`` and its submodules be those of this package, in this process. ``import horovod`` calls this."""
     # Registered under both names, since a script would otherwise have two copies of the module's state.
-    sys.modules[_THEIRS] = importlib.import_module(_OURS)
+    sys.modules[_HOROVOD] = importlib.import_module(_OWN_PACKAGE)
     _Finder.replaces_horovod = True
 
 
 def other_horovod() -> str | None:
     """Return the version of an installed Horovod that these modules stand in for; None without one."""
     try:
-        version = metadata.version(_THEIRS)
+        version = metadata.version(_HOROVOD)
     except metadata.PackageNotFoundError:
         return None
     if not _Finder.replaces_horovod:
@@ -89,15 +89,15 @@ class _Finder:
     ) -> ModuleSpec | None:
         """Return the spec of a module of Horovod's that is offered; None for all other modules."""
         # Only Horovod's names are looked up here: Python itself finds the modules of this package.
-        is_theirs = cls.replaces_horovod and name.startswith(f"{_THEIRS}.")
-        if not is_theirs and not name.startswith(f"{_OURS}."):
+        is_of_horovod = cls.replaces_horovod and name.startswith(f"{_HOROVOD}.")
+        if not is_of_horovod and not name.startswith(f"{_OWN_PACKAGE}."):
             return None
-        submodule = name[len(_THEIRS if is_theirs else _OURS) + 1 :]
+        submodule = name[len(_HOROVOD if is_of_horovod else _OWN_PACKAGE) + 1 :]
         instead = _INSTEAD.get(submodule.split(".", 1)[0])
         if (
             instead is None
-            and is_theirs
-            and importlib.util.find_spec(f"{_OURS}.{submodule}") is None
+            and is_of_horovod
+            and importlib.util.find_spec(f"{_OWN_PACKAGE}.{submodule}") is None
         ):
             instead = (
                 "the modules are horovod.tensorflow, horovod.tensorflow.keras and horovod.keras; see "
@@ -105,9 +105,9 @@ class _Finder:
             )
         if instead is not None:
             raise ImportError(
-                f"npu_device has no {_THEIRS}.{submodule}.\nWhat to do: {instead}.", name=name
+                f"npu_device has no {_HOROVOD}.{submodule}.\nWhat to do: {instead}.", name=name
             )
-        if not is_theirs:
+        if not is_of_horovod:
             return None
         return ModuleSpec(name, cls)  # type: ignore[arg-type]
 
@@ -115,7 +115,7 @@ class _Finder:
     def create_module(spec: ModuleSpec) -> ModuleType:
         """Return the module that is meant."""
         # Imported under its own name, so that both names stand for one module with one state.
-        module = importlib.import_module(spec.name.replace(_THEIRS, _OURS, 1))
+        module = importlib.import_module(spec.name.replace(_HOROVOD, _OWN_PACKAGE, 1))
         # The spec is kept where ``exec_module`` finds it again.
         spec.loader_state = module.__spec__
         return module

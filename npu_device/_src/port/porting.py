@@ -20,7 +20,7 @@ from npu_device._src.port.rules import RULES, WORDS, PortingRule
 from npu_device._src.port.version_1 import horovod, sessions, strategies, uses_strategy
 from npu_device._src.port.version_2 import loops, models
 
-_OURS = re.compile(r"^\s*(import|from)\s+(npu_device|npu_bridge|hccl)\b", re.M)
+_OWN_IMPORT = re.compile(r"^\s*(import|from)\s+(npu_device|npu_bridge|hccl)\b", re.M)
 _TRAINS = re.compile(
     r"\.(fit|compile|apply_grad|train_on|minimize|estimator|num_replicas)|horovod|Tape|(Session|Strategy)\("
 )
@@ -117,7 +117,7 @@ def port_text(
         is_v1: TensorFlow 1 calls of ``import tensorflow`` are to run as ``tf.compat.v1``.
     """
     # The file is ported already, or has nothing to port.
-    if _OURS.search(text) or not _TRAINS.search(text):
+    if _OWN_IMPORT.search(text) or not _TRAINS.search(text):
         return text, []
     port = _parsed(text)
     is_horovod = horovod(port)

@@ -188,10 +188,10 @@ def _comes_from(tensor: Any, reduced: set[int], samples: set[int]) -> bool:
 
 def _is_only_assigned(handle: tf.Tensor) -> bool:
     """Return whether the graph shows all that a variable is set to, by its handle there."""
-    # What a variable holds may have been set before the graph runs.
     outer = getattr(handle.graph, "outer_graph", None)
     if outer is not None and outer.building_function:
         # In a branch or a loop, what is outside may set the variable.
         return False
+    # A value from before the graph runs doesn't come from the samples of this step.
     setters = [user for user in handle.consumers() if not user.type.startswith(_READERS)]
     return all(setter.type.startswith("Assign") for setter in setters)

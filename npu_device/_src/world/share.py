@@ -25,6 +25,8 @@ Number = Union[int, tf.Tensor]
 
 @dataclass(frozen=True)
 class Share:
+    """The part of a batch that one rank gets. A batch has units: samples, if its tensors have one length."""
+
     # What the model's step gets. Without units, it is a real sample that another rank counts, so that the step has
     # something to work on.
     data: Any
@@ -119,7 +121,7 @@ def _joined(*leaves: Any) -> Any:
 
 
 def tag_of(batch: Any) -> Any:
-    """Return the tag of a batch that is divided already, int64 of shape [2]; see ``divided.with_rows``."""
+    """Return the tag of a batch that is divided already, int64 of shape [2]; see ``divided.with_tag``."""
     return (batch[0] if isinstance(batch, (tuple, list)) else batch)[ROWS]
 
 

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"soak: {directory} is not empty: give --dir another directory", file=sys.stderr)
             return 2
         directory.mkdir(parents=True, exist_ok=True)
-        # No faults: the thread only watches the ranks.
+        # In the undisturbed run, faults are made for 0 s: its ranks are only watched.
         seconds = 0.0
         if name == "disturbed":
             seconds = options.seconds

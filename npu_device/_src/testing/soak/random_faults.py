@@ -162,7 +162,7 @@ class RandomFaults:
         """Return the ranks when all run and what came of the last fault is known; if some don't come, the others."""
         deadline = time.monotonic() + RECOVERY_SECONDS
         while True:
-            ranks = self._look()
+            ranks = self._observe_ranks()
             if (
                 (_is_whole(ranks) and self._is_settled())
                 or time.monotonic() >= deadline
@@ -172,10 +172,10 @@ class RandomFaults:
 
     def _watch(self, until: float, over: threading.Event) -> None:
         while not over.is_set() and time.monotonic() < until:
-            self._look()
+            self._observe_ranks()
             over.wait(min(FAULT_POLL_SECONDS, max(0.0, until - time.monotonic())))
 
-    def _look(self) -> list[Rank]:
+    def _observe_ranks(self) -> list[Rank]:
         """Return the ranks that run now, and note what came of the last fault."""
         ranks = self._ranks()
         if ranks:

@@ -296,14 +296,14 @@ class JobCheckpoint:
             self._last_step = 0
             return 0
         own_folder = self._directory / folder.name_of(chosen.step)
-        borrowed = self._directory / folder.partial_name(chosen.step, storage.token)
+        received_folder = self._directory / folder.partial_name(chosen.step, storage.token)
         # Without an own part to read, a directory needs the holder's copy of the shared part.
         takes = not chosen.is_complete and (
             storage.keepers[chosen.holder] != storage.keepers[storage.rank]
         )
         lost = list(chosen.not_kept)
         problem = f"the checkpoint of step {chosen.step} in {self._directory} can't be read:"
-        source = borrowed if takes else own_folder
+        source = received_folder if takes else own_folder
 
         def read() -> None:
             lost.extend(self._shared.read(source / folder.SHARED, chosen.variables))
@@ -327,7 +327,7 @@ class JobCheckpoint:
         finally:
             if storage.is_keeper:
                 # What has been sent here was for this rank's restore only.
-                shutil.rmtree(borrowed, ignore_errors=True)
+                shutil.rmtree(received_folder, ignore_errors=True)
         self._last_step = chosen.step
         self.notes = chosen.notes
         self.not_kept = tuple(lost)

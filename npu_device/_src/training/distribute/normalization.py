@@ -59,17 +59,17 @@ def moments(
         [mask] = axes_or_mask
     # Computed in a wide dtype, since 16 bits are too narrow for sums of squares.
     wide = tf.cast(inputs, sum_dtype(inputs.dtype))
-    valid = tf.cast(sum_factor, wide.dtype)
+    value_weights = tf.cast(sum_factor, wide.dtype)
     if mask is not None:
         # The mask has no axis for the channels.
-        valid *= tf.broadcast_to(tf.cast(mask, wide.dtype)[..., tf.newaxis], tf.shape(wide))
-    total = tf.reduce_sum(wide * valid, axes, keepdims=True)
+        value_weights *= tf.broadcast_to(tf.cast(mask, wide.dtype)[..., tf.newaxis], tf.shape(wide))
+    total = tf.reduce_sum(wide * value_weights, axes, keepdims=True)
     if mask is None:
         # Without a mask, each channel has the same number of values.
         per_total = tf.cast(tf.size(wide) / tf.size(total), wide.dtype)
-        number = tf.fill(tf.shape(total), valid * per_total)
+        number = tf.fill(tf.shape(total), value_weights * per_total)
     else:
-        number = tf.reduce_sum(valid, axes, keepdims=True)
+        number = tf.reduce_sum(value_weights, axes, keepdims=True)
 
     def of_all_ranks(*sums: tf.Tensor) -> list[tf.Tensor]:
         # One exchange for both sums, since each costs as much as a small call.
@@ -83,7 +83,9 @@ def moments(
     mean = tf.math.divide_no_nan(total, number)
     # The spread is taken around the common mean: the difference of mean squares would lose digits. Deviations from the
     # mean add up to 0, so the gradient needn't pass through it once more.
-    spread = tf.reduce_sum(tf.square(wide - tf.stop_gradient(mean)) * valid, axes, keepdims=True)
+    spread = tf.reduce_sum(
+        tf.square(wide - tf.stop_gradient(mean)) * value_weights, axes, keepdims=True
+    )
     [spread] = of_all_ranks(spread)
     variance = tf.math.divide_no_nan(spread, number)
     if not keeps_axes:
@@ -113,7 +115,7 @@ def moments_of_all_ranks(
     # In a loop of the script, every sample counts.
     sum_factor = 1.0 if step is None else step.sum_factor
     return moments(
-        exchange_in(world, step, inputs), sum_factor, layer, inputs, *axes_or_mask, **named
+        exchange_of_layer(world, step, inputs), sum_factor, layer, inputs, *axes_or_mask, **named
     )
 
 
@@ -129,7 +131,7 @@ def normalizing_world(group: str) -> World | None:
     return None if is_alone else world_unless_child(group)
 
 
-def exchange_in(world: World, step: CurrentStep | None, inputs: tf.Tensor) -> Exchange:
+def exchange_of_layer(world: World, step: CurrentStep | None, inputs: tf.Tensor) -> Exchange:
     """Return how the ranks exchange sums for the inputs of a layer, in a step of ``fit`` or in a loop (None)."""
     # A loop of the script says by its reductions how its ranks count.
     if step is None:

@@ -25,7 +25,7 @@ from npu_device._src.collectives.group import WORLD_GROUP
 from npu_device._src.training.distribute.normalization import (
     Loops,
     dense_tensors,
-    exchange_in,
+    exchange_of_layer,
     moments_of_all_ranks,
     normalizing_world,
 )
@@ -165,7 +165,7 @@ class SynchronizedLayers:
         if world is None:
             return None
         step = current_step()
-        exchange = exchange_in(world, step, inputs)
+        exchange = exchange_of_layer(world, step, inputs)
 
         def of_all_ranks(own: tf.Tensor) -> tf.Tensor:
             # Summed in 32 bits, since 16-bit floats would be infinite, or lose the numbers of samples.

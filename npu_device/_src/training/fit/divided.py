@@ -100,10 +100,10 @@ def with_equal_length(world: World, divided_data: Divided) -> tf.data.Dataset:
     lengths = world.objects(length, "length of divided data")
 
     def counting(*batch: Any, counts: bool = True) -> Any:
-        rows: Any = 0
+        row_count: Any = 0
         if counts:
-            rows = rows_of(batch)
-        return with_rows(tf.stack([tf.cast(rows, tf.int64), 0]), batch)
+            row_count = rows_of(batch)
+        return with_tag(tf.stack([tf.cast(row_count, tf.int64), 0]), batch)
 
     counted = dataset.map(counting)
     # Keras stops after ``steps_per_epoch``, which all ranks are given.
@@ -139,7 +139,7 @@ def _count(world: World, dataset: tf.data.Dataset) -> int:
     return count
 
 
-def with_rows(tag: Any, batch: Any) -> Any:
+def with_tag(tag: Any, batch: Any) -> Any:
     """Return a batch with its tag, int64 of shape [2]: the samples that count, and a mark of their batch, or 0."""
     if not isinstance(batch, (tuple, list)):
         return {ROWS: tag, "x": batch}
@@ -171,9 +171,9 @@ def rows_of_rank(world: World, model: Any, sequence: Any) -> Any:
                 rows = sequence.rows(index, begin, end)
                 count = int(rows_of(rows))
                 if count:
-                    return with_rows(np.array([count, mark]), rows)
+                    return with_tag(np.array([count, mark]), rows)
             # Keras needs at least one sample to call the step, which the other ranks do.
-            return with_rows(np.array([0, mark]), sequence.rows(index, 0, 1))
+            return with_tag(np.array([0, mark]), sequence.rows(index, 0, 1))
 
         def on_epoch_begin(self) -> None:
             getattr(sequence, "on_epoch_begin", int)()
@@ -223,7 +223,7 @@ class Pipeline(Divided):
             rows_of_batch = _all_rows
         super().__init__(tagged.map(rows_of_batch))
         self.for_keras = tagged.map(
-            lambda tags, rows: with_rows(tf.stack([tf.reduce_sum(tags[:, 0]), tags[0, 1]]), rows)
+            lambda tags, rows: with_tag(tf.stack([tf.reduce_sum(tags[:, 0]), tags[0, 1]]), rows)
         )
 
     def __iter__(self) -> Any:
@@ -319,8 +319,8 @@ def pipeline(
     _require_same(world, source)
     source = _in_order(source)
     begin, end = _rows_of_rank(world, size)
-    rows = source.window(size, drop_remainder=drop_remainder).flat_map(_cut(begin, end))
-    mapped = rows.map(lambda tag, sample: (tag, call(sample)), num_parallel_calls)
+    tagged_rows = source.window(size, drop_remainder=drop_remainder).flat_map(_cut(begin, end))
+    mapped = tagged_rows.map(lambda tag, sample: (tag, call(sample)), num_parallel_calls)
     # A rank whose share is empty has a row in each batch all the same, which doesn't count.
     are_full = drop_remainder and end > begin
     # The rows of a window become one batch again.
@@ -374,11 +374,11 @@ def _cut(begin: int, end: int) -> Callable[..., tf.data.Dataset]:
         if not isinstance(fields, tf.data.Dataset):
             samples = tf.data.Dataset.zip(fields)
         total = samples.cardinality()
-        rows = tf.clip_by_value(total - begin, 0, end - begin)
+        row_count = tf.clip_by_value(total - begin, 0, end - begin)
         checksum = checksum_of(samples.take(1).get_single_element())
-        tag = tf.stack([tf.cast(rows > 0, tf.int64), checksum])
+        tag = tf.stack([tf.cast(row_count > 0, tf.int64), checksum])
         skipped = tf.minimum(tf.constant(begin, tf.int64), total - 1)
-        own_samples = samples.skip(skipped).take(tf.maximum(rows, 1))
+        own_samples = samples.skip(skipped).take(tf.maximum(row_count, 1))
         return tf.data.Dataset.zip((tf.data.Dataset.from_tensors(tag).repeat(), own_samples))
 
     return cut
@@ -429,11 +429,11 @@ def _require_same(world: World, source: tf.data.Dataset) -> None:
     description = [[list(pair) for pair in seeds], int(source.cardinality())]
     descriptions = world.objects(description, "source of a pipeline")
     if len(set(map(repr, descriptions))) > 1:
-        rows = world.lines(
+        lines = world.lines(
             f"length {length}, seeds of shuffle {pairs}" for pairs, length in descriptions
         )
         raise ValueError(
-            f"the ranks have different sources for a pipeline (length -1: endless, -2: unknown):\n{rows}\n"
+            f"the ranks have different sources for a pipeline (length -1: endless, -2: unknown):\n{lines}\n"
             "What to do: give every rank the whole source, and shuffle the same seed on every rank; pipeline divides "
             "it. For data that are divided already, use npu.distribute.divided."
         )

@@ -184,7 +184,8 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> 
     ]
     dry_step = DryStep(context, start.spec_of(context.model, None, parts[0].data))
     before = dry_step.state()
-    # Compared with the share of other samples, and with the same one in another order: what depends on either is found.
+    # The first share is compared with one of other samples, and with itself in reversed order, to find what depends on
+    # the samples or on their order.
     [share, other_share] = dry_step.run(parts)
     [repeat, _] = dry_step.run(parts)
     [reversed_share, _] = dry_step.run(list(map(_reversed, parts)))

@@ -93,7 +93,7 @@ def modes_that_differ(
 
 
 def require_same_mark(world: World, mark: int) -> None:
-    """Raise ValueError if the ranks take their rows from different first batches; see ``divided.with_rows``."""
+    """Raise ValueError if the ranks take their rows from different first batches; see ``divided.with_tag``."""
     marks = world.objects(mark, "mark of the first batch")
     if len(set(marks)) > 1:
         rows = world.lines(f"checksum {checksum}" for checksum in marks)

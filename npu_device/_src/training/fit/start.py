@@ -68,7 +68,7 @@ def build(
         forward = own_step
         # Only the forward pass is traced: the backward pass makes no variables, and costs most.
         if is_training:
-            forward = partial(compat.forward_of_training, model)
+            forward = partial(compat.run_training_forward_pass, model)
         _trace(model, forward, spec, divide)
     if is_training:
         training_state.build_optimizer(model)

@@ -44,7 +44,7 @@ from npu_device._src.training.watching.wrapped_optimizers import reducer_of
 
 _log = logging.getLogger("npu_device")
 
-# Only so many first variables of optimizers are compared.
+# Of at most so many optimizers, the variables before the first step are compared.
 _MOST_STARTS = 32
 
 

@@ -91,7 +91,7 @@ def different_start(
         return None
     # The checksums at all times, by variable and then by rank.
     columns = list(zip(*rows))
-    # Variables that were equal at any time were made so by the script.
+    # Only variables that differ at all times are reported: the script has made the others equal.
     apart = [all(len(set(ranks)) > 1 for ranks in zip(*column)) for column in columns]
     starts = []
     for row in rows:
