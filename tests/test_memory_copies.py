@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import zlib
 from pathlib import Path
+from typing import Any
 
 import memory_bodies as bodies
 import pytest
-from launcher import npurun, script
+from launcher import npurun, script, wait_until
 from pool import Pool
 from rank_comparison import same_bits
 from ranks import free_port
 
+from npu_device._src.cluster import handshake
 from npu_device._src.machine.free_memory import free_memory, usable_memory
 from npu_device._src.training.checkpoint.memory_slots import SLOTS, Memory, Slot, copies, read
+from npu_device.launch.neighbour import Neighbour
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +27,8 @@ def test_the_newest_complete_copy_is_resumed(two_ranks: Pool, tmp_path: Path) ->
     memory = Memory(2)
     try:
         directory = str(tmp_path / "fit")
-        printed = two_ranks.run(bodies.body_interrupted, memory.address, directory, 9)
+        addresses = [memory.address] * 2
+        printed = two_ranks.run(bodies.body_interrupted, addresses, directory, 9)
         assert "copies in memory every 2 steps: 2 x " in printed[0] and not printed[1]
         # What all ranks share is held once.
         sizes = [slot.size for slot in memory.slots]
@@ -34,7 +40,7 @@ def test_the_newest_complete_copy_is_resumed(two_ranks: Pool, tmp_path: Path) ->
         by_key[newest][1].clear()
         step = older[1]
         assert memory.step() == step and memory.is_newer_than_disk()
-        resumed = two_ranks.run(bodies.body_whole, memory.address, directory)
+        resumed = two_ranks.run(bodies.body_whole, addresses, directory)
         steps = sorted(os.listdir(directory))
         assert steps == ["latest.json", f"step-{step:08d}", "step-00000015"], steps
         assert not memory.is_newer_than_disk()
@@ -46,12 +52,139 @@ def test_the_newest_complete_copy_is_resumed(two_ranks: Pool, tmp_path: Path) ->
         assert len(told) == 1 and "What to do: start the job with npurun" in told[0]
         # Before npurun ends.
         other = str(tmp_path / "other")
-        two_ranks.run(bodies.body_interrupted, memory.address, other, 5)
+        two_ranks.run(bodies.body_interrupted, addresses, other, 5)
         two_ranks.run(bodies.body_to_disk, memory.address)
         [_, written] = sorted(os.listdir(other))
         assert "step-00000002" <= written <= "step-00000005"
     finally:
         memory.close()
+
+
+SECRET = b"of the job"
+
+
+class Hosts:
+    """The npuruns of two hosts, as far as they exchange copies: two processes' parts in this one."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        self.said: list[str] = []
+        self._opened = contextlib.ExitStack()
+        self.memories = [Memory(ranks, has_neighbour=True) for _ in range(2)]
+        self.neighbours = [
+            self._opened.enter_context(Neighbour(memory, SECRET, self.said.append))
+            for memory in self.memories
+        ]
+        for host, neighbour in enumerate(self.neighbours):
+            neighbour.send_to(("127.0.0.1", self.neighbours[1 - host].port))
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+        for memory in self.memories:
+            memory.close()
+
+    @property
+    def addresses(self) -> list[str]:
+        return [memory.address for memory in self.memories]
+
+    def wait(self) -> None:
+        """Wait until all copies are sent."""
+        slots = [slot for memory in self.memories for slot in memory.slots]
+        wait_until(lambda: not any(slot.is_unsent for slot in slots))
+
+
+def test_the_part_of_a_lost_host_comes_from_its_neighbour(two_ranks: Pool, tmp_path: Path) -> None:
+    directory = str(tmp_path / "fit")
+    with Hosts() as hosts, Hosts() as later:
+        printed = two_ranks.run(bodies.body_interrupted, hosts.addresses, directory, 9)
+        assert "on each host 2 x " in printed[0] and not printed[1]
+        hosts.wait()
+        # What both hosts have isn't sent, so that less is received than is held.
+        held = hosts.memories[1].slots[0].size
+        assert 0 < hosts.memories[0].received[0].size < held
+        # The second host is another one now, and has nothing.
+        addresses = [hosts.addresses[0], later.addresses[1]]
+        resumed = two_ranks.run(bodies.body_whole, addresses, directory)
+    [_, step, _] = sorted(os.listdir(directory))
+    assert "step-00000002" <= step <= "step-00000009"
+    whole = two_ranks.run(bodies.body_undisturbed, str(tmp_path / "whole"))
+    for rank, ran in enumerate(resumed):
+        assert ran["not_kept"] == ()
+        same_bits(whole[rank]["values"], ran["values"])
+
+
+def _record(name: str, content: bytes) -> dict[str, Any]:
+    checksum = zlib.crc32(content)
+    return {"name": name, "part": "", "bytes": len(content), "crc": checksum, "held": True}
+
+
+def test_a_host_sends_what_the_other_lacks() -> None:
+    shared = bytes(range(256)) * 40_000
+    with Hosts(ranks=2) as hosts:
+        # The second host's first rank has the same shared part, and all have a file of their own.
+        for host, memory in enumerate(hosts.memories):
+            for rank in (0, 1):
+                name = f"rank-{2 * host + rank}"
+                contents = [shared, name.encode()] if rank == 0 else [name.encode()]
+                records = [_record("shared", shared)] if rank == 0 else []
+                records.append(_record(name, name.encode()))
+                header = {"attempt": 0, "step": 4, "rank": 2 * host + rank, "records": records}
+                memory.slots[SLOTS * rank].write(header, list(map(memoryview, contents)))
+        hosts.wait()
+        for host, memory in enumerate(hosts.memories):
+            for rank in (0, 1):
+                slot = memory.received[SLOTS * rank]
+                assert slot.look() and slot.header["rank"] == 2 * (1 - host) + rank
+                name = f"rank-{slot.header['rank']}"
+                assert [bytes(read(span) or b"") for span in slot.spans()] == [name.encode()]
+                assert slot.size < 1000
+        # Without the same step on the other host, it lacks all.
+        memory = hosts.memories[0]
+        header = {"attempt": 1, "step": 2, "rank": 0, "records": [_record("shared", shared)]}
+        memory.slots[0].write(header, [memoryview(shared)])
+        for slot in hosts.memories[1].slots:
+            slot.write({**header, "records": []}, [])
+            slot.note_sent()
+        hosts.wait()
+        slot = hosts.memories[1].received[0]
+        assert slot.look() and [read(span) for span in slot.spans()] == [shared]
+    assert not hosts.said
+
+
+def test_half_a_copy_of_another_host_is_never_used() -> None:
+    content = b"x" * 1000
+    header = {"attempt": 0, "step": 4, "rank": 1, "records": [_record("shared", content)]}
+    with Hosts() as hosts:
+        port = hosts.neighbours[0].port
+        with pytest.raises(OSError, match="refused"):
+            handshake.reach("127.0.0.1", port, 5, b"another secret")
+        # Node 0 proves the same secret for another purpose.
+        with pytest.raises(OSError, match="refused"):
+            handshake.reach("127.0.0.1", port, 5, SECRET + b" nodes")
+        for memory in hosts.memories:
+            memory.slots[0].write({**header, "records": []}, [])
+        hosts.wait()
+        received = hosts.memories[0].received[1]
+        for count, is_whole in ((500, None), (1000, None), (1000, False)):
+            line = handshake.reach("127.0.0.1", port, 5, SECRET + b" copies")
+            with line.connection:
+                line.send({"slot": 1, "header": header})
+                answer = line.receive(5, silent="", closed="")
+                assert answer == {"lacking": [0]}
+                line.connection.sendall(content[:count])
+                if is_whole is not None:
+                    line.send({"is_whole": is_whole})
+                    assert line.receive(5, silent="", closed="") == {"is_taken": True}
+            # One connection after the other is handled.
+            assert not received.look()
+        # The other host is gone: the ranks go on copying, and one line tells it.
+        hosts.neighbours[0].send_to(("127.0.0.1", free_port()))
+        for step in (6, 8):
+            hosts.memories[0].slots[0].write({**header, "step": step}, [memoryview(content)])
+            hosts.wait()
+    assert len(hosts.said) == 1 and "can't be sent to 127.0.0.1" in hosts.said[0]
 
 
 @pytest.mark.full

@@ -26,15 +26,15 @@ class Interrupted(Exception):
     pass
 
 
-def body_interrupted(address: str, directory: str, after: int) -> str:
-    """Train until some steps are done; return what is printed."""
+def body_interrupted(addresses: list[str], directory: str, after: int) -> str:
+    """Train until some steps are done, given the memory of each rank's host; return what is printed."""
 
     def interrupt() -> None:
         raise Interrupted
 
     output = io.StringIO()
     with (
-        settings(NPU_DEVICE_MEMORY_COPIES=address),
+        settings(NPU_DEVICE_MEMORY_COPIES=addresses[npu.distribute.rank()]),
         redirect_stderr(output),
         pytest.raises(Interrupted),
     ):
@@ -43,9 +43,9 @@ def body_interrupted(address: str, directory: str, after: int) -> str:
     return output.getvalue()
 
 
-def body_whole(address: str, directory: str) -> dict[str, Any]:
+def body_whole(addresses: list[str], directory: str) -> dict[str, Any]:
     """Go on to the end."""
-    with settings(NPU_DEVICE_MEMORY_COPIES=address):
+    with settings(NPU_DEVICE_MEMORY_COPIES=addresses[npu.distribute.rank()]):
         return _fit(directory, memory_every=2)
 
 
