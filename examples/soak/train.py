@@ -32,6 +32,23 @@ def make_model(name, image):
     )
 
 
+def report_costs(path, memory_every):
+    """Print how many steps the failures have cost, given the file of rank 0."""
+    costs = []
+    last = 0
+    with open(path) as log:
+        for line in log:
+            words = line.split()
+            if words[0] == "resumed" and last:
+                costs.append(last - int(words[1]))
+            last = int(words[-1])
+    within = sum(cost <= memory_every for cost in costs)
+    print(
+        f"of {len(costs)} restarts, {within} cost at most {memory_every} steps, and {len(costs) - within} up to "
+        f"{max(costs, default=0)}: a copy was being written"
+    )
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", required=True)
@@ -78,13 +95,16 @@ def main():
     ) as checkpoint:
         resumed = checkpoint.restore()
         # How many steps each failure has cost.
-        with open(os.path.join(given.directory, f"steps{npu.distribute.rank()}"), "a") as log:
+        steps = os.path.join(given.directory, f"steps{npu.distribute.rank()}")
+        with open(steps, "a") as log:
             print("resumed", resumed, file=log, flush=True)
             for done in range(resumed, given.steps):
                 step(*next(iterator))
                 print(done + 1, file=log, flush=True)
                 checkpoint.step_done(done + 1)
     if npu.distribute.is_main():
+        if given.memory_every:
+            report_costs(steps, given.memory_every)
         path = os.path.join(given.directory, "weights.npy")
         with open(path + ".part", "wb") as file:
             np.save(file, np.concatenate([np.ravel(weight) for weight in model.get_weights()]))

@@ -106,6 +106,14 @@ def body_full(address: str, directory: str) -> list[str]:
     return texts
 
 
+def end_without_close(directory: str) -> None:
+    """End the script right after a copy has begun."""
+    variable = tf.Variable(tf.ones([30_000_000]))
+    checkpoint = npu.train.JobCheckpoint(directory, memory_every=1, preemption=False, v=variable)
+    checkpoint.restore()
+    checkpoint.step_done(1)
+
+
 class _Slow(bodies.Watch):
     """Takes so long for a step that a copy reaches the other host before the next one."""
 
@@ -117,16 +125,23 @@ class _Slow(bodies.Watch):
 def main() -> None:
     """Train under npurun; a rank, or npurun on its host, is killed at a step, and the job goes on with the same bits.
 
-    Arguments: the directory, the rank, and whether its host is lost.
+    Arguments: the directory, the rank, what is killed, and perhaps the steps between checkpoints on the disk.
     """
-    directory, victim, is_host = sys.argv[1:]
+    directory, victim, killed, *every = sys.argv[1:]
     npu.open().as_default()
-    is_first = os.environ["NPU_DEVICE_RESTART_COUNT"] == "0"
+    if killed == "nothing":
+        return end_without_close(directory)
+    # npurun that is started again by hand has the same count.
+    is_first = os.environ["NPU_DEVICE_RESTART_COUNT"] == "0" and not os.path.exists(
+        f"{directory}/parts/latest.json"
+    )
     is_hit = is_first and npu.distribute.rank() == int(victim)
-    number = os.getppid() if is_host == "host" else os.getpid()
-    kind = _Slow if is_first and is_host == "host" else bodies.Watch
+    number = os.getppid() if killed == "host" else os.getpid()
+    kind = _Slow if is_first and killed == "host" else bodies.Watch
     watch = kind(8 if is_hit else 0, lambda: os.kill(number, signal.SIGKILL))
-    parts = _fit(f"{directory}/parts", watch=watch, memory_every=2)
+    parts = _fit(
+        f"{directory}/parts", watch=watch, memory_every=2, every=int(every[0]) if every else None
+    )
     whole = _fit(f"{directory}/whole")
     assert parts["not_kept"] == (), parts["not_kept"]
     same_bits(whole["values"], parts["values"])

@@ -1,5 +1,7 @@
 """The copies of a rank in the memory of npurun: what is copied, and the thread that copies it.
 
+Python waits for the thread before it ends, so that a copy under way becomes complete without ``close``, too.
+
 The tensors of a copy are the buffers of the variables: TensorFlow gives a variable another buffer when it changes while
 its old one is in use. So the training only waits until all tensors are listed. A thread computes checksums and copies.
 
@@ -21,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
+from npu_device._src.cluster.rank_errors import PeerError
 from npu_device._src.cluster.time_limits import (
     COPY_END_SECONDS,
     COPY_POLL_SECONDS,
@@ -165,7 +168,7 @@ class Copier:
     ) -> None:
         """Begin a copy; the one before has to be over."""
         self._thread = threading.Thread(
-            target=self._copy, args=(header, tensors, files), name="npu_device-copy", daemon=True
+            target=self._copy, args=(header, tensors, files), name="npu_device-copy"
         )
         self._thread.start()
 
@@ -191,9 +194,14 @@ class Copier:
                 contents.append(content)
             slot.write({**header, "records": records}, contents)
             self._next += 1
+        except PeerError as error:
+            # The job ends, and the error of the rank that failed says why.
+            self._problem = str(error)
         except Exception as error:
             # The thread of the training reports it before the next copy.
             self._problem = f"{type(error).__name__}: {error}"
+            if not threading.main_thread().is_alive():
+                _log.warning("the last copy in memory is lost: %s", self._problem)
 
     def _record(
         self, shared: SharedTensor, content: memoryview, of_first: dict[str, int]
@@ -226,6 +234,9 @@ class Copier:
                         for record in slot.header["records"]
                         if record["kind"] == SHARED
                     }
+            # A first rank that has failed makes none, and the script may have ended meanwhile.
+            if self._world is not None:
+                self._world.job.health.require_running()
             time.sleep(COPY_POLL_SECONDS)
         raise TimeoutError("the first rank of the host has no copy")
 
