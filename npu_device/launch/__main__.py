@@ -47,7 +47,8 @@ def main() -> None:
     sys.exit(launcher.run(options))
 
 
-def tune_is_gone() -> None:  # kept until 0.3.0; npu-tune runs this, too
+# Kept until 0.3.0; npu-tune runs this, too.
+def tune_is_gone() -> None:
     """Exit with a message."""
     print(f"npurun tune and npu-tune are gone. {arguments.INSTEAD_OF_TUNING}", file=sys.stderr)
     sys.exit(2)

@@ -349,7 +349,8 @@ def _parser(is_check: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         **texts,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # an abbreviation that works today breaks when a second option begins with it
+        # An abbreviation that works today breaks when a second option begins with it.
+        allow_abbrev=False,
     )
     per_node = "ranks per node; auto (default): one per GPU, or one"
     _add(

@@ -137,7 +137,8 @@ def prepare_rendezvous(options: Options, count: int, nodes: Sequence[int] = ()) 
     job_id = options.job_id or environment.JOB_ID.raw()
     if not job_id and is_single:
         job_id = f"npurun-{secrets.token_hex(6)}"
-    elif not job_id:  # every node must arrive at the same name by itself
+    elif not job_id:
+        # Every node must arrive at the same name by itself.
         job_id = "npurun-" + re.sub(r"[^A-Za-z0-9_-]", "-", f"{options.master_addr}-{port}")
     if count:
         job_id += f"-restart{count}"
@@ -332,7 +333,8 @@ class Attempt:
             ASCEND_DEVICE_ID=str(local_rank),
             DEVICE_ID=str(local_rank),
             JOB_ID=rendezvous.job_id,
-            NPU_DEVICE_LAUNCHER="off",  # npurun may itself be a task of Slurm's or MPI's
+            # npurun may itself be a task of Slurm's or MPI's.
+            NPU_DEVICE_LAUNCHER="off",
             NPU_DEVICE_ERROR_FILE=self._error_file(rank),
             NPU_DEVICE_HUB=str(rendezvous.port),
             NPU_DEVICE_RESTART_COUNT=str(rendezvous.count),

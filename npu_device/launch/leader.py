@@ -85,7 +85,8 @@ class Leader:
     def _serve(self, link: Link) -> None:
         for message in link.messages():
             self._events.put((link, message))
-        self._events.put((link, None))  # the connection has ended
+        # None tells that the connection has ended.
+        self._events.put((link, None))
 
     def _say_alive(self) -> None:
         while self._thread.is_alive():
@@ -243,7 +244,8 @@ class Leader:
                 )
                 continue
             for node in list(self._running):
-                self._nodes[node].close()  # a frozen npurun sees it when it continues
+                # A frozen npurun sees the end when it continues.
+                self._nodes[node].close()
                 self._lose(node, "does not answer")
         return self._ledger.add(
             began,
@@ -312,8 +314,8 @@ class Leader:
         elif message["do"] == "failed":
             self._stop(f"node {node}: {message['what']}")
         elif message["do"] == "preempted" and self._options.outlives_preemption:
-            # The outcome follows: the ranks still write their checkpoints.
-            self._preempted.add(node)  # the node's ranks end the attempt, resumable or not
+            # The outcome follows: the ranks still write their checkpoints, and end the attempt, resumable or not.
+            self._preempted.add(node)
         elif message["do"] == "outcome":
             failure = None
             if message["failure"]:
@@ -351,7 +353,8 @@ class Leader:
         if self._running:
             self._ask_for_joins()
             link.send("say", text=self._joins.plan(self._running, [node]))
-        elif hello["count"] > self._ledger.count:  # this launcher has been started again
+        elif hello["count"] > self._ledger.count:
+            # This launcher has been started again.
             self._ledger.count = hello["count"]
             # The member tells who took part, since this launcher knows nothing of the attempts before it started.
             self._expected = self._all.intersection(hello["nodes"])

@@ -145,7 +145,8 @@ def _fits(field: Any, form: Any) -> bool:
         return all(_fits(field[name], form[name]) for name in form)
     # JSON writes a float without a fraction as an integer.
     if form in (int, float) and type(field) in (int, form):
-        return abs(field) < _LARGEST  # this comparison refuses NaN, too
+        # Compared in this way, NaN is refused, too.
+        return abs(field) < _LARGEST
     return type(field) is form
 
 

@@ -25,7 +25,8 @@ RANK_BYTES = 2 << 30  # memory of a rank with TensorFlow and a small model
 _FOR_RANKS = {
     "NPU_DEVICE_STATEMENT": "off",
     "NPU_DEVICE_LAUNCHER": "off",
-    "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # several processes share a GPU
+    # Several processes share a GPU.
+    "TF_FORCE_GPU_ALLOW_GROWTH": "true",
 }
 _NOT_OF_JOBS = ("NPU_DEVICE_", "TF_", "CUDA_", "NVIDIA_", "GRPC_", "MALLOC_")
 """How variables begin that don't describe a job, and so stay."""

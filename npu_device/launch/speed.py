@@ -129,7 +129,8 @@ def _run(options: argparse.Namespace, start: TimedProcess, setups: Sequence[Setu
     try:
         return script_runs.run(_RUNNER, settings, options, start.seconds + _END_SECONDS)
     except subprocess.TimeoutExpired:
-        return ""  # what has been measured is there
+        # What has been measured is in its files.
+        return ""
 
 
 def _numbers(text: str) -> list[int]:

@@ -186,7 +186,8 @@ class ControlChannel:
                 else:
                     try:
                         on_push(message)
-                    except Exception:  # the channel serves others, too
+                    except Exception:
+                        # The channel goes on: it serves others, too.
                         _log.exception("could not handle a message from the hub of the job")
         except (OSError, ValueError, LookupError, TypeError) as error:
             reason = f"the connection to the hub of the job broke: {error!r}"

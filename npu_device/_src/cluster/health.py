@@ -157,7 +157,8 @@ class Health:
     def _reply(self, message: dict[str, Any]) -> None:
         question = message["question"]
         answer = self._answers.get(message["kind"])
-        if answer is None:  # the asking rank goes on without this one's answer
+        if answer is None:
+            # The asking rank goes on without this one's answer.
             return
         reply = answer(message["body"])
         if isinstance(reply, Future):
@@ -229,7 +230,8 @@ class Health:
     def _on_uncaught(
         self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if os.getpid() != self._pid:  # a forked child isn't a rank
+        if os.getpid() != self._pid:
+            # A forked child isn't a rank.
             self._previous_hook(error_type, error, trace)
             return
         secondary = self._is_secondary(error)

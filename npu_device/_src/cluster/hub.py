@@ -112,9 +112,8 @@ class Hub:
     def _accept(self) -> None:
         try:
             accepted, peer = self._listener.accept()
-        except (
-            OSError
-        ) as error:  # the client has gone, or no file descriptor is free; both are temporary
+        except OSError as error:
+            # The client has gone, or no file descriptor is free; both are temporary.
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 # The listener stays ready, so that the hub would spin without a pause.
                 time.sleep(limits.ACCEPT_PAUSE_SECONDS)

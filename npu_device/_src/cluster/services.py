@@ -319,7 +319,8 @@ class Services:
     def _report_departures(self) -> None:
         ranks = self._unreported_departures
         self._unreported_departures = []
-        if not ranks:  # an earlier report has told of all ranks
+        if not ranks:
+            # An earlier report has told of all ranks.
             return
         departures = frames.joined({rank: self._departures[rank] for rank in ranks})
         self._push(frames.join(b'{"push":"left","left":', departures, b"}"))
@@ -405,7 +406,8 @@ _HANDLERS: dict[str, Callable[[Services, int, dict[str, Any]], None]] = {
 
 def _seconds_of(message: dict[str, Any]) -> float:
     seconds = float(message["seconds"])
-    if not -1.0 <= seconds <= LONGEST_REQUEST_SECONDS:  # this comparison refuses NaN, too
+    # Written as a chain, which refuses NaN, too.
+    if not -1.0 <= seconds <= LONGEST_REQUEST_SECONDS:
         raise ValueError("no such time")
     return seconds
 

@@ -30,18 +30,21 @@ sys.path[:] = [path for path in sys.path if path != _HERE]
 _left_whole: dict[str, types.ModuleType] = {}
 
 
-@atexit.register  # registered before those of the modules below, and so called after them
+# Registered before the functions of the modules below, and so called after them.
+@atexit.register
 def _leave_modules_whole() -> None:
     """Spare forks a third of their time: Python would clear thousands of modules at exit, and so copy their memory. The
     modules of the package are cleared, as in every program.
     """
-    sys.setswitchinterval(60)  # a thread that imported one of them now would run it again
+    # A thread that imported one of them now would run it again.
+    sys.setswitchinterval(60)
     for name, module in _left_whole.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]
 
 
-gc.disable()  # what the imports make stays: to look for garbage in between takes a sixth of their time
+# What the imports make stays: to look for garbage in between takes a sixth of their time.
+gc.disable()
 
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
@@ -51,7 +54,8 @@ from npu_device._src.membership.never_opened import warn_at_exit  # noqa: E402
 from npu_device._src.membership.parent_rank import mark_as_candidate  # noqa: E402
 
 tf.keras.Sequential  # noqa: B018 - loads Keras 2, too
-os.environ.pop("NPU_DEVICE_RANK_PROCESS", None)  # only its forks are ranks
+# Only forks of this process are ranks.
+os.environ.pop("NPU_DEVICE_RANK_PROCESS", None)
 
 _OWN = {"__main__", "sys", "builtins", "npu_device", "npu_bridge", "hccl"}
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
@@ -66,7 +70,8 @@ def serve() -> dict[str, Any] | None:
     _left_whole["itself"] = _left_whole  # type: ignore[assignment]  # a cycle: what is frozen as well is never freed
     gc.enable()
     gc.collect()
-    gc.freeze()  # the children's collections, at their exit above all, leave TensorFlow's objects alone
+    # The collections of the children, at their exit above all, then leave TensorFlow's objects alone.
+    gc.freeze()
     status_of: dict[int, str] = {}
     unread = b""
     # To look for the ends of children at intervals would be 0.3 % of a core.
@@ -123,7 +128,8 @@ def become(order: dict[str, Any]) -> types.ModuleType:
     os.close(output)
     os.environ.clear()
     os.environ.update(order["environment"])
-    mark_as_candidate()  # these two calls are made by the import of the package elsewhere
+    # In other processes, the import of the package makes these two calls.
+    mark_as_candidate()
     warn_at_exit()
     os.chdir(order["directory"])
     script = order["arguments"][0]
@@ -133,7 +139,8 @@ def become(order: dict[str, Any]) -> types.ModuleType:
     if folder != _HERE:
         sys.path.insert(0, folder)
     tempfile.tempdir = None  # the import of TensorFlow has looked it up
-    np.random.seed()  # seeded anew, or every process would draw the same numbers
+    # Without a new seed, every process would draw the same numbers.
+    np.random.seed()
     module = types.ModuleType("__main__")
     module.__file__ = script
     sys.modules["__main__"] = module

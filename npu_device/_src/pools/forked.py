@@ -92,7 +92,8 @@ class ForkedProcess:
             with self._output.open("rb") as output:
                 output.seek(position)
                 return output.read(_BLOCK_BYTES)
-        except FileNotFoundError:  # the script has not begun
+        except FileNotFoundError:
+            # The script has not begun.
             return b""
 
     @property
@@ -173,7 +174,8 @@ def _server(environment: dict[str, str]) -> subprocess.Popen[str]:
             stdout=subprocess.PIPE,
             stderr=None,
             text=True,
-            start_new_session=True,  # Ctrl-C is for this process
+            # Ctrl-C is for this process alone.
+            start_new_session=True,
         )
     return _servers[key]
 

@@ -51,7 +51,8 @@ class Pool:
         address = str(directory / "socket")
         common = {
             "TF_CPP_MIN_LOG_LEVEL": "2",
-            "NPU_DEVICE_STALL_WARNING": "100",  # a rank may train alone first, on a machine with much else to do
+            # On a busy machine, a rank may train alone for a while before the others come.
+            "NPU_DEVICE_STALL_WARNING": "100",
         }
         if keras is not None:
             common["TF_USE_LEGACY_KERAS"] = str(int(keras == "2"))
@@ -131,7 +132,8 @@ class Pool:
         answers: dict[int, Answer] = {}
         try:
             for connection in self._connections:
-                with contextlib.suppress(OSError):  # it has ended, as reading shows
+                # A rank that has ended is found when its answer is read.
+                with contextlib.suppress(OSError):
                     connection.send_bytes(call)
             self._receive(answers, limit, POOL_GRACE_SECONDS)
             if len(answers) < self.size:
@@ -191,8 +193,8 @@ class Pool:
         if not has_failed:
             stacks = self.stacks()
         for rank in returned:
-            # An empty message is no call.
-            self._connections[rank].send_bytes(b"")  # leave
+            # An empty message lets the rank leave its call.
+            self._connections[rank].send_bytes(b"")
         if returned:
             self._receive(answers, POOL_RELEASE_SECONDS, float("inf"))
         # A rank that doesn't wait for the others hangs by itself.

@@ -48,7 +48,8 @@ class Start:
             try:
                 # A collection of garbage can take long.
                 keras.backend.clear_session(free_memory=False)
-            except TypeError:  # Keras 2, and the first Keras 3
+            except TypeError:
+                # Keras 2 and the first versions of Keras 3 lack the argument.
                 keras.backend.clear_session()
             keras.backend.set_floatx(floatx)
             keras.backend.set_image_data_format(image_format)
@@ -72,7 +73,8 @@ def answer_to(call: bytes) -> tuple[Answer, BaseException | None]:
             answer = Answer(True, answer)
         elif not answer.succeeded:
             error = RuntimeError("the test has failed on this rank")
-    except BaseException as caught:  # whatever it is, the others wait for the answer
+    except BaseException as caught:
+        # Whatever was raised, the test waits for the answer.
         error = caught
         answer = Answer(
             False, _traceback(caught), not isinstance(caught, (SystemExit, KeyboardInterrupt))
@@ -121,7 +123,8 @@ def answer_calls(restore: Callable[[], None] = lambda: None) -> None:
         while call := _calls.recv_bytes():
             restore()
             answer, error = answer_to(call)
-            if _over:  # the function has answered calls itself, to the last
+            if _over:
+                # The function has answered calls itself, to the last.
                 return
             _error = error
             _calls.send_bytes(packed(answer))
@@ -151,7 +154,8 @@ def main() -> None:
                 and not isinstance(_error, SystemExit)
                 and job.current() is not None
             ):
-                job.abandon(_error)  # the others may wait for this rank
+                # The others may be waiting for this rank.
+                job.abandon(_error)
             device.close()
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
@@ -163,4 +167,4 @@ if __name__ == "__main__":
     # Python puts this file's folder there, which isn't a folder of modules.
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
     # Imported as a module of its own name, so that functions that the test sends find the same globals.
-    importlib.import_module("npu_device._src.pools.worker").main()  # as calls import it
+    importlib.import_module("npu_device._src.pools.worker").main()

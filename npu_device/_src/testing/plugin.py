@@ -105,9 +105,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return pytest_job.run_test(item, nextitem)
 
 
-@pytest.hookimpl(
-    wrapper=True, trylast=True
-)  # within pytest-cov's, so that the ranks have saved what they measured
+# Within pytest-cov's, so that the ranks have saved what they measured.
+@pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtestloop() -> Generator[None, object, object]:
     try:
         return (yield)

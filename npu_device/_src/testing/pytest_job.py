@@ -136,7 +136,8 @@ def _pool_key(item: pytest.Item) -> Any:
     if mark is None or size is None:
         return None
     key = run.pool_key(size, mark.kwargs.get("keras"), mark.kwargs.get("environment") or {})
-    return (*key, "pytest")  # these ranks aren't those of ``run``
+    # These tests have ranks of their own, apart from those of ``run``.
+    return (*key, "pytest")
 
 
 def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[pytest.TestReport]:
@@ -152,7 +153,8 @@ def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[pytest
         return
     by_phase: dict[str, dict[int, pytest.TestReport]] = {"setup": {}, "call": {}, "teardown": {}}
     for rank, answer in answers.items():
-        if isinstance(answer.value, str):  # the rank is gone, or hangs
+        if isinstance(answer.value, str):
+            # The rank is gone, or hangs.
             by_phase["call"][rank] = _report(item, "call", "failed", answer.value)
             continue
         packed_reports, packed_warnings = answer.value

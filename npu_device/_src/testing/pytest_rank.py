@@ -34,7 +34,8 @@ class _Rank:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.session = session
         self._items = {name_of(item): item for item in session.items}
-        from npu_device._src.pools import worker  # imports TensorFlow
+        # Imported late, since it imports TensorFlow.
+        from npu_device._src.pools import worker
 
         worker.answer_this_and_more(Answer(True, None))
         return True
@@ -58,7 +59,8 @@ class _Rank:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item) -> bool:
-        return True  # the test's process has the timer
+        # The process of the test has the timer.
+        return True
 
     def run(self, name: str, successor: str | None, directory: str) -> Answer:
         """Run a test, and keep the fixtures that the next test of this rank needs, too."""

@@ -58,7 +58,8 @@ def run(
         MemoryError: there is too little memory for so many ranks.
     """
     key = pool_key(ranks, keras, environment or {})
-    packed(function, arguments)  # an error comes before the ranks start
+    # Packed here so that an error comes before the ranks start.
+    packed(function, arguments)
     if not (fresh or faults or restarts):
         return pool_of(key).run(function, *arguments, timeout=limit)
     with tempfile.TemporaryDirectory(prefix="npu_faults_") as directory:

@@ -46,10 +46,12 @@ def _to_other_hosts(pids: Iterable[int]) -> Iterator[socket.socket]:
     """Yield copies of the processes' connected sockets whose other end isn't on this host."""
     inodes = set()
     for pid in pids:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
+        # The process may end meanwhile.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             remote = _remote_inodes(pid)
             for descriptor in os.listdir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(FileNotFoundError):  # the connection has ended
+                # The connection may end, too.
+                with contextlib.suppress(FileNotFoundError):
                     # A child that was forked has the same connection as its parent.
                     inode = os.readlink(f"/proc/{pid}/fd/{descriptor}")
                     if inode in remote and inode not in inodes:

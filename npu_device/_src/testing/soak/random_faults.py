@@ -130,7 +130,8 @@ class RandomFaults:
                 # npurun's children without a command line have ended.
                 children = (pid for pid, command in children_of(launcher).items() if command)
                 self._network.begin(fault, node, [launcher, *children])
-        except (ProcessLookupError, KeyError):  # it has ended, or isn't connected yet
+        except (ProcessLookupError, KeyError):
+            # The process has ended, or isn't connected yet.
             return
         except (OSError, subprocess.CalledProcessError) as error:
             self._say(f"{fault} is not possible here, and left out from now on: {error}")
@@ -149,7 +150,8 @@ class RandomFaults:
         """Let a node leave or join."""
         try:
             node = self._launchers.change(change, share)
-        except ProcessLookupError:  # all of them are there, or none but node 0
+        except ProcessLookupError:
+            # All nodes are there, or none but node 0.
             return
         disturbance.where = f"node {node}"
         self.disturbances.append(disturbance)

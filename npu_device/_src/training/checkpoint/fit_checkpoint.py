@@ -108,7 +108,8 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self._position = _DataPosition(current_world(), self.model, knows_length)
         self._resume = self._position_to_resume()
         if self._resume is None:
-            self._job._restore_state()  # restores nothing, but from now on the checkpoint may save
+            # Restores nothing, but allows the checkpoint to save.
+            self._job._restore_state()
         else:
             compat.begin_fit_at(self.model, self._resume["epoch"])
         # An interrupted ``fit`` may have left its wrapper on the model.
@@ -165,7 +166,8 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         logs = self._inner(iterator)
         steps = (self.params or {}).get("steps")
         steps_done = count
-        if steps is not None:  # the last call of an epoch may do fewer
+        # The last call of an epoch may make fewer steps.
+        if steps is not None:
             steps_done = min(count, steps - self._step)
         self._step += steps_done
         self._total += steps_done

@@ -129,7 +129,8 @@ def trackable(component: Any, name: str) -> Any:
     """Return what ``tf.train.Checkpoint`` takes for a thing, or raise TypeError."""
     state = getattr(component, "state", None)
     if hasattr(state, "assign") and not isinstance(component, tf.random.Generator):
-        return state  # a variable of a Keras 3 seed generator
+        # The variable of a Keras 3 seed generator.
+        return state
     if isinstance(component, (list, tuple, dict)) or compat.is_trackable(component):
         return component
     raise TypeError(

@@ -121,11 +121,13 @@ class Preemption:
                 signal.signal(self._signal, signal.SIG_IGN)
             else:
                 signal.signal(self._signal, self._previous or signal.SIG_DFL)
-        os.close(self._writer)  # ends the thread
+        # The thread ends when nobody writes any more.
+        os.close(self._writer)
         if os.getpid() == self._pid:
             self._thread.join(PREEMPTION_JOIN_SECONDS)
         else:
-            self._close_readers()  # a forked child has no such thread
+            # A forked child has no such thread.
+            self._close_readers()
 
     # Answers to the other ranks, in the channel's thread
 
@@ -135,7 +137,8 @@ class Preemption:
             if name != self.name or self._is_closed:
                 return _NEVER
             if self._last_step is not None:
-                return self._last_step  # all who ask have to find the same step
+                # All who ask have to find the same step.
+                return self._last_step
             self._asking.add(asker)
             # The first answer counts for all who ask later: this rank has promised to wait at that
             # step.
@@ -178,7 +181,8 @@ class Preemption:
             if not numbers:
                 self._close_readers()
                 return
-            if self._previous_descriptor >= 0:  # asyncio's, for instance
+            # The script may have set one before, as asyncio does.
+            if self._previous_descriptor >= 0:
                 with contextlib.suppress(OSError):
                     os.write(self._previous_descriptor, numbers)
             if self._signal not in numbers:
@@ -242,7 +246,8 @@ class Preemption:
             # The output may be closed by now.
             self._say(f"{why}; this process ends")
             sys.stdout.flush()
-        os._exit(self._code)  # the main thread may be waiting in an operation forever
+        # The main thread may be waiting in an operation forever.
+        os._exit(self._code)
 
 
 def _ignore_signal(number: int, frame: Any) -> None:

@@ -28,9 +28,8 @@ class Chosen(NamedTuple):
     notes: dict[str, Any]  # what rank 0 has noted
     callbacks: str  # states of the callbacks on the holder, for ranks without an own part
     not_kept: tuple[str, ...]
-    samples: list[
-        dict[str, int]
-    ]  # by rank, of iterators, if the ranks have stopped after this step
+    # By rank, of iterators, if the ranks have stopped after this step.
+    samples: list[dict[str, int]]
 
 
 # What is wrong with the shared part, or None; the same for this rank's own part; the world size.
@@ -111,7 +110,8 @@ def _judge(directory: Path, step: int, storage: Storage) -> _View:
     if storage.is_keeper:
         shared = folder.damage(directory, step, files, folder.SHARED)
     own_part = None
-    if size == len(storage.keepers):  # with another number of ranks, none gets its own part back
+    # With another number of ranks, none gets its own part back.
+    if size == len(storage.keepers):
         own_part = folder.damage(directory, step, files, folder.own_prefix(storage.rank))
     return shared, own_part, size
 

@@ -20,9 +20,8 @@ _log = logging.getLogger("npu_device")
 _LOOKS = 3  # looks in a row with the same gradients before the warning
 _FEWEST_NUMBERS = 8  # numbers of a gradient; fewer could be the same by chance
 _MOST_NUMBERS = 1 << 16
-_ROUNDING_TOLERANCE = (
-    1e-5  # part of a gradient's largest number: the sum of more than two ranks is rounded
-)
+# Part of a gradient's largest number: the sum of more than two ranks is rounded.
+_ROUNDING_TOLERANCE = 1e-5
 
 
 class Pair(NamedTuple):

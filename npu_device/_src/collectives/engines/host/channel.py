@@ -28,7 +28,8 @@ Head = Sequence[int]
 """A member's description of a call, in 32-bit words. It must be the same on all members."""
 
 HEAD_WORDS = 4
-_AGREED, _COMPARES, _OVERLAPS = range(3)  # the last word of a head
+# The last word of a head.
+_AGREED, _COMPARES, _OVERLAPS = range(3)
 
 
 class Mismatch(Exception):
