@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
+import re
+import shutil
 import signal
 import subprocess
 import threading
@@ -76,7 +79,7 @@ class Job:
         script: str = bodies.__file__,
         nnodes: str = "1:2",
         address: str = "127.0.0.1",
-        steps: int = STEPS,
+        steps: int | str = STEPS,
     ) -> None:
         self.here = here
         meeting = ("--nnodes", nnodes, "--master-addr", address)
@@ -302,6 +305,67 @@ def test_a_node_comes_and_goes(single: Pool, two_ranks: Pool, tmp_path: Path) ->
     [expected] = single.run(bodies.body_by_hand, by_hand, STEPS)
     with np.load(tmp_path / "values.0.npz") as values:
         same_bits(expected, [values[name] for name in values])
+
+
+@pytest.mark.full
+def test_a_signal_while_a_node_joins_and_a_join_in_the_last_step(
+    single: Pool, tmp_path: Path
+) -> None:
+    """The job is resumable at the step of the join; after a join in the last step nothing is left to be trained."""
+    with Job(tmp_path, "--rejoin-timeout", "60") as job:
+        job.hold(5, STEPS)
+        first = job.start(0, "--rejoin-timeout", "1")
+        job.wait_in(5, 0)
+        second = job.start(1)
+        first.wait_for("a node has come")
+        for node in (first, second):
+            node.launch.send_signal(signal.SIGTERM)
+        first.wait_for("SIGTERM: all ranks finish the step")
+        job.release(5)
+        first.end(75)
+        assert second.launch.wait(LIMIT) in (75, 143)
+        first = job.start(0, "--rejoin-timeout", "1")
+        job.wait_in(STEPS, 0)
+        second = job.start(1)
+        first.wait_for("a node has come")
+        job.release(STEPS)
+        first.end(0)
+        second.end(0)
+        assert f"the job grows from 1 to 2 ranks at step {STEPS}" in first.text
+    require_whole_epochs(job.samples(), STEPS)
+    by_hand = tmp_path / "by hand"
+    by_hand.mkdir()
+    [expected] = single.run(bodies.body_by_hand, str(by_hand), STEPS)
+    for rank in (0, 1):
+        with np.load(tmp_path / f"values.{rank}.npz") as values:
+            same_bits(expected, [values[name] for name in values])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "repeated", "pipeline"])
+def test_a_node_joins_a_fit(single: Pool, two_ranks: Pool, kind: str, tmp_path: Path) -> None:
+    with Job(tmp_path, "--rejoin-timeout", "1", steps=kind) as job:
+        first = job.start(0)
+        job.wait_in(7, 0)
+        second = job.start(1)
+        first.wait_for("a node has come")
+        job.release(7)
+        for node in (first, second):
+            node.end(0)
+    [step] = re.findall(r"grows from 1 to 2 ranks at step (\d+)", first.text)
+    not_kept = (tmp_path / "not_kept").read_text()
+    assert "first batch" not in not_kept and "the job now has 2 ranks" in not_kept
+    by_hand = tmp_path / "by hand"
+    by_hand.mkdir()
+    single.run(bodies.body_fit_by_hand, str(by_hand), kind)
+    for path in (by_hand / "checkpoints").glob("step-*"):
+        if int(path.name.partition("-")[2]) > int(step):
+            shutil.rmtree(path)
+    (by_hand / "checkpoints" / "latest.json").write_text(json.dumps({"step": int(step)}))
+    resumed = two_ranks.run(bodies.body_fit_by_hand, str(by_hand), kind)
+    for rank in (0, 1):
+        with np.load(tmp_path / f"values.{rank}.npz") as values:
+            same_bits(resumed[rank]["values"], [values[name] for name in values])
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ import itertools
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +72,13 @@ SCRIPT = """
 class Job:
     """An npurun on two hosts, "one" and "two"."""
 
-    def __init__(self, here: Path, *options: str, hosts: str = "one:1,two:1") -> None:
+    def __init__(
+        self,
+        here: Path,
+        *options: str,
+        hosts: str = "one:1,two:1",
+        limits: Mapping[str, float] | None = None,
+    ) -> None:
         self.here = here
         ssh = Path(script(here, SSH.format(here=here), "ssh"))
         ssh.chmod(0o755)
@@ -89,7 +96,10 @@ class Job:
             ),
             *(script(here, SCRIPT), str(here)),
             **time_limits(
-                RANKS_NOTICE_SECONDS=0.2, HOST_RETRY_SECONDS=0.5, HOSTS_NOTICE_SECONDS=1.0
+                RANKS_NOTICE_SECONDS=0.2,
+                HOST_RETRY_SECONDS=0.5,
+                HOSTS_NOTICE_SECONDS=1.0,
+                **(limits or {}),
             ),
             NPU_DEVICE_SSH=str(ssh),
         )
@@ -201,10 +211,11 @@ class Case:
             return 137, [2]
         if self.restarts == 0 and not is_signal:
             return 1, [2]
+        # The others don't wait for a node that leaves with notice.
+        if (self.node, self.nnodes) == (1, "1:2") and (is_signal or "for good" in self.loss):
+            return 0, [2, 1]
         if "for good" not in self.loss:
             return 0, [2, 2]
-        if (self.node, self.nnodes) == (1, "1:2"):
-            return 0, [2, 1]
         return (75, [2]) if is_signal and self.node == 1 else (1, [2])
 
 
@@ -310,6 +321,20 @@ def test_a_host_that_is_not_there_at_the_start(tmp_path: Path) -> None:
         job.wait_for_ranks()
         job.launch.terminate()
         assert job.launch.wait(LIMIT) == 75
+
+
+def test_a_host_that_comes_when_the_job_has_begun_without_it(tmp_path: Path) -> None:
+    (tmp_path / "off.two").touch()
+    limits = {"LONGEST_BACKOFF_SECONDS": 0.5}
+    with Job(tmp_path, "--nnodes", "1:2", "--rejoin-timeout", "2", limits=limits) as job:
+        job.wait_for(
+            "host two: not reached within 2 s (--rejoin-timeout); from now on a try every 0.5"
+        )
+        (tmp_path / "off.two").unlink()
+        # The script takes no requests.
+        job.wait_for("this node joins at the next restart, or when")
+        job.launch.terminate()
+        assert job.launch.wait(LIMIT) in (75, 143)
 
 
 @pytest.mark.parametrize("nnodes", ["2", pytest.param("1:2", marks=pytest.mark.full)])

@@ -105,6 +105,11 @@ class Options:
         return self.nodes_meet and self.max_preemptions != 0
 
     @property
+    def takes_nodes(self) -> bool:
+        """Return True if nodes may join the running job."""
+        return self.fewest_nodes < self.nnodes and self.max_resizes != 0
+
+    @property
     def restarts_hosts(self) -> bool:
         """Return True if ``npurun --hosts`` starts the npurun of a lost host again."""
         return self.nodes_meet or self.max_restarts > 0

@@ -34,7 +34,7 @@ class Joins:
         self._ranks_per_node = options.nproc_per_node
         self._limit = options.max_resizes
         self._fewest_nodes = options.fewest_nodes
-        self._is_allowed = options.fewest_nodes < options.nnodes
+        self._is_allowed = options.takes_nodes
         self._count = 0  # how often the job has changed its size for a node
         self._earliest = 0.0  # when it may do that again
         self._next_request = 0.0

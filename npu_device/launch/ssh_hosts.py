@@ -92,12 +92,13 @@ class Host:
     retry_at: float | None = None
     retries: int = 0  # failed attempts in a row
     give_up_at: float | None = None
+    is_optional: bool = False  # the job goes on without it, and takes it in when it can be reached
 
     def wakes_at(self) -> float | None:
         """Return when the host is started again, or its client is killed if npurun doesn't run there by then."""
         if self.connection is None:
             return self.retry_at
-        if self.is_running:
+        if self.is_running or self.is_optional:
             return None
         return self.give_up_at
 
@@ -240,6 +241,7 @@ class LaunchedHosts:
         report = reported.report
         if report.state == RUNNING:
             host.is_running = True
+            host.is_optional = False
             host.retries = 0
             host.give_up_at = None
         elif report.state == ATTEMPT:
@@ -348,6 +350,10 @@ class LaunchedHosts:
 
     def _retry(self, host: Host, cause: str, wait: float | None = None) -> None:
         time_now = time.monotonic()
+        # Tried in silence, as this may go on for days.
+        if host.is_optional:
+            host.retry_at = time_now + limits.LONGEST_BACKOFF_SECONDS
+            return
         # Without a time, the first start has failed.
         if host.give_up_at is None:
             host.give_up_at = time_now + self._options.rejoin_timeout
@@ -367,8 +373,13 @@ class LaunchedHosts:
     def _give_up(self, host: Host) -> None:
         seconds = self._options.rejoin_timeout
         if host.node > 0:
+            rest = "no more tries"
+            if self._options.takes_nodes:
+                rest = f"from now on a try every {limits.LONGEST_BACKOFF_SECONDS:g} s"
+                host.is_optional = True
+                host.retry_at = time.monotonic() + limits.LONGEST_BACKOFF_SECONDS
             self._console.say(
-                f"host {host.name}: not reached within {seconds:g} s (--rejoin-timeout); no more tries"
+                f"host {host.name}: not reached within {seconds:g} s (--rejoin-timeout); {rest}"
             )
             return
         self._console.say(

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fit_checkpoint_bodies
 import numpy as np
 import tensorflow as tf
 
@@ -69,12 +70,39 @@ def body_by_hand(directory: str, end: int) -> list[np.ndarray]:
     return Loop(directory, preemption=False).run(end)
 
 
+def body_fit_by_hand(directory: str, kind: str) -> dict[str, Any]:
+    """Resume a ``fit``, with a checkpoint of each step."""
+    return fit_checkpoint_bodies.fit(
+        f"{directory}/checkpoints", kind, every=1, keep=100, preemption=False
+    )
+
+
+def main_fit(directory: str, kind: str) -> None:
+    """Run a ``fit``, which waits in step 7 until there is a file ``go.7``."""
+    here = Path(directory)
+    npu.open().as_default()
+
+    def wait() -> None:
+        if os.environ["NPU_DEVICE_RESTART_COUNT"] == "0":
+            (here / "at.7.0").touch()
+            while not (here / "go.7").exists():
+                time.sleep(0.02)
+
+    watch = fit_checkpoint_bodies.Watch(7, wait)
+    ran = fit_checkpoint_bodies.fit(f"{directory}/checkpoints", kind, watch=watch)
+    np.savez(here / f"values.{npu.distribute.rank()}.npz", *ran["values"])
+    (here / "not_kept").write_text("\n".join(ran["not_kept"]))
+
+
 def main() -> None:
     """Train for some steps. In those with a file ``wait.N``, wait for the file ``go.N``; end in that of ``last.N``.
 
-    Arguments: a directory, and the number of steps.
+    Arguments: a directory, and the number of steps, or a kind of data for ``main_fit``.
     """
     directory, end = sys.argv[1:]
+    if not end.isdecimal():
+        main_fit(directory, end)
+        return
     npu.open().as_default()
     loop = Loop(directory, os.environ["NPU_DEVICE_RESTART_COUNT"])
 
