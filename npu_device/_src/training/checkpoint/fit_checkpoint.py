@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from npu_device._src import compat
+from npu_device._src.training.checkpoint import next_samples
 from npu_device._src.training.checkpoint.callback_states import CallbackStates
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.job_checkpoint import JobCheckpoint
@@ -22,6 +23,7 @@ from npu_device._src.training.fit.replica import replica_of
 from npu_device._src.training.fit.sources import pull, with_put_back
 from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.training.watching import training_state
+from npu_device._src.world.share import content
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
@@ -256,6 +258,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         # ``ended_of``: the epochs of which this is the end.
         position = self._position
         data = {"number": position.number, "passed": position.passed, "first": position.checksums}
+        data["samples"] = position.samples
         notes = {"epoch": self._epoch, "step": self._step, "data": data, "ended_of": ended_of}
         return {_NOTES: {**notes, "metrics": self._metric_names}}
 
@@ -311,6 +314,7 @@ class _DataPosition:
         self.passed = 0  # number of batches that earlier epochs took from it
         # The checksum of each rank's first batch, which a resumed fit must find again.
         self.checksums: list[int] = []
+        self.samples = 0  # checksum of the samples of all ranks in these batches
 
     def begin_epoch(self, keras_iterator: Any, count: int, steps_before: int) -> list[Any]:
         """Return the first ``count`` batches of an epoch; the epoch before has taken ``steps_before``."""
@@ -323,6 +327,7 @@ class _DataPosition:
             self.used = keras_iterator
         pulled = pull(self.used, count)
         self.checksums = gather(self._world, start.full_checksum(pulled))
+        self.samples = self._samples(pulled)
         return pulled
 
     def resume_epoch(
@@ -332,6 +337,7 @@ class _DataPosition:
         self.number = int(position["number"])
         self.passed = int(position["passed"])
         self.checksums = list(position["first"])
+        self.samples = int(position.get("samples", 0))
         self.keras_iterator = self.used = keras_iterator
         dataset = compat.dataset_of(keras_iterator)
         iterators = 0
@@ -347,15 +353,23 @@ class _DataPosition:
             checksums = gather(self._world, start.full_checksum(pulled))
             # Another number of ranks divides batches in another way, unless all ranks read the same.
             is_resized = len(checksums) != len(self.checksums)
-            if checksums == self.checksums or (
-                is_resized and set(checksums) == set(self.checksums)
-            ):
+            is_found = checksums == self.checksums
+            if is_resized and not is_found:
+                is_found = set(checksums) == set(self.checksums)
+                # Of a pipeline, each rank has the rows of its own.
+                is_found = is_found or self._samples(pulled) == self.samples
+            if is_found:
                 return pulled, None if self._knows_length else _UNKNOWN_LENGTH
         ranks = []
         for rank, number in enumerate(checksums):
             if rank >= len(self.checksums) or number != self.checksums[rank]:
                 ranks.append(str(rank))
         return pulled, _OTHER_DATA.format(ranks=", ".join(ranks))
+
+    def _samples(self, pulled: list[Any]) -> int:
+        """Return the checksum of what all ranks have pulled, the same on any number of ranks."""
+        checksum = next_samples.checksum_of([content(batch) for batch in pulled])
+        return sum(gather(self._world, checksum))
 
 
 _GENERATED = (
