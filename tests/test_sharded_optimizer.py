@@ -23,7 +23,7 @@ from npu_device._src import compat
 from npu_device._src.training.sharding.shares import bytes_of, owners_of
 
 STEPS = 20
-QUICK = [(3, "adam"), (2, "overwritten")]
+QUICK = [(3, "adam"), (2, "overwritten"), (3, "dynamic"), (2, "accumulated")]
 pytestmark = needs_keras_3
 full = pytest.mark.full
 
@@ -58,6 +58,18 @@ def _optimizers() -> dict[str, Callable[[], Any]]:
         "lamb": lambda: kinds.Lamb(0.02),
         "averages": lambda: kinds.SGD(0.05, momentum=0.9, use_ema=True, ema_momentum=0.7),
         "overwritten": lambda: kinds.Adam(0.02, use_ema=True, ema_overwrite_frequency=3),
+        "dynamic": lambda: kinds.LossScaleOptimizer(
+            kinds.Adam(0.02, global_clipnorm=0.4), initial_scale=4.0, dynamic_growth_steps=3
+        ),
+        "npu dynamic": lambda: npu.train.optimizer.NpuLossScaleOptimizer(
+            kinds.SGD(0.05, momentum=0.9), initial_scale=4.0, dynamic_growth_steps=3
+        ),
+        "accumulated": lambda: kinds.Nadam(
+            0.02, global_clipnorm=0.4, gradient_accumulation_steps=3, loss_scale_factor=8.0
+        ),
+        "dynamic, accumulated": lambda: kinds.LossScaleOptimizer(
+            kinds.Adam(0.02, gradient_accumulation_steps=2), 4.0, 3
+        ),
         "scaled": lambda: kinds.SGD(0.05, momentum=0.5, loss_scale_factor=8.0, global_clipnorm=0.3),
     }
 
@@ -74,7 +86,13 @@ def _variables(shapes: list[tuple[int, ...]], dtypes: list[str]) -> list[Any]:
     return variables
 
 
-def _gradients(variables: list[Any], step: Any, without: int | None, sparse: bool) -> list[Any]:
+def _gradients(
+    variables: list[Any],
+    step: Any,
+    without: int | None,
+    sparse: bool,
+    infinite_at: int | None,
+) -> list[Any]:
     """Return gradients that differ on each rank; of one variable there is none."""
     rank = npu.distribute.rank()
     gradients: list[Any] = []
@@ -82,6 +100,10 @@ def _gradients(variables: list[Any], step: Any, without: int | None, sparse: boo
         value = tf.cast(tf.convert_to_tensor(variable), tf.float64)
         far = tf.cast(step * (rank + 2) + place, tf.float64)
         gradient = tf.cast(tf.sin(value * 3 + far) + value / 5, variable.dtype)
+        if infinite_at is not None and place == 4:
+            # On one rank, in one step.
+            is_infinite = tf.equal(step, infinite_at) & (rank == 0)
+            gradient = tf.where(is_infinite, np.inf, gradient)
         if sparse and place == 4:
             rows = tf.constant([1, 5 + rank, 1])
             gradient = tf.IndexedSlices(tf.gather(gradient, rows), rows, tf.constant([300, 5]))
@@ -92,7 +114,7 @@ def _gradients(variables: list[Any], step: Any, without: int | None, sparse: boo
 def _trained(
     optimizer: Any, variables: list[Any], graph: bool, steps: int = STEPS, **how: Any
 ) -> None:
-    how = {"without": None, "sparse": False, **how}
+    how = {"without": None, "sparse": False, "infinite_at": None, **how}
     by_pairs = how.pop("by_pairs", True)
 
     def step(number: Any) -> None:
@@ -121,6 +143,8 @@ def body_same_bits(
 ) -> tuple[int, list[bytes]]:
     """Train without and with divided updates; return the number of slots on this rank and the weights."""
     how = {"without": without, "sparse": sparse}
+    if "dynamic" in name:
+        how["infinite_at"] = 4
     whole, divided = _variables(shapes, dtypes), _variables(shapes, dtypes)
     plain = wrap(_optimizers()[name]())
     _trained(plain, whole, graph, **how)
@@ -134,7 +158,7 @@ def body_same_bits(
         if not compat.is_share(other) or other._value is not None:
             slots += compat.is_share(other)
             assert _bits([one]) == _bits([other]), (name, other.path)
-    if plain.use_ema:
+    if getattr(plain, "use_ema", False):
         plain.finalize_variable_values(whole)
         optimizer.finalize_variable_values(divided)
         assert _bits(whole) == _bits(divided), name
@@ -159,6 +183,10 @@ NAMES = [
     "averages",
     "overwritten",
     "scaled",
+    "dynamic",
+    "npu dynamic",
+    "accumulated",
+    "dynamic, accumulated",
 ]
 
 
@@ -282,8 +310,18 @@ def test_shares_are_about_equal(shapes: Callable[[], list[tuple[int, ...]]], cou
     assert max(held) <= 1.1 * sum(held) / count
 
 
+class _Halving(tf.keras.callbacks.Callback):  # type: ignore[misc]
+    """Assigns weights after each epoch, on every rank."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        for weight in self.model.trainable_weights:
+            weight.assign(weight * 0.5)
+
+
 def body_fit(name: str, compiled: dict[str, Any], built: bool) -> tuple[int, list[bytes]]:
     """Fit without and with divided updates, with an uneven last batch, and go on; return as ``body_same_bits``."""
+    compiled = dict(compiled)
+    swaps = compiled.pop("swaps", False)
     chance = np.random.default_rng(0)
     x = chance.standard_normal([53, 9]).astype(np.float32)
     y = (x[:, :1] > 0).astype(np.float32)
@@ -300,13 +338,19 @@ def body_fit(name: str, compiled: dict[str, Any], built: bool) -> tuple[int, lis
                 slot.assign(tf.fill(slot.shape, 0.01 * (1 + npu.distribute.rank())))
         model.compile(optimizer=optimizer, loss="mse", **compiled)
         model = npu.distribute.replicate(model, shard_optimizer=shard_optimizer)
-        history = model.fit(x, y, batch_size=12, epochs=2, verbose=0).history
+        options: dict[str, Any] = {"batch_size": 12, "epochs": 2, "verbose": 0}
+        if swaps:
+            halve = _Halving()
+            options["callbacks"] = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True), halve]
+            options["validation_data"] = (x[:7], y[:7])
+        history = model.fit(x, y, **options).history
+        # The callback of Keras serves one fit.
+        options.pop("callbacks", None)
         layers[0].trainable = built
         if not built:  # another optimizer for other variables
             model.compile(optimizer=_optimizers()[name](), loss="mse", **compiled)
         history |= {
-            f"again {key}": value
-            for key, value in model.fit(x, y, batch_size=12, epochs=2, verbose=0).history.items()
+            f"again {key}": value for key, value in model.fit(x, y, **options).history.items()
         }
         found.append((history, model))
     (history, whole), (divided_history, divided) = found
@@ -329,6 +373,11 @@ def body_fit(name: str, compiled: dict[str, Any], built: bool) -> tuple[int, lis
         pytest.param("momentum", {"run_eagerly": True}, False, marks=full),
         pytest.param("overwritten", {}, True, marks=full),
         pytest.param("averages", {"jit_compile": True}, False, marks=full),
+        ("averages", {"swaps": True}, False),
+        pytest.param("overwritten", {"swaps": True, "run_eagerly": True}, False, marks=full),
+        pytest.param("dynamic", {}, False, marks=full),
+        pytest.param("accumulated", {}, False, marks=full),
+        pytest.param("dynamic, accumulated", {}, False, marks=full),
     ],
 )
 def test_divided_updates_in_fit_end_in_the_bits_of_whole_ones(
@@ -628,8 +677,7 @@ def body_undivided(kind: str) -> tuple[list[str], list[bytes]]:
     kinds = tf.keras.optimizers
     made: dict[str, Callable[[], Any]] = {
         "Adafactor": lambda: kinds.Adafactor(0.1),
-        "loss-scale optimizer": lambda: kinds.LossScaleOptimizer(kinds.SGD(0.1)),
-        "accumulates": lambda: kinds.SGD(0.1, gradient_accumulation_steps=2),
+        "averages": lambda: kinds.SGD(0.1, gradient_accumulation_steps=2, use_ema=True),
         "Own overrides apply": lambda: type("Own", (kinds.SGD,), {"apply": kinds.SGD.apply})(0.1),
     }
     variables = _variables(SHAPES[:3], ["float32"])
@@ -639,9 +687,7 @@ def body_undivided(kind: str) -> tuple[list[str], list[bytes]]:
     return list(heard), _bits(variables)
 
 
-@pytest.mark.parametrize(
-    "kind", ["Adafactor", "loss-scale optimizer", "accumulates", "Own overrides apply"]
-)
+@pytest.mark.parametrize("kind", ["Adafactor", "averages", "Own overrides apply"])
 def test_what_cannot_be_divided_is_not(pool_with: Callable[..., Pool], kind: str) -> None:
     (heard, weights), (nothing, others) = pool_with(2, "3").run(body_undivided, kind)
     assert len(heard) == 1 and kind in heard[0] and "has no effect" in heard[0], heard

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable
@@ -33,6 +35,10 @@ _OWN_METHODS = {"__init__", "build", "update_step", "get_config", "from_config"}
 """What a script's class may override so that each variable is still updated by itself."""
 
 
+_NO_SLOTS = ("_trainable_variables", "_variables", "_accumulated_gradients")
+ACCUMULATOR = "gradient_accumulator"
+"""The name that Keras gives to what it adds up the gradients of a variable in, which each rank does by itself."""
+
 UPDATE_AVERAGES = "_update_model_variables_moving_average"
 OVERWRITE_WITH_AVERAGES = "_overwrite_model_variables_with_average_value"
 """The methods that keep moving averages of variables, and that give these to the variables."""
@@ -60,6 +66,7 @@ def undivided_state(optimizer: Any) -> list[Any]:
         optimizer._iterations,
         optimizer._learning_rate,
         getattr(optimizer, "_u_product", None),
+        *(getattr(optimizer, "_accumulated_gradients", None) or ()),
     ]
     needed_ids = set(map(id, needed))
     undivided = []
@@ -74,7 +81,7 @@ def lists_of_slots(optimizer: Any) -> Iterator[Sequence[Any]]:
     trained = optimizer._trainable_variables
     for name, held in vars(optimizer).items():
         # The lists that a class of the script keeps are slots, whatever their names.
-        if name in ("_trainable_variables", "_variables") or not isinstance(held, (list, tuple)):
+        if name in _NO_SLOTS or not isinstance(held, (list, tuple)):
             continue
         if len(held) != len(trained):
             continue
@@ -192,6 +199,37 @@ def with_averages(optimizer: Any, indices: Sequence[int], act: Callable[[list[An
     try:
         return act([optimizer._trainable_variables[index] for index in indices])
     finally:
+        vars(optimizer)["_model_variables_moving_average"] = averages
+
+
+class _Averages(list):
+    """The moving averages of an optimizer, of which Keras's callback gets others to swap."""
+
+    def __init__(
+        self, averages: Sequence[Any], lend: Callable[[Sequence[Any]], Iterator[Any]]
+    ) -> None:
+        super().__init__(averages)
+        self._lend = lend
+
+    def __iter__(self) -> Iterator[Any]:
+        frame = sys._getframe(1)
+        callback = frame.f_locals.get("self")
+        if isinstance(callback, tf.keras.callbacks.SwapEMAWeights):
+            return self._lend(self[:])
+        return super().__iter__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
+        # The copy of an optimizer isn't divided.
+        return copy.deepcopy(list(self), memo)
+
+
+def lend_averages(optimizer: Any, lend: Callable[[Sequence[Any]], Iterator[Any]]) -> None:
+    """Let Keras's callback ``SwapEMAWeights`` read and change what a function yields for the averages of an optimizer:
+    it works on TensorFlow's variables, and is the same on all ranks. Any other caller sees the averages as they are.
+    """
+    if optimizer.use_ema and hasattr(tf.keras.callbacks, "SwapEMAWeights"):
+        averages = _Averages(optimizer._model_variables_moving_average, lend)
+        # Past Keras's own __setattr__, which tracks what is to be saved.
         vars(optimizer)["_model_variables_moving_average"] = averages
 
 

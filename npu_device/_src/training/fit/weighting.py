@@ -119,13 +119,16 @@ def replicate_optimizer(optimizer: Any, world: World, shard_optimizer: bool | No
         return
     keras = compat.keras_of(optimizer)
     reducer = WeightedReducer(world, getattr(earlier, "options", ReductionOptions("mean")))
-    install(carrying, keras, reducer)
-    # An update that is divided already goes on, with the slots on the ranks that hold them.
-    reducer.divided_update = getattr(earlier, "divided_update", None)
-    if reducer.divided_update is not None:
-        reducer.requests_divided_update = True
-    elif earlier is None or shard_optimizer:
-        reducer.divide_updates(carrying, shard_optimizer)
+    if earlier is None:
+        reducer.install(optimizer, keras, shard_optimizer)
+    else:
+        install(carrying, keras, reducer)
+        # An update that is divided already goes on, with the slots on the ranks that hold them.
+        reducer.divided_update = earlier.divided_update
+        if reducer.divided_update is not None:
+            reducer.requests_divided_update = True
+        elif shard_optimizer:
+            reducer.divide_updates(carrying, shard_optimizer)
     # Hooked on the outer optimizer, since that gets the loss, also if the one inside reduces.
     if compat.is_keras_3(keras):
         optimizer.scale_loss = MethodType(_scale_loss, optimizer)

@@ -7,6 +7,7 @@ that mean itself: what is reduced in each step, and what a checkpoint gives to a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Callable
 
@@ -18,7 +19,7 @@ from npu_device._src.trace.trace import iteration
 from npu_device._src.training.watching.own_parts import note_parts, warn_of_file
 from npu_device._src.world.world import World
 
-_Reduce = Callable[[Sequence[Gradient]], list[Gradient]]
+_Reduce = Callable[..., "list[Gradient]"]
 _GatherRows = Callable[[list[int]], list[list[int]]]
 _as_it_is = tf.autograph.experimental.do_not_convert
 _modes = {"reduces in each step": False}
@@ -55,6 +56,8 @@ def accumulate(
     reduce: _Reduce,
     gather_rows: _GatherRows,
     waits_for_update: dict[int, bool],
+    owners: Sequence[int] | None = None,
+    rank: int = 0,
 ) -> list[Gradient]:
     """Return the gradients that Keras is to apply to some variables, or to add up if it isn't time for an update.
 
@@ -62,9 +65,12 @@ def accumulate(
         optimizer: is built.
         contributions: of this rank; their mean over the ranks is the gradient of one process.
         variables: one for each contribution.
-        reduce: returns the mean of gradients over the ranks.
+        reduce: returns the mean of gradients over the ranks; given owners, each rank gets its own.
         gather_rows: returns the numbers of rows of all ranks, given those of this one.
         waits_for_update: by the id of a variable, whether its gradients are reduced in the update only. Kept here.
+        owners: which rank of the group updates each variable; by default each rank updates all.
+        rank: this rank in the group. Keras gets the gradients of its variables only, and those of others are added up
+            here.
     """
     # Decided at the first step: later ones must go the same way, or a sum would be reduced twice.
     _choose_for_sparse(optimizer, contributions, variables, gather_rows, waits_for_update)
@@ -85,10 +91,56 @@ def accumulate(
         early, _reduced_now([contributions[index] for index in early], reduce)
     ):
         gradients[position] = reduced
+    if owners is not None:
+        reduce = functools.partial(reduce, owners=[owners[position] for position in late])
     reduced_late = _reduced_in_update(optimizer, dense, accumulators, reduce)
     for position, gradient in zip(late, reduced_late):
         gradients[position] = gradient
+    if owners is not None:
+        rest = []
+        for position, variable in enumerate(variables):
+            is_added = gradients[position] is not None and not compat.is_set_by_gradient(variable)
+            if is_added and owners[position] != rank:
+                rest.append(position)
+        others_variables = [variables[index] for index in rest]
+        _accumulate_for_others(optimizer, [gradients[index] for index in rest], others_variables)
     return gradients
+
+
+def is_update(optimizer: Any) -> tf.Tensor:
+    """Return whether the current step of an optimizer that accumulates gradients changes variables: bool, shape []."""
+    steps = compat.steps_made(optimizer) + 1
+    return tf.equal(steps % compat.accumulation_steps(optimizer), 0)
+
+
+def _accumulate_for_others(
+    optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any]
+) -> None:
+    """Do for variables what Keras does for those that this rank updates, but for the update itself."""
+    accumulators = compat.accumulators_of(optimizer, variables)
+
+    def add() -> tf.Tensor:
+        for gradient, accumulator in zip(gradients, accumulators):
+            # By the same operations as in Keras, for the same bits.
+            unscaled = _unscaled(optimizer, gradient)
+            accumulator.assign(tf.convert_to_tensor(unscaled) + accumulator)
+        return tf.constant(False)
+
+    def empty() -> tf.Tensor:
+        # Their owners have got all that was in them.
+        for accumulator in accumulators:
+            accumulator.assign(tf.zeros_like(accumulator))
+        return tf.constant(True)
+
+    if accumulators:
+        tf.cond(is_update(optimizer), empty, add)
+
+
+def _unscaled(optimizer: Any, gradient: Any) -> Any:
+    scale = optimizer.loss_scale_factor
+    if scale is None:
+        return gradient
+    return gradient / scale
 
 
 def _choose_for_sparse(
@@ -128,25 +180,24 @@ def _reduced_in_update(
     optimizer: Any, contributions: Sequence[tf.Tensor], accumulators: Sequence[Any], reduce: _Reduce
 ) -> list[tf.Tensor]:
     """Return gradients for Keras to add to the accumulators, which hold the means in the step of an update."""
-    scale = optimizer.loss_scale_factor  # by which Keras divides before it accumulates
 
     def reduce_sums() -> list[tf.Tensor]:
         # Read inside the branch: the accumulators must have the values of this step.
         sums = list(map(tf.convert_to_tensor, accumulators))
         for position, contribution in enumerate(contributions):
-            unscaled = contribution if scale is None else contribution / scale
+            # Keras divides before it accumulates.
+            unscaled = _unscaled(optimizer, contribution)
             sums[position] += tf.cast(unscaled, sums[position].dtype)
         with iteration():
             for accumulator, mean in zip(accumulators, reduce(sums)):
-                accumulator.assign(mean)
+                if mean is not None:
+                    accumulator.assign(mean)
         # Zeros are handed on, since the accumulators have everything already.
         return [tf.zeros_like(contribution) for contribution in contributions]
 
     if not accumulators:
         return []
-    steps = compat.steps_made(optimizer) + 1
-    is_update = tf.equal(steps % compat.accumulation_steps(optimizer), 0)
-    gradients = tf.cond(is_update, reduce_sums, lambda: list(contributions))
+    gradients = tf.cond(is_update(optimizer), reduce_sums, lambda: list(contributions))
     # Wrapped again, since ``tf.cond`` returns a list of one tensor as the tensor.
     return gradients if isinstance(gradients, list) else [gradients]
 

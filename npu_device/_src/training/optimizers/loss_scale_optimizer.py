@@ -173,13 +173,22 @@ class _KerasFamily(_Keras):
         if compat.accumulation_steps(self.inner_optimizer) == 1:
             self.iterations.assign_add(1)
 
-    def _step(self, gradients: Sequence[Any], apply: Callable[[Sequence[Any]], Any]) -> None:
+    def _step(
+        self,
+        gradients: Sequence[Any],
+        variables: list[Any],
+        apply: Callable[[Sequence[Any]], Any],
+    ) -> None:
         """Apply the gradients if they are finite on all ranks, else only count the step; then update the scale."""
         # Gradients of a wrapped inner optimizer are reduced here already, while backward still produces others; the
         # inner one recognises them. Reduced gradients are the same everywhere, so no agreement is needed.
         inner = reducer_of(self.inner_optimizer)
         if inner is not None and inner.accumulates(self.inner_optimizer):
             finite = inner.agree(all_finite(gradients))
+        elif inner is not None and inner.divided_update is not None:
+            gradients, finite = inner.reduced_for_scale(self, list(gradients), variables)
+            # The inner optimizer must not reduce them once more.
+            apply = functools.partial(inner.apply_ready, self, apply)
         else:
             gradients = list(gradients)
             if inner is not None:
@@ -292,6 +301,10 @@ class _Keras3Family(_KerasFamily):
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Make or skip a step. Called by ``apply_gradients`` and ``fit``."""
         variables = None if trainable_variables is None else list(trainable_variables)
+        updated = compat.variables_to_update(self, variables)
+        reducer = reducer_of(self.inner_optimizer)
+        if reducer is not None:
+            reducer.begin_divided(self, updated)
         # Keras builds in ``apply`` as well, but then in a branch of the condition.
         if not self.built:
             self.build(variables)
@@ -300,7 +313,8 @@ class _Keras3Family(_KerasFamily):
         gradients = list(grads)
         if self._takes_scaled_gradients:
             gradients = [unscaled(gradient, scale) for gradient in grads]
-        self._step(gradients, lambda gradients: self.inner_optimizer.apply(gradients, variables))
+        act = self.inner_optimizer.apply
+        self._step(gradients, updated, lambda gradients: act(gradients, variables))
 
     def _update_scale(self, finite: tf.Tensor) -> None:
         scale = self.loss_scale
@@ -339,7 +353,7 @@ class _TfKerasFamily(_KerasFamily):
         def apply(gradients: Any) -> None:
             self.inner_optimizer.apply_gradients(list(zip(gradients, variables)), *args, **kwargs)
 
-        self._step([gradient for gradient, _ in pairs], apply)
+        self._step([gradient for gradient, _ in pairs], variables, apply)
         return self.iterations
 
     def _update_scale(self, finite: tf.Tensor) -> None:

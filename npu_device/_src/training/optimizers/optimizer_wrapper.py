@@ -10,20 +10,16 @@ import contextlib
 import functools
 import logging
 import operator
-import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import MethodType
 from typing import Any, Callable
 
-import numpy as np
 import tensorflow as tf
 
 from npu_device._src import compat, environment
-from npu_device._src.collectives.graph import call_now
 from npu_device._src.collectives.group import WORLD_GROUP
-from npu_device._src.collectives.moves import all_gather
 from npu_device._src.collectives.ops import all_reduce
 from npu_device._src.gradients.reduction import (
     Gradient,
@@ -34,7 +30,6 @@ from npu_device._src.gradients.reduction import (
     origin_of,
     reduce_list,
     weighted,
-    with_values,
 )
 from npu_device._src.trace.trace import iteration
 from npu_device._src.training.distribute.synchronized_layers import find_layers, note_reduced
@@ -42,16 +37,17 @@ from npu_device._src.training.opening.current_world import world_unless_child
 from npu_device._src.training.optimizers.accumulation import (
     accumulate,
     accumulates,
+    is_update,
     note_accumulators,
     save_own_variables,
     trackable_children,
 )
+from npu_device._src.training.optimizers.finite_gradients import checked, with_nan_unless
 from npu_device._src.training.sharding.divided_update import (
     DividedUpdate,
     divided_update,
     tell_undivided,
 )
-from npu_device._src.training.watching.digests import SHOWN_RANKS, SHOWN_VARIABLES, variable_name
 from npu_device._src.training.watching.own_parts import note_parts
 from npu_device._src.training.watching.replica_audit import Audit
 from npu_device._src.training.watching.same_samples import Pair, pair_of
@@ -139,8 +135,7 @@ def npu_distributed_keras_optimizer_wrapper(
     find_layers(world)
     keras = compat.keras_of(optimizer)
     reducer = GradientReducer(world, options)
-    install(carrier(optimizer), keras, reducer)
-    reducer.divide_updates(optimizer, shard_optimizer)
+    reducer.install(optimizer, keras, shard_optimizer)
     return optimizer
 
 
@@ -171,13 +166,22 @@ class GradientReducer:
         # A copy of the optimizer gets other gradients, none of which have been reduced.
         return GradientReducer(self._world, self.options)
 
+    def install(self, optimizer: Any, keras: Any, requested: bool | None) -> None:
+        """Reduce the gradients of an optimizer, and divide its updates among the ranks on request."""
+        reducing = carrier(optimizer)
+        if _is_requested(requested) and compat.is_keras_3(keras):
+            # The one inside of a loss-scale optimizer makes the updates.
+            reducing = compat.with_inner(optimizer)[-1]
+        install(reducing, keras, self)
+        self.divide_updates(reducing, requested)
+
     def divide_updates(self, optimizer: Any, requested: bool | None) -> None:
         """Divide the updates of the optimizer among the ranks, if that is asked for and the result is the same."""
         self.requests_divided_update = requested
-        if requested is None:
-            requested = environment.NPU_DEVICE_SHARD_OPTIMIZER.get() == "on"
-        if requested:
-            self.divided_update = divided_update(self._world, optimizer, self.options)
+        if _is_requested(requested):
+            self.divided_update = divided_update(
+                self._world, optimizer, self.options, self.accumulates(optimizer)
+            )
 
     def stop_dividing_updates(self, reason: str) -> None:
         """Make all updates on each rank, after a message on the first one."""
@@ -253,35 +257,25 @@ class GradientReducer:
     def apply(
         self, optimizer: Any, apply: Callable[..., Any], gradients: list[Any], variables: list[Any]
     ) -> Any:
-        update = self._divided_update_of(optimizer)
-        if update is not None:
-            update.prepare(variables)
+        update = self.divided_update
+        # Amid an update, the base class of an optimizer calls itself.
+        if update is not None and self._applying is not optimizer:
+            return self._divided(update, optimizer, apply, gradients, variables)
         # Made equal before anything is reduced, so that the first update is the same on all ranks.
         self.begin(optimizer, variables)
-        if update is not None:
-            # Slots are equal on all ranks now; from here on, each is on one of them.
-            update.part_if(self._has_equal_start())
-
-            def reduce(owners: list[int]) -> list[Gradient]:
-                return self._reduced_and_audited(optimizer, gradients, variables, owners)
-
-            with iteration():
-                act = functools.partial(self._apply_reduced, optimizer, apply)
-                return update.apply(act, gradients, variables, reduce)
         # Accumulated gradients are reduced in a branch of the graph, which is the iteration then.
         with contextlib.nullcontext() if self.accumulates(optimizer) else iteration():
             ready = self._reduced_or_accumulated(optimizer, gradients, variables)
-            return self._apply_reduced(optimizer, apply, ready, variables)
+            return self.apply_ready(optimizer, apply, ready, variables)
 
-    def _apply_reduced(
-        self, optimizer: Any, apply: Callable[..., Any], ready: list[Any], variables: list[Any]
-    ) -> Any:
+    def apply_ready(self, optimizer: Any, apply: Callable[..., Any], *ready: Any) -> Any:
+        """Call a method of an optimizer with gradients that need no reduction, and the like."""
         # Restored, since calls nest: a loss-scale optimizer applies through its inner one.
         outer = self._applying
         # Gradients that come from now on are ready.
         self._applying = optimizer
         try:
-            return apply(ready, variables)
+            return apply(*ready)
         finally:
             self._applying = outer
 
@@ -289,17 +283,62 @@ class GradientReducer:
         """Return whether all ranks begin with the same values, as far as this call makes sure of it."""
         return self._are_equal or not can_compare()
 
-    def _divided_update_of(self, optimizer: Any) -> DividedUpdate | None:
-        """Return the divided update of an optimizer; none inside one, or if another optimizer reduces for it."""
-        if self._applying is not None:
-            return None
+    def _divided(
+        self,
+        update: DividedUpdate,
+        optimizer: Any,
+        apply: Callable[..., Any],
+        gradients: list[Any],
+        variables: list[Any],
+    ) -> Any:
+        """Apply gradients by the optimizer whose updates are divided, or by a loss-scale optimizer around it."""
+        self.begin_divided(optimizer, variables)
+        act = functools.partial(self.apply_ready, optimizer, apply)
+        if optimizer is not update.optimizer:
+            if self.accumulates(optimizer):
+                ready = self._reduced_or_accumulated(optimizer, gradients, variables)
+            else:
+                ready, _ = self.reduced_for_scale(optimizer, gradients, variables)
+            return act(ready, variables)
+        if self.accumulates(optimizer):
+            owners = update.owners(variables)
+            ready = self._reduced_or_accumulated(optimizer, gradients, variables, owners)
+            return update.apply(act, ready, variables, lambda _: ready, is_update(optimizer))
+
+        def reduce(owners: list[int]) -> list[Gradient]:
+            return self._reduced_and_audited(optimizer, gradients, variables, owners)
+
+        with iteration():
+            return update.apply(act, gradients, variables, reduce)
+
+    def begin_divided(self, optimizer: Any, variables: list[Any]) -> None:
+        """Build an optimizer whose updates are divided, and make it equal on all ranks before the first step."""
         update = self.divided_update
-        if update is not None and update.optimizer is not optimizer:
-            update.undo()
-            self.stop_dividing_updates(
-                f"a {type(optimizer).__name__} decides on all gradients together"
-            )
-        return self.divided_update
+        if update is not None and self._applying is None:
+            update.prepare(optimizer, variables)
+            self.begin(optimizer, variables)
+            # Slots are equal on all ranks now; from here on, each is on one of them.
+            update.part_if(self._has_equal_start())
+
+    def reduced_for_scale(
+        self, optimizer: Any, gradients: list[Any], variables: list[Any]
+    ) -> tuple[list[Any], tf.Tensor]:
+        """Return the gradients with which a loss-scale optimizer decides on a divided update as the others do, and
+        whether those of all ranks are finite.
+
+        Those of other ranks' variables are zeros of shape []. If any gradient isn't finite, one is NaN on each rank.
+        """
+        update = self.divided_update
+        assert update is not None
+        with iteration():
+            owners = update.owners(variables)
+            reduced = self._reduced_and_audited(optimizer, gradients, variables, owners)
+            agreed = self.agree(all_finite(reduced))
+        ready = list(reduced)
+        for position, gradient in enumerate(gradients):
+            if gradient is not None and reduced[position] is None:
+                ready[position] = tf.zeros([], dense_of(gradient).dtype)
+        return with_nan_unless(agreed, ready), agreed
 
     def accumulates(self, optimizer: Any) -> bool:
         """Return whether this rank accumulates the gradients of several steps before they are reduced."""
@@ -317,6 +356,7 @@ class GradientReducer:
         optimizer: Any,
         gradients: list[Any],
         variables: list[Any],
+        owners: Owners = None,
     ) -> list[Gradient]:
         """Return what Keras is to apply: reduced gradients, or those that it accumulates on this rank."""
         if not self.accumulates(optimizer):
@@ -333,6 +373,8 @@ class GradientReducer:
                 functools.partial(self._means, optimizer),
                 self._rows_of_all,
                 self._waits_for_update,
+                owners,
+                self._world.rank,
             )
         note_accumulators(self._world, carrier(optimizer))
         # Only the outermost call is a step.
@@ -342,22 +384,9 @@ class GradientReducer:
 
     def _all_finite_or_none(self, gradients: list[Any]) -> list[Any]:
         """Return gradients for a loss-scale optimizer: if those of a rank aren't finite, one isn't on any rank."""
-        positions = [
-            position for position, gradient in enumerate(gradients) if gradient is not None
-        ]
-        if not positions or self._applying is not None:
+        if self._applying is not None or not any(gradient is not None for gradient in gradients):
             return gradients
-        agreed = self.agree(all_finite(gradients))
-        # NaN in one gradient is enough, and the smallest is the cheapest to replace.
-        smallest = min(
-            positions,
-            key=lambda position: dense_of(gradients[position]).shape.num_elements() or sys.maxsize,
-        )
-        gradients = list(gradients)
-        gradients[smallest] = with_values(
-            gradients[smallest], lambda values: tf.where(agreed, values, float("nan"))
-        )
-        return gradients
+        return with_nan_unless(self.agree(all_finite(gradients)), gradients)
 
     @property
     def factor(self) -> int:
@@ -374,11 +403,12 @@ class GradientReducer:
         """Note variables in which this rank accumulates its contributions, as ``own_parts.note_parts`` does."""
         note_parts(self._world, variables, counter, period)
 
-    def _means(self, optimizer: Any, contributions: Sequence[Gradient]) -> list[Gradient]:
+    def _means(
+        self, optimizer: Any, contributions: Sequence[Gradient], owners: Owners = None
+    ) -> list[Gradient]:
         note_reduced(self._world, contributions)
-        return self._world.reduce(
-            contributions, replace(self.options_for(optimizer), reduction="mean")
-        )
+        options = replace(self.options_for(optimizer), reduction="mean")
+        return self._world.reduce(contributions, options, owners)
 
     def _rows_of_all(self, rows: list[int]) -> list[list[int]]:
         """Return the numbers of rows in sparse gradients of each rank, given those of this one; 0 if unknown."""
@@ -420,7 +450,14 @@ class GradientReducer:
         if as_they_are or is_off:
             return reduced
         steps = compat.steps_made(optimizer)
-        return _checked(self._world, steps, gradients, reduced, variables)
+        return checked(self._world, steps, gradients, reduced, variables)
+
+
+def _is_requested(argument: bool | None) -> bool:
+    """Return whether updates are to be divided, given the argument of the script; it wins over the environment."""
+    if argument is None:
+        return environment.NPU_DEVICE_SHARD_OPTIMIZER.get() == "on"
+    return argument
 
 
 def _build(optimizer: Any, keras: Any, variables: Sequence[Any]) -> None:
@@ -512,70 +549,3 @@ def _aggregate_gradients(self: Any, grads_and_vars: Any) -> Any:
 def _lists(pairs: Any) -> tuple[list[Any], list[Any]]:
     pairs = list(pairs)
     return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
-
-
-def _checked(
-    world: World,
-    steps: Any,
-    own_gradients: Sequence[Gradient],
-    reduced: Sequence[Gradient],
-    variables: Sequence[Any],
-) -> list[Gradient]:
-    """Return the reduced gradients; if they aren't finite, raise RuntimeError, which names the ranks, on all."""
-    positions = [
-        position for position, gradient in enumerate(own_gradients) if gradient is not None
-    ]
-    names = [variable_name(variables[position]) for position in positions]
-
-    def fault_of(gradient: Any) -> tf.Tensor:
-        """Return 0 if a gradient is finite, 1 if it is infinite, 2 if it has NaN: int32, shape []."""
-        values = dense_of(gradient)
-        nan = tf.reduce_any(tf.math.is_nan(values))
-        return tf.where(nan, 2, tf.where(tf.reduce_all(tf.math.is_finite(values)), 0, 1))
-
-    def report() -> tf.Tensor:
-        faults_of_ranks = all_gather(
-            world.job,
-            tf.stack([fault_of(own_gradients[position]) for position in positions]),
-            world.group,
-        )
-
-        def tell(faults_of_ranks: Any, steps: Any) -> list[Any]:
-            raise RuntimeError(
-                _text(world, int(steps), names, faults_of_ranks.reshape(world.size, -1))
-            )
-
-        return call_now(tell, [faults_of_ranks, steps], [tf.TensorSpec([], tf.int64)])[0]
-
-    # Only after a fault do the ranks exchange which gradients have it.
-    good = tf.cond(all_finite(reduced), lambda: tf.constant(0, tf.int64), report)
-    # Waited for, or variables would be updated before the error.
-    with tf.control_dependencies([good]):
-        return [with_values(gradient, tf.identity) for gradient in reduced]
-
-
-def _text(world: World, steps: int, names: Sequence[str], faults: np.ndarray) -> str:
-    rows = {}
-    for rank, row in zip(world.group.ranks, faults):
-        faults_of_rank = [
-            f"{name} ({'NaN' if fault == 2 else 'infinite'})"
-            for name, fault in zip(names, row)
-            if fault
-        ]
-        omitted = ""
-        if len(faults_of_rank) > SHOWN_VARIABLES:
-            omitted = f" and {len(faults_of_rank) - SHOWN_VARIABLES} more variables"
-        if faults_of_rank:
-            rows[rank] = ", ".join(faults_of_rank[:SHOWN_VARIABLES]) + omitted
-    cluster = world.job.cluster
-    failures = "  those of each rank are; their sum is not"
-    if rows:
-        failures = "\n".join(cluster.lines(rows, SHOWN_RANKS))
-    return (
-        f"rank {cluster.rank}: the gradients of step {steps + 1} are not finite, and no variable was changed by them.\n"
-        f"{failures}\n"
-        "Likely cause: a bad sample in the data of that rank, a division by zero or log of zero in the loss, or a "
-        "learning rate that is too high.\n"
-        "What to do: look at the batch of that rank in this step; clip the gradients. With 16-bit floats use a "
-        "loss-scale optimizer, which skips such steps."
-    )

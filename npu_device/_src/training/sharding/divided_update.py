@@ -8,7 +8,7 @@ memory. Methods are replaced on the user's instance, never on a class.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any, Callable
@@ -33,11 +33,17 @@ _DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32)
 _as_it_is = tf.autograph.experimental.do_not_convert
 
 
-def divided_update(world: World, optimizer: Any, options: ReductionOptions) -> DividedUpdate | None:
+def divided_update(
+    world: World, optimizer: Any, options: ReductionOptions, accumulates: bool
+) -> DividedUpdate | None:
     """Divide the updates of an optimizer among the ranks; return None, after a message on the first rank, if the result
     would not be the same, or no step would be faster.
+
+    Args:
+        optimizer: not a loss-scale optimizer, but the one inside.
+        accumulates: it adds up the gradients of this rank over several steps, before they are reduced.
     """
-    reason = _why_not(world, optimizer, options)
+    reason = _why_not(world, optimizer, options, accumulates)
     if not reason:
         update = DividedUpdate(world, optimizer)
         reason = update.adopt()
@@ -61,15 +67,18 @@ def tell_if_asked(world: World | None, reason: str) -> None:
         tell_undivided(world, reason)
 
 
-def _why_not(world: World, optimizer: Any, options: ReductionOptions) -> str:
+def _why_not(world: World, optimizer: Any, options: ReductionOptions, accumulates: bool) -> str:
     if world.size == 1:
         return f"group {world.group.name!r} has one rank"
     if not compat.is_keras_3(compat.keras_of(optimizer)):
         return "it is an optimizer of tf-keras"
     if hasattr(optimizer, "inner_optimizer"):
-        return "a loss-scale optimizer decides on the gradients of all variables together"
+        return "the loss-scale optimizer was wrapped without it before"
     if optimizer.gradient_accumulation_steps:
-        return "it accumulates gradients"
+        if optimizer.use_ema:
+            return "it accumulates gradients, and averages weights in steps without an update, too"
+        if not accumulates:
+            return "the gradients that it accumulates are reduced in each step"
     # Maxima and products are taken in another way.
     if options.reduction not in ("mean", "sum"):
         return f"the reduction is {options.reduction!r}; sum and mean can be divided"
@@ -115,6 +124,16 @@ class DividedUpdate:
         """Return the owner of a variable, a rank of the group; None if the optimizer isn't built for it."""
         return self._owners.get(_key(variable))
 
+    def owners(self, variables: Sequence[Any]) -> list[int] | None:
+        """Return the owner of each variable; None if the optimizer isn't built for one, which Keras refuses."""
+        owners = []
+        for variable in variables:
+            owner = self.owner_of(variable)
+            if owner is None:
+                return None
+            owners.append(owner)
+        return owners
+
     def add_slot(self, slot: Any, variable: Any, initializer: Any) -> None:
         """Note a slot of a variable if the optimizer is being built; unless this rank owns it, free its memory."""
         owner = self.owner_of(variable)
@@ -155,12 +174,6 @@ class DividedUpdate:
 
     def undo(self) -> None:
         """Give the optimizer all slots back, before the first step."""
-        if self._is_apart:
-            raise RuntimeError(
-                f"rank {self._world.job.cluster.rank}: the updates of {type(self.optimizer).__name__} are divided "
-                "among the ranks, and now another optimizer applies its gradients.\nWhat to do: put the loss-scale "
-                "optimizer around it before the first step, or leave out shard_optimizer=True."
-            )
         for slot in self._slots.variables:
             compat.make_whole(slot)
         self._slots.variables.clear()
@@ -174,9 +187,10 @@ class DividedUpdate:
         owned = [slot for slot in slots if getattr(slot, compat.SHARE).owner == rank]
         return sum(map(bytes_of, owned)), sum(map(bytes_of, slots))
 
-    def prepare(self, variables: Sequence[Any]) -> None:
-        """Build the optimizer for all variables, before a step builds it for those of this rank."""
-        optimizer = self.optimizer
+    def prepare(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Build the optimizer, or the loss-scale optimizer around it, for all variables, before a step builds it for
+        those of this rank.
+        """
         if not optimizer.built:
             # Outside of the function that is traced, so that slots have values before its first run.
             keras = compat.keras_of(optimizer)
@@ -196,6 +210,7 @@ class DividedUpdate:
                 compat.make_own(slot)
             else:
                 compat.make_remote(slot)
+        compat.lend_averages(self.optimizer, self._lend_averages)
 
     # The update
 
@@ -205,19 +220,20 @@ class DividedUpdate:
         gradients: Sequence[Gradient],
         variables: Sequence[Any],
         reduce: Callable[[list[int]], Sequence[Gradient]],
+        is_update: tf.Tensor | None = None,
     ) -> Any:
         """Reduce gradients to the owners of the variables, update those of this rank, and send their values.
 
         Args:
             apply: the method of the optimizer's class, given gradients and variables.
             reduce: returns the reduced gradients that this rank owns, and None or anything for the others.
+            is_update: whether this step changes variables; else it accumulates gradients. None if all steps do.
         """
-        owners = [self.owner_of(variable) for variable in variables]
+        ranks = self.owners(variables)
         with_gradient = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        if not with_gradient or None in owners or len(gradients) != len(variables):
+        if not with_gradient or ranks is None or len(gradients) != len(variables):
             # Keras refuses this on every rank.
             return apply(gradients, variables)
-        ranks = [owner for owner in owners if owner is not None]
         reduced = reduce(ranks)
         counted = [index for index in with_gradient if not compat.is_overwritten(variables[index])]
         self._counted = []
@@ -232,7 +248,7 @@ class DividedUpdate:
                 passed.append(index)
         earlier = len(_operations())
         arrived = [dense_of(reduced[index]) for index in share]
-        with tf.control_dependencies(self._slots.settle(arrived)), self._slots.update():
+        with tf.control_dependencies(self._slots.settle(arrived, is_update)), self._slots.update():
             # What belongs to no variable changes on each rank, as Nadam's product of momenta does.
             if counted and not set(counted).intersection(share):
                 compat.update_without_gradients(self.optimizer)
@@ -249,7 +265,7 @@ class DividedUpdate:
                 applied = compat.count_update(self.optimizer)
             if not is_only_building():
                 # After slots have got what scripts have assigned, for which the number counts.
-                self._slots.count_update()
+                self._slots.count_update(is_update)
         if not is_only_building():
             changed = [variables[index] for index in with_gradient]
             if self.optimizer.use_ema:
@@ -257,11 +273,17 @@ class DividedUpdate:
                 changed = compat.variables_to_update(self.optimizer)
             # When another rank has the new values, this one has also changed the slots, which that one may read.
             with tf.control_dependencies(list(filter(changes_a_variable, _operations()[earlier:]))):
-                self._spread(changed)
+                if is_update is None:
+                    self._spread(changed)
+                else:
+                    # Keras applies constraints in steps that only accumulate, too, and may change bits each time.
+                    held = [variable for variable in changed if variable.constraint is not None]
+                    # The ranks agree whether it is an update, as they count the same steps.
+                    tf.cond(is_update, lambda: self._spread(changed), lambda: self._spread(held))
         return applied
 
-    def _spread(self, variables: Iterable[Any]) -> None:
-        """Give all ranks the values that the owners of variables have now."""
+    def _spread(self, variables: Iterable[Any]) -> tf.Tensor:
+        """Give all ranks the values that the owners of variables have now; return True."""
         inner = list(map(compat.inner_variable, variables))
         owners = [self._owners[id(variable)] for variable in inner]
         specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in inner]
@@ -272,6 +294,7 @@ class DividedUpdate:
         for variable, owner, new in zip(inner, owners, received):
             if owner != rank:
                 variable.assign(new)
+        return tf.constant(True)
 
     def _from_owners(
         self, owned: Iterable[tf.Tensor], specs: Sequence[tf.TensorSpec], owners: Sequence[int]
@@ -308,6 +331,27 @@ class DividedUpdate:
         # In an update, which sends all new values at its end, this sends nothing.
         if not self._slots.is_updating:
             self._spread(trained)
+
+    def _lend_averages(self, averages: Sequence[Any]) -> Iterator[Any]:
+        """Yield a variable for each average: on its owner the average itself, on the others one of the same value. What
+        is done with it must be the same on all ranks.
+        """
+        with self._slots.swap():
+            for variable, average in zip(compat.variables_to_update(self.optimizer), averages):
+                if average is None:
+                    yield None
+                    continue
+                # One after the other: a rank may have no memory for all.
+                owner = self._owners[_key(variable)]
+                owned = []
+                if owner == self._world.rank:
+                    owned.append(compat.inner_variable(average).read_value())
+                spec = tf.TensorSpec(average.shape, average.dtype)
+                [value] = self._from_owners(owned, [spec], [owner])
+                if owned:
+                    yield compat.inner_variable(average)
+                else:
+                    yield tf.Variable(value)
 
 
 def _operations() -> Sequence[tf.Operation]:
@@ -349,8 +393,10 @@ def _add_variable_from_reference(
     slot = add(self, reference_variable, *args, **kwargs)
     update = _update_of(self)
     if update is not None:
-        initializer = args[1] if len(args) > 1 else kwargs.get("initializer", "zeros")
-        update.add_slot(slot, reference_variable, initializer)
+        arguments = dict(zip(("name", "initializer"), args), **kwargs)
+        if arguments.get("name") != compat.ACCUMULATOR:
+            initializer = arguments.get("initializer", "zeros")
+            update.add_slot(slot, reference_variable, initializer)
     return slot
 
 

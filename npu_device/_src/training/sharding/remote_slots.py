@@ -72,6 +72,9 @@ class OptimizerSlots:
         self._job = job
         self.is_updating = False
         self._lock = threading.Lock()
+        # Set but while a callback swaps averages.
+        self._are_swapped = threading.Event()
+        self._are_swapped.set()
         self._incoming: dict[int, dict[int, bytearray]] = {}  # by place, then by rank
         self._assigned_at: dict[int, int] = {}  # after how many updates the owner's script did
         # Variables, which functions change too when they run.
@@ -109,9 +112,29 @@ class OptimizerSlots:
         """Note that all ranks of the group have come to the first step of this optimizer."""
         self._exchange.forget_unused(self._number)
 
-    def count_update(self) -> None:
-        """Count an update, at once or in the graph that is built."""
-        self._updates.assign_add(1)
+    def count_update(self, is_update: tf.Tensor | None = None) -> None:
+        """Count an update, if it is one, at once or in the graph that is built."""
+        count = tf.constant(1, tf.int64)
+        if is_update is not None:
+            count = tf.cast(is_update, tf.int64)
+        self._updates.assign_add(count)
+
+    @contextlib.contextmanager
+    def swap(self) -> Iterator[None]:
+        """Let the block change slots on all ranks, which counts as an update."""
+        self._are_swapped.clear()
+        try:
+            yield
+        finally:
+            self.count_update()
+            self._are_swapped.set()
+
+    def has_made(self, updates: int) -> bool:
+        """Return whether this rank has made a number of updates, no more and no less."""
+        if updates == self.updates + 1:
+            # The rank that asks has ended a swap in which this rank still is.
+            self._are_swapped.wait()
+        return updates == self.updates
 
     def own_bytes(self, index: int) -> Optional[memoryview]:
         """Return the value of a slot that this rank holds, or another one has assigned; None for another slot."""
@@ -184,14 +207,18 @@ class OptimizerSlots:
         if tf.executing_eagerly() and not self.is_updating:
             self._assigned_at[index] = self.updates
 
-    def settle(self, after: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Assign what other ranks have given, once some tensors of all ranks are there; return what to wait for."""
+    def settle(self, after: Sequence[tf.Tensor], is_update: tf.Tensor | None) -> list[tf.Tensor]:
+        """Assign what other ranks have given, once some tensors of all ranks are there, if this step makes an update;
+        return what to wait for.
+        """
         if tf.executing_eagerly():
-            if self._has_incoming.numpy():
+            if self._has_incoming.numpy() and (is_update is None or is_update):
                 self._settle()
             return []
         with tf.control_dependencies(after):
             has_incoming = self._has_incoming.read_value()
+            if is_update is not None:
+                has_incoming = has_incoming & is_update
 
         def settle() -> tf.Tensor:
             spec = tf.TensorSpec([], tf.bool)
@@ -300,7 +327,7 @@ class SlotExchange:
     def answer(self, key: Key) -> Optional[memoryview]:
         number, index, updates = key
         slots = self._slots.get(number)
-        if slots is None or slots.updates != updates:
+        if slots is None or not slots.has_made(updates):
             return None
         return slots.own_bytes(index)
 

@@ -1,0 +1,98 @@
+"""Gradients that aren't finite: an error that names the ranks and variables, or a sign for a loss-scale optimizer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from npu_device._src.collectives.graph import call_now
+from npu_device._src.collectives.moves import all_gather
+from npu_device._src.gradients.reduction import Gradient, all_finite, dense_of, with_values
+from npu_device._src.training.watching.digests import SHOWN_RANKS, SHOWN_VARIABLES, variable_name
+from npu_device._src.world.world import World
+
+
+def with_nan_unless(agreed: tf.Tensor, gradients: Sequence[Any]) -> list[Any]:
+    """Return gradients, of which one is NaN if the ranks haven't agreed that all are finite."""
+    gradients = list(gradients)
+    positions = [position for position, gradient in enumerate(gradients) if gradient is not None]
+    # NaN in one gradient is enough, and the smallest is the cheapest to replace.
+    smallest = min(
+        positions,
+        key=lambda position: dense_of(gradients[position]).shape.num_elements() or sys.maxsize,
+    )
+    gradients[smallest] = with_values(
+        gradients[smallest], lambda values: tf.where(agreed, values, float("nan"))
+    )
+    return gradients
+
+
+def checked(
+    world: World,
+    steps: Any,
+    own_gradients: Sequence[Gradient],
+    reduced: Sequence[Gradient],
+    variables: Sequence[Any],
+) -> list[Gradient]:
+    """Return the reduced gradients; if they aren't finite, raise RuntimeError, which names the ranks, on all."""
+    positions = [
+        position for position, gradient in enumerate(own_gradients) if gradient is not None
+    ]
+    names = [variable_name(variables[position]) for position in positions]
+
+    def fault_of(gradient: Any) -> tf.Tensor:
+        """Return 0 if a gradient is finite, 1 if it is infinite, 2 if it has NaN: int32, shape []."""
+        values = dense_of(gradient)
+        nan = tf.reduce_any(tf.math.is_nan(values))
+        return tf.where(nan, 2, tf.where(tf.reduce_all(tf.math.is_finite(values)), 0, 1))
+
+    def report() -> tf.Tensor:
+        faults_of_ranks = all_gather(
+            world.job,
+            tf.stack([fault_of(own_gradients[position]) for position in positions]),
+            world.group,
+        )
+
+        def tell(faults_of_ranks: Any, steps: Any) -> list[Any]:
+            raise RuntimeError(
+                _text(world, int(steps), names, faults_of_ranks.reshape(world.size, -1))
+            )
+
+        return call_now(tell, [faults_of_ranks, steps], [tf.TensorSpec([], tf.int64)])[0]
+
+    # Only after a fault do the ranks exchange which gradients have it.
+    good = tf.cond(all_finite(reduced), lambda: tf.constant(0, tf.int64), report)
+    # Waited for, or variables would be updated before the error.
+    with tf.control_dependencies([good]):
+        return [with_values(gradient, tf.identity) for gradient in reduced]
+
+
+def _text(world: World, steps: int, names: Sequence[str], faults: np.ndarray) -> str:
+    rows = {}
+    for rank, row in zip(world.group.ranks, faults):
+        faults_of_rank = [
+            f"{name} ({'NaN' if fault == 2 else 'infinite'})"
+            for name, fault in zip(names, row)
+            if fault
+        ]
+        omitted = ""
+        if len(faults_of_rank) > SHOWN_VARIABLES:
+            omitted = f" and {len(faults_of_rank) - SHOWN_VARIABLES} more variables"
+        if faults_of_rank:
+            rows[rank] = ", ".join(faults_of_rank[:SHOWN_VARIABLES]) + omitted
+    cluster = world.job.cluster
+    failures = "  those of each rank are; their sum is not"
+    if rows:
+        failures = "\n".join(cluster.lines(rows, SHOWN_RANKS))
+    return (
+        f"rank {cluster.rank}: the gradients of step {steps + 1} are not finite, and no variable was changed by them.\n"
+        f"{failures}\n"
+        "Likely cause: a bad sample in the data of that rank, a division by zero or log of zero in the loss, or a "
+        "learning rate that is too high.\n"
+        "What to do: look at the batch of that rank in this step; clip the gradients. With 16-bit floats use a "
+        "loss-scale optimizer, which skips such steps."
+    )
