@@ -129,7 +129,8 @@ RESIZED = """
         time.sleep(0.05)
         if rank == "0":
             step += 1
-            path.write_text(str(step))
+            (here / "next").write_text(str(step))
+            (here / "next").rename(path)
             if step == 120:
                 (here / "done").touch()
             try:

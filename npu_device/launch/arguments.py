@@ -448,7 +448,7 @@ def _add_failures(group: argparse._ActionsContainer, of_script: _Help) -> None:
         metavar="N",
         help=of_script("start a failed job again (default 0)"),
     )
-    preemptions = "continue N times when a node is taken away (default: any number; 0: end the job)"
+    preemptions = "continue N times without a node (default: any; 0: end)"
     _add(group, "--max-preemptions", type=types.count, metavar="N", help=of_script(preemptions))
     joins = "let nodes join N times (default: any; 0: at restarts)"
     _add(group, "--max-resizes", type=types.count, metavar="N", help=of_script(joins))
