@@ -83,7 +83,7 @@ class Options:
     restart_backoff: float  # seconds before the first restart; each further one without a new checkpoint doubles them
     rejoin_timeout: float  # seconds that nodes wait for each other before an attempt
     preempt_signal: int  # asks the ranks for a checkpoint and a resumable end
-    preempt_timeout: float  # seconds that the ranks have for that
+    preempt_timeout: float  # seconds that the ranks have for this checkpoint and their end
     hosts: tuple[str, ...]  # reached by ssh; empty if npurun is started on each node
     horovod: bool
     replicate: bool

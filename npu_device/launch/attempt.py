@@ -176,7 +176,7 @@ def master_port(options: Options) -> int:
     return options.master_port or allowed_ports[0]
 
 
-class Listener:
+class AttemptObserver:
     """Learns what happens in an attempt while it runs. This one does nothing."""
 
     def on_failure(self, text: str) -> None: ...
@@ -187,12 +187,12 @@ class Listener:
 class Attempt:
     """An attempt on this node."""
 
-    def __init__(self, launch: Launch, rendezvous: Rendezvous, listener: Listener) -> None:
+    def __init__(self, launch: Launch, rendezvous: Rendezvous, observer: AttemptObserver) -> None:
         self._launch = launch
         self._options = launch.options
         self._console = launch.console
         self._rendezvous = rendezvous
-        self._listener = listener
+        self._observer = observer
         self._directory = os.path.join(launch.directory, f"attempt{rendezvous.count}")
         self._world_size = len(rendezvous.nodes) * self._options.nproc_per_node
         self._processes: list[RankProcess] = []
@@ -246,7 +246,7 @@ class Attempt:
 
             def on_preemption() -> None:
                 speaker.submit(self._launch.starter.tell, PREEMPTED)
-                self._listener.on_preemption()
+                self._observer.on_preemption()
 
             supervisor = Supervisor(
                 self._processes,
@@ -254,7 +254,7 @@ class Attempt:
                 self._options,
                 say,
                 self._rendezvous.count,
-                self._listener.on_failure,
+                self._observer.on_failure,
                 on_preemption,
             )
             supervisor.run()

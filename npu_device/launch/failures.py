@@ -40,7 +40,7 @@ class Failure:
     # Exit code to report: 1, as for an exception, if the rank had raised before the launcher killed it.
     code: int
     stopped: bool  # the process ended after the launcher asked it to
-    recorded: bool  # the rank has left a record
+    recorded: bool  # the rank has written its error to its record; if not, the error comes from its output
     is_consequence: bool  # the failure of another rank, or the launcher, made this rank fail
     time: float  # seconds since the epoch
     error: str  # the line that says most about its error: type and message; "" if no exception is known

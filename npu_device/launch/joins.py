@@ -103,7 +103,7 @@ class Joins:
     def suspects(self, running: Collection[int]) -> tuple[int, ...]:
         """Return the nodes without which a failed attempt would go on, as they have joined a short time ago."""
         if time.monotonic() - self._joined_at > JOIN_SETTLED_SECONDS:
-            # Nodes that have lasted begin with a short pause again.
+            # These nodes have lasted: the next pause of one that fails is the first, short one again.
             for node in self._joined:
                 self._pauses.pop(node, None)
             return ()

@@ -14,7 +14,7 @@ from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.membership.schemes import secret
 from npu_device._src.training.checkpoint.memory_slots import Memory
 from npu_device.launch.arguments import Options
-from npu_device.launch.attempt import USAGE, Attempt, Launch, Listener, prepare_rendezvous
+from npu_device.launch.attempt import USAGE, Attempt, AttemptObserver, Launch, prepare_rendezvous
 from npu_device.launch.binding import Binding
 from npu_device.launch.events import Events, SignalReceived
 from npu_device.launch.guard import RankGuard
@@ -103,7 +103,7 @@ def _alone(launch: Launch) -> int:
         rendezvous = prepare_rendezvous(launch.options, ledger.count)
         began = time.time()
         with rendezvous:
-            outcome = Attempt(launch, rendezvous, Listener()).run()
+            outcome = Attempt(launch, rendezvous, AttemptObserver()).run()
         decision = ledger.add(began, rendezvous.nodes, [outcome], launch.step())
         if decision.wait is None:
             say(ledger.last_words(decision))

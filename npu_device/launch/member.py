@@ -25,8 +25,8 @@ from npu_device.launch import ledger
 from npu_device.launch.attempt import (
     FAILED,
     Attempt,
+    AttemptObserver,
     Launch,
-    Listener,
     NodeOutcome,
     Rendezvous,
     master_port,
@@ -158,7 +158,7 @@ def serve(listener: socket.socket, secret: bytes, joined: Callable[[Link], None]
     ).start()
 
 
-class _LeaderListener(Listener):
+class _LeaderNotifier(AttemptObserver):
     """Tells node 0 at once what happens in an attempt."""
 
     def __init__(self, link: Link) -> None:
@@ -269,7 +269,7 @@ class Member:
         assert link is not None
         if link.is_lost:
             return
-        outcome = Attempt(self._launch, rendezvous, _LeaderListener(link)).run()
+        outcome = Attempt(self._launch, rendezvous, _LeaderNotifier(link)).run()
         self._outcome = outcome
         self._attempt = None
         link.send("outcome", **asdict(outcome))

@@ -177,7 +177,7 @@ def serve(
             unproved.pop(connection, None)
         try:
             admitted(timed, said)
-        # A stranger may not speak this protocol.
+        # The other side has proved the secret, but may say what is wrong: a field is missing, or there is no such rank.
         except Exception as error:
             connection.close()
             _log.debug("refused a connection: %r", error)

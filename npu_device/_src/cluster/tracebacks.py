@@ -169,7 +169,7 @@ def from_record(errors: Any) -> list[PrintedError]:
 
 def without_libraries(errors: Sequence[PrintedError]) -> tuple[str, int]:
     """Return the errors without the frames of libraries, and how many those are; without frames of the user, all."""
-    user_errors = [_of_user(error) for error in errors]
+    user_errors = [_without_library_blocks(error) for error in errors]
     user_frames = sum(len(error.frames()) for error in user_errors)
     if not user_frames:
         return _joined(errors), 0
@@ -183,7 +183,7 @@ def without_libraries(errors: Sequence[PrintedError]) -> tuple[str, int]:
     return _joined(output), sum(len(error.frames()) for error in errors) - user_frames
 
 
-def _of_user(error: PrintedError) -> PrintedError:
+def _without_library_blocks(error: PrintedError) -> PrintedError:
     blocks = [block for block in error.blocks if not block.file or is_user_file(block.file)]
     return error._replace(blocks=blocks)
 

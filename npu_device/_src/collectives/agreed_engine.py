@@ -39,7 +39,7 @@ class AgreedEngine:
         self.group = group
         self.terms = terms
         self._later_terms = terms and terms.of_later_transfers()
-        self._route = route or WithData()
+        self._route = route or RouteWithData()
 
     def all_reduce(
         self, segments: Sequence[Tensors], reduction: str, wire: Wire = None
@@ -227,7 +227,7 @@ class Route(Protocol):
         """Return the engine that moves the data, given the group's own."""
 
 
-class WithData:
+class RouteWithData:
     """The engine of the group compares the call with its first data, or the ranks have agreed before."""
 
     def engine(self, group: Group, group_engine: Engine) -> Engine:
@@ -235,7 +235,7 @@ class WithData:
 
 
 @dataclass(frozen=True, eq=False)
-class InMessage:
+class RouteInMessage:
     """The data are small, and travel in the message that compares the call."""
 
     _messages: Engine
@@ -245,7 +245,7 @@ class InMessage:
 
 
 @dataclass(frozen=True, eq=False)
-class BySize:
+class RouteBySize:
     """Only the running graph knows whether the data are small, and travel in the message."""
 
     _messages: HostEngine
@@ -316,7 +316,7 @@ def route_of(
     is_one_host = job.hosts.number_of(group.ranks) == 1
     # A send and its receive compare on their own connection.
     if group.tag is not None or (is_one_host and not uses_nccl):
-        return WithData()
+        return RouteWithData()
     is_dense = all(isinstance(tensor, (tf.Tensor, tf.TensorSpec)) for tensor in tensors)
     if uses_nccl or ragged or has_owners or not is_dense:
         return None
@@ -326,8 +326,8 @@ def route_of(
         return None
     messages = job.engines.messages
     if is_small is True:
-        return InMessage(messages)
-    return BySize(messages, is_small)
+        return RouteInMessage(messages)
+    return RouteBySize(messages, is_small)
 
 
 def _comparing(job: Job, group: Group) -> HostEngine:

@@ -109,8 +109,8 @@ def choose_engine(job: Job, hosts: JobHosts) -> JobHosts:
     """Choose the engine between hosts, and return what the ranks know of each other, with it. Every rank calls this."""
     wanted = environment.NPU_DEVICE_BACKEND.get()
     named = [engine for engine in CANDIDATES if engine.name == wanted]
-    # Ranks of one host need no engine between hosts, but may have GPUs. MPI takes time to start, and is left out for
-    # them.
+    # Ranks of one host share memory, except between GPUs: only NCCL matters there. MPI is left out, as it takes time to
+    # start.
     listed = named or [
         engine for engine in CANDIDATES if engine.name != "mpi" or not hosts.share_memory
     ]

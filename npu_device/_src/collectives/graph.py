@@ -105,7 +105,9 @@ def origin(tensor: tf.Tensor) -> tf.Tensor:
 # which finds the one to run by a number, and the number is an eager tensor that the graph captures: whatever can run
 # the graph holds the tensor, and when the tensor goes, so does the function. A weak reference to the graph would go too
 # early: another graph may have inlined it. Can go when ``tf.numpy_function`` releases the function with the graph.
-_CAPTURED_FROM = 129  # elements: TensorFlow copies smaller tensors (``capture_container._EAGER_CONST_THRESHOLD``)
+_FEWEST_CAPTURED_ELEMENTS = (
+    129  # TensorFlow copies smaller tensors (``capture_container._EAGER_CONST_THRESHOLD``)
+)
 functions_by_number: dict[int, Callable[..., Any]] = {}
 
 
@@ -119,7 +121,7 @@ def python_call(
     number = next(_numbers)
     with tf.init_scope(), tf.device("CPU:0"):
         # Filled, not constant, for the reason that ``compat.to_tensor`` tells.
-        captured = tf.fill([_CAPTURED_FROM], np.int64(number))
+        captured = tf.fill([_FEWEST_CAPTURED_ELEMENTS], np.int64(number))
     functions_by_number[number] = function
     weakref.finalize(captured, functions_by_number.pop, number, None)
     # In nested functions a capture has to pass through each graph in between.

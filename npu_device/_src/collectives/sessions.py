@@ -148,7 +148,6 @@ class SessionQueue:
 
     def run(
         self,
-        # Several executions of one operation may wait: a session may run in several threads.
         number: int,
         call: Call,
         values: Sequence[np.ndarray],
@@ -159,6 +158,7 @@ class SessionQueue:
         with self._changed:
             if self._closed:
                 raise self._destroyed()
+            # A session may run in several threads, so that several executions of one operation wait.
             self._queues.setdefault(number, deque()).append(queued)
             self._changed.notify_all()
         return queued.result.result()

@@ -29,10 +29,10 @@ SLURM_STEP_ID = optional(
 
 # MPI
 
-_RANK = "rank of this process"
-_SIZE = "number of ranks in the job"
-_LOCAL_RANK = "number of this process among the ranks of its host"
-_LOCAL_SIZE = "number of ranks on this host"
+_MEANING_OF_RANK = "rank of this process"
+_MEANING_OF_SIZE = "number of ranks in the job"
+_MEANING_OF_LOCAL_RANK = "number of this process among the ranks of its host"
+_MEANING_OF_LOCAL_SIZE = "number of ranks on this host"
 
 
 def _index(name: str, meaning: str) -> Variable[int | None]:
@@ -43,18 +43,18 @@ def _count(name: str, meaning: str) -> Variable[int | None]:
     return optional(name, forms.COUNT, f"{meaning}.")
 
 
-OMPI_COMM_WORLD_SIZE = _count("OMPI_COMM_WORLD_SIZE", _SIZE)
-OMPI_COMM_WORLD_RANK = _index("OMPI_COMM_WORLD_RANK", _RANK)
-OMPI_COMM_WORLD_LOCAL_RANK = _index("OMPI_COMM_WORLD_LOCAL_RANK", _LOCAL_RANK)
-OMPI_COMM_WORLD_LOCAL_SIZE = _count("OMPI_COMM_WORLD_LOCAL_SIZE", _LOCAL_SIZE)
+OMPI_COMM_WORLD_SIZE = _count("OMPI_COMM_WORLD_SIZE", _MEANING_OF_SIZE)
+OMPI_COMM_WORLD_RANK = _index("OMPI_COMM_WORLD_RANK", _MEANING_OF_RANK)
+OMPI_COMM_WORLD_LOCAL_RANK = _index("OMPI_COMM_WORLD_LOCAL_RANK", _MEANING_OF_LOCAL_RANK)
+OMPI_COMM_WORLD_LOCAL_SIZE = _count("OMPI_COMM_WORLD_LOCAL_SIZE", _MEANING_OF_LOCAL_SIZE)
 PMIX_NAMESPACE = optional("PMIX_NAMESPACE", forms.TEXT, "name of an Open MPI job.")
-PMI_SIZE = _count("PMI_SIZE", f"{_SIZE} (MPICH, Intel MPI, PALS)")
-PMI_RANK = _index("PMI_RANK", f"{_RANK} (MPICH, Intel MPI)")
-MPI_LOCALRANKID = _index("MPI_LOCALRANKID", f"{_LOCAL_RANK} (MPICH, Intel MPI)")
-MPI_LOCALNRANKS = _count("MPI_LOCALNRANKS", f"{_LOCAL_SIZE} (MPICH, Intel MPI)")
-PALS_RANKID = _index("PALS_RANKID", f"{_RANK} (PALS)")
-PALS_LOCAL_RANKID = _index("PALS_LOCAL_RANKID", f"{_LOCAL_RANK} (PALS)")
-PMI_LOCAL_SIZE = _count("PMI_LOCAL_SIZE", f"{_LOCAL_SIZE} (PALS)")
+PMI_SIZE = _count("PMI_SIZE", f"{_MEANING_OF_SIZE} (MPICH, Intel MPI, PALS)")
+PMI_RANK = _index("PMI_RANK", f"{_MEANING_OF_RANK} (MPICH, Intel MPI)")
+MPI_LOCALRANKID = _index("MPI_LOCALRANKID", f"{_MEANING_OF_LOCAL_RANK} (MPICH, Intel MPI)")
+MPI_LOCALNRANKS = _count("MPI_LOCALNRANKS", f"{_MEANING_OF_LOCAL_SIZE} (MPICH, Intel MPI)")
+PALS_RANKID = _index("PALS_RANKID", f"{_MEANING_OF_RANK} (PALS)")
+PALS_LOCAL_RANKID = _index("PALS_LOCAL_RANKID", f"{_MEANING_OF_LOCAL_RANK} (PALS)")
+PMI_LOCAL_SIZE = _count("PMI_LOCAL_SIZE", f"{_MEANING_OF_LOCAL_SIZE} (PALS)")
 PALS_APID = optional("PALS_APID", forms.TEXT, "name of a PALS job.")
 
 # torchrun

@@ -23,8 +23,8 @@ _LENGTH = 8  # numbers in the flag, as on the NPU; the first one counts
 _SLOPE = 1.702
 
 # The parabola in place of erf, and its top: Kim et al. 2021 (I-BERT), equation 8.
-_PARABOLA = -0.2888
-_TOP = 1.769
+_PARABOLA_FACTOR = -0.2888
+_PARABOLA_TOP = 1.769
 
 
 def fast_gelu(x: Any, name: str | None = None) -> tf.Tensor:
@@ -55,8 +55,8 @@ def fast_gelu_v2(x: Any, name: str | None = None) -> tf.Tensor:
     """
     with tf.name_scope(name or "FastGeluV2"):
         x = tf.convert_to_tensor(x)
-        clipped = tf.minimum(tf.abs(x) * 0.5**0.5, _TOP)
-        erf = tf.sign(x) * (_PARABOLA * tf.square(clipped - _TOP) + 1)
+        clipped = tf.minimum(tf.abs(x) * 0.5**0.5, _PARABOLA_TOP)
+        erf = tf.sign(x) * (_PARABOLA_FACTOR * tf.square(clipped - _PARABOLA_TOP) + 1)
         return 0.5 * x * (1 + erf)
 
 

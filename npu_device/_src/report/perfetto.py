@@ -15,7 +15,7 @@ from typing import Any
 
 from npu_device._src.trace.records import Iteration, RankTrace
 
-# Lines of a rank; each segment has one of its own.
+# Numbers of the lines of a rank in the viewer ("tid"). Each segment of gradients has one, from the last number on.
 _STEP = 0
 _PHASES = 1
 _FIRST_SEGMENT = 2

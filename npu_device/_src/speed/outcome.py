@@ -94,10 +94,12 @@ def outcome(start: TimedProcess, planned_setups: Sequence[Setup]) -> Outcome:
     if rounds:
         for setup in setups:
             # Divided by the samples of a step, of which there are more with a batch per rank.
-            share = 1
+            batches_per_step = 1
             if kinds.get(setup) in (_PER_RANK, _UNKNOWN_PER_RANK):
-                share = setup.ranks
-            speedups.append(_speedup(start, setup, rounds, share, rows_of_one, lost_cores))
+                batches_per_step = setup.ranks
+            speedups.append(
+                _speedup(start, setup, rounds, batches_per_step, rows_of_one, lost_cores)
+            )
     advice = _choice(start, speedups)
     # Remedies are for the number of ranks that is the fastest so far.
     best = max(speedups[1:], key=lambda speedup: speedup.ratio, default=None)
@@ -147,18 +149,18 @@ def _speedup(
     start: TimedProcess,
     setup: Setup,
     rounds: Sequence[Mapping[Setup, float]],
-    share: int,
+    batches_per_step: int,
     rows: float | None,
     lost_cores: float,
 ) -> Speedup:
-    """Return a line of the table; ``share`` is how many times the samples of one process a step trains."""
+    """Return a line of the table; ``batches_per_step`` counts batches of the size that one process has."""
     single = Setup(1)
-    ratios = sorted(share * times[single] / times[setup] for times in rounds)
+    ratios = sorted(batches_per_step * times[single] / times[setup] for times in rounds)
     low, high = spread(ratios)
     rate = 1 / statistics.median(times[setup] for times in rounds)
     samples = None
     if rows is not None:
-        samples = share * rows * rate
+        samples = batches_per_step * rows * rate
     memory = sum(rank.memory for rank in _times_of_run(start, setup, TRACED) or ())
     verdict = _verdict(low, high, len(rounds), lost_cores)
     parts = _parts(_analysis(start, setup))

@@ -97,9 +97,9 @@ class StepRecorder:
                 (module, "shard_and_rebatch_dataset", self._divide),
             )
         elif module is not tf:
-            self._install_keras(module)
+            self._wrap_keras(module)
 
-    def _install_keras(self, keras: Any) -> None:
+    def _wrap_keras(self, keras: Any) -> None:
         classes = [layer for _, layer in inspect.getmembers(keras.layers, inspect.isclass)]
         adapted = [layer for layer in classes if "adapt" in vars(layer)]
         # Taken from the class that defines it, since Keras compares the two when it loads a model.

@@ -27,7 +27,7 @@ from npu_device._src.world.share import content
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
-_NOTES = "fit"
+_FIT_KEY = "fit"
 _INNER = "_npu_inner"
 # The suffix that Keras gives to further objects of a class. It depends on what a script made before.
 _KERAS_SUFFIX = re.compile(r"_\d+(?=[/:]|$)")
@@ -260,13 +260,13 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         data = {"number": position.number, "passed": position.passed, "first": position.checksums}
         data["samples"] = position.samples
         notes = {"epoch": self._epoch, "step": self._step, "data": data, "ended_of": ended_of}
-        return {_NOTES: {**notes, "metrics": self._metric_names}}
+        return {_FIT_KEY: {**notes, "metrics": self._metric_names}}
 
     def _position_to_resume(self) -> dict[str, Any] | None:
         notes = self._job.peek()
         if notes is None:
             return None
-        position: dict[str, Any] = notes.get(_NOTES, {})
+        position: dict[str, Any] = notes.get(_FIT_KEY, {})
         epochs = self.params["epochs"]
         # Without an epoch, it isn't the checkpoint of a fit.
         if position.get("epoch", epochs) < epochs:

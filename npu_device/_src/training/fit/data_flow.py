@@ -75,7 +75,7 @@ class DataFlow:
                 draws |= reach.draws
         return draws
 
-    # What a step decides by values, and what it assigns
+    # The tensors by which branches and loops decide, and those assigned to variables
 
     def decisions(self) -> Iterator[list[tf.Tensor]]:
         """Yield tensors of this graph by which its branches and loops, and those inside them, decide."""

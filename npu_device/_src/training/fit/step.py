@@ -29,7 +29,7 @@ from npu_device._src.world.share import Share, content, is_divided, share_of_bat
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
-_COMPUTED = (
+_COMPUTED_LOGS_WARNING = (
     "the step of a replicated %s computes %s from a metric's result. In the step that is the result of this rank's "
     "samples, so that the logs hold the mean of what the ranks compute.\nWhat to do: compute it in a metric class, or "
     "in a callback from the logs, which hold the results of all ranks."
@@ -95,13 +95,13 @@ def _take(context: StepContext, batch: Any) -> Any:
     # Plain tensors travel in one call, since their sizes are known; for the rest, each size has to be sent first.
     plain = [leaf for leaf in leaves if _is_sent_as_it_is(leaf)]
     arrived = iter(context.world.from_root(plain))
-    as_bytes = functools.partial(_sent_as_bytes, context.world)
+    broadcast = functools.partial(_broadcast_as_bytes, context.world)
     leaves_of_root = []
     for leaf in leaves:
         if _is_sent_as_it_is(leaf):
             leaves_of_root.append(next(arrived))
         else:
-            leaves_of_root.append(tf.nest.map_structure(as_bytes, leaf, expand_composites=True))
+            leaves_of_root.append(tf.nest.map_structure(broadcast, leaf, expand_composites=True))
     return tf.nest.pack_sequence_as(batch, leaves_of_root)
 
 
@@ -113,7 +113,7 @@ def _is_sent_as_it_is(leaf: Any) -> bool:
     )
 
 
-def _sent_as_bytes(world: World, tensor: Any) -> Any:
+def _broadcast_as_bytes(world: World, tensor: Any) -> Any:
     """Return rank 0's tensor: strings, or parts of sparse and ragged ones, whose sizes the other ranks don't know."""
     if tensor is None:
         return None
@@ -218,7 +218,9 @@ class Step:
         if isinstance(logs, dict):
             ids = set(map(id, leaves))
             names = [repr(name) for name, leaf in logs.items() if id(leaf) in ids]
-        _log.warning(_COMPUTED, type(self._context.model).__name__, ", ".join(names) or "logs")
+        _log.warning(
+            _COMPUTED_LOGS_WARNING, type(self._context.model).__name__, ", ".join(names) or "logs"
+        )
 
     def _numbers_of_all_ranks(
         self, leaves: Sequence[Any], are_sums: Sequence[bool | None]

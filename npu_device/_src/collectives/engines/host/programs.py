@@ -212,7 +212,7 @@ class _SharedReduction:
         # The elements of a member's piece that travel in one round.
         elements = channel.slot_bytes // stream.dtype.itemsize
         self._chunk = max(1, elements // size // aligned * aligned)
-        # A member's piece of a block: a whole slot if publishing costs one copy, else what it gets in one round.
+        # A member's piece of a block: where one copy reaches all members, as many chunks as fit into a slot; else one.
         self._piece = self._chunk
         if channel.reaches_all:
             slot = channel.slot_bytes // wire.dtype.itemsize
