@@ -149,6 +149,7 @@ def test_a_node_stops_an_attempt_that_it_is_told_to_begin_and_to_stop_at_once(
         hello = next(messages)
         assert (hello["do"], hello["node"]) == ("hello", 1)
         plan = {"do": "plan", "count": 0, "nodes": [0, 1], "job_id": "job", "port": free_port()}
+        plan["copies"] = [" 1", " 1"]  # no port takes copies there
         link.connection.sendall(
             b"".join(map(frames.encode, (plan, {"do": "stop", "why": "a rank failed"})))
         )
