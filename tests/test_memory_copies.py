@@ -231,8 +231,6 @@ def test_a_lost_host_costs_few_steps(
         *(bodies.__file__, directory, str(victim), "host"),
         limit=300,
         NPU_DEVICE_SSH=str(ssh),
-        # The order in which other engines add between hosts differs from start to start.
-        NPU_DEVICE_BACKEND="tcp",
     )
     told = done.stderr.decode()
     assert done.returncode == 0, told

@@ -7,12 +7,13 @@ host has; all directories get all files.
 
 from __future__ import annotations
 
+import functools
 import secrets
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -22,7 +23,6 @@ from npu_device._src.training.checkpoint.memory_slots import (
     Key,
     Record,
     Slot,
-    Span,
     close_slots,
     copies,
     directories,
@@ -40,19 +40,8 @@ SHARED = "shared"
 ALONE = "alone"
 FILE = "file"
 _PIECE = "piece-"  # begin of the names of files that become the shared ones together
+_INDEX = ".index"
 _PROBLEM = "the newest copy in memory can't be written:"
-
-
-class _Complete(NamedTuple):
-    """A copy that the hosts together have, newer than the checkpoints on the disk."""
-
-    key: Key
-    writers: dict[int, int]  # by rank of the copy, the rank that writes its part
-
-    @property
-    def root(self) -> int:
-        """Return the rank that has the part of rank 0, whose values are written as those of all."""
-        return self.writers[0]
 
 
 def to_disk(
@@ -66,15 +55,13 @@ def to_disk(
         CheckpointError: the files can't be written; on all ranks.
     """
     on_host = copies(slots, str(directory))
-    for complete in _newer(world, storage, on_host, directory):
-        partial = directory / folder.partial_name(complete.key[1], storage.token)
-        try:
-            if _write(world, storage, on_host.get(complete.key, {}), complete, partial):
-                _finish(world, storage, on_host.get(complete.key, {}), complete, partial)
-                return complete.key[1]
-        finally:
-            if storage.is_keeper:
-                shutil.rmtree(partial, ignore_errors=True)
+    for key, writers in _newer(world, storage, on_host, directory):
+        _, step = key
+        checkpoint = _CheckpointOfCopy(
+            world, storage, directory, step, writers, on_host.get(key, {})
+        )
+        if checkpoint.write():
+            return step
     return None
 
 
@@ -83,8 +70,10 @@ def _newer(
     storage: Storage,
     on_host: Mapping[Key, Mapping[int, Slot]],
     directory: Path,
-) -> Iterator[_Complete]:
-    """Yield the complete copies that are newer than the newest checkpoint, newest first; the same on all ranks."""
+) -> Iterator[tuple[Key, dict[int, int]]]:
+    """Yield the keys of complete copies that are newer than the newest checkpoint, newest first, and who writes them:
+    by rank of the copy, the first rank of a host that has its part. All ranks get the same.
+    """
     listed = []
     for key, by_rank in on_host.items():
         size = next(iter(by_rank.values())).header["manifest"]["world_size"]
@@ -101,81 +90,148 @@ def _newer(
                 writers.setdefault(key, {}).setdefault(rank, writer)
     for key in sorted(sizes, reverse=True):
         if key[1] > newest and set(writers[key]) == set(range(sizes[key])):
-            yield _Complete(key, writers[key])
+            yield key, writers[key]
 
 
-def _write(
-    world: World | None,
-    storage: Storage,
-    by_rank: Mapping[int, Slot],
-    complete: _Complete,
-    partial: Path,
-) -> bool:
-    """Write the files of the parts; return False if some of the memory is damaged."""
-    spans = {identity(span.record): span for slot in by_rank.values() for span in slot.spans()}
-    written = sorted(rank for rank, writer in complete.writers.items() if writer == storage.rank)
-    common = []
-    if storage.rank == complete.root:
-        common = _of_kind(by_rank[0].header["records"], SHARED)
-    checksums = {_name(record): record["crc"] for record in common}
-    if world is not None:
-        checksums = world.object_from_root(checksums, complete.root)
+class _CheckpointOfCopy:
+    """The checkpoint that becomes of a complete copy; all ranks make the same calls."""
 
-    def write() -> bool:
-        partial.mkdir(exist_ok=True)
+    def __init__(
+        self,
+        world: World | None,
+        storage: Storage,
+        directory: Path,
+        step: int,
+        writers: dict[int, int],
+        by_rank: Mapping[int, Slot],
+    ) -> None:
+        self._world = world
+        self._storage = storage
+        self._directory = directory
+        self._step = step
+        self._partial = directory / folder.partial_name(step, storage.token)
+        self._records = {
+            rank: slot.header["records"]
+            for rank, slot in by_rank.items()
+            if writers[rank] == storage.rank
+        }
+        self._spans = {
+            identity(span.record): span for slot in by_rank.values() for span in slot.spans()
+        }
+        # The values of rank 0 are written as those of all.
+        self._common: list[Record] = []
+        header: dict[str, Any] = {}
+        if 0 in self._records:
+            self._common = _of_kind(self._records[0], SHARED)
+            header = {name: by_rank[0].header[name] for name in ("manifest", "keep")}
+        sent = header, {_name(record): record["crc"] for record in self._common}
+        if world is not None:
+            sent = world.object_from_root(sent, writers[0])
+        self._header, self._checksums = sent
+
+    def write(self) -> bool:
+        """Write all files; return False, without a checkpoint, if some of the memory is damaged."""
         try:
-            for rank in written:
-                _write_part(partial, rank, by_rank[rank].header["records"], spans, checksums)
-            named = [(record["name"], record) for record in common]
-            _save(partial / f"{_PIECE}{folder.SHARED}", named, spans)
-        except _DamagedError:
-            return False
+            written = on_all_ranks(self._world, self._write_parts, _PROBLEM)
+            if None in written:
+                return False
+            self._send(written)
+            files = {name: sums for by_name in written for name, sums in by_name.items()}
+            # The checkpoint is whole on all hosts before any of them names it.
+            for stage in (functools.partial(self._finish, files), self._name_latest):
+                on_all_ranks(
+                    self._world, stage if self._storage.is_keeper else lambda: None, _PROBLEM
+                )
+        finally:
+            if self._storage.is_keeper:
+                shutil.rmtree(self._partial, ignore_errors=True)
         return True
 
-    return all(on_all_ranks(world, write, _PROBLEM))
+    def _write_parts(self) -> dict[str, list[int]] | None:
+        """Return size and checksum of each file, those of pieces without; None if some of the memory is damaged."""
+        self._partial.mkdir(exist_ok=True)
+        piece = f"{_PIECE}{self._storage.rank}-"
+        files: dict[str, list[int]] = {}
+        try:
+            for rank, records in self._records.items():
+                self._write_part(rank, records, f"{piece}{rank}")
+                files |= folder.sync_files(self._partial, folder.own_prefix(rank))
+            self._save(
+                f"{piece}{folder.SHARED}", [(record["name"], record) for record in self._common]
+            )
+        except _DamagedError:
+            return None
+        files.update((path.name, []) for path in self._partial.glob(f"{piece}*"))
+        return files
 
+    def _write_part(self, rank: int, records: Sequence[Record], piece: str) -> None:
+        """Write what a rank has of its own, and its piece of the shared files."""
+        prefix = folder.own_prefix(rank)
+        differing = []
+        for record in _of_kind(records, SHARED):
+            # What isn't a variable is taken from one rank only, as on the disk.
+            if record["path"] is not None and record["crc"] != self._checksums.get(_name(record)):
+                differing.append((record["path"], record))
+        self._save(f"{prefix}.differing", differing)
+        self._save(piece, [(record["name"], record) for record in _of_kind(records, ALONE)])
+        for record in _of_kind(records, FILE):
+            content = bytes(self._content(record))
+            # The list of variables that differ was found after the record of the rank had been made.
+            if record["name"] == f"{prefix}.json":
+                state = from_json(content.decode())
+                state["differing"] = [path for path, _ in differing]
+                content = to_json(state).encode()
+            (self._partial / record["name"]).write_bytes(content)
 
-def _finish(
-    world: World | None,
-    storage: Storage,
-    by_rank: Mapping[int, Slot],
-    complete: _Complete,
-    partial: Path,
-) -> None:
-    """Complete the checkpoint in all directories."""
-    # Ranks may share the directory: which of the files this one has written is known by their names.
-    prefixes = []
-    for rank, writer in complete.writers.items():
-        if writer == storage.rank:
-            prefixes += [folder.own_prefix(rank), f"{_PIECE}{folder.own_prefix(rank)}"]
-    header = None
-    if storage.rank == complete.root:
-        prefixes.append(f"{_PIECE}{folder.SHARED}")
-        header = by_rank[0].header
-    names = [path.name for path in partial.iterdir() if path.name.startswith(tuple(prefixes))]
-    gathered = gather(world, (sorted(names), header))
-    if world is not None and len(set(storage.keepers)) > 1:
-        for root, (sent, _) in enumerate(gathered):
-            takes = storage.is_keeper and storage.keepers[root] != storage.rank
-            selection.send_files(world, partial, sent, root, takes)
-    header = gathered[complete.root][1]
-    directory = partial.parent
+    def _save(self, prefix: str, saved: Sequence[tuple[str, Record]]) -> None:
+        if saved:
+            tf.raw_ops.SaveV2(
+                prefix=str(self._partial / prefix),
+                tensor_names=[name for name, _ in saved],
+                shape_and_slices=[record["part"] for _, record in saved],
+                tensors=[_tensor_of(record, self._content(record)) for _, record in saved],
+            )
 
-    def finish() -> None:
-        _merge(partial)
-        manifest = dict(header["manifest"])
-        manifest["files"] = folder.sync_files(partial, folder.SHARED)
-        for rank in complete.writers:
-            manifest["files"] |= folder.sync_files(partial, folder.own_prefix(rank))
-        folder.finish(directory, partial.name, complete.key[1], manifest)
+    def _content(self, record: Record) -> memoryview:
+        span = self._spans.get(identity(record))
+        content = None
+        if span is not None:
+            content = read(span)
+        if content is None:
+            raise _DamagedError
+        return content
 
-    def name_latest() -> None:
-        folder.name_latest(directory, complete.key[1])
-        selection.warn_of_remains(folder.keep_only(directory, complete.key[1], header["keep"]))
+    def _send(self, written: Sequence[dict[str, list[int]]]) -> None:
+        """Let all directories have the files of all ranks."""
+        keepers = self._storage.keepers
+        if self._world is None or len(set(keepers)) == 1:
+            return
+        for root, files in enumerate(written):
+            takes = self._storage.is_keeper and keepers[root] != self._storage.rank
+            selection.send_files(self._world, self._partial, sorted(files), root, takes)
 
-    # The checkpoint is whole on all hosts before any of them names it.
-    for stage in (finish, name_latest):
-        on_all_ranks(world, stage if storage.is_keeper else lambda: None, _PROBLEM)
+    def _finish(self, files: dict[str, list[int]]) -> None:
+        pieces = [name for name in sorted(files) if name.startswith(_PIECE)]
+        tf.raw_ops.MergeV2Checkpoints(
+            checkpoint_prefixes=[
+                str(self._partial / name[: -len(_INDEX)])
+                for name in pieces
+                if name.endswith(_INDEX)
+            ],
+            destination_prefix=str(self._partial / folder.SHARED),
+            delete_old_dirs=False,
+        )
+        for name in pieces:
+            (self._partial / name).unlink(missing_ok=True)
+        manifest = dict(self._header["manifest"])
+        manifest["files"] = folder.sync_files(self._partial, folder.SHARED)
+        manifest["files"] |= {name: sums for name, sums in files.items() if sums}
+        folder.finish(self._directory, self._partial.name, self._step, manifest)
+
+    def _name_latest(self) -> None:
+        folder.name_latest(self._directory, self._step)
+        remains = folder.keep_only(self._directory, self._step, self._header["keep"])
+        selection.warn_of_remains(remains)
 
 
 class _DamagedError(Exception):
@@ -190,71 +246,12 @@ def _of_kind(records: Sequence[Record], kind: str) -> list[Record]:
     return [record for record in records if record["kind"] == kind]
 
 
-def _write_part(
-    partial: Path,
-    rank: int,
-    records: Sequence[Record],
-    spans: Mapping[Any, Span],
-    checksums: Mapping[str, int],
-) -> None:
-    """Write what a rank has of its own, given the checksums of what is written as that of all."""
-    prefix = folder.own_prefix(rank)
-    differing = []
-    for record in _of_kind(records, SHARED):
-        # What isn't a variable is taken from one rank only, as on the disk.
-        if record["path"] is not None and record["crc"] != checksums.get(_name(record)):
-            differing.append((record["path"], record))
-    _save(partial / f"{prefix}.differing", differing, spans)
-    alone = [(record["name"], record) for record in _of_kind(records, ALONE)]
-    _save(partial / f"{_PIECE}{prefix}", alone, spans)
-    for record in _of_kind(records, FILE):
-        content = bytes(_content(record, spans))
-        # The list of variables that differ was found after the record of the rank had been made.
-        if record["name"] == f"{prefix}.json":
-            state = from_json(content.decode())
-            state["differing"] = [path for path, _ in differing]
-            content = to_json(state).encode()
-        (partial / record["name"]).write_bytes(content)
-
-
-def _content(record: Record, spans: Mapping[Any, Span]) -> memoryview:
-    span = spans.get(identity(record))
-    content = None
-    if span is not None:
-        content = read(span)
-    if content is None:
-        raise _DamagedError
-    return content
-
-
-def _save(prefix: Path, saved: Sequence[tuple[str, Record]], spans: Mapping[Any, Span]) -> None:
-    if saved:
-        tf.raw_ops.SaveV2(
-            prefix=str(prefix),
-            tensor_names=[name for name, _ in saved],
-            shape_and_slices=[record["part"] for _, record in saved],
-            tensors=[_tensor_of(record, _content(record, spans)) for _, record in saved],
-        )
-
-
 def _tensor_of(record: Record, content: memoryview) -> tf.Tensor:
     if record["dtype"] == "string":
         return tf.io.parse_tensor(bytes(content), tf.string)
     dtype = tf.as_dtype(record["dtype"])
     array = np.frombuffer(content, dtype.as_numpy_dtype)
     return tf.constant(array.reshape(record["shape"]), dtype)
-
-
-def _merge(partial: Path) -> None:
-    """Make one set of the pieces of the shared files."""
-    pieces = sorted(partial.glob(f"{_PIECE}*.index"))
-    tf.raw_ops.MergeV2Checkpoints(
-        checkpoint_prefixes=[str(path.with_suffix("")) for path in pieces],
-        destination_prefix=str(partial / folder.SHARED),
-        delete_old_dirs=False,
-    )
-    for path in partial.glob(f"{_PIECE}*"):
-        path.unlink()
 
 
 def main(address: str) -> None:
