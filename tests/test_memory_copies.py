@@ -71,7 +71,7 @@ class Hosts:
         self._opened = contextlib.ExitStack()
         self.memories = [Memory(ranks, has_neighbour=True) for _ in range(2)]
         self.neighbours = [
-            self._opened.enter_context(Neighbour(memory, SECRET, self.said.append))
+            self._opened.enter_context(Neighbour(memory, SECRET, "127.0.0.1", self.said.append))
             for memory in self.memories
         ]
         for host, neighbour in enumerate(self.neighbours):

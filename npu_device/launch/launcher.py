@@ -52,7 +52,7 @@ def run(options: Options, starter: Starter | None = None) -> int:
                 finally:
                     _write_copies(launch)
             assert memory is not None
-            with Neighbour(memory, job_secret, console.say) as neighbour:
+            with Neighbour(memory, job_secret, options.master_addr, console.say) as neighbour:
                 if options.node_rank > 0:
                     return Member(launch, job_secret, options.master_addr, neighbour).run()
                 with Leader(launch, job_secret) as leader:

@@ -37,14 +37,17 @@ class Neighbour:
         port: where this host takes copies.
     """
 
-    def __init__(self, memory: Memory, secret: bytes, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, memory: Memory, secret: bytes, leader: str, say: Callable[[str], None]
+    ) -> None:
         # A slot has the header that it was last asked for: each thread has objects of its own.
         self._sent = [Slot(slot.descriptor) for slot in memory.slots]
         self._copied = [Slot(slot.descriptor) for slot in memory.slots]
         self._received = memory.received
         self._secret = secret + _OF_COPIES
         self._say = say
-        self._listener = ports.listen_on_free(NPU_DEVICE_PORT_RANGE.get())
+        # With node 0 on the loopback, all nodes are on this host.
+        self._listener = ports.listen_on_free(NPU_DEVICE_PORT_RANGE.get(), (leader,))
         self.port: int = self._listener.getsockname()[1]
         self._address: Address | None = None
         self._connection: tuple[Address, TimedConnection] | None = None
@@ -95,12 +98,12 @@ class Neighbour:
                 self._send(address, number, slot)
         except (OSError, LookupError, TypeError) as error:
             self._disconnect()
-            if not self._is_told:
+            if not self._is_told and address is not None:
                 self._is_told = True
-                host, port = address or ("", 0)
                 self._say(
-                    f"the copies in memory of this host can't be sent to {host}, port {port}: {error}.\nIf this host "
-                    "is lost, the job goes on from the disk."
+                    f"the copies in memory of this host can't be sent to {ports.join_address(*address)}: {error}.\n"
+                    "Until they can, the job resumes from an older copy or the disk when this host is lost.\n"
+                    "What to do: let all hosts of the job reach each other at the ports of NPU_DEVICE_PORT_RANGE."
                 )
         # The ranks make no other copy before, and go on copying without a neighbour.
         if slot.look() and slot.key == key:
