@@ -215,11 +215,13 @@ def _pair_of(group: Group, source: int, destination: int, tag: int) -> Group:
         raise ValueError(
             f"tag {tag} is too large; expected a whole number from {-_TAGS} to {_TAGS - 1}"
         )
-    me = group.ranks[group.rank]
+    own_rank = group.ranks[group.rank]
     ranks = tuple(sorted((group.ranks[source], group.ranks[destination])))
     # Each direction has a queue of its own, so that two ranks can send to each other under one tag.
     tag = 2 * tag + (source < destination)
-    return Group(f"{group.name}/{ranks[0]}-{ranks[1]}", ranks, ranks.index(me), group.name, tag)
+    return Group(
+        f"{group.name}/{ranks[0]}-{ranks[1]}", ranks, ranks.index(own_rank), group.name, tag
+    )
 
 
 def gather_ragged(engine: AgreedEngine, tensor: tf.Tensor) -> tf.Tensor:

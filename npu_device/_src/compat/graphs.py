@@ -430,7 +430,7 @@ _DRAWS = re.compile(
 _HARMLESS = re.compile(r"Assert|PrintV2|NoOp|Placeholder|VarHandleOp|Cudnn|Timestamp|EnsureShape")
 
 
-def is_in(graph: Any, tensor: Any) -> bool:
+def is_in_graph(graph: Any, tensor: Any) -> bool:
     """Return True for a tensor of a graph itself, not of a branch or a loop in it, and not an eager one."""
     return bool(tf.is_symbolic_tensor(tensor)) and tensor.graph is graph
 

@@ -395,8 +395,8 @@ def _all_segments(
 ) -> list[Sequence[int]]:
     """Return the positions of the gradients of each segment; gradients without one are segments of their own."""
     placed = {position for positions in segments for position in positions}
-    single = [position for position, gradient in enumerate(gradients) if gradient is not None]
-    return [*segments, *([position] for position in single if position not in placed)]
+    known = [position for position, gradient in enumerate(gradients) if gradient is not None]
+    return [*segments, *([position] for position in known if position not in placed)]
 
 
 def _bounds(lengths: Iterable[int]) -> tuple[tuple[int, int], ...]:

@@ -317,7 +317,7 @@ def pipeline(
         return mapped.batch(size, drop_remainder).prefetch(tf.data.AUTOTUNE)
     _require_pure(call, source.element_spec)
     _require_same(world, source)
-    source = _in_order(source)
+    source = _in_source_order(source)
     begin, end = _rows_of_rank(world, size)
     tagged_rows = source.window(size, drop_remainder=drop_remainder).flat_map(_cut(begin, end))
     mapped = tagged_rows.map(lambda tag, sample: (tag, call(sample)), num_parallel_calls)
@@ -349,7 +349,7 @@ def _on_samples(map: Callable[..., Any], has_seeds: bool) -> Callable[[Any], Any
     return call
 
 
-def _in_order(source: tf.data.Dataset) -> tf.data.Dataset:
+def _in_source_order(source: tf.data.Dataset) -> tf.data.Dataset:
     """Return a dataset whose elements have the same order on all ranks."""
     options = tf.data.Options()
     options.deterministic = True

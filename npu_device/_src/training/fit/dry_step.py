@@ -176,18 +176,18 @@ class DryStep:
         """Return the tensors of which ``StepResults`` are made, and what the ranks send."""
         graph = self._world.graph
         flat = tf.nest.flatten(self._weighted, expand_composites=True)
-        if not all(compat.is_in(graph, tensor) for tensor in flat):
+        if not all(compat.is_in_graph(graph, tensor) for tensor in flat):
             raise NotChecked("the step applies gradients in a branch or a loop")
         # A model that its step has never called has no losses.
         with contextlib.suppress(AttributeError, ValueError):
             losses = self._context.model.losses
-            self.losses += [loss for loss in losses if compat.is_in(graph, loss)]
+            self.losses += [loss for loss in losses if compat.is_in_graph(graph, loss)]
         if self._choose is not None:
             self.chosen = self._choose(graph)
         for name, number in self.step.numbers.items():
             if _is_number(number):
                 tensor = tf.convert_to_tensor(number)
-                if compat.is_in(graph, tensor):
+                if compat.is_in_graph(graph, tensor):
                     self.numbers[name] = tensor
         gradients = list(map(_without_slices, self._weighted))
         losses = list(map(tf.reduce_sum, self.losses))
@@ -336,7 +336,7 @@ class _VirtualRanks:
 
     def _exchange(self, tensor: tf.Tensor, joins: bool) -> tf.Tensor:
         tensor = tf.convert_to_tensor(tensor)
-        if not compat.is_in(self.graph, tensor):
+        if not compat.is_in_graph(self.graph, tensor):
             raise NotChecked("the ranks exchange values in a branch or a loop of the step")
         # Made outside of the graph, so that the values remain from one run to the next.
         with tf.init_scope():

@@ -197,7 +197,7 @@ class _KerasFamily(_Keras):
             if not is_wrapped(self):
                 finite = on_all_ranks(finite)
 
-        def settle(finite: tf.Tensor, apply: Callable[[], Any]) -> None:
+        def apply_if_finite(finite: tf.Tensor, apply: Callable[[], Any]) -> None:
             # Decided by a condition of the graph, since the other branch must not move variables.
             tf.cond(finite, lambda: _discard(apply()), lambda: _discard(self._skip()))
             self._last_step.finite.assign(finite)
@@ -205,14 +205,14 @@ class _KerasFamily(_Keras):
                 self._update_scale(finite)
 
         if not tf.distribute.has_strategy():
-            settle(finite, lambda: apply(gradients))
+            apply_if_finite(finite, lambda: apply(gradients))
             return
 
         # Under a strategy, optimizers leave the replica context to update variables, which is impossible in a branch of
         # a condition; and variables like the scale can only be assigned outside it.
         def outside(strategy: Any, finite: Any, gradients: Any) -> None:
             everywhere = tf.reduce_all(strategy.experimental_local_results(finite))
-            settle(
+            apply_if_finite(
                 everywhere,
                 lambda: strategy.extended.call_for_each_replica(apply, args=(gradients,)),
             )

@@ -244,7 +244,7 @@ class Channel(Protocol):
         resumes it.
         """
 
-    def settle(self) -> None:
+    def note_joined(self) -> None:
         """Note that the first operation has ended, and so all members have come; or that the group is destroyed."""
 
     def close(self) -> None: ...

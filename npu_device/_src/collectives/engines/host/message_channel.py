@@ -51,7 +51,7 @@ class MessageChannel:
         """Start to receive the next message of a member: uint8, shape [n], as many as it has sent."""
         raise NotImplementedError
 
-    def settle(self) -> None:
+    def note_joined(self) -> None:
         """Do nothing: no secret is withdrawn when all members have come."""
 
     def run(self, rounds: Iterator[Round], head: Head | None) -> Program:

@@ -93,7 +93,7 @@ class HostQueue:
         self._thread: threading.Thread | None = None
         # The first error that isn't a mismatch: all later operations fail with it.
         self._broken: BaseException | None = None
-        self._settled = self._closed = False
+        self._all_have_joined = self._closed = False
 
     def start(
         self,
@@ -202,9 +202,9 @@ class HostQueue:
             # All members see the mismatch in the same step, so the channel stays usable.
             except Mismatch:
                 pending.error = pending.refuse()
-            if not self._settled:
-                self._settled = True
-                channel.settle()
+            if not self._all_have_joined:
+                self._all_have_joined = True
+                channel.note_joined()
         except BaseException as error:
             pending.error = error
             # After any other error the members are no longer at the same step, so that the channel is useless.
