@@ -54,7 +54,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "version": str,
         "count": int,
         "nodes": [int],
-        "copies": int,
+        # Other versions, whose difference is an error, have none.
+        "copies": (int, type(None)),
     },
     "failed": {"what": str},
     "preempted": {},

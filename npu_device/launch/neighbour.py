@@ -16,6 +16,7 @@ from typing import Any, Callable
 from npu_device._src.cluster import handshake, ports
 from npu_device._src.cluster.handshake import TimedConnection
 from npu_device._src.cluster.time_limits import (
+    CONNECT_SECONDS,
     COPY_END_SECONDS,
     COPY_LOOK_SECONDS,
     COPY_SEND_SECONDS,
@@ -74,7 +75,7 @@ class Neighbour:
             with contextlib.suppress(OSError):
                 self._connection[1].connection.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(COPY_SEND_SECONDS)
+            thread.join(CONNECT_SECONDS)
 
     def send_to(self, address: Address | None) -> None:
         """Send copies to another host from now on; None for none."""
@@ -96,7 +97,8 @@ class Neighbour:
         try:
             if address is not None:
                 self._send(address, number, slot)
-        except (OSError, LookupError, TypeError) as error:
+        # Whatever it is, training goes on.
+        except Exception as error:
             self._disconnect()
             if not self._is_told and address is not None:
                 self._is_told = True
@@ -187,11 +189,11 @@ class Neighbour:
     def _held(self, key: Key) -> set[Any]:
         """Return what this host has of a copy itself, once it is made: all hosts make it at the same time."""
         deadline = time.monotonic() + COPY_END_SECONDS
-        copied: list[Slot] = []
-        while len(copied) < len(self._copied) // SLOTS and time.monotonic() < deadline:
-            time.sleep(COPY_LOOK_SECONDS)
+        while True:
             copied = [slot for slot in self._copied if slot.look() and slot.key == key]
-        return {identity(span.record) for slot in copied for span in slot.spans()}
+            if len(copied) >= len(self._copied) // SLOTS or time.monotonic() > deadline:
+                return {identity(span.record) for slot in copied for span in slot.spans()}
+            time.sleep(COPY_LOOK_SECONDS)
 
 
 def _answer(connection: TimedConnection) -> dict[str, Any]:
