@@ -223,8 +223,9 @@ def test_without_a_traceback_the_last_lines_are_told(
     )
     done = npurun(source)
     assert done.returncode == code
-    assert last_lines(done.stderr).splitlines()[1:] == [
-        f"noise {number}" for number in range(980, 1000)
+    assert last_lines(done.stderr).splitlines() == [
+        "the last lines of its error output:",
+        *[f"noise {number}" for number in range(980, 1000)],
     ]
 
 

@@ -436,6 +436,9 @@ class Attempt:
             output = self._log_file(self._options.log_dir, first_failure.rank)
             self._console.say(f"its output is in {output}")
         text, left_out = without_libraries(errors)
+        # Without a heading, these lines would look like those of a new start.
+        if text and not any(error.header for error in errors):
+            self._console.say("the last lines of its error output:")
         # The script may hold surrogates that no encoding takes.
         self._console.write(2, text.encode(errors="backslashreplace"))
         if left_out:

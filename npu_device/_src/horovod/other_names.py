@@ -11,7 +11,7 @@ _INSTEAD = {
     "global_process_set": "leave process_set out",
     **dict.fromkeys(("ProcessSet", "add_process_set", "remove_process_set"), _SETS),
     "join": "give every rank the same number of steps; npu.distribute.weighted_mean takes ranks without samples",
-    "elastic": "npurun --max-restarts with npu.callbacks.FitCheckpoint (npurun docs reliability)",
+    "elastic": "npurun --max-restarts with npu.train.FitCheckpoint (npurun docs reliability)",
     "BestModelCheckpoint": "ModelCheckpoint(file, save_best_only=True) of Keras on rank 0, after MetricAverageCallback",
     **dict.fromkeys(
         ("start_timeline", "stop_timeline"), "HOROVOD_TIMELINE=FILE, or npurun --trace DIR"
