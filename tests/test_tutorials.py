@@ -59,9 +59,11 @@ def test_two_machines(tmp_path: Path) -> None:
     """What a job prints on two hosts is what it prints on one, but for the names of hosts and the open ports; the
     command of the page starts a rank on each.
     """
-    command = "npurun --hosts hostA:1,hostB:1 train.py"
+    engine, command = "NPU_DEVICE_BACKEND=tcp", "npurun --hosts hostA:1,hostB:1 train.py"
     differs = re.compile(r"ranks \(|are open to everyone")
-    of_two = {line for line in shown("two_machines", command) if not differs.search(line)}
+    of_two = {
+        line for line in shown("two_machines", f"{engine} {command}") if not differs.search(line)
+    }
     assert of_two <= set(shown("fit", "npurun -n 2 train.py"))
     ssh = tmp_path / "ssh"
     ssh.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
@@ -70,7 +72,11 @@ def test_two_machines(tmp_path: Path) -> None:
         "import os; print(os.environ['RANK_ID'], 'of', os.environ['RANK_SIZE'])"
     )
     meeting = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
-    variables = {"NPU_DEVICE_SSH": str(ssh), "PATH": os.environ["PATH"]}
+    variables = {
+        "NPU_DEVICE_SSH": str(ssh),
+        "PATH": os.environ["PATH"],
+        "NPU_DEVICE_BACKEND": "tcp",
+    }
     done = npurun(*command.split()[1:-1], *meeting, "train.py", cwd=tmp_path, **variables)
     printed = (done.stdout + done.stderr).decode()
     assert done.returncode == 0, printed
