@@ -191,6 +191,24 @@ def is_set_by_gradient(variable: Any) -> bool:
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
+SUM_OVER_REPLICAS = "_all_reduce_sum_gradients"
+"""The method of Keras 3's optimizers that adds up gradients over the replicas of a strategy of tf.distribute."""
+
+
+def sums_over_replicas(aggregate: Any) -> bool:
+    """Return True for tf-keras's own function that adds up gradients over the replicas of a strategy, if there is one
+    replica. Without it, TensorFlow keeps no graph: for each reduction it registers a gradient, which refers to the
+    graph forever (``_graph_mode_decorator`` in tensorflow/python/ops/custom_gradient.py).
+    """
+    is_own = belongs_to_keras(aggregate) and aggregate.__name__ == "aggregate_gradients"
+    return is_own and not tf.distribute.has_strategy()
+
+
+def note_missing_gradients(aggregate: Any, pairs: list[Any]) -> None:
+    """Warn of gradients that are None, as the function does; raise ValueError if all are."""
+    aggregate.__globals__["optimizer_utils"].filter_empty_gradients(pairs)
+
+
 def steps_made(optimizer: Any) -> Any:
     """Return the variable in which an optimizer counts steps, also those that only add up gradients."""
     if hasattr(optimizer, "gradient_accumulation_steps"):

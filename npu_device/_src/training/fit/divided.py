@@ -8,6 +8,7 @@ are cut before the map, so that batches, order and numbers are those of one proc
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 import sys
@@ -156,19 +157,35 @@ def rows_of_rank(world: World, model: Any, sequence: Any) -> Any:
     begin, end = _rows_of_rank(world, int(rows_of(batch)))
     _require_same_rows(world, batch, sequence.rows(0, begin, end), begin, end)
 
-    class Rows(compat.keras_of(model).utils.Sequence):  # type: ignore[misc]
+    settings = [name for name in _SETTINGS if hasattr(sequence, name)]
+    rows = _class_of_rows(compat.keras_of(model).utils.Sequence)
+    return rows(sequence, begin, end, **{name: getattr(sequence, name) for name in settings})
+
+
+@functools.cache
+def _class_of_rows(sequence_class: Any) -> Any:
+    """Return the class of data with the rows of this rank, made once: TensorFlow never frees the class of data."""
+
+    class Rows(sequence_class):
         """The rows of this rank; a batch without any has one that doesn't count."""
 
+        def __init__(self, sequence: Any, begin: int, end: int, **settings: Any) -> None:
+            super().__init__(**settings)
+            self._sequence = sequence
+            self._begin = begin
+            self._end = end
+
         def __len__(self) -> int:
-            return len(sequence)
+            return len(self._sequence)
 
         def __getitem__(self, index: int) -> Any:
+            sequence = self._sequence
             mark = index
             # The first batch of an epoch is marked by its content, since on_epoch_end may have shuffled the data.
             if not index:
                 mark = start.full_checksum(sequence.rows(0, 0, 1))
-            if end > begin:
-                rows = sequence.rows(index, begin, end)
+            if self._end > self._begin:
+                rows = sequence.rows(index, self._begin, self._end)
                 count = int(rows_of(rows))
                 if count:
                     return with_tag(np.array([count, mark]), rows)
@@ -176,13 +193,12 @@ def rows_of_rank(world: World, model: Any, sequence: Any) -> Any:
             return with_tag(np.array([0, mark]), sequence.rows(index, 0, 1))
 
         def on_epoch_begin(self) -> None:
-            getattr(sequence, "on_epoch_begin", int)()
+            getattr(self._sequence, "on_epoch_begin", int)()
 
         def on_epoch_end(self) -> None:
-            sequence.on_epoch_end()
+            self._sequence.on_epoch_end()
 
-    settings = [name for name in _SETTINGS if hasattr(sequence, name)]
-    return Rows(**{name: getattr(sequence, name) for name in settings})
+    return Rows
 
 
 def _rows_of_rank(world: World, total: int) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import logging
 import os
@@ -289,7 +290,7 @@ _SPEAK = ("ModelCheckpoint", "EarlyStopping", "ReduceLROnPlateau", "LearningRate
 def callbacks_of_rank(
     world: World, model: Any, callbacks: Any, compare_batches: Callable[[], None]
 ) -> Any:
-    """Return the callbacks that ``fit`` gets on this rank: those that write only on rank 0, and ``RanksMeet`` last."""
+    """Return the callbacks that ``fit`` gets on this rank: those that write only on rank 0, and one in which they meet."""
     keras = compat.keras_of(model)
     passed = _listed(callbacks)
     kept = [
@@ -303,36 +304,28 @@ def callbacks_of_rank(
             if directory and "{" not in directory and "://" not in directory:
                 os.makedirs(directory, exist_ok=True)
 
-    class RanksMeet(keras.callbacks.Callback):  # type: ignore[name-defined]
-        """Make the ranks wait for each other after each epoch, when the files are there, stop together, and compare
-        learning rates and batches. Without methods for batches, which would slow Keras down.
-        """
+    def agree_on_first_epoch() -> None:
+        # Keras 3's BackupAndRestore may have set it on rank 0.
+        if hasattr(model, "_initial_epoch"):
+            model._initial_epoch = world.object_from_root(model._initial_epoch)
 
-        def on_train_begin(self, logs: Any = None) -> None:
-            # Keras 3's BackupAndRestore may have set it on rank 0.
-            if hasattr(model, "_initial_epoch"):
-                model._initial_epoch = world.object_from_root(model._initial_epoch)
+    def meet() -> None:
+        """Wait for the other ranks when the files are there, stop together, and compare learning rates and batches."""
+        own_rates = []
+        for optimizer in training_state.optimizers(model):
+            # The schedule of a legacy optimizer is no number.
+            with contextlib.suppress(AttributeError, TypeError, ValueError):
+                own_rates.append(float(optimizer.learning_rate))
+        reports = world.objects((bool(model.stop_training), own_rates), _END_OF_EPOCH)
+        # A rank that stopped alone would leave the others waiting in the next epoch.
+        model.stop_training = any(stops for stops, _ in reports)
+        _require_equal_rates(world, [rates for _, rates in reports])
+        compare_batches()
 
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            own_rates = []
-            for optimizer in training_state.optimizers(model):
-                # The schedule of a legacy optimizer is no number.
-                with contextlib.suppress(AttributeError, TypeError, ValueError):
-                    own_rates.append(float(optimizer.learning_rate))
-            reports = world.objects((bool(model.stop_training), own_rates), _END_OF_EPOCH)
-            # A rank that stopped alone would leave the others waiting in the next epoch.
-            model.stop_training = any(stops for stops, _ in reports)
-            _require_equal_rates(world, [rates for _, rates in reports])
-            compare_batches()
-
-    class AddedGradientsMeet(keras.callbacks.Callback):  # type: ignore[name-defined]
-        """Give all ranks the gradients that they have added up when an epoch ends, before callbacks write files."""
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            settle(training_state.optimizer_state(model))
-
-    kept.insert(0, AddedGradientsMeet())
-    meeting = RanksMeet()
+    # Before callbacks write files, all ranks get the gradients that they have added up.
+    calls_at_epochs = _class_of_calls(keras.callbacks.Callback)
+    kept.insert(0, calls_at_epochs(int, lambda: settle(training_state.optimizer_state(model))))
+    meeting = calls_at_epochs(agree_on_first_epoch, meet)
     if not hasattr(callbacks, "callbacks"):
         return [*kept, meeting]
     # Keras hands the model to callbacks when it makes the list, which has been done.
@@ -341,6 +334,29 @@ def callbacks_of_rank(
     own_list = copy.copy(callbacks)
     own_list.callbacks = [*kept, meeting]
     return own_list
+
+
+@functools.cache
+def _class_of_calls(callback_class: Any) -> Any:
+    """Return a class of callbacks that call functions, made once: TensorFlow never frees the class of an object in a
+    list that it was given (``CachedTypeCheck`` in tensorflow/python/util/util.cc), nor what its methods refer to.
+    """
+
+    class CallsAtEpochs(callback_class):
+        """Calls functions when the training begins and an epoch ends. Methods for batches would slow Keras down."""
+
+        def __init__(self, begin: Callable[[], Any], end: Callable[[], Any]) -> None:
+            super().__init__()
+            self._begin = begin
+            self._end = end
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            self._begin()
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self._end()
+
+    return CallsAtEpochs
 
 
 def _listed(callbacks: Any) -> Sequence[Any]:

@@ -54,7 +54,7 @@ class ReplicaState:
         self._is_reported = True
         if self.world.is_main:
             callback = self.callbacks
-            # The last one is ``RanksMeet``, to which Keras has given its parameters.
+            # In the last one the ranks meet; to it, Keras has given its parameters.
             if isinstance(callback, list):
                 callback = callback[-1]
             steps = (getattr(callback, "params", None) or {}).get("steps")

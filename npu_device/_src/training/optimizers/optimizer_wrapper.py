@@ -472,6 +472,7 @@ def install(optimizer: Any, keras: Any, reducer: Any) -> None:
     hooks: dict[str, Callable[..., Any]] = {"apply_gradients": _apply_gradients}
     if compat.is_keras_3(keras) and isinstance(optimizer, keras.optimizers.Optimizer):
         hooks["apply"] = _apply_keras_3
+        hooks[compat.SUM_OVER_REPLICAS] = _sum_over_replicas
     else:
         aggregating = [
             name
@@ -524,6 +525,14 @@ def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> An
     return getattr(self, REDUCER).apply(self, apply, list(grads), variables)
 
 
+@_as_it_is
+def _sum_over_replicas(self: Any, grads_and_vars: Any) -> Any:
+    # One replica has nothing to add up, and TensorFlow would keep the graph forever (``compat.sums_over_replicas``).
+    if not tf.distribute.has_strategy():
+        return list(grads_and_vars)
+    return getattr(type(self), compat.SUM_OVER_REPLICAS)(self, grads_and_vars)
+
+
 # Methods for tf-keras: `fit` and `minimize` go through `apply_gradients`; a loss-scale optimizer calls its inner
 # optimizer's aggregation first, decides whether the gradients are finite, and then has them applied without
 # aggregation.
@@ -540,7 +549,11 @@ def _aggregate_gradients(self: Any, grads_and_vars: Any) -> Any:
     gradients, variables = _lists(grads_and_vars)
     reducer = getattr(self, REDUCER)
     reducer.begin(self, variables)
-    pairs = list(aggregate(self, list(zip(reducer.reduce_once(self, gradients), variables))))
+    pairs = list(zip(reducer.reduce_once(self, gradients), variables))
+    if compat.sums_over_replicas(aggregate):
+        compat.note_missing_gradients(aggregate, pairs)
+    else:
+        pairs = list(aggregate(self, pairs))
     # In eager steps TensorFlow's strategy has copied the gradients, so that the copies are noted, too.
     reducer.remember(gradient for gradient, _ in pairs)
     return pairs
