@@ -290,7 +290,7 @@ _SPEAK = ("ModelCheckpoint", "EarlyStopping", "ReduceLROnPlateau", "LearningRate
 def callbacks_of_rank(
     world: World, model: Any, callbacks: Any, compare_batches: Callable[[], None]
 ) -> Any:
-    """Return the callbacks of ``fit`` on this rank: those that write only on rank 0, and one in which the ranks meet."""
+    """Return the callbacks of ``fit`` on this rank: those that write only on rank 0, and one where the ranks meet."""
     keras = compat.keras_of(model)
     passed = _listed(callbacks)
     kept = [
