@@ -17,7 +17,7 @@ import pytest
 
 from npu_device._src.gradients import split_strategy
 from npu_device._src.report.__main__ import main
-from npu_device._src.report.analysis import analyse
+from npu_device._src.report.analysis import analyse, diagnose
 from npu_device._src.report.picture import COLOURS
 from npu_device._src.report.report_files import write_all
 from npu_device._src.report.summary import summary
@@ -95,6 +95,31 @@ def test_where_the_time_goes() -> None:
         "no trace of rank(s) 1. What to do: bring the directories rank<N> of all hosts together"
         in text
     )
+
+
+def _with_gather(plain: RankTrace) -> RankTrace:
+    """Return a trace in which the last 4 ms of each iteration exchange the values of a divided update."""
+    iterations = tuple(
+        replace(iteration, update_end=iteration.iteration_end - 4 * MS)
+        for iteration in plain.iterations
+    )
+    return replace(plain, iterations=iterations)
+
+
+def test_an_update_is_divided_or_the_option_is_named(tmp_path: Path) -> None:
+    divided = [_with_gather(trace(0)), _with_gather(trace(1))]
+    write(tmp_path, divided)
+    result = analyse(records.read(tmp_path))
+    assert (result.ranks[0].update, result.ranks[0].gather) == pytest.approx((6e3, 4e3))
+    assert "gather" in summary(result)
+    whole = [trace(0), trace(1)]
+    ranks = analyse(whole).ranks
+    assert "gather" not in summary(analyse(whole))
+    # Two ranks save half of an update: 5 of 140 ms aren't worth it.
+    assert "shard_optimizer" not in diagnose(whole, ranks).expectation
+    slow = [replace(rank, update=60e3) for rank in ranks]
+    assert "shard_optimizer=True divides it" in diagnose(whole, slow).expectation
+    assert "shard_optimizer" not in diagnose(divided, slow).expectation
 
 
 CAUSES = [({"slower": 20.0}, "forward and backward"), ({"wait": 25.0}, "waiting for input")]
@@ -264,7 +289,8 @@ def test_the_page_draws_a_step_and_loads_nothing(tmp_path: Path) -> None:
     )
     assert "<b>&x" not in text and "<pre>10 gradients" in text
     bars = re.findall(r'<i style="[^"]*background:(#\w{6})[^"]*" title="([^"]*)">', text)
-    assert {colour for colour, _ in bars} == set(COLOURS.values())
+    # Only a divided update has a gather.
+    assert {colour for colour, _ in bars} == set(COLOURS.values()) - {COLOURS["gather"]}
     exposed = next(title for colour, title in bars if colour == COLOURS["exposed reduction"])
     assert exposed == "rank 0, segment 0: gradients 0 to 8, 9.0 MB, 27.00 ms"
 

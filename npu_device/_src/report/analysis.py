@@ -29,6 +29,7 @@ class RankFigures:
     hidden: float  # forward and backward while segments are reduced
     exposed: float  # reduction after backward
     update: float  # what remains: the optimizer
+    gather: float = 0.0  # with divided updates, the exchange of new values
 
     @property
     def busy(self) -> float:
@@ -87,9 +88,12 @@ def figures(trace: RankTrace) -> RankFigures:
         update=_median(
             trace,
             lambda iteration: (
-                iteration.iteration_end - max(iteration.bp_end, iteration.last_reduced)
+                iteration.iteration_end
+                - iteration.gather
+                - max(iteration.bp_end, iteration.last_reduced)
             ),
         ),
+        gather=_median(trace, lambda iteration: iteration.gather),
     )
 
 
@@ -132,6 +136,7 @@ def amount(size: float) -> str:
 
 _NEGLIGIBLE = 0.02  # part of a step that isn't worth a change
 _MAJORITY = 0.9  # part of the bytes
+_LARGE_UPDATE = 0.1  # part of a step that a divided update would save
 _EQUAL = 4
 """Segments of equal bytes to try: about as fast as the best split that a model finds (docs/notes.md)."""
 _NETWORK = 0.2e9
@@ -154,15 +159,16 @@ def diagnose(traces: Sequence[RankTrace], ranks: Sequence[RankFigures]) -> Diagn
     trace = next(trace for trace in traces if trace.rank == busiest.rank)
     if busiest.exposed < _NEGLIGIBLE * busiest.step:
         reasons = f"Only {_ms(busiest.exposed)} of each step is exposed."
-        return Diagnosis(
-            "Communication is hidden behind backward.", reasons, None, "There is nothing to change."
-        )
+        expectation = _divide_update(traces, busiest) or "There is nothing to change."
+        return Diagnosis("Communication is hidden behind backward.", reasons, None, expectation)
     situation, remedy, reasons = _situation(trace, busiest)
     call = None
     # Equal segments are proposed unless they have been tried already.
     if len(trace.segments) != _EQUAL:
         call = _split_call(trace.group)
     expectation = "npurun trace A B compares the steps of two traces." + _send_less(traces, busiest)
+    if advice := _divide_update(traces, busiest):
+        expectation += f" {advice}"
     return Diagnosis(f"{situation}: {remedy}.", reasons, call, expectation)
 
 
@@ -248,6 +254,21 @@ def _send_less(traces: Sequence[RankTrace], rank: RankFigures) -> str:
     return (
         f" Each host sends {speed * 8e-9:.1f} Gbit/s, less than a core can send: the network is the limit. "
         'compression="bf16" halves the bytes, if you don\'t use it yet.'
+    )
+
+
+def _divide_update(traces: Sequence[RankTrace], rank: RankFigures) -> str:
+    """Return advice to divide the update, if that takes a large part of the step and isn't divided yet."""
+    is_divided = any(iteration.update_end is not None for iteration in traces[0].iterations)
+    # Of the time of an update, a rank saves what the others do for it.
+    saved = rank.update * (1 - 1 / traces[0].world_size)
+    # TensorFlow's engine and NCCL have no call for it.
+    has_owners = traces[0].backend in ("shared_memory", "tcp", "mpi")
+    if is_divided or not has_owners or saved < _LARGE_UPDATE * rank.step:
+        return ""
+    return (
+        f"Each rank makes the whole update, in {_ms(rank.update)}. With Keras 3, shard_optimizer=True divides it among "
+        "the ranks."
     )
 
 

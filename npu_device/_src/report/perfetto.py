@@ -70,6 +70,10 @@ def _iteration_events(rank: int, iteration: Iteration) -> Iterator[Event]:
     yield _span(f"Iteration {number}", "Iteration Time", rank, _STEP, begin, end, step)
     compute = {**points, "FP_BP Time(us)": bp_end - fp_start}
     yield _span(f"FP_BP Time {number}", "FP_BP Time", rank, _PHASES, fp_start, bp_end, compute)
+    if iteration.update_end is not None:
+        gathers_from = round(iteration.update_end)
+        gather = {"Iteration ID": number, "Gather Time(us)": end - gathers_from}
+        yield _span(f"Gather {number}", "Gather Time", rank, _PHASES, gathers_from, end, gather)
     if iteration.input_wait is not None:
         # The wait for data is an arrow from the beginning of the iteration, as on Ascend. Its ends attach to the spans
         # that begin there.

@@ -16,6 +16,7 @@ COLOURS = {
     "hidden reduction": "#f2a93b",
     "exposed reduction": "#d64545",
     "update": "#6fbf8b",
+    "gather": "#8d6fbf",
 }
 _PHASES_HEIGHT = 26  # pixels
 _LANE_HEIGHT = 14  # pixels
@@ -123,9 +124,10 @@ class _RankPicture:
         self._phase("input wait", iteration.iteration_start, iteration.fp_start)
         self._phase("forward", iteration.fp_start, backward)
         self._phase("backward", backward, iteration.bp_end)
-        self._phase(
-            "update", max(iteration.bp_end, iteration.last_reduced), iteration.iteration_end
-        )
+        update_end = iteration.iteration_end - iteration.gather
+        self._phase("update", max(iteration.bp_end, iteration.last_reduced), update_end)
+        if iteration.gather:
+            self._phase("gather", update_end, iteration.iteration_end)
         for ready in iteration.ready:
             mark = (
                 f"{self._axis.position(ready)};top:16px;width:1px;height:6px;background:#ffffffbf"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from npu_device._src.report.analysis import Analysis, RankFigures, amount
 from npu_device._src.trace.records import RankTrace
@@ -13,7 +13,7 @@ from npu_device._src.wording import counted
 def summary(analysis: Analysis) -> str:
     """Return the report: what was traced, a table of the ranks, whom they wait for, and what to do."""
     diagnosis = analysis.diagnosis
-    lines = [*_notes(analysis), "", _HEAD, *map(_row, analysis.ranks)]
+    lines = [*_notes(analysis), "", *_table(analysis.ranks)]
     lines += ["", _waiting(analysis), _spread(analysis)]
     lines += ["", diagnosis.situation, diagnosis.reasons]
     if diagnosis.call is not None:
@@ -56,18 +56,21 @@ def _clocks(traces: Sequence[RankTrace]) -> str:
     return f"the clocks of the hosts were compared at the start, to ±{error / 1e3:.2f} ms"
 
 
-# Hidden and exposed are the reduction during and after compute.
-_HEAD = "ms".ljust(10) + "".join(
-    f"{name:>9}" for name in ("step", "input", "compute", "hidden", "exposed", "update")
-)
-_HEAD += "  host"
+# Hidden and exposed are the reduction during and after compute; gather is the exchange of new values.
+_NAMES = ("step", "input", "compute", "hidden", "exposed", "update", "gather")
 
 
-def _row(rank: RankFigures) -> str:
-    compute = rank.alone + rank.hidden
-    times_us = rank.step, rank.input_wait, compute, rank.hidden, rank.exposed, rank.update
-    cells = "".join(f"{time_us / 1e3:9.1f}" for time_us in times_us)
-    return f"rank {rank.rank:<5}{cells}  {rank.host}"
+def _table(ranks: Sequence[RankFigures]) -> Iterator[str]:
+    """Yield the lines of the table of ranks; only divided updates have a gather."""
+    count = len(_NAMES)
+    if not any(rank.gather for rank in ranks):
+        count -= 1
+    yield "ms".ljust(10) + "".join(f"{name:>9}" for name in _NAMES[:count]) + "  host"
+    for rank in ranks:
+        compute = rank.alone + rank.hidden
+        times_us = rank.step, rank.input_wait, compute, rank.hidden, rank.exposed, rank.update
+        cells = "".join(f"{time_us / 1e3:9.1f}" for time_us in (*times_us, rank.gather)[:count])
+        yield f"rank {rank.rank:<5}{cells}  {rank.host}"
 
 
 def _waiting(analysis: Analysis) -> str:

@@ -47,6 +47,15 @@ class Iteration:
     ready: tuple[float, ...]
     # ``iteration_end`` of the iteration before, recorded or not; None for the first.
     previous_end: float | None = None
+    # With divided updates, this rank has made its own, and all ranks begin to exchange new values.
+    update_end: float | None = None
+
+    @property
+    def gather(self) -> float:
+        """Return the microseconds in which the ranks exchange new values."""
+        if self.update_end is None:
+            return 0.0
+        return self.iteration_end - self.update_end
 
     @property
     def input_wait(self) -> float | None:
@@ -192,6 +201,8 @@ class PointSchema:
     has_bp_end: bool = False
     # Whether the end of the update is known; if not, the last reduction ends the iteration.
     has_end: bool = False
+    # Whether the end of this rank's own update is known, which stands before the end of the iteration.
+    has_update_end: bool = False
     waits_for_all: bool = False  # no segment starts before all gradients are there
 
     @cached_property
@@ -211,7 +222,8 @@ class PointSchema:
         """Return the record of an iteration, from the times of its points in seconds, in the order of the class."""
         # Rounded to a tenth of a microsecond, which is finer than the clock.
         times = [round(point * 1e6 + offset_us, 1) for point in points]
-        update_end = times.pop() if self.has_end else None
+        end = times.pop() if self.has_end else None
+        update_end = times.pop() if self.has_update_end else None
         fp_start = times.pop(0) if self.has_start else previous_end
         bp_end = times.pop(0) if self.has_bp_end else None
         ready = times[: len(self.gradients)]
@@ -221,8 +233,8 @@ class PointSchema:
         # what it ends.
         starts = [*ready] if fp_start is None else [*ready, fp_start]
         possible_ends = [end for _, end in allreduce]
-        if update_end is not None:
-            possible_ends.append(update_end)
+        if end is not None:
+            possible_ends.append(end)
         return Iteration(
             iteration=number,
             fp_start=min(starts),
@@ -231,6 +243,7 @@ class PointSchema:
             allreduce=allreduce,
             ready=tuple(ready),
             previous_end=previous_end,
+            update_end=update_end,
         )
 
     def _intervals(

@@ -281,10 +281,13 @@ class TracedReduction:
         """Note that a segment has been reduced to these tensors; in the order of the segments."""
         self._points.append(reduced(gradients[0]))
 
-    def hand_over(self, end: Any = None) -> None:
+    def hand_over(self, end: Any = None, update_end: Any = None) -> None:
         """Record the iteration; its end is a point of its own or the end of the last segment."""
         schema = self._schema
         points = self._points
+        if update_end is not None:
+            schema = replace(schema, has_update_end=True)
+            points = [*points, update_end]
         if end is not None:
             schema = replace(schema, has_end=True)
             points = [*points, end]
@@ -310,6 +313,7 @@ class _OpenIteration:
 
     graph: tf.Graph | None
     reduction: TracedReduction | None = None
+    update_end: Any = None  # a point, with divided updates
 
 
 class _Current(threading.local):
@@ -341,7 +345,14 @@ def iteration() -> Iterator[None]:
         # The iteration ends when all variables have been changed by what the block has added to the graph.
         added = _operations(open_iteration.graph)[earlier:]
         end = when([operation for operation in added if changes_a_variable(operation)])
-        open_iteration.reduction.hand_over(end)
+        open_iteration.reduction.hand_over(end, open_iteration.update_end)
+
+
+def mark_update_end(operations: Sequence[tf.Operation]) -> None:
+    """Note that the update of this rank ends with some operations; what follows in the iteration sends new values."""
+    current = _current.iteration
+    if current is not None and current.graph is compat.graph_being_built():
+        current.update_end = when(operations)
 
 
 def _operations(graph: tf.Graph | None) -> list[tf.Operation]:

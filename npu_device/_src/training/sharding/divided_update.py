@@ -19,7 +19,7 @@ from npu_device._src import compat, environment
 from npu_device._src.collectives.agreed_engine import has_owners
 from npu_device._src.collectives.ops import broadcast_from_owners
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, dense_of
-from npu_device._src.trace.trace import changes_a_variable
+from npu_device._src.trace.trace import changes_a_variable, mark_update_end
 from npu_device._src.training.sharding.remote_slots import OptimizerSlots
 from npu_device._src.training.sharding.shares import bytes_of, owners_of
 from npu_device._src.training.watching.schedule import is_only_building
@@ -241,11 +241,6 @@ class DividedUpdate:
             gradient = dense_of(gradients[index])
             self._counted.append((ranks[index], gradient.dtype))
         share = [index for index in with_gradient if ranks[index] == self._world.rank]
-        # Keras warns of variables without a gradient, on each rank.
-        passed = []
-        for index, gradient in enumerate(gradients):
-            if gradient is None or index in share:
-                passed.append(index)
         earlier = len(_operations())
         arrived = [dense_of(reduced[index]) for index in share]
         with tf.control_dependencies(self._slots.settle(arrived, is_update)), self._slots.update():
@@ -254,12 +249,12 @@ class DividedUpdate:
                 compat.update_without_gradients(self.optimizer)
             if share:
                 own_gradients = []
-                for index in passed:
-                    gradient = None
-                    if index in share:
-                        gradient = reduced[index]
-                    own_gradients.append(gradient)
-                own_variables = [variables[index] for index in passed]
+                own_variables = []
+                for index, variable in enumerate(variables):
+                    # Keras warns of variables without a gradient, on each rank.
+                    if gradients[index] is None or index in share:
+                        own_gradients.append(reduced[index] if index in share else None)
+                        own_variables.append(variable)
                 applied = apply(own_gradients, own_variables)
             else:
                 applied = compat.count_update(self.optimizer)
@@ -272,7 +267,9 @@ class DividedUpdate:
                 # Each update changes the averages of all variables, or the variables themselves.
                 changed = compat.variables_to_update(self.optimizer)
             # When another rank has the new values, this one has also changed the slots, which that one may read.
-            with tf.control_dependencies(list(filter(changes_a_variable, _operations()[earlier:]))):
+            changes = list(filter(changes_a_variable, _operations()[earlier:]))
+            mark_update_end(changes)
+            with tf.control_dependencies(changes):
                 if is_update is None:
                     self._spread(changed)
                 else:

@@ -235,7 +235,16 @@ class OptimizerSlots:
                     continue
                 contents = list(incoming.values())
                 if any(content != contents[0] for content in contents):
-                    raise RuntimeError(self._conflict(index, incoming))
+                    rows = [
+                        f"  rank {rank}: crc32 {zlib.crc32(incoming[rank]):08x}"
+                        for rank in incoming
+                    ]
+                    listed = "\n".join(rows)
+                    raise RuntimeError(
+                        f"rank {self._job.cluster.rank}: other ranks have assigned {self.variables[index].path} "
+                        f"different values, and only this rank holds it (shard_optimizer=True).\n{listed}\n"
+                        "What to do: load the same file on every rank, or on rank 0 alone."
+                    )
                 self._assign(index, contents[0])
             self._incoming.clear()
             self._has_incoming.assign(False)
@@ -251,20 +260,6 @@ class OptimizerSlots:
     def _assign(self, index: int, content: bytearray) -> None:
         variable = self.variables[index]
         compat.inner_variable(variable).assign(_from_bytes(content, variable))
-
-    def _conflict(self, index: int, incoming: dict[int, bytearray]) -> str:
-        path = self.variables[index].path
-        rows = [
-            f"  rank {rank}: crc32 {zlib.crc32(content):08x}" for rank, content in incoming.items()
-        ]
-        return "\n".join(
-            [
-                f"rank {self._job.cluster.rank}: other ranks have assigned {path} different values, and only this rank "
-                "holds it (shard_optimizer=True).",
-                *rows,
-                "What to do: load the same file on every rank, or on rank 0 alone.",
-            ]
-        )
 
 
 def _bytes_of(tensor: tf.Tensor) -> memoryview:
