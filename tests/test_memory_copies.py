@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import memory_bodies as bodies
 import pytest
-from launcher import npurun, script, wait_until
+from launcher import npurun, script, start, wait_until
 from pool import Pool
 from rank_comparison import same_bits
 from ranks import free_port
 
 from npu_device._src.cluster import handshake
 from npu_device._src.machine.free_memory import free_memory, usable_memory
+from npu_device._src.testing.hosts import address, can_be_made, hosts, on_host
 from npu_device._src.training.checkpoint.memory_slots import SLOTS, Memory, Slot, copies, read
 from npu_device.launch.neighbour import Neighbour
 
@@ -97,15 +100,15 @@ class Hosts:
 
 def test_the_part_of_a_lost_host_comes_from_its_neighbour(two_ranks: Pool, tmp_path: Path) -> None:
     directory = str(tmp_path / "fit")
-    with Hosts() as hosts, Hosts() as later:
-        printed = two_ranks.run(bodies.body_interrupted, hosts.addresses, directory, 9)
+    with Hosts() as pair, Hosts() as later:
+        printed = two_ranks.run(bodies.body_interrupted, pair.addresses, directory, 9)
         assert "on each host 2 x " in printed[0] and not printed[1]
-        hosts.wait()
+        pair.wait()
         # What both hosts have isn't sent, so that less is received than is held.
-        held = hosts.memories[1].slots[0].size
-        assert 0 < hosts.memories[0].received[0].size < held
+        held = pair.memories[1].slots[0].size
+        assert 0 < pair.memories[0].received[0].size < held
         # The second host is another one now, and has nothing.
-        addresses = [hosts.addresses[0], later.addresses[1]]
+        addresses = [pair.addresses[0], later.addresses[1]]
         resumed = two_ranks.run(bodies.body_whole, addresses, directory)
     [_, step, _] = sorted(os.listdir(directory))
     assert "step-00000002" <= step <= "step-00000009"
@@ -122,9 +125,9 @@ def _record(name: str, content: bytes) -> dict[str, Any]:
 
 def test_a_host_sends_what_the_other_lacks() -> None:
     shared = bytes(range(256)) * 40_000
-    with Hosts(ranks=2) as hosts:
+    with Hosts(ranks=2) as pair:
         # The second host's first rank has the same shared part, and all have a file of their own.
-        for host, memory in enumerate(hosts.memories):
+        for host, memory in enumerate(pair.memories):
             for rank in (0, 1):
                 name = f"rank-{2 * host + rank}"
                 contents = [shared, name.encode()] if rank == 0 else [name.encode()]
@@ -132,8 +135,8 @@ def test_a_host_sends_what_the_other_lacks() -> None:
                 records.append(_record(name, name.encode()))
                 header = {"attempt": 0, "step": 4, "rank": 2 * host + rank, "records": records}
                 memory.slots[SLOTS * rank].write(header, list(map(memoryview, contents)))
-        hosts.wait()
-        for host, memory in enumerate(hosts.memories):
+        pair.wait()
+        for host, memory in enumerate(pair.memories):
             for rank in (0, 1):
                 slot = memory.received[SLOTS * rank]
                 assert slot.look() and slot.header["rank"] == 2 * (1 - host) + rank
@@ -141,32 +144,73 @@ def test_a_host_sends_what_the_other_lacks() -> None:
                 assert [bytes(read(span) or b"") for span in slot.spans()] == [name.encode()]
                 assert slot.size < 1000
         # Without the same step on the other host, it lacks all.
-        memory = hosts.memories[0]
+        memory = pair.memories[0]
         header = {"attempt": 1, "step": 2, "rank": 0, "records": [_record("shared", shared)]}
         memory.slots[0].write(header, [memoryview(shared)])
-        for slot in hosts.memories[1].slots:
+        for slot in pair.memories[1].slots:
             slot.write({**header, "records": []}, [])
             slot.note_sent()
-        hosts.wait()
-        slot = hosts.memories[1].received[0]
+        pair.wait()
+        slot = pair.memories[1].received[0]
         assert slot.look() and [read(span) for span in slot.spans()] == [shared]
-    assert not hosts.said
+    assert not pair.said
+
+
+RING = """
+    import os, time, zlib
+    from npu_device._src import environment
+    from npu_device._src.training.checkpoint.memory_slots import open_slots
+
+    rank = int(os.environ["RANK_ID"])
+    slots, received = open_slots(environment.NPU_DEVICE_MEMORY_COPIES.get())
+    contents = {"shared": bytes(10_000_000), "own": b"of rank %d" % rank}
+    records = [
+        {"name": name, "part": "", "bytes": len(text), "crc": zlib.crc32(text), "held": True}
+        for name, text in contents.items()
+    ]
+    header = {"attempt": 0, "step": 2, "rank": rank, "directory": "", "records": records}
+    slots[0].write(header, list(map(memoryview, contents.values())))
+    while slots[0].is_unsent or not received[0].look():
+        time.sleep(0.02)
+    print(f"holds rank {received[0].header['rank']}, {received[0].size} bytes", flush=True)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not can_be_made(), reason="needs root, ip and tc")
+def test_hosts_send_their_copies_around_in_a_circle(tmp_path: Path) -> None:
+    job = ("-n", "1", "--nnodes", "3", "--max-restarts", "1", "--master-addr", address(0))
+    command = (*job, "--master-port", "29700", script(tmp_path, RING))
+    with hosts(3, gbit=1.0):
+        launchers = [
+            start(
+                *("--node-rank", str(node), *command),
+                on=partial(on_host, node),
+                NPU_DEVICE_SECRET="known to all of them",
+            )
+            for node in range(3)
+        ]
+        for node, launcher in enumerate(launchers):
+            told, _ = launcher.communicate(timeout=60)
+            # All have the shared part themselves.
+            found = re.search(rb"holds rank (\d), (\d+) bytes", told)
+            assert found and int(found[1]) == (node - 1) % 3 and int(found[2]) < 1000, told
 
 
 def test_half_a_copy_of_another_host_is_never_used() -> None:
     content = b"x" * 1000
     header = {"attempt": 0, "step": 4, "rank": 1, "records": [_record("shared", content)]}
-    with Hosts() as hosts:
-        port = hosts.neighbours[0].port
+    with Hosts() as pair:
+        port = pair.neighbours[0].port
         with pytest.raises(OSError, match="refused"):
             handshake.reach("127.0.0.1", port, 5, b"another secret")
         # Node 0 proves the same secret for another purpose.
         with pytest.raises(OSError, match="refused"):
             handshake.reach("127.0.0.1", port, 5, SECRET + b" nodes")
-        for memory in hosts.memories:
+        for memory in pair.memories:
             memory.slots[0].write({**header, "records": []}, [])
-        hosts.wait()
-        received = hosts.memories[0].received[1]
+        pair.wait()
+        received = pair.memories[0].received[1]
         for count, is_whole in ((500, None), (1000, None), (1000, False)):
             line = handshake.reach("127.0.0.1", port, 5, SECRET + b" copies")
             with line.connection:
@@ -180,11 +224,11 @@ def test_half_a_copy_of_another_host_is_never_used() -> None:
             # One connection after the other is handled.
             assert not received.look()
         # The other host is gone: the ranks go on copying, and one line tells it.
-        hosts.neighbours[0].send_to(("127.0.0.1", free_port()))
+        pair.neighbours[0].send_to(("127.0.0.1", free_port()))
         for step in (6, 8):
-            hosts.memories[0].slots[0].write({**header, "step": step}, [memoryview(content)])
-            hosts.wait()
-    assert len(hosts.said) == 1 and "can't be sent to 127.0.0.1" in hosts.said[0]
+            pair.memories[0].slots[0].write({**header, "step": step}, [memoryview(content)])
+            pair.wait()
+    assert len(pair.said) == 1 and "can't be sent to 127.0.0.1" in pair.said[0]
 
 
 @pytest.mark.full
