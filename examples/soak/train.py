@@ -44,8 +44,8 @@ def report_costs(path, memory_every):
             last = int(words[-1])
     within = sum(cost <= memory_every for cost in costs)
     print(
-        f"of {len(costs)} restarts, {within} cost at most {memory_every} steps, and {len(costs) - within} up to "
-        f"{max(costs, default=0)}: a copy was being written"
+        f"of {len(costs)} restarts, {within} cost at most {memory_every} steps, and {len(costs) - within} more, as a "
+        f"copy was being written; the most: {max(costs, default=0)}"
     )
 
 
