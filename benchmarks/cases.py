@@ -240,7 +240,10 @@ def reading(quick: bool, ranks: int) -> Case:
 
 
 def updates(quick: bool, ranks: int) -> Case:
-    """Return the case of updates divided among the ranks, in steps of optimizers with state; and of a save."""
+    """Return the case of updates divided among the ranks, in steps of optimizers with state; and of a save.
+
+    Alone: ``python -m benchmarks --cases updates --ranks 2 --short --wait-minutes 0``.
+    """
     rounds = []
     # The optimizers of tf-keras aren't divided.
     for model, optimizer, steps in (("resnet50", "momentum", 5), ("bert", "adam", 2)):
