@@ -242,7 +242,7 @@ def reading(quick: bool, ranks: int) -> Case:
 def updates(quick: bool, ranks: int) -> Case:
     """Return the case of updates divided among the ranks, in steps of optimizers with state; and of a save.
 
-    Alone: ``python -m benchmarks --cases updates --ranks 2 --short --wait-minutes 0``.
+    Alone: ``python -m benchmarks --cases updates --ranks 2 --repeats 3 --wait-minutes 0``.
     """
     rounds = []
     # The optimizers of tf-keras aren't divided.
