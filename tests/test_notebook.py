@@ -168,10 +168,11 @@ def test_cells_run_on_ranks(kernel: Kernel, tmp_path: Path) -> None:
 
 
 def body_inside_a_job() -> Any:
-    return error_of(npu.run, len), error_of(npu.run, len, ranks=0)
+    return error_of(npu.run, len), error_of(npu.run, len, ranks=0), error_of(npu.run, "len")
 
 
 def test_a_rank_starts_no_ranks(two_ranks: Pool) -> None:
-    for inside, none in two_ranks.run(body_inside_a_job):
+    for inside, none, word in two_ranks.run(body_inside_a_job):
         assert inside.startswith("RuntimeError: npu.run was called in a job")
         assert none == "ValueError: ranks=0: expected a whole number from 1"
+        assert word == "TypeError: npu.run takes a function first, not a str"

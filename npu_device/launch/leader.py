@@ -348,7 +348,7 @@ class Leader:
         host = ""
         if node > 0:
             host = link.host
-        self._copies[node] = f"{host} {hello['copies']}"
+        self._copies[node] = f"{host} {hello.get('copies') or ''}"
         self._idle.add(node)
         if self._running:
             self._ask_for_joins()

@@ -244,7 +244,8 @@ class Member:
         index = (nodes.index(self._options.node_rank) + 1) % len(nodes)
         host, _, copies_port = order.copies[index].rpartition(" ")
         address = None
-        if len(nodes) > 1:
+        # A node that has told no port takes no copies.
+        if len(nodes) > 1 and copies_port.isdecimal():
             # Node 0 is where this node has reached it.
             address = host or self._leader[0], int(copies_port)
         self._neighbour.send_to(address)

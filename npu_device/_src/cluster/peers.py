@@ -106,6 +106,9 @@ class Peers:
                 # If the job has failed, that is the error to raise, not that a rank can't be
                 # reached.
                 self._health.require_running()
+                # A rank that has ended may still serve others, but not for long if it doesn't answer.
+                if self._health.has_left(rank):
+                    until = min(until, time.monotonic() + limits.CHECK_SECONDS)
                 if time.monotonic() > until:
                     self.raise_for(rank, f"no connection to {join_address(host, port)}: {error}")
                 time.sleep(limits.ATTEMPT_PAUSE_SECONDS)

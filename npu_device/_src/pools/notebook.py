@@ -33,13 +33,15 @@ def run(function: Callable[..., Any], *arguments: Any, ranks: int = 2) -> list[A
 
     Raises:
         RankError: the function failed on a rank: the error of the first one that failed, with its traceback.
-        TypeError: the function, a variable that it uses, an argument or a result can't be sent.
+        TypeError: not a function; or the function, a variable that it uses, an argument or a result can't be sent.
         ImportError: cloudpickle is missing, the extra ``notebook``.
         RuntimeError: this process is a rank itself.
 
     The output of the ranks appears as it comes, each line with its rank. An interrupt ends the ranks. There is no time
     limit.
     """
+    if not callable(function):
+        raise TypeError(f"npu.run takes a function first, not a {type(function).__name__}")
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks={ranks!r}: expected a whole number from 1")
     _require_no_job()

@@ -9,6 +9,7 @@ save a model call: a warning says that each rank writes (``files``).
 For good, on each optimizer that a step can reach (``weighting``, ``optimizer_wrapper``):
 
 - ``apply_gradients``, ``apply``, ``aggregate_gradients``, ``_aggregate_gradients``: they reduce gradients first
+- ``_all_reduce_sum_gradients`` of Keras 3: no sum over replicas, which TensorFlow would keep for good
 - ``scale_loss``, ``minimize``: in Keras's own step, the loss is weighted by the samples of the rank, which costs less
 
 While a step runs (``replaced.Replaced`` gives everything back):
