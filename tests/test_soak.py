@@ -144,6 +144,7 @@ RESIZED = """
 """
 
 
+@pytest.mark.full
 def test_nodes_leave_and_join(tmp_path: Path) -> None:
     faults = ("--faults", "leave,join", "--mtbf", "0.7", "--for", "5", "--seed", "3")
     nodes = ("--hosts", "2", "--network", "proxies", "--dir", str(tmp_path / "soak"))
