@@ -167,12 +167,15 @@ def _with_step_between_hosts(results: Results, case: CaseResult) -> CaseResult:
     rounds = []
     for each in case.rounds:
         timings = list(each.timings)
-        for hosts in results.in_state(f"hosts_{each.label}", case.cores):
+        for hosts in results.of(f"hosts_{each.label}"):
+            is_comparable = (hosts.cores, hosts.earlier) == (case.cores, case.earlier)
             for step in hosts.rounds:
                 between = step.timing(RING_BETWEEN)
                 if between is not None and (hosts.ranks, step.gbit) == (case.ranks, each.gbit):
                     timings = [timing for timing in timings if timing.rival != TWO_HOSTS]
-                    timings.append(replace(between, rival=TWO_HOSTS))
+                    # A step of another day or state has a table of its own only.
+                    if is_comparable:
+                        timings.append(replace(between, rival=TWO_HOSTS))
         rounds.append(replace(each, timings=timings))
     return replace(case, rounds=rounds)
 
