@@ -7,6 +7,7 @@ They train for ever; with ``--by-hand STEPS``, they print the seconds of a step 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import sys
 import time
@@ -247,6 +248,8 @@ def main() -> None:
     parser.add_argument("--by-hand", type=int, default=0, metavar="STEPS")
     options = parser.parse_args()
     CASES[options.case](Watch(options.by_hand))
+    # Keras leaves the iterator of a ``PyDataset`` to the garbage; freed while Python shuts down, it waits for ever.
+    gc.collect()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ parts, which higher floors add; nothing else holds state of a job, so that all o
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 from typing import Any, Callable, TypeVar, cast
@@ -198,5 +199,8 @@ def on_exit(act: Callable[[], None]) -> None:
 
 def _exit() -> None:
     close()
+    # An iterator over Python code, which Keras leaves to the garbage, waits for its thread when it is freed. While Python
+    # shuts down, that thread never returns.
+    gc.collect()
     for act in _at_exit:
         act()
