@@ -92,6 +92,24 @@ class CaseResult:
 
 
 @dataclass(frozen=True)
+class Gain:
+    """What ``npurun speed`` found for a case of ``gaining.py``: samples, or steps, per second of one process and of the
+    ranks; how many times as fast they are, with the spread.
+    """
+
+    case: str
+    keras: str
+    ranks: int
+    single: float
+    together: float
+    ratio: float
+    low: float
+    high: float
+    verdict: str
+    date: str
+
+
+@dataclass(frozen=True)
 class Machine:
     """The hardware and software of the measurement."""
 
@@ -118,6 +136,7 @@ class Results:
     version: str
     commit: str
     cases: list[CaseResult] = field(default_factory=list)
+    gains: list[Gain] = field(default_factory=list)
 
     def of(self, case: str) -> list[CaseResult]:
         """Return the results of a case, by number of ranks and state of the cores."""
@@ -147,7 +166,8 @@ class Results:
             for each in other.cases
             if (each.case, each.ranks) not in own
         ]
-        return dataclasses.replace(self, cases=[*others, *self.cases])
+        gains = self.gains or other.gains
+        return dataclasses.replace(self, cases=[*others, *self.cases], gains=gains)
 
     @property
     def run(self) -> str:
@@ -172,6 +192,7 @@ def read(path: Path) -> Results | None:
             each["timings"] = [Timing(**timing) for timing in each["timings"]]
         case["rounds"] = [RoundResult(**each) for each in case["rounds"]]
     found["cases"] = [CaseResult(**case) for case in found["cases"]]
+    found["gains"] = [Gain(**gain) for gain in found.get("gains", [])]
     results = Results(**{**found, "machine": Machine(**found["machine"])})
     return results if results.version == __version__ else None
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import os
 import re
@@ -20,10 +21,13 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import docs_page
 from benchmarks.measuring import progress
+from benchmarks.results import Gain, begin, read
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gaining.py"
@@ -106,9 +110,39 @@ def gains(options: argparse.Namespace, notebook: Notebook) -> int:
     print("|---|--:|--:|--:|---|", flush=True)
     for case, keras in _chosen(options):
         report = measured(case, keras, options.ranks, options.minutes)
-        notebook.note(f"{case}, {keras}", speed=report)
+        notebook.note(f"{case}, {keras}", speed=report, date=datetime.date.today().isoformat())
         print(row_of_case(f"{case}, {keras}", report), flush=True)
+    if options.write_docs:
+        results = read(docs_page.RESULTS) or begin()
+        docs_page.write(replace(results, gains=found_gains(notebook.pages)))
     return 0
+
+
+def found_gains(pages: dict[str, dict[str, Any]]) -> list[Gain]:
+    """Return what was measured, case by case."""
+    found = []
+    for name, page in pages.items():
+        case, _, keras = name.partition(", ")
+        if page["speed"].get("problem"):
+            continue
+        single, together = page["speed"]["speedups"]
+        rates = [
+            line["samples_per_second"] or line["steps_per_second"] for line in (single, together)
+        ]
+        gain = Gain(
+            case=case,
+            keras=keras,
+            ranks=together["ranks"],
+            single=rates[0],
+            together=rates[1],
+            ratio=together["ratio"],
+            low=together["low"],
+            high=together["high"],
+            verdict=together["verdict"] or "undecided",
+            date=page["date"],
+        )
+        found.append(gain)
+    return found
 
 
 def row_of_case(name: str, report: dict[str, Any]) -> str:
@@ -216,6 +250,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="by hand (default 5)")
     parser.add_argument("--steps", type=int, default=200, help="by hand (default 200)")
     parser.add_argument("--runs", type=int, default=20, help="with a load (default 20)")
+    parser.add_argument("--write-docs", action="store_true", help="put the gains into the pages")
     parser.add_argument("--output", type=Path, default=ROOT / "build/benchmarks/speed.json")
     options = parser.parse_args()
     return commands[options.command](options, Notebook(options.output))

@@ -219,3 +219,11 @@ def test_ranks_that_never_opened_the_device_are_told(tmp_path: Path) -> None:
     assert not any(map(is_running, wait_for_files(tmp_path, "*.pid", 2))), "children are ended, too"
     assert b"none of the 2 ranks opened npu_device" in done.stderr
     assert b"npu.open()" in done.stderr
+
+
+def test_a_rank_that_runs_long_after_another_is_named(tmp_path: Path) -> None:
+    path = script(tmp_path, "import os, time; time.sleep(2 * (os.environ['RANK_ID'] == '0'))")
+    done = npurun("-n", "2", path, limit=20, **time_limits(LATE_RANK_SECONDS=0.3))
+    assert done.returncode == 0
+    lines = [line for line in done.stderr.split(b"\n") if b"still runs" in line]
+    assert len(lines) == 1 and b"rank 0" in lines[0] and b"0.3 s after another rank" in lines[0]

@@ -156,3 +156,36 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     lines = {line.partition(" ")[2] for line in done.stdout.decode().splitlines()}
     assert done.returncode == 0 and len(lines) == 1 and lines.pop().endswith("7 ['--batch', '3']")
     assert b"--replicate takes a .py file" in npurun("--replicate", "sh", "-c", "true").stderr
+
+
+STOPS_WITHIN_AN_EPOCH = """
+import time
+import numpy as np
+import tensorflow as tf
+keras = tf.keras
+
+class Samples(keras.utils.PyDataset):
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        end = time.perf_counter() + 0.05
+        # Python code that holds the interpreter's lock, as a thread of TensorFlow runs it
+        while time.perf_counter() < end:
+            pass
+        return np.ones([4, 2], "float32"), np.ones([4, 1], "float32")
+
+class Stop(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = True
+
+model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+model.fit(Samples(), shuffle=False, verbose=0, callbacks=[Stop()])
+"""
+
+
+def test_python_ends_though_fit_left_an_iterator_over_python_code(tmp_path: Path) -> None:
+    path = script(tmp_path, STOPS_WITHIN_AN_EPOCH)
+    # Without this package, such a script hangs at its end.
+    assert npurun("-n", "2", "--replicate", path, limit=120).returncode == 0

@@ -17,6 +17,7 @@ from typing import Callable
 from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.cluster.time_limits import (
     KILL_SECONDS,
+    LATE_RANK_SECONDS,
     RANKS_NOTICE_SECONDS,
     SAME_SIGNAL_SECONDS,
     SWEEP_SECONDS,
@@ -145,11 +146,12 @@ class Supervisor:
     _stage: _Stage = _Stage.RUNNING
     _deadline: float | None = None
     _spared_children: bool = False
+    _named_late_ranks: bool = False
 
     def run(self) -> None:
         """Return when no rank is running, and no process that a rank started is left in its process group."""
         while self._running() and self._stage < _Stage.GIVEN_UP:
-            self._wait(None)
+            self._wait(self._name_late_ranks())
             self._look_at_ended()
         # Ranks that ended may have left children, such as readers of data.
         families = [process for process in self._processes if process.exit and process.reap()]
@@ -177,6 +179,23 @@ class Supervisor:
                 self._say(f"rank {rank} failed ({end}); stopping the others")
         elif self._stage is _Stage.RUNNING and any(end.status == RESUMABLE for _, _, end in exits):
             self._enter(_Stage.LEAVING, self._options.preempt_timeout)
+
+    def _name_late_ranks(self) -> float | None:
+        """Say once which ranks run long after the others have ended; return the seconds until then."""
+        ends = [process.exit.time for process in self._processes if process.exit]
+        if not ends or self._named_late_ranks or self._stage is not _Stage.RUNNING:
+            return None
+        seconds_left = max(ends) + LATE_RANK_SECONDS - time.time()
+        if seconds_left > 0:
+            return seconds_left
+        self._named_late_ranks = True
+        for process in self._running():
+            self._say(
+                f"rank {process.rank} (process {process.pid}) still runs, {LATE_RANK_SECONDS:g} s after another rank "
+                "ended. If its script is over, an iterator over Python code that it left may keep Python from ending: "
+                "delete the iterator at the end of the script"
+            )
+        return None
 
     def _running(self) -> list[RankProcess]:
         return [process for process in self._processes if process.exit is None]

@@ -199,8 +199,8 @@ def on_exit(act: Callable[[], None]) -> None:
 
 def _exit() -> None:
     close()
-    # An iterator over Python code, which Keras leaves to the garbage, waits for its thread when it is freed. While Python
-    # shuts down, that thread never returns.
+    # Keras leaves iterators over Python code to the garbage. When such an iterator is freed, it waits for its thread,
+    # which never returns while Python shuts down.
     gc.collect()
     for act in _at_exit:
         act()
