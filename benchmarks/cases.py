@@ -22,6 +22,7 @@ TCP_BETWEEN, RING_BETWEEN, MPI_BETWEEN = "TCP", "TensorFlow's ring (default)", "
 ONE_PROCESS, TWO_RANKS = "one process, all cores", "2 ranks, one host"
 TWO_DEVICES, TWO_HOSTS = "MirroredStrategy, two logical CPUs", "2 hosts of one core"
 WHOLE, DIVIDED = "whole batch on each rank", "pipeline"
+TUNED = "npu_device, copies past the cache"
 WHOLE_UPDATE, DIVIDED_UPDATE = "all_reduce, each rank updates all", "divided updates"
 
 _SEGMENTS = (1, 4, 8)
@@ -266,6 +267,34 @@ def updates(quick: bool, ranks: int) -> Case:
     )
 
 
+def copies(quick: bool, ranks: int) -> Case:
+    """Return the case of what ``GLIBC_TUNABLES`` changes, which writes large copies past the cache, in sums and steps.
+
+    Alone: ``python -m benchmarks --cases copies --ranks 2 --repeats 20``.
+    """
+    works: list[tuple[str, int, int, str, tuple[Any, ...]]] = [
+        (size_text(size), size, steps_for(size, quick), "all_reduce", (size, False))
+        for size in (_MIB, 16 * _MIB, 100 * _MIB)
+    ]
+    for model, steps in (("resnet50", 3), ("bert", 1), ("mlp", 50)):
+        size = ranks * SAMPLES[model]
+        works.append((model, size, 1 if quick else steps, "training", (model, True, None)))
+    works.append(("images", READ_SAMPLES, 1, "reading", ("images", True)))
+    rounds = tuple(
+        Round(
+            label,
+            size,
+            steps,
+            (
+                Rival(FUNCTION, sides.SHARED_MEMORY, method, arguments),
+                Rival(TUNED, sides.TUNED_COPIES, method, arguments),
+            ),
+        )
+        for label, size, steps, method, arguments in works
+    )
+    return Case("copies", f"copies past the cache, {ranks} ranks", rounds)
+
+
 def on_gpus(quick: bool, ranks: int, model: str, gpus: int, device: str) -> Case:
     """Return the case of a training step on GPUs.
 
@@ -342,7 +371,7 @@ CASES = {
     case.__name__: case
     for case in (
         *(all_reduce, resnet50, bert, hosts_all_reduce, hosts_resnet50, hosts_bert),
-        *(checks, compiled, faster, reading, updates),
+        *(checks, compiled, faster, reading, updates, copies),
     )
 }
 START = "start"
@@ -366,6 +395,7 @@ FULL = (
     ("all_reduce", 4),
     ("resnet50", 4),
     ("updates", 4),
+    ("copies", 2),
     ("hosts_all_reduce", 4),
 )
 """Cases with their numbers of ranks, in the order in which they run: the most important ones first."""

@@ -33,6 +33,7 @@ MIRRORED_OF_HOSTS = "mirrored_of_hosts"
 GPU_HOST_MEMORY, GPU_NCCL = "gpu_host_memory", "gpu_nccl"
 GPU_MIRRORED = "gpu_mirrored"
 ONE_PROCESS, TWO_DEVICES, WATCHED = "one_process", "two_devices", "watched"
+TUNED_COPIES = "tuned_copies"
 
 _HOST = "127.0.0.1"
 
@@ -214,6 +215,16 @@ SIDES = {
     GPU_MIRRORED: Side("mirrored_side", "MirroredSide", _mirrored_on_gpus, uses_gpus=True),
     ONE_PROCESS: Side("npu_side", "NpuSide", _nothing, is_alone=True),
     TWO_DEVICES: Side("mirrored_side", "DevicesSide", _nothing, uses_gpus=True, is_alone=True),
+    TUNED_COPIES: Side(
+        "npu_side",
+        "NpuSide",
+        partial(
+            _npu,
+            backend=SHARED_MEMORY,
+            # From this size on, the C library writes past the cache.
+            GLIBC_TUNABLES="glibc.cpu.x86_non_temporal_threshold=262144",
+        ),
+    ),
     WATCHED: Side(
         "npu_side", "NpuSide", partial(_npu, backend=SHARED_MEMORY, NPU_DEVICE_AUDIT="auto")
     ),

@@ -295,12 +295,19 @@ def reading(results: Results) -> str:
 
 def updates(results: Results) -> str:
     """Return the steps with divided updates, a row for each rival."""
+    return _rounds_by_rival(results, "updates", ALONE)
+
+
+def copies(results: Results) -> str:
+    """Return sums and steps with copies past the cache, a row for each rival."""
+    return _rounds_by_rival(results, "copies", FUNCTION)
+
+
+def _rounds_by_rival(results: Results, name: str, base: str) -> str:
     parts = []
-    for case in results.of("updates"):
-        columns = []
-        for each in case.rounds:
-            columns.append((_title(each), each))
-        parts.append(_by_rival(columns, f"{case.ranks} ranks, {case.cores}, ms", ALONE))
+    for case in results.of(name):
+        columns = [(_title(each), each) for each in case.rounds]
+        parts.append(_by_rival(columns, f"{case.ranks} ranks, {case.cores}, ms", base))
     return "\n\n".join(parts)
 
 
@@ -329,6 +336,7 @@ FIGURES: dict[str, Callable[[Results], str]] = {
         summary,
         reading,
         updates,
+        copies,
         gains,
     )
 }
