@@ -49,6 +49,15 @@ def test_fit_with_arrays_on_a_single_device(single: Pool, tmp_path: Path) -> Non
     check(single, "arrays", tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["small", pytest.param("small, steps", marks=pytest.mark.full)])
+def test_epochs_that_begin_alike_are_told_apart(single: Pool, kind: str, tmp_path: Path) -> None:
+    [result] = single.run(bodies.body_alike, str(tmp_path / "fit"), kind)
+    whole, parts = result["whole"], result["parts"]
+    assert (parts["not_kept"], parts["warnings"], list(parts["logs"])) == ((), [], [1, 2])
+    same_bits(whole["values"], parts["values"])
+    assert parts["logs"] == {epoch: whole["logs"][epoch] for epoch in (1, 2)}
+
+
 def test_steps_per_execution_another_order_and_other_fits(two_ranks: Pool, tmp_path: Path) -> None:
     results = two_ranks.run(bodies.body_others, str(tmp_path / "fit"))
     for result in results:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import signal
+import subprocess
 import zlib
 from functools import partial
 from pathlib import Path
@@ -42,11 +45,13 @@ def test_the_newest_complete_copy_is_resumed(two_ranks: Pool, tmp_path: Path) ->
         assert older[1] > 0 and newest[1] <= 9
         by_key[newest][1].clear()
         step = older[1]
-        assert memory.step() == step and memory.is_newer_than_disk()
+        assert memory.step() == step
+        newest_step, size = memory.newer_than_disk()[directory]
+        assert newest_step == newest[1] and size > 1000
         resumed = two_ranks.run(bodies.body_whole, addresses, directory)
         steps = sorted(os.listdir(directory))
         assert steps == ["latest.json", f"step-{step:08d}", "step-00000015"], steps
-        assert not memory.is_newer_than_disk()
+        assert not memory.newer_than_disk()
         whole = two_ranks.run(bodies.body_undisturbed, str(tmp_path / "whole"))
         for rank, ran in enumerate(resumed):
             assert ran["not_kept"] == () and list(ran["logs"])[-2:] == [1, 2]
@@ -56,7 +61,7 @@ def test_the_newest_complete_copy_is_resumed(two_ranks: Pool, tmp_path: Path) ->
         # Before npurun ends.
         other = str(tmp_path / "other")
         two_ranks.run(bodies.body_interrupted, addresses, other, 5)
-        two_ranks.run(bodies.body_to_disk, memory.address)
+        two_ranks.run(bodies.body_to_disk, [memory.address, ""])
         [_, written] = sorted(os.listdir(other))
         assert "step-00000002" <= written <= "step-00000005"
     finally:
@@ -154,6 +159,83 @@ def test_a_host_sends_what_the_other_lacks() -> None:
         slot = pair.memories[1].received[0]
         assert slot.look() and [read(span) for span in slot.spans()] == [shared]
     assert not pair.said
+
+
+# Ranks without TensorFlow, which have copies and no checkpoint.
+COPYING = """
+    import json, os, struct, sys, time, zlib
+    from npu_device._src import environment
+    from npu_device._src.training.checkpoint.memory_slots import open_slots
+
+    rank, size = int(os.environ["RANK_ID"]), int(os.environ["RANK_SIZE"])
+    slots, received = open_slots(environment.NPU_DEVICE_MEMORY_COPIES.get())
+    records, contents = [], []
+    for fields in (
+        {"kind": "shared", "name": "v", "path": "v", "dtype": "float32", "shape": [2]},
+        {"kind": "file", "name": f"rank-{rank:05d}.note"},
+    ):
+        content = struct.pack("2f", 3, 4) if fields["kind"] == "shared" else b"of rank %d" % rank
+        crc = zlib.crc32(content)
+        records.append({**fields, "part": "", "bytes": len(content), "crc": crc, "held": True})
+        contents.append(memoryview(content))
+    manifest = {"world_size": size, "notes": {"from": "memory"}, "variables": ["v"]}
+    header = {"attempt": 0, "step": 2, "rank": rank, "directory": "/proc/self/cwd/parts", "keep": 3}
+    slots[0].write({**header, "manifest": manifest, "records": records}, contents)
+    while not (received and received[0].look()):
+        time.sleep(0.02)
+    open("copied", "w").close()
+    time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("lost", [None, pytest.param(0, marks=pytest.mark.full)])
+def test_npuruns_write_the_copies_of_all_hosts_before_they_end(
+    lost: int | None, tmp_path: Path
+) -> None:
+    """The job ends by itself; or node 0 is lost, and Ctrl-C ends the other one, which has all."""
+    port = str(free_port())
+    job = ("-n", "1", "--nnodes", "2", "--max-restarts", "1", "--master-addr", "127.0.0.1")
+    path = script(tmp_path, COPYING)
+    nodes = []
+    for node in (0, 1):
+        here = tmp_path / str(node)
+        here.mkdir()
+        command = (*job, "--master-port", port, "--node-rank", str(node), path)
+        nodes.append(
+            start(
+                *(*command, "0" if lost is None else "100"),
+                on=partial(_in_directory, here),
+                NPU_DEVICE_SECRET="known to both",
+            )
+        )
+    if lost is not None:
+        wait_until(lambda: all((tmp_path / str(node) / "copied").exists() for node in (0, 1)))
+        killed = nodes.pop(0)
+        os.killpg(killed.pid, signal.SIGKILL)
+        killed.communicate(timeout=30)
+        [left] = nodes
+        assert left.stderr is not None
+        assert any(b"trying to reach it again" in line for line in left.stderr)
+        left.send_signal(signal.SIGINT)
+    told = [node.communicate(timeout=120)[1].decode() for node in nodes]
+    assert [node.returncode for node in nodes] == [0 if lost is None else 130] * len(nodes), told
+    assert re.search(r"writing the copy of step 2 in memory, \d\.\d KB on this host", told[0]), (
+        told[0]
+    )
+    assert "the copy of step 2 in memory is written to /proc/self/cwd/parts" in told[0], told[0]
+    for node in (0, 1)[-len(nodes) :]:
+        directory = tmp_path / str(node) / "parts"
+        assert sorted(os.listdir(directory)) == ["latest.json", "step-00000002"]
+        manifest = json.loads((directory / "step-00000002" / "manifest.json").read_text())
+        assert manifest["world_size"] == 2 and manifest["notes"] == {"from": "memory"}
+        for name in ("rank-00000.note", "rank-00001.note", "shared.index"):
+            [size, checksum] = manifest["files"][name]
+            content = (directory / "step-00000002" / name).read_bytes()
+            assert (len(content), zlib.crc32(content)) == (size, checksum)
+
+
+def _in_directory(directory: Path, command: list[str]) -> list[str]:
+    return ["env", "-C", str(directory), *command]
 
 
 RING = """
@@ -256,6 +338,29 @@ SSH = """\
     """
 
 
+def _train_on_hosts(
+    tmp_path: Path, hosts: str, is_shared: bool, *arguments: str, options: tuple[str, ...] = ()
+) -> tuple[subprocess.CompletedProcess[bytes], list[list[str]]]:
+    """Train on two hosts, which share the directory of the checkpoints or not; return their steps in each, too."""
+    ssh = Path(script(tmp_path, SSH.format(here=tmp_path), "ssh"))
+    ssh.chmod(0o755)
+    where = ("--hosts", hosts, "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    directory = str(tmp_path) if is_shared else "/proc/self/cwd"
+    done = npurun(
+        *where,
+        *("--max-restarts", "1", "--restart-backoff", "0.1", *options),
+        *(bodies.__file__, directory, *arguments),
+        limit=300,
+        NPU_DEVICE_SSH=str(ssh),
+    )
+    folders = [tmp_path] if is_shared else [tmp_path / "one", tmp_path / "two"]
+    return done, [sorted(map(_name, (folder / "parts").glob("step-*"))) for folder in folders]
+
+
+def _name(path: Path) -> str:
+    return path.name
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "victim, hosts", [(0, "one:1,two:1"), (1, "one:1,two:1"), (2, "one:2,two:2")]
@@ -265,23 +370,30 @@ SSH = """\
 def test_a_lost_host_costs_few_steps(
     victim: int, hosts: str, is_shared: bool, options: tuple[str, ...], tmp_path: Path
 ) -> None:
-    ssh = Path(script(tmp_path, SSH.format(here=tmp_path), "ssh"))
-    ssh.chmod(0o755)
-    where = ("--hosts", hosts, "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
-    directory = str(tmp_path) if is_shared else "/proc/self/cwd"
-    done = npurun(
-        *where,
-        *("--max-restarts", "1", "--restart-backoff", "0.1", *options),
-        *(bodies.__file__, directory, str(victim), "host"),
-        limit=300,
-        NPU_DEVICE_SSH=str(ssh),
-    )
+    arguments = (str(victim), "host")
+    done, steps = _train_on_hosts(tmp_path, hosts, is_shared, *arguments, options=options)
     told = done.stderr.decode()
     assert done.returncode == 0, told
     assert "and up to as much of another host" in told
-    for folder in [tmp_path] if is_shared else [tmp_path / "one", tmp_path / "two"]:
-        steps = sorted(path.name for path in (folder / "parts").glob("step-*"))
-        assert "step-00000004" <= steps[0] <= "step-00000008", steps
+    assert all("step-00000004" <= names[0] <= "step-00000008" for names in steps), steps
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_shared", [True, False], ids=["", "apart"])
+@pytest.mark.parametrize("options", [(), ("--shard-optimizer",)], ids=["", "divided"])
+def test_an_interrupted_job_of_two_hosts_goes_on_from_its_copies(
+    is_shared: bool, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    job = (tmp_path, "one:2,two:2", is_shared, "3", "interrupt")
+    done, steps = _train_on_hosts(*job, options=options)
+    assert done.returncode == 130, done.stderr.decode()
+    for names in steps:
+        [name] = names
+        assert "step-00000004" <= name <= "step-00000008", steps
+    # The script compares its bits with those of an undisturbed training.
+    done, again = _train_on_hosts(*job, options=options)
+    assert done.returncode == 0, done.stderr.decode()
+    assert all(names[0] == before[0] for names, before in zip(again, steps)), again
 
 
 @pytest.mark.full
@@ -315,7 +427,7 @@ def test_too_little_memory_is_an_error_and_a_full_one_a_warning(
         directory = tmp_path / "full"
         [texts] = single.run(bodies.body_full, memory.address, str(directory))
         [text] = texts
-        assert "a copy in memory has failed" in text and "rank 0: OSError" in text
+        assert "a copy in memory has failed: OSError" in text and "What to do: " in text
         assert (directory / "step-00000003").is_dir() and memory.step() is None
     finally:
         memory.close()

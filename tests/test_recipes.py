@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from caught_messages import warnings_of_package
 from pool import Pool
 from rank_comparison import TOLERANCE, compare, same_bits
 
@@ -29,7 +30,10 @@ def run_example(name: str, *arguments: str) -> Any:
 
 def body_recipe(name: str, directory: str = "") -> Any:
     if name != "keras_fit":
-        return run_example(f"recipes/{name}.py")
+        with warnings_of_package() as texts:
+            result = run_example(f"recipes/{name}.py")
+        assert not any("a new JobCheckpoint handles" in text for text in texts), texts
+        return result
     place = f"{directory}/{npu.distribute.size()}"
     stopped = run_example("keras_fit/train.py", "--directory", place, "--stop_after", "2")
     resumed = run_example("keras_fit/train.py", "--directory", place, "--epochs", "5")

@@ -10,8 +10,9 @@ import signal
 import socket
 import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Callable
+from typing import Any, Callable
 
 import pytest
 from launcher import script, start, wait_until
@@ -126,16 +127,11 @@ def test_a_killed_launcher_that_is_started_again_joins_again(
     assert first.split()[0] != second.split()[0] and first.split()[1] != second.split()[1]
 
 
-def test_a_node_stops_an_attempt_that_it_is_told_to_begin_and_to_stop_at_once(
-    tmp_path: Path,
-) -> None:
-    """This test is node 0: both messages come before the node has handled the first one."""
+@contextlib.contextmanager
+def node_1_of(nodes: Nodes) -> Iterator[tuple[subprocess.Popen[bytes], Link]]:
+    """Start node 1, to which the test is node 0; yield its launcher, and the connection to it."""
     links: queue.SimpleQueue[Link] = queue.SimpleQueue()
-    with (
-        Nodes(tmp_path, "    time.sleep(100)", "--max-restarts", "1") as nodes,
-        contextlib.ExitStack() as opened,
-    ):
-        listener = opened.enter_context(socket.create_server(("127.0.0.1", nodes.port)))
+    with socket.create_server(("127.0.0.1", nodes.port)) as listener:
         serving = threading.Thread(target=serve, args=(listener, b"ours", links.put))
         serving.start()
         try:
@@ -145,19 +141,62 @@ def test_a_node_stops_an_attempt_that_it_is_told_to_begin_and_to_stop_at_once(
             listener.shutdown(socket.SHUT_RDWR)
             serving.join()
         link.connection.settimeout(LIMIT)
+        yield launch, link
+        link.close()
+
+
+def plan(*copies: str) -> dict[str, Any]:
+    """The order of the first attempt, given where the nodes take copies in memory: host and port."""
+    job = {"job_id": "job", "port": free_port(), "copies": copies, "writes": False}
+    return {"do": "plan", "count": 0, "nodes": [0, 1], **job}
+
+
+def test_a_node_stops_an_attempt_that_it_is_told_to_begin_and_to_stop_at_once(
+    tmp_path: Path,
+) -> None:
+    """Both messages come before the node has handled the first one."""
+    with (
+        Nodes(tmp_path, "    time.sleep(100)", "--max-restarts", "1") as nodes,
+        node_1_of(nodes) as (launch, link),
+    ):
         messages = link.messages()
         hello = next(messages)
         assert (hello["do"], hello["node"]) == ("hello", 1)
-        plan = {"do": "plan", "count": 0, "nodes": [0, 1], "job_id": "job", "port": free_port()}
-        plan["copies"] = [" 1", " 1"]  # no port takes copies there
-        link.connection.sendall(
-            b"".join(map(frames.encode, (plan, {"do": "stop", "why": "a rank failed"})))
-        )
+        orders = plan(" 1", " 1"), {"do": "stop", "why": "a rank failed"}
+        link.connection.sendall(b"".join(map(frames.encode, orders)))
         outcome = next(messages)
         link.send("over", code=1, text="")
         assert "npurun: a rank failed; stopping the ranks of this node" in ends(launch, 1)
-        link.close()
     assert outcome["do"] == "outcome"
+
+
+COPIES = """
+    from npu_device._src import environment
+    from npu_device._src.training.checkpoint.memory_slots import open_slots
+
+    [slot, _], _ = open_slots(environment.NPU_DEVICE_MEMORY_COPIES.get())
+    header = {"attempt": 0, "step": 1, "rank": 1, "directory": "", "records": []}
+    slot.write(header, [])
+    while slot.is_unsent:
+        time.sleep(0.02)
+    os.ftruncate(slot.descriptor, 0)  # nothing is left to be written before npurun ends
+"""
+
+
+def test_a_node_goes_on_beside_one_that_takes_no_copies(tmp_path: Path) -> None:
+    with (
+        Nodes(tmp_path, COPIES, "--max-restarts", "1") as nodes,
+        node_1_of(nodes) as (launch, link),
+    ):
+        (tmp_path / "ready.0.0").touch()
+        messages = link.messages()
+        next(messages)
+        order = plan(" ", "127.0.0.1 ")
+        link.connection.sendall(frames.encode(order))
+        outcome = next(messages)
+        link.send("over", code=0, text="")
+        assert "copies" not in ends(launch, 0)
+    assert (outcome["do"], outcome["code"]) == ("outcome", 0)
 
 
 def test_a_node_that_waits_for_a_stopped_node_0_gives_up(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Phrases of messages: a number with its noun, and sets of ranks in compact form, which can be read back."""
+"""Phrases of messages: a number with its noun, an amount of memory, and sets of ranks in compact form, which can be
+read back.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,13 @@ MOST_RANKS = 1 << 16  # more than any job has
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: ``1 rank``, ``2 ranks``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def amount(size: int) -> str:
+    """Return a number of bytes in words: ``5.2 KB``, ``1,024.0 MB``."""
+    if size < 1e5:
+        return f"{size / 1e3:.1f} KB"
+    return f"{size / 1e6:,.1f} MB"
 
 
 def ranges(ranks: Iterable[int]) -> str:

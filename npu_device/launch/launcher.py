@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 
@@ -13,6 +10,7 @@ from npu_device._src.cluster.handshake import NO_SECRET
 from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.membership.schemes import secret
 from npu_device._src.training.checkpoint.memory_slots import Memory
+from npu_device.launch import last_copy
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import USAGE, Attempt, AttemptObserver, Launch, prepare_rendezvous
 from npu_device.launch.binding import Binding
@@ -24,8 +22,6 @@ from npu_device.launch.member import Member
 from npu_device.launch.neighbour import Neighbour
 from npu_device.launch.output import Console
 from npu_device.launch.reports import Starter
-
-_WRITER = "npu_device._src.training.checkpoint.copies_to_disk"
 
 
 def run(options: Options, starter: Starter | None = None) -> int:
@@ -47,10 +43,7 @@ def run(options: Options, starter: Starter | None = None) -> int:
             if options.nnodes > 1 and options.node_rank == 0 and not job_secret:
                 console.say(NO_SECRET)
             if not options.nodes_meet:
-                try:
-                    return _alone(launch)
-                finally:
-                    _write_copies(launch)
+                return _alone(launch)
             assert memory is not None
             with Neighbour(memory, job_secret, options.master_addr, console.say) as neighbour:
                 if options.node_rank > 0:
@@ -60,23 +53,6 @@ def run(options: Options, starter: Starter | None = None) -> int:
         except (OSError, ClusterError, ValueError) as error:
             console.say(str(error))
             return USAGE
-
-
-def _write_copies(launch: Launch) -> None:
-    """Write copies in memory that are newer than the checkpoints on the disk, in a process that has TensorFlow."""
-    memory = launch.memory
-    if memory is None:
-        return
-    try:
-        if memory.is_newer_than_disk():
-            launch.console.say("the newest copy in memory is written to the disk")
-            command = [sys.executable, "-m", _WRITER, memory.address]
-            variables = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-            # The command has a session of its own, so that Ctrl-C doesn't end it.
-            subprocess.run(command, env=variables, start_new_session=True, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        launch.console.say(f"the newest copy in memory could not be written to the disk: {error}")
-    memory.close()
 
 
 def signals(options: Options, console: Console) -> Events:
@@ -106,6 +82,7 @@ def _alone(launch: Launch) -> int:
             outcome = Attempt(launch, rendezvous, AttemptObserver()).run()
         decision = ledger.add(began, rendezvous.nodes, [outcome], launch.step())
         if decision.wait is None:
+            last_copy.write_alone(launch, ledger.count)
             say(ledger.last_words(decision))
             return outcome.code
         say(decision.text)
@@ -113,5 +90,6 @@ def _alone(launch: Launch) -> int:
         rendezvous.end()
         number = launch.events.wait_for_signal(decision.wait)
         if number is not None:
+            last_copy.write_alone(launch, ledger.count)
             say(ledger.last_words(Decision(0, None, "")))
             return 128 + number

@@ -17,6 +17,7 @@ from npu_device._src.cluster import ports, time_limits as limits
 from npu_device._src.cluster.rank_errors import RESUMABLE, ClusterError
 from npu_device._src.version import __version__
 from npu_device._src.wording import ranges
+from npu_device.launch import last_copy
 from npu_device.launch.attempt import (
     FAILED,
     USAGE,
@@ -100,6 +101,8 @@ class Leader:
     def _run(self) -> None:
         try:
             decision = self._lead()
+            if decision.wait is None:
+                self._write_copies()
         except Exception:
             decision = Decision(FAILED, None, f"npurun failed on node 0:\n{traceback.format_exc()}")
         words = self._ledger.last_words(decision)
@@ -215,8 +218,30 @@ class Leader:
     def _is_enough(self) -> bool:
         return len(self._idle) >= self._options.fewest_nodes
 
+    def _write_copies(self) -> None:
+        """Let the nodes that are left write the newest copy in memory, each what it has."""
+        nodes = sorted(self._idle)
+        if nodes and last_copy.is_needed(self._launch):
+            options = last_copy.launch_of_writers(self._launch).options
+            with prepare_rendezvous(options, self._ledger.count, nodes) as rendezvous:
+                self._run_ranks(rendezvous, writes=True)
+
     def _attempt(self, rendezvous: Rendezvous) -> Decision:
         began = time.time()
+        self._run_ranks(rendezvous)
+        return self._ledger.add(
+            began,
+            rendezvous.nodes,
+            self._outcomes.values(),
+            self._launch.step(),
+            self._loss,
+            sorted(self._preempted),
+            self._joins.is_asked,
+            self._joins.suspects(rendezvous.nodes),
+        )
+
+    def _run_ranks(self, rendezvous: Rendezvous, writes: bool = False) -> None:
+        """Return when all nodes have told the outcome of an attempt, or are lost."""
         self._running = set(rendezvous.nodes)
         self._idle -= self._running
         self._outcomes = {}
@@ -232,6 +257,7 @@ class Leader:
             job_id=rendezvous.job_id,
             port=rendezvous.port,
             copies=[self._copies[node] for node in rendezvous.nodes],
+            writes=writes,
         )
         while self._running:
             if self._handle(self._ask_for_joins()):
@@ -247,16 +273,6 @@ class Leader:
                 # A frozen npurun sees the end when it continues.
                 self._nodes[node].close()
                 self._lose(node, "does not answer")
-        return self._ledger.add(
-            began,
-            rendezvous.nodes,
-            self._outcomes.values(),
-            self._launch.step(),
-            self._loss,
-            sorted(self._preempted),
-            self._joins.is_asked,
-            self._joins.suspects(rendezvous.nodes),
-        )
 
     def _ask_for_joins(self) -> float | None:
         """Ask the ranks to end for nodes that have come, if it is time; return when the leader has to look again."""

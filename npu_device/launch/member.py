@@ -21,7 +21,7 @@ from npu_device._src.cluster.time_limits import (
     NODE_SILENT_SECONDS,
 )
 from npu_device._src.version import __version__
-from npu_device.launch import ledger
+from npu_device.launch import last_copy, ledger
 from npu_device.launch.attempt import (
     FAILED,
     Attempt,
@@ -67,7 +67,14 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "failure": (_FAILURE, type(None)),
     },
     # Messages of node 0
-    "plan": {"count": int, "nodes": [int], "job_id": str, "port": int, "copies": [str]},
+    "plan": {
+        "count": int,
+        "nodes": [int],
+        "job_id": str,
+        "port": int,
+        "copies": [str],
+        "writes": bool,
+    },
     "stop": {"why": str},
     "say": {"text": str},
     "over": {"code": int, "text": str},
@@ -197,6 +204,11 @@ class Member:
         try:
             while True:
                 self._run_attempt(self._next_rendezvous())
+        except SystemExit as end:
+            # Of two nodes, each has all copies, also those of a node 0 that is lost.
+            if self._ending is None and not isinstance(end, NodeLeavesError):
+                last_copy.write_alone(self._launch, self._count)
+            raise
         finally:
             if self._link is not None:
                 self._link.close()
@@ -236,7 +248,7 @@ class Member:
     def _on_order(self, order: AttemptOrdered) -> None:
         nodes = tuple(order.nodes)
         change = ledger.change(self._nodes, nodes, self._options.nproc_per_node)
-        if change:
+        if change and not order.writes:
             self._say(change)
         self._nodes = nodes
         self._count = order.attempt + 1
@@ -249,13 +261,15 @@ class Member:
             # Node 0 is where this node has reached it.
             address = host or self._leader[0], int(copies_port)
         self._neighbour.send_to(address)
-        self._rendezvous = Rendezvous(order.job_id, order.port, None, None, nodes, order.attempt)
+        self._rendezvous = Rendezvous(
+            order.job_id, order.port, None, None, nodes, order.attempt, order.writes
+        )
 
     def _on_text(self, received: TextReceived) -> None:
         self._say(received.text)
 
-    def _on_signal(self, received: SignalReceived) -> NoReturn:
-        """End, between two attempts."""
+    def _on_signal(self, received: SignalReceived) -> None:
+        """Let the job end, between two attempts; without node 0, or with another signal, this node ends at once."""
         is_request = received.number == self._options.preempt_signal
         code = 128 + received.number
         if self._outcome.interrupted or (is_request and self._outcome.code == RESUMABLE):
@@ -264,18 +278,27 @@ class Member:
             raise NodeLeavesError(code)
         if self._link is not None:
             self._link.send("interrupted", signal=received.number)
-        raise SystemExit(code)
+        if self._link is None or self._link.is_lost or self._outcome.interrupted:
+            raise SystemExit(code)
+        self._outcome = NodeOutcome(code, interrupted=True)
 
     def _run_attempt(self, rendezvous: Rendezvous) -> None:
         link = self._link
         assert link is not None
         if link.is_lost:
             return
-        outcome = Attempt(self._launch, rendezvous, _LeaderNotifier(link)).run()
-        self._outcome = outcome
+        outcome = self._outcome
+        if rendezvous.writes:
+            launch = last_copy.launch_of_writers(self._launch)
+            outcome = Attempt(launch, rendezvous, AttemptObserver()).run()
+        # The order of an attempt may cross a signal.
+        elif not outcome.interrupted:
+            outcome = Attempt(self._launch, rendezvous, _LeaderNotifier(link)).run()
+            self._outcome = outcome
         self._attempt = None
         link.send("outcome", **asdict(outcome))
-        if outcome.preempted and self._options.outlives_preemption and self._options.node_rank > 0:
+        outlives = self._options.outlives_preemption and not rendezvous.writes
+        if outcome.preempted and outlives and self._options.node_rank > 0:
             raise NodeLeavesError(outcome.code)
 
     def _connect(self) -> None:
@@ -338,6 +361,7 @@ class Member:
                         message["job_id"],
                         message["port"],
                         message["copies"],
+                        message["writes"],
                     )
                 )
             elif action == "say":

@@ -198,5 +198,5 @@ class Neighbour:
 
 def _answer(connection: TimedConnection) -> dict[str, Any]:
     return connection.receive(
-        COPY_SEND_SECONDS, silent="no answer", closed="the other npurun has ended"
+        COPY_SEND_SECONDS, silent="no answer", closed="the other npurun has ended or has no memory"
     )

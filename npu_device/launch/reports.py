@@ -15,6 +15,7 @@ from npu_device.launch.output import Console, Pump
 RUNNING = "running"  # npurun runs on the host, alone
 ATTEMPT = "attempt"  # an attempt begins there
 PREEMPTED = "preempted"  # the host got the signal that takes it away
+WRITING = "writing"  # the host writes a copy in memory to the disk before it ends
 LEAVING = "leaving"  # the host ends, and the job continues
 OVER = "over"  # the host ends, and so does the job
 

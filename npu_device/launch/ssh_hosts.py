@@ -31,7 +31,7 @@ from npu_device.launch.events import (
     SignalReceived,
 )
 from npu_device.launch.output import Console
-from npu_device.launch.reports import ATTEMPT, LEAVING, OVER, PREEMPTED, RUNNING, Report
+from npu_device.launch.reports import ATTEMPT, LEAVING, OVER, PREEMPTED, RUNNING, WRITING, Report
 
 _PREFIXES = ("TF_", "KERAS_", "PYTHON")
 
@@ -213,8 +213,8 @@ class LaunchedHosts:
 
     def _on_signal(self, received: SignalReceived) -> None:
         number = received.number
-        # A second signal leaves the deadline of the first.
-        if self._signal is None:
+        # A second signal leaves the deadline of the first, unless that has been lifted.
+        if self._signal is None or self._deadline is None:
             seconds = self._options.grace
             if number == self._options.preempt_signal:
                 seconds = self._options.preempt_timeout
@@ -251,6 +251,9 @@ class LaunchedHosts:
                 self._nodes = report.nodes
         elif report.state == PREEMPTED:
             host.is_preempted = True
+        elif report.state == WRITING:
+            # A large copy takes its time, which the user can end.
+            self._deadline = None
         elif report.state in (LEAVING, OVER):
             host.end = report
         # A job without restarts has no node that speaks for all. And a node that doesn't match node 0 is turned away.

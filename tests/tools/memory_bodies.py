@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import resource
 import signal
@@ -19,7 +20,9 @@ from rank_comparison import same_bits
 
 import npu_device as npu
 from npu_device._src.training.checkpoint import copies_to_disk, memory_copies
+from npu_device._src.training.checkpoint.memory_slots import close_slots, open_slots
 from npu_device._src.training.checkpoint.selection import Storage
+from npu_device._src.training.opening.current_world import current_world
 
 
 class Interrupted(Exception):
@@ -63,10 +66,12 @@ def _fit(directory: str, **options: Any) -> dict[str, Any]:
     return bodies.fit(directory, "own", preemption=False, each_epoch=False, **options)
 
 
-def body_to_disk(address: str) -> None:
-    """Write the copies as npurun lets a process do before it ends."""
-    if npu.distribute.is_main():
-        copies_to_disk.main(address)
+def body_to_disk(addresses: list[str]) -> None:
+    """Write the copies as npurun lets a process of each host do before it ends, given their memory."""
+    address = addresses[npu.distribute.rank()]
+    slots = list(itertools.chain(*open_slots(address))) if address else []
+    copies_to_disk.write_newest(current_world(), slots)
+    close_slots(slots)
 
 
 def body_wrong(directory: str, wrong: Any) -> str:
@@ -125,9 +130,10 @@ class _Slow(bodies.Watch):
 
 
 def main() -> None:
-    """Train under npurun; a rank, or npurun on its host, is killed at a step, and the job goes on with the same bits.
+    """Train under npurun; a rank, or npurun on its host, is killed at a step, or npurun is interrupted there, and the
+    job goes on with the same bits.
 
-    Arguments: the directory, the rank, what is killed, and perhaps the steps between checkpoints on the disk.
+    Arguments: the directory, the rank, what is done, and perhaps the steps between checkpoints on the disk.
     """
     directory, victim, killed, *every = sys.argv[1:]
     npu.open().as_default()
@@ -138,9 +144,10 @@ def main() -> None:
         f"{directory}/parts/latest.json"
     )
     is_hit = is_first and npu.distribute.rank() == int(victim)
-    number = os.getppid() if killed == "host" else os.getpid()
-    kind = _Slow if is_first and killed == "host" else bodies.Watch
-    watch = kind(8 if is_hit else 0, lambda: os.kill(number, signal.SIGKILL))
+    number = os.getpid() if killed == "rank" else os.getppid()
+    kind = _Slow if is_first and killed != "rank" else bodies.Watch
+    signal_number = signal.SIGINT if killed == "interrupt" else signal.SIGKILL
+    watch = kind(8 if is_hit else 0, lambda: os.kill(number, signal_number))
     parts = _fit(
         f"{directory}/parts", watch=watch, memory_every=2, every=int(every[0]) if every else None
     )

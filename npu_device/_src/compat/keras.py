@@ -137,12 +137,22 @@ def count_train_steps(model: Any, steps: int) -> None:
 
 
 def iterators_made(model: Any, used: int, knows_length: bool) -> list[int]:
-    """Return how many iterators of its data ``fit`` may have made when it has ``used`` some, most likely one last."""
+    """Return how many iterators of its data the running ``fit`` has made, or may have, when it has ``used`` some."""
     # From Keras 3.7 on, an epoch ends by making an iterator; the next one uses it only if steps_per_epoch is given.
     version = str(getattr(keras_of(model), "__version__", "2.0")).split(".")
-    if knows_length and (int(version[0]), int(version[1])) >= (3, 7):
-        return sorted({used, 2 * used})
-    return [used]
+    if not knows_length or (int(version[0]), int(version[1])) < (3, 7):
+        return [used]
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        epochs = frame.f_locals.get("epoch_iterator")
+        if hasattr(epochs, "steps_per_epoch"):
+            number = used
+            if epochs.steps_per_epoch is None:
+                number *= 2
+            return [number]
+        frame = frame.f_back
+    # A later Keras may name its variable in another way.
+    return sorted({used, 2 * used})
 
 
 def variables_to_update(optimizer: Any, trainable_variables: Any = None) -> list[Any]:

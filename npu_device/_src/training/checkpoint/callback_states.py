@@ -47,7 +47,7 @@ class CallbackStates:
 
     def __init__(self, checkpoint: Any) -> None:
         self.arrays: list[tf.Variable] = []
-        self._list = _list_with(checkpoint)
+        self._list = list_with(checkpoint)
         self._kept: dict[str, Any] = {}
         self._all: list[Any] = []
         self._found: dict[str, Any] = {}
@@ -146,7 +146,7 @@ class CallbackStates:
         return [f"{', '.join(lost)}: not in the checkpoint; begins afresh"]
 
 
-def _list_with(callback: Any) -> Any:
+def list_with(callback: Any) -> Any:
     """Return Keras's list of callbacks that is calling one of them; None if something else calls it."""
     frame = sys._getframe(1)
     while frame is not None:

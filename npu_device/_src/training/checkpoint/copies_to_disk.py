@@ -8,7 +8,7 @@ host has; all directories get all files.
 from __future__ import annotations
 
 import functools
-import secrets
+import itertools
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from npu_device._src import environment
 from npu_device._src.training.checkpoint import folder, selection
 from npu_device._src.training.checkpoint.memory_slots import (
     Key,
     Record,
     Slot,
-    close_slots,
     copies,
     directories,
     identity,
@@ -31,6 +31,8 @@ from npu_device._src.training.checkpoint.memory_slots import (
     read,
 )
 from npu_device._src.training.checkpoint.selection import Storage, gather, on_all_ranks
+from npu_device._src.training.opening import device
+from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.world.sent_objects import from_json, to_json
 from npu_device._src.world.world import World
 
@@ -254,17 +256,25 @@ def _tensor_of(record: Record, content: memoryview) -> tf.Tensor:
     return tf.constant(array.reshape(record["shape"]), dtype)
 
 
-def main(address: str) -> None:
-    """Write the newest copy for each directory to the disk, in a process that npurun starts before it ends."""
-    slots, received = open_slots(address)
-    storage = Storage(secrets.token_hex(4), (0,), 0)
-    for directory in directories(slots):
-        step = to_disk(None, storage, slots, Path(directory))
+def write_newest(world: World | None, slots: Sequence[Slot]) -> None:
+    """Write the newest copy for each directory to the disk; every rank has to call this, as ``to_disk``."""
+    paths = itertools.chain.from_iterable(gather(world, directories(slots)))
+    for path in sorted(set(paths)):
+        storage = selection.find_storage(world, Path(path))
+        step = to_disk(world, storage, slots, Path(path))
+        text = f"no complete copy in memory is newer than the checkpoints in {path}"
         if step is not None:
-            text = f"npurun: the copy of step {step} in memory is written to {directory}"
-            print(text, file=sys.stderr)
-    close_slots([*slots, *received])
+            text = f"the copy of step {step} in memory is written to {path}"
+        if storage.rank == 0:
+            print(f"npu_device: {text}", file=sys.stderr)
+
+
+def main() -> None:
+    """Write what this host has, as a rank of the job that npurun runs before it ends."""
+    device.open()
+    slots, received = open_slots(environment.NPU_DEVICE_MEMORY_COPIES.get() or "")
+    write_newest(current_world(), [*slots, *received])
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.training.checkpoint import next_samples
-from npu_device._src.training.checkpoint.callback_states import CallbackStates
+from npu_device._src.training.checkpoint.callback_states import CallbackStates, list_with
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.job_checkpoint import JobCheckpoint
 from npu_device._src.training.checkpoint.selection import gather
@@ -31,6 +31,7 @@ _FIT_KEY = "fit"
 _INNER = "_npu_inner"
 # The suffix that Keras gives to further objects of a class. It depends on what a script made before.
 _KERAS_SUFFIX = re.compile(r"_\d+(?=[/:]|$)")
+_newest: FitCheckpoint | None = None  # the one whose fit has begun last, until that ends
 
 
 class FitCheckpoint(tf.keras.callbacks.Callback):
@@ -86,13 +87,17 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Look for a checkpoint, and let ``fit`` begin in its epoch."""
+        global _newest
+        # An error has ended the fit before, of which Keras tells its callbacks nothing.
+        if _newest is not None and (_newest is self or list_with(_newest) is None):
+            _newest._job.close()
         optimizers = training_state.optimizers(self.model)
         # Optimizers get names by their numbers, since two of them may be of one class.
         named = {f"optimizer{number}": optimizer for number, optimizer in enumerate(optimizers)}
         self._metrics: list[Any] = []
         self._metric_names: list[str] = []
         self._callbacks = CallbackStates(self)
-        self._job = JobCheckpoint(
+        self._job: JobCheckpoint = JobCheckpoint(
             self._directory,
             model=self.model,
             metrics=self._metrics,
@@ -101,6 +106,7 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
             **named,
             **self._options,
         )
+        _newest = self
         self._epoch = 0
         self._step = 0  # step within the epoch
         self._total = 0  # steps of all epochs
@@ -146,6 +152,9 @@ class FitCheckpoint(tf.keras.callbacks.Callback):
         self._job.try_to_save(self._total, self._notes(ended_of=self.params["epochs"]))
         self._callbacks.end()
         self._job.close()
+        global _newest
+        if _newest is self:
+            _newest = None
 
     # A callback's step stands in place of the model's train function, since saving and resuming happen at the same
     # point between its steps: no other callback comes in between, and a model is built by its first batch.
@@ -343,7 +352,7 @@ class _DataPosition:
         iterators = 0
         if self.number and compat.is_generated(dataset):
             return pull(keras_iterator, count), _GENERATED
-        # Some releases of Keras make iterators that they don't use: checksums tell which number is right.
+        # Of several numbers, checksums tell which one is right.
         for wanted in compat.iterators_made(self._model, self.number, self._knows_length):
             while iterators < wanted:
                 self.used = iter(dataset)

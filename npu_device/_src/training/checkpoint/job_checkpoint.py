@@ -361,11 +361,10 @@ class JobCheckpoint:
         world, storage = self._prepare()
         if self._copier is None:
             return
-        reports = gather(world, (step, self._copier.is_busy, self._copier.take_problem()))
-        self._copier.report([problem for _, _, problem in reports])
-        is_one_step = len({rank_step for rank_step, _, _ in reports}) == 1
+        reports = gather(world, (step, self._copier.is_busy))
+        is_one_step = len({rank_step for rank_step, _ in reports}) == 1
         # Between two updates, what one process has would take a reduction: the copy comes after the next update.
-        if not is_one_step or any(is_busy for _, is_busy, _ in reports) or self._shared.parts():
+        if not is_one_step or any(is_busy for _, is_busy in reports) or self._shared.parts():
             return
         self._own_state.collect()
         checkpoint = self._shared.checkpoint()

@@ -40,11 +40,12 @@ from npu_device._src.training.checkpoint.memory_slots import (
     open_slots,
 )
 from npu_device._src.training.checkpoint.selection import Storage, gather, on_all_ranks
+from npu_device._src.wording import amount
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
 _FAILED = (
-    "a copy in memory has failed:\n%s\nTraining goes on; checkpoints on the disk continue.\n"
+    "a copy in memory has failed: %s.\nTraining goes on; checkpoints on the disk continue.\n"
     "What to do: give the job more memory, or leave out memory_every."
 )
 _TOO_LARGE = (
@@ -91,8 +92,7 @@ class Copier:
         self.readable: Sequence[Slot] = ()
         if self._is_first:
             self.readable = self._slots
-        self._problem: str | None = None  # problem of the last copy
-        self._is_told = False
+        self._is_told = False  # a copy of this rank has failed
         self._written = slots[SLOTS * local_rank : SLOTS * (local_rank + 1)]
         self._of_first = slots[:SLOTS]
         self._next = 0
@@ -116,19 +116,6 @@ class Copier:
         if not self._is_copying:
             close_slots(self._slots)
 
-    def take_problem(self) -> str | None:
-        """Return why the last copy has failed, once; None if it hasn't."""
-        problem = self._problem
-        self._problem = None
-        return problem
-
-    def report(self, problems: Sequence[str | None]) -> None:
-        """Warn once of the problems of the ranks' last copies."""
-        lines = [f"  rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
-        if lines and self._is_main and not self._is_told:
-            self._is_told = True
-            _log.warning(_FAILED, "\n".join(lines))
-
     def require_memory(self, size: int, interval: int) -> None:
         """Raise CheckpointError on all ranks if two copies don't fit, and one buffer more while a copy is made.
 
@@ -140,22 +127,24 @@ class Copier:
         ranks_per_host = len(sizes) // self._hosts
         begins = range(0, len(sizes), ranks_per_host)
         by_host = [sum(sizes[begin : begin + ranks_per_host]) for begin in begins]
-        held = _mb(by_host[self._host])
+        held = amount(by_host[self._host])
         needed = (SLOTS + 1) * by_host[self._host]
         text = f"{SLOTS} x {held} on this host"
         if self._hosts > 1:
             # The copies of the host before this one in the circle come here.
             received = by_host[self._host - 1]
             needed += SLOTS * received
-            held += f", two of {_mb(received)} from another host"
-            text = f"on each host {SLOTS} x {_mb(max(by_host))}, and up to as much of another host"
+            held += f", two of {amount(received)} from another host"
+            text = (
+                f"on each host {SLOTS} x {amount(max(by_host))}, and up to as much of another host"
+            )
 
         def check() -> None:
             missing = needed - sum(slot.size for slot in self._slots)
             free = free_memory()
             if self._is_first and free is not None and missing > free:
                 raise CheckpointError(
-                    _TOO_LARGE.format(held=held, missing=_mb(missing), free=_mb(free))
+                    _TOO_LARGE.format(held=held, missing=amount(missing), free=amount(free))
                 )
 
         on_all_ranks(self._world, check, "there is too little memory for memory_every:")
@@ -194,14 +183,11 @@ class Copier:
                 contents.append(content)
             slot.write({**header, "records": records}, contents)
             self._next += 1
-        except PeerError as error:
-            # The job ends, and the error of the rank that failed says why.
-            self._problem = str(error)
         except Exception as error:
-            # The thread of the training reports it before the next copy.
-            self._problem = f"{type(error).__name__}: {error}"
-            if not threading.main_thread().is_alive():
-                _log.warning("the last copy in memory is lost: %s", self._problem)
+            # The end of the job has an error of its own.
+            if not self._is_told and not isinstance(error, PeerError):
+                self._is_told = True
+                _log.warning(_FAILED, f"{type(error).__name__}: {error}")
 
     def _record(
         self, shared: SharedTensor, content: memoryview, of_first: dict[str, int]
@@ -266,10 +252,6 @@ def copier_of(world: World | None, storage: Storage) -> Copier | None:
     if storage.rank == 0:
         _log.warning(_NO_LAUNCHER, problems[0])
     return None
-
-
-def _mb(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB"
 
 
 def tensors_of(checkpoint: Any, paths: dict[int, str]) -> list[SharedTensor]:

@@ -19,11 +19,14 @@ import os
 import secrets
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from npu_device._src.machine.free_memory import free_memory
 from npu_device._src.training.checkpoint import folder
+from npu_device._src.wording import amount
 
 _MARK = b"npucopy1"
 _START = struct.Struct("<8sQI?")
@@ -70,17 +73,24 @@ class Memory:
         ]
         return ":".join([self._name, str(os.getpid()), *descriptors])
 
-    def is_newer_than_disk(self) -> bool:
-        """Return whether a directory has an older newest checkpoint than the newest complete copy for it."""
-        return any(
-            newest_step(self.slots, path) > (folder.readable_latest(Path(path)) or 0)
-            for path in directories(self.slots)
-        )
+    def newer_than_disk(self) -> dict[str, tuple[int, int]]:
+        """Return the newest step of the copies, and its bytes here, by directories whose newest checkpoint is older."""
+        sizes: Counter[tuple[str, int]] = Counter()
+        for slot in self.slots:
+            if slot.look():
+                sizes[slot.header["directory"], slot.header["step"]] += slot.size
+        # Of the steps of one directory, the last one counts.
+        return {
+            path: (step, sizes[path, step])
+            for path, step in dict(sorted(sizes)).items()
+            if step > (folder.readable_latest(Path(path)) or 0)
+        }
 
     def step(self) -> int | None:
         """Return the newest step that all ranks of this host have copied; None if there is none."""
-        paths = directories(self.slots)
-        return max((newest_step(self.slots, path) for path in paths), default=0) or None
+        copied = Counter((slot.key, slot.header["directory"]) for slot in self.slots if slot.look())
+        complete = [key for (key, _), ranks in copied.items() if ranks * SLOTS == len(self.slots)]
+        return max(step for _, step in [(0, 0), *complete]) or None
 
     def close(self) -> None:
         """Free the memory when no rank uses it any more."""
@@ -113,7 +123,7 @@ class Slot:
     """Memory for one copy of the part of one rank.
 
     Attributes:
-        header: that of the complete copy which ``look`` has found.
+        header: that of the complete copy which ``look`` has found last.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -154,8 +164,17 @@ class Slot:
         self.end()
 
     def begin(self, header: dict[str, Any]) -> int:
-        """Drop the copy and begin another one, which is none until ``end``; return the position of its first bytes."""
+        """Drop the copy and begin another one, which is none until ``end``; return the position of its first bytes.
+
+        Raises:
+            MemoryError: there is no memory for it.
+        """
         self.clear()
+        missing = sum(record["bytes"] for record in header["records"] if record["held"]) - self.size
+        free = free_memory()
+        # Without this check, the kernel would kill a process of a container whose memory is full.
+        if free is not None and missing > free:
+            raise MemoryError(f"it takes {amount(missing)} more, and {amount(free)} are free")
         self.header = header
         head = json.dumps(header).encode()
         # The mark is left out: it makes the copy complete.
@@ -176,7 +195,6 @@ class Slot:
 
     def look(self) -> bool:
         """Return whether there is a complete copy, and read its header."""
-        self.header = {}
         start = os.pread(self.descriptor, _START.size, 0)
         if len(start) < _START.size or not start.startswith(_MARK):
             return False
@@ -237,12 +255,3 @@ def copies(slots: Sequence[Slot], directory: str) -> dict[Key, dict[int, Slot]]:
         if slot.look() and slot.header["directory"] == directory:
             by_key.setdefault(slot.key, {}).setdefault(slot.header["rank"], slot)
     return by_key
-
-
-def newest_step(slots: Sequence[Slot], directory: str) -> int:
-    """Return the newest step of which these slots hold copies of all their ranks; 0 if there is none."""
-    ranks = len(slots) // SLOTS
-    by_key = copies(slots, directory)
-    complete = [key for key, by_rank in by_key.items() if len(by_rank) == ranks]
-    _, step = max(complete, default=(0, 0))
-    return step
