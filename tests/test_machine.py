@@ -307,4 +307,9 @@ def test_speed_tries_ranks_bound_and_not(machine: Any, expected: list[str], made
     setups = speed.setups_to_measure(made(machine), [1, 2, 3, 4, 8], options)
     assert [setup.label for setup in setups] == expected
     options.bind_to = "core"
-    assert len(speed.setups_to_measure(made(machine), [1, 2, 3, 4, 8], options)) == 5
+    bound = speed.setups_to_measure(made(machine), [1, 2, 128], options)
+    # There are fewer than 128 cores.
+    assert [setup.label for setup in bound] == ["1", "2 bound"]
+    options.n = [1, 128]
+    with pytest.raises(ValueError, match="no core for each of 128 ranks"):
+        speed.setups_to_measure(made(machine), options.n, options)

@@ -7,21 +7,21 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launcher import environment, npurun, script, start
 
-from npu_device._src.machine.topology import Core, Machine
+from npu_device._src.machine.topology import Core, Machine, Quota
 from npu_device._src.speed import outcome
+from npu_device._src.speed.outcome import Run
 from npu_device._src.speed.timed_process import (
     TRACED,
     Setup,
     TimedProcess,
     Times,
     load_times,
-    save_lost_cores,
     save_times,
 )
 from npu_device._src.trace.records import GradientRecord, Iteration, RankTrace
@@ -139,26 +139,20 @@ def test_short_epochs_are_timed_whole_but_for_the_first_ones(legacy: str, tmp_pa
     assert 0.07 < times.seconds / times.steps < 0.2
 
 
-def measured(
-    directory: Path,
-    ratios: list[float],
-    rows: tuple[int, int] = (80, 40),
-    lost_cores: float = 0.0,
-    **options: Any,
-) -> Any:
-    """Return the outcome of rounds in which one process took a second for 10 steps, and two ranks ``1 / ratio``."""
-    process = TimedProcess(str(directory), 10, **options)
-    for number, ratio in enumerate([1.0, *ratios]):
-        name = str(number) if number else TRACED
-        for ranks, seconds, counted in ((1, 1.0, rows[0]), (2, 1 / ratio, rows[1])):
-            for rank in process.run_of(Setup(ranks), name):
-                rank.folder.mkdir(parents=True)
-                save_times(rank, Times(10, seconds, counted))
-            save_lost_cores(rank, lost_cores)
-    for rank in process.run_of(Setup(2), TRACED):
-        rank.trace_file.parent.mkdir(parents=True)
-        rank.trace_file.touch()
-    return outcome.outcome(process, [Setup(1), Setup(2)])
+START = TimedProcess("", 10)
+
+
+def rounds_of(
+    ratios: list[float], rows: tuple[int | None, int | None] = (80, 40), lost_cores: float = 0.0
+) -> list[dict[Setup, Run]]:
+    """Return rounds after a traced one; one process takes a second for 10 steps, two ranks take ``1 / ratio``."""
+    return [
+        {
+            Setup(1): Run([Times(10, 1.0, rows[0])], lost_cores, False, None),
+            Setup(2): Run([Times(10, 1 / ratio, rows[1])] * 2, lost_cores, True, None),
+        }
+        for ratio in (1.0, *ratios)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -172,9 +166,9 @@ def measured(
     ],
 )
 def test_a_verdict_needs_five_rounds_whose_spread_is_on_one_side(
-    ratios: list[float], verdict: str, tmp_path: Path
+    ratios: list[float], verdict: str
 ) -> None:
-    line = measured(tmp_path, ratios).speedups[1]
+    line = outcome.outcome(START, rounds_of(ratios), {}).speedups[1]
     assert line.verdict == verdict
     assert line.low <= line.ratio <= line.high
 
@@ -190,9 +184,9 @@ def test_a_verdict_needs_five_rounds_whose_spread_is_on_one_side(
     ],
 )
 def test_what_other_programs_may_have_decided_is_undecided(
-    ratio: float, lost_cores: float, verdict: str, tmp_path: Path
+    ratio: float, lost_cores: float, verdict: str
 ) -> None:
-    found = measured(tmp_path, [ratio] * 5, lost_cores=lost_cores)
+    found = outcome.outcome(START, rounds_of([ratio] * 5, lost_cores=lost_cores), {})
     assert found.speedups[1].verdict == verdict
     assert ("other programs took" in outcome.text(found, 10)) == (lost_cores == 0.5)
 
@@ -205,33 +199,33 @@ def test_what_other_programs_may_have_decided_is_undecided(
     ],
 )
 def test_a_batch_per_rank_counts_for_each_rank(
-    rows_of_rank: int, speedup: float, batch: str, tmp_path: Path
+    rows_of_rank: int, speedup: float, batch: str
 ) -> None:
-    found = measured(tmp_path, [1.5] * 5, (80, rows_of_rank))
+    found = outcome.outcome(START, rounds_of([1.5] * 5, (80, rows_of_rank)), {})
     assert found.batch.startswith(batch) and found.speedups[1].ratio == pytest.approx(speedup)
     assert f"npurun -n 2: {speedup:.2f} times as fast as one process" in outcome.text(found, 10)
 
 
-def test_batches_that_differ_are_a_problem(tmp_path: Path) -> None:
-    assert "have 26 rows a step" in measured(tmp_path, [1.5] * 5, (80, 130)).problem
+def test_batches_that_differ_are_a_problem() -> None:
+    found = outcome.outcome(START, rounds_of([1.5] * 5, (80, 130)), {})
+    assert "have 26 rows a step" in found.problem
 
 
-def test_ranks_that_do_not_train_together_are_a_problem(tmp_path: Path) -> None:
-    measured(tmp_path, [1.5] * 5)
-    process = TimedProcess(str(tmp_path), 10)
-    rank = process.run_of(Setup(2), TRACED)[1]
-    setups = [Setup(1), Setup(2)]
-    assert not outcome.outcome(process, setups).problem
-    save_times(rank, Times(13, 1.0 / 1.5, 40))
-    problem = outcome.outcome(process, setups).problem
+def test_ranks_that_do_not_train_together_are_a_problem() -> None:
+    rounds = rounds_of([1.5] * 5)
+    assert not outcome.outcome(START, rounds, {}).problem
+    traced = rounds[0][Setup(2)]
+    slow, fast = Times(10, 1.0, 40), Times(13, 1.0, 40)
+    rounds[0][Setup(2)] = replace(traced, times=[slow, fast])
+    problem = outcome.outcome(START, rounds, {}).problem
     assert "the 2 ranks make different numbers of steps in the same time" in problem
-    rank.trace_file.with_name("other").touch()
-    process.run_of(Setup(2), TRACED)[0].trace_file.unlink()
-    assert "doesn't open npu_device on 2 ranks" in outcome.outcome(process, setups).problem
+    rounds[0][Setup(2)] = replace(traced, is_job=False)
+    assert "doesn't open npu_device on 2 ranks" in outcome.outcome(START, rounds, {}).problem
 
 
-def test_remedies_are_for_parts_that_take_time(tmp_path: Path) -> None:
-    measured(tmp_path, [1.5] * 5)
+def traced_run(directory: Path, backend: str) -> Run:
+    """Return a run of two ranks that reduce with an engine, each on a host of its own."""
+    processes = TimedProcess(str(directory), 10).run_of(Setup(2), TRACED)
     # In milliseconds: 10 of input, 60 of computing, 20 of communication, 10 of the update.
     iterations = [
         Iteration(
@@ -245,68 +239,80 @@ def test_remedies_are_for_parts_that_take_time(tmp_path: Path) -> None:
         )
         for number, begin in enumerate(1e5 * step for step in range(9))
     ]
-    for rank in range(2):
-        # So many that the network isn't the limit.
-        gradients = (GradientRecord("w", "float32", 5 << 20),) * 2
+    # So many that the network isn't the limit.
+    gradients = (GradientRecord("w", "float32", 5 << 20),) * 2
+    for rank in processes:
+        rank.folder.mkdir(parents=True)
+        save_times(rank, Times(10, 1.0, 40))
         head = RankTrace(
-            rank,
+            rank.rank,
             2,
-            f"host{rank}",
+            f"host{rank.rank}",
             1,
             0.0,
             0.0,
             "model",
-            "tensorflow",
+            backend,
             "world",
             gradients,
             ((0, 1),),
         )
         lines = [head.header(), *(iteration.__dict__ for iteration in iterations)]
-        path = TimedProcess(str(tmp_path), 10).run_of(Setup(2), TRACED)[rank].trace_file
-        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    setups = [Setup(1), Setup(2)]
-    found = outcome.outcome(TimedProcess(str(tmp_path), 10), setups)
+        rank.trace_file.parent.mkdir(parents=True)
+        rank.trace_file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    run = outcome.run_of(processes, 0.0)
+    assert run is not None
+    return run
+
+
+PIPELINE = ("npu.distribute.pipeline", "1.05")
+SHARD = ("--shard-optimizer", "1.05")
+SPLIT = ("NPU_DEVICE_SPLIT", "1.18")
+
+
+@pytest.mark.parametrize(
+    ("backend", "remedies"),
+    [
+        ("tensorflow", [PIPELINE, SPLIT, ("NPU_DEVICE_BACKEND", "1.12")]),
+        ("tcp", [PIPELINE, SHARD, SPLIT]),
+    ],
+)
+def test_remedies_are_for_parts_that_take_time(
+    backend: str, remedies: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    rounds = rounds_of([1.5] * 5)
+    rounds[0][Setup(2)] = traced_run(tmp_path, backend)
+    found = outcome.outcome(START, rounds, {})
     assert found.speedups[1].parts == pytest.approx(
         {"input": 10, "computing": 60, "update": 10, "communication": 20, "waiting": 0}
     )
-    choice, *remedies = found.advice
+    choice, *advice = found.advice
     assert choice == "npurun -n 2: 1.50 times as fast as one process"
-    starts = [
-        "npu.distribute.pipeline",
-        "--shard-optimizer",
-        "NPU_DEVICE_SPLIT",
-        "NPU_DEVICE_BACKEND",
-    ]
-    gains = ["1.05", "1.05", "1.18", "1.12"]
-    assert [re.split("[,=( ]", remedy)[0] for remedy in remedies] == starts
-    assert [remedy.partition("up to ")[2][:4] for remedy in remedies] == gains
+    shown = [(re.split("[,=( ]", line)[0], line.partition("up to ")[2][:4]) for line in advice]
+    assert shown == remedies
     # Each only where it isn't done yet.
-    divided = TimedProcess(str(tmp_path), 10, shard_optimizer=True)
-    choice, *others = outcome.outcome(divided, setups).advice
-    assert choice.startswith("npurun -n 2 --shard-optimizer: 1.50 times")
-    assert others == [remedy for remedy in remedies if "--shard" not in remedy]
+    divided = TimedProcess("", 10, shard_optimizer=True, replicate=True)
+    choice, *others = outcome.outcome(divided, rounds, {}).advice
+    assert choice.startswith("npurun -n 2 --shard-optimizer --replicate: 1.50 times")
+    assert others == [line for line in advice if "--shard" not in line]
 
 
-def test_bound_ranks_are_proposed_where_they_are_the_fastest(tmp_path: Path) -> None:
-    measured(tmp_path, [1.3] * 5)
-    process = TimedProcess(str(tmp_path), 10)
-    bound = Setup(2, "auto")
-    for name in [TRACED, *"12345"]:
-        for rank in process.run_of(bound, name):
-            rank.folder.mkdir(parents=True)
-            save_times(rank, Times(10, 0.5, 40))
-    found = outcome.outcome(process, [Setup(1), Setup(2), bound])
+def test_bound_ranks_are_proposed_where_they_are_the_fastest() -> None:
+    rounds = rounds_of([1.3] * 5)
+    for runs in rounds:
+        runs[Setup(2, "auto")] = Run([Times(10, 0.5, 40)] * 2, 0.0, True, None)
+    found = outcome.outcome(START, rounds, {})
     assert found.advice[0] == "npurun -n 2 --bind-to auto: 2.00 times as fast as one process"
+    found = outcome.outcome(START, rounds, {"2 bound": "no time"})
+    assert found.advice[0] == "npurun -n 2: 1.30 times as fast as one process"
+    assert "not measured on 2 bound ranks: no time" in outcome.text(found, 10)
 
 
-def test_with_horovod_the_batch_is_per_rank_where_no_model_is_called(tmp_path: Path) -> None:
-    measured(tmp_path, [0.8] * 5)
-    process = TimedProcess(str(tmp_path), 10, horovod=True)
-    for setup in (Setup(1), Setup(2)):
-        for rank in process.run_of(setup, TRACED):
-            save_times(rank, Times(10, 1.0, None))
-    found = outcome.outcome(process, [Setup(1), Setup(2)])
+def test_with_horovod_the_batch_is_per_rank_where_no_model_is_called() -> None:
+    start = TimedProcess("", 10, horovod=True)
+    found = outcome.outcome(start, rounds_of([0.8] * 5, (None, None)), {})
     assert "taken to be per rank" in found.batch and found.speedups[1].ratio == pytest.approx(1.6)
+    assert found.advice == ["npurun -n 2 --horovod: 1.60 times as fast as one process"]
 
 
 @pytest.mark.parametrize(
@@ -376,9 +382,9 @@ def test_ctrl_c_prints_the_table_so_far(tmp_path: Path) -> None:
         (["no_such.py"], "no such script: no_such.py"),
         (["-n", "1", "x.py"], "must name a number of ranks above 1, such as 1,2,4"),
         (["-n", "2,x", "x.py"], "is not a whole number of at least 1"),
-        (["--minutes", "0", __file__], "must be above 0"),
+        (["--minutes", "0", __file__], "'0' is not a number of minutes above 0"),
         (["--hosts", "a,a", __file__], "a is listed twice"),
-        (["--hosts", "a,b", "-n", "3", __file__], "-n 3: each must be a multiple of the 2 hosts"),
+        (["--hosts", "a,b", "-n", "3", __file__], "-n 3: must be a multiple of the 2 hosts"),
         (["-n", "100000", __file__], "need more memory than"),
     ],
 )
@@ -425,7 +431,7 @@ def test_a_program_called_speed_still_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("slots", "sizes"),
     [
-        ([("", None)], [1, 2, 4, 8]),
+        ([], [1, 2, 4, 8]),
         ([("a", 4), ("b", 4)], [1, 2, 4, 8]),
         ([("a", None), ("b", None), ("c", None)], [1, 3]),
         ([("a", 6), ("b", 6)], [1, 2, 4, 8, 12]),
@@ -437,3 +443,6 @@ def test_numbers_of_ranks_to_try(
     monkeypatch.setattr(speed, "usable_memory", lambda: 64 << 30)
     cores = [Core(number, (number,), 0, number // 4, 0) for number in range(8)]
     assert speed.sizes_to_measure(Machine(tuple(cores)), slots) == sizes
+    # A container of three CPUs has two of those numbers.
+    quota = Quota(2.5, "")
+    assert speed.sizes_to_measure(Machine(tuple(cores), quota), []) == [1, 2]

@@ -17,13 +17,16 @@ AUTO = "auto"  # the default of --nproc-per-node
 _Value = TypeVar("_Value")
 
 
+class WrongValueError(argparse.ArgumentTypeError, ValueError):
+    """The value of an option is wrong. argparse shows the text of this error, and hides that of a ValueError."""
+
+
 def _of(form: Form[_Value]) -> Callable[[str], _Value]:
     def parse(text: str) -> _Value:
         try:
             return form.parse(text)
         except ValueError:
-            # argparse shows the text of this error only, and hides that of a ValueError.
-            raise argparse.ArgumentTypeError(f"{text!r} is not {form.expected}") from None
+            raise WrongValueError(f"{text!r} is not {form.expected}") from None
 
     return parse
 
@@ -36,6 +39,13 @@ def _seconds(text: str) -> float:
     number = float(text)
     # The comparison also refuses NaN.
     if not 0 <= number < float("inf"):
+        raise ValueError(text)
+    return number
+
+
+def _minutes(text: str) -> float:
+    number = _seconds(text)
+    if not number:
         raise ValueError(text)
     return number
 
@@ -58,6 +68,7 @@ port = _of(forms.PORT)
 ranks = _of(Form(_ranks, f"{forms.COUNT.expected}, or {AUTO}"))
 nodes = _of(Form(_nodes, "a number of nodes, or MIN:MAX"))
 seconds = _of(Form(_seconds, "a number of seconds"))
+minutes = _of(Form(_minutes, "a number of minutes above 0"))
 job_id = _of(Form(_job_id, "letters, digits, '-' and '_'"))
 # Checked as the variable in which the ranks get the limit.
 preempt_seconds = _of(environment.NPU_DEVICE_PREEMPT_TIMEOUT.form)
@@ -93,7 +104,7 @@ _HOST = re.compile(r"(?P<host>[^\s:\[\]]+|([^\s:\[\]]+@)?\[[^\s\]]+\])(:(?P<numb
 
 
 def parse_hosts(text: str) -> list[tuple[str, int | None]]:
-    """Return each host of a list with its number of ranks; ValueError if one is malformed or listed twice.
+    """Return each host of a list with its number of ranks; WrongValueError if one is malformed or listed twice.
 
     >>> parse_hosts("a:4,me@b:4,[fd00::1]")
     [('a', 4), ('me@b', 4), ('fd00::1', None)]
@@ -102,11 +113,11 @@ def parse_hosts(text: str) -> list[tuple[str, int | None]]:
     for word in text.split(","):
         match = _HOST.fullmatch(word.strip())
         if match is None:
-            raise ValueError(f"{word!r} is not HOST, HOST:N or [ADDRESS]:N")
+            raise WrongValueError(f"{word!r} is not HOST, HOST:N or [ADDRESS]:N")
         # ssh takes an IPv6 address without the brackets.
         host = re.sub(r"[\[\]]", "", match["host"])
         if host in hosts:
-            raise ValueError(f"{host} is listed twice; HOST:N starts N ranks there")
+            raise WrongValueError(f"{host} is listed twice; HOST:N starts N ranks there")
         hosts[host] = None
         if match["number"]:
             hosts[host] = int(match["number"])

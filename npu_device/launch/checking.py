@@ -44,8 +44,11 @@ _SHORTER = {
 }
 
 
-def run(options: Options) -> int:
-    """Check this node, together with the others; return 0 if training would work."""
+def run(options: Options, has_console: bool = True) -> int:
+    """Check this node, together with the others; return 0 if training would work.
+
+    With ``has_console=False``, the user also sees what node 0 prints.
+    """
     console = Console()
     for name, seconds in _SHORTER.items():
         os.environ.setdefault(name, seconds)
@@ -56,7 +59,8 @@ def run(options: Options) -> int:
         command = (sys.executable, "-u", "-m", "npu_device.launch.checking", str(file))
         ranks = counted(options.nnodes * options.nproc_per_node, "rank")
         nodes = counted(options.nnodes, "node")
-        console.say(f"checking {ranks} on {nodes}: about half a minute")
+        if has_console:
+            console.say(f"checking {ranks} on {nodes}: about half a minute")
         code = launcher.run(replace(options, command=command))
         if code != 0 or not file.exists():
             console.say(
@@ -64,7 +68,8 @@ def run(options: Options) -> int:
             )
             return code or FAILED
         outcome = json.loads(file.read_text(encoding="utf-8"))
-    print(outcome["report"] or f"{outcome['verdict']}; node 0 prints the report")
+    if outcome["report"] or has_console:
+        print(outcome["report"] or f"{outcome['verdict']}; node 0 prints the report")
     if not outcome["works"]:
         return FAILED
     return 0

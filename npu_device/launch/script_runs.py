@@ -32,6 +32,16 @@ _NOT_OF_JOBS = ("NPU_DEVICE_", "TF_", "CUDA_", "NVIDIA_", "GRPC_", "MALLOC_")
 """How variables begin that don't describe a job, and so stay."""
 
 
+def make_parser(command: str, ranks: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser for a command, whose option for the number of ranks is written as in ``ranks``."""
+    return argparse.ArgumentParser(
+        prog=f"npurun {command}",
+        usage=f"npurun {command} [{ranks}] [options] [-m] script [argument ...]",
+        description=description,
+        allow_abbrev=False,
+    )
+
+
 def add_script(parser: argparse.ArgumentParser) -> None:
     """Add the options that tell how a script is started, and the script itself."""
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")

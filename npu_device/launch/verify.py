@@ -84,12 +84,11 @@ def _verify(options: argparse.Namespace, sizes: Sequence[int], directory: Path) 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="npurun verify",
-        usage="npurun verify [-n N] [options] [-m] script [argument ...]",
-        description="Run a script for a few steps as one process and on N ranks, and say where they diverge and why. "
+    parser = script_runs.make_parser(
+        "verify",
+        "-n N",
+        "Run a script for a few steps as one process and on N ranks, and say where they diverge and why. "
         "Exit code 0: the same; 1: it differs; 2: usage; 3: not comparable.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "-n", type=positive, metavar="N", help="ranks (default 2, and 3 if there is memory)"

@@ -30,6 +30,7 @@ from npu_device._src.cluster.time_limits import (
     NEWS_SECONDS,
 )
 from npu_device._src.cluster.tracebacks import errors_of, without_libraries
+from npu_device._src.whole_files import write_whole
 from npu_device._src.wording import counted, ranges, ranks_of
 
 # Name and members, since disjoint sets of ranks may use the same name.
@@ -295,10 +296,7 @@ class Health:
         if path is None:
             return
         try:
-            # The record comes into place by a rename, so that the launcher never reads half of it.
-            with open(path + ".part", "w", encoding="utf-8") as file:
-                json.dump(record, file)
-            os.replace(path + ".part", path)
+            write_whole(path, json.dumps(record).encode())
         except OSError as error:
             print(f"npu_device: could not write {path}: {error}", file=sys.stderr)
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from npu_device._src.comparison.trial import TIMES_ROUNDING, Trial
+from npu_device._src.whole_files import write_whole
 
 PROJECTIONS = 12  # kept of a tensor
 # What is compared of a variable.
@@ -117,10 +118,8 @@ class Record:
         return (self.steps[successor].weights - step.weights)[: step.trained]
 
     def save(self, folder: Path) -> None:
-        """Write the record; others see all of it or none."""
-        draft = folder / f"{_FILE}.part"
-        draft.write_bytes(pickle.dumps(self))
-        draft.replace(folder / _FILE)
+        """Write the record, which the judge may read although this process is killed meanwhile."""
+        write_whole(folder / _FILE, pickle.dumps(self))
 
 
 def exists(folder: Path) -> bool:

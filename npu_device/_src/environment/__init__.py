@@ -3,6 +3,7 @@
 from npu_device._src.environment.ascend import *  # noqa: F403
 from npu_device._src.environment.checks import (
     ALL as ALL,
+    HOROVOD_OF_A_RANK as HOROVOD_OF_A_RANK,
     check_own_variables as check_own_variables,
     horovod_variables_without_effect as horovod_variables_without_effect,
     settings_everywhere as settings_everywhere,

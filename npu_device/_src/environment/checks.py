@@ -22,6 +22,16 @@ ALL: tuple[Variable, ...] = tuple(
 )
 """All variables, in the order of their owners."""
 
+HOROVOD_OF_A_RANK = (
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE",
+    "HOROVOD_CROSS_RANK",
+    "HOROVOD_CROSS_SIZE",
+)
+"""What Horovod's launcher tells each rank, and ``npurun --horovod`` as well, for scripts that read it."""
+
 _log = logging.getLogger("npu_device")
 
 
@@ -61,4 +71,5 @@ def settings_everywhere() -> dict[str, str]:
 
 
 def horovod_variables_without_effect() -> list[str]:
-    return sorted(names_in_environment("HOROVOD_") - {variable.name for variable in ALL})
+    names = {variable.name for variable in ALL}.union(HOROVOD_OF_A_RANK)
+    return sorted(names_in_environment("HOROVOD_") - names)

@@ -7,6 +7,7 @@ machines may say anything there: it is good for a preference, not for a promise.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -54,6 +55,14 @@ class Machine:
     def is_limited(self) -> bool:
         """Return True if the quota is below the cores."""
         return self.quota is not None and self.quota.cpus < len(self.cores)
+
+    @property
+    def cpus(self) -> int:
+        """Return how many CPUs processes can use at a time: threads of cores, within the quota."""
+        count = sum(len(core.cpus) for core in self.cores)
+        if self.quota is None:
+            return count
+        return min(count, math.ceil(self.quota.cpus))
 
     def domains(self, level: str) -> list[list[Core]]:
         """Return the cores of each ``socket``, ``numa`` node or ``l3cache``; for ``core``, all of them together."""

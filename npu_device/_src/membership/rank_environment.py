@@ -55,7 +55,7 @@ def table_environment(directory: Path, size: int, rank: int) -> dict[str, str]:
     table = directory / "ranks.json"
     if not table.exists():
         table.write_text(rank_table([0], size, "127.0.0.1", free_port()))
-    return {
+    variables = {
         "RANK_TABLE_FILE": str(table),
         "RANK_ID": str(rank),
         "RANK_SIZE": str(size),
@@ -64,6 +64,16 @@ def table_environment(directory: Path, size: int, rank: int) -> dict[str, str]:
         "JOB_ID": "tests",
         "HCCL_CONNECT_TIMEOUT": "60",
     }
+    if environment.NPU_DEVICE_HOROVOD.is_set():
+        variables |= horovod_environment(rank, size, size)
+    return variables
+
+
+def horovod_environment(rank: int, size: int, local_size: int) -> dict[str, str]:
+    """Return what Horovod's launcher tells a rank; all hosts have ``local_size`` ranks."""
+    host = rank // local_size
+    numbers = (rank, size, rank % local_size, local_size, host, size // local_size)
+    return dict(zip(environment.HOROVOD_OF_A_RANK, map(str, numbers)))
 
 
 def clean_environment() -> dict[str, str]:
@@ -78,6 +88,6 @@ def clean_environment() -> dict[str, str]:
 
 def environment_without_job() -> dict[str, str]:
     """Return the environment of this process without what describes a rank; options and GPUs stay."""
-    rank = {variable.name for variable in OF_A_RANK}
+    rank = {variable.name for variable in OF_A_RANK}.union(environment.HOROVOD_OF_A_RANK)
     rank.add(environment.NPU_DEVICE_RANK_PROCESS.name)
     return {name: text for name, text in os.environ.items() if name not in rank}

@@ -139,7 +139,7 @@ _MAJORITY = 0.9  # part of the bytes
 _LARGE_UPDATE = 0.1  # part of a step that a divided update would save
 _EQUAL = 4
 """Segments of equal bytes to try: about as fast as the best split that a model finds (docs/notes.md)."""
-_NETWORK = 0.2e9
+NETWORK = 0.2e9
 """Bytes a second between hosts. A core can send at least twice as much on each backend (docs/benchmarks.md), so what is
 slower is bound by the network.
 """
@@ -241,15 +241,19 @@ def _overhang(rank: RankFigures) -> str:
     return text
 
 
+def sent_per_second(traces: Sequence[RankTrace], rank: RankFigures) -> float:
+    """Return the bytes that each host sends in a second of a reduction; 0.0 on a single host."""
+    hosts = len({trace.host for trace in traces})
+    # A ring of hosts sends everything twice, but for each host's own share.
+    sent = sum(gradient.bytes for gradient in traces[0].gradients) * 2 * (hosts - 1) / hosts
+    return sent / max((rank.hidden + rank.exposed) * 1e-6, 1e-9)
+
+
 def _send_less(traces: Sequence[RankTrace], rank: RankFigures) -> str:
     """Return advice to send less if the network between hosts is the limit, and not a core."""
-    hosts = len({trace.host for trace in traces})
-    gradients = traces[0].gradients
-    is_wide = any(gradient.dtype in ("float32", "float64") for gradient in gradients)
-    # A ring of hosts sends everything twice, but for each host's own share.
-    sent = sum(gradient.bytes for gradient in gradients) * 2 * (hosts - 1) / hosts
-    speed = sent / ((rank.hidden + rank.exposed) * 1e-6)  # in bytes a second
-    if hosts == 1 or not is_wide or speed >= _NETWORK:
+    is_wide = any(gradient.dtype in ("float32", "float64") for gradient in traces[0].gradients)
+    speed = sent_per_second(traces, rank)
+    if not is_wide or not 0 < speed < NETWORK:
         return ""
     return (
         f" Each host sends {speed * 8e-9:.1f} Gbit/s, less than a core can send: the network is the limit. "
@@ -257,14 +261,20 @@ def _send_less(traces: Sequence[RankTrace], rank: RankFigures) -> str:
     )
 
 
-def _divide_update(traces: Sequence[RankTrace], rank: RankFigures) -> str:
-    """Return advice to divide the update, if that takes a large part of the step and isn't divided yet."""
+def saved_by_dividing(traces: Sequence[RankTrace], rank: RankFigures) -> float:
+    """Return the time of a step that a divided update would save; 0.0 if it is divided, or can't be."""
     is_divided = any(iteration.update_end is not None for iteration in traces[0].iterations)
-    # Of the time of an update, a rank saves what the others do for it.
-    saved = rank.update * (1 - 1 / traces[0].world_size)
     # TensorFlow's engine and NCCL have no call for it.
     has_owners = traces[0].backend in ("shared_memory", "tcp", "mpi")
-    if is_divided or not has_owners or saved < _LARGE_UPDATE * rank.step:
+    if is_divided or not has_owners:
+        return 0.0
+    # Of the time of an update, a rank saves what the others do for it.
+    return rank.update * (1 - 1 / traces[0].world_size)
+
+
+def _divide_update(traces: Sequence[RankTrace], rank: RankFigures) -> str:
+    """Return advice to divide the update, if that takes a large part of the step."""
+    if saved_by_dividing(traces, rank) < _LARGE_UPDATE * rank.step:
         return ""
     return (
         f"Each rank makes the whole update, in {_ms(rank.update)}. With Keras 3, shard_optimizer=True divides it among "
@@ -287,6 +297,11 @@ class Analysis:
     slowest: Slowest | None  # the rank that the others wait for
     shown: int  # number of the iteration to draw
     diagnosis: Diagnosis  # what the split does, and what to do
+
+    @property
+    def busiest(self) -> RankFigures:
+        """Return the figures of the rank that has most to do."""
+        return max(self.ranks, key=lambda rank: rank.busy)
 
 
 def analyse(traces: Sequence[RankTrace]) -> Analysis:

@@ -103,7 +103,7 @@ def compared(analyses: Mapping[str, Analysis]) -> str:
     width = max(map(len, analyses))
     lines = [f"{'trace':{width}}{'segments':>10}{'exposed, ms':>13}{'ms per step':>13}"]
     for name, analysis in analyses.items():
-        busiest = max(analysis.ranks, key=lambda rank: rank.busy)
+        busiest = analysis.busiest
         segments = len(analysis.traces[0].segments)
         lines.append(
             f"{name:{width}}{segments:>10}{busiest.exposed / 1e3:>13.1f}{busiest.step / 1e3:>13.1f}"

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
+import pickle
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
-from npu_device._src.report.analysis import Analysis, analyse
+from npu_device._src.report.analysis import (
+    NETWORK,
+    Analysis,
+    analyse,
+    saved_by_dividing,
+    sent_per_second,
+)
 from npu_device._src.speed.timed_process import (
-    TRACED,
     Setup,
     TimedProcess,
     Times,
-    load_left_out,
-    load_lost_cores,
     load_times,
 )
 from npu_device._src.trace.records import read
+from npu_device._src.whole_files import write_whole
 from npu_device._src.wording import counted
 
 LEAST_ROUNDS = 5
@@ -30,8 +38,70 @@ _OUT_OF_STEP = 1.2  # times as many steps a second as another rank
 _TOLERANCE = 0.25  # part of the rows of a batch, whose last batch may be shorter
 _WORTH_IT = 1.05  # the gain from which something is recommended
 _DISTURBED = 0.1  # cores that other programs take, from which they may have decided
-_NETWORK = 0.2e9  # bytes a second between hosts: what is slower is bound by the network, whatever the engine
 _TCP = 0.45  # part of the time of TensorFlow's ring, for 100 MiB at 10 Gbit/s (docs/benchmarks.md)
+_FILE = "outcome.pickle"
+
+_COUNTED = (
+    "samples are rows of the first input of the Keras models that were called under a gradient tape"
+)
+_GLOBAL = f"the global batch is the same; {_COUNTED}"
+_PER_RANK = (
+    f"the batch is per rank, so that N ranks train N times as many samples in a step; {_COUNTED}"
+)
+_NO_MODEL = "no Keras model was called, so that samples aren't counted"
+_UNKNOWN = f"{_NO_MODEL}; the global batch is taken to be the same"
+_UNKNOWN_PER_RANK = f"{_NO_MODEL}; the batch is taken to be per rank, as Horovod has it"
+_DIFFERENT = "different"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the ranks of a setup have measured in a round.
+
+    Attributes:
+        times: of all ranks.
+        lost_cores: how many cores other programs took that the run lacked.
+        is_job: rank 0 has opened npu_device. This and ``analysis`` are known of the first round, which is traced.
+        analysis: where the time of a step goes; None for one process, or where nothing was reduced.
+    """
+
+    times: Sequence[Times]
+    lost_cores: float
+    is_job: bool
+    analysis: Analysis | None
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of a step: those of the slowest rank."""
+        # Ranks end their steps together, but may see that at different times.
+        return max(rank.seconds / rank.steps for rank in self.times)
+
+    @property
+    def rows(self) -> float | None:
+        """Return the rows of a step of all ranks, if the script calls Keras models."""
+        # A model that one rank doesn't call has no rows there.
+        rows = [rank.rows / rank.steps for rank in self.times if rank.rows]
+        if len(rows) < len(self.times):
+            return None
+        return sum(rows)
+
+
+Round = Mapping[Setup, Run]
+
+
+def run_of(processes: Sequence[TimedProcess], lost_cores: float) -> Run | None:
+    """Return what the processes of a run have left; None unless each has left times."""
+    times = [load_times(process) for process in processes]
+    complete = [rank for rank in times if rank]
+    if len(complete) < len(times):
+        return None
+    analysis = None
+    # There may be no trace, or one without steps that all ranks have made.
+    with contextlib.suppress(ValueError):
+        traces = read(processes[0].trace)
+        if traces:
+            analysis = analyse(traces)
+    return Run(complete, lost_cores, processes[0].trace_file.exists(), analysis)
 
 
 @dataclass(frozen=True)
@@ -56,11 +126,11 @@ class Speedup:
     high: float
     verdict: str
     memory: int
-    parts: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float]
 
     @property
-    def label(self) -> str:
-        return Setup(self.ranks, self.binding).label
+    def setup(self) -> Setup:
+        return Setup(self.ranks, self.binding)
 
 
 @dataclass(frozen=True)
@@ -74,70 +144,86 @@ class Outcome:
     """
 
     speedups: list[Speedup]
-    left_out: dict[str, str]
+    left_out: Mapping[str, str]
     batch: str
     advice: list[str]
     lost_cores: float
     problem: str = ""
 
+    def save(self, directory: Path) -> None:
+        """Keep it where npurun finds it at the end of all runs."""
+        write_whole(directory / _FILE, pickle.dumps(self))
 
-def outcome(start: TimedProcess, planned_setups: Sequence[Setup]) -> Outcome:
-    """Return what the rounds show that are complete."""
-    left_out = load_left_out(start)
-    setups = [setup for setup in planned_setups if setup.label not in left_out]
-    rounds = _complete_rounds(start, setups)
-    rows = {setup: _rows(start, setup) for setup in setups}
-    rows_of_one = rows[setups[0]]
-    kinds = {setup: _kind_of_batch(start, rows_of_one, rows[setup], setup) for setup in setups[1:]}
-    lost_cores = max((_lost_cores(start, setup, len(rounds)) for setup in setups), default=0.0)
+
+def load(directory: Path) -> Outcome:
+    """Return the latest outcome that was kept; an empty one before the first run has ended."""
+    path = directory / _FILE
+    if not path.exists():
+        return Outcome([], {}, _UNKNOWN, [], 0.0)
+    kept_outcome: Outcome = pickle.loads(path.read_bytes())
+    return kept_outcome
+
+
+def outcome(start: TimedProcess, rounds: Sequence[Round], left_out: Mapping[str, str]) -> Outcome:
+    """Return what the rounds show that are complete, after the first one; that has run with one process, at least."""
+    traced = {setup: run for setup, run in rounds[0].items() if setup.label not in left_out}
+    # The time may have ended in the middle of a round.
+    timed = [runs for runs in rounds[1:] if traced.keys() <= runs.keys()]
+    rows = traced[Setup(1)].rows
+    batches = {setup: _batch(start, setup, rows, run.rows) for setup, run in traced.items()}
+    # What other programs took from the setup that lacked most.
+    lost_cores = max(
+        statistics.median(runs[setup].lost_cores for runs in timed or [traced]) for setup in traced
+    )
     speedups = []
-    if rounds:
-        for setup in setups:
-            # Divided by the samples of a step, of which there are more with a batch per rank.
-            batches_per_step = 1
-            if kinds.get(setup) in (_PER_RANK, _UNKNOWN_PER_RANK):
-                batches_per_step = setup.ranks
-            speedups.append(
-                _speedup(start, setup, rounds, batches_per_step, rows_of_one, lost_cores)
-            )
-    advice = _choice(start, speedups)
-    # Remedies are for the number of ranks that is the fastest so far.
-    best = max(speedups[1:], key=lambda speedup: speedup.ratio, default=None)
-    if best is not None:
-        setup = Setup(best.ranks, best.binding)
-        advice += _what_would_help(start, setup, kinds[setup])
-    problems = [
-        _problem(start, setup, rows_of_one, rows[setup], kind) for setup, kind in kinds.items()
-    ]
+    if timed:
+        speedups = [
+            _speedup(setup, run, timed, batches[setup], rows, lost_cores)
+            for setup, run in traced.items()
+        ]
+    advice = []
+    by_ratio = sorted(speedups[1:], key=lambda speedup: speedup.ratio, reverse=True)
+    if by_ratio:
+        best = by_ratio[0].setup
+        advice += _choice(start, by_ratio)
+        # Remedies are for the number of ranks that is the fastest so far.
+        advice += _what_would_help(start, best, traced[best].analysis, batches[best])
+    problems = [_problem(setup, run, rows, batches[setup]) for setup, run in traced.items()]
     problem = next(filter(None, problems), "")
-    batch = next(iter(kinds.values()), _UNKNOWN)
+    # All numbers of ranks have the same kind, or there is a problem.
+    *_, batch = batches.values()
     return Outcome(speedups, left_out, batch, advice, lost_cores, problem)
 
 
-def _lost_cores(start: TimedProcess, setup: Setup, rounds: int) -> float:
-    """Return how many cores other programs took from the runs with a number of ranks."""
-    runs = [start.run_of(setup, str(number + 1))[0] for number in range(rounds)]
-    return statistics.median([load_lost_cores(run) for run in runs] or [0.0])
+def _batch(start: TimedProcess, setup: Setup, single: float | None, together: float | None) -> str:
+    """Return what becomes of the batch in a setup, from the rows of a step."""
+    if single is None or together is None:
+        if start.horovod:
+            return _UNKNOWN_PER_RANK
+        return _UNKNOWN
+    ratio = together / single
+    if abs(ratio - 1) < _TOLERANCE:
+        return _GLOBAL
+    if abs(ratio - setup.ranks) < _TOLERANCE * setup.ranks:
+        return _PER_RANK
+    return _DIFFERENT
 
 
-def _problem(
-    start: TimedProcess, setup: Setup, rows_of_one: float | None, rows: float | None, kind: str
-) -> str:
-    """Return why the runs of a number of ranks can't be compared with one process; "" if they can."""
-    if kind == _DIFFERENT:
+def _problem(setup: Setup, run: Run, rows_of_one: float | None, batch: str) -> str:
+    """Return why a run can't be compared with one process; "" if it can."""
+    if batch == _DIFFERENT:
         return (
-            f"the batches of {setup.ranks} ranks have {rows:.4g} rows a step, and those of one process "
+            f"the batches of {setup.ranks} ranks have {run.rows:.4g} rows a step, and those of one process "
             f"{rows_of_one:.4g}: nothing can be compared unless that is the same, or the batch of each rank"
         )
-    times = _times_of_run(start, setup, TRACED) or []
     # Ranks that reduce gradients make their steps together.
-    if times and not start.run_of(setup, TRACED)[0].trace_file.exists():
+    if setup.ranks > 1 and not run.is_job:
         return (
             f"the script doesn't open npu_device on {setup.ranks} ranks, so that each trains a model of its own.\n"
             "What to do: give --replicate or --horovod, or see what npurun port shows"
         )
-    speeds = [rank.steps / rank.seconds for rank in times]
-    if speeds and max(speeds) > _OUT_OF_STEP * min(speeds):
+    speeds = [rank.steps / rank.seconds for rank in run.times]
+    if max(speeds) > _OUT_OF_STEP * min(speeds):
         return (
             f"the {setup.ranks} ranks make different numbers of steps in the same time, {min(speeds):.3g} to "
             f"{max(speeds):.3g} a second: they don't train together. What to do: npurun verify shows why"
@@ -146,27 +232,39 @@ def _problem(
 
 
 def _speedup(
-    start: TimedProcess,
     setup: Setup,
-    rounds: Sequence[Mapping[Setup, float]],
-    batches_per_step: int,
+    traced: Run,
+    rounds: Sequence[Round],
+    batch: str,
     rows: float | None,
     lost_cores: float,
 ) -> Speedup:
-    """Return a line of the table; ``batches_per_step`` counts batches of the size that one process has."""
-    single = Setup(1)
-    ratios = sorted(batches_per_step * times[single] / times[setup] for times in rounds)
+    """Return a line of the table; ``rows`` are those of a step of one process."""
+    batches_per_step = 1
+    # Divided by the samples of a step, of which there are more with a batch per rank.
+    if batch in (_PER_RANK, _UNKNOWN_PER_RANK):
+        batches_per_step = setup.ranks
+    ratios = sorted(
+        batches_per_step * runs[Setup(1)].seconds / runs[setup].seconds for runs in rounds
+    )
     low, high = spread(ratios)
-    rate = 1 / statistics.median(times[setup] for times in rounds)
+    rate = 1 / statistics.median(runs[setup].seconds for runs in rounds)
     samples = None
     if rows is not None:
         samples = batches_per_step * rows * rate
-    memory = sum(rank.memory for rank in _times_of_run(start, setup, TRACED) or ())
-    verdict = _verdict(low, high, len(rounds), lost_cores)
-    parts = _parts(_analysis(start, setup))
-    ratio = statistics.median(ratios)
-    place = (setup.ranks, setup.binding, len(rounds))
-    return Speedup(*place, rate, samples, ratio, low, high, verdict, memory, parts)
+    return Speedup(
+        ranks=setup.ranks,
+        binding=setup.binding,
+        rounds=len(rounds),
+        steps_per_second=rate,
+        samples_per_second=samples,
+        ratio=statistics.median(ratios),
+        low=low,
+        high=high,
+        verdict=_verdict(low, high, len(rounds), lost_cores),
+        memory=sum(rank.memory for rank in traced.times),
+        parts=_parts(traced.analysis),
+    )
 
 
 def spread(ratios: Sequence[float]) -> tuple[float, float]:
@@ -202,103 +300,19 @@ def _disturbance(lost_cores: float) -> float:
     return min(1.0, lost_cores)
 
 
-def _complete_rounds(start: TimedProcess, setups: Sequence[Setup]) -> list[dict[Setup, float]]:
-    """Return the seconds of a step in each round that all numbers of ranks have made."""
-    rounds: list[dict[Setup, float]] = []
-    while True:
-        times = {setup: _seconds(start, setup, str(len(rounds) + 1)) for setup in setups}
-        # The time may have ended in the middle of a round.
-        complete = {setup: seconds for setup, seconds in times.items() if seconds is not None}
-        if len(complete) < len(setups):
-            return rounds
-        rounds.append(complete)
-
-
-def _seconds(start: TimedProcess, setup: Setup, round_name: str) -> float | None:
-    """Return the seconds of a step in a run: those of its slowest rank."""
-    times = _times_of_run(start, setup, round_name)
-    if times is None:
-        return None
-    # Ranks end their steps together, but may see that at different times.
-    return max(rank.seconds / rank.steps for rank in times)
-
-
-def _rows(start: TimedProcess, setup: Setup) -> float | None:
-    """Return the rows of a step of all ranks, if the script calls Keras models."""
-    times = _times_of_run(start, setup, TRACED)
-    if times is None:
-        return None
-    # A model that one rank doesn't call has no rows there.
-    rows = [rank.rows / rank.steps for rank in times if rank.rows is not None]
-    if len(rows) < setup.ranks:
-        return None
-    return sum(rows)
-
-
-def _times_of_run(start: TimedProcess, setup: Setup, round_name: str) -> list[Times] | None:
-    """Return the times of all ranks; None unless each has left some."""
-    times = [load_times(process) for process in start.run_of(setup, round_name)]
-    complete = [rank for rank in times if rank is not None]
-    if len(complete) < setup.ranks:
-        return None
-    return complete
-
-
-_COUNTED = (
-    "samples are rows of the first input of the Keras models that were called under a gradient tape"
-)
-_GLOBAL = f"the global batch is the same; {_COUNTED}"
-_PER_RANK = (
-    f"the batch is per rank, so that N ranks train N times as many samples in a step; {_COUNTED}"
-)
-_NO_MODEL = "no Keras model was called, so that samples aren't counted"
-_UNKNOWN = f"{_NO_MODEL}; the global batch is taken to be the same"
-_UNKNOWN_PER_RANK = f"{_NO_MODEL}; the batch is taken to be per rank, as Horovod has it"
-_DIFFERENT = "different"
-
-
-def _kind_of_batch(
-    start: TimedProcess, single: float | None, together: float | None, setup: Setup
-) -> str:
-    """Return what becomes of the batch on several ranks, from the rows of a step."""
-    if single is None or together is None:
-        if start.horovod:
-            return _UNKNOWN_PER_RANK
-        return _UNKNOWN
-    ratio = together / single
-    if abs(ratio - 1) < _TOLERANCE:
-        return _GLOBAL
-    if abs(ratio - setup.ranks) < _TOLERANCE * setup.ranks:
-        return _PER_RANK
-    return _DIFFERENT
-
-
-def _analysis(start: TimedProcess, setup: Setup) -> Analysis | None:
-    """Return what the trace of a run shows; None for one process, or where nothing was reduced."""
-    try:
-        traces = read(start.run_of(setup, TRACED)[0].trace)
-        if traces:
-            return analyse(traces)
-    except ValueError:
-        pass
-    return None
-
-
 def _parts(analysis: Analysis | None) -> dict[str, float]:
     """Return where the step of the rank goes for which the others wait."""
     if analysis is None:
         return {}
-    busiest = max(analysis.ranks, key=lambda rank: rank.busy)
-    idlest = min(analysis.ranks, key=lambda rank: rank.busy)
-    computing = busiest.alone + busiest.hidden
-    # The rank that is ready first waits for the busiest one.
-    waiting = busiest.busy - idlest.busy
+    busiest = analysis.busiest
     microseconds = {
         "input": busiest.input_wait,
-        "computing": computing,
+        "computing": busiest.alone + busiest.hidden,
         "update": busiest.update,
-        "communication": busiest.exposed,
-        "waiting": waiting,
+        # With divided updates, the ranks exchange new values, too.
+        "communication": busiest.exposed + busiest.gather,
+        # The rank that is ready first waits for the busiest one.
+        "waiting": busiest.busy - min(rank.busy for rank in analysis.ranks),
     }
     return {name: time / 1e3 for name, time in microseconds.items()}
 
@@ -306,43 +320,44 @@ def _parts(analysis: Analysis | None) -> dict[str, float]:
 # What would help
 
 
-def _choice(start: TimedProcess, speedups: Sequence[Speedup]) -> list[str]:
-    """Return which number of ranks to choose, if that is certain."""
-    faster = [speedup for speedup in speedups if speedup.verdict == "faster"]
-    if faster:
-        best = max(faster, key=lambda speedup: speedup.ratio)
-        words = start.launch_words(best.ranks, best.binding)
+def _choice(start: TimedProcess, by_ratio: Sequence[Speedup]) -> list[str]:
+    """Return which number of ranks to choose, if that is certain; ``by_ratio`` begins with the fastest."""
+    verdicts = [speedup.verdict for speedup in by_ratio]
+    if "faster" in verdicts:
+        best = by_ratio[verdicts.index("faster")]
+        words = [*start.launch_words(best.setup), *["--replicate"] * start.replicate]
         return [f"npurun {' '.join(words)}: {best.ratio:.2f} times as fast as one process"]
-    if speedups[1:] and all(speedup.verdict == "slower" for speedup in speedups[1:]):
+    if set(verdicts) == {"slower"}:
         return ["stay with one process: it is faster than any number of ranks that was measured"]
     return []
 
 
-def _what_would_help(start: TimedProcess, setup: Setup, batch: str) -> list[str]:
+def _what_would_help(
+    start: TimedProcess, setup: Setup, analysis: Analysis | None, batch: str
+) -> list[str]:
     """Return remedies whose gain the trace of a run lets expect."""
-    analysis = _analysis(start, setup)
     if analysis is None:
         return []
-    busiest = max(analysis.ranks, key=lambda rank: rank.busy)
+    busiest = analysis.busiest
     trace = analysis.traces[0]
-    others = 1 - 1 / setup.ranks  # the fraction of the batch on the other ranks
     savings = {}
     # With a batch per rank, the input is divided already.
-    if batch not in (_PER_RANK, _UNKNOWN_PER_RANK):
+    if batch in (_GLOBAL, _UNKNOWN):
+        rows_of_others = 1 - 1 / setup.ranks  # fraction of the batch
         savings["npu.distribute.pipeline, which prepares only a rank's rows (docs/input.md)"] = (
-            others * busiest.input_wait
+            rows_of_others * busiest.input_wait
         )
+    # The script may have an optimizer that can't be divided.
     if not start.shard_optimizer:
-        savings["--shard-optimizer (docs/faster.md)"] = others * busiest.update
+        savings["--shard-optimizer, with Keras 3 (docs/faster.md)"] = saved_by_dividing(
+            analysis.traces, busiest
+        )
     if len(trace.segments) == 1 < len(trace.gradients):
         # Reductions of segments hide in the backward pass, but the last one can't.
         savings["NPU_DEVICE_SPLIT=25%,25%,25%,25%, four segments (docs/faster.md)"] = min(
             0.75 * busiest.exposed, busiest.alone
         )
-    hosts = len({trace.host for trace in analysis.traces})
-    size = sum(gradient.bytes for gradient in trace.gradients)
-    sending = (busiest.hidden + busiest.exposed) * 1e-6
-    if hosts > 1 and trace.backend == "tensorflow" and size > _NETWORK * sending:
+    if trace.backend == "tensorflow" and sent_per_second(analysis.traces, busiest) > NETWORK:
         savings["NPU_DEVICE_BACKEND=tcp (docs/engines.md)"] = (1 - _TCP) * busiest.exposed
     return [
         f"{remedy}: up to {gain:.2f} times as fast on {setup.ranks} ranks"
@@ -353,25 +368,21 @@ def _what_would_help(start: TimedProcess, setup: Setup, batch: str) -> list[str]
 
 def text(measured: Outcome, steps: int) -> str:
     """Return the table, with what was measured above it, and advice below."""
-    parts = list(next((speedup.parts for speedup in measured.speedups if speedup.parts), {}))
+    speedups = measured.speedups
+    parts = next((speedup.parts for speedup in speedups if speedup.parts), {})
     head = ["ranks", "samples/s", "steps/s", "speedup", "spread", "", "memory", *parts]
-    rows = [head]
-    for speedup in measured.speedups:
-        # One process has no parts: only reductions are traced.
-        times = [f"{speedup.parts[name]:.1f}" if speedup.parts else "" for name in parts]
-        rows.append([*_cells(speedup), *times])
-    widths = [max(map(len, column)) for column in zip(*rows)]
+    rows = [head, *map(_cells, speedups)]
+    widths = [max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue="")]
     table = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
-    rounds = max((speedup.rounds for speedup in measured.speedups), default=0)
     notes = [
-        f"medians of {counted(rounds, 'round')} of at least {steps} steps",
+        f"medians of {counted(speedups[0].rounds, 'round')} of at least {steps} steps",
         *measured.batch.split("; "),
     ]
     if parts:
         notes.append(
             "parts of a step in ms, from a run that is traced, of the rank for which the others wait"
         )
-    if measured.speedups[1:] and not parts:
+    if speedups[1:] and not parts:
         notes.append("no rank reduced gradients; npurun verify tells whether they train together")
     if measured.lost_cores >= _DISTURBED:
         notes.append(
@@ -386,14 +397,16 @@ def _cells(speedup: Speedup) -> list[str]:
     samples = "-"
     if speedup.samples_per_second is not None:
         samples = f"{speedup.samples_per_second:.1f}"
-    cells = [
-        speedup.label,
+    comparison = ["1", "", ""]
+    if speedup.ranks > 1:
+        spread_text = f"{speedup.low:.2f} to {speedup.high:.2f}"
+        comparison = [f"{speedup.ratio:.2f}", spread_text, speedup.verdict or "undecided"]
+    return [
+        speedup.setup.label,
         samples,
         f"{speedup.steps_per_second:.3g}",
+        *comparison,
+        f"{speedup.memory / 2**30:.1f} GiB",
+        # One process has no parts: only reductions are traced.
+        *(f"{time:.1f}" for time in speedup.parts.values()),
     ]
-    if speedup.ranks == 1:
-        cells += ["1", "", ""]
-    else:
-        spread_text = f"{speedup.low:.2f} to {speedup.high:.2f}"
-        cells += [f"{speedup.ratio:.2f}", spread_text, speedup.verdict or "undecided"]
-    return [*cells, f"{speedup.memory / 2**30:.1f} GiB"]

@@ -19,18 +19,23 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.speed.timed_process import (
-    LEAST_SECONDS,
     TRACED,
-    WARM_UP_SECONDS,
-    WARM_UP_STEPS,
     TimedProcess,
     Times,
     finish,
     save_times,
 )
 from npu_device._src.training.watching.schedule import FIRST_LOOKS
-from npu_device._src.verify.wrapping import wrap
-from npu_device._src.world.current_step import current_step
+from npu_device._src.verify.wrapping import ModelCalls, after, wrap
+
+_WARM_UP_STEPS = 5
+"""Steps that aren't timed: they trace functions, fill caches, and are checked."""
+
+_WARM_UP_SECONDS = 2.0
+"""After those steps, at most: the ranks compare what they train in some of the first twenty steps."""
+
+_LEAST_SECONDS = 1.0
+"""Short steps are timed for this long, whatever their number, since times are read every few milliseconds."""
 
 # A look takes some 20 µs and Python's lock: 200 in a second cost less than what a machine varies.
 _LOOK_SECONDS = 0.004
@@ -60,8 +65,10 @@ class StepClock:
         # Kept by id, since Keras compares some objects by content, and weakly, since optimizers may end with their
         # model.
         self._optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._rows: tf.Variable | None = None  # number of rows in the batches so far
-        self._depth = 0  # depth of calls among models that call models
+        self._rows: Any = (
+            0  # number of rows in the batches so far; a variable, once a model is called
+        )
+        self._model_calls = ModelCalls()
         self._begin: _Mark | None = None  # begin of the timed steps
         self._warm_since = 0.0  # time of the first step that may be timed
         self._restarts = 0
@@ -69,7 +76,7 @@ class StepClock:
         self._epoch_steps = 0  # steps of the latest epoch
         self._first_step = 0  # number of steps before that epoch
         self._is_done = False
-        wrap((tf.Graph, "__init__", self._trace_function))
+        wrap((tf.Graph, "__init__", after(self._begin_anew)))
         threading.Thread(target=self._watch, name="npu_speed", daemon=True).start()
 
     def install(self, module: Any) -> None:
@@ -79,14 +86,11 @@ class StepClock:
         wrap(*((*method, self._apply) for method in compat.gradient_entries(module)))
         callbacks = module.callbacks.CallbackList
         wrap(
-            (callbacks, "on_epoch_begin", self._begin_epoch),
-            (callbacks, "on_epoch_end", self._end_epoch),
-            (callbacks, "on_train_end", self._end_fit),
+            (callbacks, "on_epoch_begin", after(self._begin_epoch)),
+            (callbacks, "on_epoch_end", after(self._end_epoch)),
+            (callbacks, "on_train_end", after(self._end_fit)),
         )
         if self._process.round == TRACED:
-            # Made outside of functions, since the import may happen while one is traced.
-            with tf.init_scope():
-                self._rows = tf.Variable(0, dtype=tf.int64, trainable=False)
             wrap((module.Model, "__call__", self._call))
 
     def _apply(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -95,48 +99,41 @@ class StepClock:
 
     def _call(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Count the rows of the batch of a model that is trained."""
-        step = current_step()
-        is_dry_run = step is not None and step.is_dry_run
         tensors = tf.nest.flatten([*args, *kwargs.values()])
         inputs = next((leaf for leaf in tensors if getattr(leaf, "shape", None)), None)
-        if self._depth or is_dry_run or inputs is None or not compat.a_tape_records():
+        if inputs is None or not self._model_calls.hold_samples():
             return original(model, *args, **kwargs)
-        assert self._rows is not None
+        if not isinstance(self._rows, tf.Variable):
+            # Made now, since TensorFlow takes no settings after its first variable, and outside of functions.
+            with tf.init_scope():
+                self._rows = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._rows.assign_add(tf.shape(inputs, tf.int64)[0])
         # A model may consist of models, which get the same rows.
-        self._depth += 1
-        try:
+        with self._model_calls.begin():
             return original(model, *args, **kwargs)
-        finally:
-            self._depth -= 1
 
-    def _trace_function(self, original: Any, graph: Any, *args: Any, **kwargs: Any) -> None:
-        """Begin anew after a function is traced."""
+    def _begin_anew(self, graph: tf.Graph) -> None:
+        """Time anew after a function is traced."""
         # Later graphs of the same function find no begin, and restart nothing.
         if self._begin is not None and self._restarts < _MOST_RESTARTS:
             self._restarts += 1
             self._begin = None
-        original(graph, *args, **kwargs)
 
-    def _begin_epoch(self, original: Any, callbacks: Any, *args: Any, **kwargs: Any) -> None:
-        original(callbacks, *args, **kwargs)
+    def _begin_epoch(self, callbacks: Any) -> None:
         # Keras knows the length of some datasets only after the first epoch.
         length = (callbacks.params or {}).get("steps") or self._epoch_steps
         self._has_short_epochs = 0 < length <= _SHORT_EPOCH * self._process.steps
-        begin = self._begin
-        if self._has_short_epochs and begin is not None and not begin.ends_epoch:
+        if self._has_short_epochs and not (self._begin and self._begin.ends_epoch):
             self._begin = None
         self._first_step = self._steps()
 
-    def _end_epoch(self, original: Any, callbacks: Any, *args: Any, **kwargs: Any) -> None:
-        original(callbacks, *args, **kwargs)
+    def _end_epoch(self, callbacks: Any) -> None:
         self._epoch_steps = self._steps() - self._first_step
         # The epoch begins after the validation, and what callbacks write.
         if self._has_short_epochs:
             self._look(ends_epoch=True)
 
-    def _end_fit(self, original: Any, callbacks: Any, *args: Any, **kwargs: Any) -> None:
-        original(callbacks, *args, **kwargs)
+    def _end_fit(self, callbacks: Any) -> None:
         # The script may go on with a loop of its own.
         self._has_short_epochs = False
 
@@ -152,12 +149,12 @@ class StepClock:
 
     def _look(self, ends_epoch: bool) -> None:
         """Begin with the timed steps, or keep their times if there are enough."""
-        mark = _Mark(time.monotonic(), self._steps(), self._row_count(), ends_epoch)
+        mark = _Mark(time.monotonic(), self._steps(), int(self._rows), ends_epoch)
         begin = self._begin
         if begin is None:
-            if mark.steps >= WARM_UP_STEPS:
+            if mark.steps >= _WARM_UP_STEPS:
                 self._warm_since = self._warm_since or mark.time
-                is_warm = mark.time - self._warm_since >= WARM_UP_SECONDS
+                is_warm = mark.time - self._warm_since >= _WARM_UP_SECONDS
                 # Short steps are held up when the ranks compare what they train.
                 if is_warm or mark.steps > FIRST_LOOKS[-1]:
                     self._begin = mark
@@ -172,7 +169,7 @@ class StepClock:
         if self._process.round == TRACED:
             memory = _memory()
         save_times(self._process, Times(count, seconds, mark.rows - begin.rows or None, memory))
-        if seconds >= LEAST_SECONDS:
+        if seconds >= _LEAST_SECONDS:
             self._is_done = True
             finish(self._process)
 
@@ -183,13 +180,8 @@ class StepClock:
         for optimizer in list(self._optimizers.values()):
             # An optimizer that isn't built yet has no counter, and one of a graph none that can be read.
             with contextlib.suppress(Exception):
-                total += int(compat.inner_variable(compat.steps_made(optimizer)).numpy())
+                total += int(compat.inner_variable(compat.steps_made(optimizer)))
         return total
-
-    def _row_count(self) -> int:
-        if self._rows is None:
-            return 0
-        return int(self._rows.numpy())
 
 
 def _memory() -> int:

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from npu_device._src.machine.core_sets import NONE
 from npu_device._src.trace.records import FILE
 from npu_device._src.verify.plan import DONE, PlannedProcess
-
-WARM_UP_STEPS = 5
-"""Steps that aren't timed: they trace functions, fill caches, and are checked."""
-
-WARM_UP_SECONDS = 2.0
-"""After those steps, at most: the ranks compare what they train in some of the first twenty steps."""
-
-LEAST_SECONDS = 1.0
-"""Short steps are timed for this long, whatever their number, since times are read every few milliseconds."""
+from npu_device._src.whole_files import write_whole
 
 TRACED = "traced"
-_LEFT_OUT = "left_out.json"
 _TIMES = "times.json"
-_LOST_CORES = "lost_cores.json"
 _MARK = "npurun speed of a rank: "
 _TRACED_ITERATIONS = "1-40"  # fewer bytes than npurun forwards in a line
 
@@ -47,16 +38,17 @@ class TimedProcess(PlannedProcess):
     """One process, whose steps are timed; in the first round, it also tells where their time goes.
 
     ``steps`` is how many are timed at least, ``seconds`` the limit of all runs, ``rounds`` the least number of
-    rounds; with fewer than five, nothing is decided. ``hosts`` are those of ``npurun --hosts``, which starts the ranks
-    if there are any.
+    rounds; with fewer than five, nothing is decided. ``setups`` are all that are measured, as tuples; the first one is
+    one process. ``hosts`` are those of ``npurun --hosts``, which starts the ranks if there are any.
     """
 
+    setups: Sequence[tuple[int, str]] = ()
     round: str = TRACED
     rounds: int = 5
     binding: str = NONE
     horovod: bool = False
     shard_optimizer: bool = False
-    hosts: str = ""
+    hosts: Sequence[str] = ()
 
     @property
     def setup(self) -> Setup:
@@ -69,7 +61,7 @@ class TimedProcess(PlannedProcess):
     @property
     def trace(self) -> Path:
         """Return the folder of the iteration trace of its run."""
-        return Path(self.directory, self.run, "trace")
+        return self.folder.with_name("trace")
 
     @property
     def trace_file(self) -> Path:
@@ -100,19 +92,20 @@ class TimedProcess(PlannedProcess):
             }
         return variables
 
-    def launch_words(self, ranks: int, binding: str) -> list[str]:
-        """Return the options with which npurun starts so many ranks."""
-        words = ["-n", str(ranks)]
+    def launch_words(self, setup: Setup) -> list[str]:
+        """Return the options with which npurun starts the ranks of a setup."""
+        words = ["-n", str(setup.ranks // max(1, len(self.hosts)))]
         if self.hosts:
-            words = ["--hosts", self.hosts, "-n", str(ranks // len(self.hosts.split(",")))]
-        if binding != NONE:
-            words += ["--bind-to", binding]
-        return [*words, *["--shard-optimizer"] * self.shard_optimizer]
+            words += ["--hosts", ",".join(self.hosts)]
+        if setup.binding != NONE:
+            words += ["--bind-to", setup.binding]
+        words += ["--horovod"] * self.horovod + ["--shard-optimizer"] * self.shard_optimizer
+        return words
 
     def here(self) -> TimedProcess:
         """Return what this process is to be, a rank that npurun has started on a host."""
         # The files lie in the folder of the rank table, which npurun removes.
-        directory = Path(os.environ["RANK_TABLE_FILE"]).parent / "speed"
+        directory = Path(os.environ["RANK_TABLE_FILE"]).with_name("speed")
         return replace(self, directory=str(directory), rank=int(os.environ["RANK_ID"]))
 
     def run_of(self, setup: Setup, round_name: str) -> list[TimedProcess]:
@@ -135,11 +128,7 @@ class Times:
 
 
 def save_times(process: PlannedProcess, times: Times) -> None:
-    """Leave times, all of them at once."""
-    # Written to another file first, since npurun may read at any time.
-    part = process.folder / "times.part"
-    part.write_text(json.dumps(vars(times)))
-    os.replace(part, process.folder / _TIMES)
+    write_whole(process.folder / _TIMES, json.dumps(vars(times)).encode())
 
 
 def load_times(process: PlannedProcess) -> Times | None:
@@ -147,47 +136,20 @@ def load_times(process: PlannedProcess) -> Times | None:
     path = process.folder / _TIMES
     if not path.exists():
         return None
-    return Times(**json.loads(path.read_text()))
-
-
-def leave_out(process: PlannedProcess, setup: Setup, reason: str) -> None:
-    """Take note that a setup isn't measured."""
-    reasons = {**load_left_out(process), setup.label: reason}
-    Path(process.directory, _LEFT_OUT).write_text(json.dumps(reasons))
-
-
-def load_left_out(process: PlannedProcess) -> dict[str, str]:
-    """Return the labels of setups that aren't measured, with the reasons."""
-    path = Path(process.directory, _LEFT_OUT)
-    if not path.exists():
-        return {}
-    return dict(json.loads(path.read_text()))
-
-
-def save_lost_cores(process: PlannedProcess, cores: float) -> None:
-    """Take note of how many cores other programs took that the run of a process lacked."""
-    (process.folder.parent / _LOST_CORES).write_text(json.dumps(cores))
-
-
-def load_lost_cores(process: PlannedProcess) -> float:
-    """Return that number; 0.0 if nobody has noted it."""
-    path = process.folder.parent / _LOST_CORES
-    if not path.exists():
-        return 0.0
-    return float(json.loads(path.read_text()))
+    return Times(**json.loads(path.read_bytes()))
 
 
 def finish(process: TimedProcess) -> None:
     """Tell that a process is timed; a rank of ``npurun --hosts`` prints all that it leaves."""
+    (process.folder / DONE).touch()
     if process.is_on_hosts:
         files = {
             str(path.relative_to(process.directory)): path.read_text()
-            for path in (process.folder / _TIMES, process.trace_file)
+            for path in (process.folder / _TIMES, process.trace_file, process.folder / DONE)
             if path.exists()
         }
         # Written in one call, as other output of the script may come at any time.
         os.write(1, f"\n{_MARK}{json.dumps(files)}\n".encode())
-    (process.folder / DONE).touch()
 
 
 def take_report(process: PlannedProcess, line: str) -> bool:

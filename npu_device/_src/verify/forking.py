@@ -12,9 +12,10 @@ import os
 import random
 import signal
 import sys
+import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -22,12 +23,13 @@ from typing import Any
 
 import numpy as np
 
+from npu_device._src.cluster.time_limits import SWEEP_SECONDS
 from npu_device._src.cluster.tracebacks import parse, without_libraries
 from npu_device._src.replicate.after_import import AfterImport
 from npu_device._src.replicate.main_program import run_main
 from npu_device._src.replicate.wrapped_models import Models
 from npu_device._src.verify import file_shadow
-from npu_device._src.verify.plan import LOG, PROBLEM, START, PlannedProcess
+from npu_device._src.verify.plan import DONE, LOG, PROBLEM, START, PlannedProcess
 
 SEED = 20201
 INDIVISIBLE = "the global batch size must be divisible by the number of ranks"
@@ -57,7 +59,7 @@ class ForkingProcess(ABC):
 
     @abstractmethod
     def wait(self, running: dict[int, PlannedProcess]) -> None:
-        """Wait until a run, of which these processes are running, is over, and end them."""
+        """Wait until a run, of which these processes are running, is over. They are ended after that."""
 
     @abstractmethod
     def recorder(self) -> Any:
@@ -102,6 +104,7 @@ class ForkingProcess(ABC):
                     return
                 running[pid] = process
             self.wait(running)
+            _end_all(list(running))
         # The script goes on in the other processes, and has only begun in this one.
         os._exit(0)
 
@@ -131,7 +134,21 @@ class ForkingProcess(ABC):
             self._recorder.install(module)
 
 
-def end_all(pids: Sequence[int]) -> None:
+def are_done(processes: Iterable[PlannedProcess]) -> bool:
+    """Return True if processes have all left what is wanted of them."""
+    return all((process.folder / DONE).exists() for process in processes)
+
+
+def next_end(running: dict[int, PlannedProcess]) -> tuple[PlannedProcess, int] | None:
+    """Wait for a moment, and take a process that has ended from the running ones; return it with its exit code."""
+    time.sleep(SWEEP_SECONDS)
+    pid, status = os.waitpid(-1, os.WNOHANG)
+    if pid not in running:
+        return None
+    return running.pop(pid), os.waitstatus_to_exitcode(status)
+
+
+def _end_all(pids: Sequence[int]) -> None:
     """Kill processes of this one. What they leave is on disk, and a loop of the script may go on for hours."""
     for pid in pids:
         # Killed, not asked, since the script's handlers must not write more.

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from npu_device._src.cluster.time_limits import OTHERS_FAIL_SECONDS, RECORDS_SECONDS, SWEEP_SECONDS
+from npu_device._src.cluster.time_limits import OTHERS_FAIL_SECONDS, RECORDS_SECONDS
 from npu_device._src.comparison import compare
 from npu_device._src.verify.forking import (
     INDIVISIBLE,
     SEED,
     ForkingProcess,
-    end_all,
+    are_done,
+    next_end,
     output_of,
     problem_text,
     report_problem,
@@ -57,7 +57,7 @@ class _VerifiedProcess(ForkingProcess):
 def _wait(
     running: dict[int, PlannedProcess], requested: Sequence[PlannedProcess], single_seconds: float
 ) -> None:
-    """Wait until each process of a run has recorded its last step or ended, and end them all.
+    """Wait until each process of a run has recorded its last step or ended.
 
     Ranks may take a multiple of the seconds of the single process; 0 for no limit. Only a number of ranks above the
     requested one may fail to divide the batch.
@@ -65,34 +65,32 @@ def _wait(
     deadline = math.inf
     if single_seconds:
         deadline = time.monotonic() + max(_MOST_TIMES_SLOWER * single_seconds, RECORDS_SECONDS)
-    while not all((process.folder / DONE).exists() for process in running.values()):
-        time.sleep(SWEEP_SECONDS)
+    while not are_done(running.values()):
         is_late = time.monotonic() > deadline
         if is_late and all(compare.exists(process.folder) for process in running.values()):
             break
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid not in running:
+        end = next_end(running)
+        if end is None:
             continue
-        process = running.pop(pid)
+        process, code = end
         # By default 3 ranks are tried as well, although 3 doesn't divide every batch.
         is_extra = process.ranks > requested[0].ranks
-        if status and is_extra and INDIVISIBLE in output_of(process):
+        if code and is_extra and INDIVISIBLE in output_of(process):
             break
-        _take_note_of_end(process, status)
+        _take_note_of_end(process, code)
         # A rank that fails leaves the others waiting for it.
-        if status:
+        if code:
             deadline = min(deadline, time.monotonic() + OTHERS_FAIL_SECONDS)
-    end_all(list(running))
 
 
-def _take_note_of_end(process: PlannedProcess, status: int) -> None:
+def _take_note_of_end(process: PlannedProcess, code: int) -> None:
     """Keep how a process has ended; end this one if it has left no step."""
     end = "ended before its first step"
-    if status:
-        end = f"failed with exit code {os.waitstatus_to_exitcode(status)}"
+    if code:
+        end = f"failed with exit code {code}"
     if not (compare.exists(process.folder) and compare.load(process.folder).steps):
         report_problem(process, end)
-    if status:
+    if code:
         (process.folder / FAILED).write_text(problem_text(process, end), encoding="utf-8")
     # Other processes go as far as this one, and look for this file to know how far that is.
     (process.folder / DONE).touch()

@@ -39,7 +39,7 @@ from npu_device._src.training.watching.digests import variable_name
 from npu_device._src.verify.phases import Phases
 from npu_device._src.verify.plan import PlannedProcess
 from npu_device._src.verify.projections import digests_of, projected
-from npu_device._src.verify.wrapping import fixing, wrap
+from npu_device._src.verify.wrapping import ModelCalls, after, fixing, wrap
 from npu_device._src.world.current_step import current_step
 
 _SCOPE = "npu_verify"  # name scope of the operations that record
@@ -64,7 +64,7 @@ class StepRecorder:
         self._states: dict[str, list[Any]] = {}  # untrained variables, by the optimizer's name
         # The lines that shuffle without a seed, by the dataset.
         self._unseeded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self._model_depth = 0  # depth of calls among models that call models
+        self._model_calls = ModelCalls()
         self._optimizer_count = 0
         self._is_recorded = False  # True if the latest step is recorded
         atexit.register(self._record.save, process.folder)
@@ -78,7 +78,7 @@ class StepRecorder:
         wrap(
             (tf.data.Dataset, "shuffle", self._shuffle),
             (tf.GradientTape, "gradient", self._gradient),
-            (tf.Graph, "__init__", self._seed_graph),
+            (tf.Graph, "__init__", after(self._seed_graph)),
             (session, "run", self._run),
             (tf.compat.v1.train.Optimizer, "apply_gradients", self._apply),
             *((tf.random, name, functools.partial(self._drawn, name)) for name in _DRAWING_CALLS),
@@ -115,7 +115,7 @@ class StepRecorder:
             (keras.callbacks.CallbackList, "on_train_batch_end", self._batch_ended),
             (keras.layers.Layer, "add_loss", self._add_loss),
             (keras.utils, "set_random_seed", self._noting(topics.SEED)),
-            *((layer, "adapt", self._adapt) for layer in adapted),
+            *((layer, "adapt", after(self._note_adapted)) for layer in adapted),
         )
         for layer in noise.noisy_layers(keras):
             layer.call = noise.quiet(layer.call)
@@ -181,12 +181,12 @@ class StepRecorder:
         weights = [*trained, *self._states.setdefault(name, _states(self._models, trained))]
         names = list(map(variable_name, weights))
         keep = functools.partial(self._keep_step, name, names, len(trained))
-        after = self._keep_before([*applied, *weights], keep)
+        after_record = self._keep_before([*applied, *weights], keep)
         if tf.inside_function():
             # No block is needed in a function: it reads variables before it changes them, and an optimizer may make
             # some there.
-            after = contextlib.nullcontext()
-        with after:
+            after_record = contextlib.nullcontext()
+        with after_record:
             return original(optimizer, gradients, *args, **kwargs)
 
     def _note_random_operations(self, gradients: Sequence[Any]) -> None:
@@ -248,11 +248,9 @@ class StepRecorder:
     # Models
 
     def _call_model(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        step = current_step()
-        is_dry_run = step is not None and step.is_dry_run
-        # A model inside a model, and one that isn't trained, hold no samples of their own.
-        if self._model_depth or is_dry_run or not compat.a_tape_records():
+        if not self._model_calls.hold_samples():
             return original(model, *args, **kwargs)
+        step = current_step()
         if not any(known_model is model for known_model in self._models):
             self._models.append(model)
         tensors = list(_tensors(next(iter([*args, *kwargs.values()]), None)))
@@ -276,11 +274,8 @@ class StepRecorder:
         change = functools.partial(noise.changed, by=fraction, seed=self._process.rank)
         if fraction and args:
             args = (tf.nest.map_structure(change, args[0]), *args[1:])
-        self._model_depth += 1
-        try:
+        with self._model_calls.begin():
             outputs = original(model, *args, **kwargs)
-        finally:
-            self._model_depth -= 1
         if fraction:
             outputs = tf.nest.map_structure(change, outputs)
         return outputs
@@ -318,15 +313,13 @@ class StepRecorder:
         # Shuffling is off, since ranks and one process have to read the same order.
         return self._phases.fit(original, *args, **{**kwargs, "shuffle": False})
 
-    def _adapt(self, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        returned = original(layer, *args, **kwargs)
+    def _note_adapted(self, layer: Any) -> None:
         state: Any = [np.array(getattr(layer, name, None)).tolist() for name in _ADAPTED]
         if hasattr(layer, "get_vocabulary"):
             state = layer.get_vocabulary()
         self._note(
             topics.ADAPTED, detail=repr(layer.name), outcome=zlib.crc32(repr(state).encode())
         )
-        return returned
 
     def _run(self, original: Any, session: Any, fetches: Any, *args: Any, **kwargs: Any) -> Any:
         steps = len(self._record.steps)
@@ -346,8 +339,7 @@ class StepRecorder:
 
     # Data and randomness
 
-    def _seed_graph(self, original: Any, graph: Any, *args: Any, **kwargs: Any) -> None:
-        original(graph, *args, **kwargs)
+    def _seed_graph(self, graph: Any) -> None:
         if type(graph) is tf.Graph:
             graph.seed = self._seed
 

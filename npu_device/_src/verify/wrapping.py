@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any, Callable
 
 import tensorflow as tf
+
+from npu_device._src import compat
+from npu_device._src.world.current_step import current_step
 
 
 def wrap(*hooks: tuple[Any, str, Callable[..., Any]]) -> None:
@@ -26,3 +31,36 @@ def _wrapped(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable
 def fixing(**fixed: Any) -> Callable[..., Any]:
     """Return a hook that fixes some arguments."""
     return lambda original, *args, **kwargs: original(*args, **{**kwargs, **fixed})
+
+
+def after(call: Callable[[Any], None]) -> Callable[..., Any]:
+    """Return a hook that calls a method, and then a function with the object that has it."""
+
+    def hook(original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
+        returned = original(owner, *args, **kwargs)
+        call(owner)
+        return returned
+
+    return hook
+
+
+class ModelCalls:
+    """The calls of Keras models that are running, of which some hold samples."""
+
+    def __init__(self) -> None:
+        self._depth = 0  # depth of calls among models that call models
+
+    def hold_samples(self) -> bool:
+        """Return True if a model that is called now gets samples to train with, and isn't part of another model."""
+        step = current_step()
+        is_dry_run = step is not None and step.is_dry_run
+        return not self._depth and not is_dry_run and compat.a_tape_records()
+
+    @contextlib.contextmanager
+    def begin(self) -> Iterator[None]:
+        """Let models that are called in the block be parts of the one that is called now."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1

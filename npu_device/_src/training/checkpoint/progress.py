@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
-from pathlib import Path
 
 from npu_device._src import environment
+from npu_device._src.whole_files import write_whole
 
 _log = logging.getLogger("npu_device")
 
@@ -17,8 +16,6 @@ def note_progress(step: int) -> None:
     if progress is None:
         return
     try:
-        # Written beside and renamed: npurun may read at any moment.
-        Path(f"{progress}.part").write_text(f"{step}\n", encoding="utf-8")
-        os.replace(f"{progress}.part", progress)
+        write_whole(progress, f"{step}\n".encode())
     except OSError as error:
         _log.warning("npurun can't be told of the checkpoint of step %d: %s", step, error)
