@@ -246,16 +246,16 @@ def updates(quick: bool, ranks: int) -> Case:
     Alone: ``python -m benchmarks --cases updates --ranks 2 --repeats 3 --wait-minutes 0``.
     """
     rounds = []
-    # The optimizers of tf-keras aren't divided.
-    for model, optimizer, steps in (("resnet50", "momentum", 5), ("bert", "adam", 2)):
-        work = (model, "keras", optimizer)
+    works = (("resnet50", "momentum", 5), ("bert", "adam", 2))
+    for keras, (model, optimizer, steps) in itertools.product(("keras", "tf_keras"), works):
+        work = (model, keras, optimizer)
         rivals = (
             Rival(ALONE, sides.SHARED_MEMORY, "updating", (*work, "alone")),
             Rival(WHOLE_UPDATE, sides.SHARED_MEMORY, "updating", (*work, "whole")),
             Rival(DIVIDED_UPDATE, sides.SHARED_MEMORY, "updating", (*work, "divided")),
             Rival(ONE_PROCESS, sides.ONE_PROCESS, "updating", (*work, "alone", ranks)),
         )
-        label = f"{model}, keras, {optimizer}"
+        label = f"{model}, {keras}, {optimizer}"
         rounds.append(Round(label, ranks * SAMPLES[model], 1 if quick else steps, rivals))
     savers = (
         Rival(WHOLE_UPDATE, sides.SHARED_MEMORY, "saving", ("resnet50", "momentum", False)),
@@ -293,6 +293,24 @@ def copies(quick: bool, ranks: int) -> Case:
         for label, size, steps, method, arguments in works
     )
     return Case("copies", f"copies past the cache, {ranks} ranks", rounds)
+
+
+def hosts_updates(quick: bool, ranks: int) -> Case:
+    """Return the case of updates divided between two hosts, by the engines that can.
+
+    Alone: ``python -m benchmarks --cases hosts_updates --ranks 2 --repeats 2 --wait-minutes 0``.
+    """
+    rivals = []
+    for label, side in ((TCP_BETWEEN, sides.TCP_OF_HOSTS), (MPI_BETWEEN, sides.MPI_OF_HOSTS)):
+        for text, way in ((WHOLE_UPDATE, "whole"), (DIVIDED_UPDATE, "divided")):
+            arguments = ("resnet50", "keras", "momentum", way)
+            rivals.append(Rival(f"{label}, {text}", side, "updating", arguments))
+    steps = 1 if quick else 4
+    rounds = []
+    for gbit in _rates(quick):
+        label = f"resnet50, keras, momentum, {gbit:g} Gbit/s"
+        rounds.append(Round(label, RESNET50_BYTES, steps, tuple(rivals), gbit=gbit))
+    return Case("hosts_updates", "ResNet-50, momentum", tuple(rounds), one_side_at_a_time=True)
 
 
 def on_gpus(quick: bool, ranks: int, model: str, gpus: int, device: str) -> Case:
@@ -371,7 +389,7 @@ CASES = {
     case.__name__: case
     for case in (
         *(all_reduce, resnet50, bert, hosts_all_reduce, hosts_resnet50, hosts_bert),
-        *(checks, compiled, faster, reading, updates, copies),
+        *(checks, compiled, faster, reading, updates, copies, hosts_updates),
     )
 }
 START = "start"
@@ -396,6 +414,7 @@ FULL = (
     ("resnet50", 4),
     ("updates", 4),
     ("copies", 2),
+    ("hosts_updates", 2),
     ("hosts_all_reduce", 4),
 )
 """Cases with their numbers of ranks, in the order in which they run: the most important ones first."""

@@ -295,7 +295,10 @@ def reading(results: Results) -> str:
 
 def updates(results: Results) -> str:
     """Return the steps with divided updates, a row for each rival."""
-    return _rounds_by_rival(results, "updates", ALONE)
+    parts = []
+    for name in ("updates", "hosts_updates"):
+        parts.append(_rounds_by_rival(results, name, ALONE))
+    return "\n\n".join(filter(None, parts))
 
 
 def copies(results: Results) -> str:

@@ -4,7 +4,6 @@ if each rank makes all updates.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from typing import Any, Callable
 
@@ -13,6 +12,22 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from caught_messages import warnings_of_package
+from divided_bodies import (
+    QUICK_WAYS,
+    SHAPES,
+    WAYS,
+    assert_divided,
+    bits_of,
+    body_fit,
+    body_model_saved,
+    body_restored,
+    body_same_bits,
+    body_saved,
+    make_variables,
+    optimizers,
+    train,
+    wrap,
+)
 from pool import Pool
 from ranks import all_through
 from versions import needs_keras_3
@@ -22,148 +37,9 @@ from hccl.manage.api import create_group, destroy_group
 from npu_device._src import compat
 from npu_device._src.training.sharding.shares import bytes_of, owners_of
 
-STEPS = 20
-QUICK = [(3, "adam"), (2, "overwritten"), (3, "dynamic"), (2, "accumulated")]
+QUICK = [(3, "adam"), (2, "overwritten"), (3, "dynamic"), (3, "overwritten, accumulated")]
 pytestmark = needs_keras_3
 full = pytest.mark.full
-
-SHAPES = [(40, 3), (7,), (), (0,), (300, 5), (2, 2), (33,)]
-
-wrap = npu.distribute.DistributedOptimizer
-
-
-def _optimizers() -> dict[str, Callable[[], Any]]:
-    """Return functions that make optimizers, by a name that says what is special about them."""
-    kinds = tf.keras.optimizers
-
-    def adamw() -> Any:
-        optimizer = kinds.AdamW(0.02, weight_decay=0.1, clipnorm=0.5)
-        optimizer.exclude_from_weight_decay(var_names=["one", "v4"])
-        return optimizer
-
-    return {
-        "plain": lambda: kinds.SGD(0.05),
-        "momentum": lambda: kinds.SGD(0.05, momentum=0.9),
-        "nesterov": lambda: kinds.SGD(0.05, momentum=0.9, nesterov=True, global_clipnorm=0.3),
-        "adam": lambda: kinds.Adam(0.02, global_clipnorm=0.4),
-        "amsgrad": lambda: kinds.Adam(0.02, amsgrad=True, clipvalue=0.02),
-        "adamw": adamw,
-        "rmsprop": lambda: kinds.RMSprop(0.02, momentum=0.5, centered=True),
-        "lion": lambda: kinds.Lion(0.01, weight_decay=0.05),
-        "nadam": lambda: kinds.Nadam(kinds.schedules.ExponentialDecay(0.02, 3, 0.9)),
-        "adagrad": lambda: kinds.Adagrad(0.1),
-        "adadelta": lambda: kinds.Adadelta(0.5),
-        "adamax": lambda: kinds.Adamax(0.02),
-        "ftrl": lambda: kinds.Ftrl(0.05),
-        "lamb": lambda: kinds.Lamb(0.02),
-        "averages": lambda: kinds.SGD(0.05, momentum=0.9, use_ema=True, ema_momentum=0.7),
-        "overwritten": lambda: kinds.Adam(0.02, use_ema=True, ema_overwrite_frequency=3),
-        "dynamic": lambda: kinds.LossScaleOptimizer(
-            kinds.Adam(0.02, global_clipnorm=0.4), initial_scale=4.0, dynamic_growth_steps=3
-        ),
-        "npu dynamic": lambda: npu.train.optimizer.NpuLossScaleOptimizer(
-            kinds.SGD(0.05, momentum=0.9), initial_scale=4.0, dynamic_growth_steps=3
-        ),
-        "accumulated": lambda: kinds.Nadam(
-            0.02, global_clipnorm=0.4, gradient_accumulation_steps=3, loss_scale_factor=8.0
-        ),
-        "dynamic, accumulated": lambda: kinds.LossScaleOptimizer(
-            kinds.Adam(0.02, gradient_accumulation_steps=2), 4.0, 3
-        ),
-        "scaled": lambda: kinds.SGD(0.05, momentum=0.5, loss_scale_factor=8.0, global_clipnorm=0.3),
-    }
-
-
-def _variables(shapes: list[tuple[int, ...]], dtypes: list[str]) -> list[Any]:
-    """Return variables of Keras, the first with a constraint; the same on every rank."""
-    chance = np.random.default_rng(7)
-    variables = []
-    for place, shape in enumerate(shapes):
-        dtype = dtypes[place % len(dtypes)]
-        value = tf.cast(tf.constant(chance.standard_normal(shape)), dtype)
-        variables.append(tf.keras.Variable(value, dtype=dtype, name=f"v{place}"))
-    variables[0].constraint = tf.keras.constraints.MaxNorm(1.5)
-    return variables
-
-
-def _gradients(
-    variables: list[Any],
-    step: Any,
-    without: int | None,
-    sparse: bool,
-    infinite_at: int | None,
-) -> list[Any]:
-    """Return gradients that differ on each rank; of one variable there is none."""
-    rank = npu.distribute.rank()
-    gradients: list[Any] = []
-    for place, variable in enumerate(variables):
-        value = tf.cast(tf.convert_to_tensor(variable), tf.float64)
-        far = tf.cast(step * (rank + 2) + place, tf.float64)
-        gradient = tf.cast(tf.sin(value * 3 + far) + value / 5, variable.dtype)
-        if infinite_at is not None and place == 4:
-            # On one rank, in one step.
-            is_infinite = tf.equal(step, infinite_at) & (rank == 0)
-            gradient = tf.where(is_infinite, np.inf, gradient)
-        if sparse and place == 4:
-            rows = tf.constant([1, 5 + rank, 1])
-            gradient = tf.IndexedSlices(tf.gather(gradient, rows), rows, tf.constant([300, 5]))
-        gradients.append(None if place == without else gradient)
-    return gradients
-
-
-def _trained(
-    optimizer: Any, variables: list[Any], graph: bool, steps: int = STEPS, **how: Any
-) -> None:
-    how = {"without": None, "sparse": False, "infinite_at": None, **how}
-    by_pairs = how.pop("by_pairs", True)
-
-    def step(number: Any) -> None:
-        gradients = _gradients(variables, number, **how)
-        if by_pairs:
-            optimizer.apply_gradients(zip(gradients, variables))
-        else:
-            optimizer.apply(gradients, variables)
-
-    call = tf.function(step, autograph=False) if graph else step
-    for number in range(steps):
-        call(tf.constant(number))
-
-
-def _bits(variables: list[Any]) -> list[bytes]:
-    return [tf.convert_to_tensor(variable).numpy().tobytes() for variable in variables]
-
-
-def body_same_bits(
-    name: str,
-    graph: bool,
-    shapes: list[tuple[int, ...]],
-    dtypes: list[str],
-    without: int | None,
-    sparse: bool,
-) -> tuple[int, list[bytes]]:
-    """Train without and with divided updates; return the number of slots on this rank and the weights."""
-    how = {"without": without, "sparse": sparse}
-    if "dynamic" in name:
-        how["infinite_at"] = 4
-    whole, divided = _variables(shapes, dtypes), _variables(shapes, dtypes)
-    plain = wrap(_optimizers()[name]())
-    _trained(plain, whole, graph, **how)
-    optimizer = wrap(_optimizers()[name](), shard_optimizer=True)
-    _trained(optimizer, divided, graph, **how)
-    assert _bits(whole) == _bits(divided), name
-    slots = 0
-    assert len(plain.variables) == len(optimizer.variables)
-    for one, other in zip(plain.variables, optimizer.variables):
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        if not compat.is_share(other) or other._value is not None:
-            slots += compat.is_share(other)
-            assert _bits([one]) == _bits([other]), (name, other.path)
-    if getattr(plain, "use_ema", False):
-        plain.finalize_variable_values(whole)
-        optimizer.finalize_variable_values(divided)
-        assert _bits(whole) == _bits(divided), name
-    return slots, _bits(divided)
-
 
 NAMES = [
     "plain",
@@ -187,6 +63,8 @@ NAMES = [
     "npu dynamic",
     "accumulated",
     "dynamic, accumulated",
+    "averages, accumulated",
+    "overwritten, accumulated",
 ]
 
 
@@ -203,13 +81,6 @@ def test_weights_have_the_same_bits(pool_with: Callable[..., Pool], count: int, 
     ranks = pool_with(count, "3")
     found = ranks.run(body_same_bits, name, graph, SHAPES, ["float32"], 1, False)
     assert_divided(found, name)
-
-
-def assert_divided(found: list[Any], name: str) -> None:
-    """The ranks have the same weights, and each one some slots of the optimizer."""
-    assert all(weights == found[0][1] for _, weights in found)
-    if len(found) > 1 and name != "plain":
-        assert all(0 < slots < sum(slots for slots, _ in found) for slots, _ in found), found
 
 
 @pytest.mark.parametrize("graph", [pytest.param(False, marks=full), True], ids=["eager", "graph"])
@@ -250,11 +121,11 @@ def body_group() -> list[Any]:
     create_group("last two", 2, [1, 2])
     bits: list[Any] = []
     for shard_optimizer in (False, True):
-        variables = _variables(SHAPES, ["float32"])
-        optimizer = wrap(_optimizers()["adam"](), group="last two", shard_optimizer=shard_optimizer)
-        _trained(optimizer, variables, True, without=1, sparse=False)
-        state = _bits(optimizer.variables) if rank == 1 else []
-        bits.append((_bits(variables), state))
+        variables = make_variables(SHAPES, ["float32"])
+        optimizer = wrap(optimizers()["adam"](), group="last two", shard_optimizer=shard_optimizer)
+        train(optimizer, variables, True, without=1, sparse=False)
+        state = bits_of(optimizer.variables) if rank == 1 else []
+        bits.append((bits_of(variables), state))
         npu.distribute.hccl_ops.allreduce(tf.constant(1.0), "sum", group="last two")
     destroy_group("last two")
     return bits
@@ -310,60 +181,6 @@ def test_shares_are_about_equal(shapes: Callable[[], list[tuple[int, ...]]], cou
     assert max(held) <= 1.1 * sum(held) / count
 
 
-class _Halving(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Assigns weights after each epoch, on every rank."""
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        for weight in self.model.trainable_weights:
-            weight.assign(weight * 0.5)
-
-
-def body_fit(name: str, compiled: dict[str, Any], built: bool) -> tuple[int, list[bytes]]:
-    """Fit without and with divided updates, with an uneven last batch, and go on; return as ``body_same_bits``."""
-    compiled = dict(compiled)
-    swaps = compiled.pop("swaps", False)
-    chance = np.random.default_rng(0)
-    x = chance.standard_normal([53, 9]).astype(np.float32)
-    y = (x[:, :1] > 0).astype(np.float32)
-    found = []
-    for shard_optimizer in (False, True):
-        keras = tf.keras
-        keras.utils.set_random_seed(3 + npu.distribute.rank())
-        layers = [keras.layers.Dense(17, activation="relu"), keras.layers.BatchNormalization()]
-        model = keras.Sequential([keras.Input([9]), *layers, keras.layers.Dense(1)])
-        optimizer = _optimizers()[name]()
-        if built:
-            optimizer.build(model.trainable_variables)
-            for slot in optimizer.variables[2:]:
-                slot.assign(tf.fill(slot.shape, 0.01 * (1 + npu.distribute.rank())))
-        model.compile(optimizer=optimizer, loss="mse", **compiled)
-        model = npu.distribute.replicate(model, shard_optimizer=shard_optimizer)
-        options: dict[str, Any] = {"batch_size": 12, "epochs": 2, "verbose": 0}
-        if swaps:
-            halve = _Halving()
-            options["callbacks"] = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True), halve]
-            options["validation_data"] = (x[:7], y[:7])
-        history = model.fit(x, y, **options).history
-        # The callback of Keras serves one fit.
-        options.pop("callbacks", None)
-        layers[0].trainable = built
-        if not built:  # another optimizer for other variables
-            model.compile(optimizer=_optimizers()[name](), loss="mse", **compiled)
-        history |= {
-            f"again {key}": value for key, value in model.fit(x, y, **options).history.items()
-        }
-        found.append((history, model))
-    (history, whole), (divided_history, divided) = found
-    assert history == divided_history
-    assert _bits(whole.weights) == _bits(divided.weights)
-    slots = 0
-    for one, other in zip(whole.optimizer.variables, divided.optimizer.variables):
-        if not compat.is_share(other) or other._value is not None:
-            slots += compat.is_share(other)
-            assert _bits([one]) == _bits([other]), (name, other.path)
-    return slots, _bits(divided.weights)
-
-
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=full)])
 @pytest.mark.parametrize(
     ("name", "compiled", "built"),
@@ -378,45 +195,14 @@ def body_fit(name: str, compiled: dict[str, Any], built: bool) -> tuple[int, lis
         pytest.param("dynamic", {}, False, marks=full),
         pytest.param("accumulated", {}, False, marks=full),
         pytest.param("dynamic, accumulated", {}, False, marks=full),
+        pytest.param("averages, accumulated", {"swaps": True}, False, marks=full),
+        pytest.param("overwritten, accumulated", {"swaps": True}, True, marks=full),
     ],
 )
 def test_divided_updates_in_fit_end_in_the_bits_of_whole_ones(
     pool_with: Callable[..., Pool], name: str, compiled: dict[str, Any], built: bool, count: int
 ) -> None:
     assert_divided(pool_with(count, "3").run(body_fit, name, compiled, built), name)
-
-
-def body_saved(name: str, directory: str, savers: list[int], graph: bool) -> list[str]:
-    """Train without and with divided updates, and save both in each way; return what is wrong with the files."""
-    rank = npu.distribute.rank()
-    saved: list[dict[str, Any]] = []
-    for shard_optimizer in (False, True):
-        folder = f"{directory}/{shard_optimizer}/{rank}"
-        variables = _variables(SHAPES, ["float32"])
-        optimizer = wrap(_optimizers()[name](), shard_optimizer=shard_optimizer)
-        _trained(optimizer, variables, graph, without=1)
-        values: dict[str, Any] = {}
-        if rank in savers:
-            values["direct"] = [tf.convert_to_tensor(one).numpy() for one in optimizer.variables]
-            store: dict[str, Any] = {}
-            optimizer.save_own_variables(store)
-            values["store"] = [store[key] for key in sorted(store)]
-            path = tf.train.Checkpoint(optimizer=optimizer).write(f"{folder}/checkpoint")
-            reader = tf.train.load_checkpoint(path)
-            names = sorted(reader.get_variable_to_shape_map())
-            values["checkpoint"] = [reader.get_tensor(key) for key in names if "OBJECT" not in key]
-        npu.distribute.all_reduce(1.0)
-        saved.append(values)
-    wrong = []
-    for kind, whole in saved[0].items():
-        divided = saved[1][kind]
-        same = len(whole) == len(divided) and all(
-            np.asarray(one).tobytes() == np.asarray(other).tobytes()
-            for one, other in zip(whole, divided)
-        )
-        if not same or len(whole) < len(SHAPES):
-            wrong.append(kind)
-    return wrong
 
 
 @pytest.mark.parametrize("graph", [pytest.param(False, marks=full), True], ids=["eager", "graph"])
@@ -428,46 +214,6 @@ def test_files_hold_what_they_hold_without(
 ) -> None:
     ranks = pool_with(3, "3")
     assert ranks.run(body_saved, "overwritten", str(tmp_path), savers, graph) == [[]] * 3
-
-
-def body_model_saved(directory: str) -> list[str]:
-    """Fit without and with divided updates; return what is wrong with the files that callbacks and ``save`` write."""
-    keras = tf.keras
-    x = np.random.default_rng(0).standard_normal([53, 9]).astype(np.float32)
-    y = (x[:, :1] > 0).astype(np.float32)
-    directory = npu.distribute.broadcast_object(tempfile.mkdtemp(dir=directory))
-    wrong = []
-    loaded: list[dict[str, Any]] = []
-    for shard_optimizer in (False, True):
-        folder = f"{directory}/{shard_optimizer}"
-        os.makedirs(folder, exist_ok=True)
-        keras.utils.set_random_seed(3)
-        layers = [
-            keras.layers.Dense(17, activation="relu", name="one"),
-            keras.layers.Dense(1, name="two"),
-        ]
-        model = keras.Sequential([keras.Input([9]), *layers], name="model")
-        model.compile(
-            keras.optimizers.Adam(0.01, name="adam"), loss=keras.losses.MeanSquaredError()
-        )
-        model = npu.distribute.replicate(model, shard_optimizer=shard_optimizer)
-        files = [f"{folder}/{name}" for name in ("epoch.keras", "end.keras", "end.h5")]
-        backup = keras.callbacks.BackupAndRestore(f"{folder}/backup", delete_checkpoint=False)
-        callbacks = [keras.callbacks.ModelCheckpoint(files[0]), backup]
-        model.fit(x, y, batch_size=12, epochs=2, verbose=0, callbacks=callbacks)
-        model.save(files[1])
-        model.save(files[2])
-        npu.distribute.all_reduce(1.0)
-        found = {}
-        for file in files:
-            again = keras.models.load_model(file)
-            found[file.rpartition("/")[2]] = _bits([*again.weights, *again.optimizer.variables])
-        loaded.append(found)
-        assert len(model.optimizer.variables) == 10
-    for name, bits in loaded[0].items():
-        if loaded[1][name] != bits:
-            wrong.append(name)
-    return wrong
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=full)])
@@ -482,20 +228,20 @@ def body_job_checkpoint(directory: str) -> bool:
     directory = npu.distribute.broadcast_object(tempfile.mkdtemp(dir=directory))
     ends = []
     for place, shard_optimizer in enumerate((True, True, False)):
-        variables = _variables(SHAPES, ["float32"])
-        optimizer = wrap(_optimizers()["adam"](), shard_optimizer=shard_optimizer)
+        variables = make_variables(SHAPES, ["float32"])
+        optimizer = wrap(optimizers()["adam"](), shard_optimizer=shard_optimizer)
         optimizer.build(variables)
         checkpoint = npu.train.JobCheckpoint(
             directory, preemption=False, optimizer=optimizer, variables=variables
         )
         if place == 0:
-            _trained(optimizer, variables, True)
+            train(optimizer, variables, True)
             checkpoint.save(1)
         else:
             assert checkpoint.restore() == 1
-        _trained(optimizer, variables, place != 1)
+        train(optimizer, variables, place != 1)
         checkpoint.close()
-        ends.append(_bits(variables))
+        ends.append(bits_of(variables))
     return ends[0] == ends[1] == ends[2]
 
 
@@ -510,18 +256,18 @@ def body_saved_by_job(directory: str, is_saving: bool) -> tuple[str, list[bytes]
     """
     if is_saving:
         directory = npu.distribute.broadcast_object(tempfile.mkdtemp(dir=directory))
-    variables = _variables(SHAPES, ["float32"])
-    optimizer = wrap(_optimizers()["adam"](), shard_optimizer=True)
+    variables = make_variables(SHAPES, ["float32"])
+    optimizer = wrap(optimizers()["adam"](), shard_optimizer=True)
     optimizer.build(variables)
     checkpoint = npu.train.JobCheckpoint(
         directory, preemption=False, optimizer=optimizer, variables=variables
     )
     if is_saving:
-        _trained(optimizer, variables, True, 6)
+        train(optimizer, variables, True, 6)
         checkpoint.save(1)
     else:
         assert checkpoint.restore() == 1
-    state = _bits([*variables, *optimizer.variables])
+    state = bits_of([*variables, *optimizer.variables])
     npu.distribute.barrier()
     checkpoint.close()
     return directory, state
@@ -544,14 +290,14 @@ def body_two_optimizers() -> tuple[bool, list[bytes]]:
     """
     ends = []
     for shard_optimizer in (False, True):
-        variables = _variables(SHAPES, ["float32"])
+        variables = make_variables(SHAPES, ["float32"])
         variables[6].overwrite_with_gradient = True
-        first = wrap(_optimizers()["adam"](), shard_optimizer=shard_optimizer)
-        second = wrap(_optimizers()["momentum"](), shard_optimizer=shard_optimizer)
+        first = wrap(optimizers()["adam"](), shard_optimizer=shard_optimizer)
+        second = wrap(optimizers()["momentum"](), shard_optimizer=shard_optimizer)
         for _ in range(3):
-            _trained(first, variables[:5], True, 2)
-            _trained(second, variables[3:], True, 2)
-        ends.append(_bits(variables))
+            train(first, variables[:5], True, 2)
+            train(second, variables[3:], True, 2)
+        ends.append(bits_of(variables))
     return ends[0] == ends[1], ends[1]
 
 
@@ -559,61 +305,6 @@ def body_two_optimizers() -> tuple[bool, list[bytes]]:
 def test_two_optimizers_share_variables(pool_with: Callable[..., Pool]) -> None:
     found = pool_with(3, "3").run(body_two_optimizers)
     assert all(is_same and weights == found[0][1] for is_same, weights in found)
-
-
-WAYS = {
-    "every rank": None,
-    "rank 0": 0,
-    "rank 2": 2,
-    "every rank, before the first step": None,
-    "rank 0, before the first step": 0,
-    "rank 0, built": 0,
-}
-"""Who restores a file; without more words after the first steps. Of one rank, the others get it by a broadcast."""
-QUICK_WAYS = ["rank 0", "rank 0, before the first step"]
-
-
-def body_restored(ways: list[str], directory: str) -> list[str]:
-    """Restore the state of 7 divided updates in some ways, and go on; return the ways in which the result differs from
-    that of undivided updates.
-    """
-    directory = npu.distribute.broadcast_object(tempfile.mkdtemp(dir=directory))
-    variables = _variables(SHAPES, ["float32"])
-    optimizer = wrap(_optimizers()["overwritten"](), shard_optimizer=True)
-    _trained(optimizer, variables, True, 7)
-    state = _bits(optimizer.variables)
-    if npu.distribute.rank() == 0:
-        checkpoint = tf.train.Checkpoint(optimizer=optimizer, variables=variables)
-        checkpoint.write(f"{directory}/checkpoint")
-    npu.distribute.all_reduce(1.0)
-    undivided = _restored("every rank, before the first step", directory, False, state)
-    return [way for way in ways if _restored(way, directory, True, state) != undivided]
-
-
-def _restored(way: str, directory: str, shard_optimizer: bool, state: list[bytes]) -> list[bytes]:
-    """Restore a state in a way, and go on for 5 steps; return what comes out."""
-    variables = _variables(SHAPES, ["float32"])
-    optimizer = wrap(_optimizers()["overwritten"](), shard_optimizer=shard_optimizer)
-    is_later = "," not in way
-    if is_later:
-        _trained(optimizer, variables, True, 2)
-    elif "built" in way:
-        optimizer.build(variables)
-    loader = WAYS[way]
-    if loader in (None, npu.distribute.rank()):
-        checkpoint = tf.train.Checkpoint(optimizer=optimizer, variables=variables)
-        checkpoint.read(f"{directory}/checkpoint")
-    if loader is not None:
-        # Before the first step, the optimizer is left to that step, which gives all ranks the values of rank 0.
-        sent = [*variables, *optimizer.variables] if is_later else variables
-        npu.distribute.broadcast(sent, loader)
-    if is_later:
-        assert _bits(optimizer.variables) == state, way
-        npu.distribute.all_reduce(1.0)
-    _trained(optimizer, variables, is_later, 5)
-    end = _bits([*variables, *optimizer.variables])
-    npu.distribute.all_reduce(1.0)
-    return end
 
 
 @pytest.mark.parametrize("ways", [QUICK_WAYS, pytest.param(list(WAYS), marks=full)])
@@ -630,26 +321,26 @@ def body_other_assignments() -> tuple[list[bool], str]:
     rank = npu.distribute.rank()
     found = []
     for shard_optimizer in (False, True):
-        variables = _variables(SHAPES, ["float32"])
-        optimizer = wrap(_optimizers()["momentum"](), shard_optimizer=shard_optimizer)
-        _trained(optimizer, variables, True, 3)
+        variables = make_variables(SHAPES, ["float32"])
+        optimizer = wrap(optimizers()["momentum"](), shard_optimizer=shard_optimizer)
+        train(optimizer, variables, True, 3)
         for slot in optimizer.variables[2:]:
             slot.assign(slot * 0.5)  # on the owner, which counts, and on all others
-        _trained(optimizer, variables, shard_optimizer, 3)
+        train(optimizer, variables, shard_optimizer, 3)
         if rank == 0 or not shard_optimizer:
             store: dict[str, Any] = {}
             optimizer.save_own_variables(store)
             optimizer.load_own_variables({key: np.asarray(store[key]) * 0 for key in store})
             optimizer.iterations.assign(6)
             optimizer.learning_rate = 0.05
-        _trained(optimizer, variables, True, 3)
-        found.append(_bits(variables))
+        train(optimizer, variables, True, 3)
+        found.append(bits_of(variables))
     error = ""
     for slot in optimizer.variables[2:]:
         if compat.is_share(slot) and not compat.has_memory(slot):
             slot.assign(tf.fill(slot.shape, 1.0 + rank))
     try:
-        _trained(optimizer, variables, False, 1)
+        train(optimizer, variables, False, 1)
     except Exception as raised:
         error = str(raised)
     return found[0] == found[1], error
@@ -734,17 +425,16 @@ def body_undivided(kind: str) -> tuple[list[str], list[bytes]]:
     kinds = tf.keras.optimizers
     made: dict[str, Callable[[], Any]] = {
         "Adafactor": lambda: kinds.Adafactor(0.1),
-        "averages": lambda: kinds.SGD(0.1, gradient_accumulation_steps=2, use_ema=True),
         "Own overrides apply": lambda: type("Own", (kinds.SGD,), {"apply": kinds.SGD.apply})(0.1),
     }
-    variables = _variables(SHAPES[:3], ["float32"])
+    variables = make_variables(SHAPES[:3], ["float32"])
     with warnings_of_package() as heard:
         optimizer = wrap(made[kind](), shard_optimizer=True)
-    _trained(optimizer, variables, True)
-    return list(heard), _bits(variables)
+    train(optimizer, variables, True)
+    return list(heard), bits_of(variables)
 
 
-@pytest.mark.parametrize("kind", ["Adafactor", "averages", "Own overrides apply"])
+@pytest.mark.parametrize("kind", ["Adafactor", "Own overrides apply"])
 def test_what_cannot_be_divided_is_not(pool_with: Callable[..., Pool], kind: str) -> None:
     (heard, weights), (nothing, others) = pool_with(2, "3").run(body_undivided, kind)
     assert len(heard) == 1 and kind in heard[0] and "has no effect" in heard[0], heard
@@ -772,10 +462,10 @@ def body_disagree() -> tuple[str, str]:
         of_calls = ""
     except ValueError as error:
         of_calls = str(error)
-    variables = _variables(SHAPES[:3], ["float32"])
+    variables = make_variables(SHAPES[:3], ["float32"])
     optimizer = wrap(tf.keras.optimizers.SGD(0.1), shard_optimizer=npu.distribute.rank() == 0)
     try:
-        _trained(optimizer, variables, False)
+        train(optimizer, variables, False)
         return of_calls, ""
     except RuntimeError as error:
         return of_calls, str(error)
@@ -789,10 +479,10 @@ def test_calls_and_ranks_that_disagree_are_an_error(pool_with: Callable[..., Poo
 
 def body_file_of_shares(directory: str) -> list[bytes]:
     """Train 7 steps with divided updates, and save on rank 0; return the state of all slots."""
-    variables = _variables(SHAPES, ["float32"])
-    optimizer = wrap(_optimizers()["adam"](), shard_optimizer=True)
-    _trained(optimizer, variables, True, 7)
-    state = _bits([*variables, *optimizer.variables])
+    variables = make_variables(SHAPES, ["float32"])
+    optimizer = wrap(optimizers()["adam"](), shard_optimizer=True)
+    train(optimizer, variables, True, 7)
+    state = bits_of([*variables, *optimizer.variables])
     if npu.distribute.rank() == 0:
         tf.train.Checkpoint(optimizer=optimizer, variables=variables).write(f"{directory}/saved")
     npu.distribute.barrier()
@@ -801,15 +491,15 @@ def body_file_of_shares(directory: str) -> list[bytes]:
 
 def body_shares_of_file(directory: str, is_built: bool) -> list[bytes]:
     """Return the state that the file holds for this number of ranks."""
-    variables = _variables(SHAPES, ["float32"])
-    optimizer = wrap(_optimizers()["adam"](), shard_optimizer=True)
+    variables = make_variables(SHAPES, ["float32"])
+    optimizer = wrap(optimizers()["adam"](), shard_optimizer=True)
     if is_built:
         optimizer.build(variables)
     checkpoint = tf.train.Checkpoint(optimizer=optimizer, variables=variables)
     checkpoint.read(f"{directory}/saved")
     optimizer.build(variables)
     npu.distribute.barrier()
-    state = _bits([*variables, *optimizer.variables])
+    state = bits_of([*variables, *optimizer.variables])
     npu.distribute.barrier()
     return state
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from npu_device._src.compat.optimizer_slots import HELD_ELSEWHERE, of_this_rank
+from npu_device._src.compat.keras import HELD_ELSEWHERE, of_this_rank
 
 
 class SavedTensor(NamedTuple):

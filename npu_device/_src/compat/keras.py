@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -249,6 +252,27 @@ def is_apart(variable: Any) -> bool:
     return is_share(variable) and getattr(variable, SHARE).is_apart
 
 
+HELD_ELSEWHERE = object()
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def of_this_rank() -> Iterator[None]:
+    """Let slots that other ranks hold be ``HELD_ELSEWHERE`` in what the block reads for a checkpoint."""
+    _thread.is_of_rank = True
+    try:
+        yield
+    finally:
+        _thread.is_of_rank = False
+
+
+def in_checkpoint(slot: Any, has_memory: bool) -> Any:
+    """Return what a checkpoint is to hold for a slot of another rank."""
+    if not has_memory and getattr(_thread, "is_of_rank", False):
+        return HELD_ELSEWHERE
+    return tf.convert_to_tensor(slot)
+
+
 def optimizer_variables(optimizer: Any, weights: Any) -> list[Any]:
     """Return all variables of an optimizer, including its learning rate and loss scale, that every rank holds.
 
@@ -278,7 +302,7 @@ def optimizer_variables(optimizer: Any, weights: Any) -> list[Any]:
     # Legacy optimizers have a method of this name.
     if callable(variables):
         variables = variables()
-    candidates += variables
+    candidates += [variable for variable in variables if not is_apart(variable)]
     # A learning rate may also be a number or a schedule.
     return [candidate for candidate in candidates if hasattr(candidate, "assign")]
 

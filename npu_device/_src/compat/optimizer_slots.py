@@ -1,4 +1,4 @@
-"""The variables that a Keras 3 optimizer keeps for each variable that it trains, of which a rank may hold only some."""
+"""The variables that an optimizer keeps for each variable that it trains, of which a rank may hold only some."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import contextlib
 import copy
 import functools
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable
 
 import tensorflow as tf
 
-from npu_device._src.compat.keras import SHARE, belongs_to_keras, is_share, keras_of
+from npu_device._src.compat import tf_keras_slots
+from npu_device._src.compat.keras import (
+    SHARE,
+    belongs_to_keras,
+    in_checkpoint,
+    inner_variable,
+    is_keras_3,
+    is_share,
+    keras_of,
+    with_inner,
+)
 
-HELD_ELSEWHERE = object()
-_thread = threading.local()
 _STATE_IN_SLOTS = (
     "SGD",
     "Adam",
@@ -39,6 +46,11 @@ _NO_SLOTS = ("_trainable_variables", "_variables", "_accumulated_gradients")
 ACCUMULATOR = "gradient_accumulator"
 """The name that Keras gives to what it adds up the gradients of a variable in, which each rank does by itself."""
 
+AVERAGE = "average"
+"""The name that Keras gives to the moving average of a variable."""
+
+_AVERAGES = "_model_variables_moving_average"
+
 UPDATE_AVERAGES = "_update_model_variables_moving_average"
 OVERWRITE_WITH_AVERAGES = "_overwrite_model_variables_with_average_value"
 """The methods that keep moving averages of variables, and that give these to the variables."""
@@ -46,12 +58,21 @@ OVERWRITE_WITH_AVERAGES = "_overwrite_model_variables_with_average_value"
 
 def why_not_alone(optimizer: Any) -> str:
     """Return why an optimizer doesn't update each variable by itself, as far as its class tells; "" if it does."""
+    keras = keras_of(optimizer)
+    is_tf_keras = not is_keras_3(keras)
+    if is_tf_keras and not isinstance(optimizer, keras.optimizers.Optimizer):
+        return "it is a legacy optimizer of tf-keras"
+    if is_tf_keras and isinstance(optimizer, keras.optimizers.Nadam):
+        # In a function, tf-keras multiplies the product once more for each variable.
+        return (
+            "the momenta of tf-keras's Nadam depend on the number of variables that a rank updates"
+        )
     script_class = type(optimizer)
     base = next((cls for cls in script_class.__mro__ if belongs_to_keras(cls)), None)
     if base is None or base.__name__ not in _STATE_IN_SLOTS:
         name = (base or script_class).__name__
         return f"{name} may keep state of a variable elsewhere than in its slots"
-    optimizer_class = keras_of(optimizer).optimizers.Optimizer
+    optimizer_class = keras.optimizers.Optimizer
     for cls in script_class.__mro__[: script_class.__mro__.index(base)]:
         names = {name for name in vars(cls) if hasattr(optimizer_class, name)}
         plain = _OWN_METHODS | {name for name in names if name.startswith("__")}
@@ -60,25 +81,46 @@ def why_not_alone(optimizer: Any) -> str:
     return ""
 
 
-def undivided_state(optimizer: Any) -> list[Any]:
-    """Return the variables of an optimizer that are neither shares nor what every update of Keras's classes needs."""
+def is_optimizer_built(optimizer: Any) -> bool:
+    """Return whether an optimizer, or a loss-scale optimizer and the one inside, has its variables."""
+    if is_keras_3(keras_of(optimizer)):
+        return bool(optimizer.built)
+    return bool(getattr(with_inner(optimizer)[-1], "_built", False))
+
+
+def averages_of(optimizer: Any) -> list[Any]:
+    """Return the moving averages of the variables that a built optimizer trains; None for one without."""
+    return list(getattr(optimizer, _AVERAGES, None) or ())
+
+
+def undivided_state(optimizer: Any, whole_slots: Sequence[Any]) -> list[Any]:
+    """Return the variables of an optimizer that are neither shares nor what every update of Keras's classes needs.
+
+    Args:
+        whole_slots: slots that each rank holds.
+    """
     needed = [
         optimizer._iterations,
         optimizer._learning_rate,
         getattr(optimizer, "_u_product", None),
+        # tf-keras keeps the value of a schedule.
+        getattr(optimizer, "_current_learning_rate", None),
         *(getattr(optimizer, "_accumulated_gradients", None) or ()),
+        *whole_slots,
     ]
     needed_ids = set(map(id, needed))
+    state = list(optimizer.variables)
+    if not is_keras_3(keras_of(optimizer)):
+        state = tf_keras_slots.variables_held(optimizer)
     undivided = []
-    for variable in optimizer.variables:
+    for variable in state:
         if id(variable) not in needed_ids and not is_share(variable):
             undivided.append(variable)
     return undivided
 
 
-def lists_of_slots(optimizer: Any) -> Iterator[Sequence[Any]]:
+def lists_of_slots(optimizer: Any, trained: Sequence[Any]) -> Iterator[Sequence[Any]]:
     """Yield the lists in which a built optimizer keeps its slots, in the order of the variables that it trains."""
-    trained = optimizer._trainable_variables
     for name, held in vars(optimizer).items():
         # The lists that a class of the script keeps are slots, whatever their names.
         if name in _NO_SLOTS or not isinstance(held, (list, tuple)):
@@ -91,19 +133,28 @@ def lists_of_slots(optimizer: Any) -> Iterator[Sequence[Any]]:
 
 
 def _is_slot(slot: Any, variable: Any) -> bool:
-    if not isinstance(slot, keras_of(variable).Variable):
-        return False
-    return tuple(slot.shape) == tuple(variable.shape)
+    if isinstance(variable, tf.Variable):
+        is_kind = tf_keras_slots.is_plain_variable(slot)
+    else:
+        is_kind = isinstance(slot, keras_of(variable).Variable)
+    return is_kind and tuple(slot.shape) == tuple(variable.shape)
 
 
 def update_without_gradients(optimizer: Any) -> None:
     """Do what an update does besides changing variables, their slots and the count: Keras does nothing at all."""
+    if not is_keras_3(keras_of(optimizer)):
+        # All ranks add up the norms together.
+        optimizer._clip_gradients([])
+        return
     with keras_of(optimizer).name_scope(optimizer.name, caller=optimizer):
         optimizer._backend_apply_gradients([], [])
 
 
 def count_update(optimizer: Any) -> Any:
     """Count an update, and return what ``apply_gradients`` returns."""
+    if not is_keras_3(keras_of(optimizer)):
+        # tf-keras computes the rate of a schedule in each step.
+        optimizer._compute_current_learning_rate()
     optimizer._iterations.assign_add(1)
     return optimizer._iterations
 
@@ -121,8 +172,11 @@ def clips_by_global_norm(optimizer: Any) -> bool:
 
 
 def squared_norm(optimizer: Any, gradient: Any) -> tf.Tensor:
-    """Return the sum of the squares of a gradient, as the global norm of Keras adds them up."""
-    operations = keras_of(optimizer).ops
+    """Return the sum of the squares of a gradient, as the global norm of Keras adds them up; in tf-keras half of it."""
+    keras = keras_of(optimizer)
+    if not is_keras_3(keras):
+        return tf_keras_slots.half_squared_norm(gradient)
+    operations = keras.ops
     return operations.sum(operations.square(gradient))
 
 
@@ -130,7 +184,10 @@ def clipped_by_global_norm(
     optimizer: Any, gradients: Sequence[Any], squared_norms: Sequence[tf.Tensor]
 ) -> list[Any]:
     """Return gradients clipped as Keras does, bit by bit, given the squared norms of all ranks' gradients."""
-    operations = keras_of(optimizer).ops
+    keras = keras_of(optimizer)
+    if not is_keras_3(keras):
+        return tf_keras_slots.clipped_by_norm(gradients, optimizer.global_clipnorm, squared_norms)
+    operations = keras.ops
     norm = operations.sqrt(operations.sum(operations.stack(squared_norms)))
     largest = optimizer.global_clipnorm
     scale = largest * operations.minimum(1.0 / norm, 1.0 / largest)
@@ -189,17 +246,22 @@ def clipped_with_all(
             del vars(optimizer)[name]
 
 
-def with_averages(optimizer: Any, indices: Sequence[int], act: Callable[[list[Any]], Any]) -> Any:
-    """Call a function of an optimizer with some of the variables that it trains; while it runs, the optimizer has the
-    moving averages of only those.
-    """
-    averages = optimizer._model_variables_moving_average
-    # Set past Keras's own ``__setattr__``, which tracks what is to be saved.
-    vars(optimizer)["_model_variables_moving_average"] = [averages[index] for index in indices]
+def with_averages(
+    optimizer: Any, trained: Sequence[Any], indices: Sequence[int], act: Callable[[list[Any]], Any]
+) -> Any:
+    """Call a function of an optimizer with some of the variables that it trains, given by their positions."""
+    chosen = [trained[index] for index in indices]
+    # tf-keras looks the average of each variable up.
+    if not is_keras_3(keras_of(optimizer)):
+        return act(chosen)
+    averages = getattr(optimizer, _AVERAGES)
+    # While it runs, the optimizer has the averages of only those; set past Keras's own ``__setattr__``, which tracks
+    # what is to be saved.
+    vars(optimizer)[_AVERAGES] = [averages[index] for index in indices]
     try:
-        return act([optimizer._trainable_variables[index] for index in indices])
+        return act(chosen)
     finally:
-        vars(optimizer)["_model_variables_moving_average"] = averages
+        vars(optimizer)[_AVERAGES] = averages
 
 
 class _Averages(list):
@@ -227,59 +289,94 @@ def lend_averages(optimizer: Any, lend: Callable[[Sequence[Any]], Iterator[Any]]
     """Let Keras's callback ``SwapEMAWeights`` read and change what a function yields for the averages of an optimizer:
     it works on TensorFlow's variables, and is the same on all ranks. Any other caller sees the averages as they are.
     """
-    if optimizer.use_ema and hasattr(tf.keras.callbacks, "SwapEMAWeights"):
-        averages = _Averages(optimizer._model_variables_moving_average, lend)
+    has_callback = hasattr(keras_of(optimizer).callbacks, "SwapEMAWeights")
+    if optimizer.use_ema and has_callback:
+        averages = _Averages(getattr(optimizer, _AVERAGES), lend)
         # Past Keras's own __setattr__, which tracks what is to be saved.
-        vars(optimizer)["_model_variables_moving_average"] = averages
+        vars(optimizer)[_AVERAGES] = averages
 
 
-@contextlib.contextmanager
-def of_this_rank() -> Iterator[None]:
-    """Let slots that other ranks hold be ``HELD_ELSEWHERE`` in what the block reads for a checkpoint."""
-    _thread.is_of_rank = True
-    try:
-        yield
-    finally:
-        _thread.is_of_rank = False
-
-
-def make_remote(variable: Any, initializer: Any = None) -> None:
-    """Free the memory of a slot; its ``SHARE`` tells what reading it gives. Given the initializer that has given it its
-    value, the variable has that value until it is assigned another one; what a checkpoint has given it stays.
+def free_until_first_step(slot: Any, initializer: Any) -> None:
+    """Free the memory of a slot that another rank will hold: until it is assigned another one, it has the initial value
+    that an initializer of Keras has given it, or "zeros", or what a checkpoint has given it.
     """
-    keras = keras_of(variable)
+    if isinstance(slot, tf.Variable):
+        tf_keras_slots.free_until_first_step(slot, isinstance(initializer, str))
+        return
     if isinstance(initializer, str):
-        initializer = keras.initializers.get(initializer)
-    # The object stays, since lists of the optimizer and of checkpoints refer to it.
-    variable.__class__ = _remote_class(keras.Variable)
-    variable._initializer = initializer
+        initializer = keras_of(slot).initializers.get(initializer)
     # A checkpoint that has been read before may have been waiting for the variable.
-    is_restored = variable._update_uid >= 0
-    if initializer is None or not is_restored:
-        variable._value = None
+    is_restored = slot._update_uid >= 0
+    _leave_to_owner(slot, initializer, is_restored)
 
 
-def has_memory(variable: Any) -> bool:
+def make_remote(slot: Any) -> None:
+    """Free the memory of a slot; its ``SHARE`` tells what reading it gives."""
+    if isinstance(slot, tf.Variable):
+        tf_keras_slots.make_remote(slot)
+    else:
+        _leave_to_owner(slot, None, False)
+
+
+def _leave_to_owner(slot: Any, initializer: Any, keeps_value: bool) -> None:
+    # The object stays, since lists of the optimizer and of checkpoints refer to it.
+    slot.__class__ = _remote_class(keras_of(slot).Variable)
+    slot._initializer = initializer
+    if not keeps_value:
+        slot._value = None
+
+
+def has_memory(slot: Any) -> bool:
     """Return whether a slot has a value of its own on this rank."""
-    return variable._value is not None
+    if isinstance(slot, tf.Variable):
+        return tf_keras_slots.has_memory(slot)
+    return slot._value is not None
 
 
-def make_whole(variable: Any) -> None:
-    """Undo ``make_remote`` of a variable that has its initial value."""
-    if variable._value is None:
-        _give_initial_value(variable)
-    variable.__class__ = keras_of(variable).Variable
-    del variable.__dict__[SHARE]
+def make_whole(slot: Any) -> None:
+    """Undo ``free_until_first_step``."""
+    if isinstance(slot, tf.Variable):
+        tf_keras_slots.make_whole(slot)
+        return
+    if slot._value is None:
+        _give_initial_value(slot)
+    slot.__class__ = keras_of(slot).Variable
+    del slot.__dict__[SHARE]
 
 
-def _give_initial_value(variable: Any) -> None:
+def _give_initial_value(slot: Any) -> None:
     with tf.init_scope():
-        variable._initialize_with_initializer(variable._initializer)
+        slot._initialize_with_initializer(slot._initializer)
 
 
-def make_own(variable: Any) -> None:
+def make_own(slot: Any) -> None:
     """Let the ``SHARE`` of a slot know when a script assigns it a value."""
-    variable.__class__ = _own_class(keras_of(variable).Variable)
+    if isinstance(slot, tf.Variable):
+        tf_keras_slots.make_own(slot)
+    else:
+        slot.__class__ = _own_class(keras_of(slot).Variable)
+
+
+def set_slot(slot: Any, value: Any) -> None:
+    """Assign a slot of this rank a value that doesn't come from its script."""
+    if isinstance(slot, tf.Variable):
+        tf_keras_slots.set_value(slot, value)
+    else:
+        inner_variable(slot).assign(value)
+
+
+def path_of(slot: Any) -> str:
+    """Return the name by which messages call a slot."""
+    return str(getattr(slot, "path", slot.name))
+
+
+def trained_in_order(optimizer: Any, variables: Sequence[Any]) -> list[Any] | None:
+    """Return the variables for which an optimizer is built, in the order of its slots. tf-keras doesn't keep them: it
+    may be one of the given ones only, or the answer is None.
+    """
+    if is_keras_3(keras_of(optimizer)):
+        return list(optimizer._trainable_variables)
+    return tf_keras_slots.in_order_of_slots(optimizer, variables)
 
 
 @functools.cache
@@ -324,9 +421,7 @@ def _remote_class(variable_class: Any) -> Any:
             return str(self.name)
 
         def _serialize_to_tensors(self) -> dict[str, Any]:
-            if self._value is None and getattr(_thread, "is_of_rank", False):
-                return {"VARIABLE_VALUE": HELD_ELSEWHERE}
-            return {"VARIABLE_VALUE": tf.convert_to_tensor(self.value)}
+            return {"VARIABLE_VALUE": in_checkpoint(self, self._value is not None)}
 
         def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:
             self.assign(restored_tensors["VARIABLE_VALUE"])

@@ -22,7 +22,8 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.gradients.reduction import Gradient, Owners, ReductionOptions, weighted
-from npu_device._src.training.optimizers.optimizer_wrapper import GradientReducer, install
+from npu_device._src.training.optimizers.optimizer_wrapper import GradientReducer
+from npu_device._src.training.optimizers.reducing_methods import install
 from npu_device._src.training.watching.schedule import is_only_building
 from npu_device._src.training.watching.wrapped_optimizers import (
     REDUCER,
@@ -125,6 +126,7 @@ def replicate_optimizer(optimizer: Any, world: World, shard_optimizer: bool | No
         install(carrying, keras, reducer)
         # An update that is divided already goes on, with the slots on the ranks that hold them.
         reducer.divided_update = earlier.divided_update
+        reducer.is_scaled = earlier.is_scaled
         if reducer.divided_update is not None:
             reducer.requests_divided_update = True
         elif shard_optimizer:

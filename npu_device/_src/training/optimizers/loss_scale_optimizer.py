@@ -345,6 +345,9 @@ class _TfKerasFamily(_KerasFamily):
         """Make or skip a step. Called by ``minimize`` and ``fit``. Other arguments go to the inner optimizer."""
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
+        reducer = reducer_of(self.inner_optimizer)
+        if reducer is not None:
+            reducer.begin_divided(self.inner_optimizer, variables)
         if hasattr(self.inner_optimizer, "build"):
             # Slots have to be made outside of the condition's branches.
             with tf.init_scope():

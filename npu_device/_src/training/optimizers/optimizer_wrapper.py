@@ -1,7 +1,6 @@
 """``npu_distributed_keras_optimizer_wrapper``: a Keras optimizer that reduces gradients before it uses them.
 
-Methods are replaced on the user's instance, never on a class. They are bound methods, so that a deep copy of the
-optimizer has its own.
+The methods that it replaces are in ``reducing_methods``.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from types import MethodType
 from typing import Any, Callable
 
 import tensorflow as tf
@@ -39,10 +37,9 @@ from npu_device._src.training.optimizers.accumulation import (
     accumulates,
     is_update,
     note_accumulators,
-    save_own_variables,
-    trackable_children,
 )
 from npu_device._src.training.optimizers.finite_gradients import checked, with_nan_unless
+from npu_device._src.training.optimizers.reducing_methods import install
 from npu_device._src.training.sharding.divided_update import (
     DividedUpdate,
     divided_update,
@@ -54,15 +51,8 @@ from npu_device._src.training.watching.same_samples import Pair, pair_of
 from npu_device._src.training.watching.same_variables import make_equal
 from npu_device._src.training.watching.schedule import can_compare, is_only_building
 from npu_device._src.training.watching.training_state import unique
-from npu_device._src.training.watching.wrapped_optimizers import (
-    REDUCER,
-    carrier,
-    is_wrapped,
-)
+from npu_device._src.training.watching.wrapped_optimizers import carrier, is_wrapped
 from npu_device._src.world.world import World
-
-# Otherwise AutoGraph would rewrite the methods below when an optimizer is called in a tf.function.
-_as_it_is = tf.autograph.experimental.do_not_convert
 
 
 def npu_distributed_keras_optimizer_wrapper(
@@ -161,6 +151,8 @@ class GradientReducer:
         # What an argument has requested; None without one.
         self.requests_divided_update: bool | None = None
         self.divided_update: DividedUpdate | None = None
+        # Whether a loss-scale optimizer around the divided one asks for the gradients first.
+        self.is_scaled = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
         # A copy of the optimizer gets other gradients, none of which have been reduced.
@@ -169,9 +161,10 @@ class GradientReducer:
     def install(self, optimizer: Any, keras: Any, requested: bool | None) -> None:
         """Reduce the gradients of an optimizer, and divide its updates among the ranks on request."""
         reducing = carrier(optimizer)
-        if _is_requested(requested) and compat.is_keras_3(keras):
+        if _is_requested(requested):
             # The one inside of a loss-scale optimizer makes the updates.
             reducing = compat.with_inner(optimizer)[-1]
+            self.is_scaled = reducing is not optimizer
         install(reducing, keras, self)
         self.divide_updates(reducing, requested)
 
@@ -260,7 +253,10 @@ class GradientReducer:
         update = self.divided_update
         # Amid an update, the base class of an optimizer calls itself.
         if update is not None and self._applying is not optimizer:
-            return self._divided(update, optimizer, apply, gradients, variables)
+            self.begin_divided(optimizer, variables)
+            # Building it may show that it can't be divided.
+            if self.divided_update is not None:
+                return self._divided(update, optimizer, apply, gradients, variables)
         # Made equal before anything is reduced, so that the first update is the same on all ranks.
         self.begin(optimizer, variables)
         # Accumulated gradients are reduced in a branch of the graph, which is the iteration then.
@@ -292,7 +288,6 @@ class GradientReducer:
         variables: list[Any],
     ) -> Any:
         """Apply gradients by the optimizer whose updates are divided, or by a loss-scale optimizer around it."""
-        self.begin_divided(optimizer, variables)
         act = functools.partial(self.apply_ready, optimizer, apply)
         if optimizer is not update.optimizer:
             if self.accumulates(optimizer):
@@ -321,24 +316,51 @@ class GradientReducer:
             update.part_if(self._has_equal_start())
 
     def reduced_for_scale(
-        self, optimizer: Any, gradients: list[Any], variables: list[Any]
+        self,
+        optimizer: Any,
+        gradients: list[Any],
+        variables: list[Any],
+        audited: bool = True,
     ) -> tuple[list[Any], tf.Tensor]:
         """Return the gradients with which a loss-scale optimizer decides on a divided update as the others do, and
         whether those of all ranks are finite.
 
         Those of other ranks' variables are zeros of shape []. If any gradient isn't finite, one is NaN on each rank.
+
+        Args:
+            audited: audit the variables if it is time, unless the optimizer inside will.
         """
         update = self.divided_update
         assert update is not None
         with iteration():
             owners = update.owners(variables)
-            reduced = self._reduced_and_audited(optimizer, gradients, variables, owners)
+            if audited:
+                reduced = self._reduced_and_audited(optimizer, gradients, variables, owners)
+            else:
+                reduced = self.reduce_once(optimizer, gradients, owners)
             agreed = self.agree(all_finite(reduced))
         ready = list(reduced)
         for position, gradient in enumerate(gradients):
             if gradient is not None and reduced[position] is None:
                 ready[position] = tf.zeros([], dense_of(gradient).dtype)
         return with_nan_unless(agreed, ready), agreed
+
+    def ready_to_scale(
+        self, optimizer: Any, gradients: list[Any], variables: list[Any]
+    ) -> list[Any] | None:
+        """Return the gradients of a divided update that tf-keras would add up over replicas: as they are in the update
+        itself, and as ``reduced_for_scale`` for the loss-scale optimizer; None for any other caller.
+        """
+        if self.divided_update is None:
+            return None
+        if self._applying is not None:
+            return gradients
+        # A script that asks by itself gets all gradients.
+        if not self.is_scaled:
+            return None
+        ready, _ = self.reduced_for_scale(optimizer, gradients, variables, audited=False)
+        self.remember(ready)
+        return ready
 
     def accumulates(self, optimizer: Any) -> bool:
         """Return whether this rank accumulates the gradients of several steps before they are reduced."""
@@ -464,101 +486,3 @@ def _build(optimizer: Any, keras: Any, variables: Sequence[Any]) -> None:
     if not optimizer.built:
         with keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(variables)
-
-
-def install(optimizer: Any, keras: Any, reducer: Any) -> None:
-    """Make an optimizer reduce its gradients by a ``GradientReducer``; raise TypeError for an unknown kind."""
-    # The public method of all Keras optimizers, which scripts call.
-    hooks: dict[str, Callable[..., Any]] = {"apply_gradients": _apply_gradients}
-    if compat.is_keras_3(keras) and isinstance(optimizer, keras.optimizers.Optimizer):
-        hooks["apply"] = _apply_keras_3
-        hooks[compat.SUM_OVER_REPLICAS] = _sum_over_replicas
-    else:
-        aggregating = [
-            name
-            for name in ("aggregate_gradients", "_aggregate_gradients")
-            if hasattr(optimizer, name)
-        ]
-        is_scaling = hasattr(optimizer, "inner_optimizer")
-        if not hasattr(optimizer, "apply_gradients") or not (aggregating or is_scaling):
-            class_name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-            raise TypeError(
-                f"expected a Keras optimizer (Keras 3, tf-keras, legacy); found a {class_name}"
-            )
-        if not is_scaling:
-            hooks[aggregating[0]] = _aggregate_gradients
-    if reducer.accumulates(optimizer):
-        hooks["save_own_variables"] = save_own_variables
-        hooks["_trackable_children"] = trackable_children
-    setattr(optimizer, REDUCER, reducer)
-    for name, hook in hooks.items():
-        setattr(optimizer, name, MethodType(hook, optimizer))
-
-
-# Methods of all optimizers. A custom class may clip, and thereby create new tensors, before the base class goes on to
-# `apply` or to aggregation: gradients inside `apply_gradients` have been reduced.
-
-
-@_as_it_is
-def _apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-    gradients, variables = _lists(grads_and_vars)
-
-    def apply(reduced: Any, variables: Any) -> Any:
-        return type(self).apply_gradients(self, list(zip(reduced, variables)), *args, **kwargs)
-
-    return getattr(self, REDUCER).apply(self, apply, gradients, variables)
-
-
-# Methods for Keras 3: `apply_gradients` and `fit` go through `apply`, which clips, accumulates and updates.
-
-
-@_as_it_is
-def _apply_keras_3(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-    variables = compat.variables_to_update(self, trainable_variables)
-
-    def apply(reduced: Any, updated: Any) -> Any:
-        # Keras takes no variables for all of them; a divided update is given some.
-        if trainable_variables is None and updated is variables:
-            return type(self).apply(self, reduced)
-        return type(self).apply(self, reduced, updated)
-
-    return getattr(self, REDUCER).apply(self, apply, list(grads), variables)
-
-
-@_as_it_is
-def _sum_over_replicas(self: Any, grads_and_vars: Any) -> Any:
-    # One replica has nothing to add up, and TensorFlow would keep the graph forever (``compat.sums_over_replicas``).
-    if not tf.distribute.has_strategy():
-        return list(grads_and_vars)
-    return getattr(type(self), compat.SUM_OVER_REPLICAS)(self, grads_and_vars)
-
-
-# Methods for tf-keras: `fit` and `minimize` go through `apply_gradients`; a loss-scale optimizer calls its inner
-# optimizer's aggregation first, decides whether the gradients are finite, and then has them applied without
-# aggregation.
-
-
-@_as_it_is
-def _aggregate_gradients(self: Any, grads_and_vars: Any) -> Any:
-    optimizer_class: Any = type(self)
-    # Legacy optimizers have the name with the underscore.
-    aggregate = (
-        getattr(optimizer_class, "aggregate_gradients", None)
-        or optimizer_class._aggregate_gradients
-    )
-    gradients, variables = _lists(grads_and_vars)
-    reducer = getattr(self, REDUCER)
-    reducer.begin(self, variables)
-    pairs = list(zip(reducer.reduce_once(self, gradients), variables))
-    if compat.sums_over_replicas(aggregate):
-        compat.note_missing_gradients(aggregate, pairs)
-    else:
-        pairs = list(aggregate(self, pairs))
-    # In eager steps TensorFlow's strategy has copied the gradients, so that the copies are noted, too.
-    reducer.remember(gradient for gradient, _ in pairs)
-    return pairs
-
-
-def _lists(pairs: Any) -> tuple[list[Any], list[Any]]:
-    pairs = list(pairs)
-    return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]

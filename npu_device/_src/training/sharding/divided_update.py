@@ -1,8 +1,8 @@
-"""The update of one Keras 3 optimizer, divided among the ranks: ZeRO stage 1.
+"""The update of one optimizer of Keras 3 or tf-keras, divided among the ranks: ZeRO stage 1.
 
 Each rank gets the reduced gradients of the variables that it owns, applies them by the optimizer's own class, and sends
 the new values to the others. The optimizer keeps its whole structure; slots of variables that another rank owns have no
-memory. Methods are replaced on the user's instance, never on a class.
+memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any, Callable
 
 import tensorflow as tf
@@ -20,17 +19,14 @@ from npu_device._src.collectives.agreed_engine import has_owners
 from npu_device._src.collectives.ops import broadcast_from_owners
 from npu_device._src.gradients.reduction import Gradient, ReductionOptions, dense_of
 from npu_device._src.trace.trace import changes_a_variable, mark_update_end
+from npu_device._src.training.sharding.optimizer_methods import install_methods
 from npu_device._src.training.sharding.remote_slots import OptimizerSlots
 from npu_device._src.training.sharding.shares import bytes_of, owners_of
 from npu_device._src.training.watching.schedule import is_only_building
-from npu_device._src.training.watching.wrapped_optimizers import reducer_of
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
 _DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32)
-
-# Otherwise AutoGraph would rewrite the methods below when an optimizer is called in a tf.function.
-_as_it_is = tf.autograph.experimental.do_not_convert
 
 
 def divided_update(
@@ -45,11 +41,11 @@ def divided_update(
     """
     reason = _why_not(world, optimizer, options, accumulates)
     if not reason:
-        update = DividedUpdate(world, optimizer)
+        # Keras changes averages in steps that only accumulate, too: then each rank does, as with the accumulators.
+        update = DividedUpdate(world, optimizer, accumulates and optimizer.use_ema)
         reason = update.adopt()
         if not reason:
-            for name, hook in _HOOKS.items():
-                setattr(optimizer, name, MethodType(hook, optimizer))
+            install_methods(optimizer)
             return update
     tell_undivided(world, reason)
     return None
@@ -70,15 +66,14 @@ def tell_if_asked(world: World | None, reason: str) -> None:
 def _why_not(world: World, optimizer: Any, options: ReductionOptions, accumulates: bool) -> str:
     if world.size == 1:
         return f"group {world.group.name!r} has one rank"
-    if not compat.is_keras_3(compat.keras_of(optimizer)):
-        return "it is an optimizer of tf-keras"
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        return "it trains in sessions of TensorFlow 1"
+    if tf.distribute.has_strategy():
+        return "a strategy of tf.distribute holds its variables"
     if hasattr(optimizer, "inner_optimizer"):
         return "the loss-scale optimizer was wrapped without it before"
-    if optimizer.gradient_accumulation_steps:
-        if optimizer.use_ema:
-            return "it accumulates gradients, and averages weights in steps without an update, too"
-        if not accumulates:
-            return "the gradients that it accumulates are reduced in each step"
+    if getattr(optimizer, "gradient_accumulation_steps", None) and not accumulates:
+        return "the gradients that it accumulates are reduced in each step"
     # Maxima and products are taken in another way.
     if options.reduction not in ("mean", "sum"):
         return f"the reduction is {options.reduction!r}; sum and mean can be divided"
@@ -95,19 +90,25 @@ def _why_not(world: World, optimizer: Any, options: ReductionOptions, accumulate
 class DividedUpdate:
     """The shares of the ranks in one optimizer, and the updates that this rank makes."""
 
-    def __init__(self, world: World, optimizer: Any) -> None:
+    def __init__(self, world: World, optimizer: Any, averages_are_whole: bool) -> None:
         self.optimizer = optimizer
+        self.averages_are_whole = averages_are_whole
         self._world = world
+        self._trained: list[Any] = []  # in the order of the slots
         self._owners: dict[int, int] = {}  # by the id of TensorFlow's variable
         self._slots = OptimizerSlots(world.job, world.group, self)
         self._is_building = False
         self._is_apart = False
         self._counted: list[tuple[int, tf.DType]] = []  # owners and dtypes of what a norm is of
+        # Sends new values within an update, before averages are computed from them.
+        self._send_before_averages: Callable[[], Any] | None = None
 
     # Shares
 
     def build(self, build: Callable[[Sequence[Any]], None], variables: Sequence[Any]) -> str:
         """Build the optimizer, with memory for the slots of this rank only. Return why it can't be divided, or ""."""
+        if compat.is_optimizer_built(self.optimizer):
+            return self._adopt(variables)
         self._plan(variables)
         self._is_building = True
         try:
@@ -117,6 +118,7 @@ class DividedUpdate:
         return self._undo_if_not_exact()
 
     def _plan(self, variables: Sequence[Any]) -> None:
+        self._trained = list(variables)
         owners = owners_of(variables, self._world.size)
         self._owners = dict(zip(map(_key, variables), owners))
 
@@ -141,35 +143,52 @@ class DividedUpdate:
             return
         self._note(slot, owner)
         if owner != self._world.rank:
-            compat.make_remote(slot, initializer)
+            compat.free_until_first_step(slot, initializer)
 
     def _note(self, slot: Any, owner: int) -> None:
         self._slots.add(slot, self._world.group.ranks[owner])
+
+    @property
+    def is_planned(self) -> bool:
+        """Return whether each variable has its owner."""
+        return bool(self._trained)
 
     def adopt(self) -> str:
         """Note the slots of an optimizer that is built already, which it keeps until the first step. Return why it
         can't be divided, or "".
         """
-        optimizer = self.optimizer
-        if not optimizer.built:
-            # Its first step builds it, or the script before.
+        is_tf_keras = not compat.is_keras_3(compat.keras_of(self.optimizer))
+        # The first step of one of tf-keras tells its variables. One that isn't built is built by then.
+        if is_tf_keras or not compat.is_optimizer_built(self.optimizer):
             return ""
-        self._plan(compat.variables_to_update(optimizer))
-        for slots in compat.lists_of_slots(optimizer):
-            for slot, variable in zip(slots, compat.variables_to_update(optimizer)):
+        return self._adopt(())
+
+    def _adopt(self, variables: Sequence[Any]) -> str:
+        trained = compat.trained_in_order(self.optimizer, variables)
+        if trained is None:
+            return "it was built for other variables than those of its first step"
+        self._plan(trained)
+        whole_ids = set(map(id, self._whole_slots()))
+        for slots in compat.lists_of_slots(self.optimizer, trained):
+            for slot, variable in zip(slots, trained):
                 owner = self.owner_of(variable)
-                if slot is not None and owner is not None:
+                if slot is not None and owner is not None and id(slot) not in whole_ids:
                     self._note(slot, owner)
         return self._undo_if_not_exact()
 
+    def _whole_slots(self) -> list[Any]:
+        if self.averages_are_whole:
+            return compat.averages_of(self.optimizer)
+        return []
+
     def _undo_if_not_exact(self) -> str:
         # Give a built optimizer all slots back if it keeps state outside of them.
-        undivided = compat.undivided_state(self.optimizer)
+        undivided = compat.undivided_state(self.optimizer, self._whole_slots())
         if not undivided:
             return ""
         self.undo()
         # The first three names tell what it is about.
-        names = ", ".join(variable.path for variable in undivided[:3])
+        names = ", ".join(map(compat.path_of, undivided[:3]))
         return f"it keeps state that isn't that of one variable: {names}"
 
     def undo(self) -> None:
@@ -178,6 +197,7 @@ class DividedUpdate:
             compat.make_whole(slot)
         self._slots.variables.clear()
         self._owners = {}
+        self._trained = []
 
     @property
     def bytes_of_state(self) -> tuple[int, int]:
@@ -191,9 +211,14 @@ class DividedUpdate:
         """Build the optimizer, or the loss-scale optimizer around it, for all variables, before a step builds it for
         those of this rank.
         """
-        if not optimizer.built:
-            # Outside of the function that is traced, so that slots have values before its first run.
-            keras = compat.keras_of(optimizer)
+        keras = compat.keras_of(optimizer)
+        # Built outside of the function that is traced, so that slots have values before its first run.
+        if not compat.is_keras_3(keras):
+            if not self.is_planned:
+                # In the scope in which tf-keras builds it, for the same names.
+                with tf.name_scope(optimizer.name or "optimizer"), tf.init_scope():
+                    optimizer.build(list(variables))
+        elif not optimizer.built:
             with tf.init_scope(), keras.name_scope(optimizer.name, caller=optimizer):
                 optimizer.build(list(variables))
 
@@ -210,7 +235,8 @@ class DividedUpdate:
                 compat.make_own(slot)
             else:
                 compat.make_remote(slot)
-        compat.lend_averages(self.optimizer, self._lend_averages)
+        if not self.averages_are_whole:
+            compat.lend_averages(self.optimizer, self._lend_averages)
 
     # The update
 
@@ -241,46 +267,80 @@ class DividedUpdate:
             gradient = dense_of(gradients[index])
             self._counted.append((ranks[index], gradient.dtype))
         share = [index for index in with_gradient if ranks[index] == self._world.rank]
+        changed = self._changed(variables, with_gradient)
+        # Each step applies constraints, which may change bits every time, and sets variables by their gradients.
+        always_sent = list(filter(_changes_in_each_step, changed))
         earlier = len(_operations())
+        if self.averages_are_whole and not is_only_building():
+            self._send_before_averages = partial(self._count_and_send, changed, earlier, is_update)
         arrived = [dense_of(reduced[index]) for index in share]
         with tf.control_dependencies(self._slots.settle(arrived, is_update)), self._slots.update():
             # What belongs to no variable changes on each rank, as Nadam's product of momenta does.
             if counted and not set(counted).intersection(share):
                 compat.update_without_gradients(self.optimizer)
             if share:
-                own_gradients = []
-                own_variables = []
-                for index, variable in enumerate(variables):
-                    # Keras warns of variables without a gradient, on each rank.
-                    if gradients[index] is None or index in share:
-                        own_gradients.append(reduced[index] if index in share else None)
-                        own_variables.append(variable)
-                applied = apply(own_gradients, own_variables)
+                # Keras warns of variables without a gradient, on each rank.
+                given = [index for index in range(len(variables)) if index not in with_gradient]
+                given = sorted([*given, *share])
+                own_gradients = [reduced[index] if index in share else None for index in given]
+                applied = apply(own_gradients, [variables[index] for index in given])
             else:
                 applied = compat.count_update(self.optimizer)
-            if not is_only_building():
+            is_sent = self.averages_are_whole and self._send_before_averages is None
+            self._send_before_averages = None
+            if not is_sent and not is_only_building():
                 # After slots have got what scripts have assigned, for which the number counts.
                 self._slots.count_update(is_update)
-        if not is_only_building():
-            changed = [variables[index] for index in with_gradient]
-            if self.optimizer.use_ema:
-                # Each update changes the averages of all variables, or the variables themselves.
-                changed = compat.variables_to_update(self.optimizer)
-            # When another rank has the new values, this one has also changed the slots, which that one may read.
-            changes = list(filter(changes_a_variable, _operations()[earlier:]))
-            mark_update_end(changes)
-            with tf.control_dependencies(changes):
-                if is_update is None:
-                    self._spread(changed)
-                else:
-                    # Keras applies constraints in steps that only accumulate, too, and may change bits each time.
-                    held = [variable for variable in changed if variable.constraint is not None]
-                    # The ranks agree whether it is an update, as they count the same steps.
-                    tf.cond(is_update, lambda: self._spread(changed), lambda: self._spread(held))
+        if is_only_building():
+            return applied
+        if is_sent:
+            # Constraints are applied after averages.
+            self._send(always_sent, always_sent, earlier, is_update)
+        else:
+            mark_update_end(self._changes_since(earlier))
+            self._send(changed, always_sent, earlier, is_update)
         return applied
+
+    def _count_and_send(
+        self, changed: Sequence[Any], earlier: int, is_update: tf.Tensor | None
+    ) -> None:
+        """Count the update of the slots within the step, and give all ranks the new values of variables."""
+        self._slots.count_update(is_update)
+        mark_update_end(self._changes_since(earlier))
+        self._send(changed, [], earlier, is_update)
+
+    def _changed(self, variables: Sequence[Any], with_gradient: Sequence[int]) -> list[Any]:
+        """Return the variables that an update changes."""
+        is_keras_3 = compat.is_keras_3(compat.keras_of(self.optimizer))
+        if is_keras_3 and self.optimizer.use_ema and not self.averages_are_whole:
+            # Each update changes the averages of all variables, or the variables themselves.
+            return self._trained
+        return [variables[index] for index in with_gradient]
+
+    def _changes_since(self, earlier: int) -> list[tf.Operation]:
+        return list(filter(changes_a_variable, _operations()[earlier:]))
+
+    def _send(
+        self,
+        changed: Sequence[Any],
+        always_sent: Sequence[Any],
+        earlier: int,
+        is_update: tf.Tensor | None,
+    ) -> None:
+        """Give all ranks the values that a step has changed; ``always_sent``: also in steps that only accumulate."""
+        # When another rank has the new values, this one has also changed the slots, which that one may read.
+        with tf.control_dependencies(self._changes_since(earlier)):
+            if is_update is None:
+                self._spread(changed)
+            elif changed or always_sent:
+                # The ranks agree whether it is an update, as they count the same steps.
+                tf.cond(is_update, lambda: self._spread(changed), lambda: self._spread(always_sent))
 
     def _spread(self, variables: Iterable[Any]) -> tf.Tensor:
         """Give all ranks the values that the owners of variables have now; return True."""
+        variables = list(variables)
+        if not variables:
+            return tf.constant(True)
         inner = list(map(compat.inner_variable, variables))
         owners = [self._owners[id(variable)] for variable in inner]
         specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in inner]
@@ -319,22 +379,39 @@ class DividedUpdate:
         """Call a method on the variables that this rank owns, with their moving averages; outside an update, send the
         values that it gives them.
         """
-        trained = compat.variables_to_update(self.optimizer)
         owned = []
-        for index, variable in enumerate(trained):
+        for index, variable in enumerate(self._trained):
             if self.owner_of(variable) == self._world.rank:
                 owned.append(index)
-        compat.with_averages(self.optimizer, owned, act)
+        compat.with_averages(self.optimizer, self._trained, owned, act)
         # In an update, which sends all new values at its end, this sends nothing.
         if not self._slots.is_updating:
-            self._spread(trained)
+            self._spread(self._trained)
+
+    def with_all_averages(self, act: Callable[[], Any]) -> None:
+        """Call a method that changes the averages of all variables on each rank, or the variables by them."""
+        send = self._send_before_averages
+        if send is not None:
+            self._send_before_averages = None
+            send()
+        act()
+
+    def overwrite(self, act: Callable[[list[Any]], Any], variables: Sequence[Any]) -> None:
+        """Give some variables their averages by a method of tf-keras, on the ranks that own them; outside an update,
+        send the values.
+        """
+        rank = self._world.rank
+        # tf-keras refuses variables that it doesn't know.
+        act([variable for variable in variables if self.owner_of(variable) in (rank, None)])
+        if not self._slots.is_updating:
+            self._spread(variables)
 
     def _lend_averages(self, averages: Sequence[Any]) -> Iterator[Any]:
         """Yield a variable for each average: on its owner the average itself, on the others one of the same value. What
         is done with it must be the same on all ranks.
         """
         with self._slots.swap():
-            for variable, average in zip(compat.variables_to_update(self.optimizer), averages):
+            for variable, average in zip(self._trained, averages):
                 if average is None:
                     yield None
                     continue
@@ -351,6 +428,10 @@ class DividedUpdate:
                     yield tf.Variable(value)
 
 
+def _changes_in_each_step(variable: Any) -> bool:
+    return variable.constraint is not None or compat.is_overwritten(variable)
+
+
 def _operations() -> Sequence[tf.Operation]:
     """Return the operations of the graph that is built; none in eager mode."""
     if tf.executing_eagerly():
@@ -361,74 +442,3 @@ def _operations() -> Sequence[tf.Operation]:
 
 def _key(variable: Any) -> int:
     return id(compat.inner_variable(variable))
-
-
-# The methods of the user's instance. A deep copy of it has its own reducer, which divides nothing.
-
-
-def _update_of(optimizer: Any) -> DividedUpdate | None:
-    update: DividedUpdate | None = getattr(reducer_of(optimizer), "divided_update", None)
-    return update
-
-
-@_as_it_is
-def _build(self: Any, variables: Any) -> None:
-    update = _update_of(self)
-    if update is None or self.built:
-        type(self).build(self, variables)
-        return
-    reason = update.build(partial(type(self).build, self), variables)
-    if reason:
-        reducer_of(self).stop_dividing_updates(reason)
-
-
-@_as_it_is
-def _add_variable_from_reference(
-    self: Any, reference_variable: Any, *args: Any, **kwargs: Any
-) -> Any:
-    add = type(self).add_variable_from_reference
-    slot = add(self, reference_variable, *args, **kwargs)
-    update = _update_of(self)
-    if update is not None:
-        arguments = dict(zip(("name", "initializer"), args), **kwargs)
-        if arguments.get("name") != compat.ACCUMULATOR:
-            initializer = arguments.get("initializer", "zeros")
-            update.add_slot(slot, reference_variable, initializer)
-    return slot
-
-
-@_as_it_is
-def _clip_gradients(self: Any, grads: Any) -> Any:
-    update = _update_of(self)
-    if update is None or is_only_building() or not compat.clips_by_global_norm(self):
-        return type(self)._clip_gradients(self, grads)
-    return update.clip_by_global_norm(grads)
-
-
-@_as_it_is
-def _update_averages(self: Any, trainable_variables: Any) -> None:
-    update = _update_of(self)
-    method = getattr(type(self), compat.UPDATE_AVERAGES)
-    if update is None:
-        method(self, trainable_variables)
-    elif self.use_ema:
-        update.with_own_averages(partial(method, self))
-
-
-@_as_it_is
-def _overwrite_with_averages(self: Any, trainable_variables: Any) -> None:
-    update = _update_of(self)
-    method = getattr(type(self), compat.OVERWRITE_WITH_AVERAGES)
-    if update is None:
-        method(self, trainable_variables)
-    else:
-        update.with_own_averages(partial(method, self))
-
-
-_HOOKS: dict[str, Callable[..., Any]] = {
-    "build": _build,
-    "add_variable_from_reference": _add_variable_from_reference,
-    "_clip_gradients": _clip_gradients,
-    compat.UPDATE_AVERAGES: _update_averages,
-    compat.OVERWRITE_WITH_AVERAGES: _overwrite_with_averages,
-}

@@ -184,7 +184,8 @@ class OptimizerSlots:
             )
 
     def _text_of(self, variable: Any, owner: int) -> str:
-        return f"rank {self._job.cluster.rank}: {variable.path}, which only rank {owner} holds (shard_optimizer=True), "
+        path = compat.path_of(variable)
+        return f"rank {self._job.cluster.rank}: {path}, which only rank {owner} holds (shard_optimizer=True), "
 
     def take(self, rank: int, index: int, content: bytearray) -> bool:
         """Keep what another rank assigns to a slot of this one, until the next update."""
@@ -241,7 +242,8 @@ class OptimizerSlots:
                     ]
                     listed = "\n".join(rows)
                     raise RuntimeError(
-                        f"rank {self._job.cluster.rank}: other ranks have assigned {self.variables[index].path} "
+                        f"rank {self._job.cluster.rank}: other ranks have assigned "
+                        f"{compat.path_of(self.variables[index])} "
                         f"different values, and only this rank holds it (shard_optimizer=True).\n{listed}\n"
                         "What to do: load the same file on every rank, or on rank 0 alone."
                     )
@@ -259,7 +261,7 @@ class OptimizerSlots:
 
     def _assign(self, index: int, content: bytearray) -> None:
         variable = self.variables[index]
-        compat.inner_variable(variable).assign(_from_bytes(content, variable))
+        compat.set_slot(variable, _from_bytes(content, variable))
 
 
 def _bytes_of(tensor: tf.Tensor) -> memoryview:

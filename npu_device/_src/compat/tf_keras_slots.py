@@ -1,0 +1,203 @@
+"""The slots of a tf-keras optimizer that one rank holds: TensorFlow's variables with a class of their own.
+
+The object stays, since lists of the optimizer and of checkpoints refer to it. On the other ranks it gets a handle
+without a value: what reads it past its methods, as TensorFlow's own functions may, raises FailedPreconditionError.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, UninitializedVariable
+
+from npu_device._src.compat.keras import SHARE, in_checkpoint
+
+_VALUE = "VARIABLE_VALUE"  # the key of a variable's tensor in checkpoints
+_HAS_MEMORY = "_npu_has_memory"
+
+
+def is_plain_variable(slot: Any) -> bool:
+    """Return whether a slot can be left to one rank: a variable that no strategy and no session has made."""
+    return isinstance(slot, BaseResourceVariable) and not slot._in_graph_mode
+
+
+def has_memory(slot: Any) -> bool:
+    return bool(vars(slot).get(_HAS_MEMORY, True))
+
+
+def free_until_first_step(slot: Any, is_zero: bool) -> None:
+    """Let a slot be one that another rank will hold. Zeros have no memory; what a checkpoint has given it stays."""
+    slot.__class__ = _remote_class(slot.__class__)
+    is_restored = slot._update_uid >= 0
+    if is_zero and not is_restored:
+        _free(slot)
+
+
+def make_remote(slot: Any) -> None:
+    slot.__class__ = _remote_class(slot.__class__)
+    _free(slot)
+
+
+def make_whole(slot: Any) -> None:
+    """Give a slot back what it has had before the first step."""
+    if not has_memory(slot):
+        _give_memory(slot)
+    # A slot that has been built whole has the class that TensorFlow has given it.
+    slot.__class__ = getattr(slot, "_npu_plain_class", slot.__class__)
+    del vars(slot)[SHARE]
+
+
+def make_own(slot: Any) -> None:
+    slot.__class__ = _own_class(slot.__class__)
+
+
+def set_value(slot: Any, value: Any) -> None:
+    """Assign a slot a value that doesn't come from the script of its owner."""
+    BaseResourceVariable.assign(slot, value)
+
+
+def in_order_of_slots(optimizer: Any, variables: Sequence[Any]) -> list[Any] | None:
+    """Return variables in the order in which a built optimizer keeps slots for them; None if it is built for others."""
+    positions = {}
+    for variable in variables:
+        # The optimizer itself keeps no more than this number of each variable.
+        position = optimizer._index_dict.get(optimizer._var_key(variable))
+        positions[position] = variable
+    if set(positions) != set(optimizer._index_dict.values()):
+        return None
+    return [positions[position] for position in sorted(positions)]
+
+
+def variables_held(optimizer: Any) -> list[Any]:
+    """Return the variables that are attributes of an optimizer, or in its lists: tf-keras doesn't list all of them."""
+    attributes: list[Any] = []
+    for value in vars(optimizer).values():
+        members = [value]
+        if isinstance(value, (list, tuple)):
+            members = list(value)
+        attributes.extend(member for member in members if isinstance(member, tf.Variable))
+    return attributes
+
+
+def half_squared_norm(gradient: Any) -> tf.Tensor:
+    """Return what ``tf.linalg.global_norm`` adds up for a gradient, also for the rows of a sparse one."""
+    return tf.nn.l2_loss(getattr(gradient, "values", gradient))
+
+
+def clipped_by_norm(
+    gradients: Sequence[Any], largest: float, half_squared_norms: Sequence[tf.Tensor]
+) -> list[Any]:
+    """Return gradients clipped as ``tf.clip_by_global_norm`` does, bit by bit, given the norms of all ranks."""
+    half_squared = tf.reduce_sum(tf.stack(half_squared_norms))
+    norm = tf.sqrt(half_squared * tf.constant(2.0, half_squared.dtype))
+    clipped: list[Any] = tf.clip_by_global_norm(list(gradients), largest, use_norm=norm)[0]
+    return clipped
+
+
+def _free(slot: Any) -> None:
+    # Functions that are traced already keep the old handle, and with it the memory.
+    with tf.init_scope(), tf.device(slot.device):
+        holder = UninitializedVariable(trainable=False, shape=slot.shape, dtype=slot.dtype)
+    _take_handle(slot, holder)
+    vars(slot)[_HAS_MEMORY] = False
+
+
+def _give_memory(slot: Any) -> None:
+    with tf.init_scope(), tf.device(slot.device):
+        holder = tf.Variable(tf.zeros(slot.shape, slot.dtype), trainable=False)
+    _take_handle(slot, holder)
+    vars(slot)[_HAS_MEMORY] = True
+
+
+def _take_handle(slot: Any, holder: Any) -> None:
+    # SavedModels look for the variable of a handle.
+    handle = holder.handle
+    handle._parent_trackable = weakref.ref(slot)
+    slot._handle = handle
+
+
+# A variable that is made in a function has a class of its own.
+
+
+@functools.cache
+def _own_class(variable_class: Any) -> Any:
+    """Return the class of slots that only this rank holds."""
+
+    class OwnVariable(variable_class):
+        """A slot that only this rank holds. Its ``SHARE`` learns when the script assigns it a value."""
+
+        def assign(self, *args: Any, **kwargs: Any) -> Any:
+            assigned = super().assign(*args, **kwargs)
+            getattr(self, SHARE).note_assigned()
+            return assigned
+
+        def assign_add(self, *args: Any, **kwargs: Any) -> Any:
+            assigned = super().assign_add(*args, **kwargs)
+            getattr(self, SHARE).note_assigned()
+            return assigned
+
+        def assign_sub(self, *args: Any, **kwargs: Any) -> Any:
+            assigned = super().assign_sub(*args, **kwargs)
+            getattr(self, SHARE).note_assigned()
+            return assigned
+
+        def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:
+            restored = super()._restore_from_tensors(restored_tensors)
+            getattr(self, SHARE).note_assigned()
+            return restored
+
+    return OwnVariable
+
+
+@functools.cache
+def _remote_class(variable_class: Any) -> Any:
+    """Return the class of slots that another rank holds."""
+    # A slot that was freed when it was built has it already.
+    if hasattr(variable_class, "_npu_plain_class"):
+        return variable_class
+
+    class RemoteVariable(variable_class):
+        """A slot that another rank holds. Until the first step, it is zero unless it has been assigned a value."""
+
+        # All methods of TensorFlow's variables that return the value call this one.
+        def _read_variable_op(self, *args: Any, **kwargs: Any) -> Any:
+            if has_memory(self):
+                return super()._read_variable_op(*args, **kwargs)
+            share = getattr(self, SHARE)
+            if share.is_apart:
+                return share.read(self)
+            return tf.zeros(self.shape, self.dtype)
+
+        def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+            share = getattr(self, SHARE)
+            if not share.is_apart:
+                if not has_memory(self):
+                    _give_memory(self)
+                return super().assign(value, *args, **kwargs)
+            share.assign(self, value)
+            return self
+
+        def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.assign(self.read_value() + tf.cast(delta, self.dtype), *args, **kwargs)
+
+        def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.assign(self.read_value() - tf.cast(delta, self.dtype), *args, **kwargs)
+
+        def is_initialized(self, name: str | None = None) -> tf.Tensor:
+            return tf.constant(True)
+
+        def _serialize_to_tensors(self) -> dict[str, Any]:
+            return {_VALUE: in_checkpoint(self, has_memory(self))}
+
+        def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:
+            return self.assign(restored_tensors[_VALUE])
+
+        def __repr__(self) -> str:
+            return f"<tf.Variable {self.name!r} shape={self.shape} dtype={self.dtype.name}, held by another rank>"
+
+    RemoteVariable._npu_plain_class = variable_class
+    return RemoteVariable

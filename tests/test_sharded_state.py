@@ -1,0 +1,112 @@
+"""What divided updates mean for files and for reads of slots, with either Keras; and where they have no effect."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Callable
+from unittest.mock import patch
+
+import pytest
+import tensorflow as tf
+from caught_messages import warnings_of_package
+from divided_bodies import (
+    SHAPES,
+    body_direct_reads,
+    body_fit_checkpoint,
+    body_job_checkpoint_of_ranks,
+    body_loaded_model,
+    body_scaled_later,
+    make_variables,
+    train,
+)
+from pool import Pool
+from versions import needs_keras_3
+
+from npu_device._src.tf1.distributed_optimizer import npu_distributed_optimizer_wrapper
+from npu_device._src.training.watching.wrapped_optimizers import carrier, reducer_of
+
+full = pytest.mark.full
+KERASES = [
+    pytest.param("3", marks=needs_keras_3, id="keras3"),
+    pytest.param("2", marks=full, id="tf_keras"),
+]
+by_keras = pytest.mark.parametrize("keras", KERASES)
+
+
+@by_keras
+@pytest.mark.parametrize("graph", [pytest.param(False, marks=full), True], ids=["eager", "graph"])
+def test_a_loss_scale_optimizer_may_come_later(
+    pool_with: Callable[..., Pool], keras: str, graph: bool
+) -> None:
+    assert pool_with(3, keras).run(body_scaled_later, graph) == [[True, True]] * 3
+
+
+@by_keras
+def test_a_loaded_model_goes_on(pool_with: Callable[..., Pool], tmp_path: Any, keras: str) -> None:
+    assert pool_with(3, keras).run(body_loaded_model, str(tmp_path)) == [[True, True]] * 3
+
+
+@by_keras
+def test_reads_are_complete_or_raise(
+    pool_with: Callable[..., Pool], tmp_path: Any, keras: str
+) -> None:
+    assert pool_with(3, keras).run(body_direct_reads, str(tmp_path)) == [[]] * 3
+
+
+@full
+@by_keras
+@pytest.mark.parametrize(("saving", "loading"), [(2, 3), (4, 1)])
+@pytest.mark.parametrize(
+    ("divides_first", "divides_then"), [(True, True), (True, False), (False, True)]
+)
+@pytest.mark.parametrize("body", [body_fit_checkpoint, body_job_checkpoint_of_ranks])
+def test_checkpoints_are_restored_on_another_number_of_ranks(
+    pool_with: Callable[..., Pool],
+    tmp_path: Any,
+    keras: str,
+    saving: int,
+    loading: int,
+    divides_first: bool,
+    divides_then: bool,
+    body: Callable[..., Any],
+) -> None:
+    saved = pool_with(saving, keras).run(body, str(tmp_path), True, divides_first)
+    folder, state = saved[0]
+    loaded = pool_with(loading, keras).run(body, folder, False, divides_then)
+    assert loaded == [(folder, state)] * loading
+
+
+def body_no_effect() -> list[tuple[list[str], bool]]:
+    """Ask for divided updates by the environment where they have no effect; return the warnings of each optimizer, and
+    whether it is divided after all.
+    """
+    import npu_device.horovod.tensorflow as hvd
+
+    found = []
+    with patch.dict(os.environ, NPU_DEVICE_SHARD_OPTIMIZER="on"):
+        variables = make_variables(SHAPES[:3], ["float32"])
+        with warnings_of_package() as heard:
+            optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.Adam(0.1))
+            train(optimizer, variables, False, 2)
+        found.append((list(heard), reducer_of(carrier(optimizer)).divided_update is not None))
+        with tf.Graph().as_default(), warnings_of_package() as heard:
+            weight = tf.compat.v1.get_variable("weight", [3], initializer=tf.ones_initializer())
+            plain = tf.compat.v1.train.AdamOptimizer(0.1)
+            step = npu_distributed_optimizer_wrapper(plain).minimize(tf.reduce_sum(weight**2))
+            with tf.compat.v1.Session() as session:
+                session.run(tf.compat.v1.global_variables_initializer())
+                session.run(step)
+                session.run(weight)
+        found.append((list(heard), reducer_of(plain) is not None))
+    return found
+
+
+@by_keras
+def test_horovod_and_sessions_warn_once(pool_with: Callable[..., Pool], keras: str) -> None:
+    found, of_others = pool_with(2, keras).run(body_no_effect)
+    for (heard, is_divided), name in zip(
+        found, ("DistributedOptimizer of Horovod", "TensorFlow 1")
+    ):
+        assert len(heard) == 1 and "shard_optimizer has no effect" in heard[0], heard
+        assert name in heard[0] and not is_divided
+    assert of_others == [([], False)] * 2
