@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import random
 import re
 import shutil
@@ -18,7 +20,7 @@ from typing import Callable
 import join_bodies as bodies
 import numpy as np
 import pytest
-from launcher import script, start, wait_until
+from launcher import ROOT, script, start, wait_until
 from pool import Pool
 from rank_comparison import same_bits
 from ranks import all_through, free_port, time_limits
@@ -69,8 +71,12 @@ class Node:
         print(self.text)
 
 
+def _in_directory(directory: Path, command: list[str]) -> list[str]:
+    return ["env", "-C", str(directory), *command]
+
+
 class Job:
-    """A job of up to two nodes, each of which is an npurun on the loopback."""
+    """A job of up to two nodes, each of which is an npurun on the loopback, perhaps with checkpoints of its own."""
 
     def __init__(
         self,
@@ -80,11 +86,18 @@ class Job:
         nnodes: str = "1:2",
         address: str = "127.0.0.1",
         steps: int | str = STEPS,
+        are_apart: bool = False,
+        **variables: str,
     ) -> None:
         self.here = here
+        self._are_apart = are_apart
+        self._variables = variables
         meeting = ("--nnodes", nnodes, "--master-addr", address)
         self._options = (*meeting, "--master-port", str(free_port()), "-n", "1", *options)
-        self._command = (script, str(here), str(steps))
+        checkpoints = here / "checkpoints"
+        if are_apart:
+            checkpoints = Path("/proc/self/cwd/checkpoints")
+        self._command = (script, str(here), str(steps), str(checkpoints))
         self._nodes: list[Node] = []
 
     def __enter__(self) -> Job:
@@ -103,12 +116,17 @@ class Job:
     ) -> Node:
         command = (*self._options, "--node-rank", str(node), *options, *self._command)
         limits = {"RANKS_NOTICE_SECONDS": 0.2, **limits}
+        if self._are_apart:
+            directory = self.here / f"node{node}"
+            directory.mkdir(exist_ok=True)
+            on = functools.partial(_in_directory, directory)
         launch = start(
             *command,
             on=on,
             **time_limits(**limits),
             NPU_DEVICE_SECRET="ours",
             TF_CPP_MIN_LOG_LEVEL="2",
+            **self._variables,
         )
         self._nodes.append(Node(launch))
         return self._nodes[-1]
@@ -276,8 +294,11 @@ def require_whole_epochs(samples: dict[int, list[int]], steps: int) -> None:
 
 @pytest.mark.slow
 def test_a_node_comes_and_goes(single: Pool, two_ranks: Pool, tmp_path: Path) -> None:
-    """The bits are those of a run that is stopped by hand at these steps; each sample is read once an epoch."""
-    with Job(tmp_path) as job:
+    """The bits are those of a run that is stopped by hand at these steps; each sample is read once an epoch.
+
+    The nodes share no directory, and the state is on no disk.
+    """
+    with Job(tmp_path, are_apart=True) as job:
         job.hold(5, 14)
         first = job.start(0, "--rejoin-timeout", "1")
         job.wait_in(5, 0)
@@ -285,6 +306,7 @@ def test_a_node_comes_and_goes(single: Pool, two_ranks: Pool, tmp_path: Path) ->
         first.wait_for("a node has come: all ranks finish the step, and start again as 2 ranks")
         job.release(5)
         job.wait_in(14, 0, 1)
+        assert not list(tmp_path.glob("node*/checkpoints/step-*"))
         second.launch.send_signal(signal.SIGTERM)
         second.wait_for("SIGTERM: all ranks finish the step")
         job.release(14)
@@ -341,10 +363,47 @@ def test_a_signal_while_a_node_joins_and_a_join_in_the_last_step(
             same_bits(expected, [values[name] for name in values])
 
 
+def _with_little_memory(command: list[str]) -> list[str]:
+    mount = 'mount -t tmpfs -o size=4k none /dev/shm && exec "$@"'
+    return ["unshare", "--mount", "sh", "-c", mount, "sh", *command]
+
+
 @pytest.mark.full
+@pytest.mark.parametrize("is_small", [False, pytest.param(True, marks=NO_HOSTS)])
+def test_a_node_is_killed_while_it_joins(single: Pool, is_small: bool, tmp_path: Path) -> None:
+    """The others take the state from memory once more, or from the disk if their folder in memory is too small."""
+    on = _with_little_memory if is_small else list
+    with Job(tmp_path, "--rejoin-timeout", "1", "--restart-backoff", "0.1") as job:
+        job.hold(5)
+        first = job.start(0, on=on)
+        job.wait_in(5, 0)
+        second = job.start(1, on=on)
+        first.wait_for("a node has come")
+        job.release(5)
+        first.wait_for("the job grows from 1 to 2 ranks")
+        second.launch.kill()
+        first.end(0)
+        assert "a join of node 1 has failed, which costs no restart" in first.text
+        assert is_small == ("It is written to the disk instead." in first.text)
+    require_whole_epochs(job.samples(), STEPS)
+    by_hand = tmp_path / "by hand"
+    by_hand.mkdir()
+    [expected] = single.run(bodies.body_by_hand, str(by_hand), STEPS)
+    with np.load(tmp_path / "values.0.npz") as values:
+        same_bits(expected, [values[name] for name in values])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["", "apart", "tf-keras", "divided"])
 @pytest.mark.parametrize("kind", ["arrays", "dataset", "repeated", "pipeline"])
-def test_a_node_joins_a_fit(single: Pool, two_ranks: Pool, kind: str, tmp_path: Path) -> None:
-    with Job(tmp_path, "--rejoin-timeout", "1", steps=kind) as job:
+def test_a_node_joins_a_fit(kind: str, way: str, tmp_path: Path) -> None:
+    options = ["--rejoin-timeout", "1"]
+    if way == "divided":
+        options.append("--shard-optimizer")
+    variables = {}
+    if way == "tf-keras":
+        variables["TF_USE_LEGACY_KERAS"] = "1"
+    with Job(tmp_path, *options, steps=kind, are_apart=way == "apart", **variables) as job:
         first = job.start(0)
         job.wait_in(7, 0)
         second = job.start(1)
@@ -353,19 +412,90 @@ def test_a_node_joins_a_fit(single: Pool, two_ranks: Pool, kind: str, tmp_path: 
         for node in (first, second):
             node.end(0)
     [step] = re.findall(r"grows from 1 to 2 ranks at step (\d+)", first.text)
+    directories = [tmp_path]
+    if way == "apart":
+        directories = [tmp_path / "node0", tmp_path / "node1"]
+    epoch = 4 if kind == "arrays" else 5
+    for directory in directories:
+        written = [path.name for path in (directory / "checkpoints").glob("step-*")]
+        # Only ends of epochs are on the disk.
+        assert written and all(int(name[-8:]) % epoch == 0 for name in written), written
     not_kept = (tmp_path / "not_kept").read_text()
     assert "first batch" not in not_kept and "the job now has 2 ranks" in not_kept
     by_hand = tmp_path / "by hand"
     by_hand.mkdir()
-    single.run(bodies.body_fit_by_hand, str(by_hand), kind)
+    keras = "2" if way == "tf-keras" else "3"
+    with contextlib.closing(Pool(1, keras)) as pool:
+        pool.run(bodies.body_fit_by_hand, str(by_hand), kind)
     for path in (by_hand / "checkpoints").glob("step-*"):
         if int(path.name.partition("-")[2]) > int(step):
             shutil.rmtree(path)
     (by_hand / "checkpoints" / "latest.json").write_text(json.dumps({"step": int(step)}))
-    resumed = two_ranks.run(bodies.body_fit_by_hand, str(by_hand), kind)
+    with contextlib.closing(Pool(2, keras)) as pool:
+        resumed = pool.run(bodies.body_fit_by_hand, str(by_hand), kind)
     for rank in (0, 1):
         with np.load(tmp_path / f"values.{rank}.npz") as values:
             same_bits(resumed[rank]["values"], [values[name] for name in values])
+
+
+SSH = """\
+    #!/bin/sh
+    # Runs a command on a host, which is a network namespace, in a directory of the host, if it is up.
+    [ -e {here}/up.$1 ] || exit 255
+    mkdir -p {here}/$1
+    exec {ssh} $1 "$(echo "$2" | sed "s|cd [^ ]*|cd {here}/$1|")"
+    """
+
+
+@pytest.mark.full
+@NO_HOSTS
+def test_a_host_of_the_list_comes_and_goes(single: Pool, two_ranks: Pool, tmp_path: Path) -> None:
+    ssh = script(
+        tmp_path, SSH.format(here=tmp_path, ssh=ROOT / "benchmarks" / "ssh_to_host"), "ssh"
+    )
+    Path(ssh).chmod(0o755)
+    names = [hosts.name(0), hosts.name(1)]
+    (tmp_path / f"up.{names[0]}").touch()
+    meeting = ("--master-addr", hosts.address(0), "--master-port", str(free_port()))
+    with hosts.hosts(2, gbit=1.0):
+        launch = start(
+            *("--hosts", ",".join(f"{name}:1" for name in names), "--nnodes", "1:2", *meeting),
+            *("--rejoin-timeout", "2", bodies.__file__, str(tmp_path), str(STEPS)),
+            "/proc/self/cwd/checkpoints",
+            **time_limits(LONGEST_BACKOFF_SECONDS=0.5),
+            NPU_DEVICE_SSH=ssh,
+            TF_CPP_MIN_LOG_LEVEL="2",
+        )
+        node = Node(launch)
+        try:
+            for step in (5, 14):
+                (tmp_path / f"wait.{step}").touch()
+            wait_until((tmp_path / "at.5.0").exists, LIMIT)
+            (tmp_path / f"up.{names[1]}").touch()
+            node.wait_for("a node has come: all ranks finish the step, and start again as 2 ranks")
+            (tmp_path / "go.5").touch()
+            wait_until((tmp_path / "at.14.1").exists, LIMIT)
+            wait_until((tmp_path / "at.14.0").exists, LIMIT)
+            assert not list(tmp_path.glob("*/checkpoints/step-*"))
+            (tmp_path / f"up.{names[1]}").unlink()
+            for number in subprocess.check_output(["ip", "netns", "pids", names[1]]).split():
+                command = Path(f"/proc/{int(number)}/cmdline").read_bytes().split(b"\0")
+                if b"npu_device.launch.on_host" in command[:4]:
+                    os.kill(int(number), signal.SIGTERM)
+            node.wait_for("SIGTERM: all ranks finish the step")
+            (tmp_path / "go.14").touch()
+            node.end(0)
+        finally:
+            node.close()
+    steps = [int(step) for step in re.findall(r"ranks? at step (\d+)\n", node.text)]
+    assert len(steps) == 2 and 5 <= steps[0] < 14 <= steps[1] < STEPS, node.text
+    by_hand = tmp_path / "by hand"
+    by_hand.mkdir()
+    single.run(bodies.body_by_hand, str(by_hand), steps[0])
+    two_ranks.run(bodies.body_by_hand, str(by_hand), steps[1])
+    [expected] = single.run(bodies.body_by_hand, str(by_hand), STEPS)
+    with np.load(tmp_path / "values.0.npz") as values:
+        same_bits(expected, [values[name] for name in values])
 
 
 @pytest.mark.full

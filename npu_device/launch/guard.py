@@ -17,12 +17,15 @@ _DONE = "done"
 
 
 class RankGuard:
-    """The guard, around the whole launch; it also removes ``directory`` if the launcher can't."""
+    """The guard, around the whole launch; it also removes ``directory`` if the launcher can't, and always a folder in
+    memory, which only ranks that are killed leave.
+    """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, folder: str) -> None:
+        self._folder = folder
         # Started with -I and -S: nothing of the user's site-packages or variables can delay or break the guard.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, directory],
+            [sys.executable, "-I", "-S", __file__, directory, folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -36,6 +39,7 @@ class RankGuard:
     def __exit__(self, *_: object) -> None:
         self.tell(_DONE)
         self._process.communicate()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def tell(self, word: object) -> None:
         """Register a process group, or minus the number of one that has ended: its number may be reused."""
@@ -63,7 +67,8 @@ def _main() -> None:
     for group in groups:
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    for directory in sys.argv[1:]:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import tempfile
 import time
@@ -9,7 +11,7 @@ import time
 from npu_device._src.cluster.handshake import NO_SECRET
 from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.membership.schemes import secret
-from npu_device._src.training.checkpoint.memory_slots import Memory
+from npu_device._src.training.checkpoint.memory_slots import Memory, folder_in_memory
 from npu_device.launch import last_copy
 from npu_device.launch.arguments import Options
 from npu_device.launch.attempt import USAGE, Attempt, AttemptObserver, Launch, prepare_rendezvous
@@ -31,13 +33,16 @@ def run(options: Options, starter: Starter | None = None) -> int:
     # Signals are received before anything is started, so that none is lost.
     events = signals(options, console)
     prefix = f"{starter.name or 'npurun'}-"
-    with tempfile.TemporaryDirectory(prefix=prefix) as directory, RankGuard(directory) as guard:
+    with contextlib.ExitStack() as opened:
+        directory = opened.enter_context(tempfile.TemporaryDirectory(prefix=prefix))
+        name = os.path.basename(directory)
+        guard = opened.enter_context(RankGuard(directory, str(folder_in_memory(name))))
         try:
             binding = Binding(options)
             memory = None
             # Without restarts, the copies of several hosts would be of no use.
             if options.nnodes == 1 or options.nodes_meet:
-                memory = Memory(options.nproc_per_node, options.nodes_meet)
+                memory = Memory(options.nproc_per_node, options.nodes_meet, name)
             launch = Launch(options, console, guard, directory, events, starter, binding, memory)
             job_secret = secret()
             if options.nnodes > 1 and options.node_rank == 0 and not job_secret:

@@ -21,7 +21,9 @@ EPOCH = SAMPLES // BATCH  # steps
 class Loop:
     """A training from its beginning; each rank writes down the numbers of the samples of each step."""
 
-    def __init__(self, directory: str, part: str = "", **options: Any) -> None:
+    def __init__(
+        self, directory: str, part: str = "", checkpoints: str | None = None, **options: Any
+    ) -> None:
         self.here = Path(directory)
         self.part = part  # part of the training, whose lists of samples have this name
         numbers = tf.data.Dataset.range(SAMPLES).shuffle(SAMPLES, seed=3)
@@ -30,7 +32,7 @@ class Loop:
         self.weights = tf.Variable(tf.linspace(0.1, 1.0, 7))
         self.moments = tf.Variable(tf.zeros(7))
         self.checkpoint = npu.train.JobCheckpoint(
-            self.here / "checkpoints",
+            checkpoints or self.here / "checkpoints",
             weights=self.weights,
             moments=self.moments,
             per_rank={"iterator": self.iterator},
@@ -45,6 +47,7 @@ class Loop:
             next(self.iterator)
         path = self.here / f"samples.{self.part}.{npu.distribute.rank()}"
         with self.checkpoint, path.open("a") as samples:
+            step = start
             for step in range(start + 1, end + 1):
                 numbers = next(self.iterator)
                 print(step, *numbers.numpy(), file=samples, flush=True)
@@ -52,8 +55,7 @@ class Loop:
                 if before_end_of is not None and before_end_of(step):
                     break
                 self.checkpoint.step_done(step)
-            if before_end_of is None:
-                self.checkpoint.save(end)
+            self.checkpoint.save(step)
         return [self.weights.numpy(), self.moments.numpy()]
 
     def _step(self, numbers: tf.Tensor) -> None:
@@ -77,7 +79,7 @@ def body_fit_by_hand(directory: str, kind: str) -> dict[str, Any]:
     )
 
 
-def main_fit(directory: str, kind: str) -> None:
+def main_fit(directory: str, kind: str, checkpoints: str) -> None:
     """Run a ``fit``, which waits in step 7 until there is a file ``go.7``."""
     here = Path(directory)
     npu.open().as_default()
@@ -89,7 +91,7 @@ def main_fit(directory: str, kind: str) -> None:
                 time.sleep(0.02)
 
     watch = fit_checkpoint_bodies.Watch(7, wait)
-    ran = fit_checkpoint_bodies.fit(f"{directory}/checkpoints", kind, watch=watch)
+    ran = fit_checkpoint_bodies.fit(checkpoints, kind, watch=watch)
     np.savez(here / f"values.{npu.distribute.rank()}.npz", *ran["values"])
     (here / "not_kept").write_text("\n".join(ran["not_kept"]))
 
@@ -97,14 +99,14 @@ def main_fit(directory: str, kind: str) -> None:
 def main() -> None:
     """Train for some steps. In those with a file ``wait.N``, wait for the file ``go.N``; end in that of ``last.N``.
 
-    Arguments: a directory, and the number of steps, or a kind of data for ``main_fit``.
+    Arguments: a directory; the number of steps, or a kind of data for ``main_fit``; and where the checkpoints are.
     """
-    directory, end = sys.argv[1:]
+    directory, end, checkpoints = sys.argv[1:]
     if not end.isdecimal():
-        main_fit(directory, end)
+        main_fit(directory, end, checkpoints)
         return
     npu.open().as_default()
-    loop = Loop(directory, os.environ["NPU_DEVICE_RESTART_COUNT"])
+    loop = Loop(directory, os.environ["NPU_DEVICE_RESTART_COUNT"], checkpoints)
 
     def wait(step: int) -> bool:
         if (loop.here / f"wait.{step}").exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -17,12 +18,15 @@ class SavedTensor(NamedTuple):
     tensor: tf.Tensor
 
 
-def tensors_of_checkpoint(checkpoint: tf.train.Checkpoint) -> list[SavedTensor]:
-    """Return the tensors that a checkpoint would write now, without those of slots that other ranks hold.
+def tensors_of_checkpoint(checkpoint: tf.train.Checkpoint, is_whole: bool) -> list[SavedTensor]:
+    """Return the tensors that a checkpoint would write now, with those of slots that other ranks hold if ``is_whole``.
 
     They are the buffers of variables, not copies: TensorFlow gives a variable another buffer when it changes.
     """
-    with of_this_rank():
+    context: contextlib.AbstractContextManager[None] = of_this_rank()
+    if is_whole:
+        context = contextlib.nullcontext()
+    with context:
         by_owner, *_ = checkpoint._saver._gather_serialized_tensors()
         return list(_tensors(by_owner))
 

@@ -209,7 +209,7 @@ NPU_DEVICE_JOIN_REQUESTS = optional(
 NPU_DEVICE_MEMORY_COPIES = optional(
     "NPU_DEVICE_MEMORY_COPIES",
     forms.TEXT,
-    "where `npurun` holds memory for the copies of `memory_every`. `npurun` sets this.",
+    "where `npurun` holds memory for the copies of `memory_every`, and for nodes that come or go. `npurun` sets this.",
 )
 NPU_DEVICE_PREEMPT_SIGNAL = Variable(
     "NPU_DEVICE_PREEMPT_SIGNAL",

@@ -1,4 +1,6 @@
-"""The way of copies in memory to the disk: the newest one that the hosts together have becomes a checkpoint.
+"""The way of copies in memory to files: the newest one that the hosts together have becomes a checkpoint.
+
+It is written to the disk, or, if the ranks have ended for a node that comes or goes, to memory if it fits there.
 
 Each host has the copies of its ranks, and those of another host. So the part of a lost host comes from its neighbour,
 and the number of ranks may be another one than when the copies were made. The first rank of each host reads what its
@@ -9,17 +11,19 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from npu_device._src import environment
 from npu_device._src.training.checkpoint import folder, selection
+from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.memory_slots import (
     Key,
     Record,
@@ -30,12 +34,13 @@ from npu_device._src.training.checkpoint.memory_slots import (
     open_slots,
     read,
 )
-from npu_device._src.training.checkpoint.selection import Storage, gather, on_all_ranks
+from npu_device._src.training.checkpoint.selection import Place, gather, on_all_ranks
 from npu_device._src.training.opening import device
 from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.world.sent_objects import from_json, to_json
 from npu_device._src.world.world import World
 
+_log = logging.getLogger("npu_device")
 # Kinds of records. What is shared has the same value on all ranks, or another one on each; what is alone is a part of
 # what is shared that a single rank has.
 SHARED = "shared"
@@ -46,72 +51,87 @@ _INDEX = ".index"
 _PROBLEM = "the newest copy in memory can't be written:"
 
 
-def to_disk(
-    world: World | None, storage: Storage, slots: Sequence[Slot], directory: Path
-) -> int | None:
-    """Write the newest complete copy as a checkpoint, if it is newer than those of the directory; return its step.
+def to_files(
+    world: World | None, disk: Place, slots: Sequence[Slot], memory: Place | None = None
+) -> tuple[int, Place] | None:
+    """Write the newest complete copy as a checkpoint, if it is newer than those of the disk; return its step, and where
+    it is: in memory if it is the last copy of ranks that have ended for others.
 
     Every rank has to call this, the first rank of each host with its slots, and the others without any.
 
     Raises:
         CheckpointError: the files can't be written; on all ranks.
     """
-    on_host = copies(slots, str(directory))
-    for key, writers in _newer(world, storage, on_host, directory):
-        _, step = key
-        checkpoint = _CheckpointOfCopy(
-            world, storage, directory, step, writers, on_host.get(key, {})
-        )
-        if checkpoint.write():
-            return step
+    on_host = copies(slots, str(disk.directory))
+    for copy in _newer(world, disk, on_host):
+        of_host = on_host.get(copy.key, {})
+        if copy.is_last and memory is not None:
+            try:
+                if _CheckpointOfCopy(world, memory, copy, of_host).write():
+                    return copy.step, memory
+            except CheckpointError as error:
+                if disk.storage.rank == 0:
+                    _log.warning("%s\nIt is written to the disk instead.", error)
+        if _CheckpointOfCopy(world, disk, copy, of_host).write():
+            return copy.step, disk
     return None
 
 
+class _Copy(NamedTuple):
+    """A complete copy that the hosts together have."""
+
+    key: Key
+    writers: dict[int, int]  # by rank of the copy, the first rank of a host that has its part
+    is_last: bool  # the ranks have ended after it
+
+    @property
+    def step(self) -> int:
+        _, step = self.key
+        return step
+
+
 def _newer(
-    world: World | None,
-    storage: Storage,
-    on_host: Mapping[Key, Mapping[int, Slot]],
-    directory: Path,
-) -> Iterator[tuple[Key, dict[int, int]]]:
-    """Yield the keys of complete copies that are newer than the newest checkpoint, newest first, and who writes them:
-    by rank of the copy, the first rank of a host that has its part. All ranks get the same.
-    """
+    world: World | None, disk: Place, on_host: Mapping[Key, Mapping[int, Slot]]
+) -> Iterator[_Copy]:
+    """Yield the complete copies that are newer than the newest checkpoint, newest first; all ranks get the same."""
     listed = []
     for key, by_rank in on_host.items():
-        size = next(iter(by_rank.values())).header["manifest"]["world_size"]
-        listed.append((key, size, sorted(by_rank)))
-    on_disk = folder.readable_latest(directory) or 0
+        header = next(iter(by_rank.values())).header
+        listed.append(
+            (key, header["manifest"]["world_size"], header.get("is_last", False), sorted(by_rank))
+        )
+    on_disk = folder.readable_latest(disk.directory) or 0
     gathered = gather(world, (on_disk, listed))
     newest = max(step for step, _ in gathered)
     sizes: dict[Key, int] = {}
-    writers: dict[Key, dict[int, int]] = {}
+    copies_by_key: dict[Key, _Copy] = {}
     for writer, (_, copied) in enumerate(gathered):
-        for key, size, ranks in copied:
+        for key, size, is_last, ranks in copied:
             sizes[key] = size
+            copy = copies_by_key.setdefault(key, _Copy(key, {}, is_last))
             for rank in ranks:
-                writers.setdefault(key, {}).setdefault(rank, writer)
-    for key in sorted(sizes, reverse=True):
-        if key[1] > newest and set(writers[key]) == set(range(sizes[key])):
-            yield key, writers[key]
+                copy.writers.setdefault(rank, writer)
+    for key in sorted(copies_by_key, reverse=True):
+        copy = copies_by_key[key]
+        is_complete = set(copy.writers) == set(range(sizes[key]))
+        # Another number of ranks takes only what rank 0 has: all that is shared.
+        is_enough = copy.is_last and 0 in copy.writers and sizes[key] != len(gathered)
+        if copy.step > newest and (is_complete or is_enough):
+            yield copy
 
 
 class _CheckpointOfCopy:
     """The checkpoint that becomes of a complete copy; all ranks make the same calls."""
 
     def __init__(
-        self,
-        world: World | None,
-        storage: Storage,
-        directory: Path,
-        step: int,
-        writers: dict[int, int],
-        by_rank: Mapping[int, Slot],
+        self, world: World | None, place: Place, copy: _Copy, by_rank: Mapping[int, Slot]
     ) -> None:
         self._world = world
-        self._storage = storage
-        self._directory = directory
-        self._step = step
-        self._partial = directory / folder.partial_name(step, storage.token)
+        self._directory, self._storage = place
+        self._step = copy.step
+        writers = copy.writers
+        storage = self._storage
+        self._partial = self._directory / folder.partial_name(copy.step, storage.token)
         self._records = {
             rank: slot.header["records"]
             for rank, slot in by_rank.items()
@@ -134,6 +154,7 @@ class _CheckpointOfCopy:
     def write(self) -> bool:
         """Write all files; return False, without a checkpoint, if some of the memory is damaged."""
         try:
+            on_all_ranks(self._world, self._make_folder, _PROBLEM)
             written = on_all_ranks(self._world, self._write_parts, _PROBLEM)
             if None in written:
                 return False
@@ -149,9 +170,14 @@ class _CheckpointOfCopy:
                 shutil.rmtree(self._partial, ignore_errors=True)
         return True
 
+    def _make_folder(self) -> None:
+        if self._storage.is_keeper:
+            # A folder in memory is for this user only, as the memory of npurun is.
+            self._directory.mkdir(0o700, exist_ok=True)
+            self._partial.mkdir(exist_ok=True)
+
     def _write_parts(self) -> dict[str, list[int]] | None:
         """Return size and checksum of each file, those of pieces without; None if some of the memory is damaged."""
-        self._partial.mkdir(exist_ok=True)
         piece = f"{_PIECE}{self._storage.rank}-"
         files: dict[str, list[int]] = {}
         try:
@@ -257,13 +283,14 @@ def _tensor_of(record: Record, content: memoryview) -> tf.Tensor:
 
 
 def write_newest(world: World | None, slots: Sequence[Slot]) -> None:
-    """Write the newest copy for each directory to the disk; every rank has to call this, as ``to_disk``."""
+    """Write the newest copy for each directory to the disk; every rank has to call this, as ``to_files``."""
     paths = itertools.chain.from_iterable(gather(world, directories(slots)))
     for path in sorted(set(paths)):
         storage = selection.find_storage(world, Path(path))
-        step = to_disk(world, storage, slots, Path(path))
+        written = to_files(world, Place(Path(path), storage), slots)
         text = f"no complete copy in memory is newer than the checkpoints in {path}"
-        if step is not None:
+        if written is not None:
+            step, _ = written
             text = f"the copy of step {step} in memory is written to {path}"
         if storage.rank == 0:
             print(f"npu_device: {text}", file=sys.stderr)

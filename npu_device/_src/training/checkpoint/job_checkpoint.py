@@ -17,25 +17,18 @@ import tensorflow as tf
 from npu_device._src import environment
 from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.training.checkpoint import folder, selection
-from npu_device._src.training.checkpoint.copies_to_disk import to_disk
 from npu_device._src.training.checkpoint.folder import CheckpointError
+from npu_device._src.training.checkpoint.job_copies import Copied, JobCopies, copies_of
 from npu_device._src.training.checkpoint.join_requests import join_requests
-from npu_device._src.training.checkpoint.memory_copies import (
-    Copier,
-    bytes_of_rank,
-    copier_of,
-    tensors_of,
-)
 from npu_device._src.training.checkpoint.parts import (
     Digests,
     RankState,
     SharedState,
-    variables_of,
     with_hidden_random_state,
 )
 from npu_device._src.training.checkpoint.preemption import Preemption
 from npu_device._src.training.checkpoint.progress import note_progress
-from npu_device._src.training.checkpoint.selection import Storage, gather, on_all_ranks
+from npu_device._src.training.checkpoint.selection import Place, Storage, gather, on_all_ranks
 from npu_device._src.training.opening import device
 from npu_device._src.training.opening.current_world import current_world
 from npu_device._src.training.watching.own_parts import for_all_ranks, means_of, with_values
@@ -103,15 +96,15 @@ class JobCheckpoint:
         self._directory = Path(directory).absolute()
         self._interval = every
         self._memory_interval = memory_every
-        self._copier: Copier | None = None
-        self._copied_step = 0
-        self._has_reserved = False
+        self._copies: JobCopies | None = None
         self._keep = keep
         self._shared = SharedState(shared)
         self._own_state = RankState(per_rank or {})
         self._warned = with_hidden_random_state({**shared, **(per_rank or {})})
         self._world: World | None = None
         self._storage: Storage | None = None
+        # Where the checkpoint is that ``restore`` reads: in the directory, or in memory.
+        self._source: Place | None = None
         # The step of the newest checkpoint; None before restore and save.
         self._last_step: int | None = None
         # Step that latest.json names, when this job last read or wrote it.
@@ -139,9 +132,9 @@ class JobCheckpoint:
 
     def close(self) -> None:
         """Restore the handler of the signal, and end the copies in memory; also at the end of a ``with`` block."""
-        if self._copier is not None:
-            self._copier.close()
-            self._copier = None
+        if self._copies is not None:
+            self._copies.close()
+            self._copies = None
         if self._preemption is not None:
             self._preemption.close()
 
@@ -153,8 +146,9 @@ class JobCheckpoint:
             notes: for that checkpoint; see ``save``.
 
         Raises:
-            SystemExit: any rank was sent the signal, and all ranks have written the checkpoint of this step. The code
-                is 75, by which ``npurun`` knows that the job can be resumed.
+            SystemExit: any rank was sent the signal, or a node comes, and all ranks have written the checkpoint of this
+                step, or npurun holds it in memory for the ranks that go on. The code is 75, by which ``npurun`` knows
+                that the job can be resumed.
             CheckpointError: that checkpoint could not be written.
 
         If a checkpoint can't be written otherwise, a warning says so, and training goes on: the one before is still
@@ -165,7 +159,10 @@ class JobCheckpoint:
         step = int(step)
         if self._preemption is not None and self._preemption.is_last_step():
             self._is_stopping = True
-            self.save(step, notes)
+            self._prepare()
+            copies = self._copies
+            if copies is None or not copies.leave(step, dict(notes or {}), self._preemption):
+                self.save(step, notes)
             self._preemption.has_saved()
             _log.info("stopped after step %d, as asked", step)
             raise SystemExit(RESUMABLE)
@@ -174,9 +171,9 @@ class JobCheckpoint:
         if self._interval is not None and step // self._interval > last_step // self._interval:
             self.try_to_save(step, notes)
         elif self._memory_interval is not None:
-            newest = max(last_step, self._copied_step)
-            if step // self._memory_interval > newest // self._memory_interval:
-                self._copy(step, dict(notes or {}))
+            self._prepare()
+            if self._copies is not None:
+                self._copies.copy_if_due(step, last_step, dict(notes or {}))
 
     def try_to_save(self, step: int, notes: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint now, as ``save`` does; if it can't be written, warn instead of raising CheckpointError.
@@ -243,6 +240,9 @@ class JobCheckpoint:
         self._last_step = step
         if storage.rank == 0:
             note_progress(step)
+        # What ranks before these have left in memory is older now.
+        if self._copies is not None:
+            self._copies.free()
 
     def peek(self) -> dict[str, Any] | None:
         """Return the notes of the checkpoint that ``restore`` will restore; None if there is none.
@@ -251,16 +251,19 @@ class JobCheckpoint:
             CheckpointError: there are checkpoints, but none can be used.
         """
         world, storage = self._prepare()
-        self._copies_to_disk(world, storage)
+        self._source = Place(self._directory, storage)
+        if self._copies is not None:
+            self._source = self._copies.to_files()
         if storage.is_keeper:
             selection.warn_of_remains(folder.tidy(self._directory, but=storage.token))
             self._named = folder.readable_latest(self._directory)
-        self._chosen = selection.newest_whole(world, storage, self._directory)
+        directory, readers = self._source
+        self._chosen = selection.newest_whole(world, readers, directory)
         if self._chosen is None:
             return None
         own_prefix = None
         if self._chosen.is_complete:
-            own_folder = self._directory / folder.name_of(self._chosen.step)
+            own_folder = directory / folder.name_of(self._chosen.step)
             own_prefix = own_folder / folder.own_prefix(storage.rank)
         self._own_state.expect(own_prefix, self._chosen.callbacks)
         return self._chosen.notes
@@ -290,19 +293,19 @@ class JobCheckpoint:
             self.peek()
         chosen = self._chosen
         self._chosen = None
-        world, storage = self._prepare()
-        self._copied_step = 0
-        if chosen is None:
+        world, _ = self._prepare()
+        if chosen is None or self._source is None:
             self._last_step = 0
             return 0
-        own_folder = self._directory / folder.name_of(chosen.step)
-        received_folder = self._directory / folder.partial_name(chosen.step, storage.token)
+        directory, storage = self._source
+        own_folder = directory / folder.name_of(chosen.step)
+        received_folder = directory / folder.partial_name(chosen.step, storage.token)
+        # All folders in memory have the same files.
+        is_sent = not chosen.is_complete and directory == self._directory
         # Without an own part to read, a directory needs the holder's copy of the shared part.
-        takes = not chosen.is_complete and (
-            storage.keepers[chosen.holder] != storage.keepers[storage.rank]
-        )
+        takes = is_sent and storage.keepers[chosen.holder] != storage.keepers[storage.rank]
         lost = list(chosen.not_kept)
-        problem = f"the checkpoint of step {chosen.step} in {self._directory} can't be read:"
+        problem = f"the checkpoint of step {chosen.step} in {directory} can't be read:"
         source = received_folder if takes else own_folder
 
         def read() -> None:
@@ -316,7 +319,7 @@ class JobCheckpoint:
 
         try:
             has_directories = len(set(storage.keepers)) > 1
-            if not chosen.is_complete and world is not None and has_directories:
+            if is_sent and world is not None and has_directories:
                 receives = takes and storage.is_keeper
                 selection.send_files(world, source, chosen.shared, chosen.holder, receives)
                 # The files have to be there before any rank of that host reads them.
@@ -328,6 +331,7 @@ class JobCheckpoint:
             if storage.is_keeper:
                 # What has been sent here was for this rank's restore only.
                 shutil.rmtree(received_folder, ignore_errors=True)
+                self._remove_from_memory(directory)
         self._last_step = chosen.step
         self.notes = chosen.notes
         self.not_kept = tuple(lost)
@@ -340,60 +344,16 @@ class JobCheckpoint:
             )
         return chosen.step
 
-    # Copies in memory
+    def _remove_from_memory(self, directory: Path) -> None:
+        # If tf-keras reads some variables later, npurun removes the files before it ends.
+        if directory != self._directory and not self._shared.is_waiting:
+            shutil.rmtree(directory, ignore_errors=True)
 
     def _reserve(self) -> None:
-        """Check, before the first step, that the host has memory for the copies of all variables.
-
-        Raises:
-            CheckpointError: it has less; on all ranks.
-        """
+        """Check, before the first step, that the host has memory for the copies of all variables."""
         self._prepare()
-        if self._copier is None or self._has_reserved:
-            return
-        self._has_reserved = True
-        variables = list(self._shared.variables().values())
-        size = bytes_of_rank(variables, is_first=bool(self._copier.readable))
-        self._copier.require_memory(size, self._memory_interval or 0)
-
-    def _copy(self, step: int, notes: dict[str, Any]) -> None:
-        """Begin a copy of this step in memory, unless a rank is still busy with the one before."""
-        world, storage = self._prepare()
-        if self._copier is None:
-            return
-        reports = gather(world, (step, self._copier.is_busy))
-        is_one_step = len({rank_step for rank_step, _ in reports}) == 1
-        # Between two updates, what one process has would take a reduction: the copy comes after the next update.
-        if not is_one_step or any(is_busy for _, is_busy in reports) or self._shared.parts():
-            return
-        self._own_state.collect()
-        checkpoint = self._shared.checkpoint()
-        variables = variables_of(checkpoint)
-        paths = {id(variable): path for path, variable in variables.items()}
-        header = {"step": step, "directory": str(self._directory), "keep": self._keep}
-        header["rank"] = storage.rank
-        # After a restart, the same step may have other bits, and isn't part of the same copy.
-        header["attempt"] = environment.NPU_DEVICE_RESTART_COUNT.get()
-        header["manifest"] = self._manifest(storage, notes, list(variables))
-        files = self._own_state.files(folder.own_prefix(storage.rank))
-        self._copier.copy(header, tensors_of(checkpoint, paths), files)
-        self._own_state.has_saved()
-        self._copied_step = step
-
-    def _copies_to_disk(self, world: World | None, storage: Storage) -> None:
-        """Let the ranks write the newest copy of an attempt that has failed as a checkpoint."""
-        copier = self._copier
-        if copier is None:
-            return
-        try:
-            step = to_disk(world, storage, copier.readable, self._directory)
-        except CheckpointError as error:
-            if storage.rank == 0:
-                _log.warning("%s\nThe job resumes from the disk.", error)
-            return
-        # By this, npurun knows how far the job is.
-        if step is not None and storage.rank == 0:
-            note_progress(step)
+        if self._copies is not None:
+            self._copies.reserve()
 
     # Parts of saving
 
@@ -406,8 +366,10 @@ class JobCheckpoint:
         if self._storage is None:
             self._world = current_world()
             self._storage = selection.find_storage(self._world, self._directory)
-            if self._memory_interval is not None:
-                self._copier = copier_of(self._world, self._storage)
+            if self._memory_interval is not None or self._preemption is not None:
+                disk = Place(self._directory, self._storage)
+                copied = Copied(self._shared, self._own_state, self._keep, self._manifest)
+                self._copies = copies_of(self._world, disk, copied, self._memory_interval)
             self._named = folder.readable_latest(self._directory)
             names = self._warned
             self._warned = []
@@ -494,11 +456,8 @@ class JobCheckpoint:
         files: Any,
         notes: Any,
     ) -> None:
-        manifest = self._manifest(storage, notes, list(self._shared.variables()))
+        manifest = self._manifest(notes, list(self._shared.variables()))
         manifest["files"] = files
-        # The files have the places of the iterators, and nothing is trained after this.
-        if self._is_stopping:
-            manifest["samples"] = gather(world, self._own_state.next_samples())
         problem = f"the checkpoint of step {step} could not be completed in {self._directory}:"
 
         def finish() -> None:
@@ -520,8 +479,14 @@ class JobCheckpoint:
         for stage in (finish, name_latest):
             on_all_ranks(world, stage if storage.is_keeper else lambda: None, problem)
 
-    def _manifest(self, storage: Storage, notes: Any, paths: list[str]) -> dict[str, Any]:
+    def _manifest(self, notes: Any, paths: list[str]) -> dict[str, Any]:
+        world, storage = self._prepare()
+        samples = []
+        # Another number of ranks finds the places of iterators by what these would read next.
+        if self._is_stopping:
+            samples = gather(world, self._own_state.next_samples())
         return {
+            "samples": samples,
             "world_size": len(storage.keepers),
             "versions": {"npu_device": __version__, "tensorflow": tf.__version__},
             "notes": notes,

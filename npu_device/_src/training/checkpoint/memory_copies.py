@@ -7,6 +7,8 @@ its old one is in use. So the training only waits until all tensors are listed. 
 
 Of what all ranks share, only the first rank of a host has a copy. The others compare checksums with it, and copy what
 differs. Slots of a divided optimizer are copied by their owner. npurun sends each copy to another host.
+
+The last copy of ranks that end for a node that comes or goes has all slots on rank 0: the next ranks may be others.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import threading
 import time
 import zlib
 from collections.abc import Sequence
+from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,9 +41,10 @@ from npu_device._src.training.checkpoint.memory_slots import (
     Record,
     Slot,
     close_slots,
+    folder_in_memory,
     open_slots,
 )
-from npu_device._src.training.checkpoint.selection import Storage, gather, on_all_ranks
+from npu_device._src.training.checkpoint.selection import Place, Storage, gather, on_all_ranks
 from npu_device._src.wording import amount
 from npu_device._src.world.world import World
 
@@ -73,6 +78,8 @@ class Copier:
 
     Attributes:
         readable: the slots of the host on its first rank, none on the others.
+        place: where the ranks of each host can put files that they read only once.
+        ranks_of_node_0: the ranks on the host of rank 0.
     """
 
     def __init__(
@@ -81,21 +88,30 @@ class Copier:
         storage: Storage,
         slots: Sequence[Slot],
         received: Sequence[Slot],
+        folder: Path,
     ) -> None:
         self._world = world
         self._slots = [*slots, *received]
+        ranks = range(len(storage.keepers))
         ranks_per_host = len(slots) // SLOTS
-        self._hosts = len(storage.keepers) // ranks_per_host
+        self._hosts = len(ranks) // ranks_per_host
         self._host, local_rank = divmod(storage.rank, ranks_per_host)
         self._is_main = storage.rank == 0
         self._is_first = local_rank == 0
         self.readable: Sequence[Slot] = ()
         if self._is_first:
             self.readable = self._slots
+        firsts = tuple(rank - rank % ranks_per_host for rank in ranks)
+        self.place = Place(folder, storage._replace(keepers=firsts))
+        self.ranks_of_node_0 = ranks[:ranks_per_host]
         self._is_told = False  # a copy of this rank has failed
+        self._is_whole = False  # the last copy is
         self._written = slots[SLOTS * local_rank : SLOTS * (local_rank + 1)]
         self._of_first = slots[:SLOTS]
-        self._next = 0
+        whole = [slot for slot in self._written if slot.look()]
+        newest = max(whole, key=attrgetter("key"), default=None)
+        # The newest copy stays until there is another whole one.
+        self._next = int(newest is self._written[0])
         self._thread: threading.Thread | None = None
 
     @property
@@ -115,6 +131,25 @@ class Copier:
         # A thread that is stuck may still write.
         if not self._is_copying:
             close_slots(self._slots)
+
+    def wait(self) -> bool:
+        """Wait until the last copy is made, and is sent to another host; return whether it is whole."""
+        deadline = time.monotonic() + COPY_END_SECONDS
+        # It may still be on its way when this rank ends: npurun sends it.
+        while self.is_busy and time.monotonic() < deadline:
+            time.sleep(COPY_POLL_SECONDS)
+        return self._is_whole and not self._is_copying
+
+    def free(self) -> None:
+        """Give the memory of all copies back."""
+        received = self.readable[SLOTS * len(self.ranks_of_node_0) :]
+        for slot in (*self._written, *received):
+            slot.free()
+
+    def has_room(self, size: int) -> bool:
+        """Return whether the host has memory for a copy of some bytes, and for the files that are made of it."""
+        free = free_memory()
+        return not self._is_first or free is None or 2 * size <= free
 
     def require_memory(self, size: int, interval: int) -> None:
         """Raise CheckpointError on all ranks if two copies don't fit, and one buffer more while a copy is made.
@@ -156,6 +191,7 @@ class Copier:
         self, header: dict[str, Any], tensors: Sequence[SharedTensor], files: dict[str, bytes]
     ) -> None:
         """Begin a copy; the one before has to be over."""
+        self._is_whole = False
         self._thread = threading.Thread(
             target=self._copy, args=(header, tensors, files), name="npu_device-copy"
         )
@@ -183,6 +219,7 @@ class Copier:
                 contents.append(content)
             slot.write({**header, "records": records}, contents)
             self._next += 1
+            self._is_whole = True
         except Exception as error:
             # The end of the job has an error of its own.
             if not self._is_told and not isinstance(error, PeerError):
@@ -227,13 +264,19 @@ class Copier:
         raise TimeoutError("the first rank of the host has no copy")
 
 
-def copier_of(world: World | None, storage: Storage) -> Copier | None:
-    """Return what copies the part of this rank; None, with one warning, if npurun holds no memory for all ranks."""
+def copier_of(world: World | None, storage: Storage, is_demanded: bool) -> Copier | None:
+    """Return what copies the part of this rank; None if npurun holds no memory for all ranks.
+
+    If copies are demanded, a warning tells it. Else they are made in a job of several nodes, when one comes or goes.
+    """
     size = len(storage.keepers)
     slots: list[Slot] = []
     received: list[Slot] = []
     problem = None
     address = environment.NPU_DEVICE_MEMORY_COPIES.get()
+    # The address of a job of one node ends without slots of another one.
+    if not is_demanded and (address is None or address.endswith(":")):
+        return None
     if address is None:
         problem = "npurun has not started this process, or lets no host restart"
     else:
@@ -248,20 +291,29 @@ def copier_of(world: World | None, storage: Storage) -> Copier | None:
         problem = f"npurun has started {started} ranks here, and the job has {size}"
     problems = [text for text in gather(world, problem) if text is not None]
     if not problems:
-        return Copier(world, storage, slots, received)
-    if storage.rank == 0:
+        return Copier(world, storage, slots, received, folder_in_memory(address or ""))
+    if is_demanded and storage.rank == 0:
         _log.warning(_NO_LAUNCHER, problems[0])
     return None
 
 
-def tensors_of(checkpoint: Any, paths: dict[int, str]) -> list[SharedTensor]:
-    """Return what this rank has of a ``tf.train.Checkpoint``, given the paths of variables by their ids."""
+def tensors_of(
+    checkpoint: Any, paths: dict[int, str], last_of: int | None = None
+) -> list[SharedTensor]:
+    """Return what this rank has of a ``tf.train.Checkpoint``, given the paths of variables by their ids.
+
+    In the last copy of a rank, divided slots are shared tensors of rank 0, and those of no other rank.
+    """
     tensors = []
-    for saved in compat.tensors_of_checkpoint(checkpoint):
+    for saved in compat.tensors_of_checkpoint(checkpoint, is_whole=last_of == 0):
         path = paths.get(id(saved.owner))
         # Until the first step of a divided optimizer, all ranks have its slots.
-        is_alone = compat.is_share(saved.owner) and getattr(saved.owner, compat.SHARE).is_apart
-        tensors.append(SharedTensor(saved.key, saved.part, saved.tensor, path, is_alone))
+        is_alone = compat.is_apart(saved.owner)
+        tensor = SharedTensor(saved.key, saved.part, saved.tensor, path, is_alone)
+        if last_of is None or not is_alone:
+            tensors.append(tensor)
+        elif last_of == 0:
+            tensors.append(tensor._replace(is_alone=False))
     return tensors
 
 
@@ -280,13 +332,19 @@ def _bytes_of(tensor: tf.Tensor) -> memoryview:
 
 def bytes_of_rank(variables: Sequence[Any], is_first: bool) -> int:
     """Return how many bytes a rank copies of the shared variables, before any of them differ."""
-    size = 0
+    copied = []
     for variable in variables:
-        is_apart = compat.is_share(variable) and getattr(variable, compat.SHARE).is_apart
         # The owner alone has memory for a slot of a divided optimizer.
         is_copied = is_first
-        if is_apart:
+        if compat.is_apart(variable):
             is_copied = compat.has_memory(variable)
         if is_copied:
-            size += int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size
-    return size
+            copied.append(variable)
+    return bytes_of_all(copied)
+
+
+def bytes_of_all(variables: Sequence[Any]) -> int:
+    """Return the size of variables."""
+    return sum(
+        int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size for variable in variables
+    )

@@ -55,8 +55,8 @@ class Memory:
         received: the same for each rank of the host that sends its copies here.
     """
 
-    def __init__(self, ranks: int, has_neighbour: bool = False) -> None:
-        self._name = f"npu-copies-{secrets.token_hex(8)}"
+    def __init__(self, ranks: int, has_neighbour: bool = False, name: str = "") -> None:
+        self._name = name or f"npu-copies-{secrets.token_hex(8)}"
         number = SLOTS * ranks
         self.slots = [self._new() for _ in range(number)]
         self.received = [self._new() for _ in range(number * has_neighbour)]
@@ -95,6 +95,14 @@ class Memory:
     def close(self) -> None:
         """Free the memory when no rank uses it any more."""
         close_slots([*self.slots, *self.received])
+
+
+def folder_in_memory(address: str) -> Path:
+    """Return where the ranks of a host put files that they read only once, given the address of the memory or its name.
+
+    It may be smaller than the memory, as in containers, and is removed with npurun.
+    """
+    return Path("/dev/shm", address.partition(":")[0])
 
 
 def open_slots(address: str) -> tuple[list[Slot], list[Slot]]:
@@ -148,6 +156,10 @@ class Slot:
 
     def note_sent(self) -> None:
         os.pwrite(self.descriptor, b"\1", _START.size - 1)
+
+    def free(self) -> None:
+        """Drop the copy, and give its memory back."""
+        os.ftruncate(self.descriptor, 0)
 
     def clear(self) -> None:
         """Drop the copy, whose memory stays."""

@@ -22,9 +22,9 @@ Checksums = Mapping[str, int]
 _COUNTED = 4096  # elements of a sample that count, at equal distances, if it has more
 
 
-def take(iterators: Mapping[str, Any]) -> dict[str, int]:
-    """Take a batch of each iterator, when it is no longer needed; return the checksums."""
-    return {name: checksum_of(next(iterator, ())) for name, iterator in iterators.items()}
+def look_ahead(iterators: Mapping[str, Any]) -> dict[str, int]:
+    """Return the checksums of the next batches, which the iterators will give again."""
+    return {name: _look_ahead(iterator) for name, iterator in iterators.items()}
 
 
 def move_on(

@@ -39,6 +39,7 @@ class SharedState:
 
     def __init__(self, trackables: Mapping[str, Any]) -> None:
         self._trackables = dict(trackables)
+        self.is_waiting = False  # tf-keras reads some variables when they are made
 
     def checkpoint(self) -> Any:
         """Return a ``tf.train.Checkpoint`` of all variables that exist now."""
@@ -100,7 +101,7 @@ class SharedState:
                     compat.build_optimizer(component, models[0].trainable_variables)
         checkpoint = self.checkpoint()
         absent = sorted(set(paths) - set(variables_of(checkpoint)))
-        # tf-keras reads variables that don't exist yet when they are made.
+        self.is_waiting = bool(absent)
         if absent and any(map(_of_keras_3, components)):
             raise CheckpointError(
                 f"{len(absent)} variable(s) of the checkpoint don't exist in this script, for instance {absent[0]}.\n"
@@ -211,8 +212,8 @@ class RankState:
                 self._trackables[name] = trackable(component, name)
 
     def next_samples(self) -> dict[str, int]:
-        """Take the next batches of iterators, when nothing is trained any more; return their checksums by name."""
-        return next_samples.take(self._iterators())
+        """Return the checksums of the next batches of iterators by name."""
+        return next_samples.look_ahead(self._iterators())
 
     def begin_anew(
         self, world: World | None, step: int, samples: Sequence[dict[str, int]]

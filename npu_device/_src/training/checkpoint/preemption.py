@@ -100,6 +100,16 @@ class Preemption:
         """Return whether a rank has asked at which step all can stop, and hasn't told yet."""
         return self._holds_at is not None and self._steps >= self._holds_at
 
+    @property
+    def takes_nodes(self) -> bool:
+        """Return whether npurun starts the job again when a node comes or goes: it tells rank 0 only."""
+        return self._requests is not None
+
+    @property
+    def is_signalled(self) -> bool:
+        """Return whether this rank itself was sent the signal, so that its node goes."""
+        return self._deadline is not None
+
     def has_saved(self) -> None:
         """Record that the last checkpoint is complete: from now on, the process can only end as resumable."""
         self._code = RESUMABLE

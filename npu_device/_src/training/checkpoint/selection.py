@@ -162,6 +162,13 @@ class Storage(NamedTuple):
         return self.keepers[self.rank] == self.rank
 
 
+class Place(NamedTuple):
+    """A directory of checkpoints, and who shares it."""
+
+    directory: Path
+    storage: Storage
+
+
 def gather(world: World | None, value: Any) -> list[Any]:
     if world is None:
         return [value]

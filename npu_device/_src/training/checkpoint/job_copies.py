@@ -1,0 +1,173 @@
+"""The copies in memory of a ``JobCheckpoint``: when they are made, and how the next attempt reads them.
+
+One is made every ``memory_every`` steps, and one when the ranks end for a node that comes or goes: those that go on, of
+another number, take the state from it. Without room in memory, that state is a checkpoint on the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Callable, NamedTuple
+
+from npu_device._src import environment
+from npu_device._src.training.checkpoint import folder
+from npu_device._src.training.checkpoint.copies_to_disk import to_files
+from npu_device._src.training.checkpoint.folder import CheckpointError
+from npu_device._src.training.checkpoint.memory_copies import (
+    Copier,
+    bytes_of_all,
+    bytes_of_rank,
+    copier_of,
+    tensors_of,
+)
+from npu_device._src.training.checkpoint.parts import RankState, SharedState, variables_of
+from npu_device._src.training.checkpoint.preemption import Preemption
+from npu_device._src.training.checkpoint.progress import note_progress
+from npu_device._src.training.checkpoint.selection import Place, gather
+from npu_device._src.world.world import World
+
+_log = logging.getLogger("npu_device")
+_ON_DISK = "the state of step %d is written to the disk, and not kept in memory for the ranks that go on: %s"
+_NO_ROOM = "it needs more memory than a host or container has"
+_NO_COPY = "a copy isn't ready or has failed, or gradients have been added up since the last update"
+
+
+class Copied(NamedTuple):
+    """What a ``JobCheckpoint`` lets be copied."""
+
+    shared: SharedState
+    own_state: RankState
+    keep: int
+    # Given notes and the paths of variables, returns the manifest of a checkpoint.
+    manifest: Callable[[Any, list[str]], dict[str, Any]]
+
+
+class JobCopies:
+    """The copies of one job.
+
+    Attributes:
+        newest_step: the step of the newest copy of these ranks; 0 before it.
+    """
+
+    def __init__(
+        self, world: World | None, disk: Place, copier: Copier, copied: Copied, interval: int | None
+    ) -> None:
+        self.newest_step = 0
+        self._world = world
+        self._disk = disk
+        self._copier = copier
+        self._copied = copied
+        self._interval = interval  # steps between copies; None for one at the end only
+        self._has_reserved = False
+
+    @property
+    def is_busy(self) -> bool:
+        return self._copier.is_busy
+
+    def close(self) -> None:
+        self._copier.close()
+
+    def reserve(self) -> None:
+        """Check, before the first step, that the host has memory for the copies of all variables.
+
+        Raises:
+            CheckpointError: it has less; on all ranks.
+        """
+        if self._interval is None or self._has_reserved:
+            return
+        self._has_reserved = True
+        variables = list(self._copied.shared.variables().values())
+        size = bytes_of_rank(variables, is_first=bool(self._copier.readable))
+        self._copier.require_memory(size, self._interval)
+
+    def free(self) -> None:
+        """Free the memory of what ranks before these have left, as a checkpoint on the disk is newer."""
+        if self._interval is None:
+            self._copier.free()
+
+    def copy_if_due(self, step: int, saved_step: int, notes: dict[str, Any]) -> None:
+        """Copy a step if the newest copy or checkpoint is an interval older."""
+        newest = max(saved_step, self.newest_step)
+        if self._interval is not None and step // self._interval > newest // self._interval:
+            self._copy(step, notes)
+
+    def leave(self, step: int, notes: dict[str, Any], preemption: Preemption) -> bool:
+        """Copy the last step for ranks that go on with other nodes; return False if it has to be saved on the disk."""
+        copier = self._copier
+        has_room = copier.has_room(bytes_of_all(list(self._copied.shared.variables().values())))
+        answers = gather(self._world, (preemption.takes_nodes, preemption.is_signalled, has_room))
+        is_left = any(answers[rank][1] for rank in copier.ranks_of_node_0)
+        # Without node 0, nobody goes on until it is back.
+        if is_left or not any(takes_nodes for takes_nodes, _, _ in answers):
+            return False
+        copier.wait()
+        problem: str | None = _NO_ROOM
+        if all(rank_has_room for _, _, rank_has_room in answers):
+            problem = _NO_COPY
+            if self._copy(step, notes, is_last=True) and copier.wait():
+                problem = None
+        problems = [text for text in gather(self._world, problem) if text is not None]
+        if problems and self._disk.storage.rank == 0:
+            _log.warning(_ON_DISK, step, problems[0])
+        return not problems
+
+    def _copy(self, step: int, notes: dict[str, Any], is_last: bool = False) -> bool:
+        """Begin a copy of this step; return False if a rank is still busy with the one before."""
+        reports = gather(self._world, (step, self._copier.is_busy))
+        is_one_step = len({rank_step for rank_step, _ in reports}) == 1
+        is_busy = any(rank_is_busy for _, rank_is_busy in reports)
+        # Between two updates, what one process has would take a reduction: the copy comes after the next update.
+        if not is_one_step or is_busy or self._copied.shared.parts():
+            return False
+        own_state = self._copied.own_state
+        own_state.collect()
+        checkpoint = self._copied.shared.checkpoint()
+        variables = variables_of(checkpoint)
+        paths = {id(variable): path for path, variable in variables.items()}
+        directory, storage = self._disk
+        header = {
+            "step": step,
+            "directory": str(directory),
+            "keep": self._copied.keep,
+            "rank": storage.rank,
+            "is_last": is_last,
+            # After a restart, the same step may have other bits, and isn't part of the same copy.
+            "attempt": environment.NPU_DEVICE_RESTART_COUNT.get(),
+            "manifest": self._copied.manifest(notes, list(variables)),
+        }
+        last_of = None
+        if is_last:
+            last_of = storage.rank
+        files = own_state.files(folder.own_prefix(storage.rank))
+        self._copier.copy(header, tensors_of(checkpoint, paths, last_of), files)
+        own_state.has_saved()
+        self.newest_step = step
+        return True
+
+    def to_files(self) -> Place:
+        """Let the ranks write the newest copy of an ended attempt as a checkpoint; return where one is read."""
+        disk = self._disk
+        self.newest_step = 0
+        written = None
+        try:
+            written = to_files(self._world, disk, self._copier.readable, self._copier.place)
+        except CheckpointError as error:
+            if disk.storage.rank == 0:
+                _log.warning("%s\nThe job resumes from the disk.", error)
+        if written is None:
+            return disk
+        step, source = written
+        # By this, npurun knows how far the job is.
+        if disk.storage.rank == 0:
+            note_progress(step)
+        return source
+
+
+def copies_of(
+    world: World | None, disk: Place, copied: Copied, interval: int | None
+) -> JobCopies | None:
+    """Return the copies of a job; None if npurun holds no memory for them, with a warning if there is an interval."""
+    copier = copier_of(world, disk.storage, is_demanded=interval is not None)
+    if copier is None:
+        return None
+    return JobCopies(world, disk, copier, copied, interval)
