@@ -150,6 +150,7 @@ def test_two_nodes_on_one_machine_from_one_command() -> None:
     )
     assert "a firewall can" in ports
     assert "\ntraining would work; node 0 prints the report\n" in f"\n{report}"
+    assert done.stderr.count(b"about half a minute") == 1
 
 
 @pytest.mark.slow

@@ -77,15 +77,6 @@ def test_ranks_know_their_place_by_horovods_variables(tmp_path: Path, ssh: str) 
     assert lines == ["[0] 0 4 0 2 0 2", "[1] 1 4 1 2 0 2", "[2] 2 4 0 2 1 2", "[3] 3 4 1 2 1 2"]
 
 
-@pytest.mark.full
-def test_a_check_of_hosts_tells_once_how_long_it_takes(ssh: str) -> None:
-    hosts = ("--hosts", "one:1,two:1", "--master-addr", "127.0.0.1")
-    done = npurun("check", *hosts, *port(), limit=100.0, NPU_DEVICE_SSH=ssh)
-    assert done.returncode == 0, done.stderr.decode()
-    assert done.stderr.count(b"about half a minute") == 1
-    assert b"node 0 prints the report" not in done.stdout
-
-
 def test_a_hostfile_and_the_secret_of_the_user(tmp_path: Path, ssh: str) -> None:
     (tmp_path / "hosts").write_text("one slots=1  # the first\n\nlocalhost:1\n")
     (tmp_path / "secret").write_text("ours")

@@ -142,17 +142,16 @@ def test_short_epochs_are_timed_whole_but_for_the_first_ones(legacy: str, tmp_pa
 START = TimedProcess("", 10)
 
 
-def rounds_of(
+def runs_of(
     ratios: list[float], rows: tuple[int | None, int | None] = (80, 40), lost_cores: float = 0.0
-) -> list[dict[Setup, Run]]:
-    """Return rounds after a traced one; one process takes a second for 10 steps, two ranks take ``1 / ratio``."""
-    return [
-        {
-            Setup(1): Run([Times(10, 1.0, rows[0])], lost_cores, False, None),
-            Setup(2): Run([Times(10, 1 / ratio, rows[1])] * 2, lost_cores, True, None),
-        }
-        for ratio in (1.0, *ratios)
+) -> dict[Setup, list[Run]]:
+    """Return a traced run and others, in which one process took a second for 10 steps, and two ranks ``1 / ratio``."""
+    single = Run([Times(10, 1.0, rows[0])], lost_cores, False, None)
+    both = [
+        Run([Times(10, 1 / ratio, rows[1])] * 2, lost_cores, True, None) for ratio in (1.0, *ratios)
     ]
+    # The time has ended in a round.
+    return {Setup(1): [single] * (len(both) + 1), Setup(2): both}
 
 
 @pytest.mark.parametrize(
@@ -168,7 +167,7 @@ def rounds_of(
 def test_a_verdict_needs_five_rounds_whose_spread_is_on_one_side(
     ratios: list[float], verdict: str
 ) -> None:
-    line = outcome.outcome(START, rounds_of(ratios), {}).speedups[1]
+    line = outcome.outcome(START, runs_of(ratios), {}).speedups[1]
     assert line.verdict == verdict
     assert line.low <= line.ratio <= line.high
 
@@ -186,7 +185,7 @@ def test_a_verdict_needs_five_rounds_whose_spread_is_on_one_side(
 def test_what_other_programs_may_have_decided_is_undecided(
     ratio: float, lost_cores: float, verdict: str
 ) -> None:
-    found = outcome.outcome(START, rounds_of([ratio] * 5, lost_cores=lost_cores), {})
+    found = outcome.outcome(START, runs_of([ratio] * 5, lost_cores=lost_cores), {})
     assert found.speedups[1].verdict == verdict
     assert ("other programs took" in outcome.text(found, 10)) == (lost_cores == 0.5)
 
@@ -201,26 +200,30 @@ def test_what_other_programs_may_have_decided_is_undecided(
 def test_a_batch_per_rank_counts_for_each_rank(
     rows_of_rank: int, speedup: float, batch: str
 ) -> None:
-    found = outcome.outcome(START, rounds_of([1.5] * 5, (80, rows_of_rank)), {})
+    found = outcome.outcome(START, runs_of([1.5] * 5, (80, rows_of_rank)), {})
     assert found.batch.startswith(batch) and found.speedups[1].ratio == pytest.approx(speedup)
     assert f"npurun -n 2: {speedup:.2f} times as fast as one process" in outcome.text(found, 10)
 
 
 def test_batches_that_differ_are_a_problem() -> None:
-    found = outcome.outcome(START, rounds_of([1.5] * 5, (80, 130)), {})
+    found = outcome.outcome(START, runs_of([1.5] * 5, (80, 130)), {})
     assert "have 26 rows a step" in found.problem
 
 
 def test_ranks_that_do_not_train_together_are_a_problem() -> None:
-    rounds = rounds_of([1.5] * 5)
-    assert not outcome.outcome(START, rounds, {}).problem
-    traced = rounds[0][Setup(2)]
+    runs = runs_of([1.5] * 5)
+    assert not outcome.outcome(START, runs, {}).problem
+    traced, *others = runs[Setup(2)]
     slow, fast = Times(10, 1.0, 40), Times(13, 1.0, 40)
-    rounds[0][Setup(2)] = replace(traced, times=[slow, fast])
-    problem = outcome.outcome(START, rounds, {}).problem
+    apart = replace(traced, times=[slow, fast])
+    # A single run may have been disturbed.
+    runs[Setup(2)] = [apart, *others]
+    assert not outcome.outcome(START, runs, {}).problem
+    runs[Setup(2)] = [apart] * 6
+    problem = outcome.outcome(START, runs, {}).problem
     assert "the 2 ranks make different numbers of steps in the same time" in problem
-    rounds[0][Setup(2)] = replace(traced, is_job=False)
-    assert "doesn't open npu_device on 2 ranks" in outcome.outcome(START, rounds, {}).problem
+    runs[Setup(2)] = [replace(traced, is_job=False)]
+    assert "doesn't open npu_device on 2 ranks" in outcome.outcome(START, runs, {}).problem
 
 
 def traced_run(directory: Path, backend: str) -> Run:
@@ -280,9 +283,9 @@ SPLIT = ("NPU_DEVICE_SPLIT", "1.18")
 def test_remedies_are_for_parts_that_take_time(
     backend: str, remedies: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    rounds = rounds_of([1.5] * 5)
-    rounds[0][Setup(2)] = traced_run(tmp_path, backend)
-    found = outcome.outcome(START, rounds, {})
+    runs = runs_of([1.5] * 5)
+    runs[Setup(2)][0] = traced_run(tmp_path, backend)
+    found = outcome.outcome(START, runs, {})
     assert found.speedups[1].parts == pytest.approx(
         {"input": 10, "computing": 60, "update": 10, "communication": 20, "waiting": 0}
     )
@@ -292,25 +295,24 @@ def test_remedies_are_for_parts_that_take_time(
     assert shown == remedies
     # Each only where it isn't done yet.
     divided = TimedProcess("", 10, shard_optimizer=True, replicate=True)
-    choice, *others = outcome.outcome(divided, rounds, {}).advice
+    choice, *others = outcome.outcome(divided, runs, {}).advice
     assert choice.startswith("npurun -n 2 --shard-optimizer --replicate: 1.50 times")
     assert others == [line for line in advice if "--shard" not in line]
 
 
 def test_bound_ranks_are_proposed_where_they_are_the_fastest() -> None:
-    rounds = rounds_of([1.3] * 5)
-    for runs in rounds:
-        runs[Setup(2, "auto")] = Run([Times(10, 0.5, 40)] * 2, 0.0, True, None)
-    found = outcome.outcome(START, rounds, {})
+    runs = runs_of([1.3] * 5)
+    runs[Setup(2, "auto")] = [Run([Times(10, 0.5, 40)] * 2, 0.0, True, None)] * 6
+    found = outcome.outcome(START, runs, {})
     assert found.advice[0] == "npurun -n 2 --bind-to auto: 2.00 times as fast as one process"
-    found = outcome.outcome(START, rounds, {"2 bound": "no time"})
+    found = outcome.outcome(START, runs, {"2 bound": "no time"})
     assert found.advice[0] == "npurun -n 2: 1.30 times as fast as one process"
     assert "not measured on 2 bound ranks: no time" in outcome.text(found, 10)
 
 
 def test_with_horovod_the_batch_is_per_rank_where_no_model_is_called() -> None:
     start = TimedProcess("", 10, horovod=True)
-    found = outcome.outcome(start, rounds_of([0.8] * 5, (None, None)), {})
+    found = outcome.outcome(start, runs_of([0.8] * 5, (None, None)), {})
     assert "taken to be per rank" in found.batch and found.speedups[1].ratio == pytest.approx(1.6)
     assert found.advice == ["npurun -n 2 --horovod: 1.60 times as fast as one process"]
 

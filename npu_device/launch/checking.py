@@ -44,10 +44,10 @@ _SHORTER = {
 }
 
 
-def run(options: Options, has_console: bool = True) -> int:
+def run(options: Options, announces: bool = True) -> int:
     """Check this node, together with the others; return 0 if training would work.
 
-    With ``has_console=False``, the user also sees what node 0 prints.
+    With ``announces=False``, node 0 has told the user already how long it takes.
     """
     console = Console()
     for name, seconds in _SHORTER.items():
@@ -59,7 +59,7 @@ def run(options: Options, has_console: bool = True) -> int:
         command = (sys.executable, "-u", "-m", "npu_device.launch.checking", str(file))
         ranks = counted(options.nnodes * options.nproc_per_node, "rank")
         nodes = counted(options.nnodes, "node")
-        if has_console:
+        if announces:
             console.say(f"checking {ranks} on {nodes}: about half a minute")
         code = launcher.run(replace(options, command=command))
         if code != 0 or not file.exists():
@@ -68,8 +68,7 @@ def run(options: Options, has_console: bool = True) -> int:
             )
             return code or FAILED
         outcome = json.loads(file.read_text(encoding="utf-8"))
-    if outcome["report"] or has_console:
-        print(outcome["report"] or f"{outcome['verdict']}; node 0 prints the report")
+    print(outcome["report"] or f"{outcome['verdict']}; node 0 prints the report")
     if not outcome["works"]:
         return FAILED
     return 0

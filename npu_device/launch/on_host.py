@@ -56,7 +56,7 @@ def main() -> None:
 def _run(options: Options, starter: Starter) -> int:
     try:
         if options.check:
-            code = checking.run(options, has_console=options.node_rank == 0)
+            code = checking.run(options, announces=options.node_rank == 0)
         else:
             code = launcher.run(options, starter)
     except NodeLeavesError as end:

@@ -299,6 +299,11 @@ class Analysis:
     diagnosis: Diagnosis  # what the split does, and what to do
 
     @property
+    def size(self) -> int:
+        """Return the bytes of all gradients."""
+        return sum(gradient.bytes for gradient in self.traces[0].gradients)
+
+    @property
     def busiest(self) -> RankFigures:
         """Return the figures of the rank that has most to do."""
         return max(self.ranks, key=lambda rank: rank.busy)

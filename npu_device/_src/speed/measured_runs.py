@@ -62,7 +62,7 @@ class _SpeedProcess(ForkingProcess):
         self._words = words
         self._setups = [Setup(*setup) for setup in start.setups]
         self._left_out: dict[str, str] = {}  # by the label of a setup, with the reason
-        self._rounds: list[dict[Setup, outcome.Run]] = []
+        self._runs: dict[Setup, list[outcome.Run]] = {}
         self._processes: list[TimedProcess] = []  # of the latest run
         self._deadline = time.monotonic() + start.seconds
         self._seconds_of_run: dict[Setup, float] = {}
@@ -71,7 +71,6 @@ class _SpeedProcess(ForkingProcess):
         super().__init__(start, words[0])
 
     def runs(self) -> Iterator[Sequence[PlannedProcess]]:
-        self._rounds.append({})
         # One process is first: it tells how long a run takes.
         for setup in list(self._setups):
             if setup == Setup(1) or self._has_time_for([setup]):
@@ -95,7 +94,6 @@ class _SpeedProcess(ForkingProcess):
             )
             if not self._has_time_for(self._setups) or (number > least and is_decided):
                 return
-            self._rounds.append({})
             # A run may leave its number of ranks out.
             for setup in list(self._setups):
                 yield from self._run(setup, str(number))
@@ -233,7 +231,7 @@ class _SpeedProcess(ForkingProcess):
                     first, "made no steps of a Keras optimizer in all the time of --minutes"
                 )
             return
-        self._rounds[-1][first.setup] = run
+        self._runs.setdefault(first.setup, []).append(run)
         self._conclude()
         left = max(0.0, self._deadline - time.monotonic())
         self._say(
@@ -242,7 +240,7 @@ class _SpeedProcess(ForkingProcess):
 
     def _conclude(self) -> None:
         """Keep what the runs so far show, where npurun finds it whenever it ends this process."""
-        self._measured = outcome.outcome(self.plan, self._rounds, self._left_out)
+        self._measured = outcome.outcome(self.plan, self._runs, self._left_out)
         self._measured.save(Path(self.plan.directory))
 
     def _say(self, text: str) -> None:

@@ -35,9 +35,10 @@ _DOUBT = 0.08
 """The chance that the spread misses the true median, at most: with five rounds, the spread is all of them."""
 
 _OUT_OF_STEP = 1.2  # times as many steps a second as another rank
-_TOLERANCE = 0.25  # part of the rows of a batch, whose last batch may be shorter
+_TOLERANCE = 0.15  # part of the rows of a batch, whose last batch may be shorter
 _WORTH_IT = 1.05  # the gain from which something is recommended
 _DISTURBED = 0.1  # cores that other programs take, from which they may have decided
+_SMALL = 1 << 20  # bytes of gradients that aren't worth segments
 _TCP = 0.45  # part of the time of TensorFlow's ring, for 100 MiB at 10 Gbit/s (docs/benchmarks.md)
 _FILE = "outcome.pickle"
 
@@ -71,10 +72,15 @@ class Run:
     analysis: Analysis | None
 
     @property
+    def speeds(self) -> list[float]:
+        """Return the steps of each rank in a second."""
+        return [rank.steps / rank.seconds for rank in self.times]
+
+    @property
     def seconds(self) -> float:
         """Return the seconds of a step: those of the slowest rank."""
         # Ranks end their steps together, but may see that at different times.
-        return max(rank.seconds / rank.steps for rank in self.times)
+        return 1 / min(self.speeds)
 
     @property
     def rows(self) -> float | None:
@@ -84,9 +90,6 @@ class Run:
         if len(rows) < len(self.times):
             return None
         return sum(rows)
-
-
-Round = Mapping[Setup, Run]
 
 
 def run_of(processes: Sequence[TimedProcess], lost_cores: float) -> Run | None:
@@ -164,34 +167,34 @@ def load(directory: Path) -> Outcome:
     return kept_outcome
 
 
-def outcome(start: TimedProcess, rounds: Sequence[Round], left_out: Mapping[str, str]) -> Outcome:
-    """Return what the rounds show that are complete, after the first one; that has run with one process, at least."""
-    traced = {setup: run for setup, run in rounds[0].items() if setup.label not in left_out}
+def outcome(
+    start: TimedProcess, runs: Mapping[Setup, Sequence[Run]], left_out: Mapping[str, str]
+) -> Outcome:
+    """Return what runs show, of which each setup's first one is traced; there is one of one process, at least."""
+    measured = {setup: series for setup, series in runs.items() if setup.label not in left_out}
     # The time may have ended in the middle of a round.
-    timed = [runs for runs in rounds[1:] if traced.keys() <= runs.keys()]
-    rows = traced[Setup(1)].rows
-    batches = {setup: _batch(start, setup, rows, run.rows) for setup, run in traced.items()}
+    complete = min(map(len, measured.values()))
+    single = measured[Setup(1)][:complete]
+    rows = single[0].rows
     # What other programs took from the setup that lacked most.
     lost_cores = max(
-        statistics.median(runs[setup].lost_cores for runs in timed or [traced]) for setup in traced
+        statistics.median(run.lost_cores for run in series) for series in measured.values()
     )
-    speedups = []
-    if timed:
-        speedups = [
-            _speedup(setup, run, timed, batches[setup], rows, lost_cores)
-            for setup, run in traced.items()
-        ]
+    speedups: list[Speedup] = []
+    problem = ""
+    # All numbers of ranks have the same kind of batch, or there is a problem.
+    for setup, series in measured.items():
+        batch = _batch(start, setup, rows, series[0].rows)
+        problem = problem or _problem(setup, series, rows, batch)
+        if single[1:]:
+            speedups.append(_speedup(setup, series, single, batch, lost_cores))
     advice = []
     by_ratio = sorted(speedups[1:], key=lambda speedup: speedup.ratio, reverse=True)
     if by_ratio:
         best = by_ratio[0].setup
         advice += _choice(start, by_ratio)
         # Remedies are for the number of ranks that is the fastest so far.
-        advice += _what_would_help(start, best, traced[best].analysis, batches[best])
-    problems = [_problem(setup, run, rows, batches[setup]) for setup, run in traced.items()]
-    problem = next(filter(None, problems), "")
-    # All numbers of ranks have the same kind, or there is a problem.
-    *_, batch = batches.values()
+        advice += _what_would_help(start, best, measured[best][0].analysis, batch)
     return Outcome(speedups, left_out, batch, advice, lost_cores, problem)
 
 
@@ -209,8 +212,9 @@ def _batch(start: TimedProcess, setup: Setup, single: float | None, together: fl
     return _DIFFERENT
 
 
-def _problem(setup: Setup, run: Run, rows_of_one: float | None, batch: str) -> str:
-    """Return why a run can't be compared with one process; "" if it can."""
+def _problem(setup: Setup, runs: Sequence[Run], rows_of_one: float | None, batch: str) -> str:
+    """Return why runs, of which the first is traced, can't be compared with one process; "" if they can."""
+    run = runs[0]
     if batch == _DIFFERENT:
         return (
             f"the batches of {setup.ranks} ranks have {run.rows:.4g} rows a step, and those of one process "
@@ -222,48 +226,42 @@ def _problem(setup: Setup, run: Run, rows_of_one: float | None, batch: str) -> s
             f"the script doesn't open npu_device on {setup.ranks} ranks, so that each trains a model of its own.\n"
             "What to do: give --replicate or --horovod, or see what npurun port shows"
         )
-    speeds = [rank.steps / rank.seconds for rank in run.times]
-    if max(speeds) > _OUT_OF_STEP * min(speeds):
+    # Ranks begin to time at different moments, so that another program may make one run seem so.
+    if runs[1:] and all(max(run.speeds) > _OUT_OF_STEP * min(run.speeds) for run in runs):
         return (
-            f"the {setup.ranks} ranks make different numbers of steps in the same time, {min(speeds):.3g} to "
-            f"{max(speeds):.3g} a second: they don't train together. What to do: npurun verify shows why"
+            f"the {setup.ranks} ranks make different numbers of steps in the same time, {min(run.speeds):.3g} to "
+            f"{max(run.speeds):.3g} a second: they don't train together. What to do: npurun verify shows why"
         )
     return ""
 
 
 def _speedup(
-    setup: Setup,
-    traced: Run,
-    rounds: Sequence[Round],
-    batch: str,
-    rows: float | None,
-    lost_cores: float,
+    setup: Setup, runs: Sequence[Run], single: Sequence[Run], batch: str, lost_cores: float
 ) -> Speedup:
-    """Return a line of the table; ``rows`` are those of a step of one process."""
+    """Return a line of the table, from the runs of a setup and those of one process in the same rounds."""
     batches_per_step = 1
     # Divided by the samples of a step, of which there are more with a batch per rank.
     if batch in (_PER_RANK, _UNKNOWN_PER_RANK):
         batches_per_step = setup.ranks
-    ratios = sorted(
-        batches_per_step * runs[Setup(1)].seconds / runs[setup].seconds for runs in rounds
-    )
+    seconds = [(one.seconds, together.seconds) for one, together in zip(single, runs)][1:]
+    ratios = sorted(batches_per_step * one / together for one, together in seconds)
     low, high = spread(ratios)
-    rate = 1 / statistics.median(runs[setup].seconds for runs in rounds)
+    rate = 1 / statistics.median(together for _, together in seconds)
     samples = None
-    if rows is not None:
-        samples = batches_per_step * rows * rate
+    if single[0].rows is not None:
+        samples = batches_per_step * single[0].rows * rate
     return Speedup(
         ranks=setup.ranks,
         binding=setup.binding,
-        rounds=len(rounds),
+        rounds=len(ratios),
         steps_per_second=rate,
         samples_per_second=samples,
         ratio=statistics.median(ratios),
         low=low,
         high=high,
-        verdict=_verdict(low, high, len(rounds), lost_cores),
-        memory=sum(rank.memory for rank in traced.times),
-        parts=_parts(traced.analysis),
+        verdict=_verdict(low, high, len(ratios), lost_cores),
+        memory=sum(rank.memory for rank in runs[0].times),
+        parts=_parts(runs[0].analysis),
     )
 
 
@@ -352,7 +350,8 @@ def _what_would_help(
         savings["--shard-optimizer, with Keras 3 (docs/faster.md)"] = saved_by_dividing(
             analysis.traces, busiest
         )
-    if len(trace.segments) == 1 < len(trace.gradients):
+    # A few bytes take as long as one.
+    if analysis.size > _SMALL and len(trace.segments) == 1 < len(trace.gradients):
         # Reductions of segments hide in the backward pass, but the last one can't.
         savings["NPU_DEVICE_SPLIT=25%,25%,25%,25%, four segments (docs/faster.md)"] = min(
             0.75 * busiest.exposed, busiest.alone

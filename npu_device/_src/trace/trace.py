@@ -56,11 +56,9 @@ class Tracer:
         if cluster.rank == 0:
             _remove_surplus_traces(settings.output, cluster.world_size)
         self._schemas: list[PointSchema] = []
-        # Made eagerly, so that the queue outlives the graph that is being built.
-        with compat.eager_mode():
-            self._queue = tf.queue.FIFOQueue(_WAITING, [tf.int32, tf.float64])
+        self._queue: tf.queue.FIFOQueue | None = None
         self._thread = threading.Thread(target=self._take, name="npu_device-trace", daemon=True)
-        self._thread.start()
+        self._lock = threading.Lock()  # functions may be traced in several threads
 
     def hand_over(self, schema: PointSchema, points: Sequence[Any]) -> tf.Operation | None:
         """Record an iteration: now, or whenever the graph runs. In a session, return the operation for it."""
@@ -72,24 +70,37 @@ class Tracer:
         # There is nothing to fetch outside of a session.
         if fetched is None:
             # A queue takes tensors only, so that the number stands for the schema.
-            self._schemas.append(schema)
-            components = [tf.constant(len(self._schemas) - 1), times]
+            with self._lock:
+                number = len(self._schemas)
+                self._schemas.append(schema)
+                queue = self._queue or self._start_queue()
+            components = [tf.constant(number), times]
             compat.run_independently(
-                tf.raw_ops.QueueEnqueueV2(handle=self._queue.queue_ref, components=components)
+                tf.raw_ops.QueueEnqueueV2(handle=queue.queue_ref, components=components)
             )
         return fetched
 
+    def _start_queue(self) -> tf.queue.FIFOQueue:
+        """Start to take points from a queue, which is made as late as this: TensorFlow takes no settings after it."""
+        # Made eagerly, so that the queue outlives the graph that is being built.
+        with compat.eager_mode():
+            self._queue = tf.queue.FIFOQueue(_WAITING, [tf.int32, tf.float64])
+        self._thread.start()
+        return self._queue
+
     def close(self) -> None:
         """Record what has been handed over, and end. Functions that TensorFlow has traced meanwhile fail later."""
-        with compat.eager_mode():
-            self._queue.close()
-        self._thread.join()
+        if self._queue is not None:
+            with compat.eager_mode():
+                self._queue.close()
+            self._thread.join()
         self._file.close()
 
     def _take(self) -> None:
         with compat.eager_mode():
             while True:
                 try:
+                    assert self._queue is not None
                     number, points = self._queue.dequeue()
                 except tf.errors.OpError:
                     # The queue has been closed.
