@@ -445,6 +445,9 @@ def test_a_slot_takes_what_is_complete_only() -> None:
         assert [read(span) for span in slot.spans()] == [None]
         slot.clear()
         assert not slot.look() and slot.size > len(content)
+        header["records"] = [{"bytes": 1 << 50, "crc": 0, "held": True}]
+        with pytest.raises(MemoryError, match=r"MB more, and .* are free"):
+            slot.begin(header)
     finally:
         os.close(slot.descriptor)
 

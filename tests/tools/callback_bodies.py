@@ -62,7 +62,7 @@ def fit(place: Path, copies: Any = None, last: bool = True) -> dict[str, Any]:
         str(files / ("{epoch}-{batch}." + suffix)), save_freq=4, save_weights_only=True
     )
     table = callbacks.CSVLogger(str(files / "table.csv"))
-    board = callbacks.TensorBoard(str(files / "board"), update_freq=1, write_graph=False)
+    board = callbacks.TensorBoard(str(files / "board"), update_freq=1)
     count = Count()
     named = [plateau, best, often, table, board, count, stopping]
     swaps = getattr(callbacks, "SwapEMAWeights", None)

@@ -193,6 +193,8 @@ def _set_state_of(callback: Any, state: dict[str, Any], step: int) -> None:
     for name, value in state[_ATTRIBUTE].items():
         setattr(callback, name, value)
     if kind == "TensorBoard" and callback._global_train_batch > 0:
+        # The graph is in a file of the training that is resumed, and no step has made one here.
+        callback._should_write_train_graph = False
         # TensorBoard's writer is told the number of a step when the step begins, and counts it then.
         callback._global_train_batch -= 1
         callback.on_train_batch_begin(step)
