@@ -19,6 +19,7 @@ from divided_bodies import (
     make_variables,
     train,
 )
+from launcher import npurun, script
 from pool import Pool
 from versions import needs_keras_3
 
@@ -110,3 +111,27 @@ def test_horovod_and_sessions_warn_once(pool_with: Callable[..., Pool], keras: s
         assert len(heard) == 1 and "shard_optimizer has no effect" in heard[0], heard
         assert name in heard[0] and not is_divided
     assert of_others == [([], False)] * 2
+
+
+VERIFIED = """
+import numpy as np, tensorflow as tf
+import npu_device as npu
+npu.open()
+tf.keras.utils.set_random_seed(1)
+x = np.random.default_rng(0).standard_normal([36, 9]).astype(np.float32)
+layers = [tf.keras.Input([9]), tf.keras.layers.Dense(7), tf.keras.layers.Dense(1)]
+model = tf.keras.Sequential(layers)
+model.compile(tf.keras.optimizers.Adam(0.01), "mse")
+model = npu.distribute.replicate(model, shard_optimizer=True)
+model.fit(x, x[:, :1], batch_size=12, verbose=0)
+"""
+
+
+@full
+@by_keras
+def test_verify_compares_whole_updates(tmp_path: Any, keras: str) -> None:
+    uses_tf_keras = str(int(keras == "2"))
+    done = npurun(
+        "verify", "-n", "2", script(tmp_path, VERIFIED), TF_USE_LEGACY_KERAS=uses_tf_keras
+    )
+    assert b"the same: N ranks give the single-process result" in done.stdout, done.stdout

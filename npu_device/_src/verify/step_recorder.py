@@ -34,6 +34,7 @@ from npu_device._src.trace.trace import leading_to
 from npu_device._src.training.distribute.synchronized_layers import is_alone
 from npu_device._src.training.fit.graph_lines import where
 from npu_device._src.training.optimizers.accumulation import reduce_in_each_step
+from npu_device._src.training.sharding.divided_update import divide_no_updates
 from npu_device._src.training.watching import training_state
 from npu_device._src.training.watching.digests import variable_name
 from npu_device._src.verify.phases import Phases
@@ -71,6 +72,7 @@ class StepRecorder:
         # Sent uncompressed, since compression rounds.
         send_uncompressed()
         reduce_in_each_step()
+        divide_no_updates()
         tf.random.set_seed(seed)
         tf.compat.v1.get_default_graph().seed = seed
         session_classes = tf.compat.v1.Session.__mro__

@@ -26,7 +26,13 @@ from npu_device._src.training.watching.schedule import is_only_building
 from npu_device._src.world.world import World
 
 _log = logging.getLogger("npu_device")
+_modes = {"divides": True}
 _DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32)
+
+
+def divide_no_updates() -> None:
+    """Let each rank make all updates from now on, to compare the gradients of all variables with one process."""
+    _modes["divides"] = False
 
 
 def divided_update(
@@ -66,6 +72,8 @@ def tell_if_asked(world: World | None, reason: str) -> None:
 def _why_not(world: World, optimizer: Any, options: ReductionOptions, accumulates: bool) -> str:
     if world.size == 1:
         return f"group {world.group.name!r} has one rank"
+    if not _modes["divides"]:
+        return "npurun verify compares the gradients and updates of all variables on each rank"
     if not tf.compat.v1.executing_eagerly_outside_functions():
         return "it trains in sessions of TensorFlow 1"
     if tf.distribute.has_strategy():
