@@ -53,11 +53,11 @@ def _verify(options: argparse.Namespace, sizes: Sequence[int], directory: Path) 
         ranks = " and ".join(map(str, sizes))
         _say(f"{options.script}: one process twice, then {ranks} ranks, {options.steps} steps each")
         script_runs.say_what_stays("verify")
-    begin = time.time()
-    start = PlannedProcess(
+    began = time.time()
+    plan = PlannedProcess(
         str(directory), options.steps, options.module, options.replicate, options.seconds
     )
-    settings = {**asdict(start), "sizes": sizes}
+    settings = {**asdict(plan), "sizes": sizes}
     try:
         problem = script_runs.run(_RUNNER, settings, options, VERIFY_SECONDS)
     except subprocess.TimeoutExpired:
@@ -68,8 +68,9 @@ def _verify(options: argparse.Namespace, sizes: Sequence[int], directory: Path) 
         return 3
     from npu_device._src.verify import report
 
-    verdict = report.judge(start.runs(sizes))
-    changed = changed_since(begin, {Path.cwd(), Path(options.script).resolve().parent}, directory)
+    verdict = report.judge(plan.runs(sizes))
+    script_folder = Path(options.script).resolve().parent
+    changed = changed_since(began, {Path.cwd(), script_folder}, directory)
     if changed:
         verdict.notes.append(
             f"these files changed, by calls that aren't covered: {', '.join(changed[:5])}"

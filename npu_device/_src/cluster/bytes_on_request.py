@@ -213,7 +213,9 @@ class BytesOnRequest:
             # The keeper has the bytes.
             return False
         # The thread of the channel must not wait, so that another one does.
-        target = (self._serve, self._take_over)[hands_over]
+        target = self._serve
+        if hands_over:
+            target = self._take_over
         threading.Thread(target=target, args=(rank,), name="npu_device-bytes", daemon=True).start()
         return True
 

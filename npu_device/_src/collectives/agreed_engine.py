@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Optional, Protocol
+from typing import Any, Callable, NamedTuple, Optional, Protocol
 
 import tensorflow as tf
 
@@ -22,6 +22,14 @@ from npu_device._src.collectives.engines.tensorflow.engine import rounded
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
+
+
+class _Kind(NamedTuple):
+    """What segments have in common that travel in one call of an engine."""
+
+    has_gradient: bool
+    is_compressed: bool
+    uses_nccl: bool
 
 
 class AgreedEngine:
@@ -57,15 +65,15 @@ class AgreedEngine:
 
         # One call of an engine for each kind, however many segments it has.
         results: list[list[tf.Tensor]] = [[]] * len(segments)
-        for (is_floating, is_compressed, _), positions in self._kinds(segments, wire).items():
+        for kind, positions in self._positions_by_kind(segments, wire).items():
             lists = [segments[position] for position in positions]
             engine = self._engine(lists[0][0].dtype)
-            sent_dtype = wire if is_compressed else None
+            sent_dtype = wire if kind.is_compressed else None
             terms = self._take_terms()
             reduced = engine.all_reduce(terms, lists, reduction, self.group, sent_dtype)
             for position, tensors in zip(positions, reduced):
                 # Each segment gets its gradient by itself: its results can be used while others are still in progress.
-                if is_floating:
+                if kind.has_gradient:
                     results[position] = differentiable(tensors, backward, segments[position])
                 else:
                     results[position] = tensors
@@ -81,23 +89,24 @@ class AgreedEngine:
         """Reduce segments as ``all_reduce`` does, and return the results in the same lists: those that this rank owns,
         and None for the others. The results have no gradient. ``owners`` are ranks of the group; see ``has_owners``.
         """
-        segments_of_rank: list[list[Optional[tf.Tensor]]] = []
+        results: list[list[Optional[tf.Tensor]]] = []
         for segment in segments:
-            segments_of_rank.append([None] * len(segment))
-        for (_, is_compressed, _), positions in self._kinds(segments, wire).items():
+            results.append([None] * len(segment))
+        for kind, positions in self._positions_by_kind(segments, wire).items():
             lists = [segments[position] for position in positions]
             owners_there = [owners[position] for position in positions]
             engine = self._engine_of_owners(lists[0][0].dtype)
-            sent_dtype = wire if is_compressed else None
+            sent_dtype = wire if kind.is_compressed else None
+            terms = self._take_terms()
             reduced = engine.reduce_to_owners(
-                self._take_terms(), lists, owners_there, reduction, self.group, sent_dtype
+                terms, lists, owners_there, reduction, self.group, sent_dtype
             )
             for position, owned in zip(positions, reduced):
                 remaining = iter(owned)
                 for index, owner in enumerate(owners[position]):
                     if owner == self.group.rank:
-                        segments_of_rank[position][index] = next(remaining)
-        return segments_of_rank
+                        results[position][index] = next(remaining)
+        return results
 
     def broadcast_from_owners(
         self, tensors: Sequence[tf.Tensor | tf.TensorSpec], owners: Sequence[int]
@@ -128,22 +137,18 @@ class AgreedEngine:
         assert isinstance(engine, (HostEngine, TwoLevelEngine)), "the caller asks has_owners first"
         return engine
 
-    def _kinds(
+    def _positions_by_kind(
         self, segments: Sequence[Tensors], wire: Wire
-    ) -> dict[tuple[bool, bool, bool], list[int]]:
+    ) -> dict[_Kind, list[int]]:
         """Return the positions of segments that can travel in one call of an engine."""
-        kinds: dict[tuple[bool, bool, bool], list[int]] = {}
+        by_kind: dict[_Kind, list[int]] = {}
         for position, segment in enumerate(segments):
             dtype = segment[0].dtype
-            # One call of an engine has one dtype on the wire, one engine, and results that all have
-            # gradients or none.
-            signature = (
-                dtype.is_floating,
-                wire_dtype(dtype, wire) == wire,
-                self.job.hosts.uses_nccl(dtype),
-            )
-            kinds.setdefault(signature, []).append(position)
-        return kinds
+            is_compressed = wire_dtype(dtype, wire) == wire
+            uses_nccl = self.job.hosts.uses_nccl(dtype)
+            kind = _Kind(dtype.is_floating, is_compressed, uses_nccl)
+            by_kind.setdefault(kind, []).append(position)
+        return by_kind
 
     def reduce(self, tensor: tf.Tensor, reduction: str, root: int) -> tf.Tensor:
         """Reduce a tensor to one rank; the other ranks get any values of the result's shape and dtype."""

@@ -20,7 +20,8 @@ class CallCount:
     """How many collectives of a group this rank has begun and ended, of the calls that Python moves."""
 
     def __init__(self) -> None:
-        self.started = self._ended = 0
+        self.started = 0
+        self._ended = 0
         self._row: Callable[[], dict[str, Any] | None] = lambda: None
 
     def begin(self, terms: Terms | None) -> int:

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 
-_Call = TypeVar("_Call")
+_Part = TypeVar("_Part")
 _numbers = itertools.count()
 
 # The graph being built: that of a session, or that of a ``tf.function``.
@@ -57,13 +57,13 @@ def fetchable(operations: Sequence[Any]) -> tf.Operation | None:
     return tf.group(*operations)
 
 
-def in_one_or_apart(call: _Call, parts: list[_Call]) -> list[_Call]:
-    """Return one call for all, whose parts start as soon as their own inputs are there; or in a session's graph, where
-    a call waits for all of its inputs, one for each part.
+def whole_or_parts(whole: _Part, parts: list[_Part]) -> list[_Part]:
+    """Return a list as one call, whose parts start as soon as their own inputs are there; in a session's graph, where a
+    call waits for all of its inputs, as one call for each part.
     """
     if runs_if_fetched():
         return parts
-    return [call]
+    return [whole]
 
 
 def fetchable_call(
@@ -174,15 +174,15 @@ def call_now(
     return list(results)
 
 
-def _call(captured: Any, *arrays: Any) -> Any:
+def _call_by_number(captured: Any, *arrays: Any) -> Any:
     return functions_by_number[int(captured[0])](*arrays)
 
 
 @functools.cache
 def _registered() -> tuple[bytes, tf.Graph]:
-    """Return TensorFlow's name of ``_call``, and the graph with which it would forget that."""
+    """Return TensorFlow's name of ``_call_by_number``, and the graph with which it would forget that."""
     with tf.Graph().as_default() as graph:
-        called = tf.numpy_function(_call, [tf.constant([0])], [], name="call")
+        called = tf.numpy_function(_call_by_number, [tf.constant([0])], [], name="call")
     return called.get_attr("token"), graph
 
 
@@ -195,7 +195,7 @@ _MAY_END = re.compile(
     r"IteratorGetNext(Sync)?|MultiDeviceIteratorGetNextFromShard|OptionalGetValue|QueueDequeue(Many|UpTo)?V2|"
     r"Assert|(Eager)?PyFunc"
 )
-_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+_TYPES_OF_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 _data_reads: weakref.WeakKeyDictionary[tf.Graph, tuple[int, list[str]]] = (
     weakref.WeakKeyDictionary()
@@ -226,7 +226,7 @@ def step_data() -> Sequence[tf.Operation]:
 
 def _may_end(graph: tf.Graph, operation: tf.Operation) -> bool:
     types: Iterable[str] = [operation.type]
-    if operation.type in _CALLS:
+    if operation.type in _TYPES_OF_CALLS:
         # A function that is called may read data, too.
         types = compat.operations_of_call(graph, operation)
     return any(map(_MAY_END.fullmatch, types))
@@ -263,15 +263,15 @@ def differentiable(
     """Return results that were made from tensors, with a gradient of their own: ``backward`` returns the gradients of
     the tensors for those of the results.
     """
-    # Without a tape nobody asks for the gradient, and the identity would cost a copy.
-    if tf.executing_eagerly() and not compat.a_tape_records():
-        return list(results)
     if tf.executing_eagerly():
-        after = [tf.identity(result) for result in results]
+        # Without a tape nobody asks for the gradient, and the identity would cost a copy.
+        if not compat.a_tape_records():
+            return list(results)
+        copies = list(map(tf.identity, results))
         compat.record_operation(
-            _GRADIENT, after, list(tensors), lambda *upstream: backward(*_dense(upstream))
+            _GRADIENT, copies, list(tensors), lambda *upstream: backward(*_dense(upstream))
         )
-        return after
+        return copies
     graph = tf.compat.v1.get_default_graph()
     count = len(results)
     number = next(_numbers)
@@ -286,9 +286,9 @@ def differentiable(
     setattr(graph, _GRADIENTS_ATTRIBUTE, [*getattr(graph, _GRADIENTS_ATTRIBUTE, []), gradients])
     arguments = [*results, *tensors]
     with graph.gradient_override_map({"IdentityN": _GRADIENT}):
-        after = tf.identity_n(arguments, name=f"{_GRADIENT}_{number}")
-    compat.record_operation(_GRADIENT, after, arguments, gradients)
-    return list(after[:count])
+        copies = tf.identity_n(arguments, name=f"{_GRADIENT}_{number}")
+    compat.record_operation(_GRADIENT, copies, arguments, gradients)
+    return list(copies[:count])
 
 
 @tf.RegisterGradient(_GRADIENT)

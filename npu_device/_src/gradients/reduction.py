@@ -11,14 +11,14 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import tensorflow as tf
 
 from npu_device._src.collectives.agreed_engine import AgreedEngine, require_differentiable
 from npu_device._src.collectives.dtypes import reduced_dtype
 from npu_device._src.collectives.engine_text import say_that_float16_may_be_slow
-from npu_device._src.collectives.graph import in_one_or_apart, origin
+from npu_device._src.collectives.graph import origin, whole_or_parts
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.operation import Operation
@@ -34,7 +34,7 @@ Owners = Optional[Sequence[int]]
 Gradient = Optional[Union[tf.Tensor, tf.IndexedSlices]]
 _LARGEST_FUSION_ID = 0x7FFFFFFF
 WIRE_DTYPES = {"fp16": tf.float16, "bf16": tf.bfloat16}
-_DTYPES_IN_USE = dict(WIRE_DTYPES)
+_wire_dtypes_in_use = dict(WIRE_DTYPES)
 _LATEST = 4096  # the most eager results that are remembered
 _TAPE = "gradient_tape/"  # prefix of the names of operations that compute gradients
 
@@ -70,7 +70,7 @@ class ReductionOptions:
 
 def send_uncompressed() -> None:
     """Send all values in their own dtype from now on, whatever the options say: to compare with one process."""
-    _DTYPES_IN_USE.clear()
+    _wire_dtypes_in_use.clear()
 
 
 def check_fusion(fusion: int, fusion_id: int) -> None:
@@ -119,52 +119,67 @@ def reduce_list(
         tracer = job.part(Tracer)
     if options.compression == "fp16":
         say_that_float16_may_be_slow(job, group)
-    segments: Sequence[Sequence[int]] = [[0]]
-    sparse: list[int] = []
-    # Each operation's positions in the list, and its segments among the values there.
-    operations: list[tuple[Sequence[int], Sequence[Sequence[int]]]] = [([0], segments)]
-    # A single dense tensor, the usual ``all_reduce``, needs no order.
-    if len(tensors) != 1 or not isinstance(tensors[0], tf.Tensor):
-        segments = cut(
-            job.made(FirstOrders), tensors, options.reduction, options.fusion, group.name
-        )
-        sparse = [
-            position
-            for position, tensor in enumerate(tensors)
-            if isinstance(tensor, tf.IndexedSlices)
-        ]
-        apart: list[Any] = [(segment, [range(len(segment))]) for segment in segments]
-        apart += [([position], []) for position in sparse]
-        operations = in_one_or_apart((range(len(tensors)), segments), apart)
+    cut_list = _cut(job, tensors, options, group)
     reduced: list[Gradient] = [None] * len(tensors)
     # Without hcom_parallel nothing is sent before everything is there.
     waits_for_all = not tf.executing_eagerly() and not global_options().hcom_parallel.typed
     with contextlib.ExitStack() as context:
         trace = None
         if tracer is not None:
-            wire = _DTYPES_IN_USE.get(options.compression or "")
+            wire = _wire_dtypes_in_use.get(options.compression or "")
             trace = context.enter_context(
-                traced_reduction(tracer, tensors, segments, job, group, waits_for_all, wire)
+                traced_reduction(
+                    tracer, tensors, cut_list.segments, job, group, waits_for_all, wire
+                )
             )
         if waits_for_all:
             dense = [tensor for tensor in tensors if isinstance(tensor, tf.Tensor)]
             context.enter_context(tf.control_dependencies(dense))
-        for positions, segments_here in operations:
+        for positions, segments_here in cut_list.operations:
             tensors_here = [tensors[position] for position in positions]
             owners_here = owners and [owners[position] for position in positions]
             reduction = ListReduction(job, tensors_here, segments_here, options, group, owners_here)
             operation = reduction.operation()
             for position, reduced_here in zip(positions, operation.run(job)):
                 reduced[position] = reduced_here
-        for position in sparse:
+        for position in cut_list.sparse:
             reduced[position] = _with_shape_of(tensors[position], reduced[position])
         if trace is not None:
-            for segment in (*segments, *([position] for position in sparse)):
+            alone = [[position] for position in cut_list.sparse]
+            for segment in (*cut_list.segments, *alone):
                 trace.segment(_own_or_last(segment, reduced, tensors))
     if trace is not None:
         reduced = trace.recorded_with(reduced)
     job.made(ReducedTensors).add(reduced)
     return reduced
+
+
+class _CutList(NamedTuple):
+    """A list as it is reduced; all numbers are positions of tensors."""
+
+    segments: Sequence[Sequence[int]]  # of dense tensors
+    sparse: Sequence[int] = ()
+    # Each operation's positions in the list, and its segments among the tensors there.
+    operations: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]] = (([0], [[0]]),)
+
+
+def _cut(
+    job: Job, tensors: Sequence[Gradient], options: ReductionOptions, group: Group
+) -> _CutList:
+    """Cut a list by the split strategy, and divide it among operations."""
+    # A single dense tensor, the usual ``all_reduce``, needs no order.
+    if len(tensors) == 1 and isinstance(tensors[0], tf.Tensor):
+        return _CutList([[0]])
+    orders = job.made(FirstOrders)
+    segments = cut(orders, tensors, options.reduction, options.fusion, group.name)
+    sparse = []
+    for position, tensor in enumerate(tensors):
+        if isinstance(tensor, tf.IndexedSlices):
+            sparse.append(position)
+    whole = (range(len(tensors)), segments)
+    parts: list[Any] = [(segment, [range(len(segment))]) for segment in segments]
+    parts += [([position], []) for position in sparse]
+    return _CutList(segments, sparse, whole_or_parts(whole, parts))
 
 
 def _with_shape_of(tensor: Any, rows: Any) -> tf.IndexedSlices:
@@ -198,7 +213,7 @@ class ListReduction:
         self._segments = segments
         self._options = options
         self._group = group
-        self._wire = _DTYPES_IN_USE.get(options.compression or "")
+        self._wire = _wire_dtypes_in_use.get(options.compression or "")
         for tensor in tensors:
             if isinstance(tensor, tf.IndexedSlices) and options.reduction not in ("sum", "mean"):
                 raise ValueError(
@@ -226,10 +241,12 @@ class ListReduction:
             *(rows.counts for rows in self._sparse if rows.counts is not None),
         ]
         gradient = self._gradient if self._segments else None
+        name = "all_reduce"
         if self._owners is not None:
+            name = "reduce_to_owners"
             agreed["owners"] = digest_of(self._owners)
         return Operation(
-            ("all_reduce", "reduce_to_owners")[self._owners is not None],
+            name,
             self._group,
             self._tensors,
             self._reduce_by,

@@ -214,7 +214,8 @@ def cut_by_size(sizes: Sequence[int], percentages: Sequence[float]) -> list[int]
 
 def _search(running: np.ndarray, target: np.float32) -> int:
     """Search by bisection, then take the better of the last probe and its left neighbour, as Ascend does."""
-    low = middle = 0
+    low = 0
+    middle = 0
     high = len(running) - 1
     while low <= high:
         middle = (low + high) // 2

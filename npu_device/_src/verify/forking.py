@@ -158,6 +158,7 @@ def _end_all(pids: Sequence[int]) -> None:
 
 def run_script(process: ForkingProcess, words: Sequence[str]) -> None:
     """Run a script, of which these are path and arguments, in a process that forks."""
+    # Kept, since the plan of this process changes when it becomes another one.
     start = process.plan
     sys.argv = list(words)
     # Seeded before the script runs, so that all processes draw alike also where it sets no seed.

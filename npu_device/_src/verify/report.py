@@ -81,19 +81,14 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
             continue
         if records[0].horovod:
             notes = [_HOROVOD]
-            ranks = compare.aligned(records)
-            average = compare.average_of(ranks)
-            # There is no single process to compare with: the average stands for it.
-            run = ComparedRun(average, average, ranks)
+            run = _run_with_horovod(records)
         else:
-            # Only steps that all have made are compared; the others are listed.
-            common, common_perturbed, *ranks = compare.aligned([single, perturbed, *records])
-            missed += _missed_by_ranks(single, common, size)
-            run = ComparedRun(common, common_perturbed, ranks)
+            run = _run_with_single(single, perturbed, records)
+            missed += _missed_by_ranks(single, run.single, size)
         cause, explanation = causes.cause_of(run)
         notes += _notes_of_run(run, cause)
         verdict.table += _table(run)
-        verdict.text = verdict.text or _compared(run.single)
+        verdict.text = verdict.text or _sameness(run.single)
         # A rank may fail after steps that are as in one process, so that a comparison alone would praise it.
         failure = _failure(processes)
         # The smallest number of ranks that differs has the verdict; more ranks differ for the same reason.
@@ -101,11 +96,26 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
             verdict = _verdict_on(run, cause, explanation, verdict.table)
         elif failure and not _failure(runs[0]) and not verdict.code:
             # If one process fails, too, it is the script's own error.
-            explanation = f"{failure}\nBefore that, {_compared(run.single)}"
+            explanation = f"{failure}\nBefore that, {_sameness(run.single)}"
             verdict = Verdict(NOT_COMPARABLE, _FAILED, explanation, verdict.table, ranks=size)
     verdict.notes = list(dict.fromkeys(notes))
     verdict.missed = list(dict.fromkeys(missed))
     return verdict
+
+
+def _run_with_single(
+    single: Record, perturbed: Record, records: Sequence[Record]
+) -> ComparedRun:
+    # Only steps that all have made are compared; the others are listed.
+    common, common_perturbed, *ranks = compare.aligned([single, perturbed, *records])
+    return ComparedRun(common, common_perturbed, ranks)
+
+
+def _run_with_horovod(records: Sequence[Record]) -> ComparedRun:
+    # There is no single process to compare with: the average of the ranks stands for it.
+    ranks = compare.aligned(records)
+    average = compare.average_of(ranks)
+    return ComparedRun(average, average, ranks)
 
 
 def _verdict_on(run: ComparedRun, cause: str, explanation: str, table: list[str]) -> Verdict:
@@ -124,18 +134,18 @@ def _phases(record: Record) -> dict[str, int]:
     return dict(Counter(step.phase for step in record.steps))
 
 
-def _compared(record: Record) -> str:
+def _sameness(record: Record) -> str:
     """Return what is the same, and for how many steps of each phase."""
-    sameness = _RESULT
+    claim = _RESULT
     if record.horovod:
-        sameness = _AVERAGE
+        claim = _AVERAGE
     phases = [
         f"{count} step{'s' * (count > 1)} of {phase}" for phase, count in _phases(record).items()
     ]
     hidden = len(phases) - _SHOWN
     if hidden > 0:
         phases[_SHOWN:] = [f"and {hidden} more phases"]
-    return f"{sameness}, for {', '.join(phases)}."
+    return f"{claim}, for {', '.join(phases)}."
 
 
 def _missed(single: Record, process: PlannedProcess) -> list[str]:
@@ -225,14 +235,15 @@ def _table(run: ComparedRun) -> list[str]:
         if step.number in different:
             samples = "other"
         line = f"{run.size:>5} {step.number:>5} {sum(step.single.rows.values()):>8} {samples:>8}"
-        line += _off(run, step, compare.GRADIENT) + _off(run, step, compare.UPDATE)
+        line += _cell(run, step, compare.GRADIENT)
+        line += _cell(run, step, compare.UPDATE)
         if has_phases:
             line += f"  {step.single.phase}"
         lines.append(line)
     return lines
 
 
-def _off(run: ComparedRun, step: ComparedStep, quantity: str) -> str:
+def _cell(run: ComparedRun, step: ComparedStep, quantity: str) -> str:
     """Return the largest deviation of a quantity in a step, as a cell of the table."""
     distances = [
         deviation.off

@@ -33,10 +33,10 @@ _MOST_TIMES_SLOWER = 10  # ranks than the single process, before they are ended
 class _VerifiedProcess(ForkingProcess):
     """A process of ``npurun verify``."""
 
-    def __init__(self, start: PlannedProcess, sizes: Sequence[int], script: str) -> None:
-        self._runs = start.runs(sizes)
+    def __init__(self, plan: PlannedProcess, sizes: Sequence[int], script: str) -> None:
+        self._runs = plan.runs(sizes)
         self._single_seconds = 0.0
-        super().__init__(start, script)
+        super().__init__(plan, script)
 
     def runs(self) -> Iterator[Sequence[PlannedProcess]]:
         return iter(self._runs)
@@ -100,9 +100,9 @@ def main(arguments: Sequence[str]) -> None:
     """Run a script as all processes, and record their steps."""
     settings = json.loads(arguments[0])
     sizes = settings.pop("sizes")
-    start = PlannedProcess(**settings)
+    plan = PlannedProcess(**settings)
     words = arguments[1:]
-    run_script(_VerifiedProcess(start, sizes, words[0]), words)
+    run_script(_VerifiedProcess(plan, sizes, words[0]), words)
 
 
 if __name__ == "__main__":

@@ -242,7 +242,7 @@ class StepRecorder:
         sums[len(arrays)] = sums.get(len(arrays), 0) + projected(arrays)
 
     def _by_horovod(self) -> bool:
-        """Return True if the script has called Horovod's ``init``."""
+        """Note and return whether the script has called Horovod's ``init``."""
         face = sys.modules.get("npu_device._src.horovod.process")
         self._record.horovod |= bool(face and face.is_initialized())
         return self._record.horovod

@@ -42,7 +42,7 @@ class Function(StepContext):
         self._make_keras_function: Callable[..., Any] = getattr(self.model, f"make_{mode}_function")
         self._keras_function: Callable[[Any], Any]
         self._is_built = False
-        self._checked = ""  # what the first-step check has found, in words
+        self._outcome_of_check = ""  # of the first-step check, in words; "" before it
         self._has_drawn = False
         self._input_wait: Optional[sources.InputWait] = None
         if mode == "train" and self.world.is_main:
@@ -66,7 +66,7 @@ class Function(StepContext):
         if getattr(self.model, self._name) is not self or force:
             self.is_first_call = True
             self._is_built = False
-            self._checked = ""
+            self._outcome_of_check = ""
             self._make_anew()
         return self
 
@@ -85,21 +85,20 @@ class Function(StepContext):
         replaced = Replaced()
         numbers = RandomNumbers(self.world, generators_of(self.model), replaced)
 
-        def share(batch: Any) -> Any:
-            own_part = divide(self.world, batch).data
+        def own_part(batch: Any) -> Any:
+            samples = divide(self.world, batch).data
             if self.mode == "train":
                 # Drawn as in a step already, since functions that the step calls are traced here, and not again.
                 numbers.begin()
-            return own_part
+            return samples
 
         spec = start.spec_of(self.model, batches, batch)
         try:
-            start.build(self.model, self.mode, self.own_step, spec, share)
+            start.build(self.model, self.mode, self.own_step, spec, own_part)
         except Exception as error:
-            first_step.require_divisible(self, spec, share, content(batch), error)
-            if self.model.run_eagerly and isinstance(
-                error, (AttributeError, TypeError, NotImplementedError)
-            ):
+            first_step.require_divisible(self, spec, own_part, content(batch), error)
+            may_need_values = isinstance(error, (AttributeError, TypeError, NotImplementedError))
+            if self.model.run_eagerly and may_need_values:
                 raise RuntimeError(f"{type(error).__name__}: {error}\n{_TRACED}") from error
             raise
         finally:
@@ -138,32 +137,36 @@ class Function(StepContext):
             self._state.root_rank = 0
         # Building may have added layers and variables.
         self.known_parts = parts_of(self.model)
-        rows = self._compare_first_batches(pulled)
+        rows = self._rows_of_first(pulled)
+        self._compare_first_batches(pulled, rows or 0)
         if is_training and pulled:
-            if not self._checked:
-                self._checked = first_step.check(self, content(pulled[0]))
-            self._state.report(rows, self._checked)
-        elif self.mode == "test" and pulled and not self._checked:
-            self._checked = first_step.look_for_sums(self, content(pulled[0]))
+            if not self._outcome_of_check:
+                self._outcome_of_check = first_step.check(self, content(pulled[0]))
+            self._state.report(rows, self._outcome_of_check)
+        elif self.mode == "test" and pulled and not self._outcome_of_check:
+            self._outcome_of_check = first_step.look_for_sums(self, content(pulled[0]))
         if is_iterator:
             return sources.with_put_back(batches, pulled)
         return batches
 
-    def _compare_first_batches(self, pulled: list[Any]) -> int | None:
-        """Compare the batches of all ranks; return the number of samples in a batch, None of divided data."""
+    def _rows_of_first(self, pulled: list[Any]) -> int | None:
+        """Return the number of samples in the first batch; None of divided data, of which each rank knows its own."""
+        if self.has_own_data:
+            return None
+        if not pulled:
+            return 0
+        return int(rows_of(pulled[0]))
+
+    def _compare_first_batches(self, pulled: list[Any], rows: int) -> None:
+        """Compare the batches of all ranks; if they should be the same and aren't, rank 0 sends its own."""
         if not self.has_own_data:
-            rows = 0
-            if pulled:
-                rows = int(rows_of(pulled[0]))
             checksum = start.full_checksum(pulled)
             is_same = sources.same_everywhere(self.world, self.source, checksum, rows)
             self.send_from_root(not is_same)
-            return rows
-        if type(self.source) is Divided:
+        elif type(self.source) is Divided:
             sources.warn_if_all_the_same(self.world, start.full_checksum(pulled))
         else:
             sources.require_same_mark(self.world, int(tag_of(pulled[0])[1]))
-        return None
 
     def send_from_root(self, sent: bool) -> None:
         """Let the batches of rank 0 be sent to all ranks from now on, or not any more, with a new function of Keras:

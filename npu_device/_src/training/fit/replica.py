@@ -112,7 +112,8 @@ class Replica:
             self.state.callbacks = callbacks
             # Shared before Keras draws the order in which it shuffles.
             start.share_random_state(self.world)
-            self.train.is_first_call = self.test.is_first_call = True
+            self.train.is_first_call = True
+            self.test.is_first_call = True
             # A callback may call ``fit`` itself.
             was_in_fit = self.state.in_fit
             self.state.in_fit = True
@@ -122,7 +123,8 @@ class Replica:
             finally:
                 self.state.in_fit = was_in_fit
                 # Dropped, so that the data can be freed before the model.
-                self.train.source = self.test.source = None
+                self.train.source = None
+                self.test.source = None
             # The first call hasn't come, since no epoch was left to train.
             if self.train.is_first_call:
                 start.build_as_elsewhere(self.world, self.model)

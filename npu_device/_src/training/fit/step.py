@@ -55,7 +55,7 @@ def train_or_test_step(
             return own_step(data)
         batch = _take(context, data)
         share = divide(context.world, batch)
-        with _begin(context, share) as divided_step:
+        with _entered(context, share) as divided_step:
             # The optimizers in the step reduce the gradients.
             logs = own_step(share.data)
         return divided_step.results_of_all(logs)
@@ -70,7 +70,7 @@ def predict_step(context: StepContext, own_step: Callable[[Any], Any]) -> Callab
     def step(data: Any) -> Any:
         batch = _take(context, data)
         share = divide(context.world, batch)
-        with running(_current(context, share)):
+        with running(_current_step(context, share)):
             own_outputs = own_step(share.data)
         outputs = _gather(context.world, share, own_outputs)
         # Outputs that aren't one for each sample can't be divided.
@@ -128,7 +128,7 @@ def _broadcast_as_bytes(world: World, tensor: Any) -> Any:
     return tf.ensure_shape(tf.io.parse_tensor(text, tensor.dtype), tensor.shape)
 
 
-# The share of this rank
+# The share of this rank, and the step on it
 
 
 @_as_it_is
@@ -140,11 +140,14 @@ def divide(world: World, batch: Any) -> Share:
     return share_of_batch(batch, world.rank, world.size, environment.NPU_DEVICE_DIVISION.get())
 
 
-# The step itself
+@_as_it_is
+def _entered(context: StepContext, share: Share) -> Step:
+    """Return the context of one step, made without AutoGraph."""
+    return Step(context, share)
 
 
 @_as_it_is
-def _current(context: StepContext, share: Share) -> CurrentStep:
+def _current_step(context: StepContext, share: Share) -> CurrentStep:
     return CurrentStep(
         share, context.is_custom, context.world.reduce, context.world.gather, context.sums
     )
@@ -158,7 +161,8 @@ class Step:
         parts = context.parts
         self._world = world
         self._context = context
-        self._current = current = _current(context, share)
+        current = _current_step(context, share)
+        self._current = current
         self._replaced = Replaced()
         self._metrics = Metrics(parts, current, world, self._replaced)
         # Only replaces methods of losses and layers, so that nothing has to refer to it.
@@ -249,11 +253,6 @@ def _float_as_tensor(leaf: Any) -> Any:
     return leaf
 
 
-@_as_it_is
-def _begin(context: StepContext, share: Share) -> Step:
-    return Step(context, share)
-
-
 # Variables that are reduced by their increments
 
 
@@ -279,7 +278,7 @@ class Increments:
         for dtype in dict.fromkeys(dtype for dtype, *_ in self._groups):
             groups = [group for group in self._groups if group[0] == dtype]
             increments = [
-                _times(_packed(members) - start, factor) for _, members, factor, start in groups
+                _weighted(_packed(members) - start, factor) for _, members, factor, start in groups
             ]
             starts = tf.concat([start for *_, start in groups], axis=0)
             total = starts + self._sum_over_ranks(tf.concat(increments, axis=0))
@@ -306,7 +305,7 @@ def _reshaped(tensor: tf.Tensor, shape: Any) -> tf.Tensor:
     return tf.reshape(tensor, shape)
 
 
-def _times(increment: tf.Tensor, factor: Any) -> tf.Tensor:
+def _weighted(increment: tf.Tensor, factor: Any) -> tf.Tensor:
     if not tf.is_tensor(factor) and factor == 1.0:
         return increment
     if increment.dtype.is_floating:

@@ -287,7 +287,8 @@ def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
         job.stall_watch = StallWatch(job, job.groups, job.sessions.held)
         _require_same_seed(job, seed)
         hosts = detect_hosts(job, resources.choose_device(job.cluster))
-        job.hosts = hosts = choose_engine(job, hosts)
+        hosts = choose_engine(job, hosts)
+        job.hosts = hosts
         resources.count_cores(job)
         resources.divide_cores(job)
         resources.prepare_gpu(job, hosts)
@@ -331,7 +332,8 @@ def close() -> None:
     """
     global _handle, _seed
     # Forgotten, since the next ``open`` may have another seed.
-    _handle = _seed = None
+    _handle = None
+    _seed = None
     job = jobs.current()
     if job is not None and job.in_fork:
         return

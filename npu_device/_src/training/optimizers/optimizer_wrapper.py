@@ -143,7 +143,7 @@ class GradientReducer:
         self._reduced: list[weakref.ref[Any]] = []
         self._applying: Any = None  # the optimizer whose gradients are ready
         self._are_equal = False
-        self._compared = True
+        self._has_compared = True
         self._audit: Audit | None = None
         self._pair: Pair | None = None  # the gradients that were reduced last, and their results
         # Whether the first gradient of a variable was reduced in the update only, by the id of the variable.
@@ -184,15 +184,16 @@ class GradientReducer:
     def begin(self, optimizer: Any, variables: Iterable[Any]) -> None:
         """Make the variables equal on all ranks before the first step."""
         if not self._are_equal and can_compare():
-            variables, keras = list(variables), compat.keras_of(optimizer)
+            variables = list(variables)
+            keras = compat.keras_of(optimizer)
             level = logging.INFO if self.own_batches else logging.WARNING
             if compat.is_keras_3(keras) and not tf.executing_eagerly():
                 # Slots that are made later would be made amid the step, where TensorFlow can't give them values first.
                 _build(optimizer, keras, variables)
             # Compared in their order: the names of an optimizer's variables may have other numbers on each rank.
             states = unique(compat.optimizer_variables(optimizer, variables))
-            self._compared = make_equal(self._world, variables, level=level)
-            self._are_equal = self._compared and make_equal(self._world, states, level=level)
+            self._has_compared = make_equal(self._world, variables, level=level)
+            self._are_equal = self._has_compared and make_equal(self._world, states, level=level)
 
     def options_for(self, optimizer: Any) -> ReductionOptions:
         """Return the settings with which sparse gradients reach an optimizer as in one process."""
@@ -206,10 +207,11 @@ class GradientReducer:
         owners: Owners = None,
     ) -> list[Gradient]:
         """Return the gradients reduced over the ranks, ``None`` where ``None`` was; for ``owners`` see there."""
-        gradients, job, group = list(gradients), self._world.job, self._world.group
+        gradients = list(gradients)
+        group = self._world.group
         options = self.options_for(optimizer)
         note_reduced(self._world, gradients)
-        reduced = reduce_list(job, gradients, options, group, owners)
+        reduced = reduce_list(self._world.job, gradients, options, group, owners)
         # Ranks of a group don't compare, as others may train something else.
         if group.name == WORLD_GROUP:
             # With owners, only what this rank has got back can be compared.
@@ -446,7 +448,7 @@ class GradientReducer:
         """Audit the variables if it is time."""
         if not can_compare():
             return
-        self._audit = self._audit or Audit(self._world, not self._compared)
+        self._audit = self._audit or Audit(self._world, not self._has_compared)
         updated = [
             variable for gradient, variable in zip(gradients, variables) if gradient is not None
         ]

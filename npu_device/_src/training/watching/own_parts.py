@@ -175,5 +175,6 @@ def warn_of_file(optimizer: Any, variables: Iterable[Any]) -> None:
         if adding.world.size == 1 or adding.is_told or adding.settled == adding.count():
             continue
         adding.is_told = True
-        rank, name = adding.world.job.cluster.rank, type(optimizer).__name__
+        rank = adding.world.job.cluster.rank
+        name = type(optimizer).__name__
         _log.warning(_ONLY_OF_RANK, rank, name, adding.place(), adding.period, adding.period)

@@ -34,8 +34,8 @@ from npu_device._src.collectives.graph import Order, step_data
 from npu_device._src.collectives.group import Group
 
 
-class Calls(Protocol):
-    """The operations of a group on this rank."""
+class GroupQueue(Protocol):
+    """The operations of a group on this rank, which have been started and not finished."""
 
     in_order: bool  # each begins when the one before it has ended
 
@@ -52,14 +52,14 @@ class Calls(Protocol):
 
 
 class ArrayEngine:
-    """Operations of groups, in eager mode and in graphs; ``calls_of`` makes the calls of a group at its first one."""
+    """Operations of groups, in eager mode and in graphs; ``queue_of`` makes the queue of a group at its first one."""
 
     def __init__(self, context: EngineContext, orders: Orders) -> None:
         self._making = context.making
         self._orders = orders
-        self.calls: dict[Group, Calls] = {}
+        self.queues: dict[Group, GroupQueue] = {}
 
-    def calls_of(self, group: Group) -> Calls:
+    def queue_of(self, group: Group) -> GroupQueue:
         raise NotImplementedError
 
     def run(
@@ -72,29 +72,30 @@ class ArrayEngine:
         """Run operations, each on its inputs, and return their results; the first one carries the terms."""
         # Two threads of a script may make the first call of a group at once.
         with self._making:
-            calls = self.calls.get(group)
-            if calls is None:
-                calls = self.calls[group] = self.calls_of(group)
+            queue = self.queues.get(group)
+            if queue is None:
+                queue = self.queue_of(group)
+                self.queues[group] = queue
         if not tf.executing_eagerly():
-            return self._orders.run(calls, operations, inputs, terms)
+            return self._orders.run(queue, operations, inputs, terms)
         results = []
         for operation, tensors in zip(operations, inputs):
             call_arrays = list(map(compat.to_array, tensors))
-            finish = calls.start(operation, terms, call_arrays, computes_meanwhile=False)
+            finish = queue.start(operation, terms, call_arrays, computes_meanwhile=False)
             _, arrays = finish()
             results.append(list(map(_tensor, arrays)))
             terms = terms and terms.of_later_transfers()
         return results
 
     def forget(self, name: str) -> None:
-        """Close the calls of a group that is destroyed, and of the groups made for its operations."""
+        """Close the queues of a group that is destroyed, and of the groups made for its operations."""
         # Only the table is changed under the lock: closing waits for operations that are in
         # progress.
         with self._making:
-            groups = [group for group in self.calls if name in (group.name, group.parent)]
-            closed = [self.calls.pop(group) for group in groups]
-        for calls in closed:
-            calls.close()
+            groups = [group for group in self.queues if name in (group.name, group.parent)]
+            closed = [self.queues.pop(group) for group in groups]
+        for queue in closed:
+            queue.close()
 
 
 class HostEngine(ArrayEngine):
@@ -117,7 +118,7 @@ class HostEngine(ArrayEngine):
         self._connect = connect
         self._background_from = background_from
 
-    def calls_of(self, group: Group) -> HostQueue:
+    def queue_of(self, group: Group) -> HostQueue:
         context = self._context
         connect = partial(self._connect, context, group)
         return HostQueue(
@@ -368,7 +369,7 @@ class Orders:
 
     def run(
         self,
-        calls: Calls,
+        queue: GroupQueue,
         operations: Sequence[OnArrays],
         inputs: Sequence[Tensors],
         terms: Terms | None,
@@ -376,33 +377,33 @@ class Orders:
         """Add operations to the graph of a tf.function, and return their results."""
         self._prepare()
         with tf.device(self._device), tf.control_dependencies(step_data()):
-            if len(operations) == 1 and calls.in_order:
-                return [self._call(calls, operations[0], inputs[0], terms)]
+            if len(operations) == 1 and queue.in_order:
+                return [self._call(queue, operations[0], inputs[0], terms)]
             # A graph carries only tensors: a number stands for the operation in progress.
             tickets = []
             # All operations start before the first is waited for, so that they travel together.
             for operation, tensors in zip(operations, inputs):
-                tickets.append(self._start(calls, operation, tensors, terms))
+                tickets.append(self._start(queue, operation, tensors, terms))
                 terms = terms and terms.of_later_transfers()
         with tf.device(self._device), tf.control_dependencies(tickets):
             return list(map(self._finish, operations, tickets))
 
     def _call(
-        self, calls: Calls, operation: OnArrays, inputs: Tensors, terms: Terms | None
+        self, queue: GroupQueue, operation: OnArrays, inputs: Tensors, terms: Terms | None
     ) -> list[tf.Tensor]:
         """Add one operation that starts and waits, in the order of the starts: it delays nothing needed earlier."""
         shapes, terms = _apart(terms)
 
         def run(shapes: Any, *arrays: np.ndarray) -> list[Any]:
             call_terms = _together(terms, shapes)
-            finish = calls.start(operation, call_terms, list(arrays), computes_meanwhile=False)
+            finish = queue.start(operation, call_terms, list(arrays), computes_meanwhile=False)
             ended_at, results = finish()
             return [np.int64(ended_at), *results]
 
         return _waited_for(self._starts, run, [shapes, *inputs], operation)
 
     def _start(
-        self, calls: Calls, operation: OnArrays, inputs: Tensors, terms: Terms | None
+        self, queue: GroupQueue, operation: OnArrays, inputs: Tensors, terms: Terms | None
     ) -> tf.Tensor:
         """Add the operation that starts; return a number by which the graph finishes it."""
         shapes, terms = _apart(terms)
@@ -410,7 +411,7 @@ class Orders:
         def start(shapes: Any, *arrays: np.ndarray) -> list[np.int64]:
             ticket = next(self._tickets)
             call_terms = _together(terms, shapes)
-            finish = calls.start(operation, call_terms, list(arrays), computes_meanwhile=True)
+            finish = queue.start(operation, call_terms, list(arrays), computes_meanwhile=True)
             self._pending[ticket] = finish
             return [np.int64(ticket)]
 

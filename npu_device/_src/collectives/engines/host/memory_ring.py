@@ -46,12 +46,12 @@ _MASK = (1 << 32) - 1
 # Other processors may show stores to other processes out of order, and Python has no memory barriers. The number is
 # that of the system call.
 _SYSTEM_CALLS = {"x86_64": 202}
-_slice = (ctypes.c_long * 2)(0, int(CHECK_SECONDS * 1e9))  # a timespec: seconds and nanoseconds
-_number = 0
+_longest_wait = (ctypes.c_long * 2)(0, int(CHECK_SECONDS * 1e9))  # a timespec: seconds, nanoseconds
+_futex = 0
 _system_call = None
 if sys.platform == "linux":
-    _number = _SYSTEM_CALLS.get(platform.machine(), 0)
-if _number:
+    _futex = _SYSTEM_CALLS.get(platform.machine(), 0)
+if _futex:
     _system_call = getattr(ctypes.CDLL(None), "syscall", None)
 if _system_call is not None:
     _system_call.argtypes = [
@@ -62,7 +62,7 @@ if _system_call is not None:
         ctypes.c_void_p,
     ]
     _system_call.restype = ctypes.c_long
-_slice_address = ctypes.addressof(_slice)
+_longest_wait_address = ctypes.addressof(_longest_wait)
 
 
 def has_counters() -> bool:
@@ -81,7 +81,7 @@ class Counter:
 
     def advance_to(self, number: int) -> None:
         self._word.value = number & _MASK
-        _system_call(_number, self._address, _WAKE, _ALL, None)  # type: ignore[misc]
+        _system_call(_futex, self._address, _WAKE, _ALL, None)  # type: ignore[misc]
 
     def has_reached(self, number: int) -> bool:
         return (self._word.value - number) & _MASK < _HALF
@@ -96,7 +96,9 @@ class Counter:
         current = self._word.value
         if (current - number) & _MASK >= _HALF:
             # The call returns at once if the counter has moved on since: the kernel compares it with ``current``.
-            _system_call(_number, self._address, _WAIT, current, _slice_address)  # type: ignore[misc]
+            _system_call(  # type: ignore[misc]
+                _futex, self._address, _WAIT, current, _longest_wait_address
+            )
         return self.has_reached(number)
 
 

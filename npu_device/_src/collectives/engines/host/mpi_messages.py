@@ -183,7 +183,8 @@ def open_world(context: EngineContext, wanted: bool, on_exit: OnExit) -> Sequenc
         # By default, MPI ends all ranks at an error, without naming the group.
         comm.Set_errhandler(mpi.ERRORS_RETURN)
         tags = min(comm.Get_attr(mpi.TAG_UB) or _TAGS_OF_ALL, _MOST_TAGS)
-        world = context.mpi_world = MpiWorld(mpi, comm, tags, _library(mpi))
+        world = MpiWorld(mpi, comm, tags, _library(mpi))
+        context.mpi_world = world
         problems = gather("mpi/checked", _check_sum(context, world))
         if any(problems):
             context.mpi_world = None

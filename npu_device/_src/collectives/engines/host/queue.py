@@ -93,7 +93,8 @@ class HostQueue:
         self._thread: threading.Thread | None = None
         # The first error that isn't a mismatch: all later operations fail with it.
         self._broken: BaseException | None = None
-        self._all_have_joined = self._closed = False
+        self._all_have_joined = False
+        self._closed = False
 
     def start(
         self,
@@ -123,7 +124,7 @@ class HostQueue:
 
     def _run_in_background(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="npu_device-shared", daemon=True)
+            self._thread = threading.Thread(target=self._run_queue, name="npu_device-shared", daemon=True)
             self._thread.start()
         self._work.set()
 
@@ -173,7 +174,7 @@ class HostQueue:
             finally:
                 self._driving.release()
 
-    def _run(self) -> None:
+    def _run_queue(self) -> None:
         while not self._closed:
             self._work.wait()
             while self._queue:
@@ -193,7 +194,8 @@ class HostQueue:
             if self._broken is not None:
                 raise _broken_by(self._broken)
             # The channel is made at the first operation, since members may never use a group that they made.
-            channel = self.channel = self.channel or self._connect()
+            channel = self.channel or self._connect()
+            self.channel = channel
             if pending.program is None:
                 pending.program = pending.make(channel)
             try:

@@ -46,7 +46,7 @@ class _Transfer(NamedTuple):
     ended: Future[int]
 
 
-class PairCalls:
+class PairQueue:
     """The sends and receives of two ranks, with all tags of a group, as ``queue.HostQueue`` has those of a group.
 
     Attributes:
@@ -227,8 +227,8 @@ class Pairs(ArrayEngine):
         super().__init__(context, orders)
         self._context = context
 
-    def calls_of(self, group: Group) -> PairCalls:
-        return PairCalls(self._context, group)
+    def queue_of(self, group: Group) -> PairQueue:
+        return PairQueue(self._context, group)
 
     def send(self, terms: Terms | None, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
         """Send to the other rank of a pair; return a tensor that is ready once the other rank has received."""
