@@ -309,9 +309,11 @@ class _VirtualRanks:
         total = self._exchange(tensor, joins=False)
         if not tensor.dtype.is_floating:
             return total
-        return differentiable([total], lambda upstream: [self.sum_over_ranks(upstream)], [tensor])[
-            0
-        ]
+
+        def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
+            return [self.sum_over_ranks(upstream)]
+
+        return differentiable([total], backward, [tensor])[0]
 
     def gather(self, tensor: tf.Tensor, purpose: str = "") -> tf.Tensor:
         del purpose
