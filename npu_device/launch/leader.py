@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from npu_device._src.cluster import ports, time_limits as limits
+from npu_device._src.cluster.frames import Message
 from npu_device._src.cluster.rank_errors import RESUMABLE, ClusterError
 from npu_device._src.version import __version__
 from npu_device._src.wording import ranges
@@ -49,7 +50,7 @@ class Leader:
         port = master_port(launch.options)
         # The port is taken at once: one in use is an error of the start.
         self._listener = ports.listen((launch.options.master_addr,), (port, port))
-        self._events: queue.Queue[tuple[Link, dict[str, Any] | None]] = queue.Queue(_MOST_EVENTS)
+        self._events: queue.Queue[tuple[Link, Message | None]] = queue.Queue(_MOST_EVENTS)
         self._nodes: dict[int, Link] = {}
         # Where each node takes the copies of another one: host and port. That of node 0 has no host.
         self._copies: dict[int, str] = {}
@@ -294,7 +295,7 @@ class Leader:
             self._deadline = time.monotonic() + limit
             self._send(self._running, "stop", why=why)
 
-    def _next_event(self, until: float | None) -> tuple[Link, dict[str, Any] | None] | None:
+    def _next_event(self, until: float | None) -> tuple[Link, Message | None] | None:
         seconds = None
         if until is not None:
             seconds = max(0.0, until - time.monotonic())
@@ -322,7 +323,7 @@ class Leader:
                 self._act(node, message)
         return True
 
-    def _act(self, node: int, message: dict[str, Any]) -> None:
+    def _act(self, node: int, message: Message) -> None:
         if message["do"] == "interrupted":
             self._signal = message["signal"]
         elif node not in self._running:
@@ -348,7 +349,7 @@ class Leader:
                 # Some ranks have left with a checkpoint: the others get as long for theirs.
                 self._deadline = time.monotonic() + self._options.preempt_timeout
 
-    def _register(self, link: Link, hello: dict[str, Any]) -> None:
+    def _register(self, link: Link, hello: Message) -> None:
         node = hello["node"]
         problem = self._mismatch(hello)
         if problem:
@@ -375,7 +376,7 @@ class Leader:
             # The member tells who took part, since this launcher knows nothing of the attempts before it started.
             self._expected = self._all.intersection(hello["nodes"])
 
-    def _mismatch(self, hello: dict[str, Any]) -> str:
+    def _mismatch(self, hello: Message) -> str:
         """Return why a launcher can't take part in the job; "" if it can."""
         settings = {
             "nproc": self._options.nproc_per_node,

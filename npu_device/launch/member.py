@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import Any, Callable, NoReturn
 
 from npu_device._src.cluster import frames, handshake, ports
+from npu_device._src.cluster.frames import Message
 from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.cluster.time_limits import (
     NODE_CONNECT_SECONDS,
@@ -113,7 +114,7 @@ class Link:
         with self._sending, contextlib.suppress(OSError):
             self.connection.sendall(message)
 
-    def messages(self) -> Iterator[dict[str, Any]]:
+    def messages(self) -> Iterator[Message]:
         """Yield messages until the other side closes, or breaks the protocol; then this side, as half may be lost."""
         with contextlib.suppress(OSError, frames.FrameError):
             for message in self._reader.messages(self.connection):
@@ -197,7 +198,7 @@ class Member:
         # Rendezvous of the attempt that node 0 has ordered.
         self._rendezvous: Rendezvous | None = None
         self._attempt: int | None = None  # number of that attempt
-        self._ending: dict[str, Any] | None = None  # the leader's last message
+        self._ending: Message | None = None  # the leader's last message
         self._outcome = NodeOutcome(0)  # outcome of the newest attempt
 
     def run(self) -> NoReturn:

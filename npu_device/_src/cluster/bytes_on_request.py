@@ -17,6 +17,7 @@ from typing import Any, Callable, Optional, Protocol, TypeVar
 
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
+from npu_device._src.cluster.frames import Message
 from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.peers import Peers
 from npu_device._src.cluster.rank_errors import ClusterError, PeerError
@@ -203,7 +204,7 @@ class BytesOnRequest:
             self._connections[rank] = connection
         return self._connections[rank]
 
-    def _reply(self, question: dict[str, Any]) -> bool:
+    def _reply(self, question: Message) -> bool:
         rank = int(question["rank"])
         hands_over = question["hands over"]
         if hands_over and self._is_ending:

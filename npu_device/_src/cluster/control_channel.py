@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from typing import Any, Callable
 
 from npu_device._src.cluster import frames
+from npu_device._src.cluster.frames import Message
 from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.cluster.time_limits import MARGIN_SECONDS, SHORT_SECONDS
 from npu_device._src.wording import ranges, ranks_of
@@ -39,7 +40,7 @@ class ControlChannel:
         self._pid = os.getpid()
         self._sending = threading.Lock()
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, Future[dict[str, Any] | None]] = {}
+        self._waiting: dict[int, Future[Message | None]] = {}
         self._problem: str | None = None
         self._is_closed = False
         self.messages = 0
@@ -48,7 +49,7 @@ class ControlChannel:
         os.register_at_fork(after_in_child=lambda: _close_in_fork(myself()))
 
     def listen(
-        self, on_push: Callable[[dict[str, Any]], None], on_lost: Callable[[str], None]
+        self, on_push: Callable[[Message], None], on_lost: Callable[[str], None]
     ) -> None:
         """Start receiving; ``on_push`` gets each message that isn't an answer, ``on_lost`` once why the hub is gone."""
         threading.Thread(
@@ -121,7 +122,7 @@ class ControlChannel:
     def _request(self, do: str, seconds: float, **fields: Any) -> Any:
         number = next(self._numbers)
         limit = seconds + MARGIN_SECONDS  # the hub enforces the time itself, unless it is stopped
-        reply: Future[dict[str, Any] | None] = Future()
+        reply: Future[Message | None] = Future()
         # The reply is registered before the request is sent, as the answer may come at once.
         self._waiting[number] = reply
         answer = None
@@ -145,7 +146,7 @@ class ControlChannel:
             raise ClusterError(f"the hub of the job has answered something unknown ({do})")
         return answer["value"]
 
-    def _send(self, message: dict[str, Any], seconds: float) -> None:
+    def _send(self, message: Message, seconds: float) -> None:
         """Send a whole message, or close the connection."""
         if self._problem is not None:
             return
@@ -171,7 +172,7 @@ class ControlChannel:
                         return
 
     def _read(
-        self, on_push: Callable[[dict[str, Any]], None], on_lost: Callable[[str], None]
+        self, on_push: Callable[[Message], None], on_lost: Callable[[str], None]
     ) -> None:
         reason = "the connection to the hub of the job has ended"
         try:

@@ -25,6 +25,9 @@ LIMIT = 1 << 26
 """Longest frame in bytes: of an unknown client, with a hello, from a rank to the hub, and of anyone else. A longer one
 ends the connection. Parsed, JSON can take 20 times as much memory."""
 
+Message = dict[str, Any]
+"""A message: names that JSON can write, with what they stand for."""
+
 _HEADER = struct.Struct(">I")
 _LONGEST_NUMBER = 400  # digits; parsing a number takes time in the square of its digits
 
@@ -33,7 +36,7 @@ class FrameError(ValueError):
     """The data received isn't a frame of this protocol, or the frame is too long."""
 
 
-def encode(message: dict[str, Any]) -> bytes:
+def encode(message: Message) -> bytes:
     return join(json.dumps(message, separators=(",", ":")).encode())
 
 
@@ -50,7 +53,7 @@ class Reader:
     def add(self, received: bytes) -> None:
         self._buffer += received
 
-    def next(self) -> dict[str, Any] | None:
+    def next(self) -> Message | None:
         """Return the next whole message, None while it is incomplete; FrameError if it is too long, or no object."""
         if len(self._buffer) < _HEADER.size:
             return None
@@ -69,7 +72,7 @@ class Reader:
         del self._buffer[:end]
         return message
 
-    def messages(self, connection: socket.socket) -> Iterator[dict[str, Any]]:
+    def messages(self, connection: socket.socket) -> Iterator[Message]:
         """Iterate over the messages of a connection until the other side has closed it."""
         while True:
             while (message := self.next()) is not None:

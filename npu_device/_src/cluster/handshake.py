@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Callable
 
 from npu_device._src.cluster import frames
+from npu_device._src.cluster.frames import Message
 from npu_device._src.cluster.server_handshake import ServerHandshake, UnprovedError
 from npu_device._src.cluster.time_limits import (
     ACCEPT_PAUSE_SECONDS,
@@ -47,7 +48,7 @@ class TimedConnection:
         self.connection = connection
         self.reader = frames.Reader(max_frame_bytes)
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Message) -> None:
         """Send a message, within ``ANSWER_SECONDS``. If that fails, ``receive`` says so."""
         with contextlib.suppress(OSError):
             self.connection.settimeout(ANSWER_SECONDS)
@@ -60,7 +61,7 @@ class TimedConnection:
         silent: str,
         closed: str,
         meanwhile: Callable[[], None] | None = None,
-    ) -> dict[str, Any]:
+    ) -> Message:
         until = time.monotonic() + seconds
         while True:
             try:
@@ -108,7 +109,7 @@ def reach(host: str, port: int, seconds: float, secret: bytes, **said: Any) -> T
 
 
 def _attempt(
-    family: int, address: tuple[Any, ...], seconds: float, secret: bytes, said: dict[str, Any]
+    family: int, address: tuple[Any, ...], seconds: float, secret: bytes, said: Message
 ) -> TimedConnection:
     with contextlib.ExitStack() as opened:
         try:
@@ -161,7 +162,7 @@ def authenticate(timed: TimedConnection, secret: bytes, **said: Any) -> None:
 def serve(
     listener: socket.socket,
     secret: bytes,
-    admitted: Callable[[TimedConnection, dict[str, Any]], None],
+    admitted: Callable[[TimedConnection, Message], None],
 ) -> None:
     """Accept connections until the listener is shut down. Of too many without a proof, the oldest is closed."""
     unproved: dict[socket.socket, None] = {}  # in the order in which they came, the oldest first
@@ -209,7 +210,7 @@ def serve(
             connection.close()
 
 
-def admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, dict[str, Any]]:
+def admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, Message]:
     """Do the other side's part of ``authenticate``; return what else the client has said, too."""
     frames.keep_alive(connection)
     handshake = ServerHandshake(secret, frames.LIMIT)

@@ -21,6 +21,7 @@ from typing import Any, Callable
 from npu_device._src import environment
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
+from npu_device._src.cluster.frames import Message
 from npu_device._src.cluster.rank_errors import ClusterError, PeerError
 from npu_device._src.cluster.root_error import root_error
 from npu_device._src.cluster.time_limits import (
@@ -139,7 +140,7 @@ class Health:
     def has_failed(self) -> bool:
         return self._failure is not None
 
-    def _on_push(self, message: dict[str, Any]) -> None:
+    def _on_push(self, message: Message) -> None:
         news = message["push"]
         if news == "question":
             self._reply(message)
@@ -155,7 +156,7 @@ class Health:
         elif news == "gone":
             self._abort(self._gone_text(message["ranks"]))
 
-    def _reply(self, message: dict[str, Any]) -> None:
+    def _reply(self, message: Message) -> None:
         question = message["question"]
         answer = self._answers.get(message["kind"])
         if answer is None:
@@ -220,7 +221,7 @@ class Health:
             f"What to do: look at the output of rank {lowest} for the cause."
         )
 
-    def _failed_text(self, event: dict[str, Any]) -> str:
+    def _failed_text(self, event: Message) -> str:
         return (
             f"{self._cluster.name_of(event['rank'])} failed: {event['error']}\n"
             f"The end of its traceback:\n{event['traceback']}\n"
@@ -269,7 +270,7 @@ class Health:
         self._channel.close()
         return cause
 
-    def _record(self, error: BaseException, secondary: bool) -> dict[str, Any]:
+    def _record(self, error: BaseException, secondary: bool) -> Message:
         """Return what the launcher and the other ranks are told of an error."""
         return {
             "kind": "failed",
@@ -283,14 +284,14 @@ class Health:
             "secondary": secondary,
         }
 
-    def _report_failure(self, record: dict[str, Any]) -> None:
+    def _report_failure(self, record: Message) -> None:
         event = dict(record)
         text, _ = without_libraries(event.pop("errors"))
         # The last lines are enough to see where it failed; the output of the rank has all of it.
         event["traceback"] = "\n".join(text.rstrip().splitlines()[-12:])
         self._channel.notify("failed", event=event)
 
-    def _write_record(self, record: dict[str, Any]) -> None:
+    def _write_record(self, record: Message) -> None:
         """Write the failure for the launcher, which prints the earliest one."""
         path = environment.NPU_DEVICE_ERROR_FILE.get()
         if path is None:

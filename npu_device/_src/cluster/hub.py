@@ -20,6 +20,7 @@ import traceback
 from typing import Any
 
 from npu_device._src.cluster import frames, ports, time_limits as limits
+from npu_device._src.cluster.frames import Message
 from npu_device._src.cluster.hub_client import Client, State
 from npu_device._src.cluster.hub_rendezvous import HubRendezvous
 from npu_device._src.cluster.rank_errors import PortTakenError, RendezvousError
@@ -157,7 +158,7 @@ class Hub:
             else:
                 self._close(client, "talks another protocol")
 
-    def _handle(self, client: Client, message: dict[str, Any]) -> None:
+    def _handle(self, client: Client, message: Message) -> None:
         if client.state is State.UNPROVED:
             self._handle_handshake(client, message)
         elif client.state is State.PROVED:
@@ -169,7 +170,7 @@ class Hub:
             assert self._services is not None
             self._services.handle(client.rank, message)
 
-    def _handle_handshake(self, client: Client, message: dict[str, Any]) -> None:
+    def _handle_handshake(self, client: Client, message: Message) -> None:
         try:
             reply = client.handshake.answer(message)
         except UnprovedError:
@@ -180,7 +181,7 @@ class Hub:
             client.reader.limit = client.handshake.limit
         self._send(client, frames.encode(reply))
 
-    def _send_message(self, client: Client, message: dict[str, Any]) -> None:
+    def _send_message(self, client: Client, message: Message) -> None:
         self._send(client, frames.encode(message))
 
     def _send(self, client: Client, frame: bytes) -> None:
@@ -248,7 +249,7 @@ class Hub:
 
     # The rendezvous
 
-    def _handle_hello(self, client: Client, message: dict[str, Any]) -> None:
+    def _handle_hello(self, client: Client, message: Message) -> None:
         try:
             hello = Hello.read(message.get("hello"))
         except (ValueError, LookupError, TypeError) as error:
@@ -295,7 +296,7 @@ class Hub:
             self._send_last(client, {"refused": text})
         self._end()
 
-    def _send_last(self, client: Client, message: dict[str, Any]) -> None:
+    def _send_last(self, client: Client, message: Message) -> None:
         """Send a last message and close. A client that doesn't read it in time misses it."""
         client.is_ending = True
         self._timers.later(limits.LAST_MESSAGE_SECONDS, lambda: self._close(client, None))

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import Any, Callable
 
 from npu_device._src.cluster import ports, time_limits as limits
+from npu_device._src.cluster.frames import Message
 from npu_device._src.cluster.hub_client import Client, State
 from npu_device._src.cluster.roster import Arrival, Hello, Roster
 from npu_device._src.wording import ranges
@@ -26,8 +27,8 @@ class HubRendezvous:
         self,
         settings: dict[str, Any],
         clients: Collection[Client],
-        send: Callable[[Client, dict[str, Any]], None],
-        send_last: Callable[[Client, dict[str, Any]], None],
+        send: Callable[[Client, Message], None],
+        send_last: Callable[[Client, Message], None],
     ) -> None:
         self.ranks: list[Client] = []
         self._settings = settings

@@ -13,12 +13,13 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from typing import Any, Callable, NoReturn
+from typing import Callable, NoReturn
 
 from npu_device._src import environment
 from npu_device._src.cluster import time_limits as limits
 from npu_device._src.cluster.control_channel import ControlChannel
 from npu_device._src.cluster.description import Cluster
+from npu_device._src.cluster.frames import Message
 from npu_device._src.cluster.handshake import AttemptFailedError, TimedConnection, reach, serve
 from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.ports import allow_many_descriptors, join_address, listen_on_free
@@ -149,7 +150,7 @@ class Peers:
                     connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 
-    def _admitted(self, timed: TimedConnection, said: dict[str, Any]) -> None:
+    def _admitted(self, timed: TimedConnection, said: Message) -> None:
         rank = int(said["rank"])
         number = int(said["number"])
         if not 0 <= rank < self._cluster.world_size:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from npu_device._src.cluster import frames
+from npu_device._src.cluster.frames import Message
 
 
 class UnprovedError(Exception):
@@ -21,7 +22,7 @@ class ServerHandshake:
 
     def __init__(self, secret: bytes, limit_after_proof: int) -> None:
         self.is_proved = False
-        self.said: dict[str, Any] = {}
+        self.said: Message = {}
         self._secret = secret
         self._limit_after_proof = limit_after_proof
         self._client_nonce: str | None = None
@@ -34,7 +35,7 @@ class ServerHandshake:
             return self._limit_after_proof
         return frames.LIMIT_BEFORE_PROOF
 
-    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, message: Message) -> Message:
         """Return the reply to a message of the client.
 
         Raises:
@@ -48,7 +49,7 @@ class ServerHandshake:
         self.is_proved = True
         return {"proof": self._proof("hub", self._client_nonce)}
 
-    def _greet(self, greeting: dict[str, Any]) -> dict[str, Any]:
+    def _greet(self, greeting: Message) -> Message:
         said = dict(greeting)
         protocol = said.pop("npu_device", None)
         nonce = said.pop("nonce", None)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Callable
 
 from npu_device._src.cluster import frames
+from npu_device._src.cluster.frames import Message
 from npu_device._src.cluster.time_limits import (
     ANSWERS_KEPT_SECONDS,
     LEFT_TOGETHER_SECONDS,
@@ -75,7 +76,7 @@ class Services:
     _failing: bool = False
     _is_told: bool = False
 
-    def handle(self, rank: int, message: dict[str, Any]) -> None:
+    def handle(self, rank: int, message: Message) -> None:
         """Handle a message of a rank; FrameError if it isn't one of those that ranks send."""
         # A message of a wrong form may raise any of these: it ends the connection, not the hub.
         try:
@@ -123,7 +124,7 @@ class Services:
 
     # What a rank may ask for. Each handler reads the whole message before it changes anything.
 
-    def _do_set(self, rank: int, message: dict[str, Any]) -> None:
+    def _do_set(self, rank: int, message: Message) -> None:
         key = str(message["key"])
         text = str(message["value"])
         request = int(message["id"])
@@ -135,7 +136,7 @@ class Services:
         for reader, read_request in self._readers.pop(key, {}):
             self._answer(reader, read_request, text)
 
-    def _do_get(self, rank: int, message: dict[str, Any]) -> None:
+    def _do_get(self, rank: int, message: Message) -> None:
         key = str(message["key"])
         request = int(message["id"])
         seconds = _seconds_of(message)
@@ -156,13 +157,13 @@ class Services:
         self._cancels[rank, request] = self._later(seconds, give_up)
         self._readers.setdefault(key, {})[rank, request] = None
 
-    def _do_delete(self, rank: int, message: dict[str, Any]) -> None:
+    def _do_delete(self, rank: int, message: Message) -> None:
         key = str(message["key"])
         request = int(message["id"])
         self._store.pop(key, None)
         self._answer(rank, request, None)
 
-    def _do_post(self, rank: int, message: dict[str, Any]) -> None:
+    def _do_post(self, rank: int, message: Message) -> None:
         name = str(message["name"])
         request = int(message["id"])
         text = _text(message["value"])
@@ -178,7 +179,7 @@ class Services:
             oldest = self._posts.pop(next(iter(self._posts)))
             self._post_bytes -= sum(map(len, oldest.values()))
 
-    def _do_gather(self, rank: int, message: dict[str, Any]) -> None:
+    def _do_gather(self, rank: int, message: Message) -> None:
         name = str(message["name"])
         request = int(message["id"])
         seconds = _seconds_of(message)
@@ -247,7 +248,7 @@ class Services:
             self._answer_text(rank, request, text)
         gather.waiting.clear()
 
-    def _do_ask(self, rank: int, message: dict[str, Any]) -> None:
+    def _do_ask(self, rank: int, message: Message) -> None:
         topic = str(message["kind"])
         body = message["body"]
         request = int(message["id"])
@@ -281,7 +282,7 @@ class Services:
         if not question.pending:
             self._close_question(question)
 
-    def _do_reply(self, rank: int, message: dict[str, Any]) -> None:
+    def _do_reply(self, rank: int, message: Message) -> None:
         question = self._open_questions.get(int(message["question"]))
         text = _text(message["value"])
         if question is not None and rank in question.pending:
@@ -300,7 +301,7 @@ class Services:
         # Ranks that ask the same a little later get the same answers.
         self._later(ANSWERS_KEPT_SECONDS, lambda: self._questions.__delitem__(question.key))
 
-    def _do_left(self, rank: int, message: dict[str, Any]) -> None:
+    def _do_left(self, rank: int, message: Message) -> None:
         issued = {str(group): int(count) for group, count in dict(message["issued"]).items()}
         serves = bool(message.get("serves"))
         if rank in self._departures:
@@ -325,10 +326,10 @@ class Services:
         departures = frames.joined({rank: self._departures[rank] for rank in ranks})
         self._push(frames.join(b'{"push":"left","left":', departures, b"}"))
 
-    def _do_stopped(self, rank: int, message: dict[str, Any]) -> None:
+    def _do_stopped(self, rank: int, message: Message) -> None:
         self._is_told = True  # the rank has raised an error, and ends because of it
 
-    def _do_failed(self, rank: int, message: dict[str, Any]) -> None:
+    def _do_failed(self, rank: int, message: Message) -> None:
         event = dict(message["event"])
         texts = {name: str(event[name]) for name in ("error", "traceback")}
         if not self._failing:
@@ -390,7 +391,7 @@ class Services:
 
 
 # The handler of each message, by what it asks for ("do").
-_HANDLERS: dict[str, Callable[[Services, int, dict[str, Any]], None]] = {
+_HANDLERS: dict[str, Callable[[Services, int, Message], None]] = {
     "set": Services._do_set,
     "get": Services._do_get,
     "delete": Services._do_delete,
@@ -404,7 +405,7 @@ _HANDLERS: dict[str, Callable[[Services, int, dict[str, Any]], None]] = {
 }
 
 
-def _seconds_of(message: dict[str, Any]) -> float:
+def _seconds_of(message: Message) -> float:
     seconds = float(message["seconds"])
     # Written as a chain, which refuses NaN, too.
     if not -1.0 <= seconds <= LONGEST_REQUEST_SECONDS:

@@ -31,6 +31,9 @@ from npu_device._src.collectives.calling_threads import calling_thread
 from npu_device._src.collectives.group import Group
 from npu_device._src.wording import counted
 
+Row = dict[str, Any]
+"""A call as the other ranks need it, to describe a mismatch or a stall; see ``Call.row``."""
+
 _MAX_DIMENSIONS = 16
 _SHOWN_TENSORS = 3
 
@@ -59,8 +62,8 @@ class Call:
         """Return two 32-bit numbers that are the same for calls that match."""
         return _fingerprint(self.operation, self.kinds, self.details, self.thread)
 
-    def row(self) -> dict[str, Any]:
-        """Return the call as the other ranks need it, to describe a mismatch."""
+    def row(self) -> Row:
+        """Return the call in the form of a message."""
         tensors = [f"{dtype} {_text(shape)}" for dtype, shape in zip(self.kinds, self.shapes)]
         return {
             "operation": self.operation,
@@ -178,7 +181,7 @@ class Terms(NamedTuple):
     head: tuple[int, int]  # two 32-bit numbers that are the same on all ranks
     # 32 bits, the same if the tensors' shapes are; a tensor if only the graph knows it.
     shapes: int | tf.Tensor
-    row: Callable[[], dict[str, Any]]  # the call as the stall watch shows it
+    row: Callable[[], Row]  # the call as the stall watch shows it
     overlaps: bool  # another thread of this rank is in a call of the group: every rank refuses
     # The error for heads that differ, given the position of the call in the group.
     refuse: Callable[[int], Exception]
@@ -197,7 +200,7 @@ class MismatchError(PeerError):
 
 
 def mismatch(
-    cluster: Cluster, store: ControlChannel, group: Group, own_row: dict[str, Any], position: int
+    cluster: Cluster, store: ControlChannel, group: Group, own_row: Row, position: int
 ) -> MismatchError:
     """Exchange the calls (``Call.row``) with the other ranks, through the hub, and return the error."""
     # If the hub is gone, the table lacks the rows of the other ranks.
@@ -235,7 +238,7 @@ def mismatch(
     return MismatchError("\n".join(lines))
 
 
-def _differences(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _differences(rows: Sequence[Row]) -> list[str]:
     differences = []
     if len({row["operation"] for row in rows}) > 1:
         differences.append("operation")
@@ -254,20 +257,20 @@ def _differences(rows: Sequence[dict[str, Any]]) -> list[str]:
     return differences
 
 
-def _positions_to_show(rows: Sequence[dict[str, Any]]) -> list[int]:
+def _positions_to_show(rows: Sequence[Row]) -> list[int]:
     texts = [row["tensors"] for row in rows]
     count = min(map(len, texts), default=0)
     differing = [i for i in range(count) if len({tensors[i] for tensors in texts}) > 1]
     return (differing or list(range(count)))[:_SHOWN_TENSORS]
 
 
-def _threads_differ(rows: Sequence[dict[str, Any]]) -> bool:
+def _threads_differ(rows: Sequence[Row]) -> bool:
     """Return whether calls come from different threads, or some rank is in two calls at once."""
     threads = {row["thread"] for row in rows}
     return len(threads) > 1 or any(row.get("overlaps") for row in rows)
 
 
-def _row_text(row: dict[str, Any], positions: Sequence[int], thread: bool) -> str:
+def _row_text(row: Row, positions: Sequence[int], thread: bool) -> str:
     details = [f"{key}={detail}" for key, detail in row["details"].items()]
     operation = " ".join([row["operation"], *details])
     names = row["names"]

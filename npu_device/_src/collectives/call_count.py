@@ -9,8 +9,11 @@ from typing import Any, Callable, Union, cast
 import tensorflow as tf
 
 from npu_device._src import compat
-from npu_device._src.collectives.call import Terms
+from npu_device._src.collectives.call import Row, Terms
 from npu_device._src.collectives.group import Group
+
+Position = dict[str, Any]
+"""How many calls of a group a rank has begun, whether it waits in one, and the row of that call."""
 
 _LARGEST = 0x7FFFFFFF
 _TRANSFER = {"operation": "a transfer of data", "line": "TensorFlow's backend"}
@@ -22,7 +25,7 @@ class CallCount:
     def __init__(self) -> None:
         self.started = 0
         self._ended = 0
-        self._row: Callable[[], dict[str, Any] | None] = lambda: None
+        self._row: Callable[[], Row | None] = lambda: None
 
     def begin(self, terms: Terms | None) -> int:
         """Note a collective, without terms as part of the last call; return its position in the group."""
@@ -34,7 +37,7 @@ class CallCount:
     def end(self) -> None:
         self._ended += 1
 
-    def position(self) -> dict[str, Any]:
+    def position(self) -> Position:
         return {"begun": self.started, "waiting": self.started > self._ended, "call": self._row()}
 
 
@@ -59,7 +62,7 @@ class TransferCount:
             counter = compat.through_outer_graphs(variable.handle)
             tf.raw_ops.ResourceCountUpTo(resource=counter, limit=_LARGEST, T=tf.int32)
 
-    def position(self) -> dict[str, Any]:
+    def position(self) -> Position:
         # The stall watch may run while another thread builds a graph.
         with compat.eager_mode():
             ended = int(self._ended)

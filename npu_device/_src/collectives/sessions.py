@@ -25,7 +25,7 @@ import tensorflow as tf
 from npu_device._src import compat
 from npu_device._src.cluster.health import Health
 from npu_device._src.cluster.time_limits import QUEUE_CHECK_SECONDS
-from npu_device._src.collectives.call import Call, MismatchError
+from npu_device._src.collectives.call import Call, MismatchError, Row
 from npu_device._src.collectives.calling_threads import calling_thread
 from npu_device._src.collectives.group import Group
 
@@ -60,7 +60,7 @@ class SessionCollectives:
 
     def __init__(self, health: Health) -> None:
         self._health = health
-        self.held: dict[Group, dict[str, Any] | None] = {}
+        self.held: dict[Group, Row | None] = {}
         self._queues_of_groups: dict[Group, SessionQueue] = {}
         self._lock = threading.Lock()
         self._counts: weakref.WeakKeyDictionary[tf.Graph, Counter[Group]] = (
@@ -131,7 +131,7 @@ class SessionQueue:
         self,
         group: Group,
         health: Health,
-        held: dict[Group, dict[str, Any] | None],
+        held: dict[Group, Row | None],
         from_first: FromFirst,
     ) -> None:
         self._group = group

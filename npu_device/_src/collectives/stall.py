@@ -15,7 +15,8 @@ from npu_device._src import environment
 from npu_device._src.cluster.health import GroupId
 from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.cluster.time_limits import STALL_POLL_SECONDS, WHERE_SECONDS
-from npu_device._src.collectives.call_count import CallCount, Count
+from npu_device._src.collectives.call import Row
+from npu_device._src.collectives.call_count import CallCount, Count, Position
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.group import Group
 from npu_device._src.wording import ranges
@@ -37,7 +38,7 @@ class StallWatch:
         self,
         context: EngineContext,
         groups: Mapping[str, Group],
-        held: Mapping[Group, dict[str, Any] | None],
+        held: Mapping[Group, Row | None],
     ) -> None:
         self._health = context.health
         self._cluster = context.cluster
@@ -60,7 +61,7 @@ class StallWatch:
             if isinstance(count, CallCount)
         }
 
-    def _position(self, group: Group) -> dict[str, Any]:
+    def _position(self, group: Group) -> Position:
         count = self._counts.find(group)
         # A group that has just been destroyed has no count.
         if count is None:
@@ -96,7 +97,7 @@ class StallWatch:
                         _log.warning("%s", self._text(group, position, waited, final=False))
             time.sleep(STALL_POLL_SECONDS)
 
-    def _text(self, group: Group, position: dict[str, Any], waited: float, final: bool) -> str:
+    def _text(self, group: Group, position: Position, waited: float, final: bool) -> str:
         rank = self._cluster.rank
         question = {"group": group.name, "ranks": ranges(group.ranks), "begun": position["begun"]}
         lines = [
@@ -123,7 +124,7 @@ class StallWatch:
             )
         return "\n".join(lines)
 
-    def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
+    def _answer(self, question: dict[str, Any]) -> Position:
         # Ranks at the same place give the same answer.
         for group, _ in self._counts.of_all():
             if group.name == question["group"] and ranges(group.ranks) == question["ranks"]:
@@ -133,7 +134,7 @@ class StallWatch:
                 if call is not None:
                     short = {"operation": call["operation"], "line": call["line"]}
                 return {**position, "call": short}
-        answer: dict[str, Any] = {"begun": 0, "call": None}
+        answer: Position = {"begun": 0, "call": None}
         namesake = self._groups.get(question["group"])
         if namesake is not None and ranges(namesake.ranks) != question["ranks"]:
             answer["members"] = namesake.ranks
@@ -141,7 +142,7 @@ class StallWatch:
 
 
 def _table(
-    group: Group, hosts: Sequence[str], answers: Mapping[int, dict[str, Any]], wanted: int
+    group: Group, hosts: Sequence[str], answers: Mapping[int, Position], wanted: int
 ) -> list[str]:
     """Return one line per rank; for a large group, list only some of the ranks that have come."""
     # A rank that has begun more calls than wanted has gone on to a later one.
@@ -157,7 +158,7 @@ def _table(
     return lines
 
 
-def _position_text(position: dict[str, Any] | None, wanted: int) -> str:
+def _position_text(position: Position | None, wanted: int) -> str:
     if position is None:
         return "does not answer: stopped, overloaded, or cut off"
     if "members" in position:

@@ -1,7 +1,6 @@
 """The causes that ``npurun verify`` knows, each with what has to be seen. ``causes.md`` has what to say.
 
-A cause is a function that returns where in the script it is, "" if there is no place to name, or None if the run
-doesn't show it.
+A cause is a function that returns where it is (``Where``).
 """
 
 from __future__ import annotations
@@ -22,34 +21,37 @@ TEXTS = dict(re.findall(r"^### (.+?)\n\n(.+?)(?=\n### |\Z)", PAGE, flags=re.M | 
 RANDOM = "random numbers"
 NO_CALL = "script does not use npu_device"
 
-Cause = Callable[[ComparedRun], Optional[str]]
+Where = Optional[str]
+"""The place of a cause in the script; "" if there is none to name, None if the run doesn't show the cause."""
+
+Cause = Callable[[ComparedRun], Where]
 
 
-def no_call(run: ComparedRun) -> str | None:
+def no_call(run: ComparedRun) -> Where:
     """Recognize ranks that haven't joined a job."""
     if all(record.joined for record in run.ranks):
         return None
     return ""
 
 
-def adapted_to_a_part(run: ComparedRun) -> str | None:
+def adapted_to_a_part(run: ComparedRun) -> Where:
     """Return the call of ``adapt`` that has seen different data in one process or on a rank."""
     return _call_with_different_outcomes(topics.ADAPTED, [run.single, *run.ranks])
 
 
-def divided_without_seed(run: ComparedRun) -> str | None:
+def divided_without_seed(run: ComparedRun) -> Where:
     """Return the shuffle that has no seed, and comes before the data is divided."""
     return run.line_in_script(topics.UNSEEDED)
 
 
-def different_seeds(run: ComparedRun) -> str | None:
+def different_seeds(run: ComparedRun) -> Where:
     """Return the shuffle that has a different seed on each rank."""
     if not run.different_samples():
         return None
     return _call_with_different_outcomes(topics.SHUFFLE, run.ranks)
 
 
-def not_broadcast(run: ComparedRun) -> str | None:
+def not_broadcast(run: ComparedRun) -> Where:
     """Return the phase that ranks begin with different variables, rank 0 with those of one process."""
     step = run.different_start()
     # Where rank 0 differs from one process, too, something has set the variables.
@@ -58,7 +60,7 @@ def not_broadcast(run: ComparedRun) -> str | None:
     return step.single.phase
 
 
-def set_before_the_first_step(run: ComparedRun) -> str | None:
+def set_before_the_first_step(run: ComparedRun) -> Where:
     """Return the variables that no rank has as one process when an optimizer makes its first step."""
     step = run.different_start()
     if step is None:
@@ -66,7 +68,7 @@ def set_before_the_first_step(run: ComparedRun) -> str | None:
     return first_names(step.moved_variables()) or None
 
 
-def discarded_result(run: ComparedRun) -> str | None:
+def discarded_result(run: ComparedRun) -> Where:
     """Return the reduction of as many tensors as the optimizer trains variables, on ranks that apply their own."""
     if not run.applied_apart():
         return None
@@ -75,7 +77,7 @@ def discarded_result(run: ComparedRun) -> str | None:
     return next((str(call) for call in run.reductions() if call.outcome == trained), None)
 
 
-def only_loss_reduced(run: ComparedRun) -> str | None:
+def only_loss_reduced(run: ComparedRun) -> Where:
     """Return the reduction of a single number, where nothing else is reduced."""
     # Losses and metrics have one element, unlike gradients.
     if not run.applied_apart() or any(call.outcome > 1 for call in run.reductions()):
@@ -83,14 +85,14 @@ def only_loss_reduced(run: ComparedRun) -> str | None:
     return run.line(topics.ALL_REDUCE)
 
 
-def not_reduced(run: ComparedRun) -> str | None:
+def not_reduced(run: ComparedRun) -> Where:
     """Return the phase in which each rank applies its own gradients."""
     if run.applied_apart():
         return run.phase
     return None
 
 
-def updates_apart(run: ComparedRun) -> str | None:
+def updates_apart(run: ComparedRun) -> Where:
     """Return the phase whose ranks have different variables before or after they apply the same gradients."""
     # Weights are recorded before a step, so that those after it are with its successor.
     successor = run.single.successor(run.index)
@@ -100,26 +102,26 @@ def updates_apart(run: ComparedRun) -> str | None:
     return None
 
 
-def same_samples(run: ComparedRun) -> str | None:
+def same_samples(run: ComparedRun) -> Where:
     """Recognize ranks that all read the same samples, unlike one process."""
     if run.different_samples() and run.read_same_samples():
         return ""
     return None
 
 
-def random_with_samples(run: ComparedRun) -> str | None:
+def random_with_samples(run: ComparedRun) -> Where:
     """Return the call that draws random numbers in a step whose samples differ."""
     if run.different_samples():
         return run.line(topics.RANDOM)
     return None
 
 
-def other_samples(run: ComparedRun) -> str | None:
+def other_samples(run: ComparedRun) -> Where:
     """Return which samples the ranks together read in the first step in which one process reads others."""
     return next(iter(run.different_samples().values()), None)
 
 
-def normalized_alone(run: ComparedRun) -> str | None:
+def normalized_alone(run: ComparedRun) -> Where:
     """Return the synchronized layer that normalizes by the samples of one rank."""
     # With equal gradients, the layer has made no difference.
     if run.first_deviations():
@@ -127,7 +129,7 @@ def normalized_alone(run: ComparedRun) -> str | None:
     return None
 
 
-def clipped_before_reduction(run: ComparedRun) -> str | None:
+def clipped_before_reduction(run: ComparedRun) -> Where:
     """Return the call that clips gradients before they are reduced, if they aren't a multiple."""
     # A multiple has a cause of its own.
     if run.first_deviations() and not run.ratio():
@@ -135,21 +137,21 @@ def clipped_before_reduction(run: ComparedRun) -> str | None:
     return None
 
 
-def loss_per_sample_added(run: ComparedRun) -> str | None:
+def loss_per_sample_added(run: ComparedRun) -> Where:
     """Return the call of ``add_loss`` with one value per sample, where gradients are too small."""
     if run.is_ratio(1 / run.size):
         return run.line(topics.ADD_LOSS)
     return None
 
 
-def global_batch_size(run: ComparedRun) -> str | None:
+def global_batch_size(run: ComparedRun) -> Where:
     """Return the call that divides by the global batch size, where gradients are too small."""
     if run.is_ratio(1 / run.size):
         return run.line(topics.AVERAGE_LOSS)
     return None
 
 
-def sum_averaged(run: ComparedRun) -> str | None:
+def sum_averaged(run: ComparedRun) -> Where:
     """Recognize gradients that are too small by the number of ranks."""
     # This cause comes after those that have the same ratio and a line to name.
     if run.is_ratio(1 / run.size):
@@ -157,7 +159,7 @@ def sum_averaged(run: ComparedRun) -> str | None:
     return None
 
 
-def mean_summed(run: ComparedRun) -> str | None:
+def mean_summed(run: ComparedRun) -> Where:
     """Return the reduction after which gradients are too large by the number of ranks."""
     if not run.is_ratio(run.size):
         return None
@@ -165,7 +167,7 @@ def mean_summed(run: ComparedRun) -> str | None:
     return run.line(topics.ALL_REDUCE) or "by an optimizer"
 
 
-def set_in_the_step(run: ComparedRun) -> str | None:
+def set_in_the_step(run: ComparedRun) -> Where:
     """Return the variables that no optimizer trains, and that deviate when gradients begin to.
 
     A deviation alone says nothing: a step may add up the ranks' parts at its end.
@@ -178,57 +180,57 @@ def set_in_the_step(run: ComparedRun) -> str | None:
     return first_names(list(dict.fromkeys(deviating))) or None
 
 
-def scaled_rate(run: ComparedRun) -> str | None:
+def scaled_rate(run: ComparedRun) -> Where:
     """Recognize updates by the same gradients that are too large by the number of ranks."""
     if not run.first_deviations() and run.is_ratio(run.size, UPDATE):
         return ""
     return None
 
 
-def multiplied_updates(run: ComparedRun) -> str | None:
+def multiplied_updates(run: ComparedRun) -> Where:
     """Recognize updates by the same gradients that are all the same multiple."""
     if not run.first_deviations() and run.ratio(UPDATE):
         return ""
     return None
 
 
-def other_updates(run: ComparedRun) -> str | None:
+def other_updates(run: ComparedRun) -> Where:
     """Return the variables that the same gradients update differently."""
     if run.first_deviations():
         return None
     return run.described(UPDATE) or None
 
 
-def random_in_the_step(run: ComparedRun) -> str | None:
+def random_in_the_step(run: ComparedRun) -> Where:
     """Return the call that draws random numbers in a step whose gradients deviate."""
     if run.first_deviations():
         return run.line(topics.RANDOM)
     return None
 
 
-def other_gradients(run: ComparedRun) -> str | None:
+def other_gradients(run: ComparedRun) -> Where:
     """Return the variables whose gradients deviate."""
     return run.described(GRADIENT) or None
 
 
-def metric_of_sums(run: ComparedRun) -> str | None:
+def metric_of_sums(run: ComparedRun) -> Where:
     """Return the metric of the model that isn't that of one process."""
     return run.different_log(of_metrics=True)
 
 
-def other_logs(run: ComparedRun) -> str | None:
+def other_logs(run: ComparedRun) -> Where:
     """Return the number in the logs that isn't that of one process, and is no metric."""
     return run.different_log(of_metrics=False)
 
 
-def horovod_not_reduced(run: ComparedRun) -> str | None:
+def horovod_not_reduced(run: ComparedRun) -> Where:
     """Recognize ranks that apply their own gradients instead of their average."""
     if run.applied_apart() and run.first_deviations():
         return ""
     return None
 
 
-def horovod_different_variables(run: ComparedRun) -> str | None:
+def horovod_different_variables(run: ComparedRun) -> Where:
     """Recognize ranks with different variables after the first step, after which they may still be sent."""
     if any(step.ranks_differ("weights") for step in run.steps[1:2]):
         return ""
