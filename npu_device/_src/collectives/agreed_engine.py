@@ -14,7 +14,7 @@ from typing import Any, Callable, NamedTuple, Optional, Protocol
 import tensorflow as tf
 
 from npu_device._src.collectives.call import Terms
-from npu_device._src.collectives.dtypes import Tensors, Wire, wire_dtype
+from npu_device._src.collectives.dtypes import TensorList, Tensors, Wire, wire_dtype
 from npu_device._src.collectives.engines.engines import Engine, TwoLevelEngine
 from npu_device._src.collectives.engines.host.host_engine import HostEngine
 from npu_device._src.collectives.engines.host.sockets import fits
@@ -51,20 +51,20 @@ class AgreedEngine:
 
     def all_reduce(
         self, segments: Sequence[Tensors], reduction: str, wire: Wire = None
-    ) -> list[list[tf.Tensor]]:
+    ) -> list[TensorList]:
         """Reduce segments, each of one dtype, as soon as its own tensors are ready. Return the results in the same
         lists, as ``ops.all_reduce`` gives them, and differentiable like those. float32 and float64 may be sent in the
         dtype ``wire``.
         """
         later = self._for_gradients()
 
-        def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
+        def backward(*upstream: tf.Tensor) -> TensorList:
             require_differentiable("all_reduce", reduction)
             # The gradient goes through the same method, so that second derivatives work.
             return later.all_reduce([upstream], reduction, wire)[0]
 
         # One call of an engine for each kind, however many segments it has.
-        results: list[list[tf.Tensor]] = [[]] * len(segments)
+        results: list[TensorList] = [[]] * len(segments)
         for kind, positions in self._positions_by_kind(segments, wire).items():
             lists = [segments[position] for position in positions]
             engine = self._engine(lists[0][0].dtype)
@@ -110,7 +110,7 @@ class AgreedEngine:
 
     def broadcast_from_owners(
         self, tensors: Sequence[tf.Tensor | tf.TensorSpec], owners: Sequence[int]
-    ) -> list[tf.Tensor]:
+    ) -> TensorList:
         """Return all tensors, of any dtypes and known shapes, on every rank, given those that this rank owns and the
         specs of the others.
         """
@@ -156,7 +156,7 @@ class AgreedEngine:
         [reduced] = engine.reduce(self._take_terms(), [tensor], reduction, root, self.group)
         return reduced
 
-    def broadcast(self, tensors: Tensors, root: int) -> list[tf.Tensor]:
+    def broadcast(self, tensors: Tensors, root: int) -> TensorList:
         """Return the tensors of the root on every rank, of any dtypes."""
         # Tensors of all dtypes travel as bytes, by the engine for integers, since NCCL takes no bytes.
         return self._engine(tf.int32).broadcast(self._take_terms(), tensors, root, self.group)
@@ -276,21 +276,21 @@ class _EngineBySize:
         reduction: str,
         group: Group,
         wire: Wire,
-    ) -> list[list[tf.Tensor]]:
+    ) -> list[TensorList]:
         return self._decide(
             terms, lambda engine, terms: engine.all_reduce(terms, segments, reduction, group, wire)
         )
 
     def reduce(
         self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group
-    ) -> list[tf.Tensor]:
+    ) -> TensorList:
         return self._decide(
             terms, lambda engine, terms: engine.reduce(terms, tensors, reduction, root, group)
         )
 
     def broadcast(
         self, terms: Terms | None, tensors: Tensors, root: int, group: Group
-    ) -> list[tf.Tensor]:
+    ) -> TensorList:
         return self._decide(
             terms, lambda engine, terms: engine.broadcast(terms, tensors, root, group)
         )

@@ -19,7 +19,7 @@ from npu_device._src.collectives.agreed_engine import (
     differentiable_move,
     require_differentiable,
 )
-from npu_device._src.collectives.dtypes import REDUCED, fold, reduced_dtype, require_bits
+from npu_device._src.collectives.dtypes import REDUCED, TensorList, fold, reduced_dtype, require_bits
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
@@ -38,7 +38,7 @@ def all_reduce(job: Job, tensor: tf.Tensor, reduction: str, group: Group) -> tf.
     """
     require_reduction("all_reduce", tensor.dtype, reduction)
 
-    def gradient(upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def gradient(upstream: Sequence[tf.Tensor]) -> TensorList:
         require_differentiable("all_reduce", reduction)
         return [all_reduce(job, upstream[0], reduction, group)]
 
@@ -137,7 +137,7 @@ def broadcast_from_owners(
     tensors: Sequence[tf.Tensor | tf.TensorSpec],
     owners: Sequence[int],
     group: Group,
-) -> list[tf.Tensor]:
+) -> TensorList:
     """Send tensors from the ranks that own them to all others; return them in the order of ``tensors``.
 
     Args:
@@ -151,7 +151,7 @@ def broadcast_from_owners(
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
     owned = [tensor for tensor, owner in zip(tensors, owners) if owner == group.rank]
 
-    def body(engine: AgreedEngine, *inputs: tf.Tensor) -> list[tf.Tensor]:
+    def body(engine: AgreedEngine, *inputs: tf.Tensor) -> TensorList:
         remaining = iter(inputs)
         sent = list(specs)
         for position, owner in enumerate(owners):
@@ -162,7 +162,7 @@ def broadcast_from_owners(
     agreed = {"owners": digest_of(owners)}
     name = "broadcast_from_owners"
     operation = Operation(name, group, specs, body, owned, lambda: specs, agreed, has_owners=True)
-    received: list[tf.Tensor] = operation.run(job)
+    received: TensorList = operation.run(job)
     return received
 
 
@@ -174,7 +174,7 @@ def digest_of(numbers: Sequence[int]) -> str:
 
 def broadcast(
     job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Group
-) -> list[tf.Tensor]:
+) -> TensorList:
     """Send the tensors of the root to every rank of the group; return them in the order of ``tensors``.
 
     Differentiable: the gradient on the root is the sum of the incoming gradients of all ranks, and zero on the others.
@@ -186,7 +186,7 @@ def broadcast(
     for tensor in tensors:
         require_bits(tensor.dtype)
 
-    def body(engine: AgreedEngine, *tensors: tf.Tensor) -> list[tf.Tensor]:
+    def body(engine: AgreedEngine, *tensors: tf.Tensor) -> TensorList:
         floats = [tensor.dtype.is_floating for tensor in tensors]
 
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor | None]:

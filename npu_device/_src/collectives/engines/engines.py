@@ -15,7 +15,7 @@ from typing import Optional, Protocol
 import tensorflow as tf
 
 from npu_device._src.collectives.call import Terms
-from npu_device._src.collectives.dtypes import Tensors, Wire, reduced_dtype, sum_dtype, wire_dtype
+from npu_device._src.collectives.dtypes import TensorList, Tensors, Wire, reduced_dtype, sum_dtype, wire_dtype
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.host.host_engine import HostEngine, Orders
 from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing
@@ -42,7 +42,7 @@ class Engine(Protocol):
         reduction: str,
         group: Group,
         wire: Wire,
-    ) -> list[list[tf.Tensor]]:
+    ) -> list[TensorList]:
         """Reduce segments, lists of tensors of one dtype; return the results of each, the same bits on every rank.
 
         A mean is over all ranks that the members stand for (``Group.counts``). float32 and float64 tensors are sent in
@@ -51,12 +51,12 @@ class Engine(Protocol):
 
     def reduce(
         self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group
-    ) -> list[tf.Tensor]:
+    ) -> TensorList:
         """Reduce tensors of one dtype to one rank; the other ranks get values of the result's shapes and dtype."""
 
     def broadcast(
         self, terms: Terms | None, tensors: Tensors, root: int, group: Group
-    ) -> list[tf.Tensor]:
+    ) -> TensorList:
         """Return the tensors of the root on every rank; any dtypes, the same shapes and dtypes everywhere."""
 
     def all_gather(self, terms: Terms | None, row: tf.Tensor, group: Group) -> tf.Tensor:
@@ -88,13 +88,13 @@ class TwoLevelEngine:
         reduction: str,
         group: Group,
         wire: Wire,
-    ) -> list[list[tf.Tensor]]:
+    ) -> list[TensorList]:
         """Reduce segments. A segment is spread within the hosts after the next one has started between them: the
         operations in shared memory run in order, and would otherwise keep the next segment waiting for the network.
         """
         host, _ = self._levels(group)
-        results: list[list[tf.Tensor]] = []
-        reduced: list[list[tf.Tensor]] = []  # reduced between the hosts, and not spread on them yet
+        results: list[TensorList] = []
+        reduced: list[TensorList] = []  # reduced between the hosts, and not spread on them yet
         for segment in segments:
             reduced.append(self._reduce(segment, reduction, group, wire))
             if len(reduced) > 1:
@@ -109,15 +109,15 @@ class TwoLevelEngine:
         reduction: str,
         group: Group,
         wire: Wire,
-    ) -> list[list[tf.Tensor]]:
+    ) -> list[TensorList]:
         """Reduce segments to the owners of their tensors; see ``HostEngine``. Between hosts, the tensors of a host go
         to its lowest rank.
         """
         host, _ = self._levels(group)
-        results: list[list[tf.Tensor]] = []
-        reduced: list[tuple[list[tf.Tensor], list[int]]] = []  # not spread yet, as in all_reduce
+        results: list[TensorList] = []
+        reduced: list[tuple[TensorList, list[int]]] = []  # not spread yet, as in all_reduce
 
-        def spread(tensors: list[tf.Tensor], owners_there: list[int]) -> list[tf.Tensor]:
+        def spread(tensors: TensorList, owners_there: list[int]) -> TensorList:
             # Only tensors that other ranks own are spread: the lowest rank has its own ones already.
             sent = [position for position, rank in enumerate(owners_there) if rank != host.ranks[0]]
             if sent:
@@ -144,7 +144,7 @@ class TwoLevelEngine:
         tensors: Sequence[tf.Tensor | tf.TensorSpec],
         owners: Sequence[int],
         group: Group,
-    ) -> list[tf.Tensor]:
+    ) -> TensorList:
         """Send tensors from their owners to all ranks; see ``HostEngine``. Each host sends what its ranks own once."""
         host, between = self._levels(group)
         lowest = self._lowest_of(group, owners)
@@ -189,7 +189,7 @@ class TwoLevelEngine:
         group: Group,
         wire: Wire,
         lowest: Optional[Sequence[int]] = None,
-    ) -> list[tf.Tensor]:
+    ) -> TensorList:
         """Return the results of a segment on the lowest rank of each host, and values of their shapes on the others.
         The ranks between the hosts take the mean, of whole sums.
 
@@ -219,7 +219,7 @@ class TwoLevelEngine:
 
     def reduce(
         self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group
-    ) -> list[tf.Tensor]:
+    ) -> TensorList:
         """Reduce to all ranks."""
         # Reducing to the root alone would save only the last broadcast.
         [reduced] = self.all_reduce(None, [tensors], reduction, group, None)
@@ -227,7 +227,7 @@ class TwoLevelEngine:
 
     def broadcast(
         self, terms: Terms | None, tensors: Tensors, root: int, group: Group
-    ) -> list[tf.Tensor]:
+    ) -> TensorList:
         """Broadcast the root's tensors: to the lowest rank of the root's host, between hosts, and on every host."""
         leaders = self._hosts.leaders
         host, between = self._levels(group)

@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 from npu_device._src.collectives.call import Terms
-from npu_device._src.collectives.dtypes import Tensors, Wire, reduced_dtype
+from npu_device._src.collectives.dtypes import TensorList, Tensors, Wire, reduced_dtype
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.host import programs
 from npu_device._src.collectives.engines.host.buffers import BufferPool
@@ -68,7 +68,7 @@ class ArrayEngine:
         group: Group,
         operations: Sequence[OnArrays],
         inputs: Sequence[Tensors],
-    ) -> list[list[tf.Tensor]]:
+    ) -> list[TensorList]:
         """Run operations, each on its inputs, and return their results; the first one carries the terms."""
         # Two threads of a script may make the first call of a group at once.
         with self._making:
@@ -132,7 +132,7 @@ class HostEngine(ArrayEngine):
         reduction: str,
         group: Group,
         wire: Wire,
-    ) -> list[list[tf.Tensor]]:
+    ) -> list[TensorList]:
         make = partial(
             _reduction, reduction=reduction, wire=wire, readers=range(group.size), rank=group.rank
         )
@@ -140,7 +140,7 @@ class HostEngine(ArrayEngine):
 
     def reduce(
         self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group
-    ) -> list[tf.Tensor]:
+    ) -> TensorList:
         operation = _reduction(tensors, reduction, None, [root], group.rank)
         [results] = self.run(terms, group, [operation], [tensors])
         if group.rank == root:
@@ -156,7 +156,7 @@ class HostEngine(ArrayEngine):
         reduction: str,
         group: Group,
         wire: Wire,
-    ) -> list[list[tf.Tensor]]:
+    ) -> list[TensorList]:
         """Reduce segments as ``all_reduce`` does; return those tensors of each that this member owns, in their order.
         ``owners`` has the owner of each tensor, a rank of the group.
         """
@@ -177,7 +177,7 @@ class HostEngine(ArrayEngine):
         tensors: Sequence[tf.Tensor | tf.TensorSpec],
         owners: Sequence[int],
         group: Group,
-    ) -> list[tf.Tensor]:
+    ) -> TensorList:
         """Return all tensors on every rank, given this member's own ones and the specs of the others: any dtypes, with
         known shapes.
         """
@@ -191,7 +191,7 @@ class HostEngine(ArrayEngine):
 
     def broadcast(
         self, terms: Terms | None, tensors: Tensors, root: int, group: Group
-    ) -> list[tf.Tensor]:
+    ) -> TensorList:
         sends = group.rank == root
         has_shapes = all(tensor.shape.is_fully_defined() for tensor in tensors)
         # The rank's own tensors give the shapes where these are unknown. Otherwise a receiver has no inputs, so that it
@@ -224,7 +224,7 @@ class HostEngine(ArrayEngine):
         [[rows]] = self.run(terms, group, [operation], [[tensor]])
         return rows
 
-    def exchange_terms(self, terms: Terms | None, group: Group) -> list[tf.Tensor]:
+    def exchange_terms(self, terms: Terms | None, group: Group) -> TensorList:
         """Compare only the terms; return a list of one tensor, which is ready once all ranks agree."""
         action = (programs.meet, [np.array(True)])
         operation = OnArrays([tf.TensorSpec([], tf.bool)], lambda arrays, buffers: action)
@@ -373,7 +373,7 @@ class Orders:
         operations: Sequence[OnArrays],
         inputs: Sequence[Tensors],
         terms: Terms | None,
-    ) -> list[list[tf.Tensor]]:
+    ) -> list[TensorList]:
         """Add operations to the graph of a tf.function, and return their results."""
         self._prepare()
         with tf.device(self._device), tf.control_dependencies(step_data()):
@@ -390,7 +390,7 @@ class Orders:
 
     def _call(
         self, queue: GroupQueue, operation: OnArrays, inputs: Tensors, terms: Terms | None
-    ) -> list[tf.Tensor]:
+    ) -> TensorList:
         """Add one operation that starts and waits, in the order of the starts: it delays nothing needed earlier."""
         shapes, terms = _apart(terms)
 
@@ -417,7 +417,7 @@ class Orders:
 
         return self._starts.call(start, [shapes, *inputs])[0]
 
-    def _finish(self, operation: OnArrays, ticket: tf.Tensor) -> list[tf.Tensor]:
+    def _finish(self, operation: OnArrays, ticket: tf.Tensor) -> TensorList:
         def finish(ticket: Any) -> list[Any]:
             # The finish is taken out of the table, or the results would live as long as this object.
             ended_at, results = self._pending.pop(int(ticket))()
@@ -443,7 +443,7 @@ _waiting: weakref.WeakSet[tf.Operation] = weakref.WeakSet()
 
 def _waited_for(
     order: Order, function: Callable[..., list[Any]], inputs: Tensors, operation: OnArrays
-) -> list[tf.Tensor]:
+) -> TensorList:
     """Add a call that waits for an operation, and returns when that ended, and its results."""
     dtypes = [output.dtype for output in operation.outputs]
     ended_at, *results = order.call(function, inputs, dtypes)

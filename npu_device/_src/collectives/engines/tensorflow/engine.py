@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from npu_device._src.collectives import dtypes
 from npu_device._src.collectives.call import Terms
-from npu_device._src.collectives.dtypes import Count, Tensors, Wire, fold, sum_dtype
+from npu_device._src.collectives.dtypes import Count, TensorList, Tensors, Wire, fold, sum_dtype
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.tensorflow.kernels import MOVE_DTYPES, Kernels
 from npu_device._src.collectives.group import Group, counts_of
@@ -49,7 +49,7 @@ class TensorFlowEngine:
         reduction: str,
         group: Group,
         wire: Wire,
-    ) -> list[list[tf.Tensor]]:
+    ) -> list[TensorList]:
         return [self._all_reduce_segment(segment, reduction, group, wire) for segment in segments]
 
     def all_gather(self, terms: Terms | None, row: tf.Tensor, group: Group) -> tf.Tensor:
@@ -62,15 +62,15 @@ class TensorFlowEngine:
 
     def reduce(
         self, terms: Terms | None, tensors: Tensors, reduction: str, root: int, group: Group
-    ) -> list[tf.Tensor]:
+    ) -> TensorList:
         """Reduce to all ranks: TensorFlow has nothing else."""
         return self._all_reduce_segment(tensors, reduction, group, None)
 
     def broadcast(
         self, terms: Terms | None, tensors: Tensors, root: int, group: Group
-    ) -> list[tf.Tensor]:
+    ) -> TensorList:
         """Return the root's tensors on every rank, in few large transfers; all have the same shapes and dtypes."""
-        results: list[tf.Tensor] = []
+        results: TensorList = []
         for transfer in _transfers(tensors):
             words = pack_words(transfer)
             received = _with_an_element(
@@ -81,7 +81,7 @@ class TensorFlowEngine:
 
     def _all_reduce_segment(
         self, tensors: Tensors, reduction: str, group: Group, wire: Wire
-    ) -> list[tf.Tensor]:
+    ) -> TensorList:
         has_elements = any(tensor.shape.num_elements() for tensor in tensors)
         if len(tensors) == 1:
             return [self._all_reduce_one(tensors[0], has_elements, reduction, group, wire)]
@@ -218,9 +218,9 @@ def _with_an_element(move: _Move, tensor: tf.Tensor) -> tf.Tensor:
     return moved
 
 
-def _transfers(tensors: Tensors) -> list[list[tf.Tensor]]:
+def _transfers(tensors: Tensors) -> list[TensorList]:
     """Split the list, in order, into transfers of about ``TRANSFER_BYTES``. A tensor of unknown size goes alone."""
-    transfers: list[list[tf.Tensor]] = []
+    transfers: list[TensorList] = []
     free = 0
     for tensor in tensors:
         count = words_of(tensor)
@@ -255,7 +255,7 @@ def pack_words(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.concat(words, axis=0)
 
 
-def unpack_words(vector: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def unpack_words(vector: tf.Tensor, like: Sequence[tf.Tensor]) -> TensorList:
     """Reverse ``pack_words``; ``like`` gives the shapes and dtypes."""
     tensors = []
     lengths = list(map(words_of, like))
