@@ -39,12 +39,11 @@ def require_own_folders(site: str) -> None:
     Raises:
         ImportError: names files that are of another package.
     """
-    strangers = [
-        os.path.join(site, folder, name)
-        for folder, own_names in _OWN_NAMES.items()
-        for name in _modules(os.path.join(site, folder))
-        if name not in own_names
-    ]
+    strangers = []
+    for folder, own_names in _OWN_NAMES.items():
+        for name in _modules(os.path.join(site, folder)):
+            if name not in own_names:
+                strangers.append(os.path.join(site, folder, name))
     if strangers:
         raise ImportError(
             f"{len(strangers)} modules in the folders of this package belong to a different distribution, for instance "

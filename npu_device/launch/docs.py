@@ -58,9 +58,8 @@ def _pages() -> dict[str, Path]:
         # A page of the clone is newer than that of an installed version.
         paths = [*clone.glob("*.md"), *clone.glob("tutorials/*.md")]
     else:
-        paths = [
-            Path(str(file.locate()))
-            for file in metadata.files("npu_device") or ()
-            if file.match(_INSTALLED)
-        ]
+        paths = []
+        for file in metadata.files("npu_device") or ():
+            if file.match(_INSTALLED):
+                paths.append(Path(str(file.locate())))
     return {path.stem: path for path in paths if path.stem != "index"}

@@ -383,11 +383,10 @@ class Leader:
             "most": self._options.nnodes,
             "version": __version__,
         }
-        differences = [
-            f"{name} {hello[name]} (node 0: {setting})"
-            for name, setting in settings.items()
-            if hello[name] != setting
-        ]
+        differences = []
+        for name, setting in settings.items():
+            if hello[name] != setting:
+                differences.append(f"{name} {hello[name]} (node 0: {setting})")
         if differences:
             return ", ".join(differences)
         if not 0 <= hello["node"] < self._options.nnodes:

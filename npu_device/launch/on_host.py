@@ -97,11 +97,10 @@ def _problem_on_host(name: str, serial: int) -> str:
     """End what an earlier connection of the job has left on this host; return why that can't be, "" if it is done."""
     words = _command_lines()
     # The last two words of its command line are those that ``connection`` wrote.
-    serials = {
-        pid: int(line[-1])
-        for pid, line in words.items()
-        if line[-2:-1] == [name] and line[-1].isdecimal()
-    }
+    serials = {}
+    for pid, line in words.items():
+        if line[-2:-1] == [name] and line[-1].isdecimal():
+            serials[pid] = int(line[-1])
     if max(serials.values(), default=serial) > serial:
         return "another npurun of this job was started on this host: the connection of this one is broken"
     older = [pid for pid in serials if serials[pid] < serial]

@@ -65,11 +65,10 @@ def _variables() -> dict[str, str]:
     names = {variable.name for variable in environment.ALL}
     # This variable differs from host to host.
     names.remove("HCCL_IF_IP")
-    variables = {
-        name: text
-        for name, text in os.environ.items()
-        if name in names or name.startswith(_PREFIXES)
-    }
+    variables = {}
+    for name, text in os.environ.items():
+        if name in names or name.startswith(_PREFIXES):
+            variables[name] = text
     # Hosts can't read a file of this one; the secret itself travels in the order.
     variables["NPU_DEVICE_SECRET"] = secret().decode() or secrets.token_hex(32)
     variables["NPU_DEVICE_SECRET_FILE"] = ""
@@ -261,11 +260,10 @@ class LaunchedHosts:
             self._end_job(report.code)
             # Hosts of the newest attempt learn it from node 0. The others may be waiting for it.
             newest = self._count - 1
-            waiting = [
-                waiting_host
-                for waiting_host in self._hosts
-                if waiting_host.attempt is None or waiting_host.attempt < newest
-            ]
+            waiting = []
+            for waiting_host in self._hosts:
+                if waiting_host.attempt is None or waiting_host.attempt < newest:
+                    waiting.append(waiting_host)
             self._send(signal.SIGINT, waiting)
 
     def _on_closed(self, closed: HostClosed) -> None:

@@ -164,11 +164,10 @@ class Supervisor:
             families = [process for process in families if process.reap()]
 
     def _look_at_ended(self) -> None:
-        exits = [
-            (process.exit.time, process.rank, process.exit)
-            for process in self._processes
-            if process.exit
-        ]
+        exits = []
+        for process in self._processes:
+            if process.exit:
+                exits.append((process.exit.time, process.rank, process.exit))
         failures = [failure for failure in exits if failure[2].status not in (0, RESUMABLE)]
         if failures and self._stage < _Stage.FAILED:
             self._enter(_Stage.FAILED, RANKS_NOTICE_SECONDS)

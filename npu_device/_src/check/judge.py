@@ -149,7 +149,9 @@ def warnings(job: CheckedJob) -> list[str]:
 
 def _wrong_sum(job: CheckedJob) -> Iterator[str]:
     if not job.is_right:
-        alternative = "tcp" if job.engine_in_use == "tensorflow" else "tensorflow"
+        alternative = "tensorflow"
+        if job.engine_in_use == "tensorflow":
+            alternative = "tcp"
         yield (
             "an all_reduce over all ranks gave a wrong sum.\n"
             f"What to do: set NPU_DEVICE_BACKEND={alternative} or "

@@ -47,11 +47,11 @@ class HubRendezvous:
         return [client for client in self._clients if client.has_arrived and not client.is_ending]
 
     def children(self) -> list[Client]:
-        return [
-            client
-            for client in self._clients
-            if client.state is State.CHILD and not client.is_ending
-        ]
+        children = []
+        for client in self._clients:
+            if client.state is State.CHILD and not client.is_ending:
+                children.append(client)
+        return children
 
     def hosts(self) -> list[str]:
         """Return the name of the host of each rank."""
@@ -103,11 +103,11 @@ class HubRendezvous:
         # As a rule no other client has come as this rank, which saves a search through all clients.
         if not self._roster.has(arrival):
             return []
-        return [
-            client
-            for client in self._clients
-            if client.has_arrived and client.arrival.key == arrival.key
-        ]
+        matching = []
+        for client in self._clients:
+            if client.has_arrived and client.arrival.key == arrival.key:
+                matching.append(client)
+        return matching
 
     def _admit(self, client: Client, arrival: Arrival, children: list[Client]) -> None:
         """Let a client wait for the other ranks, in place of children of it that have come before."""

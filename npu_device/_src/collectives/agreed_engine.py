@@ -68,7 +68,9 @@ class AgreedEngine:
         for kind, positions in self._positions_by_kind(segments, wire).items():
             lists = [segments[position] for position in positions]
             engine = self._engine(lists[0][0].dtype)
-            sent_dtype = wire if kind.is_compressed else None
+            sent_dtype = None
+            if kind.is_compressed:
+                sent_dtype = wire
             terms = self._take_terms()
             reduced = engine.all_reduce(terms, lists, reduction, self.group, sent_dtype)
             for position, tensors in zip(positions, reduced):
@@ -96,7 +98,9 @@ class AgreedEngine:
             lists = [segments[position] for position in positions]
             owners_there = [owners[position] for position in positions]
             engine = self._engine_of_owners(lists[0][0].dtype)
-            sent_dtype = wire if kind.is_compressed else None
+            sent_dtype = None
+            if kind.is_compressed:
+                sent_dtype = wire
             terms = self._take_terms()
             reduced = engine.reduce_to_owners(
                 terms, lists, owners_there, reduction, self.group, sent_dtype

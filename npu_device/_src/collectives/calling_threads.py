@@ -74,18 +74,22 @@ def calling_thread() -> str:
         return thread.name
     if is_foreign(thread):
         return "a thread of TensorFlow"
-    work = work_of(thread) if is_pooled(thread) else None
-    return own_name(thread) if work is None else f"{own_name(thread)} ({work.function})"
+    work = None
+    if is_pooled(thread):
+        work = work_of(thread)
+    if work is None:
+        return own_name(thread)
+    return f"{own_name(thread)} ({work.function})"
 
 
 def _namesakes(thread: threading.Thread) -> list[threading.Thread]:
     """Return the other living threads of the same name."""
     name = own_name(thread)
-    return [
-        living
-        for living in threading.enumerate()
-        if living is not thread and own_name(living) == name
-    ]
+    namesakes = []
+    for living in threading.enumerate():
+        if living is not thread and own_name(living) == name:
+            namesakes.append(living)
+    return namesakes
 
 
 def _place_of(thread: threading.Thread) -> int:
@@ -161,11 +165,11 @@ class CallingThreads:
             )
 
     def _living(self) -> list[tuple[threading.Thread, _Caller]]:
-        return [
-            (thread, caller)
-            for thread, caller in list(self._callers.items())
-            if thread.is_alive() and _is_still_at(thread, caller.work)
-        ]
+        living_callers = []
+        for thread, caller in list(self._callers.items()):
+            if thread.is_alive() and _is_still_at(thread, caller.work):
+                living_callers.append((thread, caller))
+        return living_callers
 
     def _is_unclear(
         self, thread: threading.Thread, group: Group, place: Place | None, exchange: Exchange
@@ -202,7 +206,9 @@ class CallingThreads:
         return len(self._numbers_of_callers)
 
     def _note(self, thread: threading.Thread, group: Group, place: Place | None) -> _Caller:
-        work = None if is_clear(thread) else work_of(thread)
+        work = None
+        if not is_clear(thread):
+            work = work_of(thread)
         with self._lock:
             own_caller = self._callers.get(thread)
             if own_caller is None or own_caller.work != work:

@@ -48,7 +48,9 @@ def _problems_of_nccl(job: Job, hosts: JobHosts) -> Sequence[str]:
         raise ClusterError(
             f"NCCL needs TensorFlow's server, which can't be started:\n{lines}\nWhat to do: {_IN_TIME}."
         )
-    return [f"  {problem}"] if problem else []
+    if problem:
+        return [f"  {problem}"]
+    return []
 
 
 def _problems_of_mpi(job: Job, _: JobHosts) -> Sequence[str]:

@@ -57,7 +57,10 @@ def own_instance(cuda: str | None, nvidia: str | None, device_id: int) -> str | 
 def name_of(cuda: str | None, index: int) -> str:
     """Return the name of the GPU that CUDA shows under a number."""
     names = visible_names(cuda) or ()
-    name = names[index] if index < len(names) else str(index)
+    if index < len(names):
+        name = names[index]
+    else:
+        name = str(index)
     if name.isdigit():
         return f"GPU {name}"
     return name
@@ -80,7 +83,9 @@ def sharing(
     for rank, (device, host) in enumerate(zip(devices, hosts)):
         if device.is_gpu:
             # Two MIG instances are two units of one chip.
-            unit = device.chip if chips else device.unit
+            unit = device.unit
+            if chips:
+                unit = device.chip
             users.setdefault((host, unit), []).append(rank)
     return [ranks for ranks in users.values() if len(ranks) > 1]
 

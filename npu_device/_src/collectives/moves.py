@@ -56,7 +56,9 @@ def all_gather_v(job: Job, tensor: tf.Tensor, group: Group, purpose: str = "") -
     def results() -> tf.TensorSpec:
         return spec_with_first_dimension(tensor, lambda _: None)
 
-    details = {"purpose": purpose} if purpose else {}
+    details = {}
+    if purpose:
+        details = {"purpose": purpose}
     return Operation(
         "all_gather_v", group, [tensor], body, results=results, details=details, ragged=True
     ).run(job)

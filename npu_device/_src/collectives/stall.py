@@ -55,11 +55,11 @@ class StallWatch:
     def _started(self) -> dict[GroupId, int]:
         # TensorFlow's counts are left out: reading one takes an eager operation.
         counts = self._counts.of_all()
-        return {
-            (group.name, group.ranks): count.started
-            for group, count in counts
-            if isinstance(count, CallCount)
-        }
+        started = {}
+        for group, count in counts:
+            if isinstance(count, CallCount):
+                started[(group.name, group.ranks)] = count.started
+        return started
 
     def _position(self, group: Group) -> Position:
         count = self._counts.find(group)

@@ -56,7 +56,9 @@ def own_name(thread: threading.Thread) -> str:
         target = _function_of(_target(thread) or type(thread))
         return f"Thread ({getattr(target, '__name__', '')})"
     name = _COUNTED_NAME.sub(r"\1", thread.name)
-    return _NUMBER_IN_POOL.sub("", name) if is_pooled(thread) else name
+    if is_pooled(thread):
+        return _NUMBER_IN_POOL.sub("", name)
+    return name
 
 
 def _target(thread: threading.Thread) -> Any:
@@ -85,7 +87,10 @@ def is_pooled(thread: threading.Thread) -> bool:
 def _frames(thread: threading.Thread) -> Iterator[FrameType]:
     """Generate the frames of a thread, innermost first."""
     is_this = thread is threading.current_thread()
-    frame = sys._getframe(1) if is_this else sys._current_frames().get(thread.ident or 0)
+    if is_this:
+        frame = sys._getframe(1)
+    else:
+        frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -256,7 +261,9 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (value.__defaults__, value.__kwdefaults__)
         yield _plain_values_of_closure(value)
     else:
-        attributes = vars(value) if hasattr(value, "__dict__") else {}
+        attributes = {}
+        if hasattr(value, "__dict__"):
+            attributes = vars(value)
         # Only plain attributes are compared: what an object refers to says less about it, and may have no end.
         plain = [(key, part) for key, part in list(attributes.items()) if type(part) in _PLAIN]
         yield from sorted(plain, key=str)
@@ -292,7 +299,9 @@ def _work_in_pool(thread: threading.Thread) -> Work | None:
     code = getattr(_target(thread), "__code__", None)
     frame = next((frame for frame in _frames(thread) if frame.f_code is code), None)
     if frame is None:
-        return None if thread.is_alive() else IDLE
+        if thread.is_alive():
+            return None
+        return IDLE
     names = _names_in(frame)
     pool_item = names.get("work_item", names.get("task"))
     # The script may have the result, and go on, before the thread has dropped the work.
@@ -300,7 +309,9 @@ def _work_in_pool(thread: threading.Thread) -> Work | None:
     is_done = names.get("result") is not None or (future is not None and future.done())
     if pool_item is None or is_done:
         queue = names.get("work_queue", names.get("inqueue"))
-        return IDLE if queue is not None and queue.empty() else None
+        if queue is not None and queue.empty():
+            return IDLE
+        return None
     # A tuple is the work of ``multiprocessing.pool``.
     if isinstance(pool_item, tuple):
         job, number, function, arguments, keywords = pool_item

@@ -34,7 +34,9 @@ def tensors_of_checkpoint(checkpoint: tf.train.Checkpoint, is_whole: bool) -> li
 def _tensors(by_owner: dict[Any, dict[str, Any]]) -> Iterator[SavedTensor]:
     for owner, by_key in by_owner.items():
         for key, value in by_key.items():
-            by_part = value if isinstance(value, dict) else {"": value}
+            by_part = value
+            if not isinstance(value, dict):
+                by_part = {"": value}
             for part, saved in by_part.items():
                 if saved is HELD_ELSEWHERE:
                     continue

@@ -42,11 +42,10 @@ def variables_read() -> list[tuple[Any, tf.Tensor]]:
     if not watched:
         return []
     handles = {id(outer): inner for outer, inner in graph.captures}
-    read = [
-        (variable, handles[id(variable.handle)])
-        for variable in watched
-        if id(variable.handle) in handles
-    ]
+    read = []
+    for variable in watched:
+        if id(variable.handle) in handles:
+            read.append((variable, handles[id(variable.handle)]))
     # Sorted by the number of the handle, which grows with each variable that is made.
     return sorted(read, key=lambda pair: int(pair[0].handle._id))
 
@@ -93,7 +92,10 @@ def functions_that_update(variables: Iterable[Any]) -> list[list[str]]:
     graphs = [instance for instance in gc.get_objects() if type(instance) is FuncGraph]
     for graph in graphs:
         captured = [(outer, inner) for outer, inner in graph.captures if id(outer) in indices]
-        exchanged = _operations_after_exchanges(graph) if captured else set()
+        if captured:
+            exchanged = _operations_after_exchanges(graph)
+        else:
+            exchanged = set()
         for outer, inner in captured:
             # Inference reads moving statistics, and doesn't set them.
             setters = [user for user in inner.consumers() if user.type.startswith("Assign")]

@@ -175,7 +175,9 @@ def accumulation_steps(optimizer: Any) -> int:
         return 1
     names = ("apply", "apply_gradients", "_backend_apply_gradients")
     is_own = all(belongs_to_keras(getattr(type(optimizer), name, None)) for name in names)
-    return int(steps) if is_own else 1
+    if is_own:
+        return int(steps)
+    return 1
 
 
 def accumulators_of(optimizer: Any, variables: Any) -> list[Any]:

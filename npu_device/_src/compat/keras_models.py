@@ -199,21 +199,19 @@ def moving_statistics(model: Any) -> list[Any]:
     updated = _unique(
         variable for layer in layers if layer.trainable for variable in _not_trained(layer)
     )
-    variables = [
-        variable
-        for variable in updated
-        if id(variable) not in excluded and not is_vocabulary(variable)
-    ]
+    variables = []
+    for variable in updated:
+        if id(variable) not in excluded and not is_vocabulary(variable):
+            variables.append(variable)
     return [variable for variable in variables if tf.as_dtype(variable.dtype).is_floating]
 
 
 def states_of_samples(model: Any) -> list[Any]:
     """Return the variables of recurrent layers with ``stateful=True``, which have a row for each sample of a batch."""
-    layers = [
-        layer
-        for layer in all_layers(model)
-        if getattr(layer, "stateful", False) and hasattr(layer, "cell")
-    ]
+    layers = []
+    for layer in all_layers(model):
+        if getattr(layer, "stateful", False) and hasattr(layer, "cell"):
+            layers.append(layer)
     states = [tf.nest.flatten(getattr(layer, "states", None)) for layer in layers]
     return [state for of_layer in states for state in of_layer if hasattr(state, "assign")]
 
@@ -322,7 +320,9 @@ def deferred_variable() -> Any:
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_deferred_initialize":
         frame = frame.f_back
-    return None if frame is None else frame.f_locals.get("self")
+    if frame is None:
+        return None
+    return frame.f_locals.get("self")
 
 
 def _normalization_in(method: str) -> Any:

@@ -222,7 +222,9 @@ def clipped_with_all(
     if scale != 1:
         gradients = [gradient / scale for gradient in gradients]
     is_legacy = hasattr(optimizer, "_global_clipnorm_fn")
-    name = "_global_clipnorm_fn" if is_legacy else "_clip_gradients"
+    name = "_clip_gradients"
+    if is_legacy:
+        name = "_global_clipnorm_fn"
     clip = getattr(optimizer, name)
     was_set = name in vars(optimizer)
 

@@ -240,7 +240,9 @@ class ListReduction:
             *self._tensors,
             *(rows.counts for rows in self._sparse if rows.counts is not None),
         ]
-        gradient = self._gradient if self._segments else None
+        gradient = None
+        if self._segments:
+            gradient = self._gradient
         name = "all_reduce"
         if self._owners is not None:
             name = "reduce_to_owners"

@@ -163,7 +163,9 @@ class LocalGradients:
             self._make_sums(optimizer, variables)
         reducer = reducer_of(carrier(optimizer))
         # Undone below: the reducer multiplies gradients by this for a sum over the ranks.
-        factor = 1 if reducer is None else reducer.factor
+        factor = 1
+        if reducer is not None:
+            factor = reducer.factor
         # A variable that isn't reached by the loss has no gradient, and nothing is added to its sum.
         sums: list[Any] = [None] * len(gradients)
         for position, (gradient, variable) in enumerate(zip(gradients, variables)):

@@ -224,7 +224,9 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None) -> Any:
     """Return the rows that all ranks send to this one, by rank; with ``splits`` also how many came from each."""
     world = current_world()
     tensor = _with_rows("alltoall", tensor)
-    count = world.size if world is not None else 1
+    count = 1
+    if world is not None:
+        count = world.size
     problem = ""
     if splits is None:
         sent = tf.fill([count], tf.shape(tensor)[0] // count)
@@ -237,7 +239,9 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None) -> Any:
     if problem:
         raise tf.errors.InvalidArgumentError(None, None, f"alltoall: {problem}")
     if world is None:
-        return tensor if splits is None else (tensor, sent)
+        if splits is None:
+            return tensor
+        return tensor, sent
     # The name of the call holds the shape of the rows, which nothing else compares in a graph.
     matrix = tf.reshape(
         world.gather(sent, f"alltoall of rows with shape {tensor.shape[1:]}"), [count, count]
@@ -248,7 +252,9 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None) -> Any:
     received = matrix[:, world.rank]
     moved = tf.reshape(flat, tf.concat([[tf.reduce_sum(received)], row_shape], 0))
     rows = _with_gradient(moved, lambda upstream: alltoall(upstream, received)[0], tensor)
-    return rows if splits is None else (rows, received)
+    if splits is None:
+        return rows
+    return rows, received
 
 
 @operation

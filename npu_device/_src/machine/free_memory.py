@@ -30,7 +30,9 @@ def free_memory(root: Path = Path("/")) -> int | None:
     for folder in groups_of("memory", root):
         with contextlib.suppress(OSError, KeyError, ValueError):
             free.append(_free_of(folder))
-    return max(0, min(free)) if free else None
+    if free:
+        return max(0, min(free))
+    return None
 
 
 def usable_memory(root: Path = Path("/")) -> int:
@@ -47,7 +49,9 @@ def usable_memory(root: Path = Path("/")) -> int:
 
 
 def _names_of(folder: Path) -> _Names:
-    return _VERSION_2 if (folder / _VERSION_2.limit).exists() else _VERSION_1
+    if (folder / _VERSION_2.limit).exists():
+        return _VERSION_2
+    return _VERSION_1
 
 
 def _free_of(folder: Path) -> int:

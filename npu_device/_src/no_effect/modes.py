@@ -131,7 +131,9 @@ def _scope(
         function: Callable[_Arguments, Iterator[None]],
     ) -> Callable[_Arguments, contextlib.AbstractContextManager[None]]:
         names = ", ".join(inspect.signature(function).parameters)
-        arguments = f"\n\nArgs:\n    {names}: ignored.\n" if names else ""
+        arguments = ""
+        if names:
+            arguments = f"\n\nArgs:\n    {names}: ignored.\n"
         function.__doc__ = f"{on_an_npu} on an NPU. Without effect here.{arguments}"
         return contextlib.contextmanager(function)
 

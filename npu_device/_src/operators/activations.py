@@ -159,7 +159,9 @@ def layer_norm(
     with tf.name_scope(name or "LayerNorm"):
         x = tf.convert_to_tensor(x)
         # Computed in 32 bits, since 16 bits would lose the mean of many numbers.
-        wide = tf.cast(x, tf.float32) if x.dtype.size < 4 else x
+        wide = x
+        if x.dtype.size < 4:
+            wide = tf.cast(x, tf.float32)
         axes = list(range(begin_norm_axis % x.shape.rank, x.shape.rank))
         trailing = tf.shape(x)[begin_params_axis:]
         mean = tf.reduce_mean(wide, axes, keepdims=True)

@@ -105,7 +105,9 @@ class _RankOutput:
 
     def rest(self) -> list[str]:
         """Return a last line without an end."""
-        return [_newest(self._beginning)] if self._beginning else []
+        if self._beginning:
+            return [_newest(self._beginning)]
+        return []
 
 
 def _newest(line: bytes) -> str:

@@ -93,7 +93,9 @@ def _problem(options: argparse.Namespace) -> str:
     # A folder inside the sources would be copied into itself.
     if output and root.is_dir() and root.resolve() in output.resolve().parents:
         return f"{output} is in {root}. Name a folder beside it"
-    folder = root if root.is_dir() else root.parent
+    folder = root.parent
+    if root.is_dir():
+        folder = root
     if options.main and not folder.joinpath(options.main).is_file():
         return f"-m: there is no {options.main} in {root}"
     return ""
@@ -106,7 +108,9 @@ def _port_all(options: argparse.Namespace) -> list[Any]:
     root = options.root
     sources = {}
     files = []
-    paths: Iterable[Path] = scripts(root) if root.is_dir() else [root]
+    paths: Iterable[Path] = [root]
+    if root.is_dir():
+        paths = scripts(root)
     for path in paths:
         try:
             sources[path] = Source(path)
@@ -127,7 +131,9 @@ def _port_all(options: argparse.Namespace) -> list[Any]:
             continue
         files.append(PortedFile(str(path), diff(source.text, ported, str(path)), findings))
         if options.output:
-            name = path.relative_to(root) if root.is_dir() else path.name
+            name = path.name
+            if root.is_dir():
+                name = str(path.relative_to(root))
             source.write(ported, options.output / name)
         elif options.write and ported != source.text:
             source.write(ported, path)

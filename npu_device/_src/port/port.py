@@ -92,11 +92,10 @@ class Port(Script):
         """Return the ported source."""
         # A statement with lines around it isn't guarded: the lines may use what it assigns.
         with_lines = {statement for statement, _ in self._inserted}
-        guards = {
-            statement: guard
-            for statement, guard in self._guards.items()
-            if statement not in with_lines
-        }
+        guards = {}
+        for statement, guard in self._guards.items():
+            if statement not in with_lines:
+                guards[statement] = guard
         return str(self.module.visit(_Changer(self._inserted, self._replaced, guards)).code)
 
 

@@ -188,7 +188,9 @@ def _open(port: Port, is_entry: bool) -> None:
         is_seeded = any(
             port.name(call.func).endswith("utils.set_random_seed") for call in port.calls
         )
-        seed = "" if is_seeded else "seed=1"
+        seed = "seed=1"
+        if is_seeded:
+            seed = ""
         port.insert(anchor, f"npu.open({seed})", after=is_after)
         port.report(DONE, "open", anchor)
 

@@ -199,11 +199,10 @@ class Script:
         return max(names, key=self._import_index, default="")
 
     def _import_index(self, name: str) -> tuple[int, str]:
-        matches = [
-            index
-            for index, (imported, _) in enumerate(self.imported)
-            if f"{name}.".startswith(f"{imported}.")
-        ]
+        matches = []
+        for index, (imported, _) in enumerate(self.imported):
+            if f"{name}.".startswith(f"{imported}."):
+                matches.append(index)
         return max(matches, default=-1), name
 
     def _local_names(self, node: Any) -> list[str]:
@@ -273,11 +272,9 @@ class Script:
         returns = []
         for function in self.callees(call):
             nodes = walk(function.body, into_definitions=False)
-            returns += [
-                node.value
-                for node in nodes
-                if isinstance(node, cst.Return) and node.value is not None
-            ]
+            for node in nodes:
+                if isinstance(node, cst.Return) and node.value is not None:
+                    returns.append(node.value)
         return returns
 
     def _arguments(self, name: str, function: Any) -> list[Any]:

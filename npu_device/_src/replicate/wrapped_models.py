@@ -137,7 +137,9 @@ class Models:
                         with tf.init_scope():
                             compat.build_optimizer(optimizer, [variable for _, variable in pairs])
                     count = functools.partial(self._count, type(optimizer).__name__)
-                    steps = _STEPS if compat.compiled_by_xla() else 1
+                    steps = 1
+                    if compat.compiled_by_xla():
+                        steps = _STEPS
                     with tf.control_dependencies(
                         call_now(count, [steps], [tf.TensorSpec([], tf.int64)])
                     ):

@@ -40,20 +40,19 @@ def _added(
     noun: str, numbered: dict[int, str], at_start: dict[int, str], allowed: Container[int]
 ) -> list[str]:
     # The description has to be the same, too, since a number may be used again.
-    return [
-        f"{noun} {number}: {description}"
-        for number, description in numbered.items()
-        if at_start.get(number) != description and number not in allowed
-    ]
+    leaked = []
+    for number, description in numbered.items():
+        if at_start.get(number) != description and number not in allowed:
+            leaked.append(f"{noun} {number}: {description}")
+    return leaked
 
 
 def held() -> Held:
     # A thread that isn't Python's own is TensorFlow's: it shows up here when it has once called Python.
-    threads = {
-        id(thread): thread.name
-        for thread in threading.enumerate()
-        if not isinstance(thread, threading._DummyThread)
-    }
+    threads = {}
+    for thread in threading.enumerate():
+        if not isinstance(thread, threading._DummyThread):
+            threads[id(thread)] = thread.name
     children = {
         pid: command or "ended, and nobody has waited for it"
         for pid, command in children_of("self").items()

@@ -222,16 +222,27 @@ class PointSchema:
         """Return the record of an iteration, from the times of its points in seconds, in the order of the class."""
         # Rounded to a tenth of a microsecond, which is finer than the clock.
         times = [round(point * 1e6 + offset_us, 1) for point in points]
-        end = times.pop() if self.has_end else None
-        update_end = times.pop() if self.has_update_end else None
-        fp_start = times.pop(0) if self.has_start else previous_end
-        bp_end = times.pop(0) if self.has_bp_end else None
+        end = None
+        if self.has_end:
+            end = times.pop()
+        update_end = None
+        if self.has_update_end:
+            update_end = times.pop()
+        fp_start = previous_end
+        if self.has_start:
+            fp_start = times.pop(0)
+        bp_end = None
+        if self.has_bp_end:
+            bp_end = times.pop(0)
         ready = times[: len(self.gradients)]
         ends = times[len(self.gradients) :]
         allreduce = self._intervals(ready, ends)
         # The least and the greatest time are taken: threads note the points, so that an end may seem to come before
         # what it ends.
-        starts = [*ready] if fp_start is None else [*ready, fp_start]
+        if fp_start is None:
+            starts = [*ready]
+        else:
+            starts = [*ready, fp_start]
         possible_ends = [end for _, end in allreduce]
         if end is not None:
             possible_ends.append(end)
@@ -252,7 +263,9 @@ class PointSchema:
         """Return start and end of the reduction of each segment; it starts when its last gradient is there."""
         intervals = []
         for (low, high), end in zip(self.segments, ends):
-            awaited = ready if self.waits_for_all else ready[low : high + 1]
+            awaited = ready
+            if not self.waits_for_all:
+                awaited = ready[low : high + 1]
             start = max(awaited)
             intervals.append((start, max(start, end)))
         return tuple(intervals)

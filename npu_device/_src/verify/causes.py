@@ -96,7 +96,9 @@ def updates_apart(run: ComparedRun) -> Where:
     """Return the phase whose ranks have different variables before or after they apply the same gradients."""
     # Weights are recorded before a step, so that those after it are with its successor.
     successor = run.single.successor(run.index)
-    steps = [run.step] if successor is None else [run.step, run.steps[successor]]
+    steps = [run.step]
+    if successor is not None:
+        steps.append(run.steps[successor])
     if any(step.ranks_differ("weights") for step in steps):
         return run.phase
     return None
@@ -172,11 +174,10 @@ def set_in_the_step(run: ComparedRun) -> Where:
 
     A deviation alone says nothing: a step may add up the ranks' parts at its end.
     """
-    deviating = [
-        deviation.variable
-        for deviation in run.deviations
-        if deviation.quantity == STATE and deviation.step <= run.first_number
-    ]
+    deviating = []
+    for deviation in run.deviations:
+        if deviation.quantity == STATE and deviation.step <= run.first_number:
+            deviating.append(deviation.variable)
     return first_names(list(dict.fromkeys(deviating))) or None
 
 

@@ -102,11 +102,11 @@ class ComparedRun:
 
     def first_deviations(self, quantity: str = GRADIENT) -> list[Deviation]:
         """Return what deviates in the first step whose gradients or updates do."""
-        return [
-            deviation
-            for deviation in self.deviations
-            if deviation.step == self.first_number and deviation.quantity == quantity
-        ]
+        deviations = []
+        for deviation in self.deviations:
+            if deviation.step == self.first_number and deviation.quantity == quantity:
+                deviations.append(deviation)
+        return deviations
 
     def ratio(self, quantity: str = GRADIENT) -> float:
         """Return the multiple of the single process that all deviating tensors of the step are; 0 if they aren't."""

@@ -162,22 +162,20 @@ def _missed(single: Record, process: PlannedProcess) -> list[str]:
     if single.unreached:
         missed.append(f"calls that train in {', '.join(single.unreached)}, which weren't reached.")
     if single.ended_at or failure:
-        missed += [
-            f"{phase}, after {count} steps."
-            for phase, count in _phases(single).items()
-            if count % process.steps
-        ]
+        for phase, count in _phases(single).items():
+            if count % process.steps:
+                missed.append(f"{phase}, after {count} steps.")
     return missed
 
 
 def _missed_by_ranks(single: Record, common: Record, ranks: int) -> list[str]:
     """Return what the ranks haven't reached, unlike the single process."""
     reached = _phases(common)
-    return [
-        f"{phase}: {ranks} ranks made {reached.get(phase, 0)} of its {count} steps."
-        for phase, count in _phases(single).items()
-        if reached.get(phase, 0) < count
-    ]
+    missed = []
+    for phase, count in _phases(single).items():
+        if reached.get(phase, 0) < count:
+            missed.append(f"{phase}: {ranks} ranks made {reached.get(phase, 0)} of its {count} steps.")
+    return missed
 
 
 def _failure(run: Sequence[PlannedProcess]) -> str:
@@ -245,11 +243,10 @@ def _table(run: ComparedRun) -> list[str]:
 
 def _cell(run: ComparedRun, step: ComparedStep, quantity: str) -> str:
     """Return the largest deviation of a quantity in a step, as a cell of the table."""
-    distances = [
-        deviation.off
-        for deviation in run.deviations
-        if deviation.step == step.number and deviation.quantity == quantity
-    ]
+    distances = []
+    for deviation in run.deviations:
+        if deviation.step == step.number and deviation.quantity == quantity:
+            distances.append(deviation.off)
     if not distances:
         return f"{'same':>12}"
     return f"{f'off {max(distances):.0e}':>12}"

@@ -403,11 +403,11 @@ def _states(models: Sequence[Any], trained: Sequence[Any]) -> list[Any]:
         weights = [weight for weight in model.weights if not compat.is_vocabulary(weight)]
         variables += [weight for weight in weights if not weight.trainable]
         variables += training_state.loose_variables(model)
-    return [
-        variable
-        for variable in variables
-        if id(variable) not in trained_ids and tf.as_dtype(variable.dtype).is_floating
-    ]
+    states = []
+    for variable in variables:
+        if id(variable) not in trained_ids and tf.as_dtype(variable.dtype).is_floating:
+            states.append(variable)
+    return states
 
 
 def _tensors(inputs: Any) -> Iterator[Any]:

@@ -66,7 +66,9 @@ class Share:
 def share_of_batch(batch: Any, rank: int, size: int, division: str = "alike") -> Share:
     """Cut this rank's run of units out of a batch; ``"first"`` cuts by the length of the first tensor, as 0.1 did."""
     rows = rows_of(batch)
-    total = rows if division == "first" else units_of(batch)
+    total = rows
+    if division != "first":
+        total = units_of(batch)
     # The bounds are whole numbers, so that shares differ by one unit at most and leave none out.
     start = rank * total // size
     end = (rank + 1) * total // size
@@ -98,7 +100,10 @@ def run_of(batch: Any, total: Number, start: Number, end: Number, division: str 
         unit_length: Number = 1
         if has_units:
             # An empty batch has no unit, and mustn't divide by 0.
-            units = max(total, 1) if isinstance(total, int) else tf.maximum(total, 1)
+            if isinstance(total, int):
+                units = max(total, 1)
+            else:
+                units = tf.maximum(total, 1)
             unit_length = length_of(leaf) // units
         return _cut(leaf, start * unit_length, end * unit_length)
 
@@ -181,7 +186,10 @@ def length_of(leaf: Any) -> Number:
     shape = tf.TensorShape(leaf.shape)
     if shape.rank is not None and shape[0] is not None:
         return int(shape[0])
-    sizes = leaf.dense_shape if isinstance(leaf, tf.SparseTensor) else tf.shape(leaf)
+    if isinstance(leaf, tf.SparseTensor):
+        sizes = leaf.dense_shape
+    else:
+        sizes = tf.shape(leaf)
     return tf.cast(sizes[0], tf.int32)
 
 
@@ -239,7 +247,9 @@ def _cut(leaf: Any, start: Any, end: Any) -> Any:
     corner = tf.concat([tf.cast([start], tf.int64), tf.zeros_like(row_shape)], axis=0)
     size = tf.concat([tf.cast([end - start], tf.int64), row_shape], axis=0)
     cut = tf.sparse.slice(leaf, corner, size)
-    length = end - start if isinstance(start, int) else None
+    length = None
+    if isinstance(start, int):
+        length = end - start
     # ``tf.sparse.slice`` forgets the shape.
     cut.set_shape([length, *leaf.shape[1:]])
     return cut

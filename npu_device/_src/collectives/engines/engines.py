@@ -200,7 +200,9 @@ class TwoLevelEngine:
         # A host's sum keeps the precision and range of the dtype it is added in; it is sent as narrow as one rank's
         # values.
         sums = [tf.cast(tensor, sum_dtype(dtype)) for tensor in segment]
-        within_reduction = "sum" if reduction == "mean" else reduction
+        within_reduction = reduction
+        if reduction == "mean":
+            within_reduction = "sum"
         sums = self._within.reduce(None, sums, within_reduction, 0, host)
         if between is not None:
             sent_dtype = None

@@ -314,7 +314,9 @@ def all_to_all_v_c(
     check_fusion_0_or_2("all_to_all_v_c", fusion, fusion_id)
     data = compat.to_tensor(send_data)
     world = current_world(group)
-    own_rank = 0 if world is None else world.rank
+    own_rank = 0
+    if world is not None:
+        own_rank = world.rank
     if rank != own_rank:
         raise ValueError(
             f"all_to_all_v_c: rank is the caller's own in group {group!r}; found {rank!r}, expected {own_rank}"
@@ -384,7 +386,9 @@ def _check_reduction(operation: str, reduction: str) -> None:
 
 
 def _check_rank_size(operation: str, rank_size: int, group: str, world: World | None) -> None:
-    size = 1 if world is None else world.size
+    size = 1
+    if world is not None:
+        size = world.size
     if rank_size != size:
         raise ValueError(
             f"hccl_ops.{operation}: rank_size {rank_size!r} is not the size of group {group!r}, {size}"

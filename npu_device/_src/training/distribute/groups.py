@@ -237,7 +237,9 @@ def _neighbours(name: str) -> list[int]:
         neighbours: Any = ranks_of(parent.neighbours)
     else:
         job = device.running_job()
-        neighbours = [0] if job is None else job.cluster.neighbours
+        neighbours = [0]
+        if job is not None:
+            neighbours = job.cluster.neighbours
     return [rank for rank, world_rank in enumerate(members.ranks) if world_rank in neighbours]
 
 

@@ -113,7 +113,9 @@ def moments_of_all_ranks(
         return own(inputs, *axes_or_mask, **named)
     step = current_step()
     # In a loop of the script, every sample counts.
-    sum_factor = 1.0 if step is None else step.sum_factor
+    sum_factor = 1.0
+    if step is not None:
+        sum_factor = step.sum_factor
     return moments(
         exchange_of_layer(world, step, inputs), sum_factor, layer, inputs, *axes_or_mask, **named
     )
@@ -128,7 +130,9 @@ def normalizing_world(group: str) -> World | None:
         or compat.is_saving()
         or tf.distribute.get_strategy().num_replicas_in_sync > 1
     )
-    return None if is_alone else world_unless_child(group)
+    if is_alone:
+        return None
+    return world_unless_child(group)
 
 
 def exchange_of_layer(world: World, step: CurrentStep | None, inputs: tf.Tensor) -> Exchange:
@@ -211,7 +215,9 @@ class Loops:
             if not tf.executing_eagerly():
                 return by_samples
             self._was_uneven = abs(float(by_samples[0]) * world.size - 1) > _ROUNDING_TOLERANCE
-            return by_samples if self._by_samples else equal
+            if self._by_samples:
+                return by_samples
+            return equal
 
         return factor
 

@@ -27,7 +27,9 @@ def rank() -> int:
     (0, 1, True)
     """
     process = device.cluster_or_parent()
-    return 0 if process is None else process.rank
+    if process is None:
+        return 0
+    return process.rank
 
 
 @tf.autograph.experimental.do_not_convert
@@ -38,7 +40,9 @@ def size() -> int:
         RuntimeError: the environment names several ranks, but the job can't be joined any more.
     """
     process = device.cluster_or_parent()
-    return 1 if process is None else process.world_size
+    if process is None:
+        return 1
+    return process.world_size
 
 
 @tf.autograph.experimental.do_not_convert
@@ -50,7 +54,9 @@ def local_rank() -> int:
         RuntimeError: the environment names several ranks, but the job can't be joined any more.
     """
     process = device.cluster_or_parent()
-    return 0 if process is None else process.local_rank
+    if process is None:
+        return 0
+    return process.local_rank
 
 
 @tf.autograph.experimental.do_not_convert
@@ -61,7 +67,9 @@ def local_size() -> int:
         RuntimeError: the environment names several ranks, but the job can't be joined any more.
     """
     process = device.cluster_or_parent()
-    return 1 if process is None else process.local_size
+    if process is None:
+        return 1
+    return process.local_size
 
 
 @tf.autograph.experimental.do_not_convert

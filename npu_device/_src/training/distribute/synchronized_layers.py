@@ -68,7 +68,9 @@ def _moments_method(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _all_reduce(self: Any, reduce_op: Any, value: Any, options: Any = None) -> Any:
     """Stand in for ``all_reduce`` of TensorFlow's replica context; for sums that a synchronized layer asks for."""
     job = jobs.current()
-    layers = None if job is None else job.part(SynchronizedLayers)
+    layers = None
+    if job is not None:
+        layers = job.part(SynchronizedLayers)
     caller = compat.normalization_at_work()
     sums = None
     if layers is not None and caller is not None:
@@ -90,8 +92,12 @@ def is_alone(layer: Any) -> bool:
 def _value_container(self: Any, value: Any) -> Any:
     """Stand in for the method of TensorFlow's strategy that is called for each variable that is read."""
     layer = compat.called_normalization()
-    job = None if layer is None else jobs.current()
-    layers = None if job is None else job.part(SynchronizedLayers)
+    job = None
+    if layer is not None:
+        job = jobs.current()
+    layers = None
+    if job is not None:
+        layers = job.part(SynchronizedLayers)
     if layers is not None:
         layers.install([layer])
     return type(self).value_container(self, value)
@@ -169,7 +175,9 @@ class SynchronizedLayers:
 
         def of_all_ranks(own: tf.Tensor) -> tf.Tensor:
             # Summed in 32 bits, since 16-bit floats would be infinite, or lose the numbers of samples.
-            wide = tf.cast(own, tf.float32) if own.dtype.size < 4 else own
+            wide = own
+            if own.dtype.size < 4:
+                wide = tf.cast(own, tf.float32)
             # In a step of ``fit``, a rank without samples works on rows that don't count.
             if step is not None:
                 wide *= tf.cast(step.sum_factor, wide.dtype)
@@ -191,11 +199,10 @@ class SynchronizedLayers:
                 return
             self._checked.add(reduction)
         shapes = {tuple(tensor.shape) for tensor in tensors}
-        trained = [
-            layer
-            for layer in compat.batch_normalizations()
-            if layer not in self._told and _may_train(shapes, layer)
-        ]
+        trained = []
+        for layer in compat.batch_normalizations():
+            if layer not in self._told and _may_train(shapes, layer):
+                trained.append(layer)
         alone = [layer for layer in trained if is_alone(layer)]
         traced = [layer for layer in trained if layer in self._traced]
         # Each layer is named once.

@@ -94,7 +94,9 @@ class _Reasons:
             return ""
         if all(map(self._is_for_whole_batch, operations)):
             return WHOLE_BATCH
-        return KEPT if self._is_kept(draw) else ""
+        if self._is_kept(draw):
+            return KEPT
+        return ""
 
     def _is_per_sample(self, operation: tf.Operation) -> bool:
         shape = operation.outputs[0].shape

@@ -208,11 +208,9 @@ def _examine_shares(context: StepContext, batch: Any, verdict: _RankVerdict) -> 
     ]
     # What is averaged over the ranks may differ between the shares, but not with the order of the samples.
     changed_by_order = changes(reversed_share, averaged)
-    kept_changes += [
-        replace(change, is_averaged=True)
-        for change in changes(other_share, averaged)
-        if change in changed_by_order
-    ]
+    for change in changes(other_share, averaged):
+        if change in changed_by_order:
+            kept_changes.append(replace(change, is_averaged=True))
     if not kept_changes:
         return verdict
     return _RankVerdict("", texts.set_by_samples(_title(context), kept_changes[0], context.world))

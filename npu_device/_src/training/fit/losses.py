@@ -103,7 +103,9 @@ class Losses:
             length = loss.shape[0]
             # A loss of another length hasn't one value per sample, and stays as it is.
             is_sum = length is None or length == self._step.share.rows
-        return self._of_the_whole(loss, 1.0) if is_sum else loss
+        if is_sum:
+            return self._of_the_whole(loss, 1.0)
+        return loss
 
     def _of_the_whole(self, terms: tf.Tensor, denominator: Any) -> tf.Tensor:
         """Return the terms of a sum that is divided by a denominator, so that the step's factor doesn't count twice."""
@@ -135,7 +137,9 @@ class Losses:
 
     def _sample_weights(self) -> Any:
         batch = self._step.share.data
-        weights = batch[2] if isinstance(batch, (tuple, list)) and len(batch) > 2 else None
+        weights = None
+        if isinstance(batch, (tuple, list)) and len(batch) > 2:
+            weights = batch[2]
         if tf.nest.is_nested(weights):
             raise ValueError(
                 "a loss with reduction 'mean_with_sample_weight' was given sample weights for each output, which a "
@@ -151,7 +155,9 @@ class Losses:
 def _all_of(masks: list[Any]) -> tf.Tensor | None:
     """Return where all masks that aren't None are true; None without any."""
     given_masks = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
-    return functools.reduce(tf.logical_and, given_masks) if given_masks else None
+    if given_masks:
+        return functools.reduce(tf.logical_and, given_masks)
+    return None
 
 
 def _compute_with_masks(compute_loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -154,7 +154,9 @@ class Metrics:
         are_sums = numbers_given(self._step, name, args, kwargs)
         number, sample_weight = _number_and_sample_weight(*args, **kwargs)
         tensor = _as_tensor(number)
-        dtype = tensor.dtype if tensor.dtype.is_floating else tf.float32
+        dtype = tf.float32
+        if tensor.dtype.is_floating:
+            dtype = tensor.dtype
         fraction = tf.cast(self._step.fraction, dtype)
         if tensor.shape.rank == 0:
             sum_args, sum_kwargs = are_sums
@@ -184,7 +186,10 @@ class Metrics:
             return argument
         tensor = tf.convert_to_tensor(argument)
         if tensor.shape.rank == 0:
-            factor = self._step.sum_factor if is_sum else self._step.fraction
+            if is_sum:
+                factor = self._step.sum_factor
+            else:
+                factor = self._step.fraction
             # In float64, since a large count in float32 would lose its last digit.
             total = self._world.sum_over_ranks(tf.cast(tensor, tf.float64) * factor)
             return tf.cast(total, tensor.dtype)

@@ -35,13 +35,11 @@ def parts_of(model: Any) -> ModelParts:
     """Return the parts of a model that has been built."""
     loss_class = compat.keras_of(model).losses.Loss
     # Without a reduction, the script reduces what a loss gives; most take means, which need no change.
-    losses = [
-        loss
-        for loss in training_state.reachable(model)
-        if isinstance(loss, loss_class)
-        and not compat.is_loss_container(loss)
-        and loss.reduction not in ("none", None)
-    ]
+    losses = []
+    for loss in training_state.reachable(model):
+        is_single = isinstance(loss, loss_class) and not compat.is_loss_container(loss)
+        if is_single and loss.reduction not in ("none", None):
+            losses.append(loss)
     loose = training_state.loose_variables(model)
     loose_statistics = [variable for variable in loose if variable.dtype.is_floating]
     return ModelParts(

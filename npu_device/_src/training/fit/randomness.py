@@ -41,7 +41,9 @@ class RandomNumbers:
         if environment.NPU_DEVICE_STEP_RANDOM.get() == "same":
             return
         for generator in self._generators:
-            name = "skip" if isinstance(generator, tf.random.Generator) else "next"
+            name = "next"
+            if isinstance(generator, tf.random.Generator):
+                name = "skip"
             self._replaced.replace(generator, name, self._mixed)
         if tf.executing_eagerly():
             self._eager_state = compat.random_state()

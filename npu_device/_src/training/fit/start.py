@@ -97,11 +97,10 @@ def synchronise(world: World, model: Any, training: bool, root_rank: int = 0) ->
     if training:
         variables += training_state.optimizer_state(model)
     # Strings are words of a vocabulary, which no step changes.
-    numeric = [
-        variable
-        for variable in without_initial_slots(world, training_state.unique(variables), root_rank)
-        if tf.as_dtype(variable.dtype) != tf.string
-    ]
+    numeric = []
+    for variable in without_initial_slots(world, training_state.unique(variables), root_rank):
+        if tf.as_dtype(variable.dtype) != tf.string:
+            numeric.append(variable)
     assign_from_root(world, numeric, root_rank)
 
 
@@ -182,13 +181,11 @@ def _divided_updates(world: World, model: Any) -> list[str]:
 def _normalisation(model: Any) -> list[str]:
     """Return a line about layers that normalise the share of each rank by itself; none without such layers."""
     batch_normalization = compat.keras_of(model).layers.BatchNormalization
-    names = [
-        layer.name
-        for layer in compat.all_layers(model)
-        if isinstance(layer, batch_normalization)
-        and layer.trainable
-        and not getattr(layer, "synchronized", False)
-    ]
+    names = []
+    for layer in compat.all_layers(model):
+        is_trained = isinstance(layer, batch_normalization) and layer.trainable
+        if is_trained and not getattr(layer, "synchronized", False):
+            names.append(layer.name)
     if not names:
         return []
     layers = ", ".join(names[:3]) + ", …" * (len(names) > 3)

@@ -69,11 +69,11 @@ def set_sums(context: StepContext, sums_of_ranks: Sequence[dict[str, bool]]) -> 
 def _reducers(context: StepContext) -> list[tuple[str, Any]]:
     """Return the reductions of the optimizers of a model, with names that are the same on all ranks."""
     optimizers = map(carrier, training_state.optimizers(context.model))
-    return [
-        (f"optimizer {number}", reducer)
-        for number, reducer in enumerate(map(reducer_of, optimizers))
-        if reducer is not None
-    ]
+    named = []
+    for number, reducer in enumerate(map(reducer_of, optimizers)):
+        if reducer is not None:
+            named.append((f"optimizer {number}", reducer))
+    return named
 
 
 def samples_of(batch: Any) -> Samples:

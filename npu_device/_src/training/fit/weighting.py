@@ -82,7 +82,9 @@ class WeightedReducer(GradientReducer):
         """Return the factor of this rank's gradients in a sum over the ranks, or in a mean of accumulated ones."""
         factor = step.factor_for(self)
         is_mean = self.accumulates(optimizer) and not step.is_dry_run
-        return factor * self._world.size if is_mean else factor
+        if is_mean:
+            return factor * self._world.size
+        return factor
 
     def weighted_contributions(
         self, gradients: Sequence[Gradient], step: CurrentStep, optimizer: Any

@@ -123,7 +123,9 @@ def open(device_id: int | None = None, seed: int | None = None) -> NpuDeviceHand
     parent = parent_of_this_process()
     if parent is not None:
         _warn_in_child(parent)
-        device = parent.device_id if device_id is None else device_id
+        device = parent.device_id
+        if device_id is not None:
+            device = device_id
         # In a fork, the handle of the parent is that of the child.
         _handle = _handle or NpuDeviceHandle(device, parent.world_size, parent.rank)
         return _handle
@@ -249,7 +251,9 @@ def _require_same_seed(running: Job, seed: int | None) -> None:
     if seeds.count(seeds[0]) < len(seeds):
         lines = []
         for rank, rank_seed in enumerate(seeds):
-            argument = "" if rank_seed is None else f"seed={rank_seed}"
+            argument = ""
+            if rank_seed is not None:
+                argument = f"seed={rank_seed}"
             lines.append(f"  {running.cluster.name_of(rank)}: npu.open({argument})")
         text = "\n".join(lines)
         raise ValueError(

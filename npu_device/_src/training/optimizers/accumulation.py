@@ -199,7 +199,9 @@ def _reduced_in_update(
         return []
     gradients = tf.cond(is_update(optimizer), reduce_sums, lambda: list(contributions))
     # Wrapped again, since ``tf.cond`` returns a list of one tensor as the tensor.
-    return gradients if isinstance(gradients, list) else [gradients]
+    if isinstance(gradients, list):
+        return gradients
+    return [gradients]
 
 
 # Files that a script writes by itself, on one rank

@@ -74,11 +74,10 @@ def checked(
 def _text(world: World, steps: int, names: Sequence[str], faults: np.ndarray) -> str:
     rows = {}
     for rank, row in zip(world.group.ranks, faults):
-        faults_of_rank = [
-            f"{name} ({'NaN' if fault == 2 else 'infinite'})"
-            for name, fault in zip(names, row)
-            if fault
-        ]
+        faults_of_rank = []
+        for name, fault in zip(names, row):
+            if fault:
+                faults_of_rank.append(f"{name} ({'NaN' if fault == 2 else 'infinite'})")
         omitted = ""
         if len(faults_of_rank) > SHOWN_VARIABLES:
             omitted = f" and {len(faults_of_rank) - SHOWN_VARIABLES} more variables"

@@ -300,7 +300,9 @@ class _Keras3Family(_KerasFamily):
     @_as_it_is
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Make or skip a step. Called by ``apply_gradients`` and ``fit``."""
-        variables = None if trainable_variables is None else list(trainable_variables)
+        variables = None
+        if trainable_variables is not None:
+            variables = list(trainable_variables)
         updated = compat.variables_to_update(self, variables)
         reducer = reducer_of(self.inner_optimizer)
         if reducer is not None:
@@ -329,7 +331,9 @@ class _Keras3Family(_KerasFamily):
 
     def get_config(self) -> dict[str, Any]:
         """Return Keras's own config, and whether the scale is dynamic."""
-        growth_steps = self.dynamic_growth_steps if self.dynamic else None
+        growth_steps = None
+        if self.dynamic:
+            growth_steps = self.dynamic_growth_steps
         return {
             **super().get_config(),
             "dynamic": self.dynamic,

@@ -186,7 +186,9 @@ class GradientReducer:
         if not self._are_equal and can_compare():
             variables = list(variables)
             keras = compat.keras_of(optimizer)
-            level = logging.INFO if self.own_batches else logging.WARNING
+            level = logging.WARNING
+            if self.own_batches:
+                level = logging.INFO
             if compat.is_keras_3(keras) and not tf.executing_eagerly():
                 # Slots that are made later would be made amid the step, where TensorFlow can't give them values first.
                 _build(optimizer, keras, variables)
@@ -415,7 +417,9 @@ class GradientReducer:
     @property
     def factor(self) -> int:
         """Return the factor of this rank's gradients by which a mean over the ranks is what is asked for."""
-        return self._world.size if self.options.reduction == "sum" else 1
+        if self.options.reduction == "sum":
+            return self._world.size
+        return 1
 
     def contributions(self, optimizer: Any, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Return what this rank contributes to gradients: the mean over the ranks is the gradient of one process."""

@@ -36,7 +36,9 @@ class OptimizerHook:
         wrapped = {(owner, name) for owner, name, _, _ in self._replaced}
         for owner, name in set(compat.optimizer_methods()) - wrapped:
             original = vars(owner)[name]
-            parameter = "grads" if name == "apply" else "grads_and_vars"
+            parameter = "grads_and_vars"
+            if name == "apply":
+                parameter = "grads"
             wrapper = _wrapper(original, parameter)
             setattr(owner, name, wrapper)
             self._replaced.append((owner, name, original, wrapper))

@@ -54,7 +54,9 @@ class _Adding:
     def count(self) -> int:
         """Return the number of steps."""
         counter = self.counter()
-        return 0 if counter is None else int(counter)
+        if counter is None:
+            return 0
+        return int(counter)
 
     def place(self) -> int:
         """Return the number of steps since the last update."""

@@ -69,8 +69,12 @@ class Audit:
         interval = environment.NPU_DEVICE_AUDIT.get()
         self._world = world
         self._is_off = interval == "off"
-        self._interval = None if interval in ("auto", "off") else int(interval)
-        first_audit = 1 if at_once else self._next(0, 0)
+        self._interval: int | None = None
+        if interval not in ("auto", "off"):
+            self._interval = int(interval)
+        first_audit = 1
+        if not at_once:
+            first_audit = self._next(0, 0)
         self._schedule = Schedule(world.job.device("CPU"), first_audit)
         self._samples = SameSamples(world.job)
         self._reading: _Reading | None = None

@@ -51,7 +51,9 @@ def pair_of(
         return None
     position = -min(candidates)[1]
     # The sum of equal gradients is one of them times the number of ranks.
-    scale = 1.0 if reduction == "mean" else float(size)
+    scale = 1.0
+    if reduction != "mean":
+        scale = float(size)
     gradient = tf.convert_to_tensor(gradients[position])
     return Pair(gradient, tf.convert_to_tensor(reduced[position]), scale)
 

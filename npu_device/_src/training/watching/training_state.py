@@ -201,11 +201,11 @@ def _methods(node: Any) -> list[Any]:
         if not _is_framework(owner):
             members += vars(owner).values()
     members += [member.fget for member in members if isinstance(member, property)]
-    return [
-        member
-        for member in members
-        if isinstance(member, types.FunctionType) or hasattr(member, "python_function")
-    ]
+    functions = []
+    for member in members:
+        if isinstance(member, types.FunctionType) or hasattr(member, "python_function"):
+            functions.append(member)
+    return functions
 
 
 def _used_by(function: types.FunctionType) -> list[Any]:

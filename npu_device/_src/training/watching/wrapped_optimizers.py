@@ -43,4 +43,6 @@ def carrier(optimizer: Any) -> Any:
     if inner is None:
         return optimizer
     is_inner = reducer_of(inner) is not None or compat.accumulation_steps(inner) > 1
-    return inner if is_inner else optimizer
+    if is_inner:
+        return inner
+    return optimizer

@@ -196,7 +196,9 @@ class HostEngine(ArrayEngine):
         has_shapes = all(tensor.shape.is_fully_defined() for tensor in tensors)
         # The rank's own tensors give the shapes where these are unknown. Otherwise a receiver has no inputs, so that it
         # doesn't wait for tensors that the result replaces.
-        inputs = [] if has_shapes and not sends else tensors
+        inputs = tensors
+        if has_shapes and not sends:
+            inputs = []
         [received] = self.run(terms, group, [_broadcast(tensors, root, sends)], [inputs])
         if sends:
             # The root has its values already; a copy by the channel would only cost time.

@@ -59,7 +59,9 @@ def attach(path: str, size: int, token: str, read_only: bool = False) -> mmap.mm
     """Map the memory behind the path of another process; raise OSError if it can't be opened, and ValueError if it is
     too small or has another token.
     """
-    access = os.O_RDONLY if read_only else os.O_RDWR
+    access = os.O_RDWR
+    if read_only:
+        access = os.O_RDONLY
     descriptor = os.open(path, access | os.O_CLOEXEC)
     try:
         if read_only:

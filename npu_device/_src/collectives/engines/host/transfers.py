@@ -124,7 +124,9 @@ class PairQueue:
 
     def _move(self, transfer: _Transfer) -> None:
         try:
-            move = self._send if transfer.sends else self._receive
+            move = self._receive
+            if transfer.sends:
+                move = self._send
             agrees = move(transfer)
         except OSError as error:
             # Why the other rank has gone explains more than the error of the socket.

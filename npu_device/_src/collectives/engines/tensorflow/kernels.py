@@ -65,17 +65,24 @@ class KeySequence:
         if tf.executing_eagerly():
             # An eager shape may be a tensor: TensorFlow remembers sizes, so the signature needs
             # numbers.
-            sizes = np.asarray(shape).tolist() if static_shape is None else static_shape
+            if static_shape is None:
+                sizes = np.asarray(shape).tolist()
+            else:
+                sizes = static_shape
             return tf.constant(np.int32(self._next((call, dtype.name, tuple(sizes)))))
         names = self._made_in_graph()[call, dtype.name]
         graph = tf.compat.v1.get_default_graph()
         earlier = []
         if len(names) >= RING:
             earlier = [graph.get_operation_by_name(names[-RING])]
-        inputs = [shape] if static_shape is None else []
+        inputs = [shape]
+        if static_shape is not None:
+            inputs = []
 
         def drawn(*shape: Any) -> list[np.int64]:
-            sizes: Any = shape[0].tolist() if shape else static_shape
+            sizes: Any = static_shape
+            if shape:
+                sizes = shape[0].tolist()
             return [np.int64(self._next((call, dtype.name, tuple(sizes))))]
 
         with tf.device("CPU:0"), tf.control_dependencies(earlier):
@@ -224,7 +231,9 @@ class Kernels:
             kernel, group_size=group.size, group_key=group.key + is_gpu, instance_key=key
         )
         with tf.device(device):
-            hint = "nccl" if is_gpu else "auto"
+            hint = "auto"
+            if is_gpu:
+                hint = "nccl"
             result = kernel(communication_hint=hint, **order)
         count.end(result)
         sequence.note(call, result)
