@@ -53,6 +53,7 @@ def run(options: Options, starter: Starter | None = None) -> int:
             with Neighbour(memory, job_secret, options.master_addr, console.say) as neighbour:
                 if options.node_rank > 0:
                     return Member(launch, job_secret, options.master_addr, neighbour).run()
+                # Node 0 leads the job, and carries out its own orders as a member.
                 with Leader(launch, job_secret) as leader:
                     return Member(launch, job_secret, leader.address, neighbour).run()
         except (OSError, ClusterError, ValueError) as error:

@@ -66,6 +66,7 @@ def _verify(options: argparse.Namespace, sizes: Sequence[int], directory: Path) 
     if problem:
         _say(problem)
         return 3
+    # Imported here, since a mistake in the command line shouldn't wait for numpy.
     from npu_device._src.verify import report
 
     verdict = report.judge(plan.runs(sizes))

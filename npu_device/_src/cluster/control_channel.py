@@ -48,9 +48,7 @@ class ControlChannel:
         myself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_fork(myself()))
 
-    def listen(
-        self, on_push: Callable[[Message], None], on_lost: Callable[[str], None]
-    ) -> None:
+    def listen(self, on_push: Callable[[Message], None], on_lost: Callable[[str], None]) -> None:
         """Start receiving; ``on_push`` gets each message that isn't an answer, ``on_lost`` once why the hub is gone."""
         threading.Thread(
             target=self._read, args=(on_push, on_lost), name="npu_device-channel", daemon=True
@@ -171,9 +169,7 @@ class ControlChannel:
                         self._socket.shutdown(socket.SHUT_RDWR)
                         return
 
-    def _read(
-        self, on_push: Callable[[Message], None], on_lost: Callable[[str], None]
-    ) -> None:
+    def _read(self, on_push: Callable[[Message], None], on_lost: Callable[[str], None]) -> None:
         reason = "the connection to the hub of the job has ended"
         try:
             for message in self._reader.messages(self._socket):

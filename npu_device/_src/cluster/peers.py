@@ -99,6 +99,7 @@ class Peers:
         said = {"rank": self._cluster.rank, "number": number}
         while True:
             remaining = until - time.monotonic()
+            # Attempts are short, so that news of the other rank is seen between them.
             attempt = min(limits.ATTEMPT_SECONDS, max(limits.ATTEMPT_PAUSE_SECONDS, remaining))
             try:
                 timed = reach(host, port, attempt, self._secret + token.encode(), **said)
@@ -121,6 +122,7 @@ class Peers:
                 arrived = self._arrived.pop((rank, number), None)
                 while arrived:
                     connection = arrived.popleft()
+                    # A connection that is over was made for a group that has been destroyed.
                     if not _is_over(connection):
                         if arrived:
                             self._arrived[rank, number] = arrived

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from npu_device._src.cluster import frames
 from npu_device._src.cluster.frames import Message
 

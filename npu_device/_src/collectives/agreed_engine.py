@@ -106,6 +106,7 @@ class AgreedEngine:
                 terms, lists, owners_there, reduction, self.group, sent_dtype
             )
             for position, owned in zip(positions, reduced):
+                # The engine returns only what this rank owns, in the order of the tensors.
                 remaining = iter(owned)
                 for index, owner in enumerate(owners[position]):
                     if owner == self.group.rank:
@@ -141,9 +142,7 @@ class AgreedEngine:
         assert isinstance(engine, (HostEngine, TwoLevelEngine)), "the caller asks has_owners first"
         return engine
 
-    def _positions_by_kind(
-        self, segments: Sequence[Tensors], wire: Wire
-    ) -> dict[_Kind, list[int]]:
+    def _positions_by_kind(self, segments: Sequence[Tensors], wire: Wire) -> dict[_Kind, list[int]]:
         """Return the positions of segments that can travel in one call of an engine."""
         by_kind: dict[_Kind, list[int]] = {}
         for position, segment in enumerate(segments):

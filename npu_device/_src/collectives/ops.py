@@ -19,7 +19,13 @@ from npu_device._src.collectives.agreed_engine import (
     differentiable_move,
     require_differentiable,
 )
-from npu_device._src.collectives.dtypes import REDUCED, TensorList, fold, reduced_dtype, require_bits
+from npu_device._src.collectives.dtypes import (
+    REDUCED,
+    TensorList,
+    fold,
+    reduced_dtype,
+    require_bits,
+)
 from npu_device._src.collectives.graph import differentiable
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
@@ -172,9 +178,7 @@ def digest_of(numbers: Sequence[int]) -> str:
     return f"{zlib.crc32(text.encode()):08x}"
 
 
-def broadcast(
-    job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Group
-) -> TensorList:
+def broadcast(job: Job, tensors: Sequence[tf.Tensor], root_rank: int, group: Group) -> TensorList:
     """Send the tensors of the root to every rank of the group; return them in the order of ``tensors``.
 
     Differentiable: the gradient on the root is the sum of the incoming gradients of all ranks, and zero on the others.

@@ -87,9 +87,8 @@ def is_pooled(thread: threading.Thread) -> bool:
 def _frames(thread: threading.Thread) -> Iterator[FrameType]:
     """Generate the frames of a thread, innermost first."""
     is_this = thread is threading.current_thread()
-    if is_this:
-        frame = sys._getframe(1)
-    else:
+    frame: FrameType | None = sys._getframe(1)
+    if not is_this:
         frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None:
         yield frame

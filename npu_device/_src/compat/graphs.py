@@ -92,10 +92,7 @@ def functions_that_update(variables: Iterable[Any]) -> list[list[str]]:
     graphs = [instance for instance in gc.get_objects() if type(instance) is FuncGraph]
     for graph in graphs:
         captured = [(outer, inner) for outer, inner in graph.captures if id(outer) in indices]
-        if captured:
-            exchanged = _operations_after_exchanges(graph)
-        else:
-            exchanged = set()
+        exchanged = _operations_after_exchanges(graph) if captured else set()
         for outer, inner in captured:
             # Inference reads moving statistics, and doesn't set them.
             setters = [user for user in inner.consumers() if user.type.startswith("Assign")]

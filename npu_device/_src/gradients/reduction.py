@@ -177,7 +177,9 @@ def _cut(
         if isinstance(tensor, tf.IndexedSlices):
             sparse.append(position)
     whole = (range(len(tensors)), segments)
+    # A segment that is an operation of its own has all of its tensors in one segment.
     parts: list[Any] = [(segment, [range(len(segment))]) for segment in segments]
+    # Sparse tensors are in no segment: each of them is reduced by itself.
     parts += [([position], []) for position in sparse]
     return _CutList(segments, sparse, whole_or_parts(whole, parts))
 

@@ -222,6 +222,7 @@ class PointSchema:
         """Return the record of an iteration, from the times of its points in seconds, in the order of the class."""
         # Rounded to a tenth of a microsecond, which is finer than the clock.
         times = [round(point * 1e6 + offset_us, 1) for point in points]
+        # Taken from both ends, until only the points of gradients and segments are left.
         end = None
         if self.has_end:
             end = times.pop()
@@ -239,10 +240,9 @@ class PointSchema:
         allreduce = self._intervals(ready, ends)
         # The least and the greatest time are taken: threads note the points, so that an end may seem to come before
         # what it ends.
-        if fp_start is None:
-            starts = [*ready]
-        else:
-            starts = [*ready, fp_start]
+        starts = [*ready]
+        if fp_start is not None:
+            starts.append(fp_start)
         possible_ends = [end for _, end in allreduce]
         if end is not None:
             possible_ends.append(end)

@@ -103,9 +103,7 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
     return verdict
 
 
-def _run_with_single(
-    single: Record, perturbed: Record, records: Sequence[Record]
-) -> ComparedRun:
+def _run_with_single(single: Record, perturbed: Record, records: Sequence[Record]) -> ComparedRun:
     # Only steps that all have made are compared; the others are listed.
     common, common_perturbed, *ranks = compare.aligned([single, perturbed, *records])
     return ComparedRun(common, common_perturbed, ranks)
@@ -174,7 +172,9 @@ def _missed_by_ranks(single: Record, common: Record, ranks: int) -> list[str]:
     missed = []
     for phase, count in _phases(single).items():
         if reached.get(phase, 0) < count:
-            missed.append(f"{phase}: {ranks} ranks made {reached.get(phase, 0)} of its {count} steps.")
+            missed.append(
+                f"{phase}: {ranks} ranks made {reached.get(phase, 0)} of its {count} steps."
+            )
     return missed
 
 

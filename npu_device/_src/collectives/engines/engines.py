@@ -15,7 +15,14 @@ from typing import Optional, Protocol
 import tensorflow as tf
 
 from npu_device._src.collectives.call import Terms
-from npu_device._src.collectives.dtypes import TensorList, Tensors, Wire, reduced_dtype, sum_dtype, wire_dtype
+from npu_device._src.collectives.dtypes import (
+    TensorList,
+    Tensors,
+    Wire,
+    reduced_dtype,
+    sum_dtype,
+    wire_dtype,
+)
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.host.host_engine import HostEngine, Orders
 from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing
@@ -173,6 +180,7 @@ class TwoLevelEngine:
         """Return the lowest rank of the host of each member."""
         leaders = self._hosts.leaders
         by_host: dict[int, int] = {}
+        # In order, so that the first rank of a host is its lowest one.
         for rank in sorted(group.ranks):
             by_host.setdefault(leaders[rank], rank)
         return [by_host[leaders[group.ranks[member]]] for member in members]

@@ -81,6 +81,7 @@ def all_reduce(
     tensors = list(map(_to_tensor, tf.nest.flatten(values)))
     may_be_gradients = tf.nest.is_nested(values) and reduction in ("mean", "sum")
     step = current_step()
+    # The shares of a batch are those of all ranks: within another group, they don't matter.
     if step is not None and group == WORLD_GROUP:
         if reduction in ("mean", "sum"):
             reduced = _by_samples(step, tensors, options)

@@ -163,8 +163,10 @@ class Function(StepContext):
             checksum = start.full_checksum(pulled)
             is_same = sources.same_everywhere(self.world, self.source, checksum, rows)
             self.send_from_root(not is_same)
+        # Nothing tells which rows of its own a rank should have, but not those of all others.
         elif type(self.source) is Divided:
             sources.warn_if_all_the_same(self.world, start.full_checksum(pulled))
+        # A pipeline marks the batches from which the ranks take their rows.
         else:
             sources.require_same_mark(self.world, int(tag_of(pulled[0])[1]))
 

@@ -102,6 +102,7 @@ class Replica:
         def fit(*args: Any, **kwargs: Any) -> Any:
             arguments = self._arguments(self.train, own_fit, args, kwargs)
             shared_data.split(arguments)
+            # Keras calls ``evaluate`` itself, with other objects than the user has passed.
             self.test.source = arguments.get("validation_data")
             self._set_data(arguments, "validation_data")
             shared_data.pass_as_tensors(self.world, arguments)
@@ -109,6 +110,7 @@ class Replica:
                 self.world, self.model, arguments.get("callbacks"), self._compare_batches
             )
             arguments.set("callbacks", callbacks)
+            # The statement at the start gets the number of steps from them.
             self.state.callbacks = callbacks
             # Shared before Keras draws the order in which it shuffles.
             start.share_random_state(self.world)

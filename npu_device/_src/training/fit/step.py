@@ -234,6 +234,7 @@ class Step:
         # By position; sent together, since each contribution is a single number.
         contributions: dict[int, tf.Tensor] = {}
         for position, (number, is_sum) in enumerate(zip(numbers, are_sums)):
+            # Whatever else is in the logs stays as it is on this rank.
             if not tf.is_tensor(number) or number.shape.rank != 0:
                 continue
             if is_sum and (number.dtype.is_floating or number.dtype.is_integer):
@@ -275,6 +276,7 @@ class Increments:
 
     def reduce(self) -> None:
         """Give each variable its value before the step plus the sum of all ranks' increments."""
+        # One reduction for each dtype, since the factors are applied before it.
         for dtype in dict.fromkeys(dtype for dtype, *_ in self._groups):
             groups = [group for group in self._groups if group[0] == dtype]
             increments = [

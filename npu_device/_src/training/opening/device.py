@@ -296,6 +296,7 @@ def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
         resources.count_cores(job)
         resources.divide_cores(job)
         resources.prepare_gpu(job, hosts)
+        # Opened now, so that a lack of free ports is an error of the start.
         if not hosts.share_memory:
             job.peers.open(job.store)
         if hosts.needs_server:

@@ -183,6 +183,7 @@ class GradientReducer:
 
     def begin(self, optimizer: Any, variables: Iterable[Any]) -> None:
         """Make the variables equal on all ranks before the first step."""
+        # Compared until they are equal; later differences are found by audits.
         if not self._are_equal and can_compare():
             variables = list(variables)
             keras = compat.keras_of(optimizer)

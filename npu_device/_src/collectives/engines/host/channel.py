@@ -189,6 +189,7 @@ class Round(NamedTuple):
         assert self.source is not None
         begin = 0
         for member, (start, end) in enumerate(self.spans):
+            # What only this member would read isn't published.
             if member != self.kept:
                 self.source.copy_in(start, slot[begin : begin + end - start])
                 begin += end - start

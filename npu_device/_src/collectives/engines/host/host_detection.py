@@ -48,6 +48,7 @@ def detect_hosts(context: EngineContext, device: Device) -> JobHosts:
     if offer is not None:
         offer.withdraw()
         offer.memory.close()
+    # Then each rank is like a host of its own.
     if wanted == "off":
         leaders = tuple(range(cluster.world_size))
     else:

@@ -163,6 +163,7 @@ class HostEngine(ArrayEngine):
         operations = []
         inputs = []
         for tensors, owners_there in zip(segments, owners):
+            # What an owner gets is one piece of the stream.
             order = sorted(range(len(tensors)), key=owners_there.__getitem__)
             inputs.append([tensors[position] for position in order])
             ordered_owners = [owners_there[position] for position in order]

@@ -124,7 +124,9 @@ class HostQueue:
 
     def _run_in_background(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run_queue, name="npu_device-shared", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run_queue, name="npu_device-shared", daemon=True
+            )
             self._thread.start()
         self._work.set()
 
