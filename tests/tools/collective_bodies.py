@@ -74,7 +74,7 @@ def small_data_in_messages() -> Iterator[int]:
 
     def let(most: int) -> None:
         job.most_message_bytes = most
-        for group, queue in job.engines.messages.calls.items():
+        for group, queue in job.engines.messages.queues.items():
             if queue.channel is not None:
                 queue.channel.slot_bytes = sockets.room(job, group.size)
 

@@ -53,7 +53,7 @@ def _idle_connections() -> set[int]:
     from npu_device._src.collectives.job import current
 
     job = current()
-    pairs = list(job.engines.pairs.calls.values()) if job is not None else []
+    pairs = list(job.engines.pairs.queues.values()) if job is not None else []
     return {connection.fileno() for calls in pairs for connection in calls.idle.values()}
 
 
