@@ -24,7 +24,7 @@ from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.cluster.tracebacks import PrintedError, without_libraries
 from npu_device._src.environment import NPU_DEVICE_RANK_PROCESS
 from npu_device._src.horovod import modules
-from npu_device._src.membership.rank_environment import rank_table
+from npu_device._src.membership.rank_environment import horovod_environment, rank_table
 from npu_device._src.membership.schemes import secret
 from npu_device._src.training.checkpoint.memory_slots import Memory
 from npu_device._src.wording import ranges
@@ -111,6 +111,7 @@ class Rendezvous:
     hub: HubProcess | None  # None if node 0 has it
     nodes: tuple[int, ...]  # those that take part; the ranks are numbered in this order
     count: int = 0  # how often the job has been started again
+    writes: bool = False  # its ranks write copies in memory to the disk
 
     def __enter__(self) -> Rendezvous:
         return self
@@ -320,7 +321,8 @@ class Attempt:
         rendezvous = self._rendezvous
         variables = dict(os.environ)
         # A rank that starts npurun starts another job.
-        for name in (*_OTHER_SCHEMES, NPU_DEVICE_RANK_PROCESS.name):
+        outer_job = (NPU_DEVICE_RANK_PROCESS.name, *environment.HOROVOD_OF_A_RANK)
+        for name in (*_OTHER_SCHEMES, *outer_job):
             variables.pop(name, None)
         # Only the node of rank 0 reports the step, and is asked to end for other nodes.
         progress_file = ""
@@ -360,6 +362,8 @@ class Attempt:
             variables.update(NPU_DEVICE_SECRET=rendezvous.new_secret)
         if options.horovod:
             variables.update(modules.variables(variables))
+            per_node = options.nproc_per_node
+            variables.update(horovod_environment(rank, self._world_size, per_node))
         if self._trace is not None:
             output = {"output": os.path.abspath(self._trace)}
             variables.update(PROFILING_MODE="true", PROFILING_OPTIONS=json.dumps(output))
