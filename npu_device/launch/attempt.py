@@ -92,9 +92,7 @@ class Launch:
         with contextlib.suppress(OSError):
             text = Path(self.progress_file).read_text(encoding="utf-8", errors="replace")
             progress = text.strip()[:40] or None
-        copied = None
-        if self.memory is not None:
-            copied = self.memory.step()
+        copied = None if self.memory is None else self.memory.step()
         # A script may write anything into the file.
         if copied is None or (progress is not None and not progress.isdecimal()):
             return progress
