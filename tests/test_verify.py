@@ -197,6 +197,7 @@ def test_causes_in_a_loop(kind: str, tmp_path: Path) -> None:
         line.split()[2] == "12" for line in verdict.table
     )
     assert any("clips its own gradients" in note for note in verdict.notes) == ("1e6" in source)
+    assert any("dropout and noise" in note for note in verdict.notes) == ("Dropout(" in source)
     assert any("aren't synchronized" in note for note in verdict.notes) == (
         "BatchNormalization()" in source
     )

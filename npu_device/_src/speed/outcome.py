@@ -342,9 +342,9 @@ def _what_would_help(
     # With a batch per rank, the input is divided already.
     if batch in (_GLOBAL, _UNKNOWN):
         rows_of_others = 1 - 1 / setup.ranks  # fraction of the batch
-        savings["npu.distribute.pipeline, which prepares only a rank's rows (docs/input.md)"] = (
-            rows_of_others * busiest.input_wait
-        )
+        savings[
+            "npu.distribute.pipeline, unless ranks prepare only their own rows (docs/input.md)"
+        ] = rows_of_others * busiest.input_wait
     # The script may have an optimizer that can't be divided.
     if not start.shard_optimizer:
         savings["--shard-optimizer, with Keras 3 (docs/faster.md)"] = saved_by_dividing(

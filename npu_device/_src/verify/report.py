@@ -30,6 +30,7 @@ _NOT_SYNCHRONIZED = (
     "not compared: batch normalization with the samples of each rank, in {layers}; they aren't synchronized, and used "
     "their moving statistics. For the single-process result: BatchNormalization(synchronized=True)."
 )
+_QUIET = "not compared: dropout and noise, which were off, in {layers}."
 _NORMALIZES_ALONE = (
     "{layers}: BatchNormalization(synchronized=True) used the samples of each rank by itself. Announce the layer "
     "before its first call: npu.distribute.broadcast(model.weights) before the first step; or use "
@@ -194,6 +195,9 @@ def _notes_of_script(record: Record) -> list[str]:
     notes = []
     if not record.of(topics.SEED):
         notes.append(_NO_SEED)
+    quiet_layers = _layers(record.of(topics.QUIET))
+    if quiet_layers:
+        notes.append(_QUIET.format(layers=quiet_layers))
     layers = _layers(record.of(topics.BATCH_NORM))
     if layers:
         notes.append(_NOT_SYNCHRONIZED.format(layers=layers))

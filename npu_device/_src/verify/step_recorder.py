@@ -120,12 +120,18 @@ class StepRecorder:
             *((layer, "adapt", after(self._note_adapted)) for layer in adapted),
         )
         for layer in noise.noisy_layers(keras):
-            layer.call = noise.quiet(layer.call)
+            layer.call = noise.quiet(layer.call, self._note_quiet)
         batch_norm = keras.layers.BatchNormalization
         batch_norm.call = noise.quiet(
             batch_norm.call, lambda layer: self._note(topics.BATCH_NORM, detail=layer.name)
         )
         wrap((batch_norm, "call", self._normalize))
+
+    def _note_quiet(self, layer: Any) -> None:
+        """Note a layer that would draw random numbers."""
+        # Recurrent layers have these rates, of 0 by default; other layers are there to draw.
+        if getattr(layer, "dropout", 1) or getattr(layer, "recurrent_dropout", 0):
+            self._note(topics.QUIET, detail=layer.name)
 
     def _normalize(self, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
         """Note a layer that trains by the samples of one rank, despite ``synchronized=True``."""
