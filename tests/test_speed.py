@@ -293,6 +293,11 @@ def test_remedies_are_for_parts_that_take_time(
     assert choice == "npurun -n 2: 1.50 times as fast as one process"
     shown = [(re.split("[,=( ]", line)[0], line.partition("up to ")[2][:4]) for line in advice]
     assert shown == remedies
+    # None from times that other programs have changed.
+    disturbed = runs_of([1.9] * 5, lost_cores=0.5)
+    disturbed[Setup(2)][0] = runs[Setup(2)][0]
+    [only_choice] = outcome.outcome(START, disturbed, {}).advice
+    assert only_choice.startswith("npurun -n 2: 1.90 times")
     # Each only where it isn't done yet.
     divided = TimedProcess("", 10, shard_optimizer=True, replicate=True)
     choice, *others = outcome.outcome(divided, runs, {}).advice

@@ -89,7 +89,7 @@ def _measure(options: argparse.Namespace, setups: Sequence[Setup], directory: Pa
         memory = setups[-1].ranks * script_runs.RANK_BYTES >> 30
         say(
             f"{options.script}: one process and {ranks} ranks in turn, at least "
-            f"{counted(options.rounds, 'round')}. Time: at most {options.minutes:g} minutes. Memory: some {memory} GiB "
+            f"{counted(options.rounds, 'round')}. Time: at most {options.minutes:g} min. Memory: some {memory} GiB "
             "for the most ranks, 2 GiB each"
         )
         script_runs.say_what_stays("speed")

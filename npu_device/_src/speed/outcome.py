@@ -163,8 +163,7 @@ def load(directory: Path) -> Outcome:
     path = directory / _FILE
     if not path.exists():
         return Outcome([], {}, _UNKNOWN, [], 0.0)
-    kept_outcome: Outcome = pickle.loads(path.read_bytes())
-    return kept_outcome
+    return pickle.loads(path.read_bytes())
 
 
 def outcome(
@@ -193,8 +192,9 @@ def outcome(
     if by_ratio:
         best = by_ratio[0].setup
         advice += _choice(start, by_ratio)
-        # Remedies are for the number of ranks that is the fastest so far.
-        advice += _what_would_help(start, best, measured[best][0].analysis, batch)
+        # Remedies are for the number of ranks that is the fastest so far, and follow from how long its parts take.
+        if lost_cores < _DISTURBED:
+            advice += _what_would_help(start, best, measured[best][0].analysis, batch)
     return Outcome(speedups, left_out, batch, advice, lost_cores, problem)
 
 
