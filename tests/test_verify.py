@@ -472,6 +472,7 @@ def test_a_script_without_a_call(replicate: bool, tmp_path: Path) -> None:
     )
     assert verdict.code == (0 if replicate else 3)
     assert ("npurun port" in verdict.text) != replicate
+    assert any("sets no seed" in note for note in verdict.notes) != replicate
 
 
 def test_the_pages_and_json() -> None:

@@ -67,7 +67,7 @@ def judge(runs: Sequence[Sequence[PlannedProcess]]) -> Verdict:
     """
     single, perturbed = (compare.load(process.folder) for process in runs[0])
     verdict = Verdict(SAME, "", "")
-    notes = _notes_of_script(single)
+    notes = _notes_of_script(single, runs[0][0].replicate)
     missed = _missed(single, runs[0][0])
     for processes in runs[1:]:
         size = len(processes)
@@ -190,10 +190,11 @@ def _failure(run: Sequence[PlannedProcess]) -> str:
     return earliest.read_text(encoding="utf-8")
 
 
-def _notes_of_script(record: Record) -> list[str]:
+def _notes_of_script(record: Record, replicate: bool) -> list[str]:
     """Return notes on what verify has changed in the script."""
     notes = []
-    if not record.of(topics.SEED):
+    # npurun --replicate gives all ranks a seed.
+    if not replicate and not record.of(topics.SEED):
         notes.append(_NO_SEED)
     quiet_layers = _layers(record.of(topics.QUIET))
     if quiet_layers:
