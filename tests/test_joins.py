@@ -20,7 +20,7 @@ from typing import Callable
 import join_bodies as bodies
 import numpy as np
 import pytest
-from launcher import ROOT, script, start, wait_until
+from launcher import script, start, wait_until
 from pool import Pool
 from rank_comparison import same_bits
 from ranks import all_through, free_port, time_limits
@@ -394,6 +394,40 @@ def test_a_node_is_killed_while_it_joins(single: Pool, is_small: bool, tmp_path:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("leaving", [[0], [0, 1]])
+def test_nodes_are_taken_away_while_one_joins(
+    single: Pool, two_ranks: Pool, leaving: list[int], tmp_path: Path
+) -> None:
+    """The state is in memory of node 0 only, whose npurun writes it to the disk."""
+    with Job(tmp_path) as job:
+        job.hold(5)
+        nodes = [job.start(0, "--rejoin-timeout", "1")]
+        job.wait_in(5, 0)
+        nodes.append(job.start(1, "--rejoin-timeout", "60"))
+        nodes[0].wait_for("a node has come")
+        job.release(5)
+        nodes[0].wait_for("the job grows from 1 to 2 ranks")
+        for node in leaving:
+            nodes[node].launch.send_signal(signal.SIGTERM)
+        for node in leaving:
+            assert nodes[node].launch.wait(LIMIT) in (75, 143)
+        first_text = nodes[0].text
+        assert "writing the copy of step" in first_text
+        for node in leaving:
+            nodes[node] = job.start(node, "--rejoin-timeout", "30")
+        for again in nodes:
+            again.end(0)
+    require_whole_epochs(job.samples(), STEPS)
+    by_hand = tmp_path / "by hand"
+    by_hand.mkdir()
+    [step] = re.findall(r"grows from 1 to 2 ranks at step (\d+)\n", first_text)
+    single.run(bodies.body_by_hand, str(by_hand), int(step))
+    [expected, _] = two_ranks.run(bodies.body_by_hand, str(by_hand), STEPS)
+    with np.load(tmp_path / "values.0.npz") as values:
+        same_bits(expected, [values[name] for name in values])
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["", "apart", "tf-keras", "divided"])
 @pytest.mark.parametrize("kind", ["arrays", "dataset", "repeated", "pipeline"])
 def test_a_node_joins_a_fit(kind: str, way: str, tmp_path: Path) -> None:
@@ -443,16 +477,14 @@ SSH = """\
     # Runs a command on a host, which is a network namespace, in a directory of the host, if it is up.
     [ -e {here}/up.$1 ] || exit 255
     mkdir -p {here}/$1
-    exec {ssh} $1 "$(echo "$2" | sed "s|cd [^ ]*|cd {here}/$1|")"
+    exec ip netns exec $1 sh -c "$(echo "$2" | sed "s|cd [^ ]*|cd {here}/$1|")"
     """
 
 
 @pytest.mark.full
 @NO_HOSTS
 def test_a_host_of_the_list_comes_and_goes(single: Pool, two_ranks: Pool, tmp_path: Path) -> None:
-    ssh = script(
-        tmp_path, SSH.format(here=tmp_path, ssh=ROOT / "benchmarks" / "ssh_to_host"), "ssh"
-    )
+    ssh = script(tmp_path, SSH.format(here=tmp_path), "ssh")
     Path(ssh).chmod(0o755)
     names = [hosts.name(0), hosts.name(1)]
     (tmp_path / f"up.{names[0]}").touch()
@@ -487,7 +519,8 @@ def test_a_host_of_the_list_comes_and_goes(single: Pool, two_ranks: Pool, tmp_pa
             node.end(0)
         finally:
             node.close()
-    steps = [int(step) for step in re.findall(r"ranks? at step (\d+)\n", node.text)]
+    # Each node tells the change.
+    steps = sorted({int(step) for step in re.findall(r"ranks? at step (\d+)\n", node.text)})
     assert len(steps) == 2 and 5 <= steps[0] < 14 <= steps[1] < STEPS, node.text
     by_hand = tmp_path / "by hand"
     by_hand.mkdir()

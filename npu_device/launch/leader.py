@@ -102,7 +102,8 @@ class Leader:
     def _run(self) -> None:
         try:
             decision = self._lead()
-            if decision.wait is None:
+            # A node 0 that leaves may have the only copy.
+            if decision is not _NOT_OVER:
                 self._write_copies()
         except Exception:
             decision = Decision(FAILED, None, f"npurun failed on node 0:\n{traceback.format_exc()}")
@@ -221,11 +222,18 @@ class Leader:
 
     def _write_copies(self) -> None:
         """Let the nodes that are left write the newest copy in memory, each what it has."""
-        nodes = sorted(self._idle)
-        if nodes and last_copy.is_needed(self._launch):
+        # All but node 0 go at once when they are taken away.
+        leaving = self._preempted - {0}
+        while nodes := sorted(self._idle - leaving):
+            if not last_copy.is_needed(self._launch):
+                return
             options = last_copy.launch_of_writers(self._launch).options
             with prepare_rendezvous(options, self._ledger.count, nodes) as rendezvous:
                 self._run_ranks(rendezvous, writes=True)
+            self._ledger.count += 1
+            # Those that are left when a node is lost may still have a whole copy.
+            if self._loss is None:
+                return
 
     def _attempt(self, rendezvous: Rendezvous) -> Decision:
         began = time.time()

@@ -207,7 +207,8 @@ class Member:
                 self._run_attempt(self._next_rendezvous())
         except SystemExit as end:
             # Of two nodes, each has all copies, also those of a node 0 that is lost.
-            if self._ending is None and not isinstance(end, NodeLeavesError):
+            is_left = isinstance(end, NodeLeavesError) and self._options.node_rank > 0
+            if self._ending is None and not is_left:
                 last_copy.write_alone(self._launch, self._count)
             raise
         finally:
