@@ -159,6 +159,9 @@ def _facts(job: Job | None) -> Facts:
         offset, error = measure_clock(job)
         ahead = None if error is None else -offset / 1e6
     interface = interface_of(address)
+    bits = None
+    if interface:
+        bits = speed_of(interface)
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return Facts(
         host=host,
@@ -166,7 +169,7 @@ def _facts(job: Job | None) -> Facts:
         kernel=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         address=address,
         interface=interface,
-        bits=speed_of(interface) if interface else None,
+        bits=bits,
         versions=_versions(),
         share=share,
         layout=[list(astuple(core)) for core in machine.cores],

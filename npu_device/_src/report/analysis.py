@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Callable
 
 from npu_device._src.collectives.group import WORLD_GROUP
@@ -78,23 +79,24 @@ def figures(trace: RankTrace) -> RankFigures:
     return RankFigures(
         rank=trace.rank,
         host=trace.host,
-        step=_median(trace, lambda iteration: iteration.time),
+        step=_median(trace, attrgetter("time")),
         input_wait=_median(trace, lambda iteration: iteration.input_wait or 0.0),
-        alone=_median(
-            trace, lambda iteration: iteration.bp_end - iteration.fp_start - iteration.hidden
-        ),
-        hidden=_median(trace, lambda iteration: iteration.hidden),
-        exposed=_median(trace, lambda iteration: iteration.exposed),
-        update=_median(
-            trace,
-            lambda iteration: (
-                iteration.iteration_end
-                - iteration.gather
-                - max(iteration.bp_end, iteration.last_reduced)
-            ),
-        ),
-        gather=_median(trace, lambda iteration: iteration.gather),
+        alone=_median(trace, _computing_alone),
+        hidden=_median(trace, attrgetter("hidden")),
+        exposed=_median(trace, attrgetter("exposed")),
+        update=_median(trace, _updating),
+        gather=_median(trace, attrgetter("gather")),
     )
+
+
+def _computing_alone(iteration: Iteration) -> float:
+    return iteration.bp_end - iteration.fp_start - iteration.hidden
+
+
+def _updating(iteration: Iteration) -> float:
+    # The update begins when the gradients are there, and ends before its new values are gathered.
+    ready = max(iteration.bp_end, iteration.last_reduced)
+    return iteration.iteration_end - iteration.gather - ready
 
 
 def slowest(ranks: Sequence[RankFigures]) -> Slowest | None:

@@ -348,17 +348,20 @@ _LAYERS_OF_SCRIPTS = (*xla.LAYERS_OF_SCRIPTS, "AddLoss")
 
 def needs_no_check(context: StepContext, batch: Any) -> bool:
     """Return True for a functional model of Keras's own layers with a built-in loss and dense inputs of one length."""
+    model = context.model
     losses = context.parts.losses
-    return (
-        not context.is_custom
-        and compat.belongs_to_keras(type(context.model))
-        and bool(losses)
-        and all(map(compat.reduces_first, training_state.optimizers(context.model)))
-        and all(map(_is_well_known_loss, losses))
-        and all(map(_treats_samples_apart, compat.operations_of(context.model)))
-        and len({int(length) for length in lengths_of(batch)}) == 1
-        and not any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(batch))
-    )
+    if context.is_custom or not compat.belongs_to_keras(type(model)) or not losses:
+        return False
+    if not all(map(compat.reduces_first, training_state.optimizers(model))):
+        return False
+    if not all(map(_is_well_known_loss, losses)):
+        return False
+    if not all(map(_treats_samples_apart, compat.operations_of(model))):
+        return False
+    if any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(batch)):
+        return False
+    # Tensors of different lengths are divided by units, of which a model may know nothing.
+    return len({int(length) for length in lengths_of(batch)}) == 1
 
 
 def _is_well_known_loss(loss: Any) -> bool:
@@ -369,14 +372,14 @@ def _is_well_known_loss(loss: Any) -> bool:
 
 
 def _treats_samples_apart(layer: Any) -> bool:
-    axes = tf.nest.flatten(getattr(layer, "axis", None))
+    if not compat.is_layer(layer) or not compat.belongs_to_keras(type(layer)):
+        return False
+    if type(layer).__name__ in _LAYERS_OF_SCRIPTS:
+        return False
+    # An operation along axis 0 mixes samples.
+    if 0 in tf.nest.flatten(getattr(layer, "axis", None)):
+        return False
     activation = getattr(layer, "activation", None)
-    return (
-        compat.is_layer(layer)
-        and compat.belongs_to_keras(type(layer))
-        and type(layer).__name__ not in _LAYERS_OF_SCRIPTS
-        # An operation along axis 0 mixes samples.
-        and 0 not in axes
-        and (activation is None or compat.belongs_to_keras(activation))
-        and getattr(layer, "activity_regularizer", None) is None
-    )
+    if activation is not None and not compat.belongs_to_keras(activation):
+        return False
+    return getattr(layer, "activity_regularizer", None) is None
