@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
-from launcher import environment, script
+from launcher import environment, npurun, script, start, wait_until
 from ranks import time_limits
 
+from npu_device._src.cluster.roster import parent_and_start
 from npu_device._src.testing.hosts import can_be_made
 
 pytestmark = pytest.mark.xdist_group("waiting")
@@ -176,31 +181,87 @@ def test_wrong_usage_is_refused() -> None:
     assert "expected some of kill,stop,drop" in soak("--faults", "burn", "--", "train.py").stderr
 
 
-@pytest.mark.full
-def test_copies_in_memory_keep_the_cost_of_kills_low(tmp_path: Path) -> None:
-    """Ranks are killed at random times; without checkpoints on the disk, each kill costs few steps.
+TRAIN = str(Path(__file__).parents[1] / "examples" / "soak" / "train.py")
+EVERY = 10  # steps between copies in memory, without checkpoints on the disk
 
-    With 540 s and 14,000 steps in their place, they are killed some 20 times.
-    """
-    every = 10
-    train = Path(__file__).parents[1] / "examples" / "soak" / "train.py"
-    faults = ("--faults", "kill", "--mtbf", "4", "--for", "60", "--dir", str(tmp_path / "soak"))
-    job = ("-n", "2", "--restart-backoff", "0.05", str(train), "--directory", "{dir}")
-    steps = ("--steps", "3000", "--every", "1000000", "--memory_every", str(every))
-    done = soak(*faults, "--result", "{dir}/weights.npy", "--", *job, *steps, limit=500)
-    assert done.returncode == 0 and "the results are the same" in done.stdout, done.stdout
-    # Each step has read the same batch, also when it was taken again, and there is a step for each batch.
-    for rank in (0, 1):
+
+def training(directory: str, steps: int) -> tuple[str, ...]:
+    """Return the script of a small training and its arguments."""
+    saves = ("--every", "1000000", "--memory_every", str(EVERY))
+    return (TRAIN, "--directory", directory, "--steps", str(steps), *saves)
+
+
+def require_same_reads(disturbed: Path, undisturbed: Path, steps: int) -> None:
+    """Require that each step has read the same batch, also when it was taken again, and that none is left out."""
+    for name in ("steps0", "steps1"):
         reads = [
-            {line for line in path.read_text().splitlines() if not line.startswith("resumed")}
-            for path in sorted((tmp_path / "soak").glob(f"*/steps{rank}"))
+            {line for line in lines if not line.startswith("resumed")}
+            for lines in (
+                (folder / name).read_text().splitlines() for folder in (disturbed, undisturbed)
+            )
         ]
-        assert len(reads) == 2 and len(reads[0]) == 3000 and reads[0] == reads[1]
-    output = (tmp_path / "soak" / "disturbed" / "output").read_text()
+        assert len(reads[0]) == steps and reads[0] == reads[1]
+
+
+def require_low_costs(output: str) -> int:
+    """Require that each restart has cost few steps; return how many there were."""
     pattern = r"of (\d+) restarts, (\d+) cost at most 10 steps, and (\d+) more, .*; the most: (\d+)"
     counts = re.search(pattern, output)
     assert counts, output
     restarts, within, others, most = map(int, counts.groups())
     print(counts.group())
     # A copy takes as long as some of these short steps, and the newest one may not be complete.
-    assert restarts == within + others > 0 and most <= 3 * every, counts
+    assert restarts == within + others > 0 and most <= 3 * EVERY, counts
+    return restarts
+
+
+@pytest.mark.full
+def test_copies_in_memory_keep_the_cost_of_kills_low(tmp_path: Path) -> None:
+    """Ranks are killed at random times, also while they start."""
+    place = tmp_path / "soak"
+    faults = ("--faults", "kill", "--mtbf", "15", "--for", "60", "--dir", str(place))
+    job = ("-n", "2", "--restart-backoff", "0.05", *training("{dir}", 4000))
+    done = soak(*faults, "--result", "{dir}/weights.npy", "--", *job, limit=500)
+    assert done.returncode == 0 and "the results are the same" in done.stdout, done.stdout
+    require_same_reads(place / "disturbed", place / "undisturbed", 4000)
+    require_low_costs((place / "disturbed" / "output").read_text())
+
+
+KILLS = 20
+
+
+@pytest.mark.full
+def test_copies_in_memory_keep_the_cost_of_20_kills_at_random_steps_low(tmp_path: Path) -> None:
+    random = Random(62)
+    disturbed, undisturbed = tmp_path / "disturbed", tmp_path / "undisturbed"
+    disturbed.mkdir()
+    undisturbed.mkdir()
+    restarts = ("-n", "2", "--max-restarts", str(KILLS), "--restart-backoff", "0.05")
+    # A file takes what all attempts say.
+    output = tmp_path / "output"
+    to_file = ["sh", "-c", f'exec "$@" > {output} 2>&1', "sh"]
+    launched = start(*restarts, *training(str(disturbed), 2500), on=to_file.__add__)
+    log = disturbed / "steps0"
+    for kill in range(KILLS):
+        wait_until(lambda: log.exists() and log.read_text().count("resumed") > kill, 180)  # noqa: B023
+        lines = len(log.read_text().splitlines()) + random.randrange(20, 100)
+        wait_until(lambda: len(log.read_text().splitlines()) >= lines, 60)  # noqa: B023
+        os.kill(random.choice(ranks_of(launched.pid)), signal.SIGKILL)
+    launched.communicate(timeout=300)
+    assert launched.returncode == 0, output.read_text()
+    assert require_low_costs(output.read_text()) == KILLS
+    assert npurun("-n", "2", *training(str(undisturbed), 2500), limit=300).returncode == 0
+    require_same_reads(disturbed, undisturbed, 2500)
+    weights = [(folder / "weights.npy").read_bytes() for folder in (disturbed, undisturbed)]
+    assert weights[0] == weights[1]
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Return the processes of the ranks that a launcher has started."""
+    children = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            pid = int(path.name)
+            if parent_and_start(pid)[0] == launcher and TRAIN in (path / "cmdline").read_text():
+                children.append(pid)
+    return children
