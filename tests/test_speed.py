@@ -222,6 +222,8 @@ def test_ranks_that_do_not_train_together_are_a_problem() -> None:
     runs[Setup(2)] = [apart] * 6
     problem = outcome.outcome(START, runs, {}).problem
     assert "the 2 ranks make different numbers of steps in the same time" in problem
+    runs[Setup(2)][1] = replace(apart, lost_cores=0.5)
+    assert not outcome.outcome(START, runs, {}).problem
     runs[Setup(2)] = [replace(traced, is_job=False)]
     assert "doesn't open npu_device on 2 ranks" in outcome.outcome(START, runs, {}).problem
 

@@ -187,14 +187,12 @@ def outcome(
         problem = problem or _problem(setup, series, rows, batch)
         if single[1:]:
             speedups.append(_speedup(setup, series, single, batch, lost_cores))
-    advice = []
     by_ratio = sorted(speedups[1:], key=lambda speedup: speedup.ratio, reverse=True)
-    if by_ratio:
+    advice = _choice(start, by_ratio)
+    # Remedies are for the number of ranks that is the fastest so far, and follow from how long its parts take.
+    if by_ratio and lost_cores < _DISTURBED:
         best = by_ratio[0].setup
-        advice += _choice(start, by_ratio)
-        # Remedies are for the number of ranks that is the fastest so far, and follow from how long its parts take.
-        if lost_cores < _DISTURBED:
-            advice += _what_would_help(start, best, measured[best][0].analysis, batch)
+        advice += _what_would_help(start, best, measured[best][0].analysis, batch)
     return Outcome(speedups, left_out, batch, advice, lost_cores, problem)
 
 
@@ -226,8 +224,11 @@ def _problem(setup: Setup, runs: Sequence[Run], rows_of_one: float | None, batch
             f"the script doesn't open npu_device on {setup.ranks} ranks, so that each trains a model of its own.\n"
             "What to do: give --replicate or --horovod, or see what npurun port shows"
         )
-    # Ranks begin to time at different moments, so that another program may make one run seem so.
-    if runs[1:] and all(max(run.speeds) > _OUT_OF_STEP * min(run.speeds) for run in runs):
+    # Ranks begin to time at different moments, so that other programs may make a run seem so.
+    if runs[1:] and all(
+        run.lost_cores < _DISTURBED and max(run.speeds) > _OUT_OF_STEP * min(run.speeds)
+        for run in runs
+    ):
         return (
             f"the {setup.ranks} ranks make different numbers of steps in the same time, {min(run.speeds):.3g} to "
             f"{max(run.speeds):.3g} a second: they don't train together. What to do: npurun verify shows why"
