@@ -59,12 +59,26 @@ os.environ["COLOUR"] = "blue"
 print(horovod.run(place, (10,), {"step": 5}, np=2))
 """
 FAIL = """
+class BadLabel(ValueError):
+    pass
+
 def fail():
     if npu.distribute.rank() == 1:
-        raise ValueError("a bad label")
+        raise BadLabel("a bad label")
     npu.distribute.barrier()
 
-npu.run(fail)
+try:
+    npu.run(fail)
+except BadLabel as error:
+    caught = error
+raise caught
+"""
+END = """
+def end():
+    npu.distribute.rank() and os._exit(3)
+    npu.distribute.barrier()
+
+npu.run(end)
 """
 WAIT = """
 import time
@@ -76,6 +90,7 @@ def wait():
 
 npu.run(wait)
 """
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 class Kernel:
@@ -94,6 +109,7 @@ class Kernel:
         except nbclient.exceptions.CellExecutionError as caught:
             error = f"{caught.ename}: {caught.evalue}"
         texts = [output.get("text", "") for output in cell.outputs]
+        texts += [COLOUR.sub("", "\n".join(output.get("traceback", ()))) for output in cell.outputs]
         shown = [kind for output in cell.outputs for kind in output.get("data", ())]
         return "".join(texts), error or " ".join(shown)
 
@@ -147,11 +163,14 @@ def test_cells_run_on_ranks(kernel: Kernel, tmp_path: Path) -> None:
         and "[1] its end\n" in printed
         and not error
     )
-    _, error = kernel.run(FAIL)
-    assert re.fullmatch(
-        r"RankError: rank 1 of 2:\nTraceback .*\n  File .*, in fail\n    raise ValueError\(.*\nValueError: a bad label",
-        error,
-    )
+    shown, error = kernel.run(FAIL)
+    assert error == "BadLabel: a bad label"
+    assert re.search(
+        r"RankError: rank 1 of 2:\nTraceback .*\n  File .*, in fail\n    raise BadLabel\(.*\n.*BadLabel: a bad label\n",
+        shown,
+    ), shown
+    _, error = kernel.run(END)
+    assert error == "RankError: rank 1 of 2:\nits process ended with exit code 3"
     _, error = kernel.run("batches = tf.data.Dataset.range(3)\nnpu.run(lambda: list(batches))")
     assert error.startswith(
         "TypeError: npu.run: the variable 'batches', which <lambda> uses, can't"

@@ -46,11 +46,13 @@ def _pipelines(directory: str) -> dict[str, Any]:
     return {
         "shuffled": pipeline(cached.shuffle(20, seed=3).prefetch(2), square, 3),
         "repeated": pipeline(numbers.repeat(2), square, 4).repeat(2).take(9),
+        "cached": pipeline(numbers, noisy, 4, seed=7).cache().repeat(2),
         "records": pipeline(records, lambda record: tf.io.decode_raw(record, tf.uint8)[0], 4),
         "seeds": pipeline(numbers, noisy, 4, seed=7),
         "structures": pipeline(pairs, nested, 5),
         "tiny": pipeline(numbers, python, 1),
         "full": pipeline(numbers, python, np.int64(4), drop_remainder=True),
+        "in files": pipeline(numbers, square, 4).cache(f"{directory}/cache"),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pickle
 import sys
@@ -15,7 +16,7 @@ from npu_device._src.membership import parent_rank
 from npu_device._src.membership.rank_environment import environment_without_job
 from npu_device._src.membership.schemes import world_size_from_environment
 from npu_device._src.pools import by_value
-from npu_device._src.pools.answers import RankError
+from npu_device._src.pools.answers import Answer, RankError
 from npu_device._src.pools.forked import ForkedProcess
 from npu_device._src.pools.pool import Pool
 
@@ -32,7 +33,8 @@ def run(function: Callable[..., Any], *arguments: Any, ranks: int = 2) -> list[A
         A list with the result of each rank.
 
     Raises:
-        RankError: the function failed on a rank: the error of the first one that failed, with its traceback.
+        Exception: what the function raised on the first rank that failed, caused by a RankError with the traceback.
+        RankError: a rank ended, or its error can't be sent.
         TypeError: not a function; or the function, a variable that it uses, an argument or a result can't be sent.
         ImportError: cloudpickle is missing, the extra ``notebook``.
         RuntimeError: this process is a rank itself.
@@ -59,8 +61,23 @@ def run(function: Callable[..., Any], *arguments: Any, ranks: int = 2) -> list[A
     errors = {rank: answer.value for rank, answer in answers.items() if not answer.succeeded}
     # The first answer is that of the first rank that failed, by which others may fail.
     for rank, text in errors.items():
-        raise RankError(f"rank {rank} of {ranks}:\n{text}", errors)
+        failure = RankError(f"rank {rank} of {ranks}:\n{text}", errors)
+        error = _error_of(answers[rank])
+        if error is None:
+            raise failure
+        raise error from failure
     return [pickle.loads(answers[rank].value) for rank in range(ranks)]
+
+
+def _error_of(answer: Answer) -> Exception | None:
+    """Return the error that the function raised on a rank, if it was sent and can be read."""
+    if answer.error is not None:
+        with contextlib.suppress(Exception):
+            error = pickle.loads(answer.error)
+            # The end of a rank must not end the kernel.
+            if isinstance(error, Exception):
+                return error
+    return None
 
 
 def _require_no_job() -> None:

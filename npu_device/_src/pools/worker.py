@@ -76,9 +76,8 @@ def answer_to(call: bytes) -> tuple[Answer, BaseException | None]:
     except BaseException as caught:
         # Whatever was raised, the test waits for the answer.
         error = caught
-        answer = Answer(
-            False, _traceback(caught), not isinstance(caught, (SystemExit, KeyboardInterrupt))
-        )
+        goes_on = not isinstance(caught, (SystemExit, KeyboardInterrupt))
+        answer = Answer(False, _traceback(caught), goes_on, _pickled(caught))
     return answer._replace(goes_on=answer.goes_on and not job.is_closed()), error
 
 
@@ -92,6 +91,16 @@ def _traceback(error: BaseException) -> str:
     ):
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """Return an error as bytes; None if it can't be sent."""
+    # An error of a class of a notebook needs cloudpickle, which has brought the class here.
+    pickler: Any = sys.modules.get("cloudpickle", pickle)
+    with contextlib.suppress(Exception):
+        content: bytes = pickler.dumps(error)
+        return content
+    return None
 
 
 def packed(answer: Answer) -> bytes:

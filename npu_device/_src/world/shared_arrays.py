@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import mmap
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ from npu_device._src.collectives.engines.host.sharing import (
 ALIGNMENT = 64
 """TensorFlow copies arrays that begin elsewhere: the strictest that its builds ask for."""
 
+_DICTS = (dict, OrderedDict, defaultdict)
+
 
 class Place(NamedTuple):
     """Where an array lies in the memory, made of values that any job can send."""
@@ -33,6 +36,7 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
     order: str  # "C" or "F"
     dtype: np.ndarray  # an empty array: dtypes alone can't be sent without a pickle
+    byte_order: str  # of the dtype, which a pickled array loses
 
 
 class Address(NamedTuple):
@@ -50,7 +54,8 @@ def places_of(arrays: Sequence[np.ndarray]) -> list[Place]:
     for array in arrays:
         flags = array.flags
         order = "F" if flags.f_contiguous and not flags.c_contiguous else "C"
-        places.append(Place(offset, array.shape, order, np.empty(0, array.dtype)))
+        kind = np.empty(0, array.dtype)
+        places.append(Place(offset, array.shape, order, kind, array.dtype.byteorder))
         offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
     return places
 
@@ -77,9 +82,8 @@ def mapped(address: Address) -> mmap.mmap:
 
 
 def array_at(memory: mmap.mmap, place: Place) -> np.ndarray:
-    offset, shape, order, dtype = place
-    numbers = np.ndarray(tuple(shape), dtype.dtype, memory, offset, order=order)  # type: ignore[arg-type]
-    return numbers
+    dtype = place.dtype.dtype.newbyteorder(place.byte_order)
+    return np.ndarray(tuple(place.shape), dtype, memory, place.offset, order=place.order)  # type: ignore[arg-type]
 
 
 def is_shared(array: Any) -> bool:
@@ -98,28 +102,30 @@ def with_arrays(
     """
     if type(value) in (np.ndarray, np.memmap):
         return replace(value, name)
-    if type(value) is dict:
-        return {
-            key: with_arrays(member, replace, f"{name}[{key!r}]") for key, member in value.items()
-        }
+    if type(value) in _DICTS:
+        # A copy keeps the factory of a defaultdict.
+        members = copy.copy(value)
+        for key, member in value.items():
+            members[key] = with_arrays(member, replace, f"{name}[{key!r}]")
+        return members
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         fields = zip(value._fields, value)
-        return type(value)(
-            *(with_arrays(member, replace, f"{name}.{field}") for field, member in fields)
+        return type(value)._make(
+            with_arrays(member, replace, f"{name}.{field}") for field, member in fields
         )
     if type(value) in (list, tuple):
-        members = enumerate(value)
         return type(value)(
-            with_arrays(member, replace, f"{name}[{number}]") for number, member in members
+            with_arrays(member, replace, f"{name}[{number}]") for number, member in enumerate(value)
         )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         replaced = copy.copy(value)
         for attribute in dataclasses.fields(value):
-            member = with_arrays(
-                getattr(value, attribute.name), replace, f"{name}.{attribute.name}"
-            )
-            # The dataclass may be frozen.
-            object.__setattr__(replaced, attribute.name, member)
+            # A field that ``__init__`` leaves out may have no value.
+            if hasattr(value, attribute.name):
+                content = getattr(value, attribute.name)
+                member = with_arrays(content, replace, f"{name}.{attribute.name}")
+                # The dataclass may be frozen.
+                object.__setattr__(replaced, attribute.name, member)
         return replaced
     return value
 

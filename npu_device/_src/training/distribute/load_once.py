@@ -87,13 +87,12 @@ def load(world: World, function: Callable[..., Any], *arguments: Any, quiet: boo
     loads = world.job.made(_LoadCount)
     loads.count += 1
     exchange = _Exchange(world, loads.count)
-    result = None
     if exchange.loads:
-        result = exchange.publish(function, arguments)
+        exchange.publish(function, arguments)
     notes = exchange.notes()
     try:
         exchange.require_equal(notes)
-        result = exchange.received(notes, result)
+        result = exchange.received(notes)
         # The memory has no name any more once all ranks have mapped it.
         exchange.store.gather(exchange.key, None, LATEST_ANSWER_SECONDS)
     finally:
@@ -116,38 +115,47 @@ class _Exchange:
         self.leader = leaders[world.rank]
         self.loads = self.leader == world.rank
         self._offer: Offer | None = None
+        self._loaded: tuple[Any, list[Place]]  # what the others read
 
-    def publish(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Run the function, and tell the others where its result is, or its error; return the result."""
+    def publish(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        """Run the function, and tell the others where its result is, or its error."""
         try:
-            result = function(*arguments)
-            note = self._published(result)
+            note = self._published(function(*arguments))
         except BaseException as error:
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             self.store.set(self._key_of(self.leader), json.dumps({"error": text.rstrip()}))
             raise
         self.store.set(self._key_of(self.leader), json.dumps(note))
-        return result
 
     def _published(self, result: Any) -> dict[str, Any]:
+        numbers: dict[Any, int] = {}
         arrays: list[np.ndarray] = []
         names: list[str] = []
 
         def taken(array: np.ndarray, name: str) -> np.ndarray:
             require_numbers(array, name)
-            arrays.append(array)
-            names.append(name)
-            return np.array(len(arrays) - 1)
+            # The same array in two places of the result lies in the memory once.
+            numbers_in_memory = (array.ctypes.data, array.shape, array.strides, array.dtype)
+            if numbers.setdefault(numbers_in_memory, len(arrays)) == len(arrays):
+                arrays.append(array)
+                names.append(name)
+            return np.array(numbers[numbers_in_memory])
 
         # Each array in the rest is the number of one in the memory.
         rest = with_arrays(result, taken)
         places = places_of(arrays)
+        self._loaded = rest, places
         content = packed((rest, [tuple(place) for place in places]), self.world.job.cluster.trusted)
         self._offer, address = published(arrays, places, content)
         facts = []
         # Checksums are computed for several hosts only, since that of a GiB takes a second.
         if len(self.leaders) > 1:
-            facts = [_fact(name, array) for name, array in zip(names, arrays)]
+            memory = memoryview(mapped(address))
+            for name, array, place in zip(names, arrays, places):
+                checksum = zlib.crc32(memory[place.offset :][: array.nbytes])
+                facts.append(
+                    f"{name} is {array.dtype} of shape {array.shape}, checksum {checksum:08x}"
+                )
         return {
             "address": address,
             "rest": len(content),
@@ -210,7 +218,7 @@ class _Exchange:
             "files."
         )
 
-    def received(self, notes: dict[int, dict[str, Any]], result: Any) -> Any:
+    def received(self, notes: dict[int, dict[str, Any]]) -> Any:
         """Map the memory of this host; return the result with the arrays that lie in it."""
         note = notes[self.leader]
         trusted = self.world.job.cluster.trusted
@@ -220,7 +228,7 @@ class _Exchange:
             content = memory[len(memory) - note["rest"] :]
             [(rest, places)] = unpacked(content, [f"rank {self.leader}"], trusted)
         if self.loads:
-            return _in_memory(result, memory)
+            rest, places = self._loaded
         arrays = [array_at(memory, Place(*place)) for place in places]
         return with_arrays(rest, lambda number, name: arrays[int(number)])
 
@@ -237,25 +245,11 @@ class _Exchange:
         return f"{self.key}/{leader}"
 
 
-def _in_memory(result: Any, memory: Any) -> Any:
-    """Return the result of the function itself, with its arrays as they lie in the memory."""
-    # The order is the one in which they were published, so that the places are the same.
-    arrays: list[np.ndarray] = []
-    with_arrays(result, lambda array, name: arrays.append(array))
-    places = iter(places_of(arrays))
-    return with_arrays(result, lambda array, name: array_at(memory, next(places)))
-
-
 def _read_only(array: np.ndarray, name: str) -> np.ndarray:
     require_numbers(array, name)
     view = array.view()
     view.flags.writeable = False
     return view
-
-
-def _fact(name: str, array: np.ndarray) -> str:
-    checksum = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return f"{name} is {array.dtype} of shape {array.shape}, checksum {checksum:08x}"
 
 
 def _line(world: World, notes: dict[int, dict[str, Any]]) -> str:

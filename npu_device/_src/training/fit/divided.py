@@ -44,7 +44,6 @@ _REMEDIES = {
     "padded_batch": "pad each sample to a fixed length in the map of pipeline, and pass batch=",
     "batch": "pass batch= to pipeline",
     "shuffle": "shuffle the source",
-    "cache": "cache the source",
 }
 _TELL_SECONDS = 10  # between two lines about a long count
 # Settings of a PyDataset in Keras 3.
@@ -223,8 +222,8 @@ def _require_same_rows(world: World, batch: Any, rows: Any, begin: int, end: int
 class Pipeline(Divided):
     """The batches of ``pipeline`` on several ranks; pass it to ``fit`` of a replicated model, or iterate over it.
 
-    ``prefetch``, ``repeat``, ``skip`` and ``take`` act on whole batches, and return a pipeline again. What would act on
-    the samples of a batch raises an AttributeError, with the remedy.
+    ``cache``, ``prefetch``, ``repeat``, ``skip`` and ``take`` act on whole batches, and return a pipeline again. What
+    would act on the samples of a batch raises an AttributeError, with the remedy.
 
     Attributes:
         dataset: the rows of this rank in each batch, in the last ones perhaps none.
@@ -241,6 +240,14 @@ class Pipeline(Divided):
         self.for_keras = tagged.map(
             lambda tags, rows: with_tag(tf.stack([tf.reduce_sum(tags[:, 0]), tags[0, 1]]), rows)
         )
+
+    def cache(self, filename: str = "") -> Pipeline:
+        """Keep the rows of this rank after the map, in memory or in files, whose names end with the rank."""
+        world = world_unless_child()
+        # Ranks of one host must not write the same files.
+        if filename and world is not None:
+            filename = f"{filename}.rank{world.rank}of{world.size}"
+        return Pipeline(self._tagged.cache(filename), self._are_full)
 
     def __iter__(self) -> Any:
         return iter(self.dataset)
@@ -259,7 +266,9 @@ class Pipeline(Divided):
             raise AttributeError(f"a pipeline has no attribute {name!r}")
         remedy = _REMEDIES.get(name, "apply it to the source")
         raise AttributeError(
-            _AFTER_BATCH.format(name=name, remedy=remedy, allowed=", ".join(_WHOLE_BATCHES))
+            _AFTER_BATCH.format(
+                name=name, remedy=remedy, allowed=", ".join(("cache", *_WHOLE_BATCHES))
+            )
         )
 
 

@@ -105,7 +105,7 @@ class Replica:
             # Keras calls ``evaluate`` itself, with other objects than the user has passed.
             self.test.source = arguments.get("validation_data")
             self._set_data(arguments, "validation_data")
-            shared_data.pass_as_tensors(self.world, arguments)
+            are_shared = shared_data.pass_as_tensors(self.world, self.model, arguments)
             callbacks = callbacks_of_rank(
                 self.world, self.model, arguments.get("callbacks"), self._compare_batches
             )
@@ -114,6 +114,8 @@ class Replica:
             self.state.callbacks = callbacks
             # Shared before Keras draws the order in which it shuffles.
             start.share_random_state(self.world)
+            if are_shared:
+                shared_data.pass_as_batches(self.world, self.model, arguments)
             self.train.is_first_call = True
             self.test.is_first_call = True
             # A callback may call ``fit`` itself.
@@ -150,10 +152,12 @@ class Replica:
                     arguments.set("verbose", 0)
                 return arguments.call()
             arguments = self._arguments(function, own_method, args, kwargs)
-            shared_data.pass_as_tensors(self.world, arguments)
+            shared_data.pass_as_tensors(self.world, self.model, arguments)
             function.is_first_call = True
-            returned = arguments.call()
-            function.source = None
+            try:
+                returned = arguments.call()
+            finally:
+                function.source = None
             self._compare_batches()
             return returned
 

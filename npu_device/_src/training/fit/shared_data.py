@@ -4,16 +4,19 @@ on each rank. It is given tensors that lie in the shared memory instead, and dra
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
+from npu_device._src import compat
 from npu_device._src.training.distribute.load_once import load
 from npu_device._src.world.shared_arrays import ALIGNMENT, is_shared
 from npu_device._src.world.world import World
 
+_log = logging.getLogger("npu_device")
 _DATA = ("x", "y", "sample_weight", "validation_data")
 
 
@@ -29,9 +32,8 @@ def split(arguments: _Arguments) -> None:
     arrays = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
     if not fraction or arguments.get("validation_data") is not None:
         return
-    if not all(isinstance(array, np.ndarray) for array in arrays) or not any(
-        map(is_shared, arrays)
-    ):
+    can_be_cut = all(isinstance(array, (np.ndarray, tf.Tensor)) for array in arrays)
+    if not can_be_cut or not any(map(is_shared, arrays)):
         return
     length = min(len(array) for array in arrays)
     border = math.floor(length * (1.0 - fraction))
@@ -54,30 +56,141 @@ def split(arguments: _Arguments) -> None:
     arguments.set("validation_split", 0.0)
 
 
-def pass_as_tensors(world: World, arguments: _Arguments) -> None:
-    """Replace the shared arrays among the data by tensors that lie in the same memory."""
+def pass_as_tensors(world: World, model: Any, arguments: _Arguments) -> bool:
+    """Replace the shared arrays among the data by tensors that lie in the same memory; return True if all data do."""
+    all_shared = True
     for name in _DATA:
         given = arguments.get(name)
         # A dataset, or another object that Keras iterates over, has no arrays to replace.
         leaves = tf.nest.flatten(given)
+        tensors = leaves
         if any(map(is_shared, leaves)):
-            tensors = [_tensor(world, leaf) if is_shared(leaf) else leaf for leaf in leaves]
+            tensors = [_tensor(world, model, leaf, name) for leaf in leaves]
             arguments.set(name, tf.nest.pack_sequence_as(given, tensors))
+        if name != "validation_data" and given is not None:
+            pairs = zip(leaves, tensors)
+            all_shared &= all(is_shared(leaf) and tensor is not leaf for leaf, tensor in pairs)
+    return all_shared
 
 
-def _tensor(world: World, array: np.ndarray) -> Any:
-    """Return an array as a tensor in shared memory; the array itself if Keras or TensorFlow would convert it anyhow."""
-    # Strings and TensorFlow's own dtypes have no form that both sides read.
-    if array.dtype.kind not in "biuf":
+def pass_as_batches(world: World, model: Any, arguments: _Arguments) -> None:
+    """Replace the tensors that a ``fit`` trains on by the batches that Keras would make of them.
+
+    Keras keeps up to five lists of the numbers of all rows on each rank. Here, the ranks of a host share the list in
+    order, and each has the shuffled one.
+    """
+    x, y, sample_weight = (_tuples(arguments.get(name)) for name in _DATA[:3])
+    shuffle = _or(arguments.get("shuffle"), True)
+    steps = arguments.get("steps_per_epoch")
+    counts = {len(leaf) for leaf in tf.nest.flatten([x, y, sample_weight]) if leaf is not None}
+    # Left to Keras, which spreads weights over outputs, shuffles within batches, or raises an error.
+    is_special = sample_weight is not None and tf.nest.is_nested(y)
+    if arguments.get("class_weight") or not isinstance(shuffle, bool) or is_special:
+        return
+    if len(counts) != 1 or not 0 < max(counts) < 1 << 31 or (steps is not None and steps < 1):
+        return
+    [count] = counts
+    size = arguments.get("batch_size") or (math.ceil(count / steps) if steps else 32)
+    keras = compat.keras_of(model)
+    data = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+    in_order = load(world, lambda: np.arange(count, dtype=np.int32), quiet=True)
+    step_count = math.ceil(count / size)
+    if compat.is_keras_3(keras):
+        batches = _batches(data, _aliased(in_order), size, shuffle, 1)
+        batches = batches.apply(tf.data.experimental.assert_cardinality(step_count))
+    else:
+        # tf-keras takes the batches of all epochs from one iterator.
+        epochs = _or(arguments.get("epochs"), 1) - _or(arguments.get("initial_epoch"), 0)
+        batches = _batches(data, _aliased(in_order), size, shuffle, epochs)
+        arguments.set("steps_per_epoch", steps or step_count)
+    changed = {"x": batches, "y": None, "sample_weight": None, "shuffle": False}
+    for name, argument in changed.items():
+        arguments.set(name, argument)
+
+
+def _or(given: Any, default: Any) -> Any:
+    return default if given is None else given
+
+
+def _tuples(structure: Any) -> Any:
+    """Return nested data with tuples in place of lists, of which ``tf.data`` would make one tensor."""
+    if isinstance(structure, (list, tuple)):
+        return tuple(map(_tuples, structure))
+    if isinstance(structure, dict):
+        return {name: _tuples(member) for name, member in structure.items()}
+    return structure
+
+
+def _batches(data: Any, in_order: Any, size: int, shuffle: bool, epochs: int) -> tf.data.Dataset:
+    """Return the batches of tensors in the order in which Keras draws them: by the same operations."""
+    count = len(in_order)
+    whole = count // size * size
+
+    def drawn(_: Any) -> Any:
+        if shuffle:
+            return tf.random.shuffle(in_order)
+        return in_order
+
+    def cut(numbers: Any) -> tf.data.Dataset:
+        groups = tf.data.Dataset.from_tensor_slices(
+            tf.reshape(numbers[:whole], [count // size, size])
+        )
+        if whole == count:
+            return groups
+        return groups.concatenate(tf.data.Dataset.from_tensors(numbers[whole:]))
+
+    def picked(numbers: Any, tensors: Any) -> Any:
+        return tf.nest.map_structure(lambda tensor: tf.gather(tensor, numbers), tensors)
+
+    numbers = tf.data.Dataset.range(epochs).map(drawn).prefetch(1).flat_map(cut)
+    pairs = tf.data.Dataset.zip((numbers, tf.data.Dataset.from_tensors(data).repeat()))
+    options = tf.data.Options()
+    options.experimental_optimization.apply_default_optimizations = False
+    options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.IGNORE
+    batches = pairs.map(picked, num_parallel_calls=tf.data.AUTOTUNE).with_options(options)
+    return batches.prefetch(tf.data.AUTOTUNE)
+
+
+def _tensor(world: World, model: Any, array: Any, name: str) -> Any:
+    """Return a shared array as a tensor in the same memory; other data, and what can't be shared, as they are."""
+    if not is_shared(array):
         return array
-    dtype = array.dtype
-    if dtype.kind == "f":
-        # Keras converts numbers, and would make the converted copy on each rank.
-        dtype = np.dtype(tf.keras.backend.floatx())
+    dtype = _dtype_of_tensor(array.dtype, compat.keras_of(model))
+    if dtype is None:
+        if array.dtype.kind in "SU" and world.is_main:
+            # Other dtypes are an error of Keras.
+            _log.warning(
+                "load_once: %s is an array of strings (%s, shape %s), of which TensorFlow makes a copy on each rank.\n"
+                "What to do: convert strings to numbers in the function of load_once.",
+                name,
+                array.dtype,
+                array.shape,
+            )
+        return array
     fits = array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0
     if dtype != array.dtype or not fits:
         # One copy on each host: Keras's conversion, or the layout that TensorFlow asks for.
         array = load(world, lambda: np.array(array, dtype, order="C"), quiet=True)
+    return _aliased(array)
+
+
+def _aliased(array: np.ndarray) -> Any:
+    """Return a tensor in the memory of an array."""
     # Numbers in the host's memory aren't copied by an operation, unlike by ``tf.constant``.
     with tf.device("CPU:0"):
         return tf.raw_ops.Identity(input=array)
+
+
+def _dtype_of_tensor(dtype: np.dtype, keras: Any) -> np.dtype | None:
+    """Return the dtype of the tensor that Keras makes of an array; None if TensorFlow shares no memory of that kind."""
+    try:
+        known = tf.as_dtype(dtype)
+    except TypeError:
+        return None
+    if known == tf.string:
+        return None
+    # tf-keras leaves bfloat16, which numpy doesn't count as a float, as it is.
+    if dtype.kind == "f" or (known.is_floating and compat.is_keras_3(keras)):
+        # Keras would make the converted copy on each rank.
+        return np.dtype(keras.backend.floatx())
+    return dtype.newbyteorder("=")
