@@ -90,7 +90,7 @@ def growth(way: str, directory: str, columns: int) -> float:
     model.fit(small, small[:, 0], batch_size=_BATCH, verbose=0)
     grown = []
 
-    class Look(keras.callbacks.Callback):  # type: ignore[name-defined,misc]
+    class Look(keras.callbacks.Callback):  # type: ignore[name-defined]
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             if epoch == 1:
                 # Pages that several ranks map count in parts, so that all have to be there.
@@ -101,8 +101,8 @@ def growth(way: str, directory: str, columns: int) -> float:
     npu.distribute.barrier()
     before = _pss()
     npu.distribute.barrier()
-    data = WAYS[way](directory, columns)
-    model.fit(**data, epochs=2, verbose=0, callbacks=[Look()])
+    arguments = WAYS[way](directory, columns)
+    model.fit(**arguments, epochs=2, verbose=0, callbacks=[Look()])
     return float(grown[0])
 
 

@@ -82,7 +82,7 @@ def mapped(address: Address) -> mmap.mmap:
 
 
 def array_at(memory: mmap.mmap, place: Place) -> np.ndarray:
-    dtype = place.dtype.dtype.newbyteorder(place.byte_order)
+    dtype = place.dtype.dtype.newbyteorder(place.byte_order)  # type: ignore[arg-type]
     return np.ndarray(tuple(place.shape), dtype, memory, place.offset, order=place.order)  # type: ignore[arg-type]
 
 
@@ -110,7 +110,7 @@ def with_arrays(
         return members
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         fields = zip(value._fields, value)
-        return type(value)._make(
+        return type(value)._make(  # type: ignore[attr-defined]
             with_arrays(member, replace, f"{name}.{field}") for field, member in fields
         )
     if type(value) in (list, tuple):

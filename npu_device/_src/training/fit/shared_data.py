@@ -90,18 +90,20 @@ def pass_as_batches(world: World, model: Any, arguments: _Arguments) -> None:
     if len(counts) != 1 or not 0 < max(counts) < 1 << 31 or (steps is not None and steps < 1):
         return
     [count] = counts
-    size = arguments.get("batch_size") or (math.ceil(count / steps) if steps else 32)
+    size = arguments.get("batch_size") or 32
+    if steps and not arguments.get("batch_size"):
+        size = math.ceil(count / steps)
     keras = compat.keras_of(model)
-    data = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+    samples = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
     in_order = load(world, lambda: np.arange(count, dtype=np.int32), quiet=True)
     step_count = math.ceil(count / size)
     if compat.is_keras_3(keras):
-        batches = _batches(data, _aliased(in_order), size, shuffle, 1)
+        batches = _batches(samples, _aliased(in_order), size, shuffle, 1)
         batches = batches.apply(tf.data.experimental.assert_cardinality(step_count))
     else:
         # tf-keras takes the batches of all epochs from one iterator.
         epochs = _or(arguments.get("epochs"), 1) - _or(arguments.get("initial_epoch"), 0)
-        batches = _batches(data, _aliased(in_order), size, shuffle, epochs)
+        batches = _batches(samples, _aliased(in_order), size, shuffle, epochs)
         arguments.set("steps_per_epoch", steps or step_count)
     changed = {"x": batches, "y": None, "sample_weight": None, "shuffle": False}
     for name, argument in changed.items():
@@ -121,10 +123,10 @@ def _tuples(structure: Any) -> Any:
     return structure
 
 
-def _batches(data: Any, in_order: Any, size: int, shuffle: bool, epochs: int) -> tf.data.Dataset:
+def _batches(samples: Any, in_order: Any, size: int, shuffle: bool, epochs: int) -> tf.data.Dataset:
     """Return the batches of tensors in the order in which Keras draws them: by the same operations."""
     count = len(in_order)
-    whole = count // size * size
+    full_rows = count // size * size
 
     def drawn(_: Any) -> Any:
         if shuffle:
@@ -133,17 +135,17 @@ def _batches(data: Any, in_order: Any, size: int, shuffle: bool, epochs: int) ->
 
     def cut(numbers: Any) -> tf.data.Dataset:
         groups = tf.data.Dataset.from_tensor_slices(
-            tf.reshape(numbers[:whole], [count // size, size])
+            tf.reshape(numbers[:full_rows], [count // size, size])
         )
-        if whole == count:
+        if full_rows == count:
             return groups
-        return groups.concatenate(tf.data.Dataset.from_tensors(numbers[whole:]))
+        return groups.concatenate(tf.data.Dataset.from_tensors(numbers[full_rows:]))
 
     def picked(numbers: Any, tensors: Any) -> Any:
         return tf.nest.map_structure(lambda tensor: tf.gather(tensor, numbers), tensors)
 
     numbers = tf.data.Dataset.range(epochs).map(drawn).prefetch(1).flat_map(cut)
-    pairs = tf.data.Dataset.zip((numbers, tf.data.Dataset.from_tensors(data).repeat()))
+    pairs = tf.data.Dataset.zip((numbers, tf.data.Dataset.from_tensors(samples).repeat()))
     options = tf.data.Options()
     options.experimental_optimization.apply_default_optimizations = False
     options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.IGNORE
@@ -184,13 +186,13 @@ def _aliased(array: np.ndarray) -> Any:
 def _dtype_of_tensor(dtype: np.dtype, keras: Any) -> np.dtype | None:
     """Return the dtype of the tensor that Keras makes of an array; None if TensorFlow shares no memory of that kind."""
     try:
-        known = tf.as_dtype(dtype)
+        tensor_dtype = tf.as_dtype(dtype)
     except TypeError:
         return None
-    if known == tf.string:
+    if tensor_dtype == tf.string:
         return None
     # tf-keras leaves bfloat16, which numpy doesn't count as a float, as it is.
-    if dtype.kind == "f" or (known.is_floating and compat.is_keras_3(keras)):
+    if dtype.kind == "f" or (tensor_dtype.is_floating and compat.is_keras_3(keras)):
         # Keras would make the converted copy on each rank.
         return np.dtype(keras.backend.floatx())
     return dtype.newbyteorder("=")
