@@ -7,6 +7,7 @@ import gc
 import signal
 import time
 from collections import OrderedDict, namedtuple
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
@@ -16,11 +17,13 @@ import pytest
 import tensorflow as tf
 from caught_messages import error_of, warnings_of_package
 from fit_models import CLASS_WEIGHT, compile_model, make_model, outcome, samples
+from launcher import script, start
 from pool import Pool
 from rank_comparison import same_bits
 from ranks import all_through, time_limits
 
 import npu_device as npu
+from npu_device._src.testing.hosts import address, can_be_made, hosts, on_host
 from npu_device._src.world.shared_arrays import is_shared
 
 _MIB = 1 << 20
@@ -252,6 +255,45 @@ def test_hosts_are_compared(pool_with: Callable[..., Pool]) -> None:
         assert len(lines) == 2 and "same" not in problem.replace("the same files", "")
         assert "the result['x'] is int64 of shape (2, 2), checksum " in lines[0]
         assert "(2, 3), checksum " in lines[1] and "What to do: seed generators" in problem
+
+
+_ON_HOSTS = """
+    import numpy as np
+    import npu_device as npu
+
+    npu.open()
+    rank = npu.distribute.rank()
+
+    def load(differs):
+        print("loads", flush=True)
+        return {"same": np.ones(3), "x": np.full([2], rank if differs else 7)}
+
+    print("sum", npu.distribute.load_once(load, False)["x"].sum(), flush=True)
+    npu.distribute.load_once(load, True)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not can_be_made(), reason="needs root, ip and tc")
+def test_each_host_loads_once(tmp_path: Path) -> None:
+    """Two hosts in network namespaces, with two ranks each."""
+    job_of_two = ("-n", "2", "--nnodes", "2", "--master-addr", address(0), "--master-port", "29711")
+    with hosts(2, gbit=1.0):
+        launchers = [
+            start(
+                *("--node-rank", str(node), *job_of_two, script(tmp_path, _ON_HOSTS)),
+                on=partial(on_host, node),
+                NPU_DEVICE_SECRET="known to both",
+            )
+            for node in range(2)
+        ]
+        for node, launcher in enumerate(launchers):
+            printed, said = (text.decode() for text in launcher.communicate(timeout=200))
+            assert printed.count("loads\n") == printed.count(f"[{2 * node}] loads\n") == 2
+            assert printed.count("sum 14\n") == 2
+            for host in range(2):
+                assert f"rank {2 * host} on host node{host}: the result['x'] is int64" in said
+            assert ("load_once  64 B once on each of 2 hosts" in said) == (node == 0)
 
 
 _SLOW = """

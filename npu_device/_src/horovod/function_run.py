@@ -34,6 +34,7 @@ def run(
 
     Raises:
         NotImplementedError: several hosts, or a changing number of processes.
+        Exception: what the function raised on the first rank that failed.
         RankError, TypeError, ImportError, RuntimeError: as ``npu.run``.
     """
     for name, value in options.items():
