@@ -4,7 +4,7 @@ import tempfile
 
 import npu_device as npu
 
-npu.open()
+npu.open(seed=1)
 
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
@@ -32,10 +32,10 @@ def loop(directory, steps):
     model, optimizer = make_model(), keras.optimizers.Adam(0.01)
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     dataset, batch = npu.distribute.shard_and_rebatch_dataset(
-        tf.data.Dataset.from_tensor_slices(data()), BATCH
+        tf.data.Dataset.from_tensor_slices(data()).shuffle(100), BATCH
     )
-    iterator = iter(dataset.shuffle(100).repeat().batch(batch))
-    npu.distribute.broadcast(model.variables)
+    iterator = iter(dataset.repeat().batch(batch))
+    npu.distribute.broadcast(model.weights)
 
     @tf.function
     def step(x, y):

@@ -10,7 +10,7 @@ import zlib
 
 import npu_device as npu
 
-npu.open()
+npu.open(seed=1)
 
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
@@ -75,7 +75,7 @@ def main():
     dataset = tf.data.Dataset.from_tensor_slices((images, labels))
     dataset, batch = npu.distribute.shard_and_rebatch_dataset(dataset, 12)
     iterator = iter(dataset.shuffle(64, seed=3).repeat().batch(batch))
-    npu.distribute.broadcast(model.variables)
+    npu.distribute.broadcast(model.weights)
     loss_of = keras.losses.SparseCategoricalCrossentropy()
 
     @tf.function

@@ -53,7 +53,7 @@ def train(directory, steps=8, step_done=lambda step: None):
     keras.utils.set_random_seed(1)
     model, optimizer = make_model(), keras.optimizers.Adam(0.01)
     batches = iter(make_dataset(make_samples()).repeat())
-    npu.distribute.broadcast(model.variables)
+    npu.distribute.broadcast(model.weights)
     checkpoint = npu.train.JobCheckpoint(
         directory, model=model, optimizer=optimizer, per_rank={"batches": batches}, every=2
     )

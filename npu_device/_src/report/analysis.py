@@ -279,8 +279,7 @@ def _divide_update(traces: Sequence[RankTrace], rank: RankFigures) -> str:
     if saved_by_dividing(traces, rank) < _LARGE_UPDATE * rank.step:
         return ""
     return (
-        f"Each rank makes the whole update, in {_ms(rank.update)}. With Keras 3, shard_optimizer=True divides it among "
-        "the ranks."
+        f"Each rank makes the whole update, in {_ms(rank.update)}: shard_optimizer=True divides it among the ranks."
     )
 
 
