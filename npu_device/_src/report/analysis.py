@@ -278,9 +278,7 @@ def _divide_update(traces: Sequence[RankTrace], rank: RankFigures) -> str:
     """Return advice to divide the update, if that takes a large part of the step."""
     if saved_by_dividing(traces, rank) < _LARGE_UPDATE * rank.step:
         return ""
-    return (
-        f"Each rank makes the whole update, in {_ms(rank.update)}: shard_optimizer=True divides it among the ranks."
-    )
+    return f"Each rank makes the whole update, in {_ms(rank.update)}: shard_optimizer=True divides it among the ranks."
 
 
 def _median(trace: RankTrace, figure: Callable[[Iteration], float]) -> float:

@@ -348,9 +348,7 @@ def _what_would_help(
         ] = rows_of_others * busiest.input_wait
     # The script may have an optimizer that can't be divided.
     if not start.shard_optimizer:
-        savings["--shard-optimizer (docs/faster.md)"] = saved_by_dividing(
-            analysis.traces, busiest
-        )
+        savings["--shard-optimizer (docs/faster.md)"] = saved_by_dividing(analysis.traces, busiest)
     # A few bytes take as long as one.
     if analysis.size > _SMALL and len(trace.segments) == 1 < len(trace.gradients):
         # Reductions of segments hide in the backward pass, but the last one can't.
