@@ -23,7 +23,14 @@ from ranks import free_port
 from npu_device._src.cluster import handshake
 from npu_device._src.machine.free_memory import free_memory, usable_memory
 from npu_device._src.testing.hosts import address, can_be_made, hosts, on_host
-from npu_device._src.training.checkpoint.memory_slots import SLOTS, Memory, Slot, copies, read
+from npu_device._src.training.checkpoint.memory_slots import (
+    SLOTS,
+    Memory,
+    Slot,
+    close_slots,
+    copies,
+    read,
+)
 from npu_device.launch.neighbour import Neighbour
 
 pytestmark = pytest.mark.slow
@@ -65,7 +72,7 @@ def test_the_newest_complete_copy_is_resumed(two_ranks: Pool, tmp_path: Path) ->
         [_, written] = sorted(os.listdir(other))
         assert "step-00000002" <= written <= "step-00000005"
     finally:
-        memory.close()
+        close_slots([*memory.slots, *memory.received])
 
 
 SECRET = b"of the job"
@@ -91,7 +98,7 @@ class Hosts:
     def __exit__(self, *_: object) -> None:
         self._opened.close()
         for memory in self.memories:
-            memory.close()
+            close_slots([*memory.slots, *memory.received])
 
     @property
     def addresses(self) -> list[str]:
@@ -430,7 +437,7 @@ def test_too_little_memory_is_an_error_and_a_full_one_a_warning(
         assert "a copy in memory has failed: OSError" in text and "What to do: " in text
         assert (directory / "step-00000003").is_dir() and memory.step() is None
     finally:
-        memory.close()
+        close_slots([*memory.slots, *memory.received])
 
 
 def test_a_slot_takes_what_is_complete_only() -> None:

@@ -33,7 +33,7 @@ class StopOrdered:
 class AttemptOrdered:
     """Node 0 lets an attempt begin."""
 
-    attempt: int
+    count: int  # number of the attempt
     nodes: Sequence[int]
     job_id: str
     port: int

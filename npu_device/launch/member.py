@@ -253,7 +253,7 @@ class Member:
         if change and not order.writes:
             self._say(change)
         self._nodes = nodes
-        self._count = order.attempt + 1
+        self._count = order.count + 1
         # The nodes send their copies around in a circle.
         index = (nodes.index(self._options.node_rank) + 1) % len(nodes)
         host, _, copies_port = order.copies[index].rpartition(" ")
@@ -264,7 +264,7 @@ class Member:
             address = host or self._leader[0], int(copies_port)
         self._neighbour.send_to(address)
         self._rendezvous = Rendezvous(
-            order.job_id, order.port, None, None, nodes, order.attempt, order.writes
+            order.job_id, order.port, None, None, nodes, order.count, order.writes
         )
 
     def _on_text(self, received: TextReceived) -> None:
@@ -356,16 +356,7 @@ class Member:
             action = message["do"]
             if action == "plan":
                 self._attempt = message["count"]
-                put(
-                    AttemptOrdered(
-                        message["count"],
-                        message["nodes"],
-                        message["job_id"],
-                        message["port"],
-                        message["copies"],
-                        message["writes"],
-                    )
-                )
+                put(AttemptOrdered(**{name: message[name] for name in _FIELDS["plan"]}))
             elif action == "say":
                 put(TextReceived(message["text"]))
             elif action == "stop":

@@ -7,7 +7,6 @@ is kept by its neighbour when it is lost.
 from __future__ import annotations
 
 import contextlib
-import math
 import socket
 import threading
 import time
@@ -51,11 +50,11 @@ class Neighbour:
         self._listener = ports.listen_on_free(NPU_DEVICE_PORT_RANGE.get(), (leader,))
         self.port: int = self._listener.getsockname()[1]
         self._address: Address | None = None
-        self._connection: tuple[Address, TimedConnection] | None = None
+        self._connection: socket.socket | None = None  # that of the newest copy that was sent
         self._is_told = False
         self._has_ended = threading.Event()
         self._taking = threading.Lock()
-        serving = self._listener, self._secret, self._take_all
+        serving = self._listener, self._secret, self._take
         self._threads = [
             threading.Thread(target=handshake.serve, args=serving, daemon=True),
             threading.Thread(target=self._send_all, daemon=True),
@@ -73,7 +72,7 @@ class Neighbour:
         # A thread that waits for the other side is woken.
         if self._connection is not None:
             with contextlib.suppress(OSError):
-                self._connection[1].connection.shutdown(socket.SHUT_RDWR)
+                self._connection.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(CONNECT_SECONDS)
 
@@ -89,7 +88,6 @@ class Neighbour:
             for number, slot in enumerate(self._sent):
                 if slot.is_unsent and slot.look():
                     self._try_to_send(number, slot)
-        self._disconnect()
 
     def _try_to_send(self, number: int, slot: Slot) -> None:
         key = slot.key
@@ -99,7 +97,6 @@ class Neighbour:
                 self._send(address, number, slot)
         # Whatever it is, training goes on.
         except Exception as error:
-            self._disconnect()
             if not self._is_told and address is not None:
                 self._is_told = True
                 self._say(
@@ -112,79 +109,60 @@ class Neighbour:
             slot.note_sent()
 
     def _send(self, address: Address, number: int, slot: Slot) -> None:
-        connection = self._connected(address)
         key = slot.key
-        connection.send({"slot": number, "header": slot.header})
-        lacking = set(_answer(connection)["lacking"])
-        raw = connection.connection
-        raw.settimeout(COPY_SEND_SECONDS)
-        with open(slot.descriptor, "rb", buffering=0, closefd=False) as file:
+        line = handshake.reach(*address, NODE_CONNECT_SECONDS, self._secret)
+        with (
+            line.connection as connection,
+            open(slot.descriptor, "rb", buffering=0, closefd=False) as file,
+        ):
+            self._connection = connection
+            line.send({"slot": number, "header": slot.header})
+            lacking = set(_answer(line)["lacking"])
+            connection.settimeout(COPY_SEND_SECONDS)
             for index, span in enumerate(slot.spans()):
                 size = span.record["bytes"]
                 # A size of 0 would stand for the whole file.
                 if index in lacking and size:
-                    raw.sendfile(file, span.position, size)
-        # A rank of another attempt may have replaced it meanwhile.
-        connection.send({"is_whole": slot.look() and slot.key == key})
-        _answer(connection)
-
-    def _connected(self, address: Address) -> TimedConnection:
-        if self._connection is not None:
-            connected_to, connection = self._connection
-            if connected_to == address:
-                return connection
-        self._disconnect()
-        connection = handshake.reach(*address, NODE_CONNECT_SECONDS, self._secret)
-        self._connection = address, connection
-        return connection
-
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            self._connection[1].connection.close()
-            self._connection = None
+                    connection.sendfile(file, span.position, size)
+            # A rank of another attempt may have replaced it meanwhile.
+            line.send({"is_whole": slot.look() and slot.key == key})
+            _answer(line)
 
     # Taking
 
-    def _take_all(self, connection: TimedConnection, _: Any) -> None:
-        """Take the copies of another host until it ends, or breaks the protocol."""
-        with connection.connection, contextlib.suppress(OSError, LookupError, TypeError):
-            while True:
-                message = connection.receive(
-                    math.inf, silent="", closed="the other npurun has ended"
-                )
-                # An earlier neighbour may be cut off without knowing it.
-                with self._taking:
-                    self._take(connection, message["slot"], message["header"])
-
-    def _take(self, connection: TimedConnection, number: int, header: dict[str, Any]) -> None:
-        slot = self._received[number]
-        # The other side writes to this slot only when its other one is complete everywhere.
-        slot.clear()
-        held = self._held((header["attempt"], header["step"]))
-        lacking = []
-        sent = [record for record in header["records"] if record["held"]]
-        for index, record in enumerate(sent):
-            record["held"] = identity(record) not in held
-            if record["held"]:
-                lacking.append(index)
-        slot.begin(header)
-        connection.send({"lacking": lacking})
-        raw = connection.connection
-        raw.settimeout(COPY_SEND_SECONDS)
-        buffer = memoryview(bytearray(_CHUNK))
-        for span in slot.spans():
-            position = span.position
-            end = position + span.record["bytes"]
-            while position < end:
-                count = raw.recv_into(buffer[: end - position])
-                if not count:
-                    raise ConnectionError("the other npurun has ended")
-                slot.put(buffer[:count], position)
-                position += count
-        # Otherwise the bytes may be those of two copies.
-        if _answer(connection)["is_whole"]:
-            slot.end()
-        connection.send({"is_taken": True})
+    def _take(self, line: TimedConnection, _: Any) -> None:
+        """Take a copy of another host; an error ends its connection."""
+        # An earlier neighbour may be cut off without knowing it.
+        with line.connection as connection, self._taking:
+            message = _answer(line)
+            header = message["header"]
+            slot = self._received[message["slot"]]
+            # The other side writes to this slot only when its other one is complete everywhere.
+            slot.clear()
+            held = self._held((header["attempt"], header["step"]))
+            lacking = []
+            sent = [record for record in header["records"] if record["held"]]
+            for index, record in enumerate(sent):
+                record["held"] = identity(record) not in held
+                if record["held"]:
+                    lacking.append(index)
+            slot.begin(header)
+            line.send({"lacking": lacking})
+            connection.settimeout(COPY_SEND_SECONDS)
+            buffer = memoryview(bytearray(_CHUNK))
+            for span in slot.spans():
+                position = span.position
+                end = position + span.record["bytes"]
+                while position < end:
+                    count = connection.recv_into(buffer[: end - position])
+                    if not count:
+                        raise ConnectionError("the other npurun has ended")
+                    slot.put(buffer[:count], position)
+                    position += count
+            # Otherwise the bytes may be those of two copies.
+            if _answer(line)["is_whole"]:
+                slot.end()
+            line.send({"is_taken": True})
 
     def _held(self, key: Key) -> set[Any]:
         """Return what this host has of a copy itself, once it is made: all hosts make it at the same time."""
@@ -196,7 +174,7 @@ class Neighbour:
             time.sleep(COPY_LOOK_SECONDS)
 
 
-def _answer(connection: TimedConnection) -> dict[str, Any]:
-    return connection.receive(
+def _answer(line: TimedConnection) -> dict[str, Any]:
+    return line.receive(
         COPY_SEND_SECONDS, silent="no answer", closed="the other npurun has ended or has no memory"
     )

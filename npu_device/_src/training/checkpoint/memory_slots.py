@@ -92,10 +92,6 @@ class Memory:
         complete = [key for (key, _), ranks in copied.items() if ranks * SLOTS == len(self.slots)]
         return max(step for _, step in [(0, 0), *complete]) or None
 
-    def close(self) -> None:
-        """Free the memory when no rank uses it any more."""
-        close_slots([*self.slots, *self.received])
-
 
 def folder_in_memory(address: str) -> Path:
     """Return where the ranks of a host put files that they read only once, given the address of the memory or its name.
