@@ -54,7 +54,7 @@ _FAILED = (
     "What to do: give the job more memory, or leave out memory_every."
 )
 _TOO_LARGE = (
-    "two copies of {held}, and buffers while one is made, take {missing} more, and {free} are free on this host or in "
+    "two copies of {held}, and buffers while one is made, take {growth} more, and {free} are free on this host or in "
     "its container. What to do: give the job more memory, or leave out memory_every"
 )
 _NO_LAUNCHER = (
@@ -175,11 +175,11 @@ class Copier:
             )
 
         def check() -> None:
-            missing = needed - sum(slot.size for slot in self._slots)
+            growth = needed - sum(slot.size for slot in self._slots)
             free = free_memory()
-            if self._is_first and free is not None and missing > free:
+            if self._is_first and free is not None and growth > free:
                 raise CheckpointError(
-                    _TOO_LARGE.format(held=held, missing=amount(missing), free=amount(free))
+                    _TOO_LARGE.format(held=held, growth=amount(growth), free=amount(free))
                 )
 
         on_all_ranks(self._world, check, "there is too little memory for memory_every:")

@@ -178,11 +178,12 @@ class Slot:
             MemoryError: there is no memory for it.
         """
         self.clear()
-        missing = sum(record["bytes"] for record in header["records"] if record["held"]) - self.size
+        size = sum(record["bytes"] for record in header["records"] if record["held"])
+        growth = size - self.size
         free = free_memory()
         # Without this check, the kernel would kill a process of a container whose memory is full.
-        if free is not None and missing > free:
-            raise MemoryError(f"it takes {amount(missing)} more, and {amount(free)} are free")
+        if free is not None and growth > free:
+            raise MemoryError(f"it takes {amount(growth)} more, and {amount(free)} are free")
         self.header = header
         head = json.dumps(header).encode()
         # The mark is left out: it makes the copy complete.
