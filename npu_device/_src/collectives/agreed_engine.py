@@ -24,7 +24,7 @@ from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 
 
-class _Kind(NamedTuple):
+class _Signature(NamedTuple):
     """What segments have in common that travel in one call of an engine."""
 
     has_gradient: bool
@@ -63,19 +63,19 @@ class AgreedEngine:
             # The gradient goes through the same method, so that second derivatives work.
             return later.all_reduce([upstream], reduction, wire)[0]
 
-        # One call of an engine for each kind, however many segments it has.
+        # One call of an engine for each signature, however many segments it has.
         results: list[TensorList] = [[]] * len(segments)
-        for kind, positions in self._positions_by_kind(segments, wire).items():
+        for signature, positions in self._positions_by_signature(segments, wire).items():
             lists = [segments[position] for position in positions]
             engine = self._engine(lists[0][0].dtype)
             sent_dtype = None
-            if kind.is_compressed:
+            if signature.is_compressed:
                 sent_dtype = wire
             terms = self._take_terms()
             reduced = engine.all_reduce(terms, lists, reduction, self.group, sent_dtype)
             for position, tensors in zip(positions, reduced):
                 # Each segment gets its gradient by itself: its results can be used while others are still in progress.
-                if kind.has_gradient:
+                if signature.has_gradient:
                     results[position] = differentiable(tensors, backward, segments[position])
                 else:
                     results[position] = tensors
@@ -94,12 +94,12 @@ class AgreedEngine:
         results: list[list[Optional[tf.Tensor]]] = []
         for segment in segments:
             results.append([None] * len(segment))
-        for kind, positions in self._positions_by_kind(segments, wire).items():
+        for signature, positions in self._positions_by_signature(segments, wire).items():
             lists = [segments[position] for position in positions]
             owners_there = [owners[position] for position in positions]
             engine = self._engine_of_owners(lists[0][0].dtype)
             sent_dtype = None
-            if kind.is_compressed:
+            if signature.is_compressed:
                 sent_dtype = wire
             terms = self._take_terms()
             reduced = engine.reduce_to_owners(
@@ -142,16 +142,18 @@ class AgreedEngine:
         assert isinstance(engine, (HostEngine, TwoLevelEngine)), "the caller asks has_owners first"
         return engine
 
-    def _positions_by_kind(self, segments: Sequence[Tensors], wire: Wire) -> dict[_Kind, list[int]]:
+    def _positions_by_signature(
+        self, segments: Sequence[Tensors], wire: Wire
+    ) -> dict[_Signature, list[int]]:
         """Return the positions of segments that can travel in one call of an engine."""
-        by_kind: dict[_Kind, list[int]] = {}
+        by_signature: dict[_Signature, list[int]] = {}
         for position, segment in enumerate(segments):
             dtype = segment[0].dtype
             is_compressed = wire_dtype(dtype, wire) == wire
             uses_nccl = self.job.hosts.uses_nccl(dtype)
-            kind = _Kind(dtype.is_floating, is_compressed, uses_nccl)
-            by_kind.setdefault(kind, []).append(position)
-        return by_kind
+            signature = _Signature(dtype.is_floating, is_compressed, uses_nccl)
+            by_signature.setdefault(signature, []).append(position)
+        return by_signature
 
     def reduce(self, tensor: tf.Tensor, reduction: str, root: int) -> tf.Tensor:
         """Reduce a tensor to one rank; the other ranks get any values of the result's shape and dtype."""

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from npu_device._src import compat
 
-_Part = TypeVar("_Part")
+_Call = TypeVar("_Call")
 _numbers = itertools.count()
 
 # The graph being built: that of a session, or that of a ``tf.function``.
@@ -57,13 +57,13 @@ def fetchable(operations: Sequence[Any]) -> tf.Operation | None:
     return tf.group(*operations)
 
 
-def whole_or_parts(whole: _Part, parts: list[_Part]) -> list[_Part]:
+def one_or_parts(call: _Call, parts: list[_Call]) -> list[_Call]:
     """Return a list as one call, whose parts start as soon as their own inputs are there; in a session's graph, where a
     call waits for all of its inputs, as one call for each part.
     """
     if runs_if_fetched():
         return parts
-    return [whole]
+    return [call]
 
 
 def fetchable_call(

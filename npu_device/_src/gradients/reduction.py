@@ -18,7 +18,7 @@ import tensorflow as tf
 from npu_device._src.collectives.agreed_engine import AgreedEngine, require_differentiable
 from npu_device._src.collectives.dtypes import reduced_dtype
 from npu_device._src.collectives.engine_text import say_that_float16_may_be_slow
-from npu_device._src.collectives.graph import origin, whole_or_parts
+from npu_device._src.collectives.graph import one_or_parts, origin
 from npu_device._src.collectives.group import Group
 from npu_device._src.collectives.job import Job
 from npu_device._src.collectives.operation import Operation
@@ -176,12 +176,12 @@ def _cut(
     for position, tensor in enumerate(tensors):
         if isinstance(tensor, tf.IndexedSlices):
             sparse.append(position)
-    whole = (range(len(tensors)), segments)
+    call = (range(len(tensors)), segments)
     # A segment that is an operation of its own has all of its tensors in one segment.
     parts: list[Any] = [(segment, [range(len(segment))]) for segment in segments]
     # Sparse tensors are in no segment: each of them is reduced by itself.
     parts += [([position], []) for position in sparse]
-    return _CutList(segments, sparse, whole_or_parts(whole, parts))
+    return _CutList(segments, sparse, one_or_parts(call, parts))
 
 
 def _with_shape_of(tensor: Any, rows: Any) -> tf.IndexedSlices:

@@ -86,7 +86,10 @@ def unpacked(data: bytes, ranks: Sequence[str], trusted: bool) -> list[Any]:
             )
         if form == _PICKLED and not trusted:
             raise ClusterError(f"{rank} has sent a pickled object, which isn't read.\n{_REMEDY}")
-        values.append(pickle.loads(content) if form == _PICKLED else plain)
+        if form == _PICKLED:
+            values.append(pickle.loads(content))
+        else:
+            values.append(plain)
     return values
 
 

@@ -172,8 +172,8 @@ class TwoLevelEngine:
             results = self._between_owners.broadcast_from_owners(None, results, hosts, between)
         # Only the lowest rank of a host has got what comes from other hosts.
         if remote:
-            others = [results[position] for position in remote]
-            put(remote, self._within.broadcast(None, others, 0, host))
+            arrived = [results[position] for position in remote]
+            put(remote, self._within.broadcast(None, arrived, 0, host))
         return results
 
     def _lowest_of(self, group: Group, members: Sequence[int]) -> list[int]:

@@ -255,12 +255,13 @@ def shares(variables: Sequence[Any], count: int) -> list[range]:
             "variable per rank.\n"
             "What to do: apply the gradients on every rank with the optimizer itself."
         )
-    # Scalars weigh nothing, as on Ascend.
     weights = []
     for variable in variables:
-        is_scalar = len(variable.shape) == 0
         size = tf.as_dtype(variable.dtype).size * int(np.prod(variable.shape))
-        weights.append(0 if is_scalar else size)
+        # Scalars weigh nothing, as on Ascend.
+        if len(variable.shape) == 0:
+            size = 0
+        weights.append(size)
     total = sum(weights)
     bytes_taken = 0  # bytes of the runs so far
     start = 0

@@ -131,9 +131,9 @@ def NpuExperimentalLossScaleOptimizer(optimizer: Any, loss_scale: Any) -> Any:
         )
     if isinstance(loss_scale, str):
         raise ValueError(f"loss_scale is {loss_scale!r}; expected 'dynamic' or a number")
-    return NpuLossScaleOptimizer(
-        optimizer, False, float(loss_scale() if callable(loss_scale) else loss_scale)
-    )
+    if callable(loss_scale):
+        loss_scale = loss_scale()
+    return NpuLossScaleOptimizer(optimizer, False, float(loss_scale))
 
 
 def unscaled(gradient: Any, scale: tf.Tensor) -> Any:
@@ -254,12 +254,14 @@ class _Keras3Family(_KerasFamily):
             raise ValueError(
                 f"dynamic_growth_steps goes with dynamic=True only; found {dynamic_growth_steps}"
             )
+        if initial_scale is None:
+            initial_scale = _INITIAL_SCALE
+        if dynamic_growth_steps is None:
+            dynamic_growth_steps = _GROWTH_STEPS
         super().__init__(
             inner_optimizer,
-            initial_scale=float(_INITIAL_SCALE if initial_scale is None else initial_scale),
-            dynamic_growth_steps=_GROWTH_STEPS
-            if dynamic_growth_steps is None
-            else int(dynamic_growth_steps),
+            initial_scale=float(initial_scale),
+            dynamic_growth_steps=int(dynamic_growth_steps),
             name=name,
         )
         self.dynamic = dynamic
@@ -268,11 +270,11 @@ class _Keras3Family(_KerasFamily):
     @property
     def loss_scale(self) -> tf.Tensor:
         """Return the scale: float32, shape []."""
+        scale = self.initial_scale
         # Keras makes the variable when the optimizer is built.
-        return tf.cast(
-            tf.convert_to_tensor(self.dynamic_scale if self.built else self.initial_scale),
-            tf.float32,
-        )
+        if self.built:
+            scale = self.dynamic_scale
+        return tf.cast(tf.convert_to_tensor(scale), tf.float32)
 
     def get_scaled_loss(self, loss: Any) -> Any:
         """Return the loss times the scale; for a function, a function."""

@@ -191,7 +191,9 @@ class MemoryRing:
         upcoming = next(rounds, None)
         while upcoming is not None or published:
             # Publish ahead, as far as slots are free and sources are there. At the end there is a round to be read.
-            ahead = 0 if head is not None else self.ahead
+            ahead = self.ahead
+            if head is not None:
+                ahead = 0
             while (
                 upcoming is not None and len(published) <= ahead and upcoming.after <= rounds_read
             ):
@@ -211,7 +213,9 @@ class MemoryRing:
             # Read the oldest. Its slot is given back even if the heads differ.
             exchange = published.popleft()
             # The heads of all members are compared, also of those that publish nothing.
-            publishers = range(self.size) if head is not None else exchange.publishers
+            publishers = exchange.publishers
+            if head is not None:
+                publishers = range(self.size)
             yield from _late([self._written[member] for member in publishers], self._step + 1)
             self._read_oldest(exchange, head)
             rounds_read += 1
@@ -245,7 +249,9 @@ class MemoryRing:
         # Without a core of its own, a spinning thread would take it from the peer it waits for.
         looks = 0
         if self._spins:
-            looks = _LOOKS_IN_HURRY if wait is Wait.SPINNING else _LOOKS
+            looks = _LOOKS
+            if wait is Wait.SPINNING:
+                looks = _LOOKS_IN_HURRY
         for counter, number in program:
             if wait is Wait.NOT:
                 return False

@@ -108,7 +108,9 @@ def _spans_of_pieces(
         spans = []
         for member, (low, high) in enumerate(zip(bounds, bounds[1:])):
             edge = low + (high - low) * number // count // unit * unit
-            end = high if number == count else edge
+            end = edge
+            if number == count:
+                end = high
             spans.append((edges[member], end))
             edges[member] = end
         yield spans
@@ -306,7 +308,9 @@ def broadcast(
 def _spread_at_once(
     channel: Channel, stream: Stream, result: np.ndarray | None, root: int
 ) -> Iterator[Round]:
-    source = stream if channel.rank == root else None
+    source = None
+    if channel.rank == root:
+        source = stream
     readers = _other_members(channel, root)
     for start, end in _chunks(stream.length, channel.slot_bytes // stream.dtype.itemsize):
         targets = {}
@@ -319,7 +323,9 @@ def _spread_by_relays(
     channel: Channel, stream: Stream, result: np.ndarray | None, root: int
 ) -> Iterator[Round]:
     """The root sends each other member a piece of a chunk, which that one then sends to the rest."""
-    source = stream if channel.rank == root else None
+    source = None
+    if channel.rank == root:
+        source = stream
     # Each relay passes on an equal piece, so that the root sends everything only once.
     dtype = stream.dtype
     chunk = channel.slot_bytes // dtype.itemsize
@@ -381,7 +387,9 @@ def _spread(
                 member: results[member][start:end] for member in publishers if member != rank
             }
             span = (min(start, lengths[rank]), min(end, lengths[rank]))
-            source = stream if rank in publishers else None
+            source = None
+            if rank in publishers:
+                source = stream
             yield Round(stream.dtype, [span], publishers, source, targets=targets)
 
     return channel.run(rounds(), head)

@@ -133,7 +133,10 @@ class Busy:
         number = direction.connection.fileno()
         if number not in self._directions:
             self._directions[number] = direction
-            self._poll.register(number, select.POLLOUT if direction.sends else select.POLLIN)
+            event = select.POLLIN
+            if direction.sends:
+                event = select.POLLOUT
+            self._poll.register(number, event)
 
     def remove(self, direction: Direction) -> None:
         """Remove a direction, if it is there."""
@@ -223,7 +226,9 @@ class SocketMesh(MessageChannel):
 
     def advance(self, program: Program, wait: Wait) -> bool:
         """Run a program, which yields the message to wait for; see ``channel.Channel``."""
-        seconds = 0 if wait is Wait.NOT else CHECK_SECONDS
+        seconds = CHECK_SECONDS
+        if wait is Wait.NOT:
+            seconds = 0
         while not self._is_connected(seconds):
             if wait is Wait.NOT:
                 return False
@@ -280,7 +285,9 @@ def fits(
     with different static shapes come to the same answer. A call without tensors moves a scalar.
     """
     limit = room(context, members)
-    size = 0 if tensors else ALIGNMENT
+    size = ALIGNMENT
+    if tensors:
+        size = 0
     dynamic = []
     for tensor in tensors:
         count = tensor.shape.num_elements()
