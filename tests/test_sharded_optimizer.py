@@ -37,7 +37,7 @@ from hccl.manage.api import create_group, destroy_group
 from npu_device._src import compat
 from npu_device._src.training.sharding.shares import bytes_of, owners_of
 
-QUICK = [(3, "adam"), (2, "overwritten"), (3, "dynamic"), (3, "overwritten, accumulated")]
+QUICK = [(3, "adam"), (2, "overwritten"), (3, "dynamic"), (2, "overwritten, accumulated")]
 pytestmark = needs_keras_3
 full = pytest.mark.full
 

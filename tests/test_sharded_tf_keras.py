@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 from caught_messages import warnings_of_package
 from divided_bodies import (
-    QUICK_WAYS,
     SHAPES,
     WAYS,
     assert_divided,
@@ -55,7 +54,7 @@ def body_of_many(names: list[str], graph: bool) -> list[tuple[int, list[bytes]]]
 @pytest.mark.parametrize(
     ("count", "names", "graph"),
     [
-        (3, ["nesterov", "overwritten", "dynamic"], True),
+        (2, ["overwritten", "dynamic"], True),
         *(
             pytest.param(count, NAMES, graph, marks=full)
             for count in (1, 2, 3, 4)
@@ -97,17 +96,18 @@ def test_what_is_special_about_variables(
     assert sum(slots for slots, _ in found) >= len(shapes)
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=full)])
+@full
+@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(
     ("name", "compiled", "built"),
     [
         ("adam", {}, False),
-        pytest.param("nesterov", {"steps_per_execution": 3}, True, marks=full),
-        pytest.param("momentum", {"run_eagerly": True}, False, marks=full),
-        pytest.param("overwritten", {}, True, marks=full),
-        pytest.param("averages", {"jit_compile": True}, False, marks=full),
-        pytest.param("dynamic", {}, False, marks=full),
-        pytest.param("npu dynamic", {}, False, marks=full),
+        ("nesterov", {"steps_per_execution": 3}, True),
+        ("momentum", {"run_eagerly": True}, False),
+        ("overwritten", {}, True),
+        ("averages", {"jit_compile": True}, False),
+        ("dynamic", {}, False),
+        ("npu dynamic", {}, False),
     ],
 )
 def test_fit_ends_in_the_same_bits(
@@ -133,13 +133,9 @@ def test_models_are_saved_with_all_state(
     assert pool_with(count, "2").run(body_model_saved, str(tmp_path)) == [[]] * count
 
 
-@pytest.mark.parametrize(
-    "ways", [pytest.param(QUICK_WAYS, marks=full), pytest.param(list(WAYS), marks=full)]
-)
-def test_files_are_restored_by_some_ranks(
-    pool_with: Callable[..., Pool], tmp_path: Any, ways: list[str]
-) -> None:
-    assert pool_with(3, "2").run(body_restored, ways, str(tmp_path)) == [[]] * 3
+@full
+def test_files_are_restored_by_some_ranks(pool_with: Callable[..., Pool], tmp_path: Any) -> None:
+    assert pool_with(3, "2").run(body_restored, list(WAYS), str(tmp_path)) == [[]] * 3
 
 
 @full
@@ -159,7 +155,7 @@ def body_undivided() -> list[tuple[list[str], list[bytes]]]:
         variables = make_variables(SHAPES[:3], ["float32"])
         with warnings_of_package() as heard:
             wrap(optimizer, shard_optimizer=True)
-        train(optimizer, variables, True, 3)
+        train(optimizer, variables, False, 2)
         ends.append((list(heard), bits_of(variables)))
     return ends
 

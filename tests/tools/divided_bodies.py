@@ -226,7 +226,7 @@ def body_fit(name: str, compiled: dict[str, Any], built: bool) -> tuple[int, lis
         history |= {
             f"again {key}": value for key, value in model.fit(x, y, **options).history.items()
         }
-        if not built:
+        if not built and not swaps:
             # All layers train again.
             layers[0].trainable = True
             model.compile(optimizer=optimizers()[name](), loss="mse", **compiled)
