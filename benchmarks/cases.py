@@ -245,9 +245,26 @@ def updates(quick: bool, ranks: int) -> Case:
 
     Alone: ``python -m benchmarks --cases updates --ranks 2 --repeats 3 --wait-minutes 0``.
     """
+    savers = (
+        Rival(WHOLE_UPDATE, sides.SHARED_MEMORY, "saving", ("resnet50", "momentum", False)),
+        Rival(DIVIDED_UPDATE, sides.SHARED_MEMORY, "saving", ("resnet50", "momentum", True)),
+    )
+    save = Round("resnet50, keras, momentum, a save", RESNET50_BYTES, 1, savers)
+    rounds = (*_updates("keras", quick, ranks), save)
+    title = f"divided updates, {ranks} ranks"
+    return Case("updates", title, rounds, one_side_at_a_time=True)
+
+
+def updates_tf_keras(quick: bool, ranks: int) -> Case:
+    """Return the case of steps of tf-keras's optimizers; both Kerases at once need more than 24 GiB."""
+    rounds = _updates("tf_keras", quick, ranks)
+    title = f"divided updates of tf-keras, {ranks} ranks"
+    return Case("updates_tf_keras", title, rounds, one_side_at_a_time=True)
+
+
+def _updates(keras: str, quick: bool, ranks: int) -> tuple[Round, ...]:
     rounds = []
-    works = (("resnet50", "momentum", 5), ("bert", "adam", 2))
-    for keras, (model, optimizer, steps) in itertools.product(("keras", "tf_keras"), works):
+    for model, optimizer, steps in (("resnet50", "momentum", 5), ("bert", "adam", 2)):
         work = (model, keras, optimizer)
         rivals = (
             Rival(ALONE, sides.SHARED_MEMORY, "updating", (*work, "alone")),
@@ -257,14 +274,7 @@ def updates(quick: bool, ranks: int) -> Case:
         )
         label = f"{model}, {keras}, {optimizer}"
         rounds.append(Round(label, ranks * SAMPLES[model], 1 if quick else steps, rivals))
-    savers = (
-        Rival(WHOLE_UPDATE, sides.SHARED_MEMORY, "saving", ("resnet50", "momentum", False)),
-        Rival(DIVIDED_UPDATE, sides.SHARED_MEMORY, "saving", ("resnet50", "momentum", True)),
-    )
-    rounds.append(Round("resnet50, keras, momentum, a save", RESNET50_BYTES, 1, savers))
-    return Case(
-        "updates", f"divided updates, {ranks} ranks", tuple(rounds), one_side_at_a_time=True
-    )
+    return tuple(rounds)
 
 
 def copies(quick: bool, ranks: int) -> Case:
@@ -389,7 +399,7 @@ CASES = {
     case.__name__: case
     for case in (
         *(all_reduce, resnet50, bert, hosts_all_reduce, hosts_resnet50, hosts_bert),
-        *(checks, compiled, faster, reading, updates, copies, hosts_updates),
+        *(checks, compiled, faster, reading, updates, updates_tf_keras, copies, hosts_updates),
     )
 }
 START = "start"
@@ -413,6 +423,7 @@ FULL = (
     ("all_reduce", 4),
     ("resnet50", 4),
     ("updates", 4),
+    ("updates_tf_keras", 2),
     ("copies", 2),
     ("hosts_updates", 2),
     ("hosts_all_reduce", 4),

@@ -296,7 +296,7 @@ def reading(results: Results) -> str:
 def updates(results: Results) -> str:
     """Return the steps with divided updates, a row for each rival."""
     parts = []
-    for name in ("updates", "hosts_updates"):
+    for name in ("updates", "updates_tf_keras", "hosts_updates"):
         parts.append(_rounds_by_rival(results, name, ALONE))
     return "\n\n".join(filter(None, parts))
 

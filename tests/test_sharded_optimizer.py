@@ -250,40 +250,6 @@ def test_job_checkpoints_hold_all_state(pool_with: Callable[..., Pool], tmp_path
     assert pool_with(3, "3").run(body_job_checkpoint, str(tmp_path)) == [True] * 3
 
 
-def body_saved_by_job(directory: str, is_saving: bool) -> tuple[str, list[bytes]]:
-    """Train 6 steps and save all ranks together, in a folder below; or restore on this number of ranks. Return the
-    folder and the state.
-    """
-    if is_saving:
-        directory = npu.distribute.broadcast_object(tempfile.mkdtemp(dir=directory))
-    variables = make_variables(SHAPES, ["float32"])
-    optimizer = wrap(optimizers()["adam"](), shard_optimizer=True)
-    optimizer.build(variables)
-    checkpoint = npu.train.JobCheckpoint(
-        directory, preemption=False, optimizer=optimizer, variables=variables
-    )
-    if is_saving:
-        train(optimizer, variables, True, 6)
-        checkpoint.save(1)
-    else:
-        assert checkpoint.restore() == 1
-    state = bits_of([*variables, *optimizer.variables])
-    npu.distribute.barrier()
-    checkpoint.close()
-    return directory, state
-
-
-@full
-@pytest.mark.parametrize(("saving", "loading"), [(2, 3), (4, 1)])
-def test_job_checkpoints_are_restored_on_another_number_of_ranks(
-    pool_with: Callable[..., Pool], tmp_path: Any, saving: int, loading: int
-) -> None:
-    saved = pool_with(saving, "3").run(body_saved_by_job, str(tmp_path), True)
-    folder = saved[0][0]
-    loaded = pool_with(loading, "3").run(body_saved_by_job, folder, False)
-    assert loaded == saved[:1] * loading
-
-
 def body_two_optimizers() -> tuple[bool, list[bytes]]:
     """Train shared variables by two optimizers in turn, one of which a gradient overwrites; return whether the bits are
     those of undivided updates, and the weights.

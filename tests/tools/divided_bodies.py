@@ -499,13 +499,16 @@ def body_fit_checkpoint(directory: str, is_saving: bool, shard_optimizer: bool) 
 
 
 def body_job_checkpoint_of_ranks(directory: str, is_saving: bool, shard_optimizer: bool) -> Any:
-    """Train 6 steps and save all ranks together, in a folder below; or restore on this number of ranks, before the
-    optimizer is built. Return the folder and the state.
+    """Train 6 steps and save all ranks together, in a folder below; or restore on this number of ranks, in tf-keras
+    before the optimizer is built. Return the folder and the state.
     """
     if is_saving:
         directory = npu.distribute.broadcast_object(tempfile.mkdtemp(dir=directory))
     variables = make_variables(SHAPES, ["float32"])
     optimizer = wrap(optimizers()["adam"](), shard_optimizer=shard_optimizer)
+    if hasattr(tf.keras, "Variable"):
+        # Else the checkpoint has variables that don't exist, which is an error.
+        optimizer.build(variables)
     checkpoint = npu.train.JobCheckpoint(
         directory, preemption=False, optimizer=optimizer, variables=variables
     )
@@ -514,7 +517,7 @@ def body_job_checkpoint_of_ranks(directory: str, is_saving: bool, shard_optimize
         checkpoint.save(1)
     else:
         assert checkpoint.restore() == 1
-        optimizer.build(variables)
+        compat.build_optimizer(optimizer, variables)
     state = bits_of([*variables, *optimizer.variables])
     npu.distribute.barrier()
     checkpoint.close()
