@@ -97,13 +97,15 @@ def accumulate(
     for position, gradient in zip(late, reduced_late):
         gradients[position] = gradient
     if owners is not None:
-        rest = []
+        others_positions = []
         for position, variable in enumerate(variables):
             is_added = gradients[position] is not None and not compat.is_set_by_gradient(variable)
             if is_added and owners[position] != rank:
-                rest.append(position)
-        others_variables = [variables[index] for index in rest]
-        _accumulate_for_others(optimizer, [gradients[index] for index in rest], others_variables)
+                others_positions.append(position)
+        others_variables = [variables[index] for index in others_positions]
+        _accumulate_for_others(
+            optimizer, [gradients[index] for index in others_positions], others_variables
+        )
     return gradients
 
 

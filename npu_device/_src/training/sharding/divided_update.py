@@ -288,10 +288,15 @@ class DividedUpdate:
                 compat.update_without_gradients(self.optimizer)
             if share:
                 # Keras warns of variables without a gradient, on each rank.
-                given = [index for index in range(len(variables)) if index not in with_gradient]
-                given = sorted([*given, *share])
-                own_gradients = [reduced[index] if index in share else None for index in given]
-                applied = apply(own_gradients, [variables[index] for index in given])
+                without_gradient = set(range(len(variables))) - set(with_gradient)
+                applied_indices = sorted(without_gradient.union(share))
+                own_gradients: list[Gradient] = []
+                for index in applied_indices:
+                    gradient = None
+                    if index not in without_gradient:
+                        gradient = reduced[index]
+                    own_gradients.append(gradient)
+                applied = apply(own_gradients, [variables[index] for index in applied_indices])
             else:
                 applied = compat.count_update(self.optimizer)
             is_sent = self.averages_are_whole and self._send_before_averages is None

@@ -296,9 +296,9 @@ class SlotExchange:
         """
         # Other ranks have other groups: each group counts its own optimizers.
         text = f"{group.name} {list(group.ranks)}"
-        first = zlib.crc32(text.encode()) << _NUMBER_BITS
-        number = first + self._counts.get(first, 0)
-        self._counts[first] = number - first + 1
+        first_number = zlib.crc32(text.encode()) << _NUMBER_BITS
+        number = first_number + self._counts.get(first_number, 0)
+        self._counts[first_number] = number - first_number + 1
         self._slots[number] = slots
         self._users[number] = weakref.ref(user)
         return number
