@@ -85,9 +85,8 @@ def growth(way: str, directory: str, columns: int) -> float:
     model = keras.Sequential([keras.layers.Input((columns,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     npu.distribute.replicate(model)
-    # What TensorFlow allocates once doesn't count.
-    small = np.zeros([2 * _BATCH, columns], np.float32)
-    model.fit(small, small[:, 0], batch_size=_BATCH, verbose=0)
+    # What TensorFlow allocates once, at the first data of a kind, doesn't count.
+    model.fit(**WAYS[way](f"{directory}/small", columns), verbose=0)
     grown = []
 
     class Look(keras.callbacks.Callback):  # type: ignore[name-defined]
@@ -113,8 +112,9 @@ def _pss() -> float:
     return int(line.split()[1]) / 1024
 
 
-def _write(directory: str, mebibytes: int, columns: int) -> None:
-    rows = np.ones([(mebibytes << 20) // (columns * 4), columns], np.float32)
+def _write(directory: str, count: int, columns: int) -> None:
+    Path(directory).mkdir(exist_ok=True)
+    rows = np.ones([count, columns], np.float32)
     np.save(f"{directory}/x.npy", rows)
     np.save(f"{directory}/y.npy", rows[:, 0])
     rows.tofile(f"{directory}/rows")
@@ -126,7 +126,8 @@ def _table(mebibytes: int, columns: int, keras: int, sizes: Sequence[int]) -> No
     print("| MiB | " + " | ".join(f"ranks: {size}" for size in sizes) + " |")
     print("|---" + "|--:" * len(sizes) + "|")
     with tempfile.TemporaryDirectory() as directory:
-        _write(directory, mebibytes, columns)
+        _write(directory, (mebibytes << 20) // (columns * 4), columns)
+        _write(f"{directory}/small", 2 * _BATCH, columns)
         for way in WAYS:
             cells = [way]
             for size in sizes:

@@ -287,13 +287,14 @@ def test_each_host_loads_once(tmp_path: Path) -> None:
             )
             for node in range(2)
         ]
-        for node, launcher in enumerate(launchers):
-            printed, said = (text.decode() for text in launcher.communicate(timeout=200))
-            assert printed.count("loads\n") == printed.count(f"[{2 * node}] loads\n") == 2
-            assert printed.count("sum 14\n") == 2
-            for host in range(2):
-                assert f"rank {2 * host} on host node{host}: the result['x'] is int64" in said
-            assert ("load_once  64 B once on each of 2 hosts" in said) == (node == 0)
+        outputs = [launcher.communicate(timeout=200) for launcher in launchers]
+    for node, output in enumerate(outputs):
+        printed, said = (text.decode() for text in output)
+        assert printed.count("loads\n") == printed.count(f"[{2 * node}] loads\n") == 2
+        assert printed.count("sum 14\n") == 2
+        for host in range(2):
+            assert f"rank {2 * host} on host node{host}: the result['x'] is int64" in said
+        assert ("load_once  40 B once on each of 2 hosts" in said) == (node == 0)
 
 
 _SLOW = """
