@@ -143,10 +143,9 @@ class Job:
     def release(self, step: int) -> None:
         (self.here / f"go.{step}").touch()
 
-    def wait_for_steps(self) -> None:
-        """Wait until the ranks have begun further steps."""
-        step = max(self.samples())
-        wait_until(lambda: max(self.samples()) > step, LIMIT)
+    def wait_for_size(self, size: int) -> None:
+        """Wait until the job trains with a number of ranks."""
+        wait_until(lambda: self.sizes()[-1][0] == size, LIMIT)
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return the numbers of ranks that the job has had, one after the other, and the last step with each."""
@@ -563,11 +562,10 @@ def test_nodes_come_and_go_at_random(seed: int, tmp_path: Path) -> None:
                     running[node] = begin(node)
             # In three of four cases the job has trained with the change before the next one.
             if draw.random() < 0.75:
-                job.wait_for_steps()
+                job.wait_for_size(1 + len(running))
             time.sleep(draw.uniform(0.0, 3.0))
             assert first.launch.poll() is None, first.text
-        size = 1 + len(running)
-        wait_until(lambda: job.sizes()[-1][0] == size, LIMIT)
+        job.wait_for_size(1 + len(running))
         # Some seconds ahead of all ranks.
         end = (max(job.samples()) // bodies.EPOCH + 8) * bodies.EPOCH
         (tmp_path / f"last.{end}").touch()
