@@ -94,7 +94,7 @@ def lengths(size: int, item: int, wire: int) -> list[int]:
     """Both sides of what is shared, of a slot of either dtype, and of a block of shared slots."""
     slot = Layout(size).slot_bytes
     edges = {
-        programs._SHARED_FROM_BYTES // wire,
+        programs._SCATTER_FROM_BYTES // wire,
         slot // wire,
         slot // item,
         8 * slot // max(item, wire),

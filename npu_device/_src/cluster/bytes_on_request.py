@@ -73,7 +73,7 @@ class BytesOnRequest:
         self._ended_ranks: set[int] = set()  # they have handed their bytes over
         self._is_ending = False
         self._has_ended = threading.Event()
-        self._goes_on = False  # after its end, until the others have ended
+        self._answers_after_end = False  # after its end, until the others have ended
         health.on_question(_TOPIC, self._reply)
 
     def fetch(self, rank: int, keeper: int, key: Key) -> bytearray | memoryview | None:
@@ -170,13 +170,13 @@ class BytesOnRequest:
                 # The keeper confirms that it has the bytes.
                 self._move_all(connection.recv_into, bytearray(1))
         keeps = None in handed_over.values() or bool(self._ended_ranks)
-        self._goes_on = keeps and not self._health.has_failed
+        self._answers_after_end = keeps and not self._health.has_failed
         # Until here this rank answers: one that gets no answer finds the bytes on the keeper.
         self._has_ended.set()
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()
-        return self._goes_on
+        return self._answers_after_end
 
     def _hand_over_to(self, keeper: int, connections: contextlib.ExitStack) -> socket.socket | None:
         """Return a connection to a rank which takes bytes over; None if this rank keeps them until the others end."""
@@ -210,7 +210,7 @@ class BytesOnRequest:
         if hands_over and self._is_ending:
             # The rank waits for the others itself, as this one does: nothing has to be sent.
             return False
-        if self._has_ended.is_set() and not self._goes_on:
+        if self._has_ended.is_set() and not self._answers_after_end:
             # The keeper has the bytes.
             return False
         # The thread of the channel must not wait, so that another one does.
@@ -246,7 +246,7 @@ class BytesOnRequest:
         if self._is_ending:
             # What would be taken amid a hand-over might miss it.
             self._has_ended.wait()
-            if not self._goes_on:
+            if not self._answers_after_end:
                 raise ConnectionError("the keeper has the bytes")
         if self._holder.take(rank, key, incoming):
             return memoryview(b"")

@@ -56,12 +56,12 @@ class AgreedEngine:
         lists, as ``ops.all_reduce`` gives them, and differentiable like those. float32 and float64 may be sent in the
         dtype ``wire``.
         """
-        later = self._for_gradients()
+        gradient_engine = self._for_gradients()
 
         def backward(*upstream: tf.Tensor) -> TensorList:
             require_differentiable("all_reduce", reduction)
             # The gradient goes through the same method, so that second derivatives work.
-            return later.all_reduce([upstream], reduction, wire)[0]
+            return gradient_engine.all_reduce([upstream], reduction, wire)[0]
 
         # One call of an engine for each signature, however many segments it has.
         results: list[TensorList] = [[]] * len(segments)
@@ -170,11 +170,11 @@ class AgreedEngine:
         """Return all ranks' rows on every rank: [1, n] in, [group.size, n] out; n is the same on all ranks."""
         engine = self._engine_of_rows(row.dtype)
         gathered = engine.all_gather(self._take_terms(), row[0], self.group)
-        later = self._for_gradients()
+        gradient_engine = self._for_gradients()
 
         def backward(upstream: tf.Tensor) -> tf.Tensor:
             # Each rank's row has gone to all ranks, so its gradient is the sum of theirs.
-            return tf.reduce_sum(later.exchange(upstream), axis=0, keepdims=True)
+            return tf.reduce_sum(gradient_engine.exchange(upstream), axis=0, keepdims=True)
 
         return differentiable_move(gathered, backward, row)
 
@@ -198,7 +198,7 @@ class AgreedEngine:
 
         TensorFlow's engine remembers each length forever, so it gets few.
         """
-        engine = self.job.engines.of_rows(self.group, dtype)
+        engine = self.job.engines.engine_for_rows(self.group, dtype)
         if engine is self.job.engines.tensorflow:
             return rounded(longest)
         # Other engines keep nothing by length, and would only send more padding.
@@ -209,10 +209,12 @@ class AgreedEngine:
         return _comparing(self.job, self.group).exchange_terms(self._take_terms(), self.group)
 
     def _engine(self, dtype: tf.DType) -> Engine:
-        return self._route.engine(self.group, self.job.engines.of(self.group, dtype))
+        return self._route.engine(
+            self.group, self.job.engines.engine_for_reduction(self.group, dtype)
+        )
 
     def _engine_of_rows(self, dtype: tf.DType) -> Engine:
-        return self._route.engine(self.group, self.job.engines.of_rows(self.group, dtype))
+        return self._route.engine(self.group, self.job.engines.engine_for_rows(self.group, dtype))
 
     def _for_gradients(self) -> AgreedEngine:
         """Return the engine for gradients of the call, on which the ranks agree with the call itself. It doesn't hold

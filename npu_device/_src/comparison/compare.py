@@ -177,7 +177,8 @@ class Deviation:
     variable: str
     # The multiple of that of one process; None if it isn't scaled, or by less than a tenth.
     ratio: float | None
-    off: float  # the difference, relative to the norm of one process
+    # The norm of the difference, divided by the norm of one process's value.
+    relative_error: float
     allowed: float  # what rounding explains
 
 
@@ -226,8 +227,8 @@ def _deviations(
 
     ``tolerance`` is relative, ``rounding`` absolute; an array has a number for each variable.
     """
-    # No deviation of values: shapes differ where only some of the three show an update, by a step that follows, and
-    # where ranks have made different variables.
+    # Arrays of different shapes can't be compared: an update shows only if another step follows, which not all of the
+    # three may have, and ranks may have made different variables.
     if len({array.shape for array in arrays}) > 1:
         return []
     floor = _TOLERANCE * float(np.nanmax(np.abs(arrays[0]), initial=0))

@@ -227,12 +227,12 @@ def _not_trained(layer: Any) -> list[Any]:
 def steps_per_call(model: Any) -> int:
     """Return how many batches a function of the model takes at a time (``steps_per_execution``), now."""
     # In tf-keras this is a variable, which is set lower at the end of an epoch.
-    current = getattr(model, "_steps_per_execution", None)
-    if current is None:
-        current = getattr(model, "steps_per_execution", 1)
-    if current is None:
+    steps = getattr(model, "_steps_per_execution", None)
+    if steps is None:
+        steps = getattr(model, "steps_per_execution", 1)
+    if steps is None:
         return 1
-    return int(current)
+    return int(steps)
 
 
 def run_training_forward_pass(model: Any, batch: Any) -> None:

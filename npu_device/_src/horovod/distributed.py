@@ -24,7 +24,7 @@ from npu_device._src.training.optimizers.optimizer_wrapper import (
 from npu_device._src.training.sharding.divided_update import tell_if_asked
 from npu_device._src.training.watching.wrapped_optimizers import carrier, reducer_of
 
-# No warning: variables may differ before the first step, after which scripts broadcast.
+# The level of the message about variables that differ at the start: scripts of Horovod broadcast after the first step.
 _START_LEVEL = logging.INFO
 
 

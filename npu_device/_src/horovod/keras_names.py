@@ -149,7 +149,7 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self.current_epoch = start_epoch
-        self._momentum: float | None = None  # the momentum to restore after the batch
+        self._momentum_to_restore: float | None = None  # the momentum to restore after the batch
 
     def on_train_begin(self, logs: _Logs = None) -> None:
         if self.initial_lr is None:
@@ -184,13 +184,13 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
             and old
             and hasattr(getattr(optimizer, "momentum", None), "assign")
         ):
-            self._momentum = self._number("momentum")
-            self._number("momentum", self._momentum * new / old)
+            self._momentum_to_restore = self._number("momentum")
+            self._number("momentum", self._momentum_to_restore * new / old)
 
     def on_train_batch_end(self, batch: int, logs: _Logs = None) -> None:
-        if self._momentum is not None:
-            self._number("momentum", self._momentum)
-            self._momentum = None
+        if self._momentum_to_restore is not None:
+            self._number("momentum", self._momentum_to_restore)
+            self._momentum_to_restore = None
 
     def on_epoch_end(self, epoch: int, logs: _Logs = None) -> None:
         if logs is not None:

@@ -51,7 +51,7 @@ def read(device_id: int | None = None) -> Membership | None:
     rank, addresses = _job(cluster, task_type, index)
     hosts = tuple(host for host, _ in addresses)
     if device_id is None:
-        # The device is the number of earlier ranks on this host.
+        # TF_CONFIG names no device: the ranks of a host take its devices in their order.
         device_id = hosts[:rank].count(hosts[rank])
     return Membership(
         scheme="TF_CONFIG",

@@ -55,7 +55,7 @@ class ForkedProcess:
         self.name = " ".join(arguments)
         order = {
             "arguments": arguments,
-            # Ranks that are killed leave files there.
+            # Ranks that are killed leave temporary files, which are removed with this folder.
             "environment": {**environment, "TMPDIR": _directory().name},
             "directory": os.getcwd(),
             "path": [os.path.abspath(path) for path in sys.path],

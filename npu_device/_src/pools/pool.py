@@ -139,8 +139,8 @@ class Pool:
             if len(answers) < self.size:
                 self._release(answers, limit)
         except BaseException as error:
-            # A timer ends the test, and its report shows where each rank was.
-            if not isinstance(error, KeyboardInterrupt):  # a timer's
+            # But for Ctrl-C, this is the error of a timer of the test, whose report shows where each rank was.
+            if not isinstance(error, KeyboardInterrupt):
                 error.stacks = self.stacks()  # type: ignore[attr-defined]
             self.kill()
             raise

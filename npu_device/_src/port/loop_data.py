@@ -8,7 +8,7 @@ import libcst as cst
 
 from npu_device._src.port.nodes import argument, dotted, is_call_of, method, walk
 from npu_device._src.port.port import DONE, OPEN, Port
-from npu_device._src.port.rules import WORDS
+from npu_device._src.port.rules import WORDS_BY_TOPIC
 
 SHARE = "[npu.distribute.rank() :: npu.distribute.size()]"
 
@@ -43,13 +43,13 @@ def _batch(port: Port, node: Any, depth: int = 0) -> Any:
     # Assignments may go round in a circle.
     if depth > 12:
         return None
-    if method(node) in WORDS["batches"]:
+    if method(node) in WORDS_BY_TOPIC["batches"]:
         return node
     # A call such as enumerate(data) gives the elements of its argument.
     if (
         isinstance(node, cst.Call)
         and node.args
-        and port.called_word(node) in WORDS["passes data on"]
+        and port.called_word(node) in WORDS_BY_TOPIC["passes data on"]
     ):
         return _batch(port, node.args[0].value, depth + 1)
     if method(node) and not port.name(node.func) and not port.functions(node.func, node):
@@ -74,7 +74,7 @@ def _shard(port: Port, batch: Any, training: list[Any]) -> None:
         # Dividing a shuffled dataset keeps the batches of one process: the ranks shuffle it alike.
         if method(node) == "shuffle":
             break
-        if method(node) in ("repeat", *WORDS["batches"]):
+        if method(node) in ("repeat", *WORDS_BY_TOPIC["batches"]):
             dataset = node.func.value
         node = node.func.value
     statement = port.statement(batch)
@@ -92,12 +92,12 @@ def _shard(port: Port, batch: Any, training: list[Any]) -> None:
 def _resize(port: Port, size: str, training: list[Any]) -> None:
     """Give the batch size of the rank to what the functions of a loop draw or fill in the size of a batch."""
     for call in port.calls:
-        if method(call) not in WORDS["draws"] + WORDS["fills"]:
+        if method(call) not in WORDS_BY_TOPIC["draws"] + WORDS_BY_TOPIC["fills"]:
             continue
         uses = [node for node in walk(call) if isinstance(node, cst.Name) and node.value == size]
         if not uses or not any(port.runs(loop.body, [call]) for loop in training):
             continue
-        if method(call) in WORDS["draws"]:
+        if method(call) in WORDS_BY_TOPIC["draws"]:
             # All ranks draw the same numbers, and each takes its own.
             port.replace(call, "{}" + SHARE)
         # Ones are all the same, so that each rank makes only its number of them.

@@ -16,7 +16,7 @@ import libcst as cst
 
 from npu_device._src.port.nodes import argument, dotted, method, walk
 from npu_device._src.port.port import DONE, NOTE, OPEN, Finding, Port
-from npu_device._src.port.rules import RULES, WORDS, PortingRule
+from npu_device._src.port.rules import RULES, WORDS_BY_TOPIC, PortingRule
 from npu_device._src.port.version_1 import horovod, sessions, strategies, uses_strategy
 from npu_device._src.port.version_2 import loops, models
 
@@ -181,7 +181,7 @@ def _open(port: Port, is_entry: bool) -> None:
     for line in ["import npu_device as npu", *port.imports]:
         port.insert(anchor, line, after=is_after)
     for call in port.calls:
-        if port.name(call.func) in WORDS["generators"] and not call.args:
+        if port.name(call.func) in WORDS_BY_TOPIC["generators"] and not call.args:
             port.replace(call, f"{port.text(call.func)}(1)")
             port.report(DONE, "generator", call)
     if is_entry:
@@ -320,15 +320,17 @@ def _guardable(port: Port, call: Any) -> Any:
 
 def _is_plain(port: Port, statement: Any, call: Any) -> bool:
     """Return True if nothing in a statement is missed on other ranks: no name, and no call that all must make."""
-    harmless = WORDS["harmless in a guarded call"]
+    harmless = WORDS_BY_TOPIC["harmless in a guarded call"]
     if isinstance(statement, cst.With):
-        harmless += WORDS["harmless below an opened file"]
+        harmless += WORDS_BY_TOPIC["harmless below an opened file"]
     for node in walk(statement):
         # The other ranks may need a name that the statement assigns.
         if isinstance(node, _KEEPS):
             return False
         if isinstance(node, cst.Call) and node is not call:
-            is_of_harmless_module = port.name(node.func).startswith(WORDS["harmless modules"])
+            is_of_harmless_module = port.name(node.func).startswith(
+                WORDS_BY_TOPIC["harmless modules"]
+            )
             if not is_of_harmless_module and (method(node) or dotted(node.func)) not in harmless:
                 return False
     return True

@@ -49,4 +49,4 @@ def _read_words(section: str) -> dict[str, tuple[str, ...]]:
 PAGE = Path(__file__).with_name("rules.md").read_text(encoding="utf-8")
 _WORDS_SECTION, *_RULE_SECTIONS = re.split(r"^### ", PAGE, flags=re.M)[1:]
 RULES = {rule.name: rule for rule in map(_read_rule, _RULE_SECTIONS)}
-WORDS = _read_words(_WORDS_SECTION)
+WORDS_BY_TOPIC = _read_words(_WORDS_SECTION)

@@ -11,7 +11,7 @@ import libcst as cst
 
 from npu_device._src.port.nodes import argument, dotted, last_word
 from npu_device._src.port.port import Port
-from npu_device._src.port.rules import WORDS
+from npu_device._src.port.rules import WORDS_BY_TOPIC
 
 _OPERATORS = {
     "add": cst.Add,
@@ -112,11 +112,11 @@ class _Reader:
             if argument(call, "global_batch_size", 2) is None:
                 return Scale.MEAN
             return Scale.SUM
-        if word in WORDS["the same on all ranks"]:
+        if word in WORDS_BY_TOPIC["the same on all ranks"]:
             return Scale.SHARED
         if word in ("shape", "size", "len"):
             return Scale.COUNT
-        if word in WORDS["keeps the scale of a loss"]:
+        if word in WORDS_BY_TOPIC["keeps the scale of a loss"]:
             return self.scale(operand, depth + 1)
         return self._of_function(call, word, operand, depth)
 

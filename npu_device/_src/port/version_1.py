@@ -11,7 +11,7 @@ import libcst as cst
 from npu_device._src.port.loop_data import SHARE, is_slice
 from npu_device._src.port.nodes import argument, dotted, method, walk
 from npu_device._src.port.port import DONE, NOTE, OPEN, Port
-from npu_device._src.port.rules import WORDS
+from npu_device._src.port.rules import WORDS_BY_TOPIC
 from npu_device._src.port.scaling import Scale, scaling
 from npu_device._src.port.version_2 import noise
 
@@ -30,7 +30,7 @@ class _Feed(enum.Enum):
 def sessions(port: Port, is_v1: bool) -> None:
     """Port what a script trains in sessions."""
     _ask_about_what_is_gone(port)
-    opened = [call for call in port.calls if port.name(call.func) in WORDS["sessions"]]
+    opened = [call for call in port.calls if port.name(call.func) in WORDS_BY_TOPIC["sessions"]]
     optimizers = [
         call
         for call in port.calls
@@ -55,9 +55,15 @@ def sessions(port: Port, is_v1: bool) -> None:
 
 
 def _ask_about_what_is_gone(port: Port) -> None:
-    gone = [node for name, node in port.imported if name.startswith(WORDS["gone from TensorFlow"])]
+    gone = [
+        node
+        for name, node in port.imported
+        if name.startswith(WORDS_BY_TOPIC["gone from TensorFlow"])
+    ]
     gone += [
-        node for node in port.of(cst.Attribute) if port.name(node) in WORDS["gone from TensorFlow"]
+        node
+        for node in port.of(cst.Attribute)
+        if port.name(node) in WORDS_BY_TOPIC["gone from TensorFlow"]
     ]
     if gone:
         port.report(OPEN, "gone from TensorFlow", gone[0])
@@ -107,7 +113,7 @@ def _port_steps(port: Port) -> None:
         if method(call) != "run" or not call.args:
             continue
         # The run initializes: session.run(tf.global_variables_initializer()).
-        if port.maker(call.args[0].value).endswith(WORDS["initializes"]):
+        if port.maker(call.args[0].value).endswith(WORDS_BY_TOPIC["initializes"]):
             port.imports.append(f"{_HOOKS}broadcast_global_variables")
             port.insert(
                 port.statement(call),
@@ -199,7 +205,7 @@ def _port_strategy_call(port: Port, call: Any) -> None:
         _port_strategy(port, call, name)
     elif _is_reduce(port, call):
         _port_reduce(port, call)
-    elif method(call) in WORDS["only of a strategy"] and uses_strategy(port):
+    elif method(call) in WORDS_BY_TOPIC["only of a strategy"] and uses_strategy(port):
         port.report(OPEN, "unsupported strategy calls", call)
 
 
@@ -254,7 +260,9 @@ def horovod(port: Port) -> bool:
             port.replace(node, "from npu_device import horovod")
             port.report(DONE, "horovod", node)
         # A plain "import horovod.tensorflow" would leave the name horovod to the original.
-        elif name == "horovod" or (name.startswith(WORDS["faces of Horovod"]) and not is_plain):
+        elif name == "horovod" or (
+            name.startswith(WORDS_BY_TOPIC["faces of Horovod"]) and not is_plain
+        ):
             port.replace(node, port.text(node).replace("horovod", "npu_device.horovod", 1))
             port.report(DONE, "horovod", node)
         else:

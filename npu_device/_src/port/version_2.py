@@ -11,7 +11,7 @@ import libcst as cst
 from npu_device._src.port.loop_data import divide
 from npu_device._src.port.nodes import DEFINITIONS, argument, dotted, is_call_of, method, walk
 from npu_device._src.port.port import DONE, NOTE, OPEN, Port
-from npu_device._src.port.rules import WORDS
+from npu_device._src.port.rules import WORDS_BY_TOPIC
 from npu_device._src.port.scaling import Scale, scaling
 from npu_device._src.port.script import Assignment
 
@@ -37,7 +37,7 @@ def models(port: Port) -> None:
         if method(call) == "compile" and port.text(call.func.value) not in ("self", "super()"):
             _replicate(port, call, call.func.value)
     for call in calls:
-        if method(call) in WORDS["trains a model"]:
+        if method(call) in WORDS_BY_TOPIC["trains a model"]:
             _replicate_trained(port, call)
     if port.replicated:
         _point_out_draws(port)
@@ -46,7 +46,7 @@ def models(port: Port) -> None:
 def _point_out_draws(port: Port) -> None:
     """Point out what a model draws by itself in each step."""
     for call in port.calls:
-        if method(call) in WORDS["draws"] and _function_around(port, call) in (
+        if method(call) in WORDS_BY_TOPIC["draws"] and _function_around(port, call) in (
             "call",
             "train_step",
         ):
@@ -120,7 +120,7 @@ def _looks_like_training(call: Any) -> bool:
     # Only ``fit`` is doubtful, since scikit-learn has one, too.
     if method(call) != "fit":
         return True
-    return any(argument(call, name) is not None for name in WORDS["arguments of fit"])
+    return any(argument(call, name) is not None for name in WORDS_BY_TOPIC["arguments of fit"])
 
 
 def _trainee(port: Port, node: Any, depth: int = 0) -> _Trainee:
@@ -129,7 +129,7 @@ def _trainee(port: Port, node: Any, depth: int = 0) -> _Trainee:
         class_name = dotted(node.func)
         # A class may be called by its full name: tf.keras.Sequential()
         if name:
-            return _model_or_other(name.startswith(WORDS["makers of models"]))
+            return _model_or_other(name.startswith(WORDS_BY_TOPIC["makers of models"]))
         if class_name in port.classes:
             return _model_or_other(port.inherits(port.classes[class_name], _MODEL_CLASSES))
         bodies = [function.body for function in port.callees(node)]
@@ -202,7 +202,7 @@ def _is_of_keras(port: Port, call: Any) -> bool:
         if not isinstance(owner, cst.ClassDef):
             continue
         methods = {node.name.value for node in owner.body.body if isinstance(node, cst.FunctionDef)}
-        # An optimizer around another one applies what it was given.
+        # An optimizer around another one is given gradients, which its caller reduces.
         if port.inherits(owner, ("Optimizer",)):
             return True
         # fit calls the train step, and replicate reduces its gradients.
@@ -281,7 +281,7 @@ def _broadcast(port: Port, call: Any) -> None:
     variables = _applied_variables(port, call)
     is_of_model = (
         isinstance(variables, cst.Attribute)
-        and variables.attr.value in WORDS["variables of a model"]
+        and variables.attr.value in WORDS_BY_TOPIC["variables of a model"]
     )
     names: list[Any] = []
     # The variables may be those of a model: model.trainable_variables
@@ -342,7 +342,7 @@ def _is_built(port: Port, node: Any, user: Any) -> bool:
         # A Sequential builds its layers at once if the shape of the input is known.
         if maker.endswith("Sequential"):
             return "Input(" in port.text(node) or "input_shape=" in port.text(node)
-        if maker.startswith(WORDS["makers of models"]):
+        if maker.startswith(WORDS_BY_TOPIC["makers of models"]):
             return True
     return any(_is_built(port, origin, origin) for origin in port.origins(node))
 

@@ -114,7 +114,7 @@ class StepClock:
 
     def _begin_anew(self, graph: tf.Graph) -> None:
         """Time anew after a function is traced."""
-        # Later graphs of the same function find no begin, and restart nothing.
+        # Tracing a function makes several graphs: only the first one finds a begin, so that a trace restarts once.
         if self._begin is not None and self._restarts < _MOST_RESTARTS:
             self._restarts += 1
             self._begin = None

@@ -157,7 +157,7 @@ def _deviations(reference: _Training, noisy: _Training, training: _Training) -> 
 
 
 def _line(deviation: Deviation) -> str:
-    line = f"  {deviation.variable} after epoch {deviation.step}: off by {deviation.off:.1e}"
+    line = f"  {deviation.variable} after epoch {deviation.step}: off by {deviation.relative_error:.1e}"
     if deviation.ratio is not None:
         line += f", {deviation.ratio:.2f} times that of one process"
     return f"{line} (rounding: {deviation.allowed:.0e})"

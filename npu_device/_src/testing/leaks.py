@@ -39,9 +39,9 @@ class Held:
 def _added(
     noun: str, numbered: dict[int, str], at_start: dict[int, str], allowed: Container[int]
 ) -> list[str]:
-    # The description has to be the same, too, since a number may be used again.
     leaked = []
     for number, description in numbered.items():
+        # A number may be used again, so the description has to match, too.
         if at_start.get(number) != description and number not in allowed:
             leaked.append(f"{noun} {number}: {description}")
     return leaked
@@ -74,7 +74,7 @@ def left_since(
 
 def _descriptors() -> dict[int, str]:
     descriptors = {}
-    # TensorFlow 2.15 keeps this one from when it makes its devices, 2.20 doesn't. Can go with TensorFlow 2.15.
+    # TensorFlow 2.15 keeps this file open from when it makes its devices; 2.20 doesn't.
     kept_by_tensorflow = f"/proc/{os.getpid()}/cmdline"
     for number in os.listdir("/proc/self/fd"):
         # The listing's own descriptor is closed by now.

@@ -143,9 +143,9 @@ def _pool_key(item: pytest.Item) -> Any:
 def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[pytest.TestReport]:
     try:
         answers = _answers(item, nextitem)
-    # ``pytest.fail.Exception`` is no ``Exception``.
+    # The former is no ``Exception``.
     except (pytest.fail.Exception, Exception) as error:
-        # The first is that of pytest-timeout. Or the ranks did not start.
+        # ``pytest.fail.Exception`` comes from pytest-timeout; any other error means that the ranks didn't start.
         texts = [str(error)]
         for rank, stack in getattr(error, "stacks", {}).items():
             texts.append(f"rank {rank} was here:\n{stack}")

@@ -214,7 +214,7 @@ class ComparedRun:
             how = "points elsewhere"
             if deviation.ratio is not None:
                 how = f"is {deviation.ratio:.3f} of it"
-            rounding = f"(off by {deviation.off:.0e}, rounding {deviation.allowed:.0e})"
+            rounding = f"(off by {deviation.relative_error:.0e}, rounding {deviation.allowed:.0e})"
             texts.append(f"{deviation.variable} {how} {rounding}")
         hidden = len(texts) - _SHOWN
         if hidden > 0:

@@ -49,7 +49,7 @@ _CALLS = {
     "tf.data.Dataset.cache",
     "write second": "os.rename os.replace os.link os.symlink gfile.RenameFile gfile.CopyFile",
 }
-_PATHS = re.compile(
+_PATH_PARAMETERS = re.compile(
     "path|file|filenames?|file_prefix|save_path|logdir|export_dir|directory|src|name|checkpoint_dir|file_pattern|ckpt_dir_or_file"
 )
 _MOST_FILES = 20_000  # files whose changes are looked for
@@ -257,7 +257,7 @@ def _path_parameter(function: Any) -> tuple[int, str]:
     """Return position and name of the path among the parameters of a function; the first if it doesn't tell them."""
     with contextlib.suppress(TypeError, ValueError):
         for position, name in enumerate(inspect.signature(function).parameters):
-            if _PATHS.fullmatch(name):
+            if _PATH_PARAMETERS.fullmatch(name):
                 return position, name
     return 0, ""
 

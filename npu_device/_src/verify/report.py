@@ -251,7 +251,7 @@ def _cell(run: ComparedRun, step: ComparedStep, quantity: str) -> str:
     distances = []
     for deviation in run.deviations:
         if deviation.step == step.number and deviation.quantity == quantity:
-            distances.append(deviation.off)
+            distances.append(deviation.relative_error)
     if not distances:
         return f"{'same':>12}"
     return f"{f'off {max(distances):.0e}':>12}"

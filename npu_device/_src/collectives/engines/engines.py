@@ -24,7 +24,7 @@ from npu_device._src.collectives.dtypes import (
     wire_dtype,
 )
 from npu_device._src.collectives.engines.context import EngineContext
-from npu_device._src.collectives.engines.host.host_engine import HostEngine, Orders
+from npu_device._src.collectives.engines.host.host_engine import HostEngine, GraphOrders
 from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing
 from npu_device._src.collectives.engines.host.mpi_messages import MpiMessages
 from npu_device._src.collectives.engines.host.sharing import FIRST_BYTE, connect
@@ -316,14 +316,14 @@ class Engines:
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
-        orders = Orders(context)
+        graph_orders = GraphOrders(context)
         # Each engine on arrays gets what connects a group, and above how many bytes it works in the background.
-        self.shared_memory = HostEngine(context, orders, _ring_of, _background_from)
-        self.messages = HostEngine(context, orders, SmallMessages, lambda _: sys.maxsize)
+        self.shared_memory = HostEngine(context, graph_orders, _ring_of, _background_from)
+        self.messages = HostEngine(context, graph_orders, SmallMessages, lambda _: sys.maxsize)
         # These send segments in the background, whatever their size: TensorFlow computes meanwhile.
-        mpi = HostEngine(context, orders, MpiMessages, lambda _: 0)
-        tcp = HostEngine(context, orders, SocketMesh, lambda _: 0)
-        self.pairs = Pairs(context, orders)
+        mpi = HostEngine(context, graph_orders, MpiMessages, lambda _: 0)
+        tcp = HostEngine(context, graph_orders, SocketMesh, lambda _: 0)
+        self.pairs = Pairs(context, graph_orders)
         self.tensorflow = TensorFlowEngine(context)
         # The keys are the values of NPU_DEVICE_BACKEND.
         self.by_name: dict[str, Engine] = {
@@ -335,16 +335,16 @@ class Engines:
         # The engines that hold something for each group, which has to be freed with it.
         self._on_arrays = (self.shared_memory, self.messages, mpi, tcp, self.pairs)
 
-    def of(self, group: Group, dtype: tf.DType) -> Engine:
+    def engine_for_reduction(self, group: Group, dtype: tf.DType) -> Engine:
         """Return the engine that reduces and spreads tensors of a dtype in a group, the same on every rank."""
         hosts = self._context.hosts
-        engine = self.of_rows(group, dtype)
+        engine = self.engine_for_rows(group, dtype)
         # NCCL has levels of its own.
         if hosts.uses_nccl(dtype) or not 1 < hosts.number_of(group.ranks) < group.size:
             return engine
         return TwoLevelEngine(hosts, self.shared_memory, engine)
 
-    def of_rows(self, group: Group, dtype: tf.DType) -> Engine:
+    def engine_for_rows(self, group: Group, dtype: tf.DType) -> Engine:
         """Return the engine that gathers and exchanges rows of a dtype: every rank needs those of every other one."""
         hosts = self._context.hosts
         if hosts.uses_nccl(dtype):
@@ -355,11 +355,11 @@ class Engines:
 
     def has_owners(self, group: Group, dtype: tf.DType) -> bool:
         """Return whether the engine of a group reduces tensors of a dtype to owners, and broadcasts from them."""
-        return isinstance(self.of_rows(group, dtype), HostEngine)
+        return isinstance(self.engine_for_rows(group, dtype), HostEngine)
 
     def has_two_levels(self, group: Group, dtype: tf.DType) -> bool:
         """Return whether the hosts of a group reduce in shared memory before they exchange."""
-        return isinstance(self.of(group, dtype), TwoLevelEngine)
+        return isinstance(self.engine_for_reduction(group, dtype), TwoLevelEngine)
 
     def forget(self, name: str) -> None:
         """Free what is held for a group that is destroyed, and for the groups made for its operations."""

@@ -84,7 +84,7 @@ def all_reduce(
     # The shares of a batch are those of all ranks: within another group, they don't matter.
     if step is not None and group == WORLD_GROUP:
         if reduction in ("mean", "sum"):
-            reduced = _by_samples(step, tensors, options)
+            reduced = _reduce_weighted(step, tensors, options)
         else:
             reduced = step.reduce(tensors, options)
     elif may_be_gradients:
@@ -112,7 +112,7 @@ def reduce_by_hand(
     return reduced
 
 
-def _by_samples(step: CurrentStep, tensors: list[Any], options: ReductionOptions) -> list[Any]:
+def _reduce_weighted(step: CurrentStep, tensors: list[Any], options: ReductionOptions) -> list[Any]:
     factor = step.sum_factor
     if options.reduction == "mean":
         # Integers become floating-point numbers before they are multiplied by a fraction.

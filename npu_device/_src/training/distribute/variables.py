@@ -216,7 +216,7 @@ def _finite_if_all_are(own_pairs: Sequence[Any], gradients: Sequence[Any]) -> li
     finite = all_finite(gradients)
     for position, (gradient, variable) in enumerate(pairs):
         if gradient is not None:
-            changed = with_values(gradient, lambda rows: tf.where(finite, rows, float("nan")))
+            changed = with_values(gradient, lambda values: tf.where(finite, values, float("nan")))
             pairs[position] = (changed, variable)
             break
     return pairs

@@ -63,7 +63,7 @@ class DryStep:
         self._choose = choose
         self.variables: list[Any] = []  # variables whose gradients the optimizers got
         self.gradients: list[Any] = []  # gradients that the optimizers got
-        # The reducers of the optimizers that got those; None without one.
+        # For each gradient, the reducer of its optimizer; None if it has none.
         self.reducers: list[Any] = []
         self.losses: list[Any] = []  # losses that layers have added
         self.numbers: dict[str, Any] = {}

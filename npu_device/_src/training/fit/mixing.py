@@ -21,7 +21,7 @@ _NOT_LINEAR = {
     "Tanh",
 }  # fmt: skip
 _MOST_TENSORS = 3000
-_SMALL = 4096  # most elements of a vector that is fetched
+_MOST_FETCHED_ELEMENTS = 4096  # most elements of a vector that is fetched
 
 
 def setters_of(handle: Any, graph: Any) -> list[Any]:
@@ -101,7 +101,7 @@ def _may_be_of_samples(tensor: Any) -> bool:
         return False
     if rank == 0 or tensor.shape[0] is None:
         return True
-    return bool(rank == 1 and tensor.shape[0] <= _SMALL)
+    return bool(rank == 1 and tensor.shape[0] <= _MOST_FETCHED_ELEMENTS)
 
 
 @dataclass(frozen=True)

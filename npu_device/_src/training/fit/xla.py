@@ -66,10 +66,10 @@ def _is_on(model: Any) -> bool:
 
 
 def _why_not(model: Any) -> str:
-    # Refused, since a call of such a layer might wait for other ranks, or hand out more than its result.
     for layer in compat.all_layers(model):
         layer_class = type(layer)
         name = layer_class.__name__
+        # XLA can't compile a call that may wait for other ranks, or return more than its result.
         if not compat.belongs_to_keras(layer_class) or name in LAYERS_OF_SCRIPTS:
             return f"{name} {layer.name!r} can hold any code of the script"
         if getattr(layer, "synchronized", False):

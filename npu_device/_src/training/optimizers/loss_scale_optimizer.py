@@ -309,7 +309,7 @@ class _Keras3Family(_KerasFamily):
         reducer = reducer_of(self.inner_optimizer)
         if reducer is not None:
             reducer.begin_divided(self, updated)
-        # Keras builds in ``apply`` as well, but then in a branch of the condition.
+        # Keras would build in ``apply``, within the branch for finite gradients, where variables can't be made.
         if not self.built:
             self.build(variables)
             self.built = True

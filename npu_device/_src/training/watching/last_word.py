@@ -153,8 +153,8 @@ class LastWord:
                     variables[f"{key}/{position}"] = (state, variable_name(state))
         candidates = []
         for key, (variable, name) in variables.items():
-            # Moving statistics aren't trainable, and may differ.
             if hasattr(variable, "trainable") and not is_part(variable):
+                # Moving statistics aren't trainable, and may differ.
                 must_be_equal = bool(variable.trainable) or id(variable) in of_optimizers
                 candidates.append((key, variable, name, must_be_equal))
         return sorted(candidates, key=lambda candidate: not candidate[3])

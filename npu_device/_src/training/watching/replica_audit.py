@@ -115,13 +115,13 @@ class Audit:
         else:
             by_hand = list(map(weakref.ref, variables))
             steps = count - 1
-        gradients = []
+        before_and_after = []
         scale = 0.0
         if pair is not None and not self._samples.is_over:
-            gradients = [pair.gradient, pair.reduced]
+            before_and_after = [pair.gradient, pair.reduced]
             scale = pair.scale
         # Counted here, since the function below must not keep the tensors themselves.
-        gradient_count = len(gradients)
+        gradient_count = len(before_and_after)
 
         def digest(count: Any, steps: Any, *arrays: np.ndarray) -> list[Any]:
             audit = _audit_of(myself)
@@ -139,7 +139,7 @@ class Audit:
             due = _audit_of(myself)._settle(list(map(int, maxima)), int(count))
             return [np.int64(due)]
 
-        inputs = [count, steps, *gradients, *map(value_of, audited)]
+        inputs = [count, steps, *before_and_after, *map(value_of, audited)]
         [message] = call_now(digest, inputs, [tf.TensorSpec([5], tf.int64)])
         # The maximum of a digest and that of minus it are the same only if all ranks agree.
         if not is_off:

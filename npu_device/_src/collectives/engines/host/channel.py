@@ -85,7 +85,7 @@ class Stream:
             total += -(-length // unit) * unit
         self.length = total
 
-    def copy_in(self, start: int, slot: np.ndarray) -> None:
+    def copy_to_slot(self, start: int, slot: np.ndarray) -> None:
         """Fill a slot with the stream from element ``start`` on. Arrays of another dtype are cast; gaps between arrays
         are left as they are.
         """
@@ -110,7 +110,7 @@ class Stream:
                 with np.errstate(all="ignore"):
                     convert(run, slot[copy_start - start : copy_end - start])
 
-    def run(self, start: int, end: int, buffers: BufferPool) -> np.ndarray:
+    def slice(self, start: int, end: int, buffers: BufferPool) -> np.ndarray:
         """Return a span of the stream: of one of the arrays as it is, or a copy of what is in several."""
         position = bisect_right(self.starts, start) - 1
         array_start = self.starts[position]
@@ -120,7 +120,7 @@ class Stream:
         ):
             return self.arrays[position][start - array_start : end - array_start]
         copy = buffers.array((end - start,), self.dtype)
-        self.copy_in(start, copy)
+        self.copy_to_slot(start, copy)
         return copy
 
     def divided(self, share: int) -> Stream:
@@ -191,7 +191,7 @@ class Round(NamedTuple):
         for member, (start, end) in enumerate(self.spans):
             # What only this member would read isn't published.
             if member != self.kept:
-                self.source.copy_in(start, slot[begin : begin + end - start])
+                self.source.copy_to_slot(start, slot[begin : begin + end - start])
                 begin += end - start
 
     def take(self, slots: np.ndarray, rank: int) -> None:

@@ -29,7 +29,7 @@ from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.host import programs
 from npu_device._src.collectives.engines.host.buffers import BufferPool
 from npu_device._src.collectives.engines.host.channel import Channel, Stream
-from npu_device._src.collectives.engines.host.queue import Action, Finish, HostQueue, OnArrays
+from npu_device._src.collectives.engines.host.queue import ProgramMaker, Finish, HostQueue, OnArrays
 from npu_device._src.collectives.graph import Order, step_data
 from npu_device._src.collectives.group import Group
 
@@ -54,9 +54,9 @@ class GroupQueue(Protocol):
 class ArrayEngine:
     """Operations of groups, in eager mode and in graphs; ``queue_of`` makes the queue of a group at its first one."""
 
-    def __init__(self, context: EngineContext, orders: Orders) -> None:
+    def __init__(self, context: EngineContext, graph_orders: GraphOrders) -> None:
         self._making = context.making
-        self._orders = orders
+        self._graph_orders = graph_orders
         self.queues: dict[Group, GroupQueue] = {}
 
     def queue_of(self, group: Group) -> GroupQueue:
@@ -77,7 +77,7 @@ class ArrayEngine:
                 queue = self.queue_of(group)
                 self.queues[group] = queue
         if not tf.executing_eagerly():
-            return self._orders.run(queue, operations, inputs, terms)
+            return self._graph_orders.run(queue, operations, inputs, terms)
         results = []
         for operation, tensors in zip(operations, inputs):
             call_arrays = list(map(compat.to_array, tensors))
@@ -109,11 +109,11 @@ class HostEngine(ArrayEngine):
     def __init__(
         self,
         context: EngineContext,
-        orders: Orders,
+        graph_orders: GraphOrders,
         connect: Callable[[EngineContext, Group], Channel],
         background_from: Callable[[EngineContext], int],
     ) -> None:
-        super().__init__(context, orders)
+        super().__init__(context, graph_orders)
         self._context = context
         self._connect = connect
         self._background_from = background_from
@@ -217,7 +217,7 @@ class HostEngine(ArrayEngine):
     ) -> tf.Tensor:
         size = group.size
 
-        def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
+        def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> ProgramMaker:
             # Allocated here, at the start: only the arrays are known then, and in a graph the shape
             # may be dynamic.
             rows = buffers.array((size, arrays[0].shape[-1]), arrays[0].dtype)
@@ -246,7 +246,7 @@ def _reduction(
     sent_dtype = np.dtype((wire or tensors[0].dtype).as_numpy_dtype)
     array_dtype = np.dtype(dtype.as_numpy_dtype)
 
-    def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
+    def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> ProgramMaker:
         stream = Stream(list(map(np.shape, arrays)), sent_dtype, list(map(np.ravel, arrays)))
         flat = None
         results: list[np.ndarray] = []
@@ -272,7 +272,7 @@ def _reduction_to_owners(
     firsts = [bisect_left(owners, member) for member in range(group.size + 1)]
     owned = slice(firsts[rank], firsts[rank + 1])
 
-    def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
+    def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> ProgramMaker:
         shapes = list(map(np.shape, arrays))
         stream = Stream(shapes, sent_dtype, list(map(np.ravel, arrays)))
         starts = [*stream.starts, stream.length]
@@ -298,7 +298,7 @@ def _broadcast_from_owners(
     senders = [member for member in range(group.size) if member != rank]
     order = [position for member in senders for position in by_member[member]]
 
-    def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
+    def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> ProgramMaker:
         # As bytes, tensors of all dtypes of one owner are one stream.
         as_bytes = np.dtype(np.uint8)
         flats = [array.reshape(-1).view(np.uint8) for array in arrays]
@@ -322,7 +322,7 @@ def _broadcast(tensors: Tensors, root: int, sends: bool) -> OnArrays:
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
     dtypes = [np.dtype(spec.dtype.as_numpy_dtype) for spec in specs]
 
-    def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> Action:
+    def prepare(arrays: list[np.ndarray], buffers: BufferPool) -> ProgramMaker:
         shapes = [array.shape for array in arrays]
         if not arrays:
             shapes = [tuple(spec.shape.as_list()) for spec in specs]
@@ -350,7 +350,7 @@ def _tensor(array: np.ndarray) -> tf.Tensor:
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 
 
-class Orders:
+class GraphOrders:
     """The orders in which the starts and the finishes of a rank's graphs run, on its CPU, and what is between them."""
 
     def __init__(self, context: EngineContext) -> None:

@@ -36,22 +36,21 @@ from npu_device._src.collectives.engines.host.channel import (
 
 # FUTEX_WAIT and FUTEX_WAKE of <linux/futex.h>; not the private ones, which work in one process
 # only.
-_WAIT = 0
-_WAKE = 1
+_FUTEX_WAIT = 0
+_FUTEX_WAKE = 1
 _ALL = 0x7FFFFFFF
 # Numbers are compared modulo 2**32; members are never half of that apart.
 _HALF = 1 << 31
 _MASK = (1 << 32) - 1
 
-# Other processors may show stores to other processes out of order, and Python has no memory barriers. The number is
-# that of the system call.
+# By architecture. On others, such as ARM, processes may see stores out of order, and Python has no memory barriers.
 _SYSTEM_CALLS = {"x86_64": 202}
 _longest_wait = (ctypes.c_long * 2)(0, int(CHECK_SECONDS * 1e9))  # a timespec: seconds, nanoseconds
-_futex = 0
+_futex_call_number = 0
 _system_call = None
 if sys.platform == "linux":
-    _futex = _SYSTEM_CALLS.get(platform.machine(), 0)
-if _futex:
+    _futex_call_number = _SYSTEM_CALLS.get(platform.machine(), 0)
+if _futex_call_number:
     _system_call = getattr(ctypes.CDLL(None), "syscall", None)
 if _system_call is not None:
     _system_call.argtypes = [
@@ -81,7 +80,7 @@ class Counter:
 
     def advance_to(self, number: int) -> None:
         self._word.value = number & _MASK
-        _system_call(_futex, self._address, _WAKE, _ALL, None)  # type: ignore[misc]
+        _system_call(_futex_call_number, self._address, _FUTEX_WAKE, _ALL, None)  # type: ignore[misc]
 
     def has_reached(self, number: int) -> bool:
         return (self._word.value - number) & _MASK < _HALF
@@ -97,7 +96,7 @@ class Counter:
         if (current - number) & _MASK >= _HALF:
             # The call returns at once if the counter has moved on since: the kernel compares it with ``current``.
             _system_call(  # type: ignore[misc]
-                _futex, self._address, _WAIT, current, _longest_wait_address
+                _futex_call_number, self._address, _FUTEX_WAIT, current, _longest_wait_address
             )
         return self.has_reached(number)
 
@@ -119,9 +118,9 @@ _LOOKS_IN_HURRY = 1000  # some 200 µs
 class Layout:
     """The layout of the mapping for a group of a given size.
 
-    Slots are a compromise between the cost of a step, some microseconds of Python, and that of leaving one core's
-    cache (512 KiB), and so many that ranks may run apart for a while, but no more: a ring that is written anew stays in
-    the cache (docs/notes.md). All rings together take at most 32 MiB.
+    A slot is large enough to outweigh the cost of a step, some microseconds of Python, and small enough for the cache
+    of a core (512 KiB). There are so many slots that ranks may run apart for a while, but no more: a ring that is
+    written anew stays in the cache (docs/notes.md). All rings together take at most 32 MiB.
     """
 
     def __init__(self, size: int) -> None:
@@ -129,9 +128,9 @@ class Layout:
         self.slots = max(_FEWEST_SLOTS, min(_MOST_SLOTS, share // _SLOT_BYTES))
         # At least one page, even for so many members that the budget doesn't reach.
         self.slot_bytes = min(_SLOT_BYTES, share // self.slots // _PAGE * _PAGE) or _PAGE
-        self.heads = _round_up(2 * size * _COUNTER_BYTES)
-        self.rings = _round_up(self.heads + size * self.slots * HEAD_WORDS * 4)
-        self.bytes = self.rings + size * self.slots * self.slot_bytes
+        self.heads_offset = _round_up(2 * size * _COUNTER_BYTES)
+        self.rings_offset = _round_up(self.heads_offset + size * self.slots * HEAD_WORDS * 4)
+        self.bytes = self.rings_offset + size * self.slots * self.slot_bytes
 
 
 class MemoryRing:
@@ -169,17 +168,17 @@ class MemoryRing:
         self._while_waiting = while_waiting
         self._spins = spins
         # How many slots each member has written, and how many it has read.
-        self._written = []
-        self._read = []
+        self._write_counters = []
+        self._read_counters = []
         for member in range(size):
             start = offset + 2 * member * _COUNTER_BYTES
-            self._written.append(Counter(memory, start))
-            self._read.append(Counter(memory, start + _COUNTER_BYTES))
+            self._write_counters.append(Counter(memory, start))
+            self._read_counters.append(Counter(memory, start + _COUNTER_BYTES))
         shape = (size, self.slots, HEAD_WORDS)
-        heads = np.frombuffer(memory, np.int32, math.prod(shape), offset + layout.heads)
+        heads = np.frombuffer(memory, np.int32, math.prod(shape), offset + layout.heads_offset)
         self._heads = heads.reshape(shape)
         shape = (size, self.slots, self.slot_bytes)
-        rings = np.frombuffer(memory, np.uint8, math.prod(shape), offset + layout.rings)
+        rings = np.frombuffer(memory, np.uint8, math.prod(shape), offset + layout.rings_offset)
         self._rings = rings.reshape(shape)
 
     def run(self, rounds: Iterator[Round], head: Head | None) -> Program:
@@ -199,25 +198,26 @@ class MemoryRing:
             ):
                 step = self._step + len(published)
                 # The members that haven't read what the slot held.
-                late = _late(self._read, step - self.slots + 1)
+                unreached = _unreached(self._read_counters, step - self.slots + 1)
                 # The oldest round can be read meanwhile, which the other members may be waiting
                 # for.
-                if published and next(late, None) is not None:
+                if published and next(unreached, None) is not None:
                     break
-                yield from late
+                yield from unreached
                 if upcoming.source is not None:
                     upcoming.fill(self._rings.view(upcoming.dtype)[self.rank, step % self.slots])
                 self._publish(step, head)
                 published.append(upcoming)
                 upcoming = next(rounds, None)
             # Read the oldest. Its slot is given back even if the heads differ.
-            exchange = published.popleft()
+            oldest = published.popleft()
             # The heads of all members are compared, also of those that publish nothing.
-            publishers = exchange.publishers
+            publishers = oldest.publishers
             if head is not None:
                 publishers = range(self.size)
-            yield from _late([self._written[member] for member in publishers], self._step + 1)
-            self._read_oldest(exchange, head)
+            published_counters = [self._write_counters[member] for member in publishers]
+            yield from _unreached(published_counters, self._step + 1)
+            self._read_oldest(oldest, head)
             rounds_read += 1
             head = None
 
@@ -225,9 +225,9 @@ class MemoryRing:
         # The head and the slot are written before the counter: on x86-64, whoever sees the counter sees them, too.
         if head is not None:
             self._heads[self.rank, step % self.slots] = head
-        self._written[self.rank].advance_to(step + 1)
+        self._write_counters[self.rank].advance_to(step + 1)
 
-    def _read_oldest(self, exchange: Round, head: Head | None) -> None:
+    def _read_oldest(self, oldest: Round, head: Head | None) -> None:
         """Compare the heads, if there is one, read what this member needs of all slots, and give its own back."""
         slot = self._step % self.slots
         # The step is counted before reading, so that a failed comparison leaves all members at the same one.
@@ -236,9 +236,9 @@ class MemoryRing:
             if head is not None:
                 # For a few numbers, lists are faster than numpy.
                 require_same(self._heads[:, slot].tolist())
-            exchange.take(self._rings.view(exchange.dtype)[:, slot], self.rank)
+            oldest.take(self._rings.view(oldest.dtype)[:, slot], self.rank)
         finally:
-            self._read[self.rank].advance_to(self._step)
+            self._read_counters[self.rank].advance_to(self._step)
 
     def close(self) -> None:
         # Once every member has mapped the memory, it needs no name: it goes with its last reader.
@@ -260,7 +260,7 @@ class MemoryRing:
         return True
 
 
-def _late(counters: Iterable[Counter], number: int) -> Program:
+def _unreached(counters: Iterable[Counter], number: int) -> Program:
     """Yield each counter that hasn't reached a number yet, until it has."""
     for counter in counters:
         while not counter.has_reached(number):

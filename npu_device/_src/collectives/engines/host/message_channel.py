@@ -86,7 +86,7 @@ class MessageChannel:
         if source is not None:
             if self._reads(exchange) and not exchange.targets:
                 # A reduction reads the member's own values like those that others send.
-                rows[self.rank] = source.run(*exchange.span(self.rank), self.buffers)
+                rows[self.rank] = source.slice(*exchange.span(self.rank), self.buffers)
             messages += self._send_all(exchange)
         return _StartedRound(messages, exchange, [rows.get(member) for member in range(self.size)])
 
@@ -110,14 +110,14 @@ class MessageChannel:
         common = None
         # All readers get the same, which is converted once.
         if len(exchange.spans) == 1:
-            common = source.run(*exchange.spans[0], self.buffers)
+            common = source.slice(*exchange.spans[0], self.buffers)
         messages = []
         for member in self._neighbours():
             start, end = exchange.span(member)
             if start < end and (exchange.readers is None or member in exchange.readers):
                 sent = common
                 if sent is None:
-                    sent = source.run(start, end, self.buffers)
+                    sent = source.slice(start, end, self.buffers)
                 messages.append(self.send(member, sent.view(np.uint8)))
         return messages
 

@@ -36,7 +36,7 @@ from npu_device._src.collectives.engines.host.channel import (
 
 # The size in bytes from which three or more ranks share the work of a reduction, instead of each doing all of it in one
 # round less. Two ranks gain nothing: adding half and copying the other half is as much work as adding all.
-_SHARED_FROM_BYTES = 64 << 10
+_SCATTER_FROM_BYTES = 64 << 10
 
 Fold = Callable[..., None]
 """Reduces rows, one of each member, into ``output``."""
@@ -53,11 +53,13 @@ def reduce(
 ) -> Program:
     """Reduce a stream to its readers, all members or one, each of which has a ``result`` as long as the stream."""
     stream, fold, scale = _prepared(channel, stream, dtype, reduction)
-    is_small = stream.length * stream.dtype.itemsize <= _SHARED_FROM_BYTES or len(readers) == 1
-    if channel.size == 2 or (channel.reaches_all and is_small):
-        return channel.run(_reduce_alone(channel, stream, result, readers, fold), head)
+    is_read_whole = (
+        stream.length * stream.dtype.itemsize <= _SCATTER_FROM_BYTES or len(readers) == 1
+    )
+    if channel.size == 2 or (channel.reaches_all and is_read_whole):
+        return channel.run(_reduce_at_each_reader(channel, stream, result, readers, fold), head)
     wire = _wire_of(channel, stream, dtype, scale)
-    shared = _SharedReduction(channel, stream, result, readers, fold, wire)
+    shared = _ScatterGatherReduction(channel, stream, result, readers, fold, wire)
     return channel.run(shared.rounds(), head)
 
 
@@ -85,7 +87,7 @@ def reduce_to_owners(
 
     def fold_own(span: Span, output: np.ndarray, rows: Rows) -> None:
         values = list(rows)
-        values[rank] = stream.run(*span, channel.buffers)
+        values[rank] = stream.slice(*span, channel.buffers)
         fold(values, output=output)
 
     return channel.run(rounds(), head)
@@ -132,7 +134,7 @@ def _prepared(
     return stream, partial(fold, total_dtype=total_dtype_of(dtype)), scale
 
 
-def _reduce_alone(
+def _reduce_at_each_reader(
     channel: Channel, stream: Stream, result: np.ndarray | None, readers: Sequence[int], fold: Fold
 ) -> Iterator[Round]:
     """Let each reader reduce everything: no member does work for another."""
@@ -187,7 +189,7 @@ def _wire_of(channel: Channel, stream: Stream, dtype: np.dtype, scale: int) -> _
     return _WireFormat(dtype)
 
 
-class _SharedReduction:
+class _ScatterGatherReduction:
     """A reduction whose work the members share, one block of the stream after the other.
 
     Each member reduces a piece of the block, its own (scatter), and publishes the result (gather), for which the others

@@ -31,7 +31,7 @@ from npu_device._src.collectives.engines.host.channel import (
     head_of,
 )
 
-Action = tuple[Callable[..., Any], list[np.ndarray]]
+ProgramMaker = tuple[Callable[..., Any], list[np.ndarray]]
 """The action of an operation, and the arrays that it fills: in a group it makes a program, ``act(channel, head=...)``;
 between two ranks a transfer.
 """
@@ -43,7 +43,7 @@ class OnArrays(NamedTuple):
     """
 
     outputs: Sequence[tf.TensorSpec]
-    prepare: Callable[[list[np.ndarray], BufferPool], Action]
+    prepare: Callable[[list[np.ndarray], BufferPool], ProgramMaker]
 
 
 Finish = Callable[[], tuple[int, list[np.ndarray]]]

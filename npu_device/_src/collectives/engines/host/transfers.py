@@ -26,8 +26,8 @@ from npu_device._src.cluster.time_limits import CHECK_SECONDS
 from npu_device._src.collectives.call import Terms
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.host.buffers import BufferPool
-from npu_device._src.collectives.engines.host.host_engine import ArrayEngine, Orders
-from npu_device._src.collectives.engines.host.queue import Action, Finish, OnArrays, refusal
+from npu_device._src.collectives.engines.host.host_engine import ArrayEngine, GraphOrders
+from npu_device._src.collectives.engines.host.queue import ProgramMaker, Finish, OnArrays, refusal
 from npu_device._src.collectives.group import Group
 
 _MOST_IDLE = 4  # idle connections of a pair
@@ -225,8 +225,8 @@ class PairQueue:
 class Pairs(ArrayEngine):
     """The sends and receives of this rank, of all pairs of ranks."""
 
-    def __init__(self, context: EngineContext, orders: Orders) -> None:
-        super().__init__(context, orders)
+    def __init__(self, context: EngineContext, graph_orders: GraphOrders) -> None:
+        super().__init__(context, graph_orders)
         self._context = context
 
     def queue_of(self, group: Group) -> PairQueue:
@@ -235,7 +235,7 @@ class Pairs(ArrayEngine):
     def send(self, terms: Terms | None, tensor: tf.Tensor, pair: Group) -> tf.Tensor:
         """Send to the other rank of a pair; return a tensor that is ready once the other rank has received."""
 
-        def prepare(arrays: list[np.ndarray], _: BufferPool) -> Action:
+        def prepare(arrays: list[np.ndarray], _: BufferPool) -> ProgramMaker:
             vector = np.ascontiguousarray(arrays[0])
             return partial(_transfer, pair, True, vector), [np.array(0, np.int32)]
 
@@ -246,7 +246,7 @@ class Pairs(ArrayEngine):
     def receive(self, terms: Terms | None, like: tf.TensorSpec, pair: Group) -> tf.Tensor:
         """Return the tensor that the other rank of a pair sends; this rank knows its shape and dtype."""
 
-        def prepare(_: list[np.ndarray], buffers: BufferPool) -> Action:
+        def prepare(_: list[np.ndarray], buffers: BufferPool) -> ProgramMaker:
             shape = tuple(like.shape.as_list())
             received = buffers.array(shape, np.dtype(like.dtype.as_numpy_dtype))
             return partial(_transfer, pair, False, received), [received]
