@@ -24,7 +24,7 @@ from npu_device._src.collectives.dtypes import (
     wire_dtype,
 )
 from npu_device._src.collectives.engines.context import EngineContext
-from npu_device._src.collectives.engines.host.host_engine import HostEngine, GraphOrders
+from npu_device._src.collectives.engines.host.host_engine import GraphOrders, HostEngine
 from npu_device._src.collectives.engines.host.memory_ring import Layout, MemoryRing
 from npu_device._src.collectives.engines.host.mpi_messages import MpiMessages
 from npu_device._src.collectives.engines.host.sharing import FIRST_BYTE, connect

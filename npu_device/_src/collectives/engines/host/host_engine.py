@@ -29,7 +29,7 @@ from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.host import programs
 from npu_device._src.collectives.engines.host.buffers import BufferPool
 from npu_device._src.collectives.engines.host.channel import Channel, Stream
-from npu_device._src.collectives.engines.host.queue import ProgramMaker, Finish, HostQueue, OnArrays
+from npu_device._src.collectives.engines.host.queue import Finish, HostQueue, OnArrays, ProgramMaker
 from npu_device._src.collectives.graph import Order, step_data
 from npu_device._src.collectives.group import Group
 

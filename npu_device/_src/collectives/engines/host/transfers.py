@@ -27,7 +27,7 @@ from npu_device._src.collectives.call import Terms
 from npu_device._src.collectives.engines.context import EngineContext
 from npu_device._src.collectives.engines.host.buffers import BufferPool
 from npu_device._src.collectives.engines.host.host_engine import ArrayEngine, GraphOrders
-from npu_device._src.collectives.engines.host.queue import ProgramMaker, Finish, OnArrays, refusal
+from npu_device._src.collectives.engines.host.queue import Finish, OnArrays, ProgramMaker, refusal
 from npu_device._src.collectives.group import Group
 
 _MOST_IDLE = 4  # idle connections of a pair
