@@ -455,20 +455,52 @@ def test_a_node_joins_a_fit(kind: str, way: str, tmp_path: Path) -> None:
         assert written and all(int(name[-8:]) % epoch == 0 for name in written), written
     not_kept = (tmp_path / "not_kept").read_text()
     assert "first batch" not in not_kept and "the job now has 2 ranks" in not_kept
-    by_hand = tmp_path / "by hand"
+    require_bits_of_a_stop(tmp_path, kind, "2" if way == "tf-keras" else "3", int(step), (1, 2))
+
+
+def require_bits_of_a_stop(
+    here: Path, kind: str, keras: str, step: int, sizes: tuple[int, int]
+) -> None:
+    """Check the weights against a fit that is stopped by hand at a step, and resumed by another number of ranks."""
+    by_hand = here / "by hand"
     by_hand.mkdir()
-    keras = "2" if way == "tf-keras" else "3"
-    with contextlib.closing(Pool(1, keras)) as pool:
+    before, after = sizes
+    with contextlib.closing(Pool(before, keras)) as pool:
         pool.run(bodies.body_fit_by_hand, str(by_hand), kind)
     for path in (by_hand / "checkpoints").glob("step-*"):
-        if int(path.name.partition("-")[2]) > int(step):
+        if int(path.name.partition("-")[2]) > step:
             shutil.rmtree(path)
-    (by_hand / "checkpoints" / "latest.json").write_text(json.dumps({"step": int(step)}))
-    with contextlib.closing(Pool(2, keras)) as pool:
+    (by_hand / "checkpoints" / "latest.json").write_text(json.dumps({"step": step}))
+    with contextlib.closing(Pool(after, keras)) as pool:
         resumed = pool.run(bodies.body_fit_by_hand, str(by_hand), kind)
-    for rank in (0, 1):
-        with np.load(tmp_path / f"values.{rank}.npz") as values:
+    for rank in range(after):
+        with np.load(here / f"values.{rank}.npz") as values:
             same_bits(resumed[rank]["values"], [values[name] for name in values])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["apart", "tf-keras", "divided"])
+def test_a_node_leaves_a_fit(way: str, tmp_path: Path) -> None:
+    """What its rank alone had of a divided optimizer stays with the others."""
+    options = ["--shard-optimizer"] if way == "divided" else []
+    variables = {}
+    if way == "tf-keras":
+        variables["TF_USE_LEGACY_KERAS"] = "1"
+    with Job(tmp_path, *options, steps="dataset", are_apart=way == "apart", **variables) as job:
+        first = job.start(0, "--rejoin-timeout", "30")
+        second = job.start(1, "--rejoin-timeout", "30")
+        job.wait_in(7, 0)
+        second.launch.send_signal(signal.SIGTERM)
+        second.wait_for("SIGTERM: all ranks finish the step")
+        job.release(7)
+        second.end(75)
+        first.end(0)
+    [step] = re.findall(r"shrinks from 2 to 1 rank at step (\d+)", first.text)
+    written = [path.name for path in tmp_path.glob("**/checkpoints/step-*")]
+    assert written and all(int(name[-8:]) % 5 == 0 for name in written), written
+    require_bits_of_a_stop(
+        tmp_path, "dataset", "3" if way != "tf-keras" else "2", int(step), (2, 1)
+    )
 
 
 SSH = """\
