@@ -164,6 +164,49 @@ def test_training_on_shared_arrays_has_the_same_bits(
             same_bits(shared, own)
 
 
+_FITS: dict[str, dict[str, Any]] = {
+    "list": {},
+    "dict": {},
+    "in order": {"shuffle": False},
+    "within batches": {"shuffle": "batch"},
+    "steps": {"batch_size": None, "steps_per_epoch": 4},
+    "few steps": {"batch_size": 8, "steps_per_epoch": 3},
+    "later epochs": {"initial_epoch": 1},
+}
+
+
+def _fit_of_two_inputs(load: Callable[[Callable[[], Any]], Any], kind: str) -> Any:
+    keras = tf.keras
+    keras.utils.set_random_seed(3)
+    random = np.random.default_rng(1)
+    left, right, y = load(
+        lambda: [random.normal(size=[90, width]).astype("f4") for width in (6, 2, 1)]
+    )
+    first, second = keras.Input([6], name="first"), keras.Input([2], name="second")
+    hidden = keras.layers.Concatenate()([keras.layers.Dense(4)(first), second])
+    model = keras.Model([first, second], keras.layers.Dense(1)(keras.layers.Dropout(0.3)(hidden)))
+    model.compile("adam", "mse")
+    npu.distribute.replicate(model)
+    x: Any = [left, right]
+    if kind == "dict":
+        x = {"first": left, "second": right}
+    history = model.fit(x, y, **{"epochs": 3, "batch_size": 16, "verbose": 0, **_FITS[kind]})
+    return outcome(model, history, epochs=history.epoch, steps=history.params["steps"])
+
+
+def body_fits() -> Any:
+    """Fit in each way on shared arrays and on arrays of each rank."""
+    loads = (npu.distribute.load_once, lambda function: function())
+    return {kind: [_fit_of_two_inputs(load, kind) for load in loads] for kind in _FITS}
+
+
+@pytest.mark.full
+def test_each_kind_of_fit_has_the_same_bits(keras_two_ranks: Pool) -> None:
+    for fits in keras_two_ranks.run(body_fits):
+        for shared, own in fits.values():
+            same_bits(shared, own)
+
+
 def body_strings() -> list[str]:
     """Predict from shared strings, which TensorFlow copies; return what the package warns of."""
     names = npu.distribute.load_once(lambda: np.array([["a"], ["b"], ["c"]] * 4))
