@@ -147,7 +147,7 @@ def node_1_of(nodes: Nodes) -> Iterator[tuple[subprocess.Popen[bytes], Link]]:
 
 def plan(*copies: str) -> dict[str, Any]:
     """The order of the first attempt, given where the nodes take copies in memory: host and port."""
-    job = {"job_id": "job", "port": free_port(), "copies": copies, "writes": False}
+    job = {"job_id": "job", "port": free_port(), "copies": copies, "saves_copies": False}
     return {"do": "plan", "count": 0, "nodes": [0, 1], **job}
 
 

@@ -109,7 +109,7 @@ class Rendezvous:
     hub: HubProcess | None  # None if node 0 has it
     nodes: tuple[int, ...]  # those that take part; the ranks are numbered in this order
     count: int = 0  # how often the job has been started again
-    writes: bool = False  # its ranks write copies in memory to the disk
+    saves_copies: bool = False  # its ranks write copies in memory to the disk
 
     def __enter__(self) -> Rendezvous:
         return self

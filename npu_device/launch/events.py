@@ -38,7 +38,7 @@ class AttemptOrdered:
     job_id: str
     port: int
     copies: Sequence[str]  # where each node takes copies in memory: host and port
-    writes: bool  # the attempt is that of the processes that write such copies to the disk
+    saves_copies: bool  # the attempt is that of the processes that write such copies to the disk
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,9 @@ class Leader:
         # The port is taken at once: one in use is an error of the start.
         self._listener = ports.listen((launch.options.master_addr,), (port, port))
         self._events: queue.Queue[tuple[Link, Message | None]] = queue.Queue(_MOST_EVENTS)
-        self._nodes: dict[int, Link] = {}
+        self._links: dict[int, Link] = {}
         # Where each node takes the copies of another one: host and port. That of node 0 has no host.
-        self._copies: dict[int, str] = {}
+        self._copy_addresses: dict[int, str] = {}
         self._idle: set[int] = set()
         self._all = set(range(launch.options.nnodes))
         self._expected = self._all
@@ -92,23 +92,23 @@ class Leader:
 
     def _say_alive(self) -> None:
         while self._thread.is_alive():
-            self._send(list(self._nodes), "alive")
+            self._send(list(self._links), "alive")
             time.sleep(limits.NODE_ALIVE_SECONDS)
 
     def _send(self, receivers: Iterable[int], do: str, **fields: Any) -> None:
-        for link in filter(None, map(self._nodes.get, list(receivers))):
+        for link in filter(None, map(self._links.get, list(receivers))):
             link.send(do, **fields)
 
     def _run(self) -> None:
         try:
             decision = self._lead()
-            # A node 0 that leaves may have the only copy.
+            # After an attempt, even if node 0 leaves: it may have the only copy.
             if decision is not _NOT_OVER:
                 self._write_copies()
         except Exception:
             decision = Decision(FAILED, None, f"npurun failed on node 0:\n{traceback.format_exc()}")
         words = self._ledger.last_words(decision)
-        for node, link in self._nodes.items():
+        for node, link in self._links.items():
             if decision.wait is None:
                 link.end("over", code=decision.code, text=words)
             elif node == 0:
@@ -118,7 +118,7 @@ class Leader:
         # The listener stays until the others have read that, and have closed their links.
         deadline = time.monotonic() + limits.NODE_LAST_MESSAGE_SECONDS
         while (
-            not all(link.is_lost for link in self._nodes.values()) and time.monotonic() < deadline
+            not all(link.is_lost for link in self._links.values()) and time.monotonic() < deadline
         ):
             self._next_event(time.monotonic() + limits.SWEEP_SECONDS)
         with self._listener:
@@ -154,7 +154,7 @@ class Leader:
             self._joins.keep_out(newest.rejected)
             # The end for a join is told with the number of ranks that follows.
             if decision.text:
-                self._send(self._nodes, "say", text=decision.text)
+                self._send(self._links, "say", text=decision.text)
             wait = decision.wait
 
     def _note_change(self, nodes: tuple[int, ...]) -> None:
@@ -164,7 +164,7 @@ class Leader:
             joined = set(nodes).difference(newest.nodes)
             text = resize(newest, len(nodes) * self._options.nproc_per_node)
             if text:
-                self._send(self._nodes, "say", text=text)
+                self._send(self._links, "say", text=text)
         self._joins.begin(joined)
 
     def _too_few_nodes(self) -> Decision:
@@ -229,7 +229,7 @@ class Leader:
                 return
             options = last_copy.launch_of_writers(self._launch).options
             with prepare_rendezvous(options, self._ledger.count, nodes) as rendezvous:
-                self._run_ranks(rendezvous, writes=True)
+                self._run_ranks(rendezvous, saves_copies=True)
             self._ledger.count += 1
             # Those that are left when a node is lost may still have a whole copy.
             if self._loss is None:
@@ -249,7 +249,7 @@ class Leader:
             self._joins.suspects(rendezvous.nodes),
         )
 
-    def _run_ranks(self, rendezvous: Rendezvous, writes: bool = False) -> None:
+    def _run_ranks(self, rendezvous: Rendezvous, saves_copies: bool = False) -> None:
         """Return when all nodes have told the outcome of an attempt, or are lost."""
         self._running = set(rendezvous.nodes)
         self._idle -= self._running
@@ -265,8 +265,8 @@ class Leader:
             nodes=rendezvous.nodes,
             job_id=rendezvous.job_id,
             port=rendezvous.port,
-            copies=[self._copies[node] for node in rendezvous.nodes],
-            writes=writes,
+            copies=[self._copy_addresses[node] for node in rendezvous.nodes],
+            saves_copies=saves_copies,
         )
         while self._running:
             if self._handle(self._ask_for_joins()):
@@ -280,7 +280,7 @@ class Leader:
                 continue
             for node in list(self._running):
                 # A frozen npurun sees the end when it continues.
-                self._nodes[node].close()
+                self._links[node].close()
                 self._lose(node, "does not answer")
 
     def _ask_for_joins(self) -> float | None:
@@ -322,7 +322,7 @@ class Leader:
             self._register(link, message)
             return True
         # A connection that another one has replaced is no node's.
-        for node in [node for node, its_link in self._nodes.items() if its_link is link]:
+        for node in [node for node, its_link in self._links.items() if its_link is link]:
             if message is None:
                 self._lose(
                     node, "is gone: its npurun ended or was killed, or its host can't be reached"
@@ -364,16 +364,16 @@ class Leader:
             link.end("over", code=USAGE, text=f"node {node} doesn't match node 0: {problem}")
             return
         # The newer one counts: the older may be cut off without knowing it.
-        if node in self._nodes:
-            self._nodes[node].end(
+        if node in self._links:
+            self._links[node].end(
                 "over", code=USAGE, text=f"another npurun was started as node {node}"
             )
             self._lose(node, "was started again")
-        self._nodes[node] = link
+        self._links[node] = link
         host = ""
         if node > 0:
             host = link.host
-        self._copies[node] = f"{host} {hello.get('copies') or ''}"
+        self._copy_addresses[node] = f"{host} {hello.get('copies') or ''}"
         self._idle.add(node)
         if self._running:
             self._ask_for_joins()
@@ -399,12 +399,12 @@ class Leader:
             return ", ".join(differences)
         if not 0 <= hello["node"] < self._options.nnodes:
             return f"it is not one of nodes 0 to {self._options.nnodes - 1}"
-        if hello["node"] == 0 and 0 in self._nodes:
+        if hello["node"] == 0 and 0 in self._links:
             return "node 0 has one already"
         return ""
 
     def _lose(self, node: int, how: str) -> None:
-        del self._nodes[node]
+        del self._links[node]
         self._idle.discard(node)
         self._is_leaving = self._is_leaving or node == 0
         if node in self._running:

@@ -74,7 +74,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "job_id": str,
         "port": int,
         "copies": [str],
-        "writes": bool,
+        "saves_copies": bool,
     },
     "stop": {"why": str},
     "say": {"text": str},
@@ -206,9 +206,10 @@ class Member:
             while True:
                 self._run_attempt(self._next_rendezvous())
         except SystemExit as end:
-            # Of two nodes, each has all copies, also those of a node 0 that is lost.
-            is_left = isinstance(end, NodeLeavesError) and self._options.node_rank > 0
-            if self._ending is None and not is_left:
+            # Without a last message, nobody has ordered the copies to be written: this node writes what it has, which
+            # is all of them on two nodes. When a node leaves, the others have its copies.
+            leaves_job = isinstance(end, NodeLeavesError) and self._options.node_rank > 0
+            if self._ending is None and not leaves_job:
                 last_copy.write_alone(self._launch, self._count)
             raise
         finally:
@@ -250,7 +251,7 @@ class Member:
     def _on_order(self, order: AttemptOrdered) -> None:
         nodes = tuple(order.nodes)
         change = ledger.change(self._nodes, nodes, self._options.nproc_per_node)
-        if change and not order.writes:
+        if change and not order.saves_copies:
             self._say(change)
         self._nodes = nodes
         self._count = order.count + 1
@@ -264,7 +265,7 @@ class Member:
             address = host or self._leader[0], int(copies_port)
         self._neighbour.send_to(address)
         self._rendezvous = Rendezvous(
-            order.job_id, order.port, None, None, nodes, order.count, order.writes
+            order.job_id, order.port, None, None, nodes, order.count, order.saves_copies
         )
 
     def _on_text(self, received: TextReceived) -> None:
@@ -290,7 +291,7 @@ class Member:
         if link.is_lost:
             return
         outcome = self._outcome
-        if rendezvous.writes:
+        if rendezvous.saves_copies:
             launch = last_copy.launch_of_writers(self._launch)
             outcome = Attempt(launch, rendezvous, AttemptObserver()).run()
         # The order of an attempt may cross a signal.
@@ -299,7 +300,7 @@ class Member:
             self._outcome = outcome
         self._attempt = None
         link.send("outcome", **asdict(outcome))
-        outlives = self._options.outlives_preemption and not rendezvous.writes
+        outlives = self._options.outlives_preemption and not rendezvous.saves_copies
         if outcome.preempted and outlives and self._options.node_rank > 0:
             raise NodeLeavesError(outcome.code)
 

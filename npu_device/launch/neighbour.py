@@ -41,8 +41,8 @@ class Neighbour:
         self, memory: Memory, secret: bytes, leader: str, say: Callable[[str], None]
     ) -> None:
         # A slot has the header that it was last asked for: each thread has objects of its own.
-        self._sent = [Slot(slot.descriptor) for slot in memory.slots]
-        self._copied = [Slot(slot.descriptor) for slot in memory.slots]
+        self._slots_of_sender = [Slot(slot.descriptor) for slot in memory.slots]
+        self._slots_of_taker = [Slot(slot.descriptor) for slot in memory.slots]
         self._received = memory.received
         self._secret = secret + _OF_COPIES
         self._say = say
@@ -85,7 +85,7 @@ class Neighbour:
 
     def _send_all(self) -> None:
         while not self._has_ended.wait(COPY_LOOK_SECONDS):
-            for number, slot in enumerate(self._sent):
+            for number, slot in enumerate(self._slots_of_sender):
                 if slot.is_unsent and slot.look():
                     self._try_to_send(number, slot)
 
@@ -104,7 +104,7 @@ class Neighbour:
                     "Until they can, the job resumes from an older copy or the disk when this host is lost.\n"
                     "What to do: let all hosts of the job reach each other at the ports of NPU_DEVICE_PORT_RANGE."
                 )
-        # The ranks make no other copy before, and go on copying without a neighbour.
+        # Noted even if that failed: the ranks wait for it before they make the next copy.
         if slot.look() and slot.key == key:
             slot.note_sent()
 
@@ -143,6 +143,7 @@ class Neighbour:
             lacking = []
             sent = [record for record in header["records"] if record["held"]]
             for index, record in enumerate(sent):
+                # Held by the sender until here, by this host from here on; ``spans`` has the same order.
                 record["held"] = identity(record) not in held
                 if record["held"]:
                     lacking.append(index)
@@ -168,8 +169,8 @@ class Neighbour:
         """Return what this host has of a copy itself, once it is made: all hosts make it at the same time."""
         deadline = time.monotonic() + COPY_END_SECONDS
         while True:
-            copied = [slot for slot in self._copied if slot.look() and slot.key == key]
-            if len(copied) >= len(self._copied) // SLOTS or time.monotonic() > deadline:
+            copied = [slot for slot in self._slots_of_taker if slot.look() and slot.key == key]
+            if len(copied) >= len(self._slots_of_taker) // SLOTS or time.monotonic() > deadline:
                 return {identity(span.record) for slot in copied for span in slot.spans()}
             time.sleep(COPY_LOOK_SECONDS)
 

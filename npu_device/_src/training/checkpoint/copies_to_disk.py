@@ -44,7 +44,7 @@ _log = logging.getLogger("npu_device")
 # Kinds of records. What is shared has the same value on all ranks, or another one on each; what is alone is a part of
 # what is shared that a single rank has.
 SHARED = "shared"
-ALONE = "alone"
+OWNED = "alone"
 FILE = "file"
 _PIECE = "piece-"  # begin of the names of files that become the shared ones together
 _INDEX = ".index"
@@ -201,7 +201,7 @@ class _CheckpointOfCopy:
             if record["path"] is not None and record["crc"] != self._checksums.get(_name(record)):
                 differing.append((record["path"], record))
         self._save(f"{prefix}.differing", differing)
-        self._save(piece, [(record["name"], record) for record in _of_kind(records, ALONE)])
+        self._save(piece, [(record["name"], record) for record in _of_kind(records, OWNED)])
         for record in _of_kind(records, FILE):
             content = bytes(self._content(record))
             # The list of variables that differ was found after the record of the rank had been made.

@@ -18,7 +18,7 @@ from npu_device._src import environment
 from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.training.checkpoint import folder, selection
 from npu_device._src.training.checkpoint.folder import CheckpointError
-from npu_device._src.training.checkpoint.job_copies import Copied, JobCopies, copies_of
+from npu_device._src.training.checkpoint.job_copies import Copied, JobCopies, open_job_copies
 from npu_device._src.training.checkpoint.join_requests import join_requests
 from npu_device._src.training.checkpoint.parts import (
     Digests,
@@ -161,7 +161,9 @@ class JobCheckpoint:
             self._is_stopping = True
             self._prepare()
             copies = self._copies
-            if copies is None or not copies.leave(step, dict(notes or {}), self._preemption):
+            if copies is None or not copies.copy_last_step(
+                step, dict(notes or {}), self._preemption
+            ):
                 self.save(step, notes)
             self._preemption.has_saved()
             _log.info("stopped after step %d, as asked", step)
@@ -245,7 +247,8 @@ class JobCheckpoint:
             self._copies.free()
 
     def peek(self) -> dict[str, Any] | None:
-        """Return the notes of the checkpoint that ``restore`` will restore; None if there is none.
+        """Return the notes of the checkpoint that ``restore`` will restore; None if there is none. Copies in memory are
+        made a checkpoint here.
 
         Raises:
             CheckpointError: there are checkpoints, but none can be used.
@@ -253,7 +256,7 @@ class JobCheckpoint:
         world, storage = self._prepare()
         self._source = Place(self._directory, storage)
         if self._copies is not None:
-            self._source = self._copies.to_files()
+            self._source = self._copies.checkpoint_of_copies()
         if storage.is_keeper:
             selection.warn_of_remains(folder.tidy(self._directory, but=storage.token))
             self._named = folder.readable_latest(self._directory)
@@ -369,7 +372,7 @@ class JobCheckpoint:
             if self._memory_interval is not None or self._preemption is not None:
                 disk = Place(self._directory, self._storage)
                 copied = Copied(self._shared, self._own_state, self._keep, self._manifest)
-                self._copies = copies_of(self._world, disk, copied, self._memory_interval)
+                self._copies = open_job_copies(self._world, disk, copied, self._memory_interval)
             self._named = folder.readable_latest(self._directory)
             names = self._warned
             self._warned = []

@@ -91,14 +91,14 @@ class JobCopies:
         if self._interval is not None and step // self._interval > newest // self._interval:
             self._copy(step, notes)
 
-    def leave(self, step: int, notes: dict[str, Any], preemption: Preemption) -> bool:
+    def copy_last_step(self, step: int, notes: dict[str, Any], preemption: Preemption) -> bool:
         """Copy the last step for ranks that go on with other nodes; return False if it has to be saved on the disk."""
         copier = self._copier
         has_room = copier.has_room(bytes_of_all(list(self._copied.shared.variables().values())))
         answers = gather(self._world, (preemption.takes_nodes, preemption.is_signalled, has_room))
-        is_left = any(answers[rank][1] for rank in copier.ranks_of_node_0)
+        loses_node_0 = any(answers[rank][1] for rank in copier.ranks_of_node_0)
         # Without node 0, nobody goes on until it is back.
-        if is_left or not any(takes_nodes for takes_nodes, _, _ in answers):
+        if loses_node_0 or not any(takes_nodes for takes_nodes, _, _ in answers):
             return False
         copier.wait()
         problem: str | None = _NO_ROOM
@@ -135,16 +135,16 @@ class JobCopies:
             "attempt": environment.NPU_DEVICE_RESTART_COUNT.get(),
             "manifest": self._copied.manifest(notes, list(variables)),
         }
-        last_of = None
+        rank_of_last_copy = None
         if is_last:
-            last_of = storage.rank
+            rank_of_last_copy = storage.rank
         files = own_state.files(folder.own_prefix(storage.rank))
-        self._copier.copy(header, tensors_of(checkpoint, paths, last_of), files)
+        self._copier.copy(header, tensors_of(checkpoint, paths, rank_of_last_copy), files)
         own_state.has_saved()
         self.newest_step = step
         return True
 
-    def to_files(self) -> Place:
+    def checkpoint_of_copies(self) -> Place:
         """Let the ranks write the newest copy of an ended attempt as a checkpoint; return where one is read."""
         disk = self._disk
         self.newest_step = 0
@@ -163,7 +163,7 @@ class JobCopies:
         return source
 
 
-def copies_of(
+def open_job_copies(
     world: World | None, disk: Place, copied: Copied, interval: int | None
 ) -> JobCopies | None:
     """Return the copies of a job; None if npurun holds no memory for them, with a warning if there is an interval."""

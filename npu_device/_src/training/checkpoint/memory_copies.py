@@ -34,7 +34,7 @@ from npu_device._src.cluster.time_limits import (
     COPY_WAIT_SECONDS,
 )
 from npu_device._src.machine.free_memory import free_memory
-from npu_device._src.training.checkpoint.copies_to_disk import ALONE, FILE, SHARED
+from npu_device._src.training.checkpoint.copies_to_disk import OWNED, FILE, SHARED
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.memory_slots import (
     SLOTS,
@@ -106,18 +106,18 @@ class Copier:
         self.ranks_of_node_0 = ranks[:ranks_per_host]
         self._is_told = False  # a copy of this rank has failed
         self._is_whole = False  # the last copy is
-        self._written = slots[SLOTS * local_rank : SLOTS * (local_rank + 1)]
-        self._of_first = slots[:SLOTS]
-        whole = [slot for slot in self._written if slot.look()]
+        self._own_slots = slots[SLOTS * local_rank : SLOTS * (local_rank + 1)]
+        self._slots_of_first_rank = slots[:SLOTS]
+        whole = [slot for slot in self._own_slots if slot.look()]
         newest = max(whole, key=attrgetter("key"), default=None)
         # The newest copy stays until there is another whole one.
-        self._next = int(newest is self._written[0])
+        self._next = int(newest is self._own_slots[0])
         self._thread: threading.Thread | None = None
 
     @property
     def is_busy(self) -> bool:
         """Return whether the last copy isn't made, or isn't sent to another host, yet."""
-        is_sending = self._hosts > 1 and any(slot.is_unsent for slot in self._written)
+        is_sending = self._hosts > 1 and any(slot.is_unsent for slot in self._own_slots)
         return is_sending or self._is_copying
 
     @property
@@ -143,7 +143,7 @@ class Copier:
     def free(self) -> None:
         """Give the memory of all copies back."""
         received = self.readable[SLOTS * len(self.ranks_of_node_0) :]
-        for slot in (*self._written, *received):
+        for slot in (*self._own_slots, *received):
             slot.free()
 
     def has_room(self, size: int) -> bool:
@@ -200,7 +200,7 @@ class Copier:
     def _copy(
         self, header: dict[str, Any], tensors: Sequence[SharedTensor], files: dict[str, bytes]
     ) -> None:
-        slot = self._written[self._next % SLOTS]
+        slot = self._own_slots[self._next % SLOTS]
         try:
             # If this copy fails, the other slot still has the one before.
             slot.clear()
@@ -239,7 +239,7 @@ class Copier:
         record.update(dtype=shared.tensor.dtype.name, shape=shared.tensor.shape.as_list())
         record.update(_sum_of(content))
         if shared.is_alone:
-            record["kind"] = ALONE
+            record["kind"] = OWNED
         # What isn't a variable is taken from the first rank only, as on the disk.
         elif not self._is_first:
             is_same = of_first.get(shared.key + shared.part) == record["crc"]
@@ -250,7 +250,7 @@ class Copier:
         # The first rank writes its copy at this moment, so that this is a short wait.
         deadline = time.monotonic() + COPY_WAIT_SECONDS
         while time.monotonic() < deadline:
-            for slot in self._of_first:
+            for slot in self._slots_of_first_rank:
                 if slot.look() and slot.key == (header["attempt"], header["step"]):
                     return {
                         record["name"] + record["part"]: record["crc"]
@@ -298,21 +298,21 @@ def copier_of(world: World | None, storage: Storage, is_demanded: bool) -> Copie
 
 
 def tensors_of(
-    checkpoint: Any, paths: dict[int, str], last_of: int | None = None
+    checkpoint: Any, paths: dict[int, str], rank_of_last_copy: int | None = None
 ) -> list[SharedTensor]:
     """Return what this rank has of a ``tf.train.Checkpoint``, given the paths of variables by their ids.
 
     In the last copy of a rank, divided slots are shared tensors of rank 0, and those of no other rank.
     """
     tensors = []
-    for saved in compat.tensors_of_checkpoint(checkpoint, is_whole=last_of == 0):
+    for saved in compat.tensors_of_checkpoint(checkpoint, is_whole=rank_of_last_copy == 0):
         path = paths.get(id(saved.owner))
         # Until the first step of a divided optimizer, all ranks have its slots.
         is_alone = compat.is_apart(saved.owner)
         tensor = SharedTensor(saved.key, saved.part, saved.tensor, path, is_alone)
-        if last_of is None or not is_alone:
+        if rank_of_last_copy is None or not is_alone:
             tensors.append(tensor)
-        elif last_of == 0:
+        elif rank_of_last_copy == 0:
             tensors.append(tensor._replace(is_alone=False))
     return tensors
 
