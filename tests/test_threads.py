@@ -296,7 +296,11 @@ def body_one_function(run: int) -> tuple[list[str], list[float]]:
     if run % 4 < 2:  # else one of the threads traces it
         step(tf.ones([elements]))
 
+    # Threads that started one after the other might not overlap.
+    begin = threading.Barrier(2)
+
     def call(value: float) -> None:
+        begin.wait(60)
         try:
             for _ in range(20):
                 total, part = step(tf.fill([elements], value))
