@@ -279,6 +279,34 @@ def test_variables_and_table(tmp_path: Path) -> None:
     assert 1 <= int(server["device"][0]["host_port"]) <= 65535
 
 
+@pytest.mark.parametrize(
+    "count, given, setting, expected",
+    [
+        (2, "", "on", "glibc.cpu.x86_non_temporal_threshold=262144"),
+        (
+            *(2, "glibc.malloc.check=3", "on"),
+            "glibc.malloc.check=3:glibc.cpu.x86_non_temporal_threshold=262144",
+        ),
+        (
+            *(2, "glibc.cpu.x86_non_temporal_threshold=1048576", "on"),
+            "glibc.cpu.x86_non_temporal_threshold=1048576",
+        ),
+        (2, "glibc.malloc.check=3", "off", "glibc.malloc.check=3"),
+        (1, "", "on", ""),
+    ],
+)
+def test_large_copies_of_several_ranks_are_written_past_the_cache(
+    tmp_path: Path, count: int, given: str, setting: str, expected: str
+) -> None:
+    source = script(tmp_path, "import os; print(os.environ.get('GLIBC_TUNABLES', ''))")
+    variables = {"NPU_DEVICE_TUNE_COPIES": setting}
+    if given:
+        variables["GLIBC_TUNABLES"] = given
+    done = npurun("-n", str(count), source, **variables)
+    lines = sorted(done.stdout.decode().splitlines())
+    assert lines == [f"[{rank}] {expected}" for rank in range(count)]
+
+
 def test_the_secret_is_made_for_each_launch_and_shown_nowhere(tmp_path: Path) -> None:
     report = """
         import os, pathlib

@@ -112,6 +112,12 @@ NPU_DEVICE_SHARD_OPTIMIZER = _choice(
     "so itself by `shard_optimizer=`.",
     everywhere=True,
 )
+NPU_DEVICE_TUNE_COPIES = _choice(
+    "NPU_DEVICE_TUNE_COPIES",
+    ("on", "off"),
+    "whether npurun sets `GLIBC_TUNABLES` for several ranks of a host, so that the C library writes copies of 256 KiB "
+    "and more past the cache. Your own tunables are kept.",
+)
 NPU_DEVICE_UNEQUAL_START = _choice(
     "NPU_DEVICE_UNEQUAL_START",
     ("repair", "error", "ignore"),
