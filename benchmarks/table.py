@@ -19,6 +19,7 @@ from benchmarks.cases import (
     SAMPLES,
     START,
     TCP_BETWEEN,
+    TUNED,
     TWO_DEVICES,
     TWO_HOSTS,
     TWO_RANKS,
@@ -302,8 +303,13 @@ def updates(results: Results) -> str:
 
 
 def copies(results: Results) -> str:
-    """Return sums and steps with copies past the cache, a row for each rival."""
-    return _rounds_by_rival(results, "copies", FUNCTION)
+    """Return sums and steps with copies past the cache, relative to those without."""
+    parts = []
+    for case in results.of("copies"):
+        rows = [[f"{case.ranks} ranks, {case.cores}", *map(_title, case.rounds)]]
+        rows.append([TUNED, *(_relative(each, TUNED, FUNCTION) for each in case.rounds)])
+        parts.append(_markdown(rows))
+    return "\n\n".join(parts)
 
 
 def _rounds_by_rival(results: Results, name: str, base: str) -> str:

@@ -37,7 +37,6 @@ from npu_device.launch.guard import RankGuard
 from npu_device.launch.output import Console, Pump
 from npu_device.launch.reports import ATTEMPT, PREEMPTED, Starter
 from npu_device.launch.supervisor import RankProcess, Supervisor
-from npu_device.launch.tuned_copies import tunables
 
 # Exit codes of npurun
 FAILED = 1
@@ -349,8 +348,6 @@ class Attempt:
             PYTHONUNBUFFERED="1",
         )
         variables.update(self._launch.binding.variables())
-        if options.nproc_per_node > 1:
-            variables.update(tunables(variables))
         variables.pop(environment.NPU_DEVICE_MEMORY_COPIES.name, None)
         if self._launch.memory is not None:
             variables.update(NPU_DEVICE_MEMORY_COPIES=self._launch.memory.address)

@@ -16,6 +16,7 @@ from npu_device._src.machine.core_sets import (
 )
 from npu_device._src.machine.topology import read_machine
 from npu_device.launch.arguments import Options
+from npu_device.launch.tuned_copies import tunables
 
 
 class Binding:
@@ -50,12 +51,15 @@ class Binding:
 
     def variables(self) -> dict[str, str]:
         """Return the variables of each rank."""
+        is_single = self._options.nproc_per_node == 1
+        # A single rank of a host shares no memory.
+        variables = {} if is_single else tunables(os.environ)
         if self._threads is None:
-            return {}
+            return variables
         # Within a job, npu.open() divides what is left.
         threads = str(self._threads)
-        if self._options.nproc_per_node > 1:
-            return {environment.NPU_DEVICE_CORES.name: threads}
+        if not is_single:
+            return {**variables, environment.NPU_DEVICE_CORES.name: threads}
         # A single rank need not open the device, but TensorFlow reads these itself.
         names = (environment.TF_NUM_INTRAOP_THREADS.name, environment.TF_NUM_INTEROP_THREADS.name)
         if any(map(os.environ.get, names)):

@@ -34,7 +34,7 @@ from npu_device._src.cluster.time_limits import (
     COPY_WAIT_SECONDS,
 )
 from npu_device._src.machine.free_memory import free_memory
-from npu_device._src.training.checkpoint.copies_to_disk import OWNED, FILE, SHARED
+from npu_device._src.training.checkpoint.copies_to_disk import FILE, OWNED, SHARED
 from npu_device._src.training.checkpoint.folder import CheckpointError
 from npu_device._src.training.checkpoint.memory_slots import (
     SLOTS,
