@@ -96,9 +96,9 @@ class Notebook:
             self.pages = json.loads(path.read_text())
 
     def note(self, key: str, **figures: Any) -> dict[str, Any]:
-        """Add figures, and return all of a key."""
+        """Add figures of today, and return all of a key."""
         page = self.pages.setdefault(key, {})
-        page.update(figures)
+        page.update(figures, date=datetime.date.today().isoformat())
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(self.pages, indent=1))
         return page
@@ -110,7 +110,7 @@ def gains(options: argparse.Namespace, notebook: Notebook) -> int:
     print("|---|--:|--:|--:|---|", flush=True)
     for case, keras in _chosen(options):
         report = measured(case, keras, options.ranks, options.minutes)
-        notebook.note(f"{case}, {keras}", speed=report, date=datetime.date.today().isoformat())
+        notebook.note(f"{case}, {keras}", speed=report)
         print(row_of_case(f"{case}, {keras}", report), flush=True)
     if options.write_docs:
         results = read(docs_page.RESULTS) or begin()

@@ -173,6 +173,22 @@ def test_a_verdict_needs_five_rounds_whose_spread_is_on_one_side(
 
 
 @pytest.mark.parametrize(
+    ("ratios", "is_settled"),
+    [
+        ([1.30, 1.32, 1.35, 1.38, 1.40], True),
+        ([1.30, 1.32, 1.35, 1.38, 1.50], False),  # on one side of 1, but wide
+        ([1.30, 1.30, 1.32, 1.35, 1.38, 1.40, 1.45, 1.60], True),  # wider, after more rounds
+        ([0.98, 0.99, 1.00, 1.01, 1.02], False),  # narrow, but undecided
+        ([1.3, 0.9], True),  # with so few rounds, nothing is decided anyway
+    ],
+)
+def test_rounds_go_on_until_the_spread_is_on_one_side_and_narrow(
+    ratios: list[float], is_settled: bool
+) -> None:
+    assert outcome.outcome(START, runs_of(ratios), {}).speedups[1].is_settled == is_settled
+
+
+@pytest.mark.parametrize(
     ("ratio", "lost_cores", "verdict"),
     [
         (1.3, 0.05, "faster"),

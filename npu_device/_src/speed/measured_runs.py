@@ -88,11 +88,8 @@ class _SpeedProcess(ForkingProcess):
                 self._setups * (least + 1 - number)
             ):
                 self._leave_out(self._setups[-1], _NO_TIME)
-            # Further rounds don't help against other programs.
-            is_decided = least < outcome.LEAST_ROUNDS or not any(
-                speedup.low <= 1 <= speedup.high for speedup in self._measured.speedups[1:]
-            )
-            if not self._has_time_for(self._setups) or (number > least and is_decided):
+            is_settled = all(speedup.is_settled for speedup in self._measured.speedups[1:])
+            if not self._has_time_for(self._setups) or (number > least and is_settled):
                 return
             # A run may leave its number of ranks out.
             for setup in list(self._setups):
@@ -281,8 +278,8 @@ def main(arguments: Sequence[str]) -> None:
     if start.run != START:
         start = start.here()
     run_script(_SpeedProcess(start, words), words)
-    # A script on a host may end before its files are sent; forks leave theirs anyway.
-    if load_times(start) is not None and not (start.folder / DONE).exists():
+    # A script on a host may end before its files are sent, or send them twice; forks leave theirs anyway.
+    if load_times(start) is not None:
         finish(start)
 
 

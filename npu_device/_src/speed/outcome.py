@@ -34,6 +34,7 @@ LEAST_ROUNDS = 5
 _DOUBT = 0.08
 """The chance that the spread misses the true median, at most: with five rounds, the spread is all of them."""
 
+_WIDTH = 0.02  # part of a speedup by which its spread may be wider with each round
 _OUT_OF_STEP = 1.2  # times as many steps a second as another rank
 _TOLERANCE = 0.15  # part of the rows of a batch, whose last batch may be shorter
 _WORTH_IT = 1.05  # the gain from which something is recommended
@@ -134,6 +135,16 @@ class Speedup:
     @property
     def setup(self) -> Setup:
         return Setup(self.ranks, self.binding)
+
+    @property
+    def is_settled(self) -> bool:
+        """Return True if further rounds would change neither the verdict nor, by much, the ratio."""
+        if self.rounds < LEAST_ROUNDS:
+            return True
+        if self.low <= 1 <= self.high:
+            return False
+        # 10 % after five rounds, and not so many rounds that they would never end on a noisy machine.
+        return self.high - self.low <= _WIDTH * self.rounds * self.ratio
 
 
 @dataclass(frozen=True)
@@ -293,8 +304,6 @@ def _verdict(low: float, high: float, rounds: int, lost_cores: float) -> str:
 
 def _disturbance(lost_cores: float) -> float:
     """Return by which part of its time other programs can have held up one process."""
-    if lost_cores < _DISTURBED:
-        return 0.0
     # A thread that shares its core takes up to twice the time.
     return min(1.0, lost_cores)
 

@@ -1,5 +1,5 @@
 """Times the steps of one process of ``npurun speed``. The steps do nothing for it: a thread reads how many steps the
-optimizers have counted, every few milliseconds. In the first round, the rows of the models' batches are counted, too.
+optimizers have counted. In the first round, the rows of the models' batches are counted, too.
 
 What a training does only once doesn't count: the time begins anew when a function is traced, as in the first epochs of
 ``fit`` and in their validation. Short epochs are timed whole.
@@ -8,6 +8,7 @@ What a training does only once doesn't count: the time begins anew when a functi
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
 import weakref
@@ -37,8 +38,11 @@ _WARM_UP_SECONDS = 2.0
 _LEAST_SECONDS = 1.0
 """Short steps are timed for this long, whatever their number, since times are read every few milliseconds."""
 
-# A look takes some 20 µs and Python's lock: 200 in a second cost less than what a machine varies.
 _LOOK_SECONDS = 0.004
+
+# A look takes Python's lock, and some 20 µs for each optimizer. Where every core has a rank, it holds all of them up: 200
+# looks in a second took a fifth of the time of steps of 4 ms with eight optimizers.
+_PAUSE_SECONDS = 0.05
 
 _MOST_RESTARTS = 5
 """Scripts that trace functions again and again are timed with that."""
@@ -65,9 +69,8 @@ class StepClock:
         # Kept by id, since Keras compares some objects by content, and weakly, since optimizers may end with their
         # model.
         self._optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._rows: Any = (
-            0  # number of rows in the batches so far; a variable, once a model is called
-        )
+        # The number of rows in the batches so far; a variable, once a model is called.
+        self._rows: Any = 0
         self._model_calls = ModelCalls()
         self._begin: _Mark | None = None  # begin of the timed steps
         self._warm_since = 0.0  # time of the first step that may be timed
@@ -138,14 +141,14 @@ class StepClock:
         self._has_short_epochs = False
 
     def _watch(self) -> None:
-        latest_steps = 0
         while True:
-            time.sleep(_LOOK_SECONDS)
-            steps = self._steps()
             # Looked at when a step has just ended, so that whole steps are timed.
-            if steps != latest_steps and not self._has_short_epochs:
+            steps = self._steps()
+            while self._steps() == steps:
+                time.sleep(_LOOK_SECONDS)
+            if not self._has_short_epochs:
                 self._look(ends_epoch=False)
-            latest_steps = steps
+            time.sleep(_PAUSE_SECONDS)
 
     def _look(self, ends_epoch: bool) -> None:
         """Begin with the timed steps, or keep their times if there are enough."""
@@ -153,7 +156,11 @@ class StepClock:
         begin = self._begin
         if begin is None:
             if mark.steps >= _WARM_UP_STEPS:
-                self._warm_since = self._warm_since or mark.time
+                if not self._warm_since:
+                    # Python looks once through all objects that importing and tracing made: some 0.25 s, for which
+                    # all ranks wait. It does so now, rather than at some point within the timed steps.
+                    gc.collect()
+                    self._warm_since = time.monotonic()
                 is_warm = mark.time - self._warm_since >= _WARM_UP_SECONDS
                 # Short steps are held up when the ranks compare what they train.
                 if is_warm or mark.steps > FIRST_LOOKS[-1]:
