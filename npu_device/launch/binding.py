@@ -1,4 +1,6 @@
-"""Binds the ranks of this node to cores, as ``--bind-to`` says, and tells TensorFlow how many threads fit."""
+"""Binds the ranks of this node to cores, as ``--bind-to`` says, tells TensorFlow how many threads fit, and lets the C
+library write large copies past the cache.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from npu_device._src.machine.core_sets import (
 )
 from npu_device._src.machine.topology import read_machine
 from npu_device.launch.arguments import Options
-from npu_device.launch.tuned_copies import tunables
+
+_TUNABLE = "glibc.cpu.x86_non_temporal_threshold"
+_PAST_CACHE_BYTES = 256 << 10
+"""Copies from this size on are written past the cache: slots of shared memory are larger, messages smaller."""
 
 
 class Binding:
@@ -51,20 +56,17 @@ class Binding:
 
     def variables(self) -> dict[str, str]:
         """Return the variables of each rank."""
-        is_single = self._options.nproc_per_node == 1
-        # A single rank of a host shares no memory.
-        variables = {} if is_single else tunables(os.environ)
-        if self._threads is None:
+        if self._options.nproc_per_node > 1:
+            variables = _tunables()
+            if self._threads is not None:
+                # Within a job, npu.open() divides what is left.
+                variables[environment.NPU_DEVICE_CORES.name] = str(self._threads)
             return variables
-        # Within a job, npu.open() divides what is left.
-        threads = str(self._threads)
-        if not is_single:
-            return {**variables, environment.NPU_DEVICE_CORES.name: threads}
-        # A single rank need not open the device, but TensorFlow reads these itself.
+        # A single rank shares no memory. It need not open the device, but TensorFlow reads these itself.
         names = (environment.TF_NUM_INTRAOP_THREADS.name, environment.TF_NUM_INTEROP_THREADS.name)
-        if any(map(os.environ.get, names)):
+        if self._threads is None or any(map(os.environ.get, names)):
             return {}
-        return dict.fromkeys(names, threads)
+        return dict.fromkeys(names, str(self._threads))
 
     @contextlib.contextmanager
     def on_cores(self, local_rank: int) -> Iterator[None]:
@@ -81,3 +83,17 @@ class Binding:
             yield
         finally:
             os.sched_setaffinity(0, thread_cores)
+
+
+def _tunables() -> dict[str, str]:
+    """Return the variable for copies past the cache, with the user's tunables; nothing if the user has decided.
+
+    A sum in shared memory writes what another rank reads. Where the cores of the ranks share no cache, reading what
+    lies in the cache of another core takes longer than reading it from memory.
+    """
+    tunables_of_user = os.environ.get("GLIBC_TUNABLES", "")
+    if environment.NPU_DEVICE_TUNE_COPIES.get() == "off" or _TUNABLE in tunables_of_user:
+        return {}
+    # The C library reads it when a process starts, so that a rank can't set it by itself.
+    tunables = f"{_TUNABLE}={_PAST_CACHE_BYTES}"
+    return {"GLIBC_TUNABLES": ":".join(filter(None, (tunables_of_user, tunables)))}
