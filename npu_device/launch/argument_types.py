@@ -6,7 +6,7 @@ import argparse
 import re
 import signal
 from pathlib import Path
-from typing import Callable, TypeVar
+from typing import Callable, Optional, TypeVar
 
 from npu_device._src import environment
 from npu_device._src.collectives.gpu_choice import visible_names
@@ -14,6 +14,8 @@ from npu_device._src.environment import forms
 from npu_device._src.environment.forms import Form
 
 AUTO = "auto"  # the default of --nproc-per-node
+HostSlots = list[tuple[str, Optional[int]]]
+"""Hosts, each with its number of ranks if that is given."""
 _Value = TypeVar("_Value")
 
 
@@ -103,7 +105,7 @@ def visible_gpus() -> int:
 _HOST = re.compile(r"(?P<host>[^\s:\[\]]+|([^\s:\[\]]+@)?\[[^\s\]]+\])(:(?P<number>[1-9][0-9]*))?")
 
 
-def parse_hosts(text: str) -> list[tuple[str, int | None]]:
+def parse_hosts(text: str) -> HostSlots:
     """Return each host of a list with its number of ranks; WrongValueError if one is malformed or listed twice.
 
     >>> parse_hosts("a:4,me@b:4,[fd00::1]")
@@ -124,7 +126,7 @@ def parse_hosts(text: str) -> list[tuple[str, int | None]]:
     return list(hosts.items())
 
 
-def read_hosts(path: str) -> list[tuple[str, int | None]]:
+def read_hosts(path: str) -> HostSlots:
     """Return the hosts of a file, one a line, as ``parse_hosts`` takes it, or ``HOST slots=N``; # begins a comment."""
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -138,7 +140,7 @@ def read_hosts(path: str) -> list[tuple[str, int | None]]:
     return parse_hosts(",".join(hosts))
 
 
-def filled_hosts(hosts: list[tuple[str, int | None]], total: int) -> list[tuple[str, int | None]]:
+def filled_hosts(hosts: HostSlots, total: int) -> HostSlots:
     """Return the hosts that so many ranks need, which fill one after the other; ValueError if they aren't alike.
 
     >>> filled_hosts([("a", 2), ("b", 2), ("c", 2)], 4)

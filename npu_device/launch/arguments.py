@@ -8,14 +8,14 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Callable
+from typing import Any
 
 from npu_device._src import environment
 from npu_device._src.machine.core_sets import BINDINGS, NONE
 from npu_device._src.machine.topology import read_machine
 from npu_device._src.wording import counted
 from npu_device.launch import argument_types as types
-from npu_device.launch.argument_types import AUTO
+from npu_device.launch.argument_types import AUTO, HostSlots
 
 DEFAULT_PORT = 29688  # the port that Ascend's own launch scripts use for the chief
 LOOPBACK = frozenset(("localhost", "127.0.0.1"))
@@ -27,6 +27,7 @@ _NUMBERS = ("-n", "-np", "--nproc-per-node", "--nproc_per_node")
 
 _RUN_TEXTS: dict[str, Any] = {
     "prog": "npurun",
+    "formatter_class": argparse.RawDescriptionHelpFormatter,
     "usage": """\
 npurun [-n N] [options] [-m] script [argument ...]
        npurun check [options] | verify script | speed script | port script | trace DIR | docs""",
@@ -47,8 +48,24 @@ examples:
 
 Options of npurun go before the script; everything after it belongs to the script.""",
 }
+# Options that only a script has, by the names of their fields
+_OF_SCRIPTS = """
+script module trace horovod replicate shard_optimizer max_restarts max_preemptions max_resizes restart_backoff
+preempt_signal preempt_timeout
+"""
+
+
+class _CheckHelp(argparse.RawDescriptionHelpFormatter):
+    """The help of ``npurun check``: takes the options of a training run, but leaves those of a script out."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        if action.dest not in _OF_SCRIPTS.split():
+            super().add_argument(action)
+
+
 _CHECK_TEXTS: dict[str, Any] = {
     "prog": "npurun check",
+    "formatter_class": _CheckHelp,
     "usage": "npurun check [-n N] [options]",
     "description": """\
 Check hosts and network, without a script: would training work, and how fast do
@@ -63,7 +80,7 @@ examples:
 
 @dataclass(frozen=True)
 class Options:
-    command: tuple[str, ...]  # argument vector of every rank, ready to be executed
+    command: Sequence[str]  # argument vector of every rank, ready to be executed
     nproc_per_node: int  # ranks on each node; 0 if each of ``hosts`` counts its GPUs
     nnodes: int
     node_rank: int
@@ -84,7 +101,7 @@ class Options:
     rejoin_timeout: float  # seconds that nodes wait for each other before an attempt
     preempt_signal: int  # asks the ranks for a checkpoint and a resumable end
     preempt_timeout: float  # seconds that the ranks have for this checkpoint and their end
-    hosts: tuple[str, ...]  # reached by ssh; empty if npurun is started on each node
+    hosts: Sequence[str]  # reached by ssh; empty if npurun is started on each node
     horovod: bool
     replicate: bool
     shard_optimizer: bool
@@ -118,25 +135,32 @@ class Options:
 def parse(argv: Sequence[str]) -> Options:
     """Return the options of a command line, or exit with a message."""
     parser = _parser(is_check=list(argv[:1]) == ["--check"])
-    namespace = parser.parse_args(argv)
-    slots = _hosts(parser, namespace)
+    try:
+        return _options(parser.parse_args(argv))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _options(namespace: argparse.Namespace) -> Options:
+    """Return the options that complete these arguments; ValueError if they contradict each other."""
+    slots = _hosts(namespace)
     # Hosts are read before the platform's variables, which describe a job that is started on every node.
     if not slots:
-        _take_from_platform(parser, namespace)
+        _take_from_platform(namespace)
     fewest_nodes, nnodes = namespace.nnodes
     if namespace.tee and namespace.log_dir is None:
-        parser.error(
+        raise ValueError(
             "--tee writes to the console as well as to the files of --log-dir: give --log-dir too"
         )
     if nnodes > 1 and not slots:
-        _require_node(parser, namespace)
+        _require_node(namespace)
     if namespace.tune:
-        parser.error(
+        raise ValueError(
             f"--tune is gone: four equal segments were as fast as what it found. {INSTEAD_OF_TUNING}"
         )
     restarts = namespace.max_restarts or namespace.max_preemptions or fewest_nodes < nnodes
     if namespace.check and (namespace.script or namespace.trace or restarts):
-        parser.error(
+        raise ValueError(
             "check runs its own script once: omit the script, --trace, --max-restarts and MIN:MAX nodes"
         )
     if namespace.nproc_per_node == AUTO:
@@ -150,14 +174,14 @@ def parse(argv: Sequence[str]) -> Options:
         _hint_at_options_after_script(namespace.module, namespace.script)
     namespace.node_rank = namespace.node_rank or 0
     if not 0 <= namespace.node_rank < nnodes:
-        parser.error(
+        raise ValueError(
             f"--node-rank {namespace.node_rank}: with --nnodes {nnodes} it is 0 to {nnodes - 1}"
         )
     namespace.command = ()
     if not namespace.check:
-        namespace.command = _command(parser, namespace.module, namespace.script)
+        namespace.command = _command(namespace.module, namespace.script)
     if namespace.replicate and not namespace.check:
-        namespace.command = _replicating(parser, namespace)
+        namespace.command = _replicating(namespace)
     namespace.hosts = tuple(host for host, _ in slots)
     namespace.fewest_nodes = fewest_nodes
     namespace.nnodes = nnodes
@@ -166,58 +190,53 @@ def parse(argv: Sequence[str]) -> Options:
     return Options(**{field.name: getattr(namespace, field.name) for field in fields(Options)})
 
 
-def _require_node(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> None:
+def _require_node(namespace: argparse.Namespace) -> None:
     """Require what npurun has to know on each of several nodes."""
-    absent_names = [
-        name for name in ("node_rank", "master_addr") if getattr(namespace, name) is None
-    ]
-    if absent_names:
+    options = {"--node-rank": namespace.node_rank, "--master-addr": namespace.master_addr}
+    names = " and ".join(name for name, setting in options.items() if setting is None)
+    if names:
         nnodes = namespace.nnodes[1]
-        names = " and ".join("--" + name.replace("_", "-") for name in absent_names)
-        parser.error(
+        raise ValueError(
             f"--nnodes {nnodes} needs {names} too: run npurun once on every node, with --node-rank 0 to "
             f"{nnodes - 1} and everywhere the same address of node 0 as --master-addr"
         )
 
 
-def _replicating(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> tuple[str, ...]:
+def _replicating(namespace: argparse.Namespace) -> tuple[str, ...]:
     """Return the command that trains an unchanged Keras script on all ranks."""
     if namespace.horovod:
-        parser.error(
+        raise ValueError(
             "--replicate is for scripts without calls of Horovod: give either --replicate or --horovod"
         )
     python, *words = namespace.command
     if python != sys.executable:
-        parser.error("--replicate takes a .py file, or a module with -m")
+        raise ValueError("--replicate takes a .py file, or a module with -m")
     program = "npu_device._src.replicate.main_program"
     return (python, "-u", "-m", program, str(namespace.seed), *words[1:])
 
 
-def _take_from_platform(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> None:
+def _take_from_platform(namespace: argparse.Namespace) -> None:
     """Complete the arguments as Kubeflow's torch runtime (``PET_*``) or else SkyPilot says; the command line wins.
 
     Not the number of ranks per node: ``PET_NPROC_PER_NODE`` is the number of CPUs there.
     """
     variable = "SKYPILOT_NUM_NODES"
     settings: dict[str, Any] = {}
-    try:
-        if environment.PET_NNODES.get() is not None:
-            variable = "PET_NNODES"
-            settings = {
-                "nnodes": types.nodes(environment.PET_NNODES.raw() or ""),
-                "node_rank": environment.PET_NODE_RANK.get(),
-                "master_addr": environment.PET_MASTER_ADDR.get(),
-                "master_port": environment.PET_MASTER_PORT.get(),
-            }
-        elif (nodes := environment.SKYPILOT_NUM_NODES.get()) is not None:
-            addresses = (environment.SKYPILOT_NODE_IPS.get() or "").split()
-            settings = {
-                "nnodes": (nodes, nodes),
-                "node_rank": environment.SKYPILOT_NODE_RANK.get(),
-                "master_addr": next(iter(addresses), None),
-            }
-    except ValueError as error:
-        parser.error(str(error))
+    if environment.PET_NNODES.get() is not None:
+        variable = "PET_NNODES"
+        settings = {
+            "nnodes": types.nodes(environment.PET_NNODES.raw() or ""),
+            "node_rank": environment.PET_NODE_RANK.get(),
+            "master_addr": environment.PET_MASTER_ADDR.get(),
+            "master_port": environment.PET_MASTER_PORT.get(),
+        }
+    elif (nodes := environment.SKYPILOT_NUM_NODES.get()) is not None:
+        addresses = (environment.SKYPILOT_NODE_IPS.get() or "").split()
+        settings = {
+            "nnodes": (nodes, nodes),
+            "node_rank": environment.SKYPILOT_NODE_RANK.get(),
+            "master_addr": next(iter(addresses), None),
+        }
     namespace.nnodes = namespace.nnodes or settings.get("nnodes", (1, 1))
     # On one node npurun needs nothing of the platform.
     if not settings or namespace.nnodes[1] == 1:
@@ -227,27 +246,25 @@ def _take_from_platform(parser: argparse.ArgumentParser, namespace: argparse.Nam
             setattr(namespace, name, setting)
     # Said because nothing on the command line shows where the numbers come from.
     if namespace.node_rank is not None and namespace.master_addr is not None:
-        position = f"node {namespace.node_rank} of {namespace.nnodes[1]}, and node 0 is {namespace.master_addr}"
         print(
-            f"npurun: {variable} and others of the platform say that this is {position}",
+            f"npurun: {variable} and others of the platform say that this is node {namespace.node_rank} of "
+            f"{namespace.nnodes[1]}, and node 0 is {namespace.master_addr}",
             file=sys.stderr,
         )
 
 
-def _hosts(
-    parser: argparse.ArgumentParser, namespace: argparse.Namespace
-) -> list[tuple[str, int | None]]:
+def _hosts(namespace: argparse.Namespace) -> HostSlots:
     """Return the hosts of --hosts or --hostfile, and complete the other arguments from them."""
     total = namespace.num_proc
     if total is not None and (namespace.nproc_per_node != AUTO or namespace.nnodes is not None):
-        _refuse_both_counts(parser, namespace)
+        _refuse_both_counts(namespace)
     if namespace.hosts is None and namespace.hostfile is None:
         namespace.nproc_per_node = total or namespace.nproc_per_node
         return []
     if namespace.hosts is not None and namespace.hostfile is not None:
-        parser.error("--hosts and --hostfile name the same thing: give one of them")
+        raise ValueError("--hosts and --hostfile name the same thing: give one of them")
     if namespace.node_rank is not None:
-        parser.error(
+        raise ValueError(
             "--node-rank belongs to an npurun that is started on each node: leave --hosts out"
         )
     option = "--hosts"
@@ -260,39 +277,37 @@ def _hosts(
         if total is not None:
             hosts = types.filled_hosts(hosts, total)
     except (OSError, ValueError) as error:
-        parser.error(f"{option}: {error}")
+        raise ValueError(f"{option}: {error}") from None
     numbers = {number for _, number in hosts if number is not None}
     if namespace.nproc_per_node != AUTO:
         numbers.add(namespace.nproc_per_node)
     if len(numbers) > 1:
-        parser.error(
+        raise ValueError(
             f"npurun starts the same number of ranks on each host; found {sorted(numbers)}"
         )
     namespace.nproc_per_node = next(iter(numbers), AUTO)
     # ssh takes USER@HOST, but the ranks connect to an address.
-    _complete_nodes(parser, namespace, [host.rpartition("@")[2] for host, _ in hosts])
+    _complete_nodes(namespace, [host.rpartition("@")[2] for host, _ in hosts])
     return hosts
 
 
-def _refuse_both_counts(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> None:
+def _refuse_both_counts(namespace: argparse.Namespace) -> None:
     total = namespace.num_proc
     _, nnodes = namespace.nnodes or (1, 1)
     per_node = f"-n {namespace.nproc_per_node}"
     if nnodes > 1:
         per_node = f"-n {max(1, total // nnodes)} --nnodes {nnodes}"
-    parser.error(
+    raise ValueError(
         f"-np {total} counts the ranks of all hosts, -n those of each node. Give one of them: npurun -np {total} "
         f"-H a:N,b:N; or npurun {per_node}"
     )
 
 
-def _complete_nodes(
-    parser: argparse.ArgumentParser, namespace: argparse.Namespace, hosts: Sequence[str]
-) -> None:
+def _complete_nodes(namespace: argparse.Namespace, hosts: Sequence[str]) -> None:
     """Set the number of nodes and the address of node 0."""
     fewest_nodes, nnodes = namespace.nnodes or (1, 1)
     if nnodes not in (1, len(hosts)):
-        parser.error(f"--nnodes {nnodes}: the list has {counted(len(hosts), 'host')}")
+        raise ValueError(f"--nnodes {nnodes}: the list has {counted(len(hosts), 'host')}")
     if nnodes == 1:
         fewest_nodes = len(hosts)
     namespace.nnodes = (fewest_nodes, len(hosts))
@@ -301,7 +316,7 @@ def _complete_nodes(
     # Other hosts would look for node 0 on themselves.
     remote = [host for host in hosts[1:] if host not in LOOPBACK]
     if hosts[0] in LOOPBACK and remote:
-        parser.error(
+        raise ValueError(
             f"{hosts[0]} is another host for {remote[0]}, and the ranks meet on the first host of the list: give its "
             "name or address there, or as --master-addr"
         )
@@ -337,23 +352,12 @@ def _hint_at_more_ranks() -> None:
             return
 
 
-_Help = Callable[[str], str]
-"""Returns the help of an option that only a script has: hidden by ``npurun check --help``."""
-
-
-def _hidden(text: str) -> str:
-    return argparse.SUPPRESS
-
-
 def _parser(is_check: bool) -> argparse.ArgumentParser:
     texts = _RUN_TEXTS
-    of_script: _Help = str
     if is_check:
         texts = _CHECK_TEXTS
-        of_script = _hidden
     parser = argparse.ArgumentParser(
         **texts,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         # An abbreviation that works today breaks when a second option begins with it.
         allow_abbrev=False,
     )
@@ -366,7 +370,7 @@ def _parser(is_check: bool) -> argparse.ArgumentParser:
         "-m",
         "--module",
         action="store_true",
-        help=of_script("the script is the name of a module, as with python -m"),
+        help="the script is the name of a module, as with python -m",
     )
     _add(parser, "--log-dir", metavar="DIR", help="write to DIR/rank<N>.log, not to the console")
     _add(parser, "--tee", action="store_true", help="with --log-dir: write to the console as well")
@@ -379,11 +383,11 @@ def _parser(is_check: bool) -> argparse.ArgumentParser:
     )
     grace = "seconds until running ranks are killed (default 5)"
     _add(parser, "--grace", type=types.seconds, default=5.0, metavar="S", help=grace)
-    trace = of_script("write a trace of the iterations and a report to DIR")
+    trace = "write a trace of the iterations and a report to DIR"
     _add(parser, "--trace", metavar="DIR", help=trace)
     # Gone since 0.2.0. The parser knows it until 0.3.0, to name what replaces it.
-    parser.add_argument("--tune", action="store_true", help=argparse.SUPPRESS)
-    _add_changes(parser, of_script)
+    _add(parser, "--tune", action="store_true", help=argparse.SUPPRESS)
+    _add_changes(parser)
     # Replaced by npurun check in 0.2.0, and known until 0.3.0.
     _add(parser, "--check", action="store_true", help=argparse.SUPPRESS)
     cores = "bind ranks to core, l3cache, numa, socket, auto; none"
@@ -391,38 +395,49 @@ def _parser(is_check: bool) -> argparse.ArgumentParser:
     _add_nodes(
         parser.add_argument_group("several nodes (run npurun once on each, or give --hosts)")
     )
-    failures = parser.add_argument_group("failures and preemption (npurun docs reliability)")
-    _add_failures(failures, of_script)
+    _add_failures(parser.add_argument_group("failures and preemption (npurun docs reliability)"))
     # One positional for both: argparse would swallow a "--" between a script and its arguments.
     parser.add_argument(
         "script",
         nargs=argparse.REMAINDER,
-        help=of_script("a .py file, a program, or with -m a module, and its arguments"),
+        help="a .py file, a program, or with -m a module, and its arguments",
     )
     return parser
 
 
-def _add_changes(parser: argparse.ArgumentParser, of_script: _Help) -> None:
+def _add_changes(parser: argparse.ArgumentParser) -> None:
     """Add what changes the script that runs."""
-    horovod = of_script("let import horovod find npu_device.horovod")
-    _add(parser, "--horovod", action="store_true", help=horovod)
-    unchanged = of_script("train an unchanged Keras script (--seed N: the seed)")
-    _add(parser, "--replicate", action="store_true", help=unchanged)
-    divide = of_script("divide updates among the ranks")
-    _add(parser, "--shard-optimizer", action="store_true", help=divide)
-    parser.add_argument("--seed", type=types.count, default=1, help=argparse.SUPPRESS)
+    _add(
+        parser, "--horovod", action="store_true", help="let import horovod find npu_device.horovod"
+    )
+    _add(
+        parser,
+        "--replicate",
+        action="store_true",
+        help="train an unchanged Keras script (--seed N: the seed)",
+    )
+    _add(parser, "--shard-optimizer", action="store_true", help="divide updates among the ranks")
+    _add(parser, "--seed", type=types.count, default=1, help=argparse.SUPPRESS)
 
 
 def _add_nodes(group: argparse._ActionsContainer) -> None:
     _add(group, "--hosts", metavar="A:N,B:N", help="start all nodes from here, over ssh (also -H)")
     group.add_argument("-H", dest="hosts", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
     _add(group, "--hostfile", metavar="FILE", help="the same, from lines such as: A slots=N")
-    total = "number of ranks on all hosts together"
-    group.add_argument("-np", dest="num_proc", type=types.positive, metavar="N", help=total)
-    several_nodes = (
-        "number of nodes (default 1); MIN:MAX: start with MAX nodes, continue with MIN or more"
+    group.add_argument(
+        "-np",
+        dest="num_proc",
+        type=types.positive,
+        metavar="N",
+        help="number of ranks on all hosts together",
     )
-    _add(group, "--nnodes", type=types.nodes, metavar="N", help=several_nodes)
+    _add(
+        group,
+        "--nnodes",
+        type=types.nodes,
+        metavar="N",
+        help="number of nodes (default 1); MIN:MAX: start with MAX nodes, continue with MIN or more",
+    )
     _add(group, "--node-rank", type=int, metavar="R", help="number of this node, from 0")
     _add(
         group,
@@ -430,56 +445,70 @@ def _add_nodes(group: argparse._ActionsContainer) -> None:
         metavar="ADDR",
         help="address or name of node 0 (one node: 127.0.0.1)",
     )
-    where = (
-        "port of node 0 where the ranks meet (default: the first of NPU_DEVICE_PORT_RANGE, else "
-        f"{DEFAULT_PORT}; one node: a free one)"
+    _add(
+        group,
+        "--master-port",
+        type=types.port,
+        metavar="PORT",
+        help="port of node 0 where the ranks meet (default: the first of NPU_DEVICE_PORT_RANGE, else "
+        f"{DEFAULT_PORT}; one node: a free one)",
     )
-    _add(group, "--master-port", type=types.port, metavar="PORT", help=where)
-    rejoin = "seconds that nodes wait for each other, and --hosts tries a lost host (default 300)"
-    _add(group, "--rejoin-timeout", type=types.seconds, default=300.0, metavar="S", help=rejoin)
+    _add(
+        group,
+        "--rejoin-timeout",
+        type=types.seconds,
+        default=300.0,
+        metavar="S",
+        help="seconds that nodes wait for each other, and --hosts tries a lost host (default 300)",
+    )
 
 
-def _add_failures(group: argparse._ActionsContainer, of_script: _Help) -> None:
+def _add_failures(group: argparse._ActionsContainer) -> None:
     _add(
         group,
         "--max-restarts",
         type=types.count,
         default=0,
         metavar="N",
-        help=of_script("start a failed job again (default 0)"),
+        help="start a failed job again (default 0)",
     )
-    preemptions = "continue N times without a node (default: any; 0: end)"
-    _add(group, "--max-preemptions", type=types.count, metavar="N", help=of_script(preemptions))
-    joins = "let nodes join N times (default: any; 0: at restarts)"
-    _add(group, "--max-resizes", type=types.count, metavar="N", help=of_script(joins))
-    backoff = "seconds before a restart, doubled up to 60 (default 1)"
+    _add(
+        group,
+        "--max-preemptions",
+        type=types.count,
+        metavar="N",
+        help="continue N times without a node (default: any; 0: end)",
+    )
+    _add(
+        group,
+        "--max-resizes",
+        type=types.count,
+        metavar="N",
+        help="let nodes join N times (default: any; 0: at restarts)",
+    )
     _add(
         group,
         "--restart-backoff",
         type=types.seconds,
         default=1.0,
         metavar="S",
-        help=of_script(backoff),
+        help="seconds before a restart, doubled up to 60 (default 1)",
     )
-    preempt = "asks for a checkpoint and a stop (default TERM)"
-    default = environment.NPU_DEVICE_PREEMPT_SIGNAL.raw() or "TERM"
     _add(
         group,
         "--preempt-signal",
         type=types.preempt_signal,
-        default=default,
+        default=environment.NPU_DEVICE_PREEMPT_SIGNAL.raw() or "TERM",
         metavar="SIG",
-        help=of_script(preempt),
+        help="asks for a checkpoint and a stop (default TERM)",
     )
-    limit = environment.NPU_DEVICE_PREEMPT_TIMEOUT.raw() or "25"
-    within = "seconds that the ranks have to do that (default 25)"
     _add(
         group,
         "--preempt-timeout",
         type=types.preempt_seconds,
-        default=limit,
+        default=environment.NPU_DEVICE_PREEMPT_TIMEOUT.raw() or "25",
         metavar="S",
-        help=of_script(within),
+        help="seconds that the ranks have to do that (default 25)",
     )
 
 
@@ -493,33 +522,33 @@ def _add(target: argparse._ActionsContainer, *names: str, **settings: Any) -> No
         target.add_argument(underscored, dest=underscored[2:], **hidden)
 
 
-def _command(parser: argparse.ArgumentParser, module: bool, words: list[str]) -> tuple[str, ...]:
+def _command(module: bool, words: list[str]) -> tuple[str, ...]:
     # argparse keeps the separator with the words that it leaves to us.
     if words[:1] == ["--"]:
         words = words[1:]
     if not words:
-        parser.error("the script is missing")
+        raise ValueError("the script is missing")
     script, *arguments = words
     if module:
         return (sys.executable, "-u", "-m", script, *arguments)
     if os.path.isdir(script):
-        parser.error(
+        raise ValueError(
             f"{script} is a directory; name a .py file or a program, or use -m for a package"
         )
     if script.endswith(".py"):
         if not os.path.isfile(script):
-            parser.error(f"no such script: {script} (looked for it in {os.getcwd()})")
+            raise ValueError(f"no such script: {script} (looked for it in {os.getcwd()})")
         return (sys.executable, "-u", script, *arguments)
     if os.path.isfile(script):
         if not os.access(script, os.X_OK):
-            parser.error(
+            raise ValueError(
                 f"{script} is neither .py nor executable: chmod +x it, or name the interpreter (npurun sh {script})"
             )
         # Absolute, since a name without a slash would be looked for on PATH.
         return (os.path.abspath(script), *arguments)
     program = shutil.which(script)
     if program is None:
-        parser.error(
+        raise ValueError(
             f"no such script or program: {script} (looked in {os.getcwd()} and on PATH; for a module: -m)"
         )
     return (program, *arguments)

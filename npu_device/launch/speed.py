@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from npu_device._src.machine.topology import Machine, read_machine
 from npu_device._src.speed.timed_process import Setup, TimedProcess
 from npu_device._src.wording import counted
 from npu_device.launch import script_runs
-from npu_device.launch.argument_types import minutes, parse_hosts, positive
+from npu_device.launch.argument_types import HostSlots, minutes, parse_hosts, positive
 
 _RUNNER = "npu_device._src.speed.measured_runs"
 _END_SECONDS = 30  # grace after the limit of time, for processes that are about to end
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         return _measure(options, setups, Path(directory).resolve())
 
 
-def sizes_to_measure(machine: Machine, hosts: Sequence[tuple[str, int | None]]) -> list[int]:
+def sizes_to_measure(machine: Machine, hosts: HostSlots) -> list[int]:
     """Return the numbers of ranks to try: powers of two and one rank for each NUMA node, as far as there is room."""
     most = usable_memory() // script_runs.RANK_BYTES
     # More ranks than CPUs only take turns.
@@ -82,18 +81,21 @@ def setups_to_measure(
 
 
 def _measure(options: argparse.Namespace, setups: Sequence[Setup], directory: Path) -> int:
-    say = functools.partial(script_runs.say, "speed")
     if not options.json:
         ranks = ", ".join(setup.label for setup in setups[1:])
         # Before the first run, nothing is known about the script.
         memory = setups[-1].ranks * script_runs.RANK_BYTES >> 30
-        say(
+        script_runs.say(
+            "speed",
             f"{options.script}: one process and {ranks} ranks in turn, at least "
             f"{counted(options.rounds, 'round')}. Time: at most {options.minutes:g} min. Memory: some {memory} GiB "
-            "for the most ranks, 2 GiB each"
+            "for the most ranks, 2 GiB each",
         )
         script_runs.say_what_stays("speed")
-        say("what the script sends to databases, object stores and trackers is sent in each run")
+        script_runs.say(
+            "speed",
+            "what the script sends to databases, object stores and trackers is sent in each run",
+        )
     start = TimedProcess(
         str(directory),
         options.steps,
@@ -124,7 +126,7 @@ def _measure(options: argparse.Namespace, setups: Sequence[Setup], directory: Pa
         reasons = "; ".join(f"{label} ranks: {why}" for label, why in measured.left_out.items())
         problem = f"there was no whole round (--minutes {options.minutes:g}). {reasons}".strip()
     if problem:
-        say(problem)
+        script_runs.say("speed", problem)
         return code or 3
     if options.json:
         print(json.dumps(asdict(measured)))

@@ -51,7 +51,10 @@ def _is_used(path: str) -> bool:
 def _verify(options: argparse.Namespace, sizes: Sequence[int], directory: Path) -> int:
     if not options.json:
         ranks = " and ".join(map(str, sizes))
-        _say(f"{options.script}: one process twice, then {ranks} ranks, {options.steps} steps each")
+        script_runs.say(
+            "verify",
+            f"{options.script}: one process twice, then {ranks} ranks, {options.steps} steps each",
+        )
         script_runs.say_what_stays("verify")
     began = time.time()
     plan = PlannedProcess(
@@ -61,10 +64,12 @@ def _verify(options: argparse.Namespace, sizes: Sequence[int], directory: Path) 
     try:
         problem = script_runs.run(_RUNNER, settings, options, VERIFY_SECONDS)
     except subprocess.TimeoutExpired:
-        minutes = f"{VERIFY_SECONDS / 60:.0f} minutes"
-        problem = f"the script didn't make its steps in {minutes}; see its output with --keep DIR"
+        problem = (
+            f"the script didn't make its steps in {VERIFY_SECONDS / 60:.0f} minutes; see its output "
+            "with --keep DIR"
+        )
     if problem:
-        _say(problem)
+        script_runs.say("verify", problem)
         return 3
     # Imported here, since a mistake in the command line shouldn't wait for numpy.
     from npu_device._src.verify import report
@@ -118,7 +123,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hosts", help=argparse.SUPPRESS)
     script_runs.add_script(parser)
     return parser
-
-
-def _say(text: str) -> None:
-    script_runs.say("verify", text)
