@@ -16,7 +16,7 @@ from rendezvous_ranks import connect
 from npu_device._src.cluster import handshake
 from npu_device._src.membership.rank_environment import free_port
 from npu_device._src.version import __version__
-from npu_device.launch.member import Link, serve
+from npu_device.launch.node_protocol import JobEnd, Link, serve
 
 pytestmark = pytest.mark.xdist_group("waiting")
 
@@ -125,7 +125,7 @@ def test_any_messages_of_node_0(tmp_path: Path) -> None:
 
             send_anything()
             link = links.get(timeout=_SOON)
-            link.send("over", code=0, text="the last word")
+            link.send(JobEnd(0, "the last word"))
             assert "the last word" in _output(member, tmp_path, 1)
             link.close()
         finally:

@@ -12,15 +12,22 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Callable
+from typing import Callable
 
 import pytest
 from launcher import script, start, wait_until
 from ranks import free_port, time_limits
 
-from npu_device._src.cluster import frames
 from npu_device._src.testing import hosts
-from npu_device.launch.member import Link, serve
+from npu_device.launch.node_protocol import (
+    AttemptPlan,
+    Hello,
+    JobEnd,
+    Link,
+    NodeOutcome,
+    StopOrder,
+    serve,
+)
 
 pytestmark = pytest.mark.xdist_group("waiting")
 
@@ -145,10 +152,9 @@ def node_1_of(nodes: Nodes) -> Iterator[tuple[subprocess.Popen[bytes], Link]]:
         link.close()
 
 
-def plan(*copies: str) -> dict[str, Any]:
+def plan(*copies: str) -> AttemptPlan:
     """The order of the first attempt, given where the nodes take copies in memory: host and port."""
-    job = {"job_id": "job", "port": free_port(), "copies": copies, "saves_copies": False}
-    return {"do": "plan", "count": 0, "nodes": [0, 1], **job}
+    return AttemptPlan(0, (0, 1), "job", free_port(), copies)
 
 
 def test_a_node_stops_an_attempt_that_it_is_told_to_begin_and_to_stop_at_once(
@@ -161,13 +167,13 @@ def test_a_node_stops_an_attempt_that_it_is_told_to_begin_and_to_stop_at_once(
     ):
         messages = link.messages()
         hello = next(messages)
-        assert (hello["do"], hello["node"]) == ("hello", 1)
-        orders = plan(" 1", " 1"), {"do": "stop", "why": "a rank failed"}
-        link.connection.sendall(b"".join(map(frames.encode, orders)))
+        assert isinstance(hello, Hello) and hello.node == 1
+        link.send(plan(" 1", " 1"))
+        link.send(StopOrder("a rank failed"))
         outcome = next(messages)
-        link.send("over", code=1, text="")
+        link.send(JobEnd(1, ""))
         assert "npurun: a rank failed; stopping the ranks of this node" in ends(launch, 1)
-    assert outcome["do"] == "outcome"
+    assert isinstance(outcome, NodeOutcome)
 
 
 COPIES = """
@@ -191,12 +197,11 @@ def test_a_node_goes_on_beside_one_that_takes_no_copies(tmp_path: Path) -> None:
         (tmp_path / "ready.0.0").touch()
         messages = link.messages()
         next(messages)
-        order = plan(" ", "127.0.0.1 ")
-        link.connection.sendall(frames.encode(order))
+        link.send(plan(" ", "127.0.0.1 "))
         outcome = next(messages)
-        link.send("over", code=0, text="")
+        link.send(JobEnd(0, ""))
         assert "copies" not in ends(launch, 0)
-    assert (outcome["do"], outcome["code"]) == ("outcome", 0)
+    assert outcome == NodeOutcome(0)
 
 
 def test_a_node_that_waits_for_a_stopped_node_0_gives_up(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from launcher import npurun, script, start
 from ranks import free_port
 
+from npu_device.launch.events import Exit
 from npu_device.launch.failures import examine
-from npu_device.launch.supervisor import Exit
 
 AGAIN = ("--restart-backoff", "0.1", "--max-restarts")
 
@@ -237,5 +237,5 @@ ValueError: in user code:"""
     ],
 )
 def test_the_place_of_a_failure(status: int, stderr: str, place: str | None) -> None:
-    failure, _ = examine(2, "here", Exit(status, 0.0), "no such file", False, stderr.splitlines())
+    failure, _ = examine(Exit(2, status, 0.0), "no such file", False, stderr.splitlines())
     assert failure.origin == place

@@ -15,8 +15,8 @@ from pathlib import Path
 from npu_device._src.wording import counted
 from npu_device.launch import launcher
 from npu_device.launch.arguments import Options
-from npu_device.launch.attempt import FAILED
 from npu_device.launch.output import Console
+from npu_device.launch.preparation import FAILED
 
 
 def main() -> None:

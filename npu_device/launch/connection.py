@@ -11,13 +11,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Callable
 
 from npu_device._src import environment
 from npu_device._src.cluster import handshake
 from npu_device._src.cluster.time_limits import HOST_NAME_SECONDS
 from npu_device._src.membership.interfaces import interface_of
 from npu_device.launch.arguments import LOOPBACK
+from npu_device.launch.events import Events, HostClosed, HostReported
 from npu_device.launch.output import Console, Pump
 from npu_device.launch.reports import Report, ReportPump
 
@@ -59,15 +59,24 @@ def client(host: str) -> list[str]:
 class Connection:
     """The client process, which gets the order, then signals. It ends with the npurun on the host, or breaks."""
 
-    def __init__(self, client: Sequence[str], name: str, serial: int, console: Console) -> None:
+    def __init__(
+        self,
+        client: Sequence[str],
+        name: str,
+        serial: int,
+        node: int,
+        console: Console,
+        events: Events,
+    ) -> None:
+        """Start the client. Reports of the node, and in the end the exit code, come among the events."""
         remote = f"{shlex.quote(sys.executable)} -m npu_device.launch.on_host {name} {serial}"
         # ssh passes no variables on, and this one decides which package is imported there.
         if os.environ.get("PYTHONPATH"):
             remote = f"env PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} {remote}"
         # Started by ``exec``, so that no shell stays between the connection and npurun.
         remote = f"cd {shlex.quote(os.getcwd())} && exec {remote}"
-        self._name = name
-        self._console = console
+        self._node = node
+        self._events = events
         self._process = subprocess.Popen(
             [*client, remote],
             stdin=subprocess.PIPE,
@@ -77,29 +86,28 @@ class Connection:
             start_new_session=True,
         )
         assert self._process.stdin is not None
-        self._input = self._process.stdin
-
-    def watch(self, report: Callable[[Report], None], closed: Callable[[int], None]) -> None:
-        """Forward the output. Call the functions in threads: for each report, and in the end with the exit code."""
         assert self._process.stdout is not None and self._process.stderr is not None
-        pumps = [
-            Pump(self._process.stdout, self._console, 1),
-            ReportPump(self._process.stderr, self._console, self._name, report),
+        self._input = self._process.stdin
+        self._pumps = [
+            Pump(self._process.stdout, console, 1),
+            ReportPump(self._process.stderr, console, name, self._report),
         ]
+        threading.Thread(target=self._wait, daemon=True).start()
 
-        def wait() -> None:
-            code = self._process.wait()
-            for pump in pumps:
-                pump.finish()
-            with contextlib.suppress(BrokenPipeError):
-                # If npurun lives on there, it learns by this that the connection has ended.
-                self._input.close()
-            # Numbered as a shell reports a signal.
-            if code < 0:
-                code = 128 - code
-            closed(code)
+    def _report(self, report: Report) -> None:
+        self._events.put(HostReported(self._node, report))
 
-        threading.Thread(target=wait, daemon=True).start()
+    def _wait(self) -> None:
+        code = self._process.wait()
+        for pump in self._pumps:
+            pump.finish()
+        with contextlib.suppress(BrokenPipeError):
+            # If npurun lives on there, it learns by this that the connection has ended.
+            self._input.close()
+        # Numbered as a shell reports a signal.
+        if code < 0:
+            code = 128 - code
+        self._events.put(HostClosed(self._node, code))
 
     def tell(self, line: str) -> None:
         # The process may have ended.

@@ -1,111 +1,77 @@
-"""What the launcher waits for: signals, the ends of ranks, and news of other launchers, in one queue."""
+"""What the launcher waits for: ``signal.Signals``, ends of ranks, and news of other launchers, in one queue."""
 
 from __future__ import annotations
 
 import queue
+import signal
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Callable, Union
+from collections.abc import Mapping
+from typing import Any, Callable, NamedTuple, Union
 
 from npu_device.launch.reports import Report
 
-
-@dataclass(frozen=True)
-class SignalReceived:
-    number: int
+Events = Union[queue.SimpleQueue[Any], queue.Queue[Any]]
+Handlers = Mapping[type[Any], Callable[[Any], object]]  # the handler for each type of event
 
 
-@dataclass(frozen=True)
-class RankEnded:
+class Exit(NamedTuple):
+    """The end of a rank's process."""
+
     rank: int
+    status: int  # exit code, or minus the number of the signal that killed it
+    time: float  # seconds since the epoch
+
+    @property
+    def code(self) -> int:
+        # Numbered as a shell reports a signal.
+        if self.status < 0:
+            return 128 - self.status
+        return self.status
+
+    def __str__(self) -> str:
+        if self.status >= 0:
+            return f"exit code {self.status}"
+        names = {int(number): number.name for number in signal.Signals}
+        number = -self.status
+        return f"killed by {names.get(number, f'signal {number}')}"
 
 
-@dataclass(frozen=True)
-class StopOrdered:
-    """The attempt has failed on another node."""
-
-    why: str
-    attempt: int | None  # number of the attempt
-
-
-@dataclass(frozen=True)
-class AttemptOrdered:
-    """Node 0 lets an attempt begin."""
-
-    count: int  # number of the attempt
-    nodes: Sequence[int]
-    job_id: str
-    port: int
-    copies: Sequence[str]  # where each node takes copies in memory: host and port
-    saves_copies: bool  # the attempt is that of the processes that write such copies to the disk
-
-
-@dataclass(frozen=True)
-class TextReceived:
-    """Node 0 has a message for the user."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class HostReported:
+class HostReported(NamedTuple):
     node: int
     report: Report
 
 
-@dataclass(frozen=True)
-class HostClosed:
+class HostClosed(NamedTuple):
     """The client of a host has ended."""
 
     node: int
     exit_code: int
 
 
-Event = Union[
-    SignalReceived,
-    RankEnded,
-    StopOrdered,
-    AttemptOrdered,
-    TextReceived,
-    HostReported,
-    HostClosed,
-]
-Handlers = Mapping[type[Any], Callable[[Any], object]]  # the handler for each type of event
+def handle_next(events: Events, handlers: Handlers, *moments: float | None) -> bool:
+    """Pass the next event to the handler of its type; return False if none comes before the earliest moment.
+
+    None stands for a moment that never comes. An event without a handler is dropped.
+    """
+    seconds = None
+    limits = [moment for moment in moments if moment is not None]
+    if limits:
+        seconds = max(0.0, min(limits) - time.monotonic())
+    try:
+        event = events.get(timeout=seconds)
+    except queue.Empty:
+        return False
+    handler = handlers.get(type(event))
+    if handler is not None:
+        handler(event)
+    return True
 
 
-class Events:
-    """The queue."""
-
-    def __init__(self) -> None:
-        # A signal handler can put an event in while its own thread takes one out.
-        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
-
-    @property
-    def is_empty(self) -> bool:
-        return self._queue.empty()
-
-    def put(self, event: Event) -> None:
-        self._queue.put(event)
-
-    def handle_next(self, seconds: float | None, handlers: Handlers) -> bool:
-        """Pass the next event to the handler of its type, if there is one; return False if none comes in time."""
-        try:
-            event = self._queue.get(timeout=seconds)
-        except queue.Empty:
-            return False
-        handler = handlers.get(type(event))
-        if handler is not None:
-            handler(event)
-        return True
-
-    def wait_for_signal(self, seconds: float) -> int | None:
-        """Return the number of a signal that the launcher receives in some seconds, or None; drop other events."""
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                event = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                return None
-            if isinstance(event, SignalReceived):
-                return event.number
+def wait_for_signal(events: Events, seconds: float) -> int | None:
+    """Return the number of a signal that the launcher receives in some seconds, or None; drop other events."""
+    deadline = time.monotonic() + seconds
+    signals: list[int] = []
+    while handle_next(events, {signal.Signals: signals.append}, deadline):
+        if signals:
+            return signals[0]
+    return None

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from npu_device._src.cluster.root_error import root_error
 from npu_device._src.cluster.tracebacks import PrintedError, from_record, is_user_file, parse
 from npu_device._src.wording import counted
-from npu_device.launch.supervisor import Exit
+from npu_device.launch.events import Exit
 
 _LAST_LINES = 20
 # Sent from outside, by a person, the system or a scheduler: where the script was then means nothing.
@@ -53,8 +55,7 @@ class Failure:
         return text
 
 
-@dataclass(frozen=True)
-class _Record:
+class _Record(NamedTuple):
     """What a rank has left of its failure, or else what its end and its stderr say of it."""
 
     time: float
@@ -64,7 +65,7 @@ class _Record:
 
 
 def examine(
-    rank: int, host: str, ended: Exit, record_file: str, stopped: bool, stderr: Sequence[str]
+    ended: Exit, record_file: str, stopped: bool, stderr: Sequence[str]
 ) -> tuple[Failure, list[PrintedError]]:
     """Return the failure of a rank, and its errors: of its record, else the last ones on its stderr."""
     recorded = True
@@ -87,7 +88,7 @@ def examine(
     if error_type in _LOST_PEER or (not recorded and ended.code - 128 in _FROM_OUTSIDE):
         origin = None
     elif not frames or (not recorded and ended.status < 0):
-        origin = f"rank {rank}, {ended}"
+        origin = f"rank {ended.rank}, {ended}"
     else:
         user_frames = [frame for frame in frames if is_user_file(frame.file)]
         innermost = (user_frames or frames)[-1]
@@ -97,8 +98,8 @@ def examine(
     if recorded and stopped:
         code = 1
     failure = Failure(
-        rank=rank,
-        host=host,
+        rank=ended.rank,
+        host=socket.gethostname(),
         end=str(ended),
         code=code,
         stopped=stopped,

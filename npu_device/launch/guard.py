@@ -21,7 +21,7 @@ class RankGuard:
     memory, which only ranks that are killed leave.
     """
 
-    def __init__(self, directory: str, folder: str) -> None:
+    def __init__(self, directory: str, folder: os.PathLike[str]) -> None:
         self._folder = folder
         # Started with -I and -S: nothing of the user's site-packages or variables can delay or break the guard.
         self._process = subprocess.Popen(

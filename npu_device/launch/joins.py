@@ -17,7 +17,7 @@ from npu_device._src.cluster.time_limits import (
     JOIN_SETTLED_SECONDS,
 )
 from npu_device._src.wording import ranges
-from npu_device.launch.attempt import Launch
+from npu_device.launch.preparation import Launch
 
 
 class Joins:
@@ -28,13 +28,10 @@ class Joins:
     """
 
     def __init__(self, launch: Launch) -> None:
-        options = launch.options
         self.is_asked = False
+        self._options = launch.options
         self._path = launch.join_requests
-        self._ranks_per_node = options.nproc_per_node
-        self._limit = options.max_resizes
-        self._fewest_nodes = options.fewest_nodes
-        self._is_allowed = options.takes_nodes
+        self._is_allowed = launch.options.takes_nodes
         self._count = 0  # how often the job has changed its size for a node
         self._next_resize_at = 0.0  # when it may do that again
         self._next_request = 0.0
@@ -55,10 +52,14 @@ class Joins:
         time_now = time.monotonic()
         return {node for node in nodes if self._kept_out.get(node, 0.0) <= time_now}
 
+    def may_join(self, nodes: Collection[int]) -> bool:
+        """Return whether some of these nodes may join a running attempt, now or later."""
+        limit = self._options.max_resizes
+        return bool(nodes) and self._is_allowed and (limit is None or self._count < limit)
+
     def due_at(self, nodes: Collection[int]) -> float | None:
         """Return when the ranks are to be asked to end for some of these nodes; None if never."""
-        is_used_up = self._limit is not None and self._count >= self._limit
-        if not nodes or not self._is_allowed or is_used_up:
+        if not self.may_join(nodes):
             return None
         admitted_at = min(self._kept_out.get(node, 0.0) for node in nodes)
         return max(admitted_at, self._next_resize_at, self._next_request)
@@ -82,7 +83,7 @@ class Joins:
         """Ask the ranks to end after a step, so that more nodes can join."""
         # A request that finds no reader, or ranks that can't end now, is made again.
         self._next_request = time.monotonic() + JOIN_ASK_SECONDS
-        number = len({*running, *self.ready(nodes)}) * self._ranks_per_node
+        number = len({*running, *self.ready(nodes)}) * self._options.nproc_per_node
         # Without a reader the pipe can't be opened.
         with contextlib.suppress(OSError):
             pipe = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)
@@ -111,7 +112,7 @@ class Joins:
             for node in self._joined:
                 self._pauses.pop(node, None)
             return ()
-        if len(running) - len(self._joined) < self._fewest_nodes:
+        if len(running) - len(self._joined) < self._options.fewest_nodes:
             return ()
         return tuple(sorted(self._joined))
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from npu_device._src.cluster.rank_errors import ClusterError
 from npu_device._src.machine.core_sets import NONE
 from npu_device._src.wording import amount
-from npu_device.launch.attempt import Attempt, AttemptObserver, Launch, prepare_rendezvous
-from npu_device.launch.binding import Binding
+from npu_device.launch.attempt import Attempt
+from npu_device.launch.preparation import START_ERRORS, Launch, prepare_rendezvous
 from npu_device.launch.reports import WRITING
 
 _COMMAND = (
@@ -38,7 +37,7 @@ def is_needed(launch: Launch) -> bool:
 def launch_of_writers(launch: Launch) -> Launch:
     """Return the launch of the processes that write."""
     # The npurun that was started by hand waits for it.
-    launch.starter.tell(WRITING)
+    launch.reporter.tell(WRITING)
     options = dataclasses.replace(
         launch.options,
         command=_COMMAND,
@@ -47,7 +46,7 @@ def launch_of_writers(launch: Launch) -> Launch:
         log_dir=None,
         trace=None,
     )
-    return dataclasses.replace(launch, options=options, binding=Binding(options))
+    return dataclasses.replace(launch, options=options)
 
 
 def write_alone(launch: Launch, count: int) -> None:
@@ -60,6 +59,6 @@ def write_alone(launch: Launch, count: int) -> None:
         )
         writers = launch_of_writers(dataclasses.replace(launch, options=options))
         with prepare_rendezvous(writers.options, count) as rendezvous:
-            Attempt(writers, rendezvous, AttemptObserver()).run()
-    except (OSError, ClusterError, ValueError) as error:
+            Attempt(writers, rendezvous).run()
+    except START_ERRORS as error:
         launch.console.say(f"the copy in memory could not be written: {error}")

@@ -5,62 +5,76 @@ The launcher of each node, node 0 too, is a ``member`` that carries out its orde
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import socket
 import threading
 import time
 import traceback
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from npu_device._src.cluster import ports, time_limits as limits
-from npu_device._src.cluster.frames import Message
-from npu_device._src.cluster.rank_errors import RESUMABLE, ClusterError
+from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.version import __version__
 from npu_device._src.wording import ranges
 from npu_device.launch import last_copy
-from npu_device.launch.attempt import (
+from npu_device.launch.events import Events, handle_next
+from npu_device.launch.joins import Joins
+from npu_device.launch.ledger import AttemptRecord, Decision, Ledger, resize
+from npu_device.launch.node_protocol import (
+    Alive,
+    Hello,
+    JobEnd,
+    JobInterrupted,
+    Link,
+    NodeEnd,
+    NodeOutcome,
+    NodePreempted,
+    Notice,
+    RankFailed,
+    StopOrder,
+    serve,
+)
+from npu_device.launch.preparation import (
     FAILED,
+    START_ERRORS,
     USAGE,
     Launch,
-    NodeOutcome,
     Rendezvous,
     master_port,
     prepare_rendezvous,
 )
-from npu_device.launch.failures import Failure
-from npu_device.launch.joins import Joins
-from npu_device.launch.ledger import Decision, Ledger, resize
-from npu_device.launch.member import Link, serve
 
 _MOST_EVENTS = 1000  # messages that wait; who sends more waits, too
 # Node 0 leaves a job that goes on when its npurun is started again.
 _NOT_OVER = Decision(RESUMABLE, 0.0, "")
 
 
+class _Received(NamedTuple):
+    link: Link
+    message: Any  # None tells that the connection has ended
+
+
 class Leader:
     """The leader of a job's nodes: a context manager, and a thread of node 0's launcher."""
 
-    def __init__(self, launch: Launch, secret: bytes) -> None:
+    def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._options = launch.options
-        self._secret = secret
         self._ledger = Ledger(launch.options)
         self._joins = Joins(launch)
         port = master_port(launch.options)
         # The port is taken at once: one in use is an error of the start.
         self._listener = ports.listen((launch.options.master_addr,), (port, port))
-        self._events: queue.Queue[tuple[Link, Message | None]] = queue.Queue(_MOST_EVENTS)
+        self._events: Events = queue.Queue(_MOST_EVENTS)
         self._links: dict[int, Link] = {}
         # Where each node takes the copies of another one: host and port. That of node 0 has no host.
         self._copy_addresses: dict[int, str] = {}
-        self._idle: set[int] = set()
         self._all = set(range(launch.options.nnodes))
         self._expected = self._all
+        self._attempt = AttemptRecord(0, ())  # the newest one
         self._running: set[int] = set()
-        self._outcomes: dict[int, NodeOutcome] = {}
-        self._loss: str | None = None  # the first loss of a node in the attempt
-        self._preempted: set[int] = set()  # nodes that are taken away, of the running attempt
         self._is_stopping = False
         self._deadline: float | None = None
         self._is_leaving = False  # this node has been taken away
@@ -76,7 +90,7 @@ class Leader:
         return host
 
     def __enter__(self) -> Leader:
-        serve(self._listener, self._secret, self._serve)
+        serve(self._listener, self._launch.secret, self._serve)
         self._thread.start()
         threading.Thread(target=self._say_alive, name="npurun-alive", daemon=True).start()
         return self
@@ -86,18 +100,22 @@ class Leader:
 
     def _serve(self, link: Link) -> None:
         for message in link.messages():
-            self._events.put((link, message))
-        # None tells that the connection has ended.
-        self._events.put((link, None))
+            self._events.put(_Received(link, message))
+        self._events.put(_Received(link, None))
 
     def _say_alive(self) -> None:
         while self._thread.is_alive():
-            self._send(list(self._links), "alive")
+            self._send(list(self._links), Alive())
             time.sleep(limits.NODE_ALIVE_SECONDS)
 
-    def _send(self, receivers: Iterable[int], do: str, **fields: Any) -> None:
+    @property
+    def _idle(self) -> set[int]:
+        """The nodes that are there and don't take part in an attempt."""
+        return self._links.keys() - self._running
+
+    def _send(self, receivers: Iterable[int], message: Any) -> None:
         for link in filter(None, map(self._links.get, list(receivers))):
-            link.send(do, **fields)
+            link.send(message)
 
     def _run(self) -> None:
         try:
@@ -107,20 +125,20 @@ class Leader:
                 self._write_copies()
         except Exception:
             decision = Decision(FAILED, None, f"npurun failed on node 0:\n{traceback.format_exc()}")
-        words = self._ledger.last_words(decision)
+        words = self._ledger.last_words(decision.text)
         for node, link in self._links.items():
             if decision.wait is None:
-                link.end("over", code=decision.code, text=words)
+                link.end(JobEnd(decision.code, words))
             elif node == 0:
-                link.end("leave", code=decision.code, text=words)
+                link.end(NodeEnd(decision.code, words))
             else:
-                link.end("say", text="node 0 is taken away: its npurun has to be started again")
+                link.end(Notice("node 0 is taken away: its npurun has to be started again"))
         # The listener stays until the others have read that, and have closed their links.
         deadline = time.monotonic() + limits.NODE_LAST_MESSAGE_SECONDS
         while (
             not all(link.is_lost for link in self._links.values()) and time.monotonic() < deadline
         ):
-            self._next_event(time.monotonic() + limits.SWEEP_SECONDS)
+            handle_next(self._events, {}, time.monotonic() + limits.SWEEP_SECONDS)
         with self._listener:
             self._listener.shutdown(socket.SHUT_RDWR)
 
@@ -137,42 +155,39 @@ class Leader:
                 return self._too_few_nodes()
             try:
                 rendezvous = prepare_rendezvous(self._options, self._ledger.count, nodes)
-            except (OSError, ClusterError, ValueError) as error:
+            except START_ERRORS as error:
                 return Decision(USAGE, None, str(error))
             self._note_change(nodes)
             with rendezvous:
-                decision = self._attempt(rendezvous)
-            if decision.wait is None or 0 in self._preempted:
+                decision = self._run_attempt(rendezvous)
+            newest = self._attempt
+            if decision.wait is None or 0 in newest.preempted:
                 return decision
             rendezvous.end()
             # Nodes of the last attempt are worth waiting for; others join if they come.
-            newest = self._ledger.attempts[-1]
             self._expected = set(nodes).difference(newest.rejected)
             # A node that was taken away can join when it comes back.
-            if self._joins.due_at(newest.preempted) is not None:
-                self._expected.difference_update(newest.preempted)
+            if self._joins.may_join(newest.taken_away):
+                self._expected.difference_update(newest.taken_away)
             self._joins.keep_out(newest.rejected)
             # The end for a join is told with the number of ranks that follows.
             if decision.text:
-                self._send(self._links, "say", text=decision.text)
+                self._send(self._links, Notice(decision.text))
             wait = decision.wait
 
     def _note_change(self, nodes: tuple[int, ...]) -> None:
         """Tell all nodes of another number of ranks than in the attempt before."""
-        joined: set[int] = set()
-        for newest in self._ledger.attempts[-1:]:
-            joined = set(nodes).difference(newest.nodes)
-            text = resize(newest, len(nodes) * self._options.nproc_per_node)
-            if text:
-                self._send(self._links, "say", text=text)
-        self._joins.begin(joined)
+        text = resize(self._attempt, len(nodes) * self._options.nproc_per_node)
+        if text:
+            self._send(self._links, Notice(text))
+        # The nodes of the first attempt join nothing.
+        self._joins.begin(set(nodes).difference(self._attempt.nodes or nodes))
 
     def _too_few_nodes(self) -> Decision:
         options = self._options
         code = FAILED
-        for attempt in self._ledger.attempts[-1:]:
-            if attempt.preempted:
-                code = attempt.code
+        if self._attempt.taken_away:
+            code = self._attempt.code
         return Decision(
             code,
             None,
@@ -189,7 +204,6 @@ class Leader:
         deadline = began + max(wait, self._options.rejoin_timeout)
         notice_at = began + limits.NODE_NOTICE_SECONDS
         time_now = began
-        is_told = False
         while self._signal is None and not self._is_leaving and time_now < deadline:
             # Nodes that are away aren't waited for as soon as the job can go on.
             absent = self._all - self._idle
@@ -197,10 +211,11 @@ class Leader:
                 absent = self._expected - self._idle
             if not absent and time_now >= earliest_start:
                 break
-            if absent and not is_told and time_now >= notice_at:
-                is_told = True
+            if absent and time_now >= notice_at:
+                # It is said once.
+                notice_at = deadline
                 text = f"waiting for node {ranges(absent)}, for {deadline - time_now:.0f} s at most"
-                self._send(self._idle, "say", text=text)
+                self._send(self._idle, Notice(text))
             until = earliest_start
             if absent:
                 until = time_now + limits.NODE_PAUSE_SECONDS
@@ -223,7 +238,7 @@ class Leader:
     def _write_copies(self) -> None:
         """Let the nodes that are left write the newest copy in memory, each what it has."""
         # All but node 0 go at once when they are taken away.
-        leaving = self._preempted - {0}
+        leaving = self._attempt.preempted - {0}
         while nodes := sorted(self._idle - leaving):
             if not last_copy.is_needed(self._launch):
                 return
@@ -232,60 +247,47 @@ class Leader:
                 self._run_ranks(rendezvous, saves_copies=True)
             self._ledger.count += 1
             # Those that are left when a node is lost may still have a whole copy.
-            if self._loss is None:
+            if self._attempt.loss is None:
                 return
 
-    def _attempt(self, rendezvous: Rendezvous) -> Decision:
-        began = time.time()
+    def _run_attempt(self, rendezvous: Rendezvous) -> Decision:
         self._run_ranks(rendezvous)
-        return self._ledger.add(
-            began,
-            rendezvous.nodes,
-            self._outcomes.values(),
-            self._launch.step(),
-            self._loss,
-            sorted(self._preempted),
-            self._joins.is_asked,
-            self._joins.suspects(rendezvous.nodes),
-        )
+        self._attempt.step = self._launch.step()
+        self._attempt.is_asked = self._joins.is_asked
+        self._attempt.suspects = self._joins.suspects(rendezvous.plan.nodes)
+        return self._ledger.add(self._attempt)
 
     def _run_ranks(self, rendezvous: Rendezvous, saves_copies: bool = False) -> None:
         """Return when all nodes have told the outcome of an attempt, or are lost."""
-        self._running = set(rendezvous.nodes)
-        self._idle -= self._running
-        self._outcomes = {}
-        self._loss = None
-        self._preempted = set()
+        nodes = rendezvous.plan.nodes
+        self._attempt = AttemptRecord(rendezvous.plan.count, nodes)
+        self._running = set(nodes)
         self._is_stopping = False
         self._deadline = None
-        self._send(
-            rendezvous.nodes,
-            "plan",
-            count=rendezvous.count,
-            nodes=rendezvous.nodes,
-            job_id=rendezvous.job_id,
-            port=rendezvous.port,
-            copies=[self._copy_addresses[node] for node in rendezvous.nodes],
-            saves_copies=saves_copies,
-        )
+        copies = [self._copy_addresses[node] for node in nodes]
+        plan = dataclasses.replace(rendezvous.plan, copies=copies, saves_copies=saves_copies)
+        self._send(nodes, plan)
         while self._running:
-            if self._handle(self._ask_for_joins()):
+            if self._handle(self._ask_for_joins()) or self._deadline is None:
                 continue
-            if self._deadline is None or time.monotonic() < self._deadline:
-                continue
-            if not self._is_stopping:
-                self._stop(
-                    f"node(s) {ranges(self._running)} did not end although the others were asked to stop"
-                )
-                continue
-            for node in list(self._running):
-                # A frozen npurun sees the end when it continues.
-                self._links[node].close()
-                self._lose(node, "does not answer")
+            if time.monotonic() >= self._deadline:
+                self._stop_late_nodes()
+
+    def _stop_late_nodes(self) -> None:
+        if not self._is_stopping:
+            self._stop(
+                f"node(s) {ranges(self._running)} did not end although the others were asked to stop"
+            )
+            return
+        for node in list(self._running):
+            # A frozen npurun sees the end when it continues.
+            self._links[node].close()
+            self._lose(node, "does not answer")
 
     def _ask_for_joins(self) -> float | None:
         """Ask the ranks to end for nodes that have come, if it is time; return when the leader has to look again."""
-        is_ending = self._is_stopping or self._outcomes or self._preempted
+        attempt = self._attempt
+        is_ending = self._is_stopping or attempt.outcomes or attempt.preempted
         due_at = self._joins.due_at(self._idle)
         if is_ending or due_at is None:
             return self._deadline
@@ -301,26 +303,17 @@ class Leader:
                 max(self._options.grace, self._options.preempt_timeout) + limits.NODE_STOP_SECONDS
             )
             self._deadline = time.monotonic() + limit
-            self._send(self._running, "stop", why=why)
-
-    def _next_event(self, until: float | None) -> tuple[Link, Message | None] | None:
-        seconds = None
-        if until is not None:
-            seconds = max(0.0, until - time.monotonic())
-        try:
-            return self._events.get(timeout=seconds)
-        except queue.Empty:
-            return None
+            self._send(self._running, StopOrder(why))
 
     def _handle(self, until: float | None) -> bool:
         """Handle the next message; return False if none comes before a time."""
-        event = self._next_event(until)
-        if event is None:
-            return False
-        link, message = event
-        if message is not None and message["do"] == "hello":
+        return handle_next(self._events, {_Received: self._on_received}, until)
+
+    def _on_received(self, received: _Received) -> None:
+        link, message = received
+        if isinstance(message, Hello):
             self._register(link, message)
-            return True
+            return
         # A connection that another one has replaced is no node's.
         for node in [node for node, its_link in self._links.items() if its_link is link]:
             if message is None:
@@ -329,62 +322,51 @@ class Leader:
                 )
             else:
                 self._act(node, message)
-        return True
 
-    def _act(self, node: int, message: Message) -> None:
-        if message["do"] == "interrupted":
-            self._signal = message["signal"]
+    def _act(self, node: int, message: Any) -> None:
+        if isinstance(message, JobInterrupted):
+            self._signal = message.signal
         elif node not in self._running:
             return
-        elif message["do"] == "failed":
-            self._stop(f"node {node}: {message['what']}")
-        elif message["do"] == "preempted" and self._options.outlives_preemption:
+        elif isinstance(message, RankFailed):
+            self._stop(f"node {node}: {message.what}")
+        elif isinstance(message, NodePreempted) and self._options.outlives_preemption:
             # The outcome follows: the ranks still write their checkpoints, and end the attempt, resumable or not.
-            self._preempted.add(node)
-        elif message["do"] == "outcome":
-            failure = None
-            if message["failure"]:
-                failure = Failure(**message["failure"])
-            outcome = NodeOutcome(
-                message["code"], message["interrupted"], message["preempted"], failure
-            )
-            self._outcomes[node] = outcome
+            self._attempt.preempted.add(node)
+        elif isinstance(message, NodeOutcome):
+            self._attempt.outcomes[node] = message
             self._running.discard(node)
-            self._idle.add(node)
-            if outcome.code not in (0, RESUMABLE):
-                self._stop(f"node {node}: {failure or 'stopped'}")
-            elif outcome.code == RESUMABLE and self._deadline is None:
+            if message.code not in (0, RESUMABLE):
+                self._stop(f"node {node}: {message.failure or 'stopped'}")
+            elif message.code == RESUMABLE and self._deadline is None:
                 # Some ranks have left with a checkpoint: the others get as long for theirs.
                 self._deadline = time.monotonic() + self._options.preempt_timeout
 
-    def _register(self, link: Link, hello: Message) -> None:
-        node = hello["node"]
+    def _register(self, link: Link, hello: Hello) -> None:
+        node = hello.node
         problem = self._mismatch(hello)
         if problem:
-            link.end("over", code=USAGE, text=f"node {node} doesn't match node 0: {problem}")
+            link.end(JobEnd(USAGE, f"node {node} doesn't match node 0: {problem}"))
             return
         # The newer one counts: the older may be cut off without knowing it.
         if node in self._links:
-            self._links[node].end(
-                "over", code=USAGE, text=f"another npurun was started as node {node}"
-            )
+            self._links[node].end(JobEnd(USAGE, f"another npurun was started as node {node}"))
             self._lose(node, "was started again")
         self._links[node] = link
         host = ""
         if node > 0:
             host = link.host
-        self._copy_addresses[node] = f"{host} {hello.get('copies') or ''}"
-        self._idle.add(node)
+        self._copy_addresses[node] = f"{host} {hello.copies or ''}"
         if self._running:
             self._ask_for_joins()
-            link.send("say", text=self._joins.plan(self._running, [node]))
-        elif hello["count"] > self._ledger.count:
+            link.send(Notice(self._joins.plan(self._running, [node])))
+        elif hello.count > self._ledger.count:
             # This launcher has been started again.
-            self._ledger.count = hello["count"]
+            self._ledger.count = hello.count
             # The member tells who took part, since this launcher knows nothing of the attempts before it started.
-            self._expected = self._all.intersection(hello["nodes"])
+            self._expected = self._all.intersection(hello.nodes)
 
-    def _mismatch(self, hello: Message) -> str:
+    def _mismatch(self, hello: Hello) -> str:
         """Return why a launcher can't take part in the job; "" if it can."""
         settings = {
             "nproc": self._options.nproc_per_node,
@@ -393,21 +375,21 @@ class Leader:
         }
         differences = []
         for name, setting in settings.items():
-            if hello[name] != setting:
-                differences.append(f"{name} {hello[name]} (node 0: {setting})")
+            setting_there = getattr(hello, name)
+            if setting_there != setting:
+                differences.append(f"{name} {setting_there} (node 0: {setting})")
         if differences:
             return ", ".join(differences)
-        if not 0 <= hello["node"] < self._options.nnodes:
+        if not 0 <= hello.node < self._options.nnodes:
             return f"it is not one of nodes 0 to {self._options.nnodes - 1}"
-        if hello["node"] == 0 and 0 in self._links:
+        if hello.node == 0 and 0 in self._links:
             return "node 0 has one already"
         return ""
 
     def _lose(self, node: int, how: str) -> None:
         del self._links[node]
-        self._idle.discard(node)
         self._is_leaving = self._is_leaving or node == 0
         if node in self._running:
             self._running.discard(node)
-            self._loss = self._loss or f"node {node} {how}"
+            self._attempt.loss = self._attempt.loss or f"node {node} {how}"
             self._stop(f"node {node} {how}")

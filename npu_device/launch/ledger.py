@@ -3,41 +3,50 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.cluster.time_limits import LONGEST_BACKOFF_SECONDS
 from npu_device._src.wording import counted, ranges
 from npu_device.launch.arguments import Options
-from npu_device.launch.attempt import CANNOT_START, FAILED, NodeOutcome
 from npu_device.launch.failures import in_order
+from npu_device.launch.node_protocol import NodeOutcome
+from npu_device.launch.preparation import CANNOT_START, FAILED
 
 _LISTED = 100  # attempts that are listed in the end, at most
 
 
-@dataclass(frozen=True)
-class PastAttempt:
-    """An attempt that has ended, on all nodes."""
+@dataclass
+class AttemptRecord:
+    """An attempt on all nodes: what they tell while it runs, and what the ledger makes of that."""
 
     count: int
-    began: float  # seconds since the epoch
-    seconds: float  # how long it took
-    nodes: tuple[int, ...]
-    ranks: int
-    code: int  # 0, 75 (asked to stop, resumable), or another exit code
-    interrupted: bool  # a launcher received a signal that ends the job
-    preempted: tuple[int, ...]  # the nodes that were taken away, if that has ended the attempt
-    is_planned: bool  # the ranks have ended as they were asked, so that a node could join
-    rejected: tuple[int, ...]  # the nodes whose join has failed
-    why: str  # the rank or node that failed first, and how
-    origin: str | None  # line of the script where it failed; None if the script isn't to blame
-    step: str | None  # step of the newest checkpoint at its end, None if unknown
+    nodes: Sequence[int]
+    began: float = field(default_factory=time.time)  # seconds since the epoch
+    outcomes: dict[int, NodeOutcome] = field(default_factory=dict)
+    loss: str | None = None  # the first loss of a node
+    preempted: set[int] = field(default_factory=set)  # the nodes that were told to go
+    is_asked: bool = False  # the ranks were asked to end for a node
+    suspects: Sequence[int] = ()  # nodes that are dropped if it has failed
+    step: str | None = None  # step of the newest checkpoint at its end, None if unknown
+    # From here on, the ledger's
+    seconds: float = 0.0  # how long it took
+    ranks: int = 0
+    code: int = 0  # 0, 75 (asked to stop, resumable), or another exit code
+    why: str = ""  # the rank or node that failed first, and how
+    origin: str | None = (
+        None  # line of the script where it failed; None if the script isn't to blame
+    )
+    taken_away: Sequence[int] = ()  # the nodes that were taken away, if that has ended the attempt
+    is_planned: bool = False  # the ranks have ended as they were asked, so that a node could join
+    rejected: Sequence[int] = ()  # the nodes whose join has failed
 
     @property
     def is_failure(self) -> bool:
         """Return whether the end of the attempt costs a restart."""
-        return not (self.preempted or self.is_planned or self.rejected)
+        return not (self.taken_away or self.is_planned or self.rejected)
 
     def line(self, with_nodes: bool) -> str:
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.began))
@@ -50,8 +59,7 @@ class PastAttempt:
         return line
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     code: int  # the job's exit code, if it is over
     wait: float | None  # seconds until the next attempt; None if the job is over
     text: str  # what the user is told; may be empty
@@ -62,90 +70,58 @@ class Ledger:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self.attempts: list[PastAttempt] = []
+        self.attempts: list[AttemptRecord] = []
         self.count = 0  # number of the next attempt
 
-    def add(
-        self,
-        began: float,
-        nodes: Sequence[int],
-        outcomes: Iterable[NodeOutcome],
-        step: str | None,
-        loss: str | None = None,
-        preempted: Sequence[int] = (),
-        is_asked: bool = False,
-        joined: Sequence[int] = (),
-    ) -> Decision:
-        """Add an attempt that has ended, with the outcomes and the first loss of its nodes.
-
-        ``is_asked``: its ranks were asked to end for a node; ``joined``: nodes that are dropped if it has failed.
-        """
-        outcomes = list(outcomes)
-        code, why, origin = _verdict(outcomes, loss)
-        taken_away = tuple(preempted)
+    def add(self, attempt: AttemptRecord) -> Decision:
+        """Add an attempt that has ended; return whether another one follows."""
+        attempt.seconds = time.time() - attempt.began
+        attempt.ranks = len(attempt.nodes) * self._options.nproc_per_node
+        attempt.code, attempt.why, attempt.origin = _verdict(attempt)
         # Neither success nor a missing program is due to a node that was taken away.
-        if code in (0, CANNOT_START):
-            taken_away = ()
-        if taken_away:
-            why = f"{_nodes(taken_away)} taken away: {why}"
-            origin = None
-        is_planned = is_asked and code == RESUMABLE and not taken_away
-        if is_planned:
-            why = "ended for a node to join"
-        rejected: tuple[int, ...] = ()
-        if code not in (0, RESUMABLE) and not taken_away:
-            rejected = tuple(joined)
-        outlives = self._options.outlives_preemption
-        self.attempts.append(
-            PastAttempt(
-                count=self.count,
-                began=began,
-                seconds=time.time() - began,
-                nodes=tuple(nodes),
-                ranks=len(nodes) * self._options.nproc_per_node,
-                code=code,
-                interrupted=any(
-                    outcome.interrupted and not (outcome.preempted and outlives)
-                    for outcome in outcomes
-                ),
-                preempted=taken_away,
-                is_planned=is_planned,
-                rejected=rejected,
-                why=why,
-                origin=origin,
-                step=step,
-            )
-        )
-        self.count += 1
-        return self._decide()
+        if attempt.preempted and attempt.code not in (0, CANNOT_START):
+            attempt.taken_away = sorted(attempt.preempted)
+            attempt.why = f"{_nodes(attempt.taken_away)} taken away: {attempt.why}"
+            attempt.origin = None
+        elif attempt.is_asked and attempt.code == RESUMABLE:
+            attempt.is_planned = True
+            attempt.why = "ended for a node to join"
+        elif attempt.code not in (0, RESUMABLE):
+            attempt.rejected = attempt.suspects
+        self.attempts.append(attempt)
+        self.count = attempt.count + 1
+        return self._decide(attempt)
 
-    def last_words(self, decision: Decision) -> str:
+    def last_words(self, reason: str = "") -> str:
         """Return what the user is told at the end: why the job isn't started again, and its attempts, if several."""
         lines = []
-        if decision.text:
-            lines.append(decision.text)
+        if reason:
+            lines.append(reason)
         number = len(self.attempts)
         if number > 1:
             heading = "the attempts of this job"
             if number > _LISTED:
                 heading += f" (the last {_LISTED} of {number})"
-            with_nodes = any(attempt.nodes != (0,) for attempt in self.attempts)
+            with_nodes = any(list(attempt.nodes) != [0] for attempt in self.attempts)
             lines.append(f"{heading}:")
             lines += [f"  {attempt.line(with_nodes)}" for attempt in self.attempts[-_LISTED:]]
         return "\n".join(lines)
 
-    def _decide(self) -> Decision:
+    def _decide(self, newest: AttemptRecord) -> Decision:
         """Return whether the job is started again after its newest attempt."""
         # Attempts that a preemption ended count separately: they aren't the fault of the script.
-        newest = self.attempts[-1]
         failures = [attempt for attempt in self.attempts if attempt.is_failure]
-        preemptions = sum(bool(attempt.preempted) for attempt in self.attempts)
+        preemptions = sum(bool(attempt.taken_away) for attempt in self.attempts)
         restarts = self._options.max_restarts
-        # Without a node that is left, nobody could continue.
-        is_over = (
-            newest.code == 0 or newest.interrupted or set(newest.nodes) <= set(newest.preempted)
+        outlives = self._options.outlives_preemption
+        # A launcher has received a signal that ends the job.
+        is_interrupted = any(
+            outcome.interrupted and not (outcome.preempted and outlives)
+            for outcome in newest.outcomes.values()
         )
-        may_restart = newest.preempted or (newest.code != RESUMABLE and restarts > 0)
+        # Without a node that is left, nobody could continue.
+        is_over = newest.code == 0 or is_interrupted or set(newest.nodes) <= set(newest.taken_away)
+        may_restart = newest.taken_away or (newest.code != RESUMABLE and restarts > 0)
         if newest.is_planned and not is_over:
             return Decision(newest.code, 0.0, "")
         if newest.rejected and not is_over:
@@ -153,11 +129,11 @@ class Ledger:
             return Decision(newest.code, self._options.restart_backoff, text)
         if is_over or not may_restart:
             return Decision(newest.code, None, "")
-        obstacle = self._obstacle(newest, failures, preemptions)
+        obstacle = _obstacle(newest, failures) or used_up(self._options, len(failures), preemptions)
         if obstacle:
             return Decision(newest.code, None, f"no restart: {obstacle}")
         wait = self._options.restart_backoff
-        if newest.preempted:
+        if newest.taken_away:
             text = f"preemption {preemptions}, which costs no restart: {newest.why}"
         else:
             # How many restarts in a row have not come to another checkpoint.
@@ -171,30 +147,35 @@ class Ledger:
             text = f"restart {len(failures)} of {restarts} in {wait:g} s: {newest.why}"
         return Decision(newest.code, wait, text)
 
-    def _obstacle(
-        self, newest: PastAttempt, failures: Sequence[PastAttempt], preemptions: int
-    ) -> str:
-        """Return why a job that may restart doesn't; "" if it does."""
-        restarts = self._options.max_restarts
-        limit = self._options.max_preemptions
-        if newest.code == CANNOT_START:
-            return "the ranks can't be started"
-        if not newest.preempted and _is_stuck(failures):
-            return (
-                f"two attempts in a row failed at the same place, {newest.origin}, and wrote no checkpoint in "
-                "between. This is a bug in the script, which a restart doesn't fix.\n"
-                "What to do: fix it; or, if the script got further each time, write checkpoints more often, with "
-                "npu.train.JobCheckpoint or to the file NPU_DEVICE_PROGRESS_FILE."
-            )
-        if len(failures) > restarts:
-            return f"all {restarts} restart(s) have been used"
-        if limit is not None and preemptions > limit:
-            return f"nodes were taken away more than {limit} time(s) (--max-preemptions)"
-        return ""
+
+def _obstacle(newest: AttemptRecord, failures: Sequence[AttemptRecord]) -> str:
+    """Return why another attempt would end as the newest one did; "" if it may not."""
+    if newest.code == CANNOT_START:
+        return "the ranks can't be started"
+    if not newest.taken_away and _is_stuck(failures):
+        return (
+            f"two attempts in a row failed at the same place, {newest.origin}, and wrote no checkpoint in "
+            "between. This is a bug in the script, which a restart doesn't fix.\n"
+            "What to do: fix it; or, if the script got further each time, write checkpoints more often, with "
+            "npu.train.JobCheckpoint or to the file NPU_DEVICE_PROGRESS_FILE."
+        )
+    return ""
 
 
-def _verdict(outcomes: Sequence[NodeOutcome], loss: str | None) -> tuple[int, str, str | None]:
+def used_up(options: Options, failures: int, preemptions: int) -> str:
+    """Return which limit so many failures and preemptions exceed; "" if they exceed none."""
+    if failures > options.max_restarts:
+        return f"all {options.max_restarts} restart(s) have been used"
+    limit = options.max_preemptions
+    if limit is not None and preemptions > limit:
+        return f"nodes were taken away more than {limit} time(s) (--max-preemptions)"
+    return ""
+
+
+def _verdict(attempt: AttemptRecord) -> tuple[int, str, str | None]:
     """Return the exit code of an attempt, what has ended it, and where in the script."""
+    outcomes = attempt.outcomes.values()
+    loss = attempt.loss
     codes = [outcome.code for outcome in outcomes]
     if CANNOT_START in codes:
         return CANNOT_START, "the ranks could not be started", None
@@ -216,7 +197,7 @@ def _verdict(outcomes: Sequence[NodeOutcome], loss: str | None) -> tuple[int, st
     return 0, "succeeded", None
 
 
-def _is_stuck(failures: Sequence[PastAttempt]) -> bool:
+def _is_stuck(failures: Sequence[AttemptRecord]) -> bool:
     """Return True if the last two attempts failed at the same place of the script and step."""
     # Without a place in the script, failures can't be told apart.
     if len(failures) < 2 or failures[-1].origin is None:
@@ -243,7 +224,7 @@ def change(old_nodes: Sequence[int], new_nodes: Sequence[int], nproc_per_node: i
     )
 
 
-def resize(newest: PastAttempt, ranks: int) -> str:
+def resize(newest: AttemptRecord, ranks: int) -> str:
     """Return how the number of ranks changes after an attempt that lost no step; "" if it doesn't."""
     if newest.code != RESUMABLE or newest.ranks == ranks:
         return ""

@@ -14,17 +14,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from npu_device._src.cluster.roster import parent_and_start, start_time
 from npu_device._src.cluster.time_limits import KILL_SECONDS, NODE_STOP_SECONDS, SWEEP_SECONDS
 from npu_device.launch import argument_types, checking, launcher
 from npu_device.launch.arguments import Options
-from npu_device.launch.attempt import FAILED
 from npu_device.launch.member import NodeLeavesError
 from npu_device.launch.output import Console
-from npu_device.launch.reports import LEAVING, OVER, RUNNING, Starter
+from npu_device.launch.preparation import FAILED
+from npu_device.launch.reports import LEAVING, OVER, RUNNING, Reporter
 
 
 def main() -> None:
@@ -33,51 +33,42 @@ def main() -> None:
         signal.signal(number, signal.SIG_DFL)
     name = sys.argv[1]
     serial = int(sys.argv[2])
-    lines = _lines()
+    # Without a buffer, since a thread that waits in it would hold up the exit.
+    lines = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115
     order = json.loads(next(lines))
     # Set before anything reads them.
     os.environ.update(order["variables"])
-    options = Options(
-        **{**order["options"], "command": tuple(order["options"]["command"]), "hosts": ()}
-    )
+    options = Options(**order["options"])
     # Resolved here, since only the host knows its GPUs.
     if options.nproc_per_node == 0:
         options = dataclasses.replace(options, nproc_per_node=argument_types.ranks_per_node())
-    starter = Starter(name, Console(), order["count"], tuple(order["nodes"]))
+    reporter = Reporter(name, Console(), order["count"], order["nodes"])
     problem = _problem_on_host(name, serial)
     if problem:
-        starter.console.say(problem)
+        reporter.console.say(problem)
         sys.exit(FAILED)
-    starter.tell(RUNNING)
-    threading.Thread(target=_obey, args=(lines, options, starter), daemon=True).start()
-    sys.exit(_run(options, starter))
+    reporter.tell(RUNNING)
+    threading.Thread(target=_obey, args=(lines, options, reporter), daemon=True).start()
+    sys.exit(_run(options, reporter))
 
 
-def _run(options: Options, starter: Starter) -> int:
+def _run(options: Options, reporter: Reporter) -> int:
+    state = OVER
     try:
         if options.check:
             code = checking.run(options, announces=options.node_rank == 0)
         else:
-            code = launcher.run(options, starter)
-    except NodeLeavesError as end:
-        starter.tell(LEAVING, code=end.exit_code)
-        return end.exit_code
+            code = launcher.run(options, reporter)
     # A job on several nodes ends by this exception.
     except SystemExit as end:
         code = int(end.code or 0)
-    starter.tell(OVER, code=code)
+        if isinstance(end, NodeLeavesError):
+            state = LEAVING
+    reporter.tell(state, code=code)
     return code
 
 
-def _lines() -> Iterator[bytes]:
-    """Yield the lines of standard input, without Python's buffer: a thread that waits in it would hold up the exit."""
-    beginning = b""  # begin of a line that hasn't ended
-    while block := os.read(0, 1 << 16):
-        *lines, beginning = (beginning + block).split(b"\n")
-        yield from lines
-
-
-def _obey(lines: Iterator[bytes], options: Options, starter: Starter) -> None:
+def _obey(lines: Iterable[bytes], options: Options, reporter: Reporter) -> None:
     for line in lines:
         # The signal reaches this process's own handlers, as if it had been sent on this host.
         os.kill(os.getpid(), int(line))
@@ -87,7 +78,7 @@ def _obey(lines: Iterator[bytes], options: Options, starter: Starter) -> None:
         return
     # A job with restarts loses this host only: it is killed, since a signal would end the job on the other hosts, too.
     # The host shuts down, and its ranks are writing a checkpoint.
-    if starter.is_preempted:
+    if reporter.is_preempted:
         time.sleep(options.preempt_timeout + NODE_STOP_SECONDS)
     # The guard ends the ranks.
     os.kill(os.getpid(), signal.SIGKILL)
@@ -97,10 +88,11 @@ def _problem_on_host(name: str, serial: int) -> str:
     """End what an earlier connection of the job has left on this host; return why that can't be, "" if it is done."""
     words = _command_lines()
     # The last two words of its command line are those that ``connection`` wrote.
-    serials = {}
-    for pid, line in words.items():
-        if line[-2:-1] == [name] and line[-1].isdecimal():
-            serials[pid] = int(line[-1])
+    serials = {
+        pid: int(line[-1])
+        for pid, line in words.items()
+        if line[-2:-1] == [name] and line[-1].isdecimal()
+    }
     if max(serials.values(), default=serial) > serial:
         return "another npurun of this job was started on this host: the connection of this one is broken"
     older = [pid for pid in serials if serials[pid] < serial]

@@ -29,8 +29,8 @@ class Report:
 
 
 @dataclass
-class Starter:
-    """The npurun that was started by hand, as the npurun of a host sees it. Without a name, they are the same."""
+class Reporter:
+    """Reports to the npurun that was started by hand, and has what that one told. Without a name, it is this one."""
 
     # Name of this host's npurun, with which each report begins.
     name: str = ""

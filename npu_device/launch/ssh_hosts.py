@@ -17,20 +17,15 @@ from dataclasses import dataclass
 
 from npu_device._src import environment
 from npu_device._src.cluster import time_limits as limits
-from npu_device._src.cluster.rank_errors import RESUMABLE, ClusterError
+from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.membership.schemes import secret
 from npu_device.launch import connection, launcher
 from npu_device.launch.arguments import Options
-from npu_device.launch.attempt import FAILED, USAGE
 from npu_device.launch.connection import SSH_FAILED, Connection
-from npu_device.launch.events import (
-    Events,
-    Handlers,
-    HostClosed,
-    HostReported,
-    SignalReceived,
-)
+from npu_device.launch.events import Events, HostClosed, HostReported, handle_next
+from npu_device.launch.ledger import used_up
 from npu_device.launch.output import Console
+from npu_device.launch.preparation import FAILED, START_ERRORS, USAGE
 from npu_device.launch.reports import ATTEMPT, LEAVING, OVER, PREEMPTED, RUNNING, WRITING, Report
 
 _PREFIXES = ("TF_", "KERAS_", "PYTHON")
@@ -41,11 +36,7 @@ def run(options: Options) -> int:
     console = Console()
     events = launcher.signals(options, console)
     try:
-        variables = _variables()
-        with ThreadPoolExecutor(len(options.hosts)) as resolvers:
-            # Names are looked up at the same time, since each may take seconds.
-            clients = list(resolvers.map(connection.client, options.hosts))
-        hosts = LaunchedHosts(options, console, events, variables, clients)
+        hosts = LaunchedHosts(options, console, events)
         hosts.start()
     except UnicodeDecodeError:
         console.say(
@@ -53,7 +44,7 @@ def run(options: Options) -> int:
             "What to do: write random text into its file (openssl rand -hex 32)."
         )
         return USAGE
-    except (OSError, ClusterError, ValueError) as error:
+    except START_ERRORS as error:
         # Hosts that were reached stop with this process.
         console.say(str(error))
         return USAGE
@@ -105,19 +96,15 @@ class Host:
 class LaunchedHosts:
     """All hosts of a job, as the npurun sees them that was started by hand."""
 
-    def __init__(
-        self,
-        options: Options,
-        console: Console,
-        events: Events,
-        variables: dict[str, str],
-        clients: Sequence[Sequence[str]],
-    ) -> None:
+    def __init__(self, options: Options, console: Console, events: Events) -> None:
         self._options = options
         self._console = console
         self._events = events
-        self._variables = variables
+        self._variables = _variables()
         self._job = f"npurun-{secrets.token_hex(8)}"
+        with ThreadPoolExecutor(len(options.hosts)) as resolvers:
+            # Names are looked up at the same time, since each may take seconds.
+            clients = list(resolvers.map(connection.client, options.hosts))
         self._hosts = [Host(name, node, clients[node]) for node, name in enumerate(options.hosts)]
         self._count = 0  # number of the next attempt
         self._nodes: Sequence[int] = ()  # nodes of the newest attempt
@@ -165,15 +152,12 @@ class LaunchedHosts:
             "count": self._count,
             "nodes": self._nodes,
         }
+        name = f"{self._job}-node{host.node}"
         host.connection = Connection(
-            host.client, f"{self._job}-node{host.node}", host.starts, self._console
+            host.client, name, host.starts, host.node, self._console, self._events
         )
         # The secret is in the order, since everybody can read command lines.
         host.connection.tell(json.dumps(order))
-        host.connection.watch(
-            lambda report: self._events.put(HostReported(host.node, report)),
-            lambda code: self._events.put(HostClosed(host.node, code)),
-        )
 
     def _start_again(self, host: Host) -> None:
         try:
@@ -183,19 +167,16 @@ class LaunchedHosts:
             self._retry(host, f"not reached ({error})")
 
     def _handle_event(self) -> None:
-        handlers: Handlers = {
-            SignalReceived: self._on_signal,
-            HostReported: self._on_report,
-            HostClosed: self._on_closed,
-        }
-        times = [host.wakes_at() for host in self._hosts]
-        times.append(self._deadline)
-        seconds = None
-        until = min((moment for moment in times if moment is not None), default=None)
-        # The wait is limited only if a time is set.
-        if until is not None:
-            seconds = max(0.0, until - time.monotonic())
-        self._events.handle_next(seconds, handlers)
+        handle_next(
+            self._events,
+            {
+                signal.Signals: self._on_signal,
+                HostReported: self._on_report,
+                HostClosed: self._on_closed,
+            },
+            self._deadline,
+            *(host.wakes_at() for host in self._hosts),
+        )
 
     def _look_at_time(self) -> None:
         time_now = time.monotonic()
@@ -210,8 +191,7 @@ class LaunchedHosts:
             else:
                 host.connection.kill()
 
-    def _on_signal(self, received: SignalReceived) -> None:
-        number = received.number
+    def _on_signal(self, number: int) -> None:
         # A second signal leaves the deadline of the first, unless that has been lifted.
         if self._signal is None or self._deadline is None:
             seconds = self._options.grace
@@ -260,10 +240,9 @@ class LaunchedHosts:
             self._end_job(report.code)
             # Hosts of the newest attempt learn it from node 0. The others may be waiting for it.
             newest = self._count - 1
-            waiting = []
-            for waiting_host in self._hosts:
-                if waiting_host.attempt is None or waiting_host.attempt < newest:
-                    waiting.append(waiting_host)
+            waiting = [
+                host for host in self._hosts if host.attempt is None or host.attempt < newest
+            ]
             self._send(signal.SIGINT, waiting)
 
     def _on_closed(self, closed: HostClosed) -> None:
@@ -336,18 +315,15 @@ class LaunchedHosts:
     def _problem_of_node_0(self, is_leaving: bool) -> str:
         """Return why node 0 isn't started again; "" if it is. On the other nodes, the npurun of node 0 decides."""
         if is_leaving:
-            limit = self._options.max_preemptions
             self._node_0_preemptions += 1
-            if limit is not None and self._node_0_preemptions > limit:
-                return f"no restart: nodes were taken away more than {limit} time(s) (--max-preemptions)"
-            return ""
-        restarts = self._options.max_restarts
-        self._node_0_losses += 1
-        if self._node_0_losses <= restarts:
-            return ""
-        if restarts == 0:
-            return "no restart: --max-restarts is 0"
-        return f"no restart: all {restarts} restart(s) have been used"
+        else:
+            self._node_0_losses += 1
+            if self._options.max_restarts == 0:
+                return "no restart: --max-restarts is 0"
+        limit = used_up(self._options, self._node_0_losses, self._node_0_preemptions)
+        if limit:
+            return f"no restart: {limit}"
+        return ""
 
     def _retry(self, host: Host, cause: str, wait: float | None = None) -> None:
         time_now = time.monotonic()

@@ -10,9 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Callable
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from typing import Any, BinaryIO, Callable
 
 from npu_device._src.cluster.rank_errors import RESUMABLE
 from npu_device._src.cluster.time_limits import (
@@ -23,30 +26,11 @@ from npu_device._src.cluster.time_limits import (
     SWEEP_SECONDS,
 )
 from npu_device._src.wording import counted
-from npu_device.launch.arguments import Options
-from npu_device.launch.events import Events, Handlers, RankEnded, SignalReceived, StopOrdered
-
-
-@dataclass(frozen=True)
-class Exit:
-    """The end of a process: exit code, or minus the number of the signal that killed it; seconds since the epoch."""
-
-    status: int
-    time: float
-
-    @property
-    def code(self) -> int:
-        # Numbered as a shell reports a signal.
-        if self.status < 0:
-            return 128 - self.status
-        return self.status
-
-    def __str__(self) -> str:
-        if self.status >= 0:
-            return f"exit code {self.status}"
-        names = {int(number): number.name for number in signal.Signals}
-        number = -self.status
-        return f"killed by {names.get(number, f'signal {number}')}"
+from npu_device.launch.events import Exit, handle_next
+from npu_device.launch.node_protocol import NodePreempted, RankFailed, StopOrder
+from npu_device.launch.output import Console, Pump
+from npu_device.launch.preparation import Launch
+from npu_device.launch.reports import PREEMPTED
 
 
 class RankProcess:
@@ -57,18 +41,20 @@ class RankProcess:
     """
 
     def __init__(
-        self,
-        rank: int,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        events: Events,
+        self, launch: Launch, rank: int, environment: Mapping[str, str], log_file: str | None
     ) -> None:
         self.rank = rank
         self.exit: Exit | None = None
         self._gone = False
-        self._events = events
+        self._launch = launch
+        self._log: BinaryIO | None = None
+        console: Console | None = launch.console
+        if log_file is not None:
+            self._log = open(log_file, "wb", buffering=0)  # noqa: SIM115
+            if not launch.options.tee:
+                console = None
         self._popen = subprocess.Popen(
-            command,
+            launch.options.command,
             env=environment,
             # One terminal can't serve several readers.
             stdin=subprocess.DEVNULL,
@@ -77,10 +63,12 @@ class RankProcess:
             # Ctrl-C of the terminal goes to the launcher alone, which passes it on once.
             start_new_session=True,
         )
-        assert self._popen.stdout is not None and self._popen.stderr is not None
-        self.stdout = self._popen.stdout
-        self.stderr = self._popen.stderr
         self.pid = self._popen.pid
+        # The guard learns of each process at once, since the launcher may be killed between two ranks.
+        launch.guard.tell(self.pid)
+        assert self._popen.stdout is not None and self._popen.stderr is not None
+        self._stdout = Pump(self._popen.stdout, console, 1, rank, self._log)
+        self._stderr = Pump(self._popen.stderr, console, 2, rank, self._log)
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
@@ -108,6 +96,20 @@ class RankProcess:
             self._gone = True
         return not self._gone
 
+    def finish(self) -> None:
+        """Return when all output of the process has arrived."""
+        self._stdout.finish()
+        self._stderr.finish()
+        if self._log is not None:
+            self._log.close()
+        if self.exit is not None:
+            # A negative number: the guard forgets the process group.
+            self._launch.guard.tell(-self.pid)
+
+    def last_lines(self) -> list[str]:
+        """Return the last lines of its stderr."""
+        return [line.decode(errors="replace") for line in self._stderr.tail]
+
     def _watch(self) -> None:
         # WNOWAIT leaves the zombie, which keeps its number from being used again.
         child = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
@@ -115,8 +117,13 @@ class RankProcess:
         status = child.si_status
         if child.si_code != os.CLD_EXITED:
             status = -status
-        self.exit = Exit(status, time.time())
-        self._events.put(RankEnded(self.rank))
+        self.exit = Exit(self.rank, status, time.time())
+        self._launch.events.put(self.exit)
+
+
+def exits(processes: Iterable[RankProcess]) -> list[Exit]:
+    """Return the ends of the processes that have ended."""
+    return [process.exit for process in processes if process.exit is not None]
 
 
 class _Stage(enum.IntEnum):
@@ -133,12 +140,8 @@ class Supervisor:
     """Supervises an attempt on this node until its end."""
 
     _processes: Sequence[RankProcess]
-    _events: Events
-    _options: Options
-    _say: Callable[[str], object]
-    _attempt: int  # number of the attempt
-    _on_failure: Callable[[str], None]
-    _on_preemption: Callable[[], None]
+    _launch: Launch
+    _notify: Callable[[Any], object]  # gets messages for node 0
     signal: int | None = None  # the signal that ended the attempt
     interrupted: bool = False  # the launcher received a signal, perhaps after a failure
     preempted: bool = False  # all of its signals asked for a resumable end
@@ -147,9 +150,18 @@ class Supervisor:
     _deadline: float | None = None
     _spared_children: bool = False
     _named_late_ranks: bool = False
+    # A console whose reader is stopped must not hold up the supervisor. One thread keeps the order of the messages.
+    _speaker: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
 
     def run(self) -> None:
         """Return when no rank is running, and no process that a rank started is left in its process group."""
+        with self._speaker:
+            self._run()
+
+    def _say(self, text: str) -> None:
+        self._speaker.submit(self._launch.console.say, text)
+
+    def _run(self) -> None:
         while self._running() and self._stage < _Stage.GIVEN_UP:
             self._wait(self._name_late_ranks())
             self._look_at_ended()
@@ -158,35 +170,33 @@ class Supervisor:
         spares_children = self._spared_children and self._stage is _Stage.ASKED
         if families and (self._stage < _Stage.ASKED or spares_children):
             self._spared_children = False
-            self._ask(signal.SIGTERM, families, self._options.grace)
+            self._ask(signal.SIGTERM, families, self._launch.options.grace)
         while families and self._stage < _Stage.GIVEN_UP:
-            self._wait(SWEEP_SECONDS)
+            self._wait(time.monotonic() + SWEEP_SECONDS)
             families = [process for process in families if process.reap()]
 
     def _look_at_ended(self) -> None:
-        exits = []
-        for process in self._processes:
-            if process.exit:
-                exits.append((process.exit.time, process.rank, process.exit))
-        failures = [failure for failure in exits if failure[2].status not in (0, RESUMABLE)]
+        ended = exits(self._processes)
+        failures = [failure for failure in ended if failure.status not in (0, RESUMABLE)]
         if failures and self._stage < _Stage.FAILED:
             self._enter(_Stage.FAILED, RANKS_NOTICE_SECONDS)
             # The earliest failure counts, so that the rank is named that failed first.
-            _, rank, end = min(failures)
-            self._on_failure(f"rank {rank} failed ({end})")
+            failure = min(failures, key=attrgetter("time", "rank"))
+            text = f"rank {failure.rank} failed ({failure})"
+            self._notify(RankFailed(text))
             if self._running():
-                self._say(f"rank {rank} failed ({end}); stopping the others")
-        elif self._stage is _Stage.RUNNING and any(end.status == RESUMABLE for _, _, end in exits):
-            self._enter(_Stage.LEAVING, self._options.preempt_timeout)
+                self._say(f"{text}; stopping the others")
+        elif self._stage is _Stage.RUNNING and any(end.status == RESUMABLE for end in ended):
+            self._enter(_Stage.LEAVING, self._launch.options.preempt_timeout)
 
     def _name_late_ranks(self) -> float | None:
-        """Say once which ranks run long after the others have ended; return the seconds until then."""
-        ends = [process.exit.time for process in self._processes if process.exit]
+        """Say once which ranks run long after the others have ended; return the moment of that if it is to come."""
+        ends = [end.time for end in exits(self._processes)]
         if not ends or self._named_late_ranks or self._stage is not _Stage.RUNNING:
             return None
         seconds_left = max(ends) + LATE_RANK_SECONDS - time.time()
         if seconds_left > 0:
-            return seconds_left
+            return time.monotonic() + seconds_left
         self._named_late_ranks = True
         for process in self._running():
             self._say(
@@ -199,56 +209,57 @@ class Supervisor:
     def _running(self) -> list[RankProcess]:
         return [process for process in self._processes if process.exit is None]
 
-    def _wait(self, seconds: float | None) -> None:
-        """Handle the next event, or the deadline."""
-        if self._deadline is not None:
-            until_deadline = max(0.0, self._deadline - time.monotonic())
-            seconds = min(until_deadline, seconds or until_deadline)
+    def _wait(self, moment: float | None) -> None:
+        """Handle the next event, or the deadline; return at a moment at the latest."""
         # The end of a rank needs no handler: which ranks have ended is looked up after each event.
-        handlers: Handlers = {SignalReceived: self._on_signal, StopOrdered: self._on_stop}
-        has_event = self._events.handle_next(seconds, handlers)
+        has_event = handle_next(
+            self._launch.events,
+            {signal.Signals: self._on_signal, StopOrder: self._on_stop},
+            moment,
+            self._deadline,
+        )
         if not has_event and self._deadline is not None and time.monotonic() >= self._deadline:
             self._escalate()
 
-    def _on_stop(self, stop: StopOrdered) -> None:
-        # A stop that comes late, or belongs to another attempt, is dropped.
-        if self._stage < _Stage.FAILED and stop.attempt == self._attempt:
+    def _on_stop(self, stop: StopOrder) -> None:
+        # A stop that comes late is dropped.
+        if self._stage < _Stage.FAILED:
             self._enter(_Stage.FAILED, RANKS_NOTICE_SECONDS)
             self._say(f"{stop.why}; stopping the ranks of this node")
 
-    def _on_signal(self, received: SignalReceived) -> None:
-        number = received.number
+    def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
-        is_request = number == self._options.preempt_signal
+        is_request = number == self._launch.options.preempt_signal
         self.preempted = is_request and (self.preempted or not self.interrupted)
         self.interrupted = True
         if is_request:
             # Told before any rank ends because of the signal.
-            self._on_preemption()
+            self._speaker.submit(self._launch.reporter.tell, PREEMPTED)
+            self._notify(NodePreempted())
         if self._stage < _Stage.FAILED:
             self.signal = number
         if self._stage < _Stage.ASKED:
-            seconds = self._options.grace
+            seconds = self._launch.options.grace
             if is_request:
-                seconds = self._options.preempt_timeout
+                seconds = self._launch.options.preempt_timeout
             ranks = counted(len(self._running()), "rank")
             self._say(
                 f"{name}: asking {ranks} to stop within {seconds:g} s; a second signal kills them at once"
             )
             # A rank that still has to finish its step needs its children, such as those that read data. A program that
             # isn't Python is the wrapper of one, and may not pass the signal on.
-            self._spared_children = is_request and self._options.command[0] == sys.executable
+            self._spared_children = is_request and self._launch.options.command[0] == sys.executable
             self._ask(number, self._processes, seconds)
         elif self.asked_at is not None and time.time() - self.asked_at > SAME_SIGNAL_SECONDS:
             self._kill()
 
     def _escalate(self) -> None:
         if self._stage in (_Stage.LEAVING, _Stage.FAILED):
-            self._ask(signal.SIGTERM, self._processes, self._options.grace)
+            self._ask(signal.SIGTERM, self._processes, self._launch.options.grace)
         elif self._stage is _Stage.ASKED:
             self._kill()
         else:
-            self._enter(_Stage.GIVEN_UP, None)
+            self._stage = _Stage.GIVEN_UP
             for process in self._running():
                 self._say(
                     f"rank {process.rank} (process {process.pid}) can't be killed: it is stuck in the kernel"
@@ -266,8 +277,6 @@ class Supervisor:
         for process in self._processes:
             process.send(signal.SIGKILL)
 
-    def _enter(self, stage: _Stage, seconds: float | None) -> None:
+    def _enter(self, stage: _Stage, seconds: float) -> None:
         self._stage = stage
-        self._deadline = None
-        if seconds is not None:
-            self._deadline = time.monotonic() + seconds
+        self._deadline = time.monotonic() + seconds

@@ -55,18 +55,25 @@ def table_environment(directory: Path, size: int, rank: int) -> dict[str, str]:
     table = directory / "ranks.json"
     if not table.exists():
         table.write_text(rank_table([0], size, "127.0.0.1", free_port()))
-    variables = {
-        "RANK_TABLE_FILE": str(table),
-        "RANK_ID": str(rank),
-        "RANK_SIZE": str(size),
-        "ASCEND_DEVICE_ID": str(rank),
-        "DEVICE_ID": str(rank),
-        "JOB_ID": "tests",
-        "HCCL_CONNECT_TIMEOUT": "60",
-    }
+    variables = rank_variables(str(table), rank, rank, size, "tests")
+    variables["HCCL_CONNECT_TIMEOUT"] = "60"
     if environment.NPU_DEVICE_HOROVOD.is_set():
         variables |= horovod_environment(rank, size, size)
     return variables
+
+
+def rank_variables(
+    table: str, rank: int, local_rank: int, size: int, job_id: str
+) -> dict[str, str]:
+    """Return what Ascend's launch scripts tell a rank, whose job has a rank table."""
+    return {
+        "RANK_TABLE_FILE": table,
+        "RANK_ID": str(rank),
+        "RANK_SIZE": str(size),
+        "ASCEND_DEVICE_ID": str(local_rank),
+        "DEVICE_ID": str(local_rank),
+        "JOB_ID": job_id,
+    }
 
 
 def horovod_environment(rank: int, size: int, local_size: int) -> dict[str, str]:
