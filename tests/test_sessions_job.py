@@ -65,7 +65,7 @@ OWN_GRAPH = """
 import tensorflow.compat.v1 as tf
 
 tf.disable_v2_behavior()
-from npu_bridge.npu_init import NPUDistributedOptimizer
+from npu_bridge.npu_init import NPUDistributedOptimizer, npu_plugin
 
 with tf.Graph().as_default():
     numbers = tf.data.make_one_shot_iterator(tf.data.Dataset.range(8).map(lambda number: number + 1)).get_next()
@@ -78,6 +78,7 @@ with tf.Graph().as_default():
         session.run(train)
         print("RESULT", session.run(weight))
 assert tf.get_default_graph() is not weight.graph
+npu_plugin.npu_resource_shutdown()
 """
 
 FAILING = (

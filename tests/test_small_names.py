@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -78,6 +79,16 @@ def test_scopes_change_nothing() -> None:
         scope.npu_recompute_scope,
         scope.npu_optimizer_scope,
         scope.npu_gradients_scope,
+        scope.without_npu_compile_scope,
+        scope.npu_mem_type_scope,
+        scope.npu_weight_prefetch_scope,
+        scope.npu_graph_slice_scope,
+        scope.disable_autofuse,
+        functools.partial(scope.npu_stage_scope, 1),
+        functools.partial(scope.op_specified_engine_scope, "AIcoreEngine", "aicore"),
+        functools.partial(scope.npu_qos_label_scope, "low"),
+        functools.partial(scope.subgraph_multi_dims_scope, 0),
+        functools.partial(scope.limit_core_num_scope, 1, vector=2),
     ]
 
     def inside(x: Any) -> Any:
@@ -86,7 +97,7 @@ def test_scopes_change_nothing() -> None:
                 x = x * 2
         return x
 
-    assert int(tf.function(inside)(tf.constant(3))) == int(inside(3)) == 48
+    assert int(tf.function(inside)(tf.constant(3))) == int(inside(3)) == 3 * 2 ** len(scopes)
     for make in scopes:
         with pytest.raises(KeyError), make():
             raise KeyError

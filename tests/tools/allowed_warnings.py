@@ -33,6 +33,12 @@ ALLOWED: list[tuple[str, type[Warning], str]] = [
         DeprecationWarning,
         "Keras 2.15 draws a seed by randint(1, 1e9) (keras/src/backend.py); can go with TensorFlow 2.15",
     ),
+    (
+        "float_format is deprecated for text_format",
+        UserWarning,
+        "TensorFlow writes the graph of a session as text (framework/graph_io.py); can go when it no longer does so "
+        "with protobuf 7",
+    ),
 ]
 
 
