@@ -40,8 +40,8 @@ _LEAST_SECONDS = 1.0
 
 _LOOK_SECONDS = 0.004
 
-# A look takes Python's lock, and some 20 µs for each optimizer. Where every core has a rank, it holds all of them up: 200
-# looks in a second took a fifth of the time of steps of 4 ms with eight optimizers.
+# A look takes Python's lock, and some 20 µs for each optimizer. Where every core has a rank, it holds all of them up:
+# 200 looks in a second took a fifth of the time of steps of 4 ms with eight optimizers.
 _PAUSE_SECONDS = 0.05
 
 _MOST_RESTARTS = 5
