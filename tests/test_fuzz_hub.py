@@ -90,7 +90,6 @@ _TABLE = [
         "name": "n",
         "value": {"x": 1},
         "ranks": "0-1",
-        "partial": True,
         "seconds": 0.01,
     },
     {
@@ -99,11 +98,10 @@ _TABLE = [
         "name": "m",
         "value": 1,
         "ranks": None,
-        "partial": False,
         "seconds": 0.01,
     },
     {"do": "ask", "id": 6, "kind": "alive", "body": None, "ranks": "0-1", "seconds": 0.01},
-    {"do": "reply", "question": 1, "value": 1},
+    {"do": "reply", "question": '["alive",null,"0-1"]', "value": 1},
 ]
 _LAST = [
     {"do": "left", "issued": {"g 0-1": 1}},
@@ -232,7 +230,7 @@ def test_a_rank_and_any_answers_at_the_hubs_address(pieces: list[bytes], proves:
         {"id": 1, "error": "late", "text": "t"},
         {"push": "left", "left": [[{}, "1"]]},
         {"push": "end", "text": "t"},
-        {"push": "question", "question": 1, "kind": "k", "body": None},
+        {"push": "question", "question": '["k",null,"0-1"]'},
     )
 )
 def test_a_rank_and_any_messages_of_the_hub(pieces: list[bytes]) -> None:
@@ -266,8 +264,8 @@ def rank() -> Iterator[tuple[Peers, int, bytes]]:
     met = fuzzing.both_met(hub)
     cluster, channel = met[0]
     channel.listen(lambda push: None, lambda reason: None)
-    peers = Peers(cluster, Health(cluster, channel), SECRET)
-    peers.open(channel)
+    peers = Peers(cluster, channel, Health(cluster, channel), SECRET)
+    peers.open()
     port, token = channel.get("peers/0", 1).split()
     yield peers, int(port), SECRET + token.encode()
     peers.close()

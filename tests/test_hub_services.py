@@ -33,7 +33,6 @@ class Job:
             "seconds": 2,
             "value": value,
             "ranks": ranks,
-            "partial": ranks is not None,
         }
         self.services.handle(rank, {"do": "gather", "id": 10 + rank, **fields})
 
@@ -110,3 +109,27 @@ def test_a_post_is_answered_at_once_and_the_last_one_with_all_values() -> None:
     for number in range(2000):
         post(0, str(number), 0)
     assert post(0, "end", "z") == [], "the oldest are forgotten"
+
+
+def test_a_question_is_put_once_and_those_who_ask_it_share_the_answers() -> None:
+    job = Job()
+    job.services.closed(2)
+
+    def ask(rank: int) -> dict[int, Any]:
+        question = {"kind": "where", "body": [1], "ranks": "0-2"}
+        job.services.handle(rank, {"do": "ask", "id": rank, "seconds": 2, **question})
+        put = {to: message["question"] for to, message in job.sent if "question" in message}
+        job.sent = [(to, message) for to, message in job.sent if "push" not in message]
+        return put
+
+    put = ask(0)
+    assert list(put) == [0, 1], "rank 2 has gone"
+    assert not ask(1)
+    for rank, question in put.items():
+        job.services.handle(rank, {"do": "reply", "question": question, "value": "here"})
+    assert job.answers() == {0: [["here", "0-1"]], 1: [["here", "0-1"]]}
+    assert not ask(1)
+    assert job.answers() == {1: [["here", "0-1"]]}, "a little later, it has the same answers"
+    for act in job.later:
+        act()
+    assert list(ask(1)) == [0, 1]

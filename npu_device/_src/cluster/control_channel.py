@@ -73,8 +73,7 @@ class ControlChannel:
 
     def gather(self, name: str, value: Any, timeout: float) -> list[Any]:
         """Return the values that all ranks pass under a name, by rank; TimeoutError if some don't come."""
-        answer = self._request("gather", timeout, name=name, value=value, ranks=None, partial=False)
-        values = _by_rank(answer)
+        values = _by_rank(self._request("gather", timeout, name=name, value=value, ranks=None))
         return [values[rank] for rank in range(len(values))]
 
     def gather_from(
@@ -82,27 +81,14 @@ class ControlChannel:
     ) -> dict[int, Any]:
         """Return the values that some ranks, this one among them, pass under a name in time, by rank."""
         asked = ranges(ranks)
-        return _by_rank(
-            self._request("gather", timeout, name=name, value=value, ranks=asked, partial=True)
-        )
+        return _by_rank(self._request("gather", timeout, name=name, value=value, ranks=asked))
 
-    def ask(
-        self,
-        topic: str,
-        body: Any,
-        ranks: Iterable[int],
-        timeout: float,
-        even_ended: bool = False,
-    ) -> dict[int, Any]:
-        """Ask some ranks; return the answers that arrived in time. Ranks that ask the same share the answers.
-
-        Args:
-            even_ended: ask ranks whose script has ended as well, if their process serves others.
-        """
-        question = {"kind": topic, "body": body, "ranks": ranges(ranks), "even_ended": even_ended}
+    def ask(self, topic: str, body: Any, ranks: Iterable[int], timeout: float) -> dict[int, Any]:
+        """Ask some ranks; return the answers that arrived in time. Ranks that ask the same share the answers."""
+        question = {"kind": topic, "body": body, "ranks": ranges(ranks)}
         return _by_rank(self._request("ask", timeout, **question))
 
-    def reply(self, question: int, answer: Any) -> None:
+    def reply(self, question: str, answer: Any) -> None:
         self.notify("reply", question=question, value=answer)
 
     def notify(self, do: str, **fields: Any) -> None:

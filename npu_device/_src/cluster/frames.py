@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import secrets
 import socket
 import struct
 from collections.abc import Iterator, Mapping
@@ -30,6 +29,17 @@ Message = dict[str, Any]
 
 _HEADER = struct.Struct(">I")
 _LONGEST_NUMBER = 400  # digits; parsing a number takes time in the square of its digits
+
+
+WRONG_FORM = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What reading a message of a wrong form may raise: the message is refused then, and the process goes on."""
 
 
 class FrameError(ValueError):
@@ -87,11 +97,6 @@ def _whole_number(text: str) -> int:
     if len(text) > _LONGEST_NUMBER:
         raise ValueError("a number that nobody sends")
     return int(text)
-
-
-def nonce() -> str:
-    """Return a number that has never been used, so that a recorded proof can't be replayed."""
-    return secrets.token_hex()
 
 
 def proof(

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import secrets
 import socket
 import struct
 import threading
@@ -17,7 +18,7 @@ from typing import Any, Callable
 
 from npu_device._src.cluster import frames
 from npu_device._src.cluster.frames import Message
-from npu_device._src.cluster.server_handshake import ServerHandshake, UnprovedError
+from npu_device._src.cluster.server_handshake import ServerHandshake
 from npu_device._src.cluster.time_limits import (
     ACCEPT_PAUSE_SECONDS,
     ANSWER_SECONDS,
@@ -136,7 +137,7 @@ def _attempt(
 
 def authenticate(timed: TimedConnection, secret: bytes, **said: Any) -> None:
     """Prove that this process knows the secret, and have the other side prove it."""
-    own_nonce = frames.nonce()
+    own_nonce = secrets.token_hex()
     timed.send({**said, "npu_device": frames.PROTOCOL, "nonce": own_nonce})
     hub_nonce = timed.receive(
         ANSWER_SECONDS,
@@ -169,16 +170,12 @@ def serve(
 
     def let_in(connection: socket.socket) -> None:
         try:
-            timed, said = admit(connection, secret)
-        except OSError as error:
-            connection.close()
-            _log.debug("refused a connection: %s", error)
-            return
-        finally:
-            unproved.pop(connection, None)
-        try:
+            try:
+                timed, said = admit(connection, secret)
+            finally:
+                unproved.pop(connection, None)
             admitted(timed, said)
-        # The other side has proved the secret, but may say what is wrong: a field is missing, or there is no such rank.
+        # The other side may also say what is wrong after its proof: a field is missing, or there is no such rank.
         except Exception as error:
             connection.close()
             _log.debug("refused a connection: %r", error)
@@ -211,21 +208,17 @@ def serve(
 
 
 def admit(connection: socket.socket, secret: bytes) -> tuple[TimedConnection, Message]:
-    """Do the other side's part of ``authenticate``; return what else the client has said, too."""
+    """Do the other side's part of ``authenticate``; return what else the client has said, too.
+
+    Raises:
+        AttemptFailedError, FrameError, UnprovedError: the client ends, talks another protocol, or proves nothing.
+    """
     frames.keep_alive(connection)
     handshake = ServerHandshake(secret, frames.LIMIT)
     timed = TimedConnection(connection, handshake.limit)
     while not handshake.is_proved:
         message = timed.receive(ANSWER_SECONDS, silent="no answer", closed="it was closed")
-        try:
-            reply = handshake.answer(message)
-        except frames.FrameError:
-            raise AttemptFailedError(
-                "another program, which doesn't talk npu_device's protocol"
-            ) from None
-        except UnprovedError as error:
-            raise AttemptFailedError(str(error)) from None
-        timed.send(reply)
+        timed.send(handshake.answer(message))
     timed.reader.limit = handshake.limit
     return timed, handshake.said
 

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Callable
@@ -50,6 +50,7 @@ class Health:
         # The ranks whose script has ended, each with the number of calls that it issued in each group.
         self._departed: dict[int, dict[str, int]] = {}
         self._stoppers: list[Callable[[str], None]] = []
+        self.ask = channel.ask
         # Answering functions, by the topic of the question.
         self._answers: dict[str, Callable[[Any], Any]] = {}
         self.on_question("alive", lambda _: True)
@@ -118,16 +119,6 @@ class Health:
         """Answer questions on a topic with a function, called in the thread of the channel; it may return a Future."""
         self._answers[topic] = answer
 
-    def ask(
-        self,
-        topic: str,
-        body: Any,
-        ranks: Iterable[int],
-        timeout: float,
-        even_ended: bool = False,
-    ) -> dict[int, Any]:
-        return self._channel.ask(topic, body, ranks, timeout, even_ended)
-
     def has_left(self, rank: int) -> bool:
         """Return True if the script of another rank has ended without an error."""
         return rank in self._departed
@@ -158,11 +149,12 @@ class Health:
 
     def _reply(self, message: Message) -> None:
         question = message["question"]
-        answer = self._answers.get(message["kind"])
+        topic, body, _ = json.loads(question)
+        answer = self._answers.get(topic)
         if answer is None:
             # The asking rank goes on without this one's answer.
             return
-        reply = answer(message["body"])
+        reply = answer(body)
         if isinstance(reply, Future):
             reply.add_done_callback(lambda future: self._channel.reply(question, future.result()))
         else:
@@ -308,7 +300,7 @@ class Health:
             sys.excepthook = self._previous_hook
         if self._failure is None:
             issued = {_key(group): count for group, count in self.count_calls().items() if count}
-            self._channel.notify("left", issued=issued, serves=serves_others)
+            self._channel.notify("left", issued=issued)
             if serves_others:
                 self._wait_for_others()
         else:

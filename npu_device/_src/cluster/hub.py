@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import sched
 import select
 import selectors
 import signal
@@ -17,7 +18,7 @@ import socket
 import sys
 import time
 import traceback
-from typing import Any
+from typing import Any, Callable
 
 from npu_device._src.cluster import frames, ports, time_limits as limits
 from npu_device._src.cluster.frames import Message
@@ -27,7 +28,6 @@ from npu_device._src.cluster.rank_errors import PortTakenError, RendezvousError
 from npu_device._src.cluster.roster import Hello
 from npu_device._src.cluster.server_handshake import UnprovedError
 from npu_device._src.cluster.services import Services
-from npu_device._src.cluster.timers import Timers
 
 _FEWEST_UNPROVED = 256  # limit on simultaneous unproved connections, if larger than two per rank
 # Bytes that may wait for a rank which doesn't read. Beyond that it is dropped, or the hub would fill its memory.
@@ -48,7 +48,7 @@ class Hub:
         self._parent: int | None = parent
         self._clients: dict[socket.socket, Client] = {}
         self._unproved: dict[Client, None] = {}
-        self._timers = Timers()
+        self._timers = sched.scheduler(time.monotonic)
         self._is_over = False
         self._begin()
 
@@ -58,37 +58,40 @@ class Hub:
             self._settings, clients, self._send_message, self._send_last
         )
         self._services: Services | None = None
-        # Made anew for each job, so that timers of an earlier one go with their object.
-        self._timers_of_job = Timers()
         self._by_rank: list[Client | None] = []
 
     def run(self) -> None:
         try:
+            seconds = self._act()
             while not self._is_done():
-                for key, events in self._selector.select(self._seconds_to_wait()):
+                for key, events in self._selector.select(seconds):
                     if key.data is not None:
                         key.data()
                     # The client may just have been closed.
                     elif key.fileobj in self._clients:
                         self._serve(self._clients[key.fileobj], events)
-                self._act(time.monotonic())
+                seconds = self._act()
         except BaseException:
             text = f"the hub of the job (pid {os.getpid()}) failed:\n{traceback.format_exc()}"
             for client in self._rendezvous.arrivals():
                 self._send(client, frames.encode({"push": "end", "text": text}))
             raise
 
-    def _act(self, time_now: float) -> None:
-        """Do what is due, once all that has been received is handled."""
-        self._timers.run(time_now)
-        self._timers_of_job.run(time_now)
+    def _act(self) -> float | None:
+        """Do what is due, once all that has been received is handled; return the seconds until more is due."""
+        time_now = time.monotonic()
         # Clients stand in the order in which they came, and all have the same time, so the first one is due first.
         while self._unproved and (oldest := next(iter(self._unproved))).until <= time_now:
             self._close(oldest, _SILENT)
-        if self._services is not None:
-            self._services.report_losses()
-        else:
+        if self._services is None:
             self._check_rendezvous(time_now)
+        # Run last, as what is done above may set timers.
+        waits = [self._timers.run(blocking=False)]
+        dues = [self._rendezvous.next_due()]
+        if self._unproved:
+            dues.append(next(iter(self._unproved)).until)
+        waits += [max(0.0, due - time_now) for due in dues if due is not None]
+        return min((seconds for seconds in waits if seconds is not None), default=None)
 
     def _is_done(self) -> bool:
         if any(client.has_arrived for client in self._clients.values()):
@@ -100,15 +103,6 @@ class Hub:
         if not os.read(self._parent, 1024):
             self._selector.unregister(self._parent)
             self._parent = None
-
-    def _seconds_to_wait(self) -> float | None:
-        dues = [self._timers.next_due, self._timers_of_job.next_due, self._rendezvous.next_due()]
-        if self._unproved:
-            dues.append(next(iter(self._unproved)).until)
-        times = [due for due in dues if due is not None]
-        if not times:
-            return None
-        return max(0.0, min(times) - time.monotonic())
 
     def _accept(self) -> None:
         try:
@@ -201,11 +195,6 @@ class Hub:
                 if select.select([], [sys.stderr], [], 0)[1]:
                     print(f"npu_device: {text}", file=sys.stderr, flush=True)
 
-    def _send_to_rank(self, rank: int, frame: bytes) -> None:
-        client = self._by_rank[rank]
-        if client is not None:
-            self._send(client, frame)
-
     def _flush(self, client: Client) -> None:
         """Send what the socket takes now. The loop sends the rest, and detects a closed connection by reading."""
         try:
@@ -219,7 +208,7 @@ class Hub:
             return
         self._selector.modify(client.socket, selectors.EVENT_READ)
         if client.is_ending:
-            self._timers.later(0.0, lambda: self._close(client, None))
+            self._timers.enter(0.0, 0, self._close, (client, None))
 
     def _close(self, client: Client, problem: str | None) -> None:
         """Close the connection of a client; ``problem`` is what was wrong if it wasn't a rank."""
@@ -237,9 +226,9 @@ class Hub:
                 self._end()
         elif client.state is State.ARRIVED:
             if not client.is_ending and self._services is None:
-                self._rendezvous.remove(client)
+                self._rendezvous.roster.remove(client.arrival)
         elif problem is not None and not client.is_ending:
-            self._rendezvous.note_unknown_client(client.address, problem)
+            self._rendezvous.roster.note_unknown_client(client.address, problem)
 
     def _end(self) -> None:
         if self._services is not None:
@@ -252,7 +241,7 @@ class Hub:
     def _handle_hello(self, client: Client, message: Message) -> None:
         try:
             hello = Hello.read(message.get("hello"))
-        except (ValueError, LookupError, TypeError) as error:
+        except frames.WRONG_FORM as error:
             raise frames.FrameError(str(error)) from error
         del self._unproved[client]
         self._rendezvous.receive(client, hello)
@@ -261,12 +250,8 @@ class Hub:
         """End the rendezvous when all ranks have come, the time is up, or they contradict each other."""
         if self._rendezvous.is_complete(time_now):
             self._start_services()
-            return
-        complaint = self._rendezvous.complaint(time_now)
-        if complaint is not None:
+        elif (complaint := self._rendezvous.complaint(time_now)) is not None:
             self._refuse_all(complaint)
-        else:
-            self._rendezvous.report_progress(time_now)
 
     def _start_services(self) -> None:
         """Give all ranks their numbers and the same roster, and serve them from now on."""
@@ -274,10 +259,19 @@ class Hub:
         ranks = self._rendezvous.ranks
         hosts = self._rendezvous.hosts()
         processes = [client.arrival.hello.pid for client in ranks]
-        self._services = Services(
-            hosts, processes, self._send_to_rank, self._timers_of_job.later, self._say
-        )
-        self._by_rank = list(ranks)
+        by_rank: list[Client | None] = list(ranks)
+        self._by_rank = by_rank
+
+        # Timers of an earlier job reach nobody: its ranks have gone.
+        def send_to_rank(rank: int, frame: bytes) -> None:
+            client = by_rank[rank]
+            if client is not None:
+                self._send(client, frame)
+
+        def later(seconds: float, act: Callable[[], None]) -> None:
+            self._timers.enter(seconds, 0, act)
+
+        self._services = Services(hosts, processes, send_to_rank, later, self._say)
         on_loopback = ports.is_loopback(self._listener.getsockname()[0])
         roster = {
             "hosts": hosts,
@@ -299,7 +293,7 @@ class Hub:
     def _send_last(self, client: Client, message: Message) -> None:
         """Send a last message and close. A client that doesn't read it in time misses it."""
         client.is_ending = True
-        self._timers.later(limits.LAST_MESSAGE_SECONDS, lambda: self._close(client, None))
+        self._timers.enter(limits.LAST_MESSAGE_SECONDS, 0, self._close, (client, None))
         self._send(client, frames.encode(message))
 
 

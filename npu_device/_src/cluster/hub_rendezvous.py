@@ -21,6 +21,7 @@ class HubRendezvous:
 
     Attributes:
         ranks: the clients by rank, once all have met.
+        roster: those that have come as ranks.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class HubRendezvous:
         self._clients = clients  # clients that are connected, which the hub adds and removes
         self._send = send
         self._send_last = send_last
-        self._roster = Roster(settings["job_id"], settings["expected_hosts"])
+        self.roster = Roster(settings["job_id"], settings["expected_hosts"])
         # Address by which other hosts reach the hub's host; loopback until a rank has come by another one.
         self._address = "127.0.0.1"
         self._began: float | None = None  # when the first rank came
@@ -62,17 +63,9 @@ class HubRendezvous:
         arrivals = [client.arrival for client in self.ranks]
         return [arrival.hello.host or arrival.seen_at or self._address for arrival in arrivals]
 
-    def remove(self, client: Client) -> None:
-        """Forget a rank whose connection has ended before all had come."""
-        if not self.ranks:
-            self._roster.remove(client.arrival)
-
-    def note_unknown_client(self, address: str, behaviour: str) -> None:
-        self._roster.note_unknown_client(address, behaviour)
-
     def receive(self, client: Client, hello: Hello) -> None:
         """Let a client wait for the others, or tell it why it can't."""
-        refusal = self._roster.refusal(hello, client.address)
+        refusal = self.roster.refusal(hello, client.address)
         if refusal is not None:
             self._send_last(client, {"refused": refusal})
             return
@@ -93,7 +86,7 @@ class HubRendezvous:
             self._send_last(client, {"refused": hello.too_late})
         elif self.ranks:
             self._send_last(client, {"busy": "the ranks of this job have met already"})
-        elif self._roster.is_crowded:
+        elif self.roster.is_crowded:
             self._send_last(client, {"busy": "too many processes have come as ranks of this job"})
         else:
             self._admit(client, arrival, children)
@@ -101,7 +94,7 @@ class HubRendezvous:
     def _rivals(self, arrival: Arrival) -> list[Client]:
         """Return the clients that have come as the same rank."""
         # As a rule no other client has come as this rank, which saves a search through all clients.
-        if not self._roster.has(arrival):
+        if not self.roster.has(arrival):
             return []
         matching = []
         for client in self._clients:
@@ -114,18 +107,18 @@ class HubRendezvous:
         if ports.is_loopback(self._address):
             # The others reach this host at the address this rank used; any address is better than loopback.
             self._address = ports.plain(client.socket.getsockname()[0])
-        reference = self._roster.reference
+        reference = self.roster.reference
         client.state = State.ARRIVED
         client.arrival = arrival
-        self._roster.add(arrival)
+        self.roster.add(arrival)
         for child in children:
-            self._roster.remove(child.arrival)
+            self.roster.remove(child.arrival)
             child.state = State.CHILD
             child.parent = client
         if self._began is None:
             self._began = time.monotonic()
             self._next_progress = self._began + limits.FIRST_PROGRESS_SECONDS
-        if reference is self._roster.reference:
+        if reference is self.roster.reference:
             self._send_wait(client)
             return
         # The new reference may wait for longer or shorter than the old one, so that all get a new limit.
@@ -163,8 +156,8 @@ class HubRendezvous:
         return min(self._deadline(), self._next_progress)
 
     def _end_of_waiting(self) -> float:
-        assert self._began is not None and self._roster.reference is not None
-        return self._began + self._roster.reference.seconds
+        assert self._began is not None and self.roster.reference is not None
+        return self._began + self.roster.reference.seconds
 
     def _deadline(self) -> float:
         if self._contradictory_since is None:
@@ -173,7 +166,7 @@ class HubRendezvous:
 
     def is_complete(self, time_now: float) -> bool:
         """Return True once all ranks have come, and none of them may be replaced by the process that started it."""
-        if not self._roster.complete:
+        if not self.roster.complete:
             self._candidates_until = None
             return False
         return not self._awaits_candidates(time_now)
@@ -191,24 +184,24 @@ class HubRendezvous:
 
     def complaint(self, time_now: float) -> str | None:
         """Return the error that ends the rendezvous: the time is up, or the ranks contradict each other."""
-        if self._began is None or self._roster.complete:
+        if self._began is None or self.roster.complete:
             return None
-        if not self._roster.contradictory:
+        if not self.roster.contradictory:
             self._contradictory_since = None
         elif self._contradictory_since is None:
             self._contradictory_since = time_now
-        if time_now < self._deadline():
-            return None
-        return self._roster.complaint()
+        if time_now >= self._deadline():
+            return self.roster.complaint()
+        if time_now >= self._next_progress:
+            self._report_progress(time_now)
+        return None
 
-    def report_progress(self, time_now: float) -> None:
-        """Tell the chief now and then which ranks are missing."""
-        if self._began is None or self._roster.complete or time_now < self._next_progress:
-            return
+    def _report_progress(self, time_now: float) -> None:
+        """Tell the chief which ranks are missing."""
         self._next_progress = time_now + limits.NEXT_PROGRESS_SECONDS
         for client in self.arrivals():
             if client.arrival.hello.is_chief:
-                self._send(client, {"waits_for": self._roster.absent_ranks()})
+                self._send(client, {"waits_for": self.roster.absent_ranks()})
 
     def tell_children(self) -> None:
         for child in self.children():
@@ -218,7 +211,7 @@ class HubRendezvous:
         """Give the clients that have come their ranks."""
         # Arrivals are told apart by identity, since they have no hash: a hello holds dictionaries.
         by_arrival = {id(client.arrival): client for client in self.arrivals()}
-        self.ranks = [by_arrival[id(arrival)] for arrival in self._roster.sorted_arrivals()]
+        self.ranks = [by_arrival[id(arrival)] for arrival in self.roster.sorted_arrivals()]
         for rank, client in enumerate(self.ranks):
             client.state = State.RANK
             client.rank = rank

@@ -31,18 +31,22 @@ _MOST_UNCLAIMED = 4096  # connections of all ranks that nobody has asked for
 class Peers:
     """The connections of this rank to the others."""
 
-    def __init__(self, cluster: Cluster, health: Health, secret: bytes) -> None:
+    def __init__(
+        self, cluster: Cluster, channel: ControlChannel, health: Health, secret: bytes
+    ) -> None:
         self._cluster = cluster
+        self._store = channel
         self._health = health
         self._secret = secret
         self._pid = os.getpid()
         self._listener: socket.socket | None = None
         self._opening = threading.Lock()
-        self._store: ControlChannel
         self._endpoints: dict[int, tuple[int, str]] = {}  # each rank's port and token
         self._owning = threading.Lock()
         self._arrival = threading.Condition()
         self._arrived: defaultdict[tuple[int, int], deque[socket.socket]] = defaultdict(deque)
+        # By the numbers of connections that aren't accepted, the functions that serve them.
+        self._servers: dict[int, Callable[[int, socket.socket], None]] = {}
         # Replaced, never changed, so that another thread may iterate over it.
         self.owned_connections: frozenset[socket.socket] = frozenset()
         myself = weakref.ref(self)
@@ -56,7 +60,12 @@ class Peers:
         ports = [self._port_and_token(rank)[0] for rank in range(self._cluster.world_size)]
         return tuple(map(join_address, self._cluster.addresses, ports))
 
-    def open(self, store: ControlChannel) -> None:
+    def serve(self, number: int, act: Callable[[int, socket.socket], None]) -> None:
+        """Let a function serve the connections of other ranks for a number, each in a thread, given the rank."""
+        self._servers[number] = act
+        self.open()
+
+    def open(self) -> None:
         """Let the other ranks connect, once. ClusterError if no port is free, or the hub has gone."""
         with self._opening:
             if self._listener is not None:
@@ -74,8 +83,7 @@ class Peers:
             port = listener.getsockname()[1]
             # With its own token, a connection to this rank can't be replayed to another one.
             token = secrets.token_hex()
-            self._store = store
-            store.set(f"peers/{self._cluster.rank}", f"{port} {token}")
+            self._store.set(f"peers/{self._cluster.rank}", f"{port} {token}")
             serving = listener, self._secret + token.encode(), self._admitted
             threading.Thread(
                 target=serve, args=serving, name="npu_device-peers", daemon=True
@@ -93,17 +101,13 @@ class Peers:
 
     def connect(self, rank: int, number: int, seconds: float | None = None) -> socket.socket:
         """Return a new connection, which doesn't block, and belongs to the caller; or raise PeerError."""
-        port, token = self._port_and_token(rank)
-        host = self._cluster.addresses[rank]
         until = time.monotonic() + (seconds or environment.HCCL_CONNECT_TIMEOUT.get())
-        said = {"rank": self._cluster.rank, "number": number}
         while True:
             remaining = until - time.monotonic()
             # Attempts are short, so that news of the other rank is seen between them.
             attempt = min(limits.ATTEMPT_SECONDS, max(limits.ATTEMPT_PAUSE_SECONDS, remaining))
             try:
-                timed = reach(host, port, attempt, self._secret + token.encode(), **said)
-                return self._owned_by_caller(timed.connection)
+                return self.try_to_connect(rank, number, attempt)
             except AttemptFailedError as error:
                 # If the job has failed, that is the error to raise, not that a rank can't be
                 # reached.
@@ -112,8 +116,20 @@ class Peers:
                 if self._health.has_left(rank):
                     until = min(until, time.monotonic() + limits.CHECK_SECONDS)
                 if time.monotonic() > until:
-                    self.raise_for(rank, f"no connection to {join_address(host, port)}: {error}")
+                    port, _ = self._port_and_token(rank)
+                    address = join_address(self._cluster.addresses[rank], port)
+                    self.raise_for(rank, f"no connection to {address}: {error}")
                 time.sleep(limits.ATTEMPT_PAUSE_SECONDS)
+
+    def try_to_connect(
+        self, rank: int, number: int, seconds: float = limits.ATTEMPT_SECONDS
+    ) -> socket.socket:
+        """Try once to make a connection, as ``connect`` does; AttemptFailedError if the rank doesn't answer."""
+        port, token = self._port_and_token(rank)
+        host = self._cluster.addresses[rank]
+        said = {"rank": self._cluster.rank, "number": number}
+        timed = reach(host, port, seconds, self._secret + token.encode(), **said)
+        return self._owned_by_caller(timed.connection)
 
     def accept(self, rank: int, number: int, gives_up: Callable[[], bool]) -> socket.socket | None:
         """Return the next connection that a rank makes with ``connect`` for a number; None if this rank gives up."""
@@ -157,6 +173,9 @@ class Peers:
         number = int(said["number"])
         if not 0 <= rank < self._cluster.world_size:
             raise ValueError("no such rank")
+        if number in self._servers:
+            self._servers[number](rank, self._owned_by_caller(timed.connection))
+            return
         with self._arrival:
             if sum(map(len, self._arrived.values())) >= _MOST_UNCLAIMED:
                 raise ValueError("too many connections that nobody has asked for")

@@ -55,14 +55,9 @@ def meet(membership: Membership) -> tuple[Cluster, ControlChannel]:
     """
     search = _HubSearch(membership, _hello(membership))
     if membership.starts_hub:
-        rank, roster, channel = _start_hub(membership, search)
+        cluster, channel = _start_hub(membership, search)
     else:
-        rank, roster, channel = search.search()
-    on_loopback = bool(roster["loopback"]) and all(map(is_loopback, membership.chief_hosts))
-    trusted = bool(membership.secret) or on_loopback
-    hosts = tuple(roster["hosts"])
-    addresses = tuple(roster["addresses"])
-    cluster = Cluster(rank, membership.device_id, hosts, addresses, membership.job_id, trusted)
+        cluster, channel = search.search()
     _log.info(
         "rank %d of %d has met the others on %s",
         cluster.rank,
@@ -95,7 +90,7 @@ def installed_versions() -> dict[str, str]:
     return {"npu_device": __version__, "tensorflow": "unknown"}
 
 
-_Met = tuple[int, dict[str, Any], ControlChannel]  # rank, roster
+_Met = tuple[Cluster, ControlChannel]
 
 
 def _start_hub(membership: Membership, search: _HubSearch) -> _Met:
@@ -133,32 +128,28 @@ def _start_hub(membership: Membership, search: _HubSearch) -> _Met:
 
 
 def _number(claim: Any, limit: float) -> float:
+    number = float(claim)
     # This comparison refuses NaN, too.
-    if not isinstance(claim, (int, float)) or not 0 <= claim <= limit:
-        raise AttemptFailedError(ANOTHER_PROGRAM)
-    return claim
+    if not 0 <= number <= limit:
+        raise ValueError("no such number")
+    return number
 
 
-def _is_roster(roster: Any, rank: int) -> bool:
-    """Return True if the description that the hub has of the job has all that a rank needs."""
-    try:
-        if "loopback" not in roster:
-            return False
-        hosts = roster["hosts"]
-        addresses = roster["addresses"]
-        are_texts = all(isinstance(text, str) for text in (*hosts, *addresses))
-        return rank < len(hosts) == len(addresses) and are_texts
-    except (TypeError, LookupError):
-        return False
-
-
-def _child(parent: Any) -> Exception:
+def _child(parent: Any) -> ChildOfRankError:
     names = ("pid", "rank", "world_size", "device_id")
-    if not isinstance(parent, dict) or not all(isinstance(parent.get(name), int) for name in names):
-        return AttemptFailedError(ANOTHER_PROGRAM)
-    description = {name: parent[name] for name in names}
-    description["neighbours"] = str(parent.get("neighbours"))
+    description: dict[str, Any] = {name: int(parent[name]) for name in names}
+    description["neighbours"] = str(parent["neighbours"])
     return ChildOfRankError(description)
+
+
+def _cluster(membership: Membership, rank: int, roster: Any) -> Cluster:
+    hosts = tuple(map(str, roster["hosts"]))
+    addresses = tuple(map(str, roster["addresses"]))
+    if not rank < len(hosts) == len(addresses):
+        raise ValueError("no such rank")
+    on_loopback = bool(roster["loopback"]) and all(map(is_loopback, membership.chief_hosts))
+    trusted = bool(membership.secret) or on_loopback
+    return Cluster(rank, membership.device_id, hosts, addresses, membership.job_id, trusted)
 
 
 class _HubSearch:
@@ -206,6 +197,10 @@ class _HubSearch:
         try:
             timed.send({"hello": asdict(self._hello)})
             return self._await_roster(timed)
+        # An answer of another form isn't that of a hub.
+        except frames.WRONG_FORM as error:
+            timed.connection.close()
+            raise AttemptFailedError(ANOTHER_PROGRAM) from error
         except (
             BaseException
             # Above all Ctrl-C, which must not leave the others waiting until the time is up.
@@ -238,11 +233,12 @@ class _HubSearch:
             # The first key tells what the answer is.
             verdict, said = next(iter(answer.items()), ("", None))
             if verdict == "wait":
-                seconds = _number(said, limits.LONGEST_WAIT_SECONDS) + limits.VERDICT_MARGIN_SECONDS
+                wait = _number(said, limits.LONGEST_WAIT_SECONDS)
+                seconds = wait + limits.VERDICT_MARGIN_SECONDS
                 silence = "the chief accepted this rank, and then sent nothing more"
                 closure = "the chief accepted this rank, and then was gone"
                 if answer.get("for") is not None:
-                    _log.warning(_CANDIDATE, os.getpid(), self._hello.candidate, _number(said, 1e9))
+                    _log.warning(_CANDIDATE, os.getpid(), self._hello.candidate, wait)
             elif verdict == "waits_for":
                 waited = time.monotonic() - self._began
                 _log.warning(
@@ -261,10 +257,11 @@ class _HubSearch:
             # The roster follows in a message of its own.
             elif verdict == "rank":
                 rank = int(_number(said, MOST_RANKS))
-            elif verdict == "roster" and rank is not None and _is_roster(said, rank):
-                return rank, said, ControlChannel(timed.connection, timed.reader)
+            elif verdict == "roster" and rank is not None:
+                cluster = _cluster(self._membership, rank, said)
+                return cluster, ControlChannel(timed.connection, timed.reader)
             else:
-                raise AttemptFailedError(ANOTHER_PROGRAM)
+                raise ValueError("no answer that a rank expects")
 
     def _progress(self, activity: str) -> None:
         time_now = time.monotonic()

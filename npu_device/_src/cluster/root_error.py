@@ -8,6 +8,7 @@ before the text of an error inside a layer, and the arguments of the layer after
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 
@@ -51,17 +52,11 @@ def _inside(error: str) -> str:
         return inner
     if _IN_A_TRACED_FUNCTION.match(headline):
         lines = textwrap.dedent("\n".join(lines)).splitlines()
-        begin = next(
-            (number for number, line in enumerate(lines) if not _PLACE_IN_CODE.match(line)),
-            len(lines),
-        )
-        return "\n".join(lines[begin:]).rstrip()
+        return "\n".join(itertools.dropwhile(_PLACE_IN_CODE.match, lines)).rstrip()
     if failed := _IN_A_LAYER.match(headline):
         end = f"rguments received by {failed['layer']}:"
-        until = next(
-            (number for number, line in enumerate(lines) if line.endswith(end)), len(lines)
-        )
-        inner = _BOLD.sub("", "\n".join(lines[:until])).strip()
+        message = itertools.takewhile(lambda line: not line.endswith(end), lines)
+        inner = _BOLD.sub("", "\n".join(message)).strip()
         return inner and f"{failed['kind']}: {inner}"
     return ""
 

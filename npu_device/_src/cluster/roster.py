@@ -48,6 +48,8 @@ class Hello:
     @classmethod
     def read(cls, fields: Any) -> Hello:
         """Parse the hello in a message; ValueError, LookupError or TypeError if it is not a valid one."""
+        # Other versions may send more fields, or fewer of the last ones; the versions show the difference.
+        fields = {**_LAST_FIELDS, **fields}
         for name, allowed_types in _TYPES_OF_HELLO.items():
             if type(fields[name]) not in allowed_types:
                 raise ValueError(f"unexpected {name}")
@@ -61,16 +63,10 @@ class Hello:
         # Written so that NaN is refused, too.
         if not 0 <= fields["seconds"] <= LONGEST_WAIT_SECONDS:
             raise ValueError("no such time")
-        # Other versions may send more fields, or fewer of the following; the versions show the difference.
-        started = str(fields.get("started", ""))
-        ancestors = fields.get("ancestors", ())
-        candidate = fields.get("candidate")
-        if not all(map(_is_process, ancestors)) or not isinstance(candidate, (int, type(None))):
+        if not all(map(_is_process, fields["ancestors"])):
             raise ValueError("unexpected ancestors")
         checked = {name: fields[name] for name in _TYPES_OF_HELLO}
-        return cls(
-            **checked, started=started, ancestors=tuple(map(tuple, ancestors)), candidate=candidate
-        )
+        return cls(**{**checked, "ancestors": tuple(map(tuple, fields["ancestors"]))})
 
     @property
     def name(self) -> str:
@@ -117,7 +113,11 @@ _TYPES_OF_HELLO: dict[str, tuple[type, ...]] = {
     "seconds": (int, float),
     "versions": (dict,),
     "settings": (dict,),
+    "started": (str,),
+    "ancestors": (list, tuple),
+    "candidate": (int, type(None)),
 }
+_LAST_FIELDS: dict[str, Any] = {"started": "", "ancestors": [], "candidate": None}
 
 
 def _is_process(claim: Any) -> bool:
@@ -173,7 +173,12 @@ class Arrival:
 
 
 class Roster:
-    """The ranks of a job. The hello of the chief is the reference; until the chief has come, the earliest one is."""
+    """The ranks of a job.
+
+    Attributes:
+        reference: the hello that the others are compared with: that of the chief, or of an early rank until the chief
+            has come; None while no rank has.
+    """
 
     def __init__(self, job_id: str, expected_hosts: Sequence[str]) -> None:
         self._job_id = job_id
@@ -184,14 +189,8 @@ class Roster:
         self._signatures: Counter[tuple[Any, ...]] = Counter()
         self._strangers: dict[str, None] = {}  # ranks of other jobs, as lines of the error
         self._unknown_clients: dict[str, str] = {}
-        self._chief: Hello | None = None
-        self._earliest: Hello | None = None
+        self.reference: Hello | None = None
         self._count = 0  # number of all arrivals
-
-    @property
-    def reference(self) -> Hello | None:
-        """Return the hello that the others are compared with; None while no rank has come."""
-        return self._chief or self._earliest
 
     def refusal(self, hello: Hello, seen_at: str) -> str | None:
         """Return the text of the error for a rank of another job; None for a rank of this job."""
@@ -214,12 +213,10 @@ class Roster:
 
     def add(self, arrival: Arrival) -> None:
         hello = arrival.hello
-        if not self._arrivals:
-            self._earliest = None
-            self._chief = None
-        self._earliest = self._earliest or hello
-        if hello.is_chief:
-            self._chief = self._chief or hello
+        reference = self.reference
+        # Without arrivals, the reference is that of a rank that has left.
+        if not self._arrivals or reference is None or (hello.is_chief and not reference.is_chief):
+            self.reference = hello
         self._arrivals.setdefault(arrival.key, []).append(arrival)
         self._signatures[hello.signature] += 1
         self._count += 1
@@ -237,10 +234,8 @@ class Roster:
             del self._departures[next(iter(self._departures))]
         # The last rank that leaves stays the reference, for the text of the error.
         hellos = [waiting.hello for waiting in self._all_arrivals()] or [arrival.hello]
-        if arrival.hello is self._earliest:
-            self._earliest = hellos[0]
-        if arrival.hello is self._chief:
-            self._chief = next((hello for hello in hellos if hello.is_chief), None)
+        if arrival.hello is self.reference:
+            self.reference = next((hello for hello in hellos if hello.is_chief), hellos[0])
 
     def note_unknown_client(self, address: str, behaviour: str) -> None:
         # Put at the end of the dictionary, of which the newest entries are shown.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+
 from npu_device._src.cluster import frames
 from npu_device._src.cluster.frames import Message
 
@@ -24,7 +26,8 @@ class ServerHandshake:
         self._secret = secret
         self._limit_after_proof = limit_after_proof
         self._client_nonce: str | None = None
-        self._own_nonce = frames.nonce()
+        # Never used before, so that a recorded proof can't be replayed.
+        self._own_nonce = secrets.token_hex()
 
     @property
     def limit(self) -> int:

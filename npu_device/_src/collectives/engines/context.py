@@ -40,7 +40,7 @@ class EngineContext:
         self.cluster = cluster
         self.store = channel
         self.health = Health(cluster, channel)
-        self.peers = Peers(cluster, self.health, secret)
+        self.peers = Peers(cluster, channel, self.health, secret)
         self.counts = CallCounts()
         self.buffers = BufferPool()
         self.mpi_world: MpiWorld | None = None

@@ -298,7 +298,7 @@ def _begin(job: Job, trace_settings: Settings | None, seed: int | None) -> None:
         resources.prepare_gpu(job, hosts)
         # Opened now, so that a lack of free ports is an error of the start.
         if not hosts.share_memory:
-            job.peers.open(job.store)
+            job.peers.open()
         if hosts.needs_server:
             tensorflow_server.start(job)
             engine_text.say_open_ports(job)

@@ -286,7 +286,7 @@ class SlotExchange:
         self._slots: dict[int, OptimizerSlots] = {}
         # An optimizer that is gone here may still be read on a rank that isn't as far in the script.
         self._users: dict[int, weakref.ref[Any]] = {}
-        self.bytes_on_request = BytesOnRequest(job.cluster, job.health, job.store, job.peers, self)
+        self.bytes_on_request = BytesOnRequest(job.cluster, job.health, job.peers, self)
 
     def add(self, slots: OptimizerSlots, group: Group, user: Any) -> int:
         """Note an optimizer, and return its number, the same on every rank of the group.

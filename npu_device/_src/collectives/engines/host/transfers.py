@@ -63,7 +63,7 @@ class PairQueue:
         self._queues: dict[int, deque[_Transfer]] = {}
         self.idle: dict[int, socket.socket] = {}
         self._closed = False
-        context.peers.open(context.store)
+        context.peers.open()
 
     def start(
         self,
